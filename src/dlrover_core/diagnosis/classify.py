@@ -1,0 +1,94 @@
+"""What one death was: a class, a signature, and how sure that is.
+
+Classes are those of the field's failure studies: USER (the program), PLAT (the platform took it), RES (a resource ran out),
+NET, HW, SOFT (transient), and CASC: a consequence of somebody else's death, never a root while any other evidence exists.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from typing import NamedTuple
+
+USER, PLAT, RES, SOFT, CASC = "USER", "PLAT", "RES", "SOFT", "CASC"
+
+
+class Death(NamedTuple):
+    """One worker's or node's end, as far as it is known. ``at`` is microseconds by the leader's clock; ``rank`` -1: a node."""
+
+    seq: int
+    at: int
+    node: str
+    rank: int
+    exit_code: int
+    step: int
+    error: str
+    verdict: str
+    signature: str
+    confidence: float
+
+
+class Verdict(NamedTuple):
+    """What it was."""
+
+    verdict: str
+    signature: str
+    confidence: float
+
+
+# A survivor's word about a peer that died: gloo's and NCCL's own texts (torch 2.13), and the store's.
+_CASCADE = re.compile(
+    r"Connection (reset|closed|refused)|closed by peer|Broken pipe|DistBackendError|DistNetworkError|DistStoreError"
+    r"|ncclRemoteError|NCCL communicator was aborted|Timed out waiting|socket has timed out|Application timeout caused pair closure"
+    r"|gloo.*(timed out|timeout|unexpected)|Rank .* is not healthy",
+    re.IGNORECASE | re.DOTALL,
+)
+_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|DefaultCPUAllocator: can't allocate memory", re.IGNORECASE)
+
+_BY_SIGNAL = {
+    signal.SIGKILL: Verdict(PLAT, "exit.sigkill", 0.6),
+    signal.SIGTERM: Verdict(PLAT, "exit.sigterm", 0.7),
+    signal.SIGSEGV: Verdict(SOFT, "exit.sigsegv", 0.5),
+    signal.SIGBUS: Verdict(RES, "exit.sigbus", 0.6),
+    signal.SIGABRT: Verdict(SOFT, "exit.sigabrt", 0.4),
+}
+
+
+def worker_death(exit_code: int, error: str, tail: str) -> Verdict:
+    """The verdict on one worker's exit. ``error`` is its error file's message, ``tail`` the last lines it wrote."""
+    text = error or tail
+    if _CASCADE.search(text):
+        return Verdict(CASC, "peer.lost", 0.8)
+    if _MEMORY.search(text):
+        return Verdict(RES, "memory.exhausted", 0.8)
+    if exit_code < 0:
+        known = _BY_SIGNAL.get(signal.Signals(-exit_code)) if -exit_code in set(signal.Signals) else None
+        return known or Verdict(SOFT, f"exit.signal{-exit_code}", 0.4)
+    if error or "Traceback (most recent call last)" in tail:
+        return Verdict(USER, f"exception.{exception_name(text)}", 0.8)
+    return Verdict(USER, f"exit.code{exit_code}", 0.5)
+
+
+def exception_name(text: str) -> str:
+    """The exception's class: the word before the last ``Name: message`` line, or 'unknown'."""
+    for line in reversed(text.strip().splitlines()):
+        found = re.match(r"([A-Za-z_][\w.]*)(:|$)", line.strip())
+        if found:
+            return found.group(1).rsplit(".", 1)[-1]
+    return "unknown"
+
+
+def node_death(how: str, exit_code: int, reason: str) -> Verdict:
+    """The verdict on a node: ``how`` is failed, gone or lost."""
+    if how == "lost":
+        return Verdict(PLAT, "node.silent", 0.6)
+    if "OOM" in reason:
+        return Verdict(RES, "node.oom", 0.9)
+    if how == "failed" and exit_code == -signal.SIGKILL:
+        return Verdict(PLAT, "node.sigkill", 0.8)
+    return Verdict(PLAT, f"node.{how}", 0.8)
+
+
+def root(deaths: tuple[Death, ...]) -> Death:
+    """The likeliest first cause: a node's death before any worker's, a cascade after anything else, then the earliest."""
+    return min(deaths, key=lambda death: (death.verdict == CASC, death.rank >= 0, death.at, death.seq))

@@ -1,0 +1,92 @@
+"""The error tree. Every error of ours is a `CoreError`; its message says what happened, to whom, and what to do next.
+
+Errors of libraries underneath are kept as ``__cause__``: the library may change, the tree stays.
+"""
+
+from __future__ import annotations
+
+
+class CoreError(Exception):
+    """Root of all errors raised by dlrover-core."""
+
+
+class SpecError(CoreError, ValueError):
+    """A job's configuration cannot be right. ``field`` names the setting."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class IllegalTransition(CoreError):
+    """A lifecycle forbids this trigger in this state."""
+
+    def __init__(self, entity: str, state: str, trigger: str) -> None:
+        super().__init__(f"{entity} cannot take '{trigger}' in state '{state}'")
+        self.entity, self.state, self.trigger = entity, state, trigger
+
+
+class Refused(CoreError):
+    """A command was well formed but the state forbids it; nothing was changed. ``reason`` is for people."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class MalformedMessage(CoreError, ValueError):
+    """Bytes or values from outside that are not a message of this protocol. Refused without a record."""
+
+
+class LogError(CoreError):
+    """Root of everything an event log may raise."""
+
+
+class LogUnavailable(LogError):
+    """The log cannot be reached or read now; training goes on, decisions wait."""
+
+
+class LogFull(LogError):
+    """The log has no room (disk full, quota): it can be read, not appended to. Free space and the master goes on."""
+
+
+class LogCorrupt(LogError):
+    """Stored bytes do not match their checksum. ``seq`` is the first sequence number that could not be read."""
+
+    def __init__(self, job: str, seq: int, message: str) -> None:
+        super().__init__(f"job {job!r}: event {seq}: {message}")
+        self.job, self.seq = job, seq
+
+
+class SchemaTooNew(LogError):
+    """The log holds events that a newer version wrote. Upgrade; this version refuses to lead the job."""
+
+
+class NotLeading(LogError):
+    """Somebody else leads this job. ``holder`` and ``address`` say who and where, as far as known."""
+
+    def __init__(self, job: str, holder: str = "", address: str = "") -> None:
+        where = f" at {address}" if address else ""
+        who = holder or "another process"
+        super().__init__(f"job {job!r} is led by {who}{where}; stop it, or use another --job-id")
+        self.job, self.holder, self.address = job, holder, address
+
+
+class ConnectionLost(CoreError):
+    """The peer is gone, or said something no peer of ours says. Connect again."""
+
+
+class TokenRefused(CoreError):
+    """The job token is missing or wrong. Set DLROVER_TOKEN (or --token-file) to the job's own."""
+
+
+class LaunchFailed(CoreError):
+    """Workers could not be started on this node. The message names the part that failed."""
+
+
+class LaunchRefused(CoreError):
+    """A backend will not start this node. ``permanent`` means that asking again is pointless."""
+
+    def __init__(self, reason: str, *, permanent: bool) -> None:
+        super().__init__(reason)
+        self.reason, self.permanent = reason, permanent

@@ -1,0 +1,1 @@
+"""The domain: one module per concern, each with its events, its slice of the state, and its decisions."""

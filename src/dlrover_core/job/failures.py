@@ -1,0 +1,448 @@
+"""Incidents: one failure from first evidence to recovery, its verdict, its actions, its cost.
+
+Exits are facts about a generation. One that we asked for, or of an older generation than desired, opens nothing. The first
+unasked exit of a generation opens the incident; whatever else that generation yields joins it as evidence, in any order. A
+node that dies while an incident of its world is still unmended belongs to it too: then the verdict is revised, and the
+budgets follow: the restart is given back and the relaunch charged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from dlrover_core.diagnosis import ladder
+from dlrover_core.diagnosis.classify import Death, Verdict, node_death, root, worker_death
+from dlrover_core.errors import Refused
+from dlrover_core.job import job, nodes, progress, world
+from dlrover_core.job.world import group_of
+from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.events import Event, Record, event
+from dlrover_core.spec import us
+
+if TYPE_CHECKING:
+    from dlrover_core.job.state import JobState
+
+TAIL_BYTES_MAX = 4096
+ERROR_MAX = 2048
+CLOSED_KEPT = 16
+EVIDENCE_MAX = 64
+
+
+@event(60)
+class WorkerExited(NamedTuple):
+    """A worker is dead. ``exit_code`` negative: a signal; ``tail``: its last lines; ``error``: its error file's message."""
+
+    node: str
+    generation: int
+    rank: int
+    exit_code: int
+    asked: bool
+    step: int
+    age_us: int
+    tail: str
+    error: str = ""
+
+
+@event(61)
+class IncidentOpened(NamedTuple):
+    """Something broke. ``ranks``: those known dead; empty for a node's death."""
+
+    incident: int
+    node: str
+    generation: int
+    ranks: tuple[int, ...]
+
+
+@event(62)
+class Diagnosed(NamedTuple):
+    """A verdict, from the evidence so far. ``revises`` is the seq of the one it replaces; ``blamed``: a node, if its own death is the cause."""
+
+    incident: int
+    verdict: str
+    signature: str
+    evidence: tuple[int, ...]
+    confidence: float
+    revises: int = 0
+    blamed: str = ""
+
+
+@event(63)
+class ActionChosen(NamedTuple):
+    """What is done about it, by which rule, and what is left of the budget it draws on."""
+
+    incident: int
+    action: str
+    node: str
+    rule: str
+    budget_left: int
+
+
+@event(64)
+class IncidentClosed(NamedTuple):
+    """Training goes on: ``down_us`` from the death to the next step, ``steps_lost`` begun and made again."""
+
+    incident: int
+    down_us: int
+    steps_lost: int
+
+
+class ReportExit(NamedTuple):
+    """An agent's worker died, ``age_us`` ago."""
+
+    node: str
+    generation: int
+    rank: int
+    exit_code: int
+    asked: bool = False
+    step: int = -1
+    age_us: int = 0
+    tail: str = ""
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Incident:
+    """An incident as far as decisions need it. ``held``: a final action waits for the rest of the evidence."""
+
+    number: int
+    node: str
+    generation: int
+    opened_at: int
+    cause: Death
+    evidence: list[int]
+    step: int = -1
+    diagnosed_seq: int = 0
+    verdict: str = ""
+    signature: str = ""
+    action: str = ""
+    restart_charged: bool = False
+    relaunched: list[str] = field(default_factory=list)
+    held: bool = False
+    rule: str = ""
+    closed: bool = False
+
+    @property
+    def group(self) -> str:
+        """The group whose world broke."""
+        return group_of(self.node)
+
+
+@dataclass(slots=True)
+class FailureSlice:
+    """Open incidents and the last closed ones by number; budgets used; ``last``: the death that was recorded last."""
+
+    incidents: dict[int, Incident] = field(default_factory=dict)
+    number: int = 0
+    restarts: int = 0
+    relaunches: dict[str, int] = field(default_factory=dict)
+    last: Death | None = None
+
+    def of_generation(self, group: str, generation: int) -> Incident | None:
+        """The incident that a generation opened, if it is still remembered."""
+        found = [one for one in self.incidents.values() if one.generation == generation and one.group == group]
+        return found[-1] if found else None
+
+    def unmended(self, group: str) -> Incident | None:
+        """The newest open incident of a group."""
+        found = [one for one in self.incidents.values() if not one.closed and one.group == group]
+        return found[-1] if found else None
+
+
+# ---- decide
+
+
+def _exit(state: JobState, command: ReportExit, now: int) -> Iterator[Event]:
+    nodes.present(state, command.node)
+    newest = state.world.of(command.node).generation
+    if command.generation > newest or command.generation < 1:
+        raise Refused(f"generation {command.generation} does not exist: generation {newest} is the newest")
+    yield WorkerExited(
+        command.node,
+        command.generation,
+        command.rank,
+        command.exit_code,
+        command.asked,
+        command.step,
+        max(command.age_us, 0),
+        _last_bytes(command.tail),
+        command.error[:ERROR_MAX],
+    )
+
+
+def _last_bytes(tail: str) -> str:
+    raw = tail.encode(errors="replace")
+    return tail if len(raw) <= TAIL_BYTES_MAX else raw[-TAIL_BYTES_MAX:].decode(errors="ignore")
+
+
+def _tick(state: JobState, now: int) -> Iterator[Event]:
+    for incident in list(state.failures.incidents.values()):
+        if incident.held and not incident.closed and now >= _evidence_deadline(state, incident):
+            yield _final(incident)
+
+
+def _due(state: JobState) -> int | None:
+    if not state.job.live:
+        return None
+    held = [_evidence_deadline(state, one) for one in state.failures.incidents.values() if one.held and not one.closed]
+    return min(held, default=None)
+
+
+def _evidence_deadline(state: JobState, incident: Incident) -> int:
+    return incident.opened_at + us(state.job.spec.evidence_s)
+
+
+# ---- react: evidence -> incident -> verdict
+
+
+def _on_exit(state: JobState, fact: WorkerExited, record: Record) -> Iterator[Event]:
+    if not state.job.live or fact.asked:
+        return
+    incident = state.failures.of_generation(group_of(fact.node), fact.generation)
+    if incident is not None:
+        yield from _rejudge(incident)
+        return
+    newest = state.world.of(fact.node)
+    if newest.active and fact.generation == newest.generation:
+        yield IncidentOpened(state.failures.number + 1, fact.node, fact.generation, (fact.rank,))
+
+
+def _rejudge(incident: Incident) -> Iterator[Event]:
+    """A verdict of its own for evidence that changes it. A worker's word never outweighs a node's death."""
+    cause = incident.cause
+    if cause.rank >= 0 and not incident.relaunched and cause.signature != incident.signature:
+        yield _diagnosis(incident, incident.diagnosed_seq)
+
+
+def _diagnosis(incident: Incident, revises: int = 0, blamed: str = "") -> Diagnosed:
+    cause = incident.cause
+    return Diagnosed(incident.number, cause.verdict, cause.signature, tuple(incident.evidence), cause.confidence, revises, blamed)
+
+
+def _on_node(state: JobState, fact: nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost, record: Record) -> Iterator[Event]:
+    if not state.job.live or not _counts(state, fact):
+        return
+    group = group_of(fact.node)
+    if fact.node in state.world.of(fact.node).finished:
+        return
+    incident = state.failures.unmended(group)
+    if incident is not None and not incident.closed:
+        yield _diagnosis(incident, incident.diagnosed_seq, fact.node)
+        return
+    yield IncidentOpened(state.failures.number + 1, fact.node, state.world.of(fact.node).generation, ())
+
+
+def _counts(state: JobState, fact: nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost) -> bool:
+    """Was this death unexpected, and of a node that we still wanted?"""
+    if isinstance(fact, nodes.NodeGone):
+        return not fact.expected
+    node = state.nodes.nodes[fact.node]
+    return not node.released or isinstance(fact, nodes.NodeLost)
+
+
+def _judge(state: JobState, fact: IncidentOpened, record: Record) -> Iterator[Event]:
+    incident = state.failures.incidents[fact.incident]
+    yield _diagnosis(incident, blamed="" if fact.ranks else fact.node)
+
+
+# ---- react: verdict -> action
+
+
+def _choose(state: JobState, fact: Diagnosed, record: Record) -> Iterator[Event]:
+    incident = state.failures.incidents[fact.incident]
+    if fact.blamed:
+        yield _chosen(incident, fact.blamed, _for_node(state, fact.blamed))
+    elif not incident.action:
+        left = state.job.spec.max_restarts - state.failures.restarts
+        yield _chosen(incident, incident.node, ladder.for_workers(left))
+
+
+def _chosen(incident: Incident, node: str, choice: ladder.Choice) -> ActionChosen:
+    return ActionChosen(incident.number, choice.action, node, choice.rule, choice.budget_left)
+
+
+def _for_node(state: JobState, name: str) -> ladder.Choice:
+    group = state.job.spec.group(group_of(name))
+    used = state.failures.relaunches.get(name.rsplit("-", 1)[0], 0)
+    return ladder.for_node(group.relaunch_max - used, nodes.wanted(state, group.name) - 1, group.floor)
+
+
+def _act(state: JobState, fact: ActionChosen, record: Record) -> Iterator[Event]:
+    incident = state.failures.incidents[fact.incident]
+    why = f"incident {incident.number}: {incident.signature}"
+    if fact.action == ladder.RESTART_PROCESSES:
+        yield from nodes.complete(state, incident.group)
+        yield from world.reform(state, incident.group, record.at, why)
+    elif fact.action == ladder.RELAUNCH_NODE:
+        yield from nodes.replace(state, fact.node)
+    elif fact.action == ladder.GO_ON_SMALLER:
+        yield from nodes.give_up(state, fact.node)
+    elif fact.action == ladder.AWAIT_EVIDENCE:
+        yield from world.dissolve(state, incident.group, why)
+        if _all_spoke(state, incident):
+            yield _final(incident)
+    elif fact.action == ladder.FAIL_JOB:
+        yield job.JobFailed(incident.rule, incident.number, describe(incident.cause))
+
+
+def _all_spoke(state: JobState, incident: Incident) -> bool:
+    """Has every member of the broken world stopped its workers, or gone?"""
+    broken = state.world.worlds.get(incident.group) or world.World()
+    return all(_spoke(state, broken, member.node) for member in broken.members)
+
+
+def _spoke(state: JobState, broken: world.World, name: str) -> bool:
+    node = state.nodes.nodes.get(name)
+    return name in broken.stopped or name in broken.finished or node is None or not node.joined
+
+
+def _finish_held(state: JobState, fact: object, record: Record) -> Iterator[Event]:
+    if state.job.live:
+        for incident in list(state.failures.incidents.values()):
+            if incident.held and not incident.closed and _all_spoke(state, incident):
+                yield _final(incident)
+
+
+def _final(incident: Incident) -> ActionChosen:
+    return ActionChosen(incident.number, ladder.FAIL_JOB, incident.node, incident.rule, 0)
+
+
+def describe(death: Death) -> str:
+    """One line about a death, for people."""
+    who = f"rank {death.rank} on {death.node}" if death.rank >= 0 else f"node {death.node}"
+    if death.error:
+        what = death.error.strip().splitlines()[-1][:500]
+    elif death.exit_code < 0:
+        what = f"killed by signal {-death.exit_code}"
+    else:
+        what = f"exit code {death.exit_code}"
+    return f"{who}: {what} ({death.signature})"
+
+
+# ---- react: mended
+
+
+def _mended(state: JobState, fact: progress.FirstStep, record: Record) -> Iterator[Event]:
+    group = group_of(fact.node)
+    for incident in list(state.failures.incidents.values()):
+        if not incident.closed and incident.group == group and incident.generation < fact.generation:
+            began = incident.step + 1 if incident.step >= 0 else 0
+            yield IncidentClosed(incident.number, record.at - incident.cause.at, max(0, began - (fact.step - 1)))
+
+
+def _close_all(state: JobState, fact: object, record: Record) -> Iterator[Event]:
+    """A script that signals no steps mends its incidents by ending well."""
+    for incident in list(state.failures.incidents.values()):
+        if not incident.closed:
+            yield IncidentClosed(incident.number, record.at - incident.cause.at, 0)
+
+
+# ---- evolve
+
+
+def _note_exit(slice_: FailureSlice, fact: WorkerExited, record: Record) -> None:
+    if fact.asked:
+        return
+    verdict = worker_death(fact.exit_code, fact.error, fact.tail)
+    died = record.at - fact.age_us
+    death = Death(record.seq, died, fact.node, fact.rank, fact.exit_code, fact.step, _brief(fact), *verdict)
+    _note(slice_, death, slice_.of_generation(group_of(fact.node), fact.generation))
+
+
+def _brief(fact: WorkerExited) -> str:
+    if fact.error:
+        return fact.error[-ERROR_MAX:]
+    lines = [line for line in fact.tail.strip().splitlines() if line.strip()]
+    return lines[-1][:500] if lines and fact.exit_code > 0 else ""
+
+
+def _note_node(slice_: FailureSlice, fact: nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost, record: Record) -> None:
+    if isinstance(fact, nodes.NodeGone) and fact.expected:
+        return
+    how = {nodes.NodeFailed: "failed", nodes.NodeGone: "gone", nodes.NodeLost: "lost"}[type(fact)]
+    code = fact.exit_code if isinstance(fact, nodes.NodeFailed) else 0
+    verdict: Verdict = node_death(how, code, fact.reason)
+    death = Death(record.seq, record.at, fact.node, -1, code, -1, f"{how}: {fact.reason}", *verdict)
+    _note(slice_, death, slice_.unmended(group_of(fact.node)))
+
+
+def _note(slice_: FailureSlice, death: Death, incident: Incident | None) -> None:
+    slice_.last = death
+    if incident is None:
+        return
+    earliest = min(incident.cause.at, death.at)
+    # The cause may change with new evidence; when it began to hurt does not.
+    incident.cause = root((incident.cause, death))._replace(at=earliest)
+    incident.step = max(incident.step, death.step)
+    if len(incident.evidence) < EVIDENCE_MAX:
+        incident.evidence.append(death.seq)
+
+
+def _on_opened(slice_: FailureSlice, fact: IncidentOpened, record: Record) -> None:
+    death = slice_.last
+    if death is None:
+        raise ValueError(f"incident {fact.incident} opens without a death")
+    slice_.number = fact.incident
+    slice_.incidents[fact.incident] = Incident(fact.incident, fact.node, fact.generation, record.at, death, [death.seq], death.step)
+
+
+def _on_diagnosed(slice_: FailureSlice, fact: Diagnosed, record: Record) -> None:
+    incident = slice_.incidents[fact.incident]
+    incident.diagnosed_seq, incident.verdict, incident.signature = record.seq, fact.verdict, fact.signature
+
+
+def _on_chosen(slice_: FailureSlice, fact: ActionChosen, record: Record) -> None:
+    incident = slice_.incidents[fact.incident]
+    incident.action, incident.rule = fact.action, fact.rule
+    incident.held = fact.action == ladder.AWAIT_EVIDENCE
+    if fact.action == ladder.RESTART_PROCESSES:
+        incident.restart_charged = True
+        slice_.restarts += 1
+    elif fact.action in (ladder.RELAUNCH_NODE, ladder.GO_ON_SMALLER):
+        if incident.restart_charged:
+            incident.restart_charged = False
+            slice_.restarts -= 1
+        incident.relaunched.append(fact.node)
+    if fact.action == ladder.RELAUNCH_NODE:
+        place = fact.node.rsplit("-", 1)[0]
+        slice_.relaunches[place] = slice_.relaunches.get(place, 0) + 1
+
+
+def _on_closed(slice_: FailureSlice, fact: IncidentClosed, record: Record) -> None:
+    slice_.incidents[fact.incident].closed = True
+    closed = [number for number, incident in slice_.incidents.items() if incident.closed]
+    for number in closed[:-CLOSED_KEPT]:
+        del slice_.incidents[number]
+
+
+CONCERN = Concern(
+    name="failures",
+    events=(WorkerExited, IncidentOpened, Diagnosed, ActionChosen, IncidentClosed),
+    evolve={
+        WorkerExited: _note_exit,
+        nodes.NodeFailed: _note_node,
+        nodes.NodeGone: _note_node,
+        nodes.NodeLost: _note_node,
+        IncidentOpened: _on_opened,
+        Diagnosed: _on_diagnosed,
+        ActionChosen: _on_chosen,
+        IncidentClosed: _on_closed,
+    },
+    decide={ReportExit: _exit},
+    react={
+        WorkerExited: _on_exit,
+        nodes.NodeFailed: _on_node,
+        nodes.NodeGone: _on_node,
+        nodes.NodeLost: _on_node,
+        nodes.NodeLeft: _finish_held,
+        IncidentOpened: _judge,
+        Diagnosed: _choose,
+        ActionChosen: _act,
+        world.WorkersStopped: _finish_held,
+        progress.FirstStep: _mended,
+        job.JobSucceeded: _close_all,
+    },
+    due=_due,
+    tick=_tick,
+)

@@ -1,0 +1,263 @@
+"""The job's own life: created, running, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from dlrover_core.errors import Refused
+from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.events import Event, Record, event
+from dlrover_core.kernel.lifecycle import Lifecycle
+from dlrover_core.spec import JobSpec
+
+if TYPE_CHECKING:
+    from dlrover_core.job.state import JobState
+
+LIFECYCLE = Lifecycle(
+    "job",
+    states=["new", "created", "running", "stopping", "succeeded", "failed", "stopped"],
+    initial="new",
+    transitions=[
+        {"trigger": "create", "source": "new", "dest": "created"},
+        {"trigger": "run", "source": "created", "dest": "running"},
+        {"trigger": "succeed", "source": ["created", "running"], "dest": "succeeded"},
+        {"trigger": "fail", "source": ["created", "running"], "dest": "failed"},
+        {"trigger": "stop", "source": ["created", "running"], "dest": "stopping"},
+        {"trigger": "end", "source": "stopping", "dest": "stopped"},
+    ],
+    # The first world of a job starts it; every later one finds it running.
+    ignored=[("running", "run"), ("stopping", "stop")],
+    terminal=["succeeded", "failed", "stopped"],
+)
+
+
+@event(10)
+class JobCreated(NamedTuple):
+    """The log's first event: the job, this run's random id, and its spec as JSON."""
+
+    job: str
+    run: str
+    spec: str
+
+
+@event(11)
+class JobStarted(NamedTuple):
+    """The first world formed."""
+
+
+@event(12)
+class JobStopping(NamedTuple):
+    """Somebody asked the job to stop; workers get their grace."""
+
+    reason: str
+
+
+@event(13)
+class JobStopped(NamedTuple):
+    """Every worker is gone, as asked."""
+
+
+@event(14)
+class JobSucceeded(NamedTuple):
+    """Every worker of the world finished with exit code 0."""
+
+    generation: int
+
+
+@event(15)
+class JobFailed(NamedTuple):
+    """The job cannot go on. ``root`` names the first root cause: who, what, and the last line."""
+
+    reason: str
+    incident: int
+    root: str
+
+
+@event(16)
+class LeaderStarted(NamedTuple):
+    """A master took over. Whoever is silent gets its full time again."""
+
+    holder: str
+    version: str
+
+
+@event(17)
+class MasterPaused(NamedTuple):
+    """The master found its own loop late: nobody's silence in that time counts."""
+
+    late_us: int
+
+
+@event(18)
+class Archived(NamedTuple):
+    """Records up to ``last`` lie in the archive; ``chain`` is the digest of the newest file."""
+
+    first: int
+    last: int
+    chain: str
+
+
+class CreateJob(NamedTuple):
+    """Begin: write the first event."""
+
+    run: str
+    spec: str
+
+
+class StopJob(NamedTuple):
+    """A person, or the launcher's Ctrl-C, ends the job."""
+
+    reason: str
+
+
+class TakeOver(NamedTuple):
+    """A master has become the leader."""
+
+    holder: str
+    version: str
+
+
+class NotePause(NamedTuple):
+    """The master's loop was late by this much."""
+
+    late_us: int
+
+
+class NoteArchived(NamedTuple):
+    """A segment lies in the archive."""
+
+    first: int
+    last: int
+    chain: str
+
+
+@dataclass(slots=True)
+class JobSlice:
+    """``state`` by `LIFECYCLE`; ``calm_at``: silence counts from here at the earliest."""
+
+    state: str = LIFECYCLE.initial
+    name: str = ""
+    run: str = ""
+    spec_json: str = ""
+    created_at: int = 0
+    started_at: int = 0
+    ended_at: int = 0
+    calm_at: int = 0
+    reason: str = ""
+    root: str = ""
+    archived: int = 0
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job's configuration."""
+        return parsed(self.spec_json)
+
+    @property
+    def live(self) -> bool:
+        """May nodes and worlds still be made?"""
+        return self.state in ("created", "running")
+
+    @property
+    def over(self) -> bool:
+        """Has the job ended, one way or another?"""
+        return self.state in LIFECYCLE.terminal
+
+
+@lru_cache(maxsize=64)
+def parsed(spec_json: str) -> JobSpec:
+    """A spec, parsed once: it never changes within a run."""
+    return JobSpec.from_json(spec_json)
+
+
+def _create(state: JobState, command: CreateJob, now: int) -> Iterator[Event]:
+    if state.job.state != "new":
+        raise Refused(f"job {state.job.name!r} exists since event 1")
+    spec = JobSpec.from_json(command.spec)
+    yield JobCreated(spec.job, command.run, command.spec)
+
+
+def _stop(state: JobState, command: StopJob, now: int) -> Iterator[Event]:
+    if not state.job.live:
+        raise Refused(f"the job is {state.job.state}")
+    yield JobStopping(command.reason)
+
+
+def _take_over(state: JobState, command: TakeOver, now: int) -> Iterator[Event]:
+    yield LeaderStarted(command.holder, command.version)
+
+
+def _pause(state: JobState, command: NotePause, now: int) -> Iterator[Event]:
+    yield MasterPaused(command.late_us)
+
+
+def _archived(state: JobState, command: NoteArchived, now: int) -> Iterator[Event]:
+    if command.first != state.job.archived + 1:
+        raise Refused(f"the archive ends at {state.job.archived}, not before {command.first}")
+    yield Archived(command.first, command.last, command.chain)
+
+
+def ended_by(state: JobState) -> Iterator[Event]:
+    """`JobStopped`, when a stopping job has nothing left that runs."""
+    if state.job.state == "stopping" and not any(node.state in ("running", "suspect") and node.joined for node in state.nodes.nodes.values()):
+        yield JobStopped()
+
+
+def _move(slice_: JobSlice, trigger: str, record: Record) -> None:
+    slice_.state = LIFECYCLE.fire("job", slice_.state, trigger)
+    if slice_.over:
+        slice_.ended_at = record.at
+
+
+def _on_created(slice_: JobSlice, fact: JobCreated, record: Record) -> None:
+    _move(slice_, "create", record)
+    slice_.name, slice_.run, slice_.spec_json = fact.job, fact.run, fact.spec
+    slice_.created_at = slice_.calm_at = record.at
+
+
+def _on_started(slice_: JobSlice, fact: JobStarted, record: Record) -> None:
+    _move(slice_, "run", record)
+    slice_.started_at = record.at
+
+
+def _on_stopping(slice_: JobSlice, fact: JobStopping, record: Record) -> None:
+    _move(slice_, "stop", record)
+    slice_.reason = fact.reason
+
+
+def _on_failed(slice_: JobSlice, fact: JobFailed, record: Record) -> None:
+    _move(slice_, "fail", record)
+    slice_.reason, slice_.root = fact.reason, fact.root
+
+
+def _on_calm(slice_: JobSlice, fact: object, record: Record) -> None:
+    slice_.calm_at = record.at
+
+
+def _on_archived(slice_: JobSlice, fact: Archived, record: Record) -> None:
+    slice_.archived = fact.last
+
+
+def _stop_at_once_when_idle(state: JobState, fact: object, record: Record) -> Iterator[Event]:
+    yield from ended_by(state)
+
+
+CONCERN = Concern(
+    name="job",
+    events=(JobCreated, JobStarted, JobStopping, JobStopped, JobSucceeded, JobFailed, LeaderStarted, MasterPaused, Archived),
+    evolve={
+        JobCreated: _on_created,
+        JobStarted: _on_started,
+        JobStopping: _on_stopping,
+        JobStopped: lambda slice_, fact, record: _move(slice_, "end", record),
+        JobSucceeded: lambda slice_, fact, record: _move(slice_, "succeed", record),
+        JobFailed: _on_failed,
+        LeaderStarted: _on_calm,
+        MasterPaused: _on_calm,
+        Archived: _on_archived,
+    },
+    decide={CreateJob: _create, StopJob: _stop, TakeOver: _take_over, NotePause: _pause, NoteArchived: _archived},
+    react={JobStopping: _stop_at_once_when_idle},
+)

@@ -1,0 +1,594 @@
+"""Nodes: who should exist, who does, and what became of each.
+
+A node's identity is ``(group, index, incarnation)``, written ``worker-1-0``. A relaunch keeps group and index and takes the
+next incarnation, which never goes back. The lifecycle is DLRover's status flow with its holes closed: every observation
+has a row, a deletion counts whatever phase it carries, and a node that is only silent is *suspect*, not dead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from dlrover_core.errors import Refused
+from dlrover_core.job import job
+from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.events import Event, Record, event
+from dlrover_core.kernel.lifecycle import Lifecycle
+from dlrover_core.spec import us
+
+if TYPE_CHECKING:
+    from dlrover_core.job.state import JobState
+
+QUARANTINES_MAX = 1024
+TEXT_MAX = 500
+# Exit reasons that speak against the host rather than against the program.
+HOST_REASONS = ("check_failed", "hardware")
+
+LIFECYCLE = Lifecycle(
+    "node",
+    states=["planned", "pending", "running", "suspect", "lost", "succeeded", "failed", "gone"],
+    initial="planned",
+    transitions=[
+        {"trigger": "pend", "source": "planned", "dest": "pending"},
+        {"trigger": "run", "source": ["planned", "pending"], "dest": "running"},
+        {"trigger": "silence", "source": "running", "dest": "suspect"},
+        {"trigger": "hear", "source": "suspect", "dest": "running"},
+        {"trigger": "lose", "source": ["planned", "pending", "suspect"], "dest": "lost"},
+        {"trigger": "succeed", "source": ["planned", "pending", "running", "suspect"], "dest": "succeeded"},
+        {"trigger": "fail", "source": ["planned", "pending", "running", "suspect"], "dest": "failed"},
+        {"trigger": "vanish", "source": ["planned", "pending", "running", "suspect", "lost", "succeeded", "failed"], "dest": "gone"},
+    ],
+    ignored=[
+        # Repeated and late observations: a level said again, or one that a later level has overtaken.
+        *[(state, "pend") for state in ("pending", "running", "suspect", "lost", "succeeded", "failed", "gone")],
+        *[(state, "run") for state in ("running", "suspect", "lost", "succeeded", "failed", "gone")],
+        *[(state, "silence") for state in ("planned", "pending", "suspect", "lost", "succeeded", "failed", "gone")],
+        *[(state, "hear") for state in ("planned", "pending", "running", "lost", "succeeded", "failed", "gone")],
+        *[(state, "succeed") for state in ("lost", "succeeded", "failed", "gone")],
+        *[(state, "fail") for state in ("lost", "succeeded", "failed", "gone")],
+        *[(state, "lose") for state in ("running", "lost", "succeeded", "failed", "gone")],
+        ("gone", "vanish"),
+    ],
+    terminal=["gone"],
+)
+
+ALIVE = ("running", "suspect")
+COMING = ("planned", "pending", *ALIVE)
+
+
+@event(20)
+class NodePlanned(NamedTuple):
+    """This node should exist. ``avoid`` names hosts it must not run on."""
+
+    node: str
+    group: str
+    index: int
+    incarnation: int
+    avoid: tuple[str, ...] = ()
+
+
+@event(21)
+class NodePending(NamedTuple):
+    """Its backend has accepted it; it does not run yet."""
+
+    node: str
+
+
+@event(22)
+class NodeRunning(NamedTuple):
+    """Its backend says it runs."""
+
+    node: str
+    host: str
+
+
+@event(23)
+class NodeJoined(NamedTuple):
+    """Its agent has reported: from here on it can be a member of a world."""
+
+    node: str
+    host: str
+    address: str
+    nproc: int
+
+
+@event(24)
+class NodeSuspected(NamedTuple):
+    """Its agent has been silent for too long. Silence is not death."""
+
+    node: str
+    silent_us: int
+
+
+@event(25)
+class NodeHeard(NamedTuple):
+    """A suspect spoke again."""
+
+    node: str
+
+
+@event(26)
+class NodeSucceeded(NamedTuple):
+    """It ended by itself, well."""
+
+    node: str
+
+
+@event(27)
+class NodeFailed(NamedTuple):
+    """It ended, or says of itself that it is no good. ``reason`` is the platform's or the agent's word."""
+
+    node: str
+    exit_code: int
+    reason: str
+
+
+@event(28)
+class NodeGone(NamedTuple):
+    """Its backend no longer has it. ``expected``: it had ended before, or we wanted it gone."""
+
+    node: str
+    reason: str
+    expected: bool
+
+
+@event(29)
+class NodeLost(NamedTuple):
+    """Given up without having been seen dead: silent for ``unreachable_s``, or never joined. It is replaced on another host."""
+
+    node: str
+    reason: str
+
+
+@event(30)
+class NodeReleased(NamedTuple):
+    """It should no longer exist."""
+
+    node: str
+    reason: str
+
+
+@event(31)
+class NodeLeft(NamedTuple):
+    """Its agent has stopped its workers, as told, and is leaving."""
+
+    node: str
+
+
+@event(34)
+class HostQuarantined(NamedTuple):
+    """Nothing of ours is launched on ``host`` until ``until`` (microseconds, leader's clock)."""
+
+    host: str
+    until: int
+    reason: str
+
+
+@event(35)
+class MassSilence(NamedTuple):
+    """More than half of the nodes are suspect at once: the master suspects itself and replaces nobody for silence yet."""
+
+    suspects: int
+    nodes: int
+
+
+class Observed(NamedTuple):
+    """What a backend sees of one node. ``phase``: pending, running, succeeded, failed or gone."""
+
+    node: str
+    phase: str
+    exit_code: int = 0
+    reason: str = ""
+    host: str = ""
+    age_us: int = 0
+
+
+class ObserveNodes(NamedTuple):
+    """What a backend sees; with ``complete`` it is everything there is, and what it lacks is gone."""
+
+    nodes: tuple[Observed, ...]
+    complete: bool = False
+
+
+class ReportJoined(NamedTuple):
+    """An agent's first word: it lives and can run workers. ``nproc`` workers, reachable at ``address``."""
+
+    node: str
+    host: str
+    address: str
+    nproc: int
+
+
+class ReportLeft(NamedTuple):
+    """An agent's last word: its workers are stopped."""
+
+    node: str
+
+
+class ReportFault(NamedTuple):
+    """An agent says that its node is no good: workers cannot be started, or cannot be killed."""
+
+    node: str
+    reason: str
+
+
+class NoteSilence(NamedTuple):
+    """The master has not heard from this agent for so long."""
+
+    node: str
+    silent_us: int
+
+
+class NoteHeard(NamedTuple):
+    """The master hears the suspect again."""
+
+    node: str
+
+
+@dataclass(slots=True)
+class Node:
+    """One incarnation. ``released`` says why desired no longer names it; empty: it should exist."""
+
+    node: str
+    group: str
+    index: int
+    incarnation: int
+    planned_at: int
+    state: str = LIFECYCLE.initial
+    host: str = ""
+    address: str = ""
+    nproc: int = 0
+    joined: bool = False
+    released: str = ""
+    suspect_at: int = 0
+    avoid: tuple[str, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        """Can it be a member of a world?"""
+        return self.joined and not self.released and self.state in ALIVE
+
+
+@dataclass(slots=True)
+class Slot:
+    """One place of a group: what was its last incarnation, and is the place still wanted?"""
+
+    group: str
+    index: int
+    incarnation: int = -1
+    given_up: bool = False
+
+
+@dataclass(slots=True)
+class NodeSlice:
+    """Nodes that are not gone, by name; places by ``group-index``; hosts in quarantine with their expiry."""
+
+    nodes: dict[str, Node] = field(default_factory=dict)
+    slots: dict[str, Slot] = field(default_factory=dict)
+    quarantine: dict[str, int] = field(default_factory=dict)
+    mass_at: int = 0
+
+    def of(self, group: str) -> list[Node]:
+        """The present nodes of a group, by index and incarnation."""
+        return [node for node in self.nodes.values() if node.group == group]
+
+    def latest(self, group: str, index: int) -> Node | None:
+        """The newest incarnation in a place, unless it is gone."""
+        slot = self.slots.get(f"{group}-{index}")
+        return self.nodes.get(f"{group}-{index}-{slot.incarnation}") if slot else None
+
+
+def wanted(state: JobState, group: str) -> int:
+    """How many places of a group are still wanted: its nodes_max less those given up."""
+    given_up = sum(slot.given_up for slot in state.nodes.slots.values() if slot.group == group)
+    return state.job.spec.group(group).nodes_max - given_up
+
+
+def present(state: JobState, name: str) -> Node:
+    """The node of that name. Raises `Refused` for one that is gone or never was."""
+    node = state.nodes.nodes.get(name)
+    if node is None:
+        raise Refused(f"node {name!r} is not a node of run {state.job.run or '-'}")
+    return node
+
+
+def plan(state: JobState, group: str, index: int) -> Iterator[Event]:
+    """Plan the next incarnation in a place, clear of the hosts in quarantine and of a predecessor that could not be reached."""
+    slot = state.nodes.slots.get(f"{group}-{index}")
+    incarnation = slot.incarnation + 1 if slot else 0
+    avoid = [host for host, until in state.nodes.quarantine.items() if until > state.at]
+    before = state.nodes.latest(group, index)
+    if before is not None and before.state == "lost" and before.host and before.host not in avoid:
+        avoid.append(before.host)
+    yield NodePlanned(f"{group}-{index}-{incarnation}", group, index, incarnation, tuple(avoid))
+
+
+def replace(state: JobState, name: str) -> Iterator[Event]:
+    """Plan the next incarnation of this node's place, and release the node where it still stands."""
+    node = state.nodes.nodes.get(name)
+    if node is not None and not node.released:
+        yield NodeReleased(name, "replaced")
+    group, index, _ = name.rsplit("-", 2)
+    yield from plan(state, group, int(index))
+
+
+def give_up(state: JobState, name: str) -> Iterator[Event]:
+    """Its place is not wanted any more: the world goes on smaller."""
+    yield NodeReleased(name, "given up")
+
+
+def complete(state: JobState, group: str) -> Iterator[Event]:
+    """Plan a node for every wanted place that has none: whoever finished and left is needed again when the world re-forms."""
+    for slot in list(state.nodes.slots.values()):
+        latest = state.nodes.latest(slot.group, slot.index)
+        if slot.group == group and not slot.given_up and (latest is None or latest.released or latest.state not in COMING):
+            yield from plan(state, slot.group, slot.index)
+
+
+# ---- decide
+
+
+def _observe(state: JobState, command: ObserveNodes, now: int) -> Iterator[Event]:
+    for seen in command.nodes:
+        yield from _seen(state, seen)
+    if command.complete:
+        listed = {seen.node for seen in command.nodes}
+        for node in list(state.nodes.nodes.values()):
+            # What was never accepted may simply not exist yet; everything else that is not listed is gone.
+            if node.node not in listed and node.state != "planned":
+                yield gone(node, "not listed")
+
+
+def _seen(state: JobState, seen: Observed) -> Iterator[Event]:
+    node = state.nodes.nodes.get(seen.node)
+    if node is None:
+        return
+    trigger = {"pending": "pend", "running": "run", "succeeded": "succeed", "failed": "fail", "gone": "vanish"}.get(seen.phase)
+    if trigger is None:
+        raise Refused(f"node {seen.node!r}: a backend has no phase {seen.phase!r}")
+    if not LIFECYCLE.may(node.state, trigger):
+        return
+    reason = seen.reason[:TEXT_MAX]
+    if trigger == "pend":
+        yield NodePending(node.node)
+    elif trigger == "run":
+        yield NodeRunning(node.node, seen.host)
+    elif trigger == "succeed":
+        yield NodeSucceeded(node.node)
+    elif trigger == "fail":
+        yield NodeFailed(node.node, seen.exit_code, reason)
+    else:
+        yield gone(node, reason)
+
+
+def gone(node: Node, reason: str) -> NodeGone:
+    """The event of a node's disappearance."""
+    return NodeGone(node.node, reason, bool(node.released) or node.state in ("succeeded", "failed", "lost"))
+
+
+def _joined(state: JobState, command: ReportJoined, now: int) -> Iterator[Event]:
+    node = present(state, command.node)
+    if node.released or node.state not in COMING:
+        raise Refused(f"node {node.node!r} is {node.released or node.state}; its agent should leave")
+    if node.joined:
+        raise Refused(f"node {node.node!r} has an agent already")
+    yield NodeJoined(node.node, command.host, command.address, command.nproc)
+
+
+def _left(state: JobState, command: ReportLeft, now: int) -> Iterator[Event]:
+    yield NodeLeft(present(state, command.node).node)
+
+
+def _fault(state: JobState, command: ReportFault, now: int) -> Iterator[Event]:
+    node = present(state, command.node)
+    if not LIFECYCLE.may(node.state, "fail"):
+        raise Refused(f"node {node.node!r} is {node.state}")
+    yield NodeFailed(node.node, -1, command.reason[:TEXT_MAX])
+
+
+def _silent(state: JobState, command: NoteSilence, now: int) -> Iterator[Event]:
+    node = state.nodes.nodes.get(command.node)
+    if node is None or not LIFECYCLE.may(node.state, "silence"):
+        return
+    yield NodeSuspected(node.node, command.silent_us)
+
+
+def _heard(state: JobState, command: NoteHeard, now: int) -> Iterator[Event]:
+    node = state.nodes.nodes.get(command.node)
+    if node is None or not LIFECYCLE.may(node.state, "hear"):
+        return
+    yield NodeHeard(node.node)
+
+
+# ---- time
+
+
+def _patience(state: JobState, node: Node) -> int | None:
+    """When this node's silence ends in its being given up; None: it is not silent."""
+    spec = state.job.spec
+    if node.released:
+        return None
+    if node.state in ("planned", "pending") or (node.state == "running" and not node.joined):
+        return max(node.planned_at, state.job.calm_at) + us(spec.launch_s)
+    if node.state == "suspect":
+        by_silence = max(node.suspect_at, state.job.calm_at) + us(spec.unreachable_s)
+        by_mass = max(state.nodes.mass_at, state.job.calm_at) + us(spec.mass_silence_s) if state.nodes.mass_at else 0
+        return max(by_silence, by_mass)
+    return None
+
+
+def _due(state: JobState) -> int | None:
+    if not state.job.live:
+        return None
+    times = [_patience(state, node) for node in state.nodes.nodes.values()]
+    return min((time for time in times if time is not None), default=None)
+
+
+def _tick(state: JobState, now: int) -> Iterator[Event]:
+    if not state.job.live:
+        return
+    for node in list(state.nodes.nodes.values()):
+        deadline = _patience(state, node)
+        if deadline is not None and deadline <= now:
+            if node.state == "running":
+                yield NodeFailed(node.node, -1, f"its agent did not join within {state.job.spec.launch_s:g} s")
+            else:
+                yield NodeLost(node.node, "silent" if node.state == "suspect" else f"did not start within {state.job.spec.launch_s:g} s")
+
+
+# ---- react
+
+
+def _populate(state: JobState, fact: job.JobCreated, record: Record) -> Iterator[Event]:
+    for group in state.job.spec.groups:
+        for index in range(group.nodes_max):
+            yield from plan(state, group.name, index)
+
+
+def _note_mass(state: JobState, fact: NodeSuspected, record: Record) -> Iterator[Event]:
+    alive = [node for node in state.nodes.nodes.values() if node.joined and node.state in ALIVE]
+    suspects = sum(node.state == "suspect" for node in alive)
+    if suspects * 2 > len(alive) and not state.nodes.mass_at:
+        yield MassSilence(suspects, len(alive))
+
+
+def _blame_host(state: JobState, fact: NodeFailed, record: Record) -> Iterator[Event]:
+    node = state.nodes.nodes[fact.node]
+    if fact.reason.split(":")[0] in HOST_REASONS and node.host:
+        yield HostQuarantined(node.host, record.at + us(state.job.spec.quarantine_s), fact.reason)
+
+
+def _maybe_ended(state: JobState, fact: object, record: Record) -> Iterator[Event]:
+    yield from job.ended_by(state)
+
+
+# ---- evolve
+
+
+def _move(slice_: NodeSlice, name: str, trigger: str) -> Node:
+    node = slice_.nodes[name]
+    node.state = LIFECYCLE.fire(name, node.state, trigger)
+    return node
+
+
+def _on_planned(slice_: NodeSlice, fact: NodePlanned, record: Record) -> None:
+    slot = slice_.slots.setdefault(f"{fact.group}-{fact.index}", Slot(fact.group, fact.index))
+    slot.incarnation = fact.incarnation
+    slice_.nodes[fact.node] = Node(fact.node, fact.group, fact.index, fact.incarnation, record.at, avoid=fact.avoid)
+
+
+def _on_running(slice_: NodeSlice, fact: NodeRunning, record: Record) -> None:
+    _move(slice_, fact.node, "run").host = fact.host
+
+
+def _on_joined(slice_: NodeSlice, fact: NodeJoined, record: Record) -> None:
+    node = _move(slice_, fact.node, "run")
+    node.joined, node.host, node.address, node.nproc = True, fact.host, fact.address, fact.nproc
+
+
+def _on_suspected(slice_: NodeSlice, fact: NodeSuspected, record: Record) -> None:
+    _move(slice_, fact.node, "silence").suspect_at = record.at
+
+
+def _on_heard(slice_: NodeSlice, fact: NodeHeard, record: Record) -> None:
+    _move(slice_, fact.node, "hear").suspect_at = 0
+    _end_mass(slice_)
+
+
+def _end_mass(slice_: NodeSlice) -> None:
+    alive = [node for node in slice_.nodes.values() if node.joined and node.state in ALIVE]
+    if slice_.mass_at and sum(node.state == "suspect" for node in alive) * 2 <= len(alive):
+        slice_.mass_at = 0
+
+
+def _on_failed(slice_: NodeSlice, fact: NodeFailed, record: Record) -> None:
+    node = _move(slice_, fact.node, "fail")
+    node.joined = False
+
+
+def _on_succeeded(slice_: NodeSlice, fact: NodeSucceeded, record: Record) -> None:
+    node = _move(slice_, fact.node, "succeed")
+    node.joined = False
+
+
+def _on_gone(slice_: NodeSlice, fact: NodeGone, record: Record) -> None:
+    _move(slice_, fact.node, "vanish")
+    del slice_.nodes[fact.node]
+
+
+def _on_lost(slice_: NodeSlice, fact: NodeLost, record: Record) -> None:
+    node = _move(slice_, fact.node, "lose")
+    node.joined = False
+    node.released = node.released or "lost"
+
+
+def _on_released(slice_: NodeSlice, fact: NodeReleased, record: Record) -> None:
+    node = slice_.nodes.get(fact.node)
+    if node is not None:
+        node.released = fact.reason
+    if fact.reason == "given up":
+        slice_.slots[fact.node.rsplit("-", 1)[0]].given_up = True
+
+
+def _on_left(slice_: NodeSlice, fact: NodeLeft, record: Record) -> None:
+    node = slice_.nodes[fact.node]
+    node.joined = False
+    node.released = node.released or "left"
+
+
+def _on_quarantined(slice_: NodeSlice, fact: HostQuarantined, record: Record) -> None:
+    for host in [host for host, until in slice_.quarantine.items() if until <= record.at]:
+        del slice_.quarantine[host]
+    while len(slice_.quarantine) >= QUARANTINES_MAX:
+        del slice_.quarantine[next(iter(slice_.quarantine))]
+    slice_.quarantine[fact.host] = fact.until
+
+
+def _on_mass(slice_: NodeSlice, fact: MassSilence, record: Record) -> None:
+    slice_.mass_at = record.at
+
+
+EVENTS = (
+    NodePlanned, NodePending, NodeRunning, NodeJoined, NodeSuspected, NodeHeard, NodeSucceeded, NodeFailed, NodeGone, NodeLost,
+    NodeReleased, NodeLeft, HostQuarantined, MassSilence,
+)  # fmt: skip
+
+CONCERN = Concern(
+    name="nodes",
+    events=EVENTS,
+    evolve={
+        NodePlanned: _on_planned,
+        NodePending: lambda slice_, fact, record: _move(slice_, fact.node, "pend"),
+        NodeRunning: _on_running,
+        NodeJoined: _on_joined,
+        NodeSuspected: _on_suspected,
+        NodeHeard: _on_heard,
+        NodeSucceeded: _on_succeeded,
+        NodeFailed: _on_failed,
+        NodeGone: _on_gone,
+        NodeLost: _on_lost,
+        NodeReleased: _on_released,
+        NodeLeft: _on_left,
+        HostQuarantined: _on_quarantined,
+        MassSilence: _on_mass,
+    },
+    decide={
+        ObserveNodes: _observe,
+        ReportJoined: _joined,
+        ReportLeft: _left,
+        ReportFault: _fault,
+        NoteSilence: _silent,
+        NoteHeard: _heard,
+    },
+    react={
+        job.JobCreated: _populate,
+        NodeSuspected: _note_mass,
+        NodeFailed: _blame_host,
+        NodeLeft: _maybe_ended,
+        NodeGone: _maybe_ended,
+    },
+    due=_due,
+    tick=_tick,
+)

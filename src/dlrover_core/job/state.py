@@ -1,0 +1,157 @@
+"""`JobState`: the slices side by side, the model that folds them, and `desired`: what should be true now.
+
+Adding a concern is adding a file and a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.kernel.codec import Codec
+from dlrover_core.kernel.engine import BaseState, Model
+from dlrover_core.kernel.events import Record, Registry
+from dlrover_core.spec import us
+
+
+@dataclass(slots=True)
+class JobState(BaseState):
+    """Everything the master knows: the fold of the job's log, and nothing else."""
+
+    job: job.JobSlice = field(default_factory=job.JobSlice)
+    nodes: nodes.NodeSlice = field(default_factory=nodes.NodeSlice)
+    world: world.WorldSlice = field(default_factory=world.WorldSlice)
+    failures: failures.FailureSlice = field(default_factory=failures.FailureSlice)
+    progress: progress.ProgressSlice = field(default_factory=progress.ProgressSlice)
+
+
+MODEL: Model[JobState] = Model(
+    JobState,
+    (job.CONCERN, nodes.CONCERN, failures.CONCERN, world.CONCERN, progress.CONCERN),
+    # A sender is forgotten with its node.
+    forgets=MappingProxyType({nodes.NodeGone: lambda fact: fact.node}),
+)
+REGISTRY = Registry(MODEL.events)
+CODEC = Codec(REGISTRY)
+
+# A batch without any of these leaves desired as it was.
+LEVELLING: frozenset[type] = frozenset(
+    {
+        job.JobCreated, job.JobStopping, job.JobStopped, job.JobSucceeded, job.JobFailed, job.LeaderStarted,
+        nodes.NodePlanned, nodes.NodeJoined, nodes.NodeFailed, nodes.NodeSucceeded, nodes.NodeGone, nodes.NodeLost,
+        nodes.NodeReleased, nodes.NodeLeft, world.WorldFormed, world.WorldDissolved,
+    }
+)  # fmt: skip
+
+
+class NodeLaunch(NamedTuple):
+    """A node that should exist and does not yet. ``name`` is the backend's name for it, unique for ever."""
+
+    name: str
+    node: str
+    group: str
+    index: int
+    incarnation: int
+    nproc: int
+    avoid: tuple[str, ...]
+
+
+class Order(NamedTuple):
+    """What one agent should be doing. ``generation`` 0: no workers. ``leave``: stop them and go."""
+
+    leave: bool
+    reason: str
+    grace_us: int
+    generation: int = 0
+    first_rank: int = 0
+    nproc: int = 0
+    world_size: int = 0
+    node_rank: int = 0
+    nodes: int = 0
+    store: str = ""
+    resume_step: int = -1
+
+
+class Desired(NamedTuple):
+    """What should be true now. Whatever a backend lists that is not in ``names`` is deleted."""
+
+    names: frozenset[str]
+    launch: tuple[NodeLaunch, ...]
+    orders: Mapping[str, Order]
+
+
+STRANGER = Order(leave=True, reason="not a node of this run", grace_us=0)
+
+
+def full_name(state: JobState, node: str) -> str:
+    """The backend's name of a node: job and node."""
+    return f"{state.job.name}-{node}"
+
+
+def desired(state: JobState) -> Desired:
+    """What should be true now, derived from the state and from nothing else."""
+    if not state.job.live:
+        # Nodes whose agents are still stopping their workers stay until they have left.
+        staying = [node for node in state.nodes.nodes.values() if node.joined and not node.released and state.job.state == "stopping"]
+        return Desired(frozenset(full_name(state, node.node) for node in staying), (), _orders(state))
+    wanted = [node for node in state.nodes.nodes.values() if not node.released and node.state in nodes.COMING]
+    launch = [_launch(state, node) for node in wanted if node.state == "planned" and _place_is_free(state, node)]
+    return Desired(frozenset(full_name(state, node.node) for node in wanted), tuple(launch), _orders(state))
+
+
+def _place_is_free(state: JobState, node: nodes.Node) -> bool:
+    """Is every earlier incarnation observed dead, or given up as unreachable (and its host avoided)?"""
+    return all(
+        other.incarnation >= node.incarnation or other.state in ("failed", "succeeded", "lost")
+        for other in state.nodes.nodes.values()
+        if (other.group, other.index) == (node.group, node.index)
+    )
+
+
+def _launch(state: JobState, node: nodes.Node) -> NodeLaunch:
+    nproc = state.job.spec.group(node.group).nproc
+    return NodeLaunch(full_name(state, node.node), node.node, node.group, node.index, node.incarnation, nproc, node.avoid)
+
+
+def _orders(state: JobState) -> Mapping[str, Order]:
+    orders: dict[str, Order] = {}
+    for group, current in state.world.worlds.items():
+        places = {member.node: place for place, member in enumerate(current.members)} if current.active else {}
+        for node in state.nodes.of(group):
+            if node.joined:
+                orders[node.node] = _order(state, node, current, places.get(node.node, -1))
+    return orders
+
+
+def _order(state: JobState, node: nodes.Node, current: world.World, place: int) -> Order:
+    spec = state.job.spec
+    if not state.job.live:
+        grace = 0.0 if state.job.state == "failed" else spec.stop_grace_s
+        return Order(True, f"the job is {state.job.state}", us(grace))
+    if node.released:
+        return Order(True, f"the node is {node.released}", us(spec.broken_grace_s))
+    if place < 0:
+        grace = spec.stop_grace_s if current.planned_stop else spec.broken_grace_s
+        return Order(False, "waiting for a world", us(grace))
+    member = current.members[place]
+    return Order(
+        leave=False,
+        reason="",
+        grace_us=us(spec.broken_grace_s),
+        generation=current.generation,
+        first_rank=member.first_rank,
+        nproc=member.nproc,
+        world_size=current.size,
+        node_rank=place,
+        nodes=len(current.members),
+        store=current.store,
+        resume_step=current.resume_step,
+    )
+
+
+def fold(records: Iterable[Record]) -> JobState:
+    """The state of a history."""
+    return MODEL.fold(records)

@@ -1,0 +1,534 @@
+"""Worlds: who trains together, with which ranks, in which generation.
+
+A world is a number. Desired carries the generation; an agent whose workers run another one stops them and starts the new
+one. A world forms at once when everybody expected is there; else, once the fewest are, after a last call. Never above the
+maximum, never empty, never two worlds in one generation. Survivors keep their rank blocks, a newcomer takes the vacated one,
+and ranks move only when the size changes, as few as possible.
+
+Members are written as index ranges in rank order, ``(first index, count, incarnation, nproc)``, never as thousands of names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from dlrover_core.errors import Refused
+from dlrover_core.job import job, nodes
+from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.events import Event, Record, event
+from dlrover_core.spec import us
+
+if TYPE_CHECKING:
+    from dlrover_core.job.state import JobState
+
+STORES_MAX = 4
+
+Ranges = tuple[tuple[int, int, int, int], ...]
+
+
+@event(40)
+class WorldFormed(NamedTuple):
+    """The world of a group: members in rank order as ranges, the store of this generation alone, and where to resume."""
+
+    group: str
+    generation: int
+    members: Ranges
+    store: str
+    reason: str
+    resume_step: int = -1
+    resume_tier: str = ""
+
+
+@event(41)
+class WorldDissolved(NamedTuple):
+    """This generation cannot go on and no successor can form yet: its workers are stopped. ``planned``: with grace."""
+
+    group: str
+    generation: int
+    reason: str
+    planned: bool = False
+
+
+@event(42)
+class WorldPlanned(NamedTuple):
+    """A change is prepared while training goes on. ``deadline`` in microseconds: a drain is then forced, a growth dropped."""
+
+    group: str
+    plan: int
+    joining: tuple[str, ...]
+    leaving: tuple[str, ...]
+    deadline: int
+
+
+@event(43)
+class WorldPlanDropped(NamedTuple):
+    """A planned change will not happen."""
+
+    group: str
+    plan: int
+    reason: str
+
+
+@event(44)
+class WorkersStarted(NamedTuple):
+    """All workers of a node run in this generation."""
+
+    node: str
+    generation: int
+
+
+@event(45)
+class WorkersStopped(NamedTuple):
+    """All workers of a node are dead, as ordered."""
+
+    node: str
+    generation: int
+
+
+@event(46)
+class WorkersFinished(NamedTuple):
+    """All workers of a node ended with exit code 0."""
+
+    node: str
+    generation: int
+
+
+@event(47)
+class StoreOffered(NamedTuple):
+    """The node holds an unused TCPStore at ``address``, good for one generation."""
+
+    node: str
+    address: str
+
+
+@event(48)
+class StoreWithdrawn(NamedTuple):
+    """The store is gone (its keeper died): it must not be named."""
+
+    node: str
+    address: str
+
+
+class OfferStore(NamedTuple):
+    """An agent has a store to offer."""
+
+    node: str
+    address: str
+
+
+class WithdrawStore(NamedTuple):
+    """An agent's store is gone."""
+
+    node: str
+    address: str
+
+
+class ReportStarted(NamedTuple):
+    """An agent's workers run."""
+
+    node: str
+    generation: int
+
+
+class ReportStopped(NamedTuple):
+    """An agent's workers are dead, as ordered."""
+
+    node: str
+    generation: int
+
+
+class ReportFinished(NamedTuple):
+    """An agent's workers all ended well."""
+
+    node: str
+    generation: int
+
+
+# A node that ends, however.
+Ended = nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost | nodes.NodeReleased | nodes.NodeLeft | nodes.NodeSucceeded
+
+
+class Member(NamedTuple):
+    """A node's place in a world: its workers hold ranks ``first_rank`` to ``first_rank + nproc - 1``."""
+
+    node: str
+    nproc: int
+    first_rank: int
+
+
+@dataclass(slots=True)
+class World:
+    """The newest generation of one group. ``active``: it should be running."""
+
+    generation: int = 0
+    active: bool = False
+    planned_stop: bool = False
+    members: tuple[Member, ...] = ()
+    size: int = 0
+    store: str = ""
+    formed_at: int = 0
+    resume_step: int = -1
+    changed_at: int = 0
+    joined_at: int = 0
+    started: list[str] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)
+
+    def member(self, node: str) -> Member | None:
+        """The place of a node, or None."""
+        return next((member for member in self.members if member.node == node), None)
+
+
+@dataclass(slots=True)
+class WorldSlice:
+    """One world per coupling set (today every group is its own), and the unused stores by node."""
+
+    worlds: dict[str, World] = field(default_factory=dict)
+    offers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def of(self, node: str) -> World:
+        """The world of a node's group; an empty one where none has formed."""
+        return self.worlds.get(group_of(node)) or World()
+
+
+def group_of(node: str) -> str:
+    """``worker`` of ``worker-1-0``."""
+    return node.rsplit("-", 2)[0]
+
+
+# ---- who goes where
+
+
+def layout(before: Sequence[str], ready: Sequence[nodes.Node], count: int) -> list[nodes.Node]:
+    """``count`` of the ready nodes in rank order: survivors stay where they were, newcomers take what was vacated.
+
+    ``before`` is the last world's nodes in rank order. A place beyond the new size moves into the first hole. A relaunched
+    node finds its predecessor's place if it is still free. Nobody is named twice, nobody is lost.
+    """
+    here = {node.node: node for node in ready}
+    survivors = [name for name in before if name in here][:count]
+    newcomers = sorted((node for node in ready if node.node not in set(survivors)), key=lambda node: (node.index, node.incarnation))
+    newcomers = newcomers[: count - len(survivors)]
+    places: list[nodes.Node | None] = [None] * count
+    kept = set(survivors)
+    moved = []
+    for place, name in enumerate(before):
+        if name in kept:
+            if place < count:
+                places[place] = here[name]
+            else:
+                moved.append(here[name])
+    vacated = {name.rsplit("-", 1)[0]: place for place, name in enumerate(before[:count]) if name not in kept}
+    late = []
+    for node in newcomers:
+        place = vacated.get(f"{node.group}-{node.index}", -1)
+        if place >= 0 and places[place] is None:
+            places[place] = node
+        else:
+            late.append(node)
+    fill = iter([*moved, *late])
+    return [node if node is not None else next(fill) for node in places]
+
+
+def to_ranges(ordered: Sequence[nodes.Node]) -> Ranges:
+    """Members in rank order as ranges."""
+    ranges: list[tuple[int, int, int, int]] = []
+    for node in ordered:
+        if ranges:
+            index, count, incarnation, nproc = ranges[-1]
+            if (index + count, incarnation, nproc) == (node.index, node.incarnation, node.nproc):
+                ranges[-1] = (index, count + 1, incarnation, nproc)
+                continue
+        ranges.append((node.index, 1, node.incarnation, node.nproc))
+    return tuple(ranges)
+
+
+def from_ranges(group: str, ranges: Ranges) -> tuple[Member, ...]:
+    """The members that `to_ranges` wrote down."""
+    members: list[Member] = []
+    rank = 0
+    for index, count, incarnation, nproc in ranges:
+        for one in range(index, index + count):
+            members.append(Member(f"{group}-{one}-{incarnation}", nproc, rank))
+            rank += nproc
+    return tuple(members)
+
+
+# ---- when
+
+
+def ready_nodes(state: JobState, group: str) -> list[nodes.Node]:
+    """Nodes of a group that could be members now."""
+    return [node for node in state.nodes.nodes.values() if node.group == group and node.ready]
+
+
+def _count(state: JobState, group: str, ready: int, *, last_call_over: bool) -> int:
+    """How many nodes a world formed now would have; 0: not now."""
+    spec = state.job.spec.group(group)
+    expected = nodes.wanted(state, group) // spec.unit * spec.unit
+    if ready >= expected >= spec.floor:
+        return expected
+    count = ready // spec.unit * spec.unit
+    return count if last_call_over and count >= spec.floor else 0
+
+
+def _last_call(state: JobState, group: str) -> int:
+    world = state.world.worlds.get(group) or World()
+    return max(world.changed_at, state.job.calm_at) + us(state.job.spec.last_call_s)
+
+
+def form(state: JobState, group: str, now: int, reason: str) -> Iterator[Event]:
+    """The next generation, if it can form now. Waits for the store of the node that will hold rank 0."""
+    if not state.job.live:
+        return
+    ready = ready_nodes(state, group)
+    count = _count(state, group, len(ready), last_call_over=now >= _last_call(state, group))
+    if count == 0:
+        return
+    world = state.world.worlds.get(group) or World()
+    ordered = layout([member.node for member in world.members], ready, count)
+    offers = state.world.offers.get(ordered[0].node)
+    if offers:
+        yield WorldFormed(group, world.generation + 1, to_ranges(ordered), offers[0], reason)
+
+
+def reform(state: JobState, group: str, now: int, reason: str) -> Iterator[Event]:
+    """Replace the active generation at once; where that cannot be, stop it and wait for what is missing."""
+    formed = list(form(state, group, now, reason))
+    if formed:
+        yield from formed
+    else:
+        yield from dissolve(state, group, reason)
+
+
+def dissolve(state: JobState, group: str, reason: str, *, planned: bool = False) -> Iterator[Event]:
+    """Stop the active generation, if there is one."""
+    world = state.world.worlds.get(group)
+    if world is not None and world.active:
+        yield WorldDissolved(group, world.generation, reason, planned)
+
+
+def _waiting(state: JobState) -> Iterator[tuple[str, World]]:
+    """Groups that have no active world though the job lives."""
+    if state.job.live:
+        for group in state.job.spec.groups:
+            world = state.world.worlds.get(group.name) or World()
+            if not world.active and not held(state, group.name):
+                yield group.name, world
+
+
+def held(state: JobState, group: str) -> bool:
+    """Is a final decision pending over the group's failure? Then no world forms."""
+    return any(incident.held and group_of(incident.node) == group for incident in state.failures.incidents.values())
+
+
+def _growable(state: JobState, group: str) -> int:
+    """The size a running smaller world could grow to now; 0: it could not, or must not."""
+    world = state.world.worlds.get(group)
+    if world is None or not world.active or world.finished or not state.job.live or state.job.spec.on_join != "restart":
+        return 0
+    ready = ready_nodes(state, group)
+    count = _count(state, group, len(ready), last_call_over=True)
+    return count if count > len(world.members) else 0
+
+
+def _grow_at(state: JobState, group: str) -> int:
+    world = state.world.worlds[group]
+    everybody = _growable(state, group) == nodes.wanted(state, group)
+    return state.at if everybody else world.joined_at + us(state.job.spec.grow_window_s)
+
+
+def _due(state: JobState) -> int | None:
+    times = []
+    for group, _ in _waiting(state):
+        if _count(state, group, len(ready_nodes(state, group)), last_call_over=True):
+            times.append(_last_call(state, group))
+    times += [_grow_at(state, group) for group in state.world.worlds if _growable(state, group)]
+    return min(times, default=None)
+
+
+def _tick(state: JobState, now: int) -> Iterator[Event]:
+    for group, _ in list(_waiting(state)):
+        if now >= _last_call(state, group):
+            yield from form(state, group, now, "last call is over")
+    for group in list(state.world.worlds):
+        if _growable(state, group) and now >= _grow_at(state, group):
+            yield from form(state, group, now, "nodes joined")
+
+
+# ---- decide
+
+
+def _current(state: JobState, node: str, generation: int) -> World:
+    nodes.present(state, node)
+    world = state.world.of(node)
+    if generation != world.generation or world.member(node) is None:
+        raise Refused(f"generation {generation} is over: generation {world.generation} is the newest")
+    return world
+
+
+def _started(state: JobState, command: ReportStarted, now: int) -> Iterator[Event]:
+    if command.node in _current(state, command.node, command.generation).started:
+        raise Refused(f"node {command.node!r} has started generation {command.generation} already")
+    yield WorkersStarted(command.node, command.generation)
+
+
+def _stopped(state: JobState, command: ReportStopped, now: int) -> Iterator[Event]:
+    if command.node in _current(state, command.node, command.generation).stopped:
+        raise Refused(f"node {command.node!r} has stopped generation {command.generation} already")
+    yield WorkersStopped(command.node, command.generation)
+
+
+def _finished(state: JobState, command: ReportFinished, now: int) -> Iterator[Event]:
+    world = _current(state, command.node, command.generation)
+    if not world.active or command.node in world.finished:
+        raise Refused(f"generation {command.generation} is not running on {command.node!r}")
+    yield WorkersFinished(command.node, command.generation)
+
+
+def _offer(state: JobState, command: OfferStore, now: int) -> Iterator[Event]:
+    node = nodes.present(state, command.node)
+    offers = state.world.offers.get(node.node, ())
+    if not node.joined or command.address in offers or len(offers) >= STORES_MAX:
+        raise Refused(f"node {node.node!r} is {node.state} and has offered {len(offers)} stores already")
+    yield StoreOffered(node.node, command.address)
+
+
+def _withdraw(state: JobState, command: WithdrawStore, now: int) -> Iterator[Event]:
+    if command.address not in state.world.offers.get(command.node, ()):
+        raise Refused(f"store {command.address} is not on offer")
+    yield StoreWithdrawn(command.node, command.address)
+
+
+# ---- react
+
+
+def _start_job(state: JobState, fact: WorldFormed, record: Record) -> Iterator[Event]:
+    if state.job.state == "created":
+        yield job.JobStarted()
+
+
+def _on_arrival(state: JobState, fact: nodes.NodeJoined | StoreOffered, record: Record) -> Iterator[Event]:
+    group = group_of(fact.node)
+    if any(group == waiting for waiting, _ in _waiting(state)):
+        yield from form(state, group, record.at, "everybody expected is there")
+    elif isinstance(fact, nodes.NodeJoined) and _growable(state, group) and _grow_at(state, group) <= record.at:
+        yield from form(state, group, record.at, "nodes joined")
+
+
+def _on_loss(state: JobState, fact: Ended, record: Record) -> Iterator[Event]:
+    if not state.job.live:
+        return
+    group = group_of(fact.node)
+    world = state.world.of(fact.node)
+    if world.active and world.member(fact.node) is not None and fact.node not in world.finished:
+        yield from dissolve(state, group, f"{fact.node} is no longer a member: {type(fact).__name__}")
+    if any(group == waiting for waiting, _ in _waiting(state)):
+        yield from form(state, group, record.at, "going on without it")
+
+
+def _all_finished(state: JobState, fact: WorkersFinished, record: Record) -> Iterator[Event]:
+    worlds = [state.world.worlds.get(group.name) or World() for group in state.job.spec.groups]
+    if all(world.active and len(world.finished) == len(world.members) for world in worlds):
+        yield job.JobSucceeded(fact.generation)
+
+
+# ---- evolve
+
+
+def _on_formed(slice_: WorldSlice, fact: WorldFormed, record: Record) -> None:
+    before = slice_.worlds.get(fact.group) or World()
+    if fact.generation != before.generation + 1 or not fact.members:
+        raise ValueError(f"world {fact.group} goes from generation {before.generation} to {fact.generation}")
+    members = from_ranges(fact.group, fact.members)
+    slice_.worlds[fact.group] = World(
+        generation=fact.generation,
+        active=True,
+        members=members,
+        size=members[-1].first_rank + members[-1].nproc,
+        store=fact.store,
+        formed_at=record.at,
+        resume_step=fact.resume_step,
+        changed_at=record.at,
+        joined_at=before.joined_at,
+    )
+    _take_offer(slice_, fact, record)
+
+
+def _take_offer(slice_: WorldSlice, fact: WorldFormed, record: Record) -> None:
+    node = slice_.worlds[fact.group].members[0].node
+    slice_.offers[node] = tuple(address for address in slice_.offers.get(node, ()) if address != fact.store)
+
+
+def _on_offered(slice_: WorldSlice, fact: StoreOffered, record: Record) -> None:
+    slice_.offers[fact.node] = (*slice_.offers.get(fact.node, ()), fact.address)
+
+
+def _on_withdrawn(slice_: WorldSlice, fact: StoreWithdrawn, record: Record) -> None:
+    slice_.offers[fact.node] = tuple(address for address in slice_.offers[fact.node] if address != fact.address)
+
+
+def _forget_offers(slice_: WorldSlice, fact: Ended, record: Record) -> None:
+    slice_.offers.pop(fact.node, None)
+
+
+def _on_dissolved(slice_: WorldSlice, fact: WorldDissolved, record: Record) -> None:
+    world = slice_.worlds[fact.group]
+    world.active, world.planned_stop, world.changed_at = False, fact.planned, record.at
+
+
+def _note_change(slice_: WorldSlice, fact: nodes.NodeJoined, record: Record) -> None:
+    world = slice_.worlds.setdefault(group_of(fact.node), World())
+    world.changed_at = record.at
+    if world.active and world.joined_at <= world.formed_at:
+        world.joined_at = record.at
+
+
+def _on_started(slice_: WorldSlice, fact: WorkersStarted, record: Record) -> None:
+    slice_.worlds[group_of(fact.node)].started.append(fact.node)
+
+
+def _on_stopped(slice_: WorldSlice, fact: WorkersStopped, record: Record) -> None:
+    slice_.worlds[group_of(fact.node)].stopped.append(fact.node)
+
+
+def _on_finished(slice_: WorldSlice, fact: WorkersFinished, record: Record) -> None:
+    slice_.worlds[group_of(fact.node)].finished.append(fact.node)
+
+
+CONCERN = Concern(
+    name="world",
+    events=(WorldFormed, WorldDissolved, WorldPlanned, WorldPlanDropped, WorkersStarted, WorkersStopped, WorkersFinished, StoreOffered, StoreWithdrawn),
+    evolve={
+        WorldFormed: _on_formed,
+        WorldDissolved: _on_dissolved,
+        nodes.NodeJoined: _note_change,
+        WorkersStarted: _on_started,
+        WorkersStopped: _on_stopped,
+        WorkersFinished: _on_finished,
+        StoreOffered: _on_offered,
+        StoreWithdrawn: _on_withdrawn,
+        nodes.NodeFailed: _forget_offers,
+        nodes.NodeGone: _forget_offers,
+        nodes.NodeLost: _forget_offers,
+        nodes.NodeReleased: _forget_offers,
+        nodes.NodeLeft: _forget_offers,
+        nodes.NodeSucceeded: _forget_offers,
+    },
+    decide={OfferStore: _offer, WithdrawStore: _withdraw, ReportStarted: _started, ReportStopped: _stopped, ReportFinished: _finished},
+    react={
+        WorldFormed: _start_job,
+        nodes.NodeJoined: _on_arrival,
+        StoreOffered: _on_arrival,
+        nodes.NodeFailed: _on_loss,
+        nodes.NodeGone: _on_loss,
+        nodes.NodeLost: _on_loss,
+        nodes.NodeReleased: _on_loss,
+        nodes.NodeLeft: _on_loss,
+        WorkersFinished: _all_finished,
+    },
+    due=_due,
+    tick=_tick,
+)

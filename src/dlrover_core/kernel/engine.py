@@ -1,0 +1,347 @@
+"""The engine: command -> events -> reactions -> one batch -> state.
+
+A concern's ``decide`` yields events for a command; each is applied at once to the working state; the ``react`` functions of
+all concerns yield follow-ups, whose cause is the record they react to, until none is left. All of it goes into one batch:
+no half-decided state exists on disk. ``decide``, ``react`` and ``tick`` are pure: state, input and ``now`` in, events out.
+
+The engine does no I/O. Its owner takes the batch, appends it, and releases replies only after the commit. It may handle
+several commands before it takes: that is group commit. While an append is in flight it must handle nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Generic, NamedTuple, TypeVar, Union
+
+from dlrover_core.errors import Refused
+from dlrover_core.kernel.codec import Codec
+from dlrover_core.kernel.events import BATCH_BYTES_MAX, Batch, Event, Origin, Record, event
+from dlrover_core.kernel.state import digest, pack, schema, unpack
+
+Command = tuple[object, ...]
+
+REACTIONS_MAX = 100_000
+UNANSWERED_MAX = 16
+STRANGERS_MAX = 1024
+REBASE_EVERY = 10_000
+
+
+@event(1)
+class CommandRefused(NamedTuple):
+    """A command was well formed but the state forbade it. Recorded, so that its repetition meets the same answer."""
+
+    command: str
+    reason: str
+
+
+@event(2)
+class CommandFailed(NamedTuple):
+    """Deciding raised: our bug. Nothing of the command was applied; the job goes on; somebody should be told."""
+
+    command: str
+    error: str
+    where: str
+
+
+@dataclass(slots=True)
+class Sender:
+    """What is remembered of one sender: its boot, its last number, and the answers it may not have seen."""
+
+    boot: int
+    last: int
+    replies: list[tuple[int, str]]
+
+
+@dataclass(slots=True)
+class BaseState:
+    """What every state has: its place in the log, and the senders."""
+
+    seq: int = 0
+    at: int = 0
+    token: int = 0
+    senders: dict[str, Sender] = dataclasses.field(default_factory=dict)
+
+
+class Accepted(NamedTuple):
+    """Done; ``seq`` is the first record it led to."""
+
+    seq: int
+
+
+class NotDone(NamedTuple):
+    """Refused, for ``reason``; recorded at ``seq`` (0: malformed, not recorded)."""
+
+    seq: int
+    reason: str
+
+
+class Resend(NamedTuple):
+    """A number is missing: send again from ``expected``."""
+
+    expected: int
+
+
+Reply = Union[Accepted, NotDone, Resend]
+St = TypeVar("St", bound=BaseState)
+
+Evolve = Callable[[Any, Any, Record], None]
+Decide = Callable[[Any, Any, int], Iterable[Event]]
+React = Callable[[Any, Any, Record], Iterable[Event]]
+
+
+@dataclass(frozen=True, slots=True)
+class Concern:
+    """One module of the domain: its slice of the state, and functions by the type they are about.
+
+    ``evolve`` writes its own slice and nothing else; ``decide``, ``react``, ``tick`` and ``due`` read everything and write
+    nothing. ``due`` names the next moment at which ``tick`` may have something to say.
+    """
+
+    name: str
+    events: Sequence[type]
+    evolve: Mapping[type, Evolve] = dataclasses.field(default_factory=dict)
+    decide: Mapping[type, Decide] = dataclasses.field(default_factory=dict)
+    react: Mapping[type, React] = dataclasses.field(default_factory=dict)
+    due: Callable[[Any], int | None] | None = None
+    tick: Callable[[Any, int], Iterable[Event]] | None = None
+
+
+class Tick(NamedTuple):
+    """The command of time itself: some deadline has passed."""
+
+
+class Model(Generic[St]):
+    """The concerns of a domain, compiled to lookups, and the fold."""
+
+    def __init__(self, state: type[St], concerns: Sequence[Concern], forgets: Mapping[type, Callable[[Any], str]]) -> None:
+        self.state_type, self.concerns, self.forgets = state, tuple(concerns), forgets
+        self.schema = schema(state)
+        self._evolve: dict[type, tuple[tuple[Callable[[Any], Any], Evolve], ...]] = {}
+        self._decide: dict[type, Decide] = {}
+        self._react: dict[type, tuple[React, ...]] = {}
+        for concern in concerns:
+            self._add(concern)
+        self.events = (CommandRefused, CommandFailed, *(cls for concern in concerns for cls in concern.events))
+
+    def _add(self, concern: Concern) -> None:
+        slice_of = attrgetter(concern.name)
+        for cls, evolve in concern.evolve.items():
+            self._evolve[cls] = (*self._evolve.get(cls, ()), (slice_of, evolve))
+        for cls, decide in concern.decide.items():
+            if cls in self._decide:
+                raise ValueError(f"two concerns decide {cls.__name__}")
+            self._decide[cls] = decide
+        for cls, react in concern.react.items():
+            self._react[cls] = (*self._react.get(cls, ()), react)
+
+    def new(self) -> St:
+        """The state before the first event."""
+        return self.state_type()
+
+    def apply(self, state: St, record: Record) -> None:
+        """Fold one record into ``state``."""
+        state.seq, state.at, state.token, _, fact, origin = record
+        if origin is not None:
+            _remember(state, record, origin)
+        cls = type(fact)
+        for slice_of, evolve in self._evolve.get(cls, ()):
+            evolve(slice_of(state), fact, record)
+        forget = self.forgets.get(cls)
+        if forget is not None:
+            state.senders.pop(forget(fact), None)
+
+    def fold(self, records: Iterable[Record], state: St | None = None) -> St:
+        """Fold many records."""
+        folded = self.new() if state is None else state
+        apply = self.apply
+        for record in records:
+            apply(folded, record)
+        return folded
+
+    def decide(self, state: St, command: Command, now: int) -> Iterable[Event]:
+        """The events a command leads to by itself. Raises `Refused`."""
+        if type(command) is Tick:
+            return self._tick(state, now)
+        decide = self._decide.get(type(command))
+        if decide is None:
+            raise Refused(f"nobody here decides {type(command).__name__}")
+        return decide(state, command, now)
+
+    def _tick(self, state: St, now: int) -> Iterable[Event]:
+        for concern in self.concerns:
+            if concern.tick is not None:
+                yield from concern.tick(state, now)
+
+    def reactions(self, state: St, record: Record) -> Iterable[Event]:
+        """What follows from a record that was just applied."""
+        for react in self._react.get(type(record.event), ()):
+            yield from react(state, record.event, record)
+
+    def due(self, state: St) -> int | None:
+        """The earliest deadline of all concerns, or None."""
+        dues = [concern.due(state) for concern in self.concerns if concern.due is not None]
+        return min((due for due in dues if due is not None), default=None)
+
+
+def _remember(state: BaseState, record: Record, origin: Origin) -> None:
+    sender, boot, number = origin
+    fact = record.event
+    reason = fact.reason if isinstance(fact, CommandRefused) else "failed: our bug" if isinstance(fact, CommandFailed) else ""
+    known = state.senders.get(sender)
+    if known is None or known.boot != boot:
+        while len(state.senders) >= STRANGERS_MAX and "/" in sender:
+            _forget_oldest_stranger(state)
+        state.senders[sender] = Sender(boot, number, [(record.seq, reason)])
+        return
+    known.last = number
+    known.replies.append((record.seq, reason))
+    if len(known.replies) > UNANSWERED_MAX:
+        del known.replies[0]
+
+
+def _forget_oldest_stranger(state: BaseState) -> None:
+    oldest = next((name for name in state.senders if "/" in name), None) or next(iter(state.senders))
+    del state.senders[oldest]
+
+
+class Engine(Generic[St]):
+    """Working state plus the batch in the making. One owner, one thread."""
+
+    def __init__(self, model: Model[St], codec: Codec, state: St, token: int, counter: int = 0) -> None:
+        self.model, self.codec, self.state, self.token = model, codec, state, token
+        self.counter = counter
+        self._records: list[Record] = []
+        self._entries: list[bytes] = []
+        self._bytes = self._began = 0
+        self._at = 0
+        self._base = pack(state)
+        self._since_base: list[Record] = []
+
+    @property
+    def pending_bytes(self) -> int:
+        """Size of the batch in the making."""
+        return self._bytes
+
+    def handle(self, command: Command, now: int, origin: Origin | None = None) -> Reply:
+        """Decide one command into the batch in the making.
+
+        The reply must not leave before the batch is durable. A repeated command is answered as it was, a gap with `Resend`.
+        """
+        if origin is not None:
+            known = self._known(origin)
+            if known is not None:
+                return known
+        now = max(now, self.state.at)
+        first, entries, size = len(self._records), len(self._entries), self._bytes
+        self._began = size
+        try:
+            try:
+                self._run(command, now, origin)
+            except Refused as refused:
+                if len(self._records) > first:
+                    self._undo(first, entries, size)
+                self._emit(CommandRefused(type(command).__name__, refused.reason), now, 0, origin)
+        except Exception as error:  # noqa: BLE001  # whatever deciding raises must not walk through the standbys
+            self._undo(first, entries, size)
+            failed = CommandFailed(type(command).__name__, f"{type(error).__name__}: {error}"[:500], _where(error))
+            self._emit(failed, now, 0, origin)
+        if len(self._records) == first and origin is not None:
+            self._emit(CommandRefused(type(command).__name__, "no effect"), now, 0, origin)
+        if len(self._records) == first:
+            return Accepted(0)
+        return _reply(self._records[first])
+
+    def _known(self, origin: Origin) -> Reply | None:
+        known = self.state.senders.get(origin.sender)
+        if known is None or (known.boot != origin.boot and origin.number == 1):
+            return None if origin.number == 1 else Resend(1)
+        if known.boot != origin.boot:
+            return NotDone(0, "an earlier boot of this sender; its successor has spoken")
+        if origin.number == known.last + 1:
+            return None
+        if origin.number > known.last:
+            return Resend(known.last + 1)
+        back = known.last - origin.number
+        if back >= len(known.replies):
+            return NotDone(0, "answered long ago")
+        seq, reason = known.replies[-1 - back]
+        return NotDone(seq, reason) if reason else Accepted(seq)
+
+    def _run(self, command: Command, now: int, origin: Origin | None) -> None:
+        waiting: deque[Record] = deque()
+        for fact in self.model.decide(self.state, command, now):
+            waiting.append(self._emit(fact, now, 0, origin))
+            origin = None
+            self._settle(waiting, now)
+
+    def _settle(self, waiting: deque[Record], now: int) -> None:
+        for _ in range(REACTIONS_MAX):
+            if not waiting:
+                return
+            record = waiting.popleft()
+            for fact in self.model.reactions(self.state, record):
+                waiting.append(self._emit(fact, now, record.seq, None))
+        raise RuntimeError(f"reactions did not end after {REACTIONS_MAX} events")
+
+    def _emit(self, fact: Event, now: int, cause: int, origin: Origin | None) -> Record:
+        if not self._records:
+            self._at = now
+        record = Record(self.state.seq + 1, now, self.token, cause, fact, origin)
+        entry = self.codec.entry(record, self._at)
+        self._bytes += len(entry)
+        if self._bytes - self._began > BATCH_BYTES_MAX:
+            raise RuntimeError(f"one batch would exceed {BATCH_BYTES_MAX} bytes")
+        self.model.apply(self.state, record)
+        self._records.append(record)
+        self._entries.append(entry)
+        self._since_base.append(record)
+        return record
+
+    def _undo(self, records: int, entries: int, size: int) -> None:
+        """Discard what the present command did: fold again from the last base."""
+        dropped = len(self._records) - records
+        del self._records[records:], self._entries[entries:]
+        if dropped:
+            del self._since_base[-dropped:]
+        self._bytes = size
+        self.state = self.model.fold(self._since_base, unpack(self.model.state_type, self._base))
+
+    def take(self) -> Batch | None:
+        """The batch of everything handled since the last take, or None."""
+        if not self._records:
+            return None
+        self.counter += 1
+        batch = self.codec.seal(self.token, self.counter, self._at, self._records, self._entries)
+        self._records, self._entries, self._bytes = [], [], 0
+        if len(self._since_base) >= REBASE_EVERY:
+            self.rebase()
+        return batch
+
+    def rebase(self) -> bytes:
+        """Pack the state now: the base that failed commands fall back to, and what a snapshot stores."""
+        self._base = pack(self.state)
+        self._since_base.clear()
+        return self._base
+
+    def digest(self) -> str:
+        """The hash of the working state."""
+        return digest(self.state)
+
+
+def _reply(record: Record) -> Reply:
+    fact = record.event
+    if isinstance(fact, CommandRefused):
+        return NotDone(record.seq, fact.reason)
+    if isinstance(fact, CommandFailed):
+        return NotDone(record.seq, fact.error)
+    return Accepted(record.seq)
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].name}:{frames[-1].lineno}" if frames else ""

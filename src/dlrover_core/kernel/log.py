@@ -1,0 +1,131 @@
+"""The port of the event log: append under a fencing token with four outcomes, read, follow, snapshot.
+
+Leases are liveness, the fence is safety: `Leadership.append` either lands whole under the newest token, or says exactly why
+not. The outcome of a lost acknowledgement is never guessed: the same batch sent again is recognised by its identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable
+from typing import NamedTuple, Protocol, Union
+
+from dlrover_core.kernel.events import Batch, Record
+
+
+class Appended(NamedTuple):
+    """The batch is durable; ``seq`` is its last sequence number."""
+
+    seq: int
+
+
+class AlreadyAppended(NamedTuple):
+    """The same batch was durable before: an earlier acknowledgement was lost."""
+
+    seq: int
+
+
+class Fenced(NamedTuple):
+    """A newer leader exists. Drop all working state and stop deciding. ``current`` is its token."""
+
+    mine: int
+    current: int
+
+
+class Conflict(NamedTuple):
+    """The head is not where this leader believes it is though nobody newer leads: a bug, to be loud about."""
+
+    expected: int
+    found: int
+
+
+Outcome = Union[Appended, AlreadyAppended, Fenced, Conflict]
+
+
+class Snapshot(NamedTuple):
+    """A cached fold. ``schema`` is the hash of the state schema it was taken with; another one means: ignore it."""
+
+    seq: int
+    schema: str
+    state: bytes
+
+
+class LeaderInfo(NamedTuple):
+    """Who leads a job, and where it can be reached (``address`` may be empty)."""
+
+    token: int
+    holder: str
+    address: str
+
+
+class Leadership(Protocol):
+    """The right to append to one job's log, until somebody newer holds it."""
+
+    @property
+    def token(self) -> int:
+        """The fencing number: larger is newer."""
+        ...
+
+    @property
+    def lost(self) -> Awaitable[None]:
+        """Done when leadership is known to be over."""
+        ...
+
+    def valid(self) -> bool:
+        """May orders still be given? By the local clock alone, without I/O."""
+        ...
+
+    async def append(self, batch: Batch) -> Outcome:
+        """Append whole or not at all. Raises `LogUnavailable` (send the same batch again) and `LogFull`."""
+        ...
+
+    async def snapshot(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot; the newest two stay. A failure is a warning, never an outage."""
+        ...
+
+    async def announce(self, address: str) -> None:
+        """Publish where this leader can be reached."""
+        ...
+
+    async def resign(self) -> None:
+        """Hand leadership on at once. Idempotent."""
+        ...
+
+
+class EventLog(Protocol):
+    """All jobs' logs at one URL."""
+
+    async def lead(self, job: str, holder: str, ttl_s: float = 10.0, *, wait: bool = True) -> Leadership:
+        """Become the leader of ``job``; with ``wait`` stand by until the present one is gone, else raise `NotLeading`."""
+        ...
+
+    async def leader(self, job: str) -> LeaderInfo | None:
+        """Who leads now, as far as the log knows."""
+        ...
+
+    async def head(self, job: str) -> int:
+        """The last durable sequence number; 0 for an empty log."""
+        ...
+
+    async def jobs(self) -> list[str]:
+        """The names of all jobs with a log here, sorted."""
+        ...
+
+    def batches(self, job: str, after: int = 0) -> AsyncIterator[Batch]:
+        """Every batch whose last record is beyond ``after``, in order; archive and log as one stream. Raises `LogCorrupt`."""
+        ...
+
+    def read(self, job: str, after: int = 0) -> AsyncIterator[Record]:
+        """Every record beyond ``after``, in order."""
+        ...
+
+    def follow(self, job: str, after: int = 0) -> AsyncIterator[Record]:
+        """`read`, then whatever is appended, without gap or duplicate, until cancelled."""
+        ...
+
+    async def latest_snapshot(self, job: str) -> Snapshot | None:
+        """The newest snapshot that is whole, or None."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything, leadership included."""
+        ...

@@ -1,0 +1,105 @@
+"""State as plain values: how a fold is packed, unpacked, hashed, and its schema named.
+
+State classes are slotted dataclasses of plain values, tuples, lists, dicts and one another. Packing follows the declared
+order of fields, so that a state's hash depends on nothing but its values, and the schema hash on nothing but the shape: a
+snapshot of another shape is ignored, never misread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import msgpack
+
+S = TypeVar("S")
+Unplain = Callable[[Any], Any]
+
+
+def plain(value: Any) -> Any:
+    """``value`` as msgpack can hold it: dataclasses as arrays of their fields."""
+    if value is None or isinstance(value, (int, str, bytes, float)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [plain(one) for one in value]
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+
+
+def pack(state: object) -> bytes:
+    """A state as bytes."""
+    return cast(bytes, msgpack.packb(plain(state)))
+
+
+def unpack(cls: type[S], data: bytes) -> S:
+    """The state that `pack` made these bytes of."""
+    raw = msgpack.unpackb(data, use_list=False, strict_map_key=False)
+    return cast(S, _unplainer(cls)(raw))
+
+
+def digest(state: object) -> str:
+    """128 bits of blake2b over the packed state, as hex: what two replicas compare."""
+    return hashlib.blake2b(pack(state), digest_size=16).hexdigest()
+
+
+def schema(cls: type) -> str:
+    """A hash of the shape of a state class and of all it holds."""
+    lines: list[str] = []
+    _describe(cls, lines, set())
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+
+def _describe(cls: Any, lines: list[str], seen: set[Any]) -> None:
+    for part in typing.get_args(cls):
+        _describe(part, lines, seen)
+    if cls in seen or not dataclasses.is_dataclass(cls):
+        return
+    seen.add(cls)
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        lines.append(f"{cast(type, cls).__name__}.{field.name}: {hints[field.name]}")
+        _describe(hints[field.name], lines, seen)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _unplainer(hint: Any) -> Unplain:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _unplain_class(hint)
+    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        return lambda raw: tuple.__new__(hint, raw)
+    if origin is dict:
+        inner = _unplainer(args[1])
+        return lambda raw: {key: inner(one) for key, one in raw.items()}
+    if origin is list:
+        inner = _unplainer(args[0])
+        return lambda raw: [inner(one) for one in raw]
+    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
+        inner = _unplainer(args[0])
+        return _same if inner is _same else lambda raw: tuple(inner(one) for one in raw)
+    optional = [arg for arg in args if arg is not type(None)]
+    if len(optional) == 1 and len(args) == 2 and origin is not tuple:
+        inner = _unplainer(optional[0])
+        return lambda raw: None if raw is None else inner(raw)
+    return _same
+
+
+def _unplain_class(cls: type) -> Unplain:
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+    inner = [_unplainer(hints[name]) for name in names]
+
+    def build(raw: Any) -> Any:
+        made = cls.__new__(cls)
+        for name, unplain, value in zip(names, inner, raw, strict=True):
+            setattr(made, name, unplain(value))
+        return made
+
+    return build

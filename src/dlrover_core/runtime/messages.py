@@ -1,0 +1,203 @@
+"""What agents and masters say to each other: msgpack arrays ``[kind, fields]``, every field checked on the way in.
+
+Kinds are integers in append-only tables; a new field goes to the end of its message, with a default, so that a peer of the
+previous version is understood. Nothing pickled is ever decoded. Bytes that are not a message raise `MalformedMessage`.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Union, cast
+
+import msgpack
+
+from dlrover_core.errors import MalformedMessage
+from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job.state import Order
+from dlrover_core.runtime.transport import FRAME_BYTES_MAX
+
+VERSION = 1
+OLDEST_VERSION = 1
+Message = tuple[object, ...]
+
+
+class Hello(NamedTuple):
+    """An agent's first frame. ``token`` is the highest fencing token it has seen; ``generation`` what its workers run."""
+
+    version: int
+    run: str
+    node: str
+    boot: int
+    generation: int
+    token: int
+
+
+class Welcome(NamedTuple):
+    """The leader's answer: its token, the run, and the settings an agent needs, in microseconds."""
+
+    version: int
+    run: str
+    token: int
+    heartbeat_us: int
+    silence_us: int
+    unreachable_us: int
+    kill_wait_us: int
+    max_restarts: int
+
+
+class Goodbye(NamedTuple):
+    """Not welcome here. ``leave``: stop the workers and go; else try ``address``, or again later."""
+
+    reason: str
+    leave: bool
+    address: str = ""
+
+
+class Numbered(NamedTuple):
+    """A command with its number: kind and fields of the command."""
+
+    number: int
+    kind: int
+    fields: tuple[Any, ...]
+
+
+class Answer(NamedTuple):
+    """The command ``number`` is durable at ``seq``; with a ``reason`` it was refused."""
+
+    number: int
+    seq: int
+    reason: str = ""
+
+
+class Again(NamedTuple):
+    """Send again from ``expected`` on."""
+
+    expected: int
+
+
+class Level(NamedTuple):
+    """What the agent should be doing, by the leader with ``token``."""
+
+    token: int
+    order: tuple[Any, ...]
+
+
+class Beat(NamedTuple):
+    """An agent lives. ``step`` is the highest its workers have made (-1 unknown), ``lag_us`` its loop's lag."""
+
+    generation: int
+    step: int
+    lag_us: int
+
+
+class BeatSeen(NamedTuple):
+    """The leader lives."""
+
+    token: int
+
+
+_FRAMES: dict[int, type] = {1: Hello, 2: Welcome, 3: Goodbye, 4: Numbered, 5: Answer, 6: Again, 7: Level, 8: Beat, 9: BeatSeen}
+
+# The commands an agent may send. Append only; never renumber.
+COMMANDS: Mapping[int, type] = {
+    1: nodes.ReportJoined,
+    2: nodes.ReportLeft,
+    3: nodes.ReportFault,
+    4: world.OfferStore,
+    5: world.WithdrawStore,
+    6: world.ReportStarted,
+    7: world.ReportStopped,
+    8: world.ReportFinished,
+    9: failures.ReportExit,
+    10: progress.ReportFirstStep,
+    11: job.StopJob,
+}
+_FRAME_KIND = {cls: kind for kind, cls in _FRAMES.items()}
+_COMMAND_KIND = {cls: kind for kind, cls in COMMANDS.items()}
+
+
+def encode(message: Message) -> bytes:
+    """A message as a frame."""
+    frame = cast(bytes, msgpack.packb((_FRAME_KIND[type(message)], message)))
+    if len(frame) > FRAME_BYTES_MAX:
+        raise MalformedMessage(f"{type(message).__name__} of {len(frame)} bytes exceeds the frame limit of {FRAME_BYTES_MAX}")
+    return frame
+
+
+def decode(frame: bytes) -> Message:
+    """The message in a frame. Raises `MalformedMessage`."""
+    if len(frame) > FRAME_BYTES_MAX:
+        raise MalformedMessage(f"a frame of {len(frame)} bytes exceeds the limit of {FRAME_BYTES_MAX}")
+    try:
+        raw = msgpack.unpackb(frame, use_list=False, max_buffer_size=FRAME_BYTES_MAX)
+    except Exception as error:  # noqa: BLE001  # msgpack raises half a dozen kinds on garbage
+        raise MalformedMessage(f"{len(frame)} bytes are not msgpack: {error}") from error
+    if not (isinstance(raw, tuple) and len(raw) == 2 and isinstance(raw[0], int) and isinstance(raw[1], tuple)):
+        raise MalformedMessage("a frame is [kind, fields]")
+    cls = _FRAMES.get(raw[0])
+    if cls is None:
+        raise MalformedMessage(f"message kind {raw[0]} is unknown; a newer peer?")
+    return checked(cls, raw[1])
+
+
+def numbered(number: int, command: Message) -> Numbered:
+    """A command under its number."""
+    return Numbered(number, _COMMAND_KIND[type(command)], tuple(command))
+
+
+def command_of(message: Numbered) -> Message:
+    """The command that `numbered` wrapped. Raises `MalformedMessage`."""
+    cls = COMMANDS.get(message.kind)
+    if cls is None:
+        raise MalformedMessage(f"command kind {message.kind} is unknown; a newer agent?")
+    return checked(cls, message.fields)
+
+
+def order_of(message: Level) -> Order:
+    """The order in a `Level`. Raises `MalformedMessage`."""
+    return cast(Order, checked(Order, message.order))
+
+
+def checked(cls: type, fields: tuple[Any, ...]) -> Message:
+    """``cls`` from untrusted fields: count and types as declared; missing trailing fields take their defaults."""
+    checks = _checks(cls)
+    defaults = cast(Any, cls)._field_defaults
+    if not len(checks) - len(defaults) <= len(fields) <= len(checks):
+        raise MalformedMessage(f"{cls.__name__} has {len(checks)} fields, got {len(fields)}")
+    for (name, check), value in zip(checks, fields, strict=False):
+        if not check(value):
+            raise MalformedMessage(f"{cls.__name__}.{name}: {type(value).__name__} {str(value)[:40]!r} is not what was declared")
+    return cast(Message, cls(*fields))
+
+
+_CHECKS: dict[type, tuple[tuple[str, Callable[[Any], bool]], ...]] = {}
+
+
+def _checks(cls: type) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
+    found = _CHECKS.get(cls)
+    if found is None:
+        hints = typing.get_type_hints(cls)
+        found = _CHECKS[cls] = tuple((name, _check(hints[name])) for name in cast(Any, cls)._fields)
+    return found
+
+
+def _check(hint: Any) -> Callable[[Any], bool]:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return lambda value: True
+    if hint is int:
+        # bool is an int to Python, not to us.
+        return lambda value: type(value) is int
+    if hint in (str, bytes, bool, float):
+        return lambda value: type(value) is hint
+    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
+        inner = _check(args[0])
+        return lambda value: isinstance(value, tuple) and all(inner(one) for one in value)
+    if origin in (Union, types.UnionType):
+        options = [_check(arg) for arg in args]
+        return lambda value: any(option(value) for option in options)
+    if hint is type(None):
+        return lambda value: value is None
+    raise TypeError(f"messages carry no {hint}")

@@ -1,0 +1,67 @@
+"""The `Transport` port: frames between agents and masters.
+
+A connection carries whole frames of at most `FRAME_BYTES_MAX`, in order, or is lost. Authentication is the transport's: a
+connection that reaches `accept` has shown the job's token. Lost, repeated and reordered connections are the agent's to
+survive; a transport retries nothing by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+FRAME_BYTES_MAX = 1024 * 1024
+
+
+class Connection(Protocol):
+    """One live connection, either end."""
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end, for logs."""
+        ...
+
+    async def send(self, frame: bytes) -> None:
+        """Send one frame. Raises `ConnectionLost`; waits while the peer reads slowly, within a bound of the transport's own."""
+        ...
+
+    async def receive(self) -> bytes:
+        """The next frame. Raises `ConnectionLost`."""
+        ...
+
+    async def close(self) -> None:
+        """End it. Idempotent, never raises."""
+        ...
+
+
+Accept = Callable[[Connection], Awaitable[None]]
+Status = Callable[[], Mapping[str, Any]]
+
+
+class Dialer(Protocol):
+    """The agent's end."""
+
+    async def connect(self, address: str) -> Connection:
+        """A connection to the master at ``address``. Raises `ConnectionLost` (try again) and `TokenRefused` (do not)."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything."""
+        ...
+
+
+class Listener(Protocol):
+    """The master's end. It may be opened long before it serves: connections wait meanwhile."""
+
+    @property
+    def address(self) -> str:
+        """Where agents reach it, ``host:port``."""
+        ...
+
+    async def serve(self, accept: Accept, status: Status) -> None:
+        """Begin to take connections, each in a task of its own that runs ``accept``; answer status queries from ``status``."""
+        ...
+
+    async def close(self) -> None:
+        """Close every connection and stop. Idempotent."""
+        ...

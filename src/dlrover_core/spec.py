@@ -1,0 +1,118 @@
+"""`JobSpec`: everything about a job that a user may set, validated in one place.
+
+Durations end in ``_s`` and are seconds; the state works in integer microseconds (`us`). The spec is written into the log's
+first event as JSON with named fields, so that a later version may add settings and still read an old log.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
+
+from dlrover_core.errors import SpecError
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9_.]*[a-z0-9])?(-[a-z0-9_.]+)*")
+NAME_BYTES_MAX = 63
+NODES_MAX = 16_384
+
+
+def us(seconds: float) -> int:
+    """Seconds as integer microseconds."""
+    return round(seconds * 1_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Nodes of one role. A world of the group holds between ``nodes_min`` and ``nodes_max`` nodes, a multiple of ``unit``."""
+
+    name: str = "worker"
+    nodes_min: int = field(default=1, metadata={"doc": "fewest nodes to train with"})
+    nodes_max: int = field(default=1, metadata={"doc": "nodes to run"})
+    nproc: int = field(default=1, metadata={"doc": "workers per node"})
+    unit: int = field(default=1, metadata={"doc": "the world size, in nodes, is a multiple of this"})
+    relaunch_max: int = field(default=3, metadata={"doc": "relaunches of one node before it is given up"})
+
+    def __post_init__(self) -> None:
+        """Refuse what could never run."""
+        if not re.fullmatch(r"[a-z][a-z0-9]*", self.name):
+            raise SpecError("group.name", f"{self.name!r} is not a lower-case word")
+        if not 1 <= self.nodes_min <= self.nodes_max <= NODES_MAX:
+            raise SpecError("nnodes", f"need 1 <= MIN <= MAX <= {NODES_MAX}, got {self.nodes_min}:{self.nodes_max}")
+        if self.nproc < 1:
+            raise SpecError("nproc-per-node", f"need at least 1 worker, got {self.nproc}")
+        if self.unit < 1 or self.nodes_max % self.unit or self.nodes_max < self.unit:
+            raise SpecError("unit", f"nodes_max {self.nodes_max} is not a multiple of {self.unit}")
+        if self.relaunch_max < 0:
+            raise SpecError("relaunch_max", f"cannot be negative, got {self.relaunch_max}")
+
+    @property
+    def floor(self) -> int:
+        """The fewest nodes that form a world: ``nodes_min``, raised to a multiple of ``unit``. Never 0."""
+        return -(-self.nodes_min // self.unit) * self.unit
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """One training job. Every duration is in seconds."""
+
+    job: str
+    groups: tuple[GroupSpec, ...] = (GroupSpec(),)
+    max_restarts: int = field(default=3, metadata={"doc": "restarts of the processes, whole job, whatever rank failed"})
+    on_join: str = field(default="restart", metadata={"doc": "what a late node does to a running smaller world: restart or never"})
+    last_call_s: float = field(default=30.0, metadata={"doc": "wait for missing nodes once MIN are there"})
+    grow_window_s: float = field(default=60.0, metadata={"doc": "late nodes are taken into a running world together"})
+    launch_s: float = field(default=900.0, metadata={"doc": "a node that has not joined by then is replaced"})
+    silence_s: float = field(default=15.0, metadata={"doc": "an agent silent for this long is suspect"})
+    unreachable_s: float = field(default=300.0, metadata={"doc": "a suspect whose backend says it runs is replaced after this"})
+    mass_silence_s: float = field(default=300.0, metadata={"doc": "more than half silent at once: nobody is replaced for silence before this"})
+    evidence_s: float = field(default=300.0, metadata={"doc": "a verdict may be revised this long; final actions wait for it"})
+    quarantine_s: float = field(default=86_400.0, metadata={"doc": "a host that failed its node check is avoided this long"})
+    broken_grace_s: float = field(default=0.0, metadata={"doc": "between SIGTERM and SIGKILL for workers of a broken world"})
+    stop_grace_s: float = field(default=30.0, metadata={"doc": "between SIGTERM and SIGKILL for a planned stop"})
+    kill_wait_s: float = field(default=30.0, metadata={"doc": "a worker that survives SIGKILL this long makes its node faulty"})
+    progress_s: float = field(default=60.0, metadata={"doc": "how often the step reached goes into the log"})
+    heartbeat_s: float = field(default=1.0, metadata={"doc": "how often an agent reports to the master"})
+
+    def __post_init__(self) -> None:
+        """Refuse what could never run."""
+        if not _NAME.fullmatch(self.job) or len(self.job) > NAME_BYTES_MAX:
+            raise SpecError("job-id", f"{self.job!r} is not a name: lower-case letters, digits, '-', '_', '.', at most {NAME_BYTES_MAX}")
+        if len({group.name for group in self.groups}) != len(self.groups) or not self.groups:
+            raise SpecError("groups", "need at least one group, each with its own name")
+        if self.max_restarts < 0:
+            raise SpecError("max-restarts", f"cannot be negative, got {self.max_restarts}")
+        if self.on_join not in ("restart", "never"):
+            raise SpecError("on-join", f"'restart' or 'never', got {self.on_join!r}")
+        for spot in fields(self):
+            value = getattr(self, spot.name)
+            if spot.name.endswith("_s") and not (isinstance(value, (int, float)) and 0 <= value < 10**9):
+                raise SpecError(spot.name, f"not a number of seconds: {value!r}")
+        if self.heartbeat_s * 3 > self.silence_s:
+            raise SpecError("silence_s", f"must be at least 3 heartbeats of {self.heartbeat_s} s, got {self.silence_s}")
+
+    def group(self, name: str) -> GroupSpec:
+        """The group of that name. Raises `SpecError`."""
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise SpecError("group", f"no group {name!r} in job {self.job!r}")
+
+    def to_json(self) -> str:
+        """As the log's first event holds it."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> JobSpec:
+        """The spec in a log's first event. Fields this version does not know are left out."""
+        raw = cast(dict[str, Any], json.loads(text))
+        groups = tuple(_known(GroupSpec, group) for group in raw.pop("groups"))
+        return _known(cls, {**raw, "groups": groups})
+
+
+def _known(cls: Any, raw: Mapping[str, Any]) -> Any:
+    names = {spot.name for spot in fields(cls)}
+    return cls(**{name: value for name, value in raw.items() if name in names})
