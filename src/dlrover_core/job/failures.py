@@ -379,6 +379,13 @@ def _note(slice_: FailureSlice, death: Death, incident: Incident | None) -> None
         incident.evidence.append(death.seq)
 
 
+def _note_step(slice_: FailureSlice, fact: world.WorkersStopped, record: Record) -> None:
+    """Survivors of a dead node know how far the broken generation had come."""
+    incident = slice_.of_generation(group_of(fact.node), fact.generation)
+    if incident is not None:
+        incident.step = max(incident.step, fact.step)
+
+
 def _on_opened(slice_: FailureSlice, fact: IncidentOpened, record: Record) -> None:
     death = slice_.last
     if death is None:
@@ -424,6 +431,7 @@ CONCERN = Concern(
         nodes.NodeFailed: _note_node,
         nodes.NodeGone: _note_node,
         nodes.NodeLost: _note_node,
+        world.WorkersStopped: _note_step,
         IncidentOpened: _on_opened,
         Diagnosed: _on_diagnosed,
         ActionChosen: _on_chosen,

@@ -60,7 +60,10 @@ class NodeLaunch(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What one agent should be doing. ``generation`` 0: no workers. ``leave``: stop them and go."""
+    """What one agent should be doing. ``generation`` 0: no workers. ``leave``: stop them and go.
+
+    ``over`` is the generation whose end on this node the leader wants to hear of; 0: none.
+    """
 
     leave: bool
     reason: str
@@ -73,6 +76,7 @@ class Order(NamedTuple):
     nodes: int = 0
     store: str = ""
     resume_step: int = -1
+    over: int = 0
 
 
 class Desired(NamedTuple):
@@ -95,7 +99,7 @@ def desired(state: JobState) -> Desired:
     """What should be true now, derived from the state and from nothing else."""
     if not state.job.live:
         # Nodes whose agents are still stopping their workers stay until they have left.
-        staying = [node for node in state.nodes.nodes.values() if node.joined and not node.released and state.job.state == "stopping"]
+        staying = [node for node in state.nodes.nodes.values() if node.joined and not node.released]
         return Desired(frozenset(full_name(state, node.node) for node in staying), (), _orders(state))
     wanted = [node for node in state.nodes.nodes.values() if not node.released and node.state in nodes.COMING]
     launch = [_launch(state, node) for node in wanted if node.state == "planned" and _place_is_free(state, node)]
@@ -119,7 +123,7 @@ def _launch(state: JobState, node: nodes.Node) -> NodeLaunch:
 def _orders(state: JobState) -> Mapping[str, Order]:
     orders: dict[str, Order] = {}
     for group, current in state.world.worlds.items():
-        places = {member.node: place for place, member in enumerate(current.members)} if current.active else {}
+        places = {member.node: place for place, member in enumerate(current.members)}
         for node in state.nodes.of(group):
             if node.joined:
                 orders[node.node] = _order(state, node, current, places.get(node.node, -1))
@@ -133,9 +137,9 @@ def _order(state: JobState, node: nodes.Node, current: world.World, place: int) 
         return Order(True, f"the job is {state.job.state}", us(grace))
     if node.released:
         return Order(True, f"the node is {node.released}", us(spec.broken_grace_s))
-    if place < 0:
+    if place < 0 or not current.active:
         grace = spec.stop_grace_s if current.planned_stop else spec.broken_grace_s
-        return Order(False, "waiting for a world", us(grace))
+        return Order(False, "waiting for a world", us(grace), over=current.generation if place >= 0 else 0)
     member = current.members[place]
     return Order(
         leave=False,

@@ -81,10 +81,11 @@ class WorkersStarted(NamedTuple):
 
 @event(45)
 class WorkersStopped(NamedTuple):
-    """All workers of a node are dead, as ordered."""
+    """All workers of a node are dead, as ordered; ``step`` is the last they had made (-1 unknown)."""
 
     node: str
     generation: int
+    step: int = -1
 
 
 @event(46)
@@ -133,10 +134,11 @@ class ReportStarted(NamedTuple):
 
 
 class ReportStopped(NamedTuple):
-    """An agent's workers are dead, as ordered."""
+    """An agent's workers are dead, as ordered; ``step`` is the last they had made (-1 unknown)."""
 
     node: str
     generation: int
+    step: int = -1
 
 
 class ReportFinished(NamedTuple):
@@ -378,7 +380,7 @@ def _started(state: JobState, command: ReportStarted, now: int) -> Iterator[Even
 def _stopped(state: JobState, command: ReportStopped, now: int) -> Iterator[Event]:
     if command.node in _current(state, command.node, command.generation).stopped:
         raise Refused(f"node {command.node!r} has stopped generation {command.generation} already")
-    yield WorkersStopped(command.node, command.generation)
+    yield WorkersStopped(command.node, command.generation, command.step)
 
 
 def _finished(state: JobState, command: ReportFinished, now: int) -> Iterator[Event]:

@@ -131,7 +131,7 @@ def decode(frame: bytes) -> Message:
     if len(frame) > FRAME_BYTES_MAX:
         raise MalformedMessage(f"a frame of {len(frame)} bytes exceeds the limit of {FRAME_BYTES_MAX}")
     try:
-        raw = msgpack.unpackb(frame, use_list=False, max_buffer_size=FRAME_BYTES_MAX)
+        raw = msgpack.unpackb(frame, use_list=False)
     except Exception as error:  # noqa: BLE001  # msgpack raises half a dozen kinds on garbage
         raise MalformedMessage(f"{len(frame)} bytes are not msgpack: {error}") from error
     if not (isinstance(raw, tuple) and len(raw) == 2 and isinstance(raw[0], int) and isinstance(raw[1], tuple)):

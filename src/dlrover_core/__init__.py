@@ -1,0 +1,129 @@
+"""dlrover-core: an event-sourced library that keeps distributed training running.
+
+Everything a program needs is here, flat, and loaded only when it is named: importing this package costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dlrover_core.errors import (
+        ConnectionLost as ConnectionLost,
+        CoreError as CoreError,
+        IllegalTransition as IllegalTransition,
+        LaunchFailed as LaunchFailed,
+        LaunchRefused as LaunchRefused,
+        LogCorrupt as LogCorrupt,
+        LogError as LogError,
+        LogFull as LogFull,
+        LogUnavailable as LogUnavailable,
+        MalformedMessage as MalformedMessage,
+        NotLeading as NotLeading,
+        Refused as Refused,
+        SchemaTooNew as SchemaTooNew,
+        SpecError as SpecError,
+        TokenRefused as TokenRefused,
+    )
+    from dlrover_core.job.state import (
+        JobState as JobState,
+        NodeLaunch as NodeLaunch,
+        fold as fold,
+    )
+    from dlrover_core.kernel.codec import Codec as Codec
+    from dlrover_core.kernel.engine import (
+        Concern as Concern,
+        Engine as Engine,
+        Model as Model,
+    )
+    from dlrover_core.kernel.events import (
+        Batch as Batch,
+        Record as Record,
+        Registry as Registry,
+        event as event,
+    )
+    from dlrover_core.kernel.lifecycle import Lifecycle as Lifecycle
+    from dlrover_core.kernel.log import (
+        EventLog as EventLog,
+        Leadership as Leadership,
+    )
+    from dlrover_core.logs import open_log as open_log
+    from dlrover_core.runtime.agent import Agent as Agent
+    from dlrover_core.runtime.backend import (
+        Backend as Backend,
+        Changed as Changed,
+        Listed as Listed,
+        Observation as Observation,
+    )
+    from dlrover_core.runtime.launcher import Launcher as Launcher
+    from dlrover_core.runtime.master import (
+        Master as Master,
+        Outcome as Outcome,
+    )
+    from dlrover_core.runtime.pipeline import Deposed as Deposed
+    from dlrover_core.spec import (
+        GroupSpec as GroupSpec,
+        JobSpec as JobSpec,
+    )
+
+_HOME = {
+    "Agent": "runtime.agent",
+    "Backend": "runtime.backend",
+    "Batch": "kernel.events",
+    "Changed": "runtime.backend",
+    "Codec": "kernel.codec",
+    "Concern": "kernel.engine",
+    "ConnectionLost": "errors",
+    "CoreError": "errors",
+    "Deposed": "runtime.pipeline",
+    "Engine": "kernel.engine",
+    "EventLog": "kernel.log",
+    "GroupSpec": "spec",
+    "IllegalTransition": "errors",
+    "JobSpec": "spec",
+    "JobState": "job.state",
+    "LaunchFailed": "errors",
+    "LaunchRefused": "errors",
+    "Launcher": "runtime.launcher",
+    "Leadership": "kernel.log",
+    "Lifecycle": "kernel.lifecycle",
+    "Listed": "runtime.backend",
+    "LogCorrupt": "errors",
+    "LogError": "errors",
+    "LogFull": "errors",
+    "LogUnavailable": "errors",
+    "MalformedMessage": "errors",
+    "Master": "runtime.master",
+    "Model": "kernel.engine",
+    "NodeLaunch": "job.state",
+    "NotLeading": "errors",
+    "Observation": "runtime.backend",
+    "Outcome": "runtime.master",
+    "Record": "kernel.events",
+    "Refused": "errors",
+    "Registry": "kernel.events",
+    "SchemaTooNew": "errors",
+    "SpecError": "errors",
+    "TokenRefused": "errors",
+    "event": "kernel.events",
+    "fold": "job.state",
+    "open_log": "logs",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605  # a list of strings, made from the table above
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used."""
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

@@ -1,0 +1,416 @@
+"""The agent of one node: makes its workers match what the leader desires, and reports what happens to them.
+
+Levelled state, outbox, reconnect, stop policy: all of it logic over two ports, no process and no socket in sight. The agent
+keeps its workers running while no master answers; only without a master *and* without steps does it, after half the time
+in which it would itself be given up, stop them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from dlrover_core.errors import ConnectionLost, LaunchFailed, MalformedMessage, TokenRefused
+from dlrover_core.job import failures, nodes, progress, world
+from dlrover_core.job.state import Order
+from dlrover_core.runtime import messages
+from dlrover_core.runtime.launcher import Launcher, StoreGone, StoreReady, WorkerExit, WorkersLaunch, WorkersStuck, WorkerStep
+from dlrover_core.runtime.messages import Again, Answer, Beat, BeatSeen, Goodbye, Hello, Level, Message, Welcome
+from dlrover_core.runtime.transport import Connection, Dialer
+
+UNANSWERED_MAX = 16
+SECOND_US = 1_000_000
+RETRY_FIRST_S, RETRY_MAX_S = 0.05, 2.0
+LAST_WORD_S = 5.0
+NOTHING = Order(leave=False, reason="no master has spoken yet", grace_us=0)
+
+log = structlog.get_logger("dlrover.agent")
+
+
+@dataclass(slots=True)
+class Settings:
+    """What a master tells its agents; until one has, the defaults."""
+
+    run: str = ""
+    heartbeat_s: float = 1.0
+    silence_s: float = 15.0
+    unreachable_s: float = 300.0
+    kill_wait_s: float = 30.0
+    max_restarts: int = 0
+
+
+class Outbox:
+    """Commands with their numbers: contiguous, at most 16 unanswered on the wire, sent again in order to whoever leads."""
+
+    def __init__(self) -> None:
+        self._next = 1
+        self._unanswered: deque[tuple[int, Message]] = deque()
+        self._sent = 0
+        self.changed = asyncio.Event()
+
+    def add(self, command: Message) -> int:
+        """Number a command and queue it."""
+        number = self._next
+        self._next += 1
+        self._unanswered.append((number, command))
+        self.changed.set()
+        return number
+
+    def rewind(self) -> None:
+        """A new connection: everything unanswered goes out again."""
+        self._sent = 0
+        self.changed.set()
+
+    def expected(self, number: int) -> None:
+        """The leader asks again from ``number`` on."""
+        self._sent = sum(1 for one, _ in self._unanswered if one < number)
+        self.changed.set()
+
+    def answered(self, number: int) -> None:
+        """``number`` and all before it are durable."""
+        while self._unanswered and self._unanswered[0][0] <= number:
+            self._unanswered.popleft()
+            self._sent = max(0, self._sent - 1)
+        self.changed.set()
+
+    def next(self) -> tuple[int, Message] | None:
+        """The next command to put on the wire, if one may go."""
+        if self._sent >= min(len(self._unanswered), UNANSWERED_MAX):
+            return None
+        self._sent += 1
+        return self._unanswered[self._sent - 1]
+
+    @property
+    def empty(self) -> bool:
+        """Is everything answered?"""
+        return not self._unanswered
+
+
+class Agent:
+    """One node's agent. ``boot`` is drawn once per process by whoever starts it; ``address`` is where peers reach this host."""
+
+    def __init__(
+        self,
+        node: str,
+        *,
+        launcher: Launcher,
+        dialer: Dialer,
+        masters: Sequence[str],
+        boot: int,
+        host: str,
+        address: str,
+        run: str = "",
+    ) -> None:
+        self.node, self._launcher, self._dialer = node, launcher, dialer
+        self._masters, self._boot, self._host, self._address = list(masters), boot, host, address
+        self._settings = Settings(run=run)
+        self._outbox = Outbox()
+        self._order, self._token = NOTHING, 0
+        self._levelled = asyncio.Event()
+        self._generation = 0
+        self._living = 0
+        self._finished: set[int] = set()
+        self._step = -1
+        self._stepped_at = self._mastered_at = 0.0
+        self._reported_first = self._told_over = 0
+        self._connected = False
+        self._lag_us = 0
+        self.leaving = ""
+
+    async def run(self) -> str:
+        """Serve until told to leave; returns why. Raises `LaunchFailed` when workers could never run here, `TokenRefused`."""
+        loop = asyncio.get_running_loop()
+        self._stepped_at = self._mastered_at = loop.time()
+        talking = asyncio.ensure_future(self._talk())
+        tasks: list[asyncio.Future[Any]] = [talking]
+        try:
+            await self._launcher.open()
+            self._outbox.add(nodes.ReportJoined(self.node, self._host, self._address, self._launcher.nproc))
+            tasks += [asyncio.ensure_future(self._watch()), asyncio.ensure_future(self._mind_silence())]
+            levelling = asyncio.ensure_future(self._level())
+            tasks.append(levelling)
+            while not levelling.done():
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            await self._last_word(talking)
+            return self.leaving
+        except LaunchFailed as error:
+            self._outbox.add(nodes.ReportFault(self.node, str(error)))
+            await self._last_word(talking)
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._launcher.close()
+            await self._dialer.close()
+
+    async def _last_word(self, talking: asyncio.Future[Any]) -> None:
+        """Let the outbox empty, for a bounded time: nobody may be listening any more."""
+
+        async def emptied() -> None:
+            while not self._outbox.empty and not talking.done():
+                self._outbox.changed.clear()
+                await self._outbox.changed.wait()
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(emptied(), LAST_WORD_S)
+
+    def leave(self, reason: str) -> None:
+        """Stop the workers with the order's grace and go: what a signal to the agent means."""
+        self.leaving = self.leaving or reason
+        self._levelled.set()
+
+    # ---- workers: levelled to the order
+
+    async def _level(self) -> None:
+        while True:
+            await self._levelled.wait()
+            self._levelled.clear()
+            order = self._order
+            if self.leaving or order.leave:
+                self.leaving = self.leaving or order.reason
+                await self._stop(order)
+                self._outbox.add(nodes.ReportLeft(self.node))
+                return
+            if order.generation != self._generation or order.over > self._told_over:
+                await self._change(order)
+
+    async def _change(self, order: Order) -> None:
+        if not await self._stop(order):
+            return
+        if order is not self._order:
+            # Overtaken while stopping: the newest order is levelled next.
+            self._levelled.set()
+        if order.over > self._told_over:
+            self._told_over = order.over
+            self._outbox.add(world.ReportStopped(self.node, order.over, self._step))
+        if order.generation == 0:
+            return
+        if order is self._order:
+            await self._start(order)
+
+    async def _stop(self, order: Order) -> bool:
+        stopped = await self._launcher.stop(order.grace_us / SECOND_US, self._settings.kill_wait_s)
+        self._generation = self._living = 0
+        if not stopped:
+            self._outbox.add(nodes.ReportFault(self.node, f"workers survived SIGKILL for {self._settings.kill_wait_s:g} s"))
+        return stopped
+
+    async def _start(self, order: Order) -> None:
+        self._generation, self._living, self._finished = order.generation, order.nproc, set()
+        self._step, self._stepped_at = -1, asyncio.get_running_loop().time()
+        try:
+            await self._launcher.start(self._launch(order))
+        except LaunchFailed as error:
+            log.error("workers cannot be started", generation=order.generation, error=str(error))
+            self._outbox.add(nodes.ReportFault(self.node, f"workers cannot be started: {error}"))
+            return
+        self._outbox.add(world.ReportStarted(self.node, order.generation))
+
+    def _launch(self, order: Order) -> WorkersLaunch:
+        return WorkersLaunch(
+            run=self._settings.run,
+            generation=order.generation,
+            first_rank=order.first_rank,
+            nproc=order.nproc,
+            world_size=order.world_size,
+            node_rank=order.node_rank,
+            nodes=order.nodes,
+            store=order.store,
+            restart_count=order.generation - 1,
+            max_restarts=self._settings.max_restarts,
+            resume_step=order.resume_step,
+        )
+
+    # ---- what happens to them
+
+    async def _watch(self) -> None:
+        async for notice in self._launcher.notices():
+            match notice:
+                case WorkerExit():
+                    self._exited(notice)
+                case WorkerStep():
+                    self._stepped(notice)
+                case StoreReady(address):
+                    self._outbox.add(world.OfferStore(self.node, address))
+                case StoreGone(address):
+                    self._outbox.add(world.WithdrawStore(self.node, address))
+                case WorkersStuck(generation, pids):
+                    log.error("workers survive SIGKILL", generation=generation, pids=pids)
+
+    def _exited(self, gone: WorkerExit) -> None:
+        if gone.asked:
+            return
+        if gone.exit_code == 0:
+            if gone.generation == self._generation:
+                self._finished.add(gone.local_rank)
+                if len(self._finished) == self._living:
+                    self._outbox.add(world.ReportFinished(self.node, gone.generation))
+            return
+        age = max(0, int(asyncio.get_running_loop().time() * SECOND_US) - gone.died_us)
+        self._outbox.add(
+            failures.ReportExit(self.node, gone.generation, gone.rank, gone.exit_code, False, gone.step, age, gone.tail, gone.error)
+        )
+
+    def _stepped(self, step: WorkerStep) -> None:
+        if step.generation != self._generation:
+            return
+        self._step = max(self._step, step.step)
+        self._stepped_at = asyncio.get_running_loop().time()
+        # One node speaks for all ranks of a step: the one with rank 0.
+        if self._order.node_rank == 0 and self._reported_first < step.generation:
+            self._reported_first = step.generation
+            age = max(0, int(self._stepped_at * SECOND_US) - step.at_us)
+            self._outbox.add(progress.ReportFirstStep(self.node, step.generation, step.step, age))
+
+    async def _mind_silence(self) -> None:
+        """Without a master and without steps there is nothing to wait for: stop, before we are replaced elsewhere."""
+        loop = asyncio.get_running_loop()
+        while True:
+            patience = self._settings.unreachable_s / 2
+            since = max(self._stepped_at, self._mastered_at)
+            await asyncio.sleep(max(0.01, since + patience - loop.time()))
+            since = max(self._stepped_at, self._mastered_at)
+            if self._generation and loop.time() - since >= patience:
+                log.error("no master and no steps: workers are stopped", for_s=round(loop.time() - since, 1))
+                await self._give_up_workers(self._generation)
+
+    async def _give_up_workers(self, generation: int) -> None:
+        await self._launcher.stop(0.0, self._settings.kill_wait_s)
+        self._stepped_at = asyncio.get_running_loop().time()
+        # Whoever leads later must not believe that this generation runs.
+        why = "stopped by its agent: no master and no steps"
+        self._outbox.add(failures.ReportExit(self.node, generation, self._order.first_rank, -9, False, self._step, 0, "", why))
+
+    # ---- the master
+
+    async def _talk(self) -> None:
+        attempt, target = 0, 0
+        while True:
+            address = self._masters[target % len(self._masters)]
+            try:
+                connection = await self._dialer.connect(address)
+                try:
+                    await self._converse(connection)
+                    attempt = 0
+                finally:
+                    await connection.close()
+            except TokenRefused:
+                raise
+            except (ConnectionLost, MalformedMessage) as lost:
+                log.debug("no master", address=address, reason=str(lost))
+            if self._connected:
+                # At once to whoever leads now; only then with growing pauses.
+                self._connected, attempt = False, 0
+                continue
+            await asyncio.sleep(self._pause(attempt))
+            attempt, target = attempt + 1, target + 1
+
+    def _pause(self, attempt: int) -> float:
+        """Growing pauses with a jitter that is this node's own."""
+        jitter = zlib.crc32(f"{self.node}:{attempt}".encode()) / 2**32
+        return min(RETRY_MAX_S, RETRY_FIRST_S * 2.0 ** min(attempt, 10)) * (0.5 + jitter / 2)
+
+    async def _converse(self, connection: Connection) -> None:
+        hello = Hello(messages.VERSION, self._settings.run, self.node, self._boot, self._generation, self._token)
+        await connection.send(messages.encode(hello))
+        first = messages.decode(await connection.receive())
+        if isinstance(first, Goodbye):
+            self._turned_away(first)
+            return
+        if not isinstance(first, Welcome):
+            raise MalformedMessage(f"a master greets with Welcome, not {type(first).__name__}")
+        self._welcomed(first)
+        self._outbox.rewind()
+        beats = asyncio.ensure_future(self._beat(connection))
+        sends = asyncio.ensure_future(self._send(connection))
+        hears = asyncio.ensure_future(self._hear(connection))
+        tasks = (beats, sends, hears)
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _turned_away(self, goodbye: Goodbye) -> None:
+        log.info("turned away", reason=goodbye.reason, leave=goodbye.leave)
+        if goodbye.address and goodbye.address not in self._masters:
+            self._masters.insert(0, goodbye.address)
+        if goodbye.leave:
+            self.leave(goodbye.reason)
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        if welcome.token < self._token:
+            raise ConnectionLost(f"a master with token {welcome.token} greets; {self._token} is newer")
+        self._token = welcome.token
+        self._connected = True
+        self._mastered_at = asyncio.get_running_loop().time()
+        self._settings = Settings(
+            welcome.run,
+            welcome.heartbeat_us / SECOND_US,
+            welcome.silence_us / SECOND_US,
+            welcome.unreachable_us / SECOND_US,
+            welcome.kill_wait_us / SECOND_US,
+            welcome.max_restarts,
+        )
+
+    async def _beat(self, connection: Connection) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + self._settings.heartbeat_s
+            await asyncio.sleep(self._settings.heartbeat_s)
+            self._lag_us = int((loop.time() - due) * SECOND_US)
+            if loop.time() - self._mastered_at > self._settings.silence_s:
+                raise ConnectionLost(f"the master has been silent for {self._settings.silence_s:g} s")
+            await connection.send(messages.encode(Beat(self._generation, self._step, max(0, self._lag_us))))
+
+    async def _send(self, connection: Connection) -> None:
+        while True:
+            self._outbox.changed.clear()
+            item = self._outbox.next()
+            if item is None:
+                await self._outbox.changed.wait()
+            else:
+                await connection.send(messages.encode(messages.numbered(*item)))
+
+    async def _hear(self, connection: Connection) -> None:
+        while True:
+            message = messages.decode(await connection.receive())
+            self._mastered_at = asyncio.get_running_loop().time()
+            match message:
+                case Level(token, _):
+                    self._ordered(token, messages.order_of(message))
+                case Answer(number, _, reason):
+                    if reason:
+                        log.debug("refused", number=number, reason=reason)
+                    self._outbox.answered(number)
+                case Again(expected):
+                    self._outbox.expected(expected)
+                case BeatSeen(token):
+                    self._fence(token)
+                case _:
+                    raise MalformedMessage(f"{type(message).__name__} is not for agents")
+
+    def _ordered(self, token: int, order: Order) -> None:
+        self._fence(token)
+        self._order = order
+        self._levelled.set()
+
+    def _fence(self, token: int) -> None:
+        """An order of a leader older than the newest seen must not be obeyed."""
+        if token < self._token:
+            raise ConnectionLost(f"orders under token {token} are refused: {self._token} is newer")
+        self._token = token
+

@@ -1,0 +1,341 @@
+"""The master of one job: leads the log, decides, levels backends and agents to what is desired.
+
+A master holds nothing that the log does not: kill it at any record and the next one takes over from there, with no worker
+restarted and no decision lost or doubled. It waits for leadership, folds the log, appends `LeaderStarted`, and serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from dlrover_core.errors import CoreError
+from dlrover_core.job import job, nodes, progress
+from dlrover_core.job.state import CODEC, LEVELLING, MODEL, Desired, JobState, Order, desired
+from dlrover_core.kernel.engine import Command, Engine, Reply, Tick
+from dlrover_core.kernel.events import Batch, Origin
+from dlrover_core.kernel.log import EventLog, Leadership, Snapshot
+from dlrover_core.kernel.state import unpack
+from dlrover_core.runtime.backend import Backend
+from dlrover_core.runtime.levelling import Leveller
+from dlrover_core.runtime.pipeline import Deposed, Pipeline
+from dlrover_core.runtime.sessions import Sessions
+from dlrover_core.runtime.transport import Listener
+from dlrover_core.spec import JobSpec, us
+
+VERSION = "0.1.0"
+SNAPSHOT_EVENTS = 10_000
+SNAPSHOT_BYTES = 1024 * 1024
+LATE_S = 2.0
+LEAVE_S = 10.0
+SECOND_US = 1_000_000
+
+log = structlog.get_logger("dlrover.master")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a job ended. ``state``: succeeded, failed or stopped."""
+
+    state: str
+    reason: str
+    root: str
+
+
+class Master:
+    """One candidate for leading one job. ``wall`` gives microseconds since the epoch; ``run_id`` names a run it may begin."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        event_log: EventLog,
+        listener: Listener,
+        backend: Backend | None,
+        wall: Callable[[], int],
+        holder: str,
+        run_id: str,
+        ttl_s: float = 10.0,
+    ) -> None:
+        self._spec, self._log, self._listener, self._wall = spec, event_log, listener, wall
+        self._holder, self._run_id, self._ttl_s = holder, run_id, ttl_s
+        self.sessions = Sessions(self)
+        self._leveller = Leveller(self, backend) if backend is not None else None
+        self._engine: Engine[JobState] | None = None
+        self._pipeline: Pipeline | None = None
+        self._lead: Leadership | None = None
+        self.desired: Desired = Desired(frozenset(), (), {})
+        self._offset = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._since_snapshot = self._bytes_since_snapshot = 0
+        self._snapshot_task: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
+        self.led = asyncio.Event()
+        self.left = asyncio.Event()
+
+    # ---- what others of the runtime see
+
+    @property
+    def state(self) -> JobState:
+        """The committed state, while nothing is being decided."""
+        return self._engine.state if self._engine is not None else MODEL.new()
+
+    @property
+    def token(self) -> int:
+        """This leadership's fencing token; 0 while standing by."""
+        return self._lead.token if self._lead is not None else 0
+
+    @property
+    def leading(self) -> bool:
+        """May orders be given? By the local clock alone."""
+        return self._lead is not None and self._engine is not None and self._lead.valid()
+
+    @property
+    def orders(self) -> Mapping[str, Order]:
+        """What every agent should be doing."""
+        return self.desired.orders
+
+    @property
+    def delete_grace_s(self) -> float:
+        """How long a deleted node has to end by itself."""
+        return self.state.job.spec.stop_grace_s if self.state.job.state == "stopping" else self.state.job.spec.broken_grace_s + 1.0
+
+    def now(self) -> int:
+        """Microseconds by this leader's clock: never before the last record, and moving even where the wall clock was set back."""
+        return self._offset + int(asyncio.get_running_loop().time() * SECOND_US)
+
+    def submit(self, command: Command, origin: Origin | None = None) -> asyncio.Future[Reply]:
+        """Hand in a command; the future is done when its outcome is durable. Cancelled when this master stops first."""
+        if self._pipeline is None:
+            future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+            future.cancel()
+            return future
+        return self._pipeline.submit(command, origin)
+
+    def tell(self, command: Command) -> None:
+        """Submit an observation whose reply nobody waits for."""
+        self.submit(command).add_done_callback(_swallow)
+
+    # ---- life
+
+    async def run(self) -> Outcome:
+        """Lead until the job is over and nothing of it is left. Raises `Deposed` when another master has taken over."""
+        self._lead = await self._log.lead(self._spec.job, self._holder, self._ttl_s)
+        try:
+            await self._take_over(self._lead)
+            return await self._serve()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            await self._listener.close()
+            await self._lead.resign()
+
+    async def _take_over(self, lead: Leadership) -> None:
+        state = await _restore(self._log, self._spec.job)
+        self._offset = max(self._wall(), state.at + 1) - int(asyncio.get_running_loop().time() * SECOND_US)
+        self._engine = Engine(MODEL, CODEC, state, lead.token)
+        self._pipeline = Pipeline(self._engine, lead, self.now, self._committed)
+        self.desired = desired(state)
+        self.sessions.calm()
+
+    async def _serve(self) -> Outcome:
+        assert self._pipeline is not None
+        assert self._lead is not None
+        watched: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(self._pipeline.run()),
+            asyncio.ensure_future(_until_lost(self._lead)),
+        ]
+        try:
+            await _while(self._opened(), watched)
+            await self._listener.serve(self.sessions.accept, self.status)
+            await self._lead.announce(self._listener.address)
+            watched.append(asyncio.ensure_future(self._listen_to_silence()))
+            if self._leveller is not None:
+                watched.append(asyncio.ensure_future(self._leveller.run()))
+            self.led.set()
+            log.info("leading", job=self._spec.job, token=self.token, seq=self.state.seq, address=self._listener.address)
+            await _while(self._until_over(), watched)
+            if self._snapshot_task is not None:
+                await self._snapshot_task
+            return Outcome(self.state.job.state, self.state.job.reason, self.state.job.root)
+        finally:
+            for task in watched:
+                task.cancel()
+            await asyncio.gather(*watched, return_exceptions=True)
+
+    async def _opened(self) -> None:
+        """The first words of this leadership; for a new log, the first of the job."""
+        if self.state.seq:
+            await self.submit(job.TakeOver(self._holder, VERSION))
+        if self.state.job.state == "new":
+            await self.submit(job.CreateJob(self._run_id, self._spec.to_json()))
+
+    async def _until_over(self) -> None:
+        """Until the job has ended, every agent has left and the backend has nothing of it; or longer than any of them may take."""
+        await self._over.wait()
+        spec = self.state.job.spec
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._until_empty(), spec.stop_grace_s + spec.kill_wait_s + LEAVE_S)
+
+    async def _until_empty(self) -> None:
+        while len(self.sessions) or (self._leveller is not None and not self._leveller.empty):
+            self.left.clear()
+            await self.left.wait()
+
+    # ---- after every commit
+
+    def _committed(self, batch: Batch) -> None:
+        state = self.state
+        if any(type(record.event) in LEVELLING for record in batch.records):
+            self.desired = desired(state)
+            self.sessions.level(self.token, self.desired.orders)
+            self.sessions.forget_absent()
+            if self._leveller is not None:
+                self._leveller.wake()
+        if state.job.over:
+            self._over.set()
+        self._schedule()
+        self._since_snapshot += len(batch.records)
+        self._bytes_since_snapshot += len(batch.payload)
+        if self._since_snapshot >= SNAPSHOT_EVENTS or self._bytes_since_snapshot >= SNAPSHOT_BYTES:
+            self._snapshot()
+
+    def _schedule(self) -> None:
+        """Wake up at the earliest deadline of all concerns."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = MODEL.due(self.state)
+        if due is not None:
+            delay = max(0.0, (due - self.now()) / SECOND_US)
+            # A microsecond more than due, or rounding would tick just before it.
+            self._timer = asyncio.get_running_loop().call_later(delay + 1e-6, self.tell, Tick())
+
+    def _snapshot(self) -> None:
+        if self._snapshot_task is not None and not self._snapshot_task.done():
+            return
+        assert self._engine is not None
+        assert self._lead is not None
+        self._since_snapshot = self._bytes_since_snapshot = 0
+        taken = Snapshot(self.state.seq, MODEL.schema, self._engine.rebase())
+        self._snapshot_task = asyncio.ensure_future(_keep(self._lead, taken))
+
+    # ---- silence and progress: levels become edges here
+
+    async def _listen_to_silence(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            spec = self.state.job.spec
+            due += spec.heartbeat_s
+            await asyncio.sleep(due - loop.time())
+            late = loop.time() - due
+            if late > LATE_S:
+                due = loop.time()
+                self.sessions.calm()
+                log.warning("master was paused", late_s=round(late, 3))
+                self.tell(job.NotePause(int(late * SECOND_US)))
+            for node in list(self.state.nodes.nodes.values()):
+                self._weigh(node, spec.silence_s)
+            self._note_progress()
+
+    def _weigh(self, node: nodes.Node, silence_s: float) -> None:
+        if not node.joined:
+            return
+        silent = self.sessions.silence(node.node)
+        if node.state == "running" and silent > silence_s:
+            self.tell(nodes.NoteSilence(node.node, int(silent * SECOND_US)))
+        elif node.state == "suspect" and silent <= silence_s and self.sessions.heard_since(node.node, self._suspected_at(node)):
+            self.tell(nodes.NoteHeard(node.node))
+
+    def _suspected_at(self, node: nodes.Node) -> float:
+        return (node.suspect_at - self._offset) / SECOND_US
+
+    def _note_progress(self) -> None:
+        state = self.state
+        seen = state.progress
+        steps = [step for generation, step in self.sessions.steps.values() if generation == seen.generation]
+        if steps and max(steps) > seen.step and self.now() - seen.at >= us(state.job.spec.progress_s):
+            self.tell(progress.NoteProgress(seen.generation, max(steps)))
+
+    # ---- for people
+
+    def status(self) -> Mapping[str, Any]:
+        """What is so right now, levels included, as plain values."""
+        state = self.state
+        world = next(iter(state.world.worlds.values()), None)
+        generation = world.generation if world else 0
+        steps = [step for gen, step in self.sessions.steps.values() if gen == generation]
+        incidents = list(state.failures.incidents.values())
+        last = incidents[-1] if incidents else None
+        return {
+            "job": state.job.name,
+            "run": state.job.run,
+            "state": state.job.state,
+            "seq": state.seq,
+            "token": self.token,
+            "leader": self._holder,
+            "degraded": self._pipeline.degraded if self._pipeline else "",
+            "generation": generation,
+            "world_size": world.size if world and world.active else 0,
+            "step": max([*steps, state.progress.step]),
+            "agents": len(self.sessions),
+            "nodes": {node.node: {"state": node.state, "host": node.host, "joined": node.joined} for node in state.nodes.nodes.values()},
+            "incidents": state.failures.number,
+            "open_incidents": [one.number for one in incidents if not one.closed],
+            "last_incident": f"{last.number}: {last.signature} -> {last.action}" if last else "",
+            "root": state.job.root,
+        }
+
+
+async def _while(main: Coroutine[Any, Any, None], watched: list[asyncio.Future[Any]]) -> None:
+    """Run ``main`` to its end, unless one of ``watched`` fails first: then its error rises."""
+    task = asyncio.ensure_future(main)
+    try:
+        while not task.done():
+            done, _ = await asyncio.wait([task, *watched], return_when=asyncio.FIRST_COMPLETED)
+            for one in done:
+                one.result()
+        task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _until_lost(lead: Leadership) -> None:
+    await lead.lost
+    raise Deposed(f"the leadership of token {lead.token} is lost")
+
+
+async def _restore(event_log: EventLog, name: str) -> JobState:
+    """The state of a job: the newest snapshot of this schema, and what came after it."""
+    snapshot = await event_log.latest_snapshot(name)
+    state = MODEL.new()
+    if snapshot is not None and snapshot.schema == MODEL.schema:
+        state = unpack(JobState, snapshot.state)
+    elif snapshot is not None:
+        log.warning("snapshot ignored", reason="taken by a version with another state", seq=snapshot.seq)
+    async for batch in event_log.batches(name, state.seq):
+        MODEL.fold((record for record in batch.records if record.seq > state.seq), state)
+    return state
+
+
+async def _keep(lead: Leadership, snapshot: Snapshot) -> None:
+    try:
+        await lead.snapshot(snapshot)
+    except CoreError as error:
+        # A snapshot is a cache: without it the next take-over folds more.
+        log.warning("snapshot failed", seq=snapshot.seq, error=str(error))
+
+
+def _swallow(done: asyncio.Future[Reply]) -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        error = done.exception()
+        if error is not None:
+            log.warning("observation not recorded", error=str(error))
+

@@ -1,0 +1,172 @@
+"""Training as the control plane sees it: workers in lockstep that die, resume, hang and report. In memory, in virtual time.
+
+A world makes a step every ``step_s`` while all of its ranks live; when one dies the others fail ``cascade_s`` later, as a
+collective does; a new generation resumes after the last step that all had made. The `Launcher` over it obeys the port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from dlrover_core.errors import LaunchFailed
+from dlrover_core.runtime.launcher import Notice, StoreReady, WorkerExit, WorkersLaunch, WorkersStuck, WorkerStep
+
+START_S = 0.02
+REAP_S = 0.001
+CASCADE = "RuntimeError: [gloo] Connection closed by peer"
+
+
+@dataclass(slots=True)
+class _Generation:
+    size: int
+    ranks: dict[int, MemoryLauncher] = field(default_factory=dict)
+    running: asyncio.Task[None] | None = None
+
+
+class Training:
+    """All worlds of one job. ``steps`` is how many the whole job makes; ``log`` every (generation, step) made, in order."""
+
+    def __init__(self, steps: int = 50, step_s: float = 0.1, cascade_s: float | None = 0.005) -> None:
+        self.steps, self.step_s, self.cascade_s = steps, step_s, cascade_s
+        self.done = 0
+        self.log: list[tuple[int, int]] = []
+        self.starts: list[tuple[str, int]] = []
+        self._generations: dict[int, _Generation] = {}
+
+    def join(self, launch: WorkersLaunch, rank: int, launcher: MemoryLauncher) -> None:
+        """One worker runs."""
+        generation = self._generations.setdefault(launch.generation, _Generation(launch.world_size))
+        generation.ranks[rank] = launcher
+        if len(generation.ranks) == generation.size and generation.running is None:
+            generation.running = asyncio.ensure_future(self._run(launch.generation, generation))
+
+    def left(self, generation: int, rank: int, *, cascades: bool) -> None:
+        """One worker is dead: the world steps no more, and the others notice."""
+        world = self._generations.get(generation)
+        if world is None or world.ranks.pop(rank, None) is None:
+            return
+        if world.running is not None:
+            world.running.cancel()
+            world.running = None
+        if cascades and self.cascade_s is not None:
+            loop = asyncio.get_running_loop()
+            for other, launcher in list(world.ranks.items()):
+                loop.call_later(self.cascade_s, launcher.die, generation, other, 1, CASCADE)
+
+    async def _run(self, number: int, generation: _Generation) -> None:
+        first = True
+        while self.done < self.steps:
+            await asyncio.sleep(self.step_s)
+            self.done += 1
+            self.log.append((number, self.done))
+            for rank, launcher in generation.ranks.items():
+                launcher.stepped(number, rank, self.done, first)
+            first = False
+        await asyncio.sleep(self.step_s)
+        generation.running = None
+        for rank, launcher in list(generation.ranks.items()):
+            generation.ranks.pop(rank)
+            launcher.die(number, rank, 0, "")
+
+
+class MemoryLauncher:
+    """A node's workers in memory. ``stuck``: SIGKILL does not kill them; ``unable``: none can be started."""
+
+    def __init__(self, node: str, nproc: int, training: Training) -> None:
+        self.node, self.nproc, self._training = node, nproc, training
+        self.stuck = False
+        self.unable = ""
+        self.patience_s = 0.0
+        self._notices: asyncio.Queue[Notice | None] = asyncio.Queue()
+        self._launch: WorkersLaunch | None = None
+        self._living: dict[int, int] = {}
+        self._asked = False
+        self._stores = 0
+
+    async def open(self) -> None:
+        """Two stores on offer."""
+        for _ in range(2):
+            self._offer()
+
+    def _offer(self) -> None:
+        self._stores += 1
+        self._notices.put_nowait(StoreReady(f"{self.node}:{self._stores}"))
+
+    async def start(self, launch: WorkersLaunch) -> None:
+        """Workers exist after a moment."""
+        if self._living:
+            raise LaunchFailed(f"{self.node} still runs generation {self._launch and self._launch.generation}")
+        if self.unable:
+            raise LaunchFailed(self.unable)
+        self._launch, self._asked = launch, False
+        await asyncio.sleep(START_S)
+        self._training.starts.append((self.node, launch.generation))
+        if launch.store.startswith(f"{self.node}:"):
+            self._offer()
+        self._living = {launch.first_rank + one: one for one in range(launch.nproc)}
+        for rank in list(self._living):
+            self._training.join(launch, rank, self)
+
+    async def stop(self, grace_s: float, kill_wait_s: float) -> bool:
+        """All dead after a moment; with ``stuck``, not."""
+        if self.stuck and self._living and self._launch is not None:
+            await asyncio.sleep(grace_s + kill_wait_s)
+            self._notices.put_nowait(WorkersStuck(self._launch.generation, tuple(self._living)))
+            return False
+        self._asked = True
+        if self._living:
+            await asyncio.sleep(min(grace_s, self.patience_s) + REAP_S)
+        self._end(-9 if grace_s == 0 else -15)
+        return True
+
+    def _end(self, code: int) -> None:
+        for rank in list(self._living):
+            assert self._launch is not None
+            self.die(self._launch.generation, rank, code, "")
+
+    def die(self, generation: int, rank: int, code: int, error: str) -> None:
+        """One worker is dead, by itself or by somebody's hand."""
+        if self._launch is None or self._launch.generation != generation or rank not in self._living:
+            return
+        local = self._living.pop(rank)
+        self._training.left(generation, rank, cascades=not self._asked and code != 0)
+        now_us = int(asyncio.get_running_loop().time() * 1_000_000)
+        step = self._training.done
+        self._notices.put_nowait(WorkerExit(generation, local, rank, code, self._asked, now_us, step, error, error, now_us))
+
+    def kill(self, rank: int, code: int = -9, error: str = "") -> None:
+        """Kill one worker from outside."""
+        assert self._launch is not None
+        self.die(self._launch.generation, rank, code, error)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks that live here."""
+        return list(self._living)
+
+    def stepped(self, generation: int, rank: int, step: int, first: bool) -> None:
+        """A worker made a step."""
+        self._notices.put_nowait(WorkerStep(generation, rank, step, first, int(asyncio.get_running_loop().time() * 1_000_000)))
+
+    async def notices(self) -> AsyncIterator[Notice]:
+        """Everything that happens."""
+        while True:
+            notice = await self._notices.get()
+            if notice is None:
+                return
+            yield notice
+
+    def crash(self) -> None:
+        """The whole node is gone: its workers die with it and nobody is told."""
+        if self._launch is not None:
+            for rank in list(self._living):
+                self._living.pop(rank)
+                self._training.left(self._launch.generation, rank, cascades=True)
+
+    async def close(self) -> None:
+        """Kill what is left."""
+        self._asked = True
+        self._end(-9)
+        self._notices.put_nowait(None)
