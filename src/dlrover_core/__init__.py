@@ -46,9 +46,12 @@ if TYPE_CHECKING:
     from dlrover_core.kernel.lifecycle import Lifecycle as Lifecycle
     from dlrover_core.kernel.log import (
         EventLog as EventLog,
+        LeaderInfo as LeaderInfo,
         Leadership as Leadership,
+        Snapshot as Snapshot,
     )
     from dlrover_core.logs import open_log as open_log
+    from dlrover_core.logs.memory import MemoryLog as MemoryLog
     from dlrover_core.runtime.agent import Agent as Agent
     from dlrover_core.runtime.backend import (
         Backend as Backend,
@@ -65,6 +68,11 @@ if TYPE_CHECKING:
     from dlrover_core.spec import (
         GroupSpec as GroupSpec,
         JobSpec as JobSpec,
+    )
+    from dlrover_core.testing.network import Network as Network
+    from dlrover_core.testing.training import (
+        MemoryLauncher as MemoryLauncher,
+        Training as Training,
     )
 
 _HOME = {
@@ -86,6 +94,7 @@ _HOME = {
     "LaunchFailed": "errors",
     "LaunchRefused": "errors",
     "Launcher": "runtime.launcher",
+    "LeaderInfo": "kernel.log",
     "Leadership": "kernel.log",
     "Lifecycle": "kernel.lifecycle",
     "Listed": "runtime.backend",
@@ -95,7 +104,10 @@ _HOME = {
     "LogUnavailable": "errors",
     "MalformedMessage": "errors",
     "Master": "runtime.master",
+    "MemoryLauncher": "testing.training",
+    "MemoryLog": "logs.memory",
     "Model": "kernel.engine",
+    "Network": "testing.network",
     "NodeLaunch": "job.state",
     "NotLeading": "errors",
     "Observation": "runtime.backend",
@@ -104,8 +116,10 @@ _HOME = {
     "Refused": "errors",
     "Registry": "kernel.events",
     "SchemaTooNew": "errors",
+    "Snapshot": "kernel.log",
     "SpecError": "errors",
     "TokenRefused": "errors",
+    "Training": "testing.training",
     "event": "kernel.events",
     "fold": "job.state",
     "open_log": "logs",

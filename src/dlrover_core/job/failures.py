@@ -341,6 +341,13 @@ def _close_all(state: JobState, fact: object, record: Record) -> Iterator[Event]
 # ---- evolve
 
 
+def _on_created(slice_: FailureSlice, fact: job.JobCreated, record: Record) -> None:
+    """A new run has its budgets whole."""
+    slice_.incidents.clear()
+    slice_.relaunches.clear()
+    slice_.restarts = 0
+
+
 def _note_exit(slice_: FailureSlice, fact: WorkerExited, record: Record) -> None:
     if fact.asked:
         return
@@ -427,6 +434,7 @@ CONCERN = Concern(
     name="failures",
     events=(WorkerExited, IncidentOpened, Diagnosed, ActionChosen, IncidentClosed),
     evolve={
+        job.JobCreated: _on_created,
         WorkerExited: _note_exit,
         nodes.NodeFailed: _note_node,
         nodes.NodeGone: _note_node,

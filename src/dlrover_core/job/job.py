@@ -21,22 +21,25 @@ LIFECYCLE = Lifecycle(
     states=["new", "created", "running", "stopping", "succeeded", "failed", "stopped"],
     initial="new",
     transitions=[
-        {"trigger": "create", "source": "new", "dest": "created"},
+        {"trigger": "create", "source": ["new", "succeeded", "failed", "stopped"], "dest": "created"},
         {"trigger": "run", "source": "created", "dest": "running"},
         {"trigger": "succeed", "source": ["created", "running"], "dest": "succeeded"},
         {"trigger": "fail", "source": ["created", "running"], "dest": "failed"},
         {"trigger": "stop", "source": ["created", "running"], "dest": "stopping"},
         {"trigger": "end", "source": "stopping", "dest": "stopped"},
+        {"trigger": "abandon", "source": ["created", "running", "stopping"], "dest": "stopped"},
     ],
     # The first world of a job starts it; every later one finds it running.
     ignored=[("running", "run"), ("stopping", "stop")],
-    terminal=["succeeded", "failed", "stopped"],
 )
+
+# A run that is over stays over; only a new run under the same name leaves these.
+OVER = ("succeeded", "failed", "stopped")
 
 
 @event(10)
 class JobCreated(NamedTuple):
-    """The log's first event: the job, this run's random id, and its spec as JSON."""
+    """The first event of a run: the job, the run's random id, and its spec as JSON. What an earlier run left is strange to it."""
 
     job: str
     run: str
@@ -100,8 +103,15 @@ class Archived(NamedTuple):
     chain: str
 
 
+@event(19)
+class JobAbandoned(NamedTuple):
+    """Whoever ran this run is gone, and somebody begins a new one under the same name."""
+
+    reason: str
+
+
 class CreateJob(NamedTuple):
-    """Begin: write the first event."""
+    """Begin a run: write its first event. A live run of another id is abandoned."""
 
     run: str
     spec: str
@@ -163,7 +173,7 @@ class JobSlice:
     @property
     def over(self) -> bool:
         """Has the job ended, one way or another?"""
-        return self.state in LIFECYCLE.terminal
+        return self.state in OVER
 
 
 @lru_cache(maxsize=64)
@@ -173,9 +183,11 @@ def parsed(spec_json: str) -> JobSpec:
 
 
 def _create(state: JobState, command: CreateJob, now: int) -> Iterator[Event]:
-    if state.job.state != "new":
-        raise Refused(f"job {state.job.name!r} exists since event 1")
+    if state.job.run == command.run:
+        raise Refused(f"run {command.run} of job {state.job.name!r} has begun already")
     spec = JobSpec.from_json(command.spec)
+    if state.job.state not in ("new", *OVER):
+        yield JobAbandoned(f"run {command.run} begins")
     yield JobCreated(spec.job, command.run, command.spec)
 
 
@@ -215,6 +227,8 @@ def _on_created(slice_: JobSlice, fact: JobCreated, record: Record) -> None:
     _move(slice_, "create", record)
     slice_.name, slice_.run, slice_.spec_json = fact.job, fact.run, fact.spec
     slice_.created_at = slice_.calm_at = record.at
+    slice_.started_at = slice_.ended_at = 0
+    slice_.reason = slice_.root = ""
 
 
 def _on_started(slice_: JobSlice, fact: JobStarted, record: Record) -> None:
@@ -246,7 +260,7 @@ def _stop_at_once_when_idle(state: JobState, fact: object, record: Record) -> It
 
 CONCERN = Concern(
     name="job",
-    events=(JobCreated, JobStarted, JobStopping, JobStopped, JobSucceeded, JobFailed, LeaderStarted, MasterPaused, Archived),
+    events=(JobCreated, JobStarted, JobStopping, JobStopped, JobSucceeded, JobFailed, LeaderStarted, MasterPaused, Archived, JobAbandoned),
     evolve={
         JobCreated: _on_created,
         JobStarted: _on_started,
@@ -254,6 +268,7 @@ CONCERN = Concern(
         JobStopped: lambda slice_, fact, record: _move(slice_, "end", record),
         JobSucceeded: lambda slice_, fact, record: _move(slice_, "succeed", record),
         JobFailed: _on_failed,
+        JobAbandoned: lambda slice_, fact, record: _move(slice_, "abandon", record),
         LeaderStarted: _on_calm,
         MasterPaused: _on_calm,
         Archived: _on_archived,

@@ -473,6 +473,14 @@ def _move(slice_: NodeSlice, name: str, trigger: str) -> Node:
     return node
 
 
+def _on_created(slice_: NodeSlice, fact: job.JobCreated, record: Record) -> None:
+    """A new run: earlier nodes are strangers, but incarnations never go back and bad hosts stay bad."""
+    slice_.nodes.clear()
+    slice_.mass_at = 0
+    for slot in slice_.slots.values():
+        slot.given_up = False
+
+
 def _on_planned(slice_: NodeSlice, fact: NodePlanned, record: Record) -> None:
     slot = slice_.slots.setdefault(f"{fact.group}-{fact.index}", Slot(fact.group, fact.index))
     slot.incarnation = fact.incarnation
@@ -559,6 +567,7 @@ CONCERN = Concern(
     name="nodes",
     events=EVENTS,
     evolve={
+        job.JobCreated: _on_created,
         NodePlanned: _on_planned,
         NodePending: lambda slice_, fact, record: _move(slice_, fact.node, "pend"),
         NodeRunning: _on_running,

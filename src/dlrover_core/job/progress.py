@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover_core.errors import Refused
+from dlrover_core.job import job
 from dlrover_core.kernel.engine import Concern
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
@@ -74,6 +75,11 @@ def _note(state: JobState, command: NoteProgress, now: int) -> Iterator[Event]:
         yield Progressed(command.generation, command.step)
 
 
+def _on_created(slice_: ProgressSlice, fact: job.JobCreated, record: Record) -> None:
+    """A new run has made no step."""
+    slice_.step = slice_.first_step = -1
+
+
 def _on_first(slice_: ProgressSlice, fact: FirstStep, record: Record) -> None:
     slice_.generation, slice_.first_step, slice_.first_at = fact.generation, fact.step, record.at
     slice_.step, slice_.at = fact.step, record.at
@@ -86,7 +92,7 @@ def _on_progressed(slice_: ProgressSlice, fact: Progressed, record: Record) -> N
 CONCERN = Concern(
     name="progress",
     events=(FirstStep, Progressed),
-    evolve={FirstStep: _on_first, Progressed: _on_progressed},
+    evolve={job.JobCreated: _on_created, FirstStep: _on_first, Progressed: _on_progressed},
     decide={ReportFirstStep: _first, NoteProgress: _note},
 )
 

@@ -440,6 +440,12 @@ def _all_finished(state: JobState, fact: WorkersFinished, record: Record) -> Ite
 # ---- evolve
 
 
+def _on_created(slice_: WorldSlice, fact: job.JobCreated, record: Record) -> None:
+    """A new run: generations go on counting, everything else begins anew."""
+    slice_.offers.clear()
+    slice_.worlds = {group: World(generation=old.generation) for group, old in slice_.worlds.items()}
+
+
 def _on_formed(slice_: WorldSlice, fact: WorldFormed, record: Record) -> None:
     before = slice_.worlds.get(fact.group) or World()
     if fact.generation != before.generation + 1 or not fact.members:
@@ -504,6 +510,7 @@ CONCERN = Concern(
     name="world",
     events=(WorldFormed, WorldDissolved, WorldPlanned, WorldPlanDropped, WorkersStarted, WorkersStopped, WorkersFinished, StoreOffered, StoreWithdrawn),
     evolve={
+        job.JobCreated: _on_created,
         WorldFormed: _on_formed,
         WorldDissolved: _on_dissolved,
         nodes.NodeJoined: _note_change,

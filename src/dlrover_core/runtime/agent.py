@@ -406,6 +406,8 @@ class Agent:
     def _ordered(self, token: int, order: Order) -> None:
         self._fence(token)
         self._order = order
+        if order.store:
+            self._launcher.spend_store(order.store)
         self._levelled.set()
 
     def _fence(self, token: int) -> None:

@@ -99,6 +99,13 @@ class Launcher(Protocol):
         """Start every worker of ``launch``; return when all of them exist. Raises `LaunchFailed`; then none of them lives."""
         ...
 
+    def spend_store(self, address: str) -> None:
+        """A world has named this store. If it is ours it serves that generation alone, and a new one is offered. Idempotent.
+
+        Also called for a world that is superseded before it starts here, or nothing would ever be offered again.
+        """
+        ...
+
     async def stop(self, grace_s: float, kill_wait_s: float) -> bool:
         """Stop all workers: SIGTERM if ``grace_s`` > 0, SIGKILL after it; True when every one is dead and reaped.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
@@ -27,6 +27,13 @@ RELEVEL_S = 30.0
 log = structlog.get_logger("dlrover.master")
 
 
+class Call(NamedTuple):
+    """One thing asked of a backend."""
+
+    verb: str
+    name: str
+
+
 class Leveller:
     """One backend, levelled to one master's desired."""
 
@@ -37,8 +44,8 @@ class Leveller:
         self._known = False
         self._busy: set[str] = set()
         self._accepted: set[str] = set()
-        self._failures: dict[str, int] = {}
-        self._not_before: dict[str, float] = {}
+        self._failures: dict[Call, int] = {}
+        self._not_before: dict[Call, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._limit = asyncio.Semaphore(CONCURRENT_MAX)
 
@@ -110,44 +117,43 @@ class Leveller:
             return
         desired, now = self._master.desired, asyncio.get_running_loop().time()
         for node in desired.launch:
-            if node.name not in self._listed and node.name not in self._accepted and self._free(node.name, now):
-                self._start(node.name, lambda node=node: self._launch(node))
+            if node.name not in self._listed and node.name not in self._accepted:
+                self._start(Call("launch", node.name), lambda node=node: self._launch(node), now)
         for name in list(self._listed):
-            if name not in desired.names and self._free(name, now):
-                self._start(name, lambda name=name: self._delete(name))
+            if name not in desired.names:
+                self._start(Call("delete", name), lambda name=name: self._delete(name), now)
 
-    def _free(self, name: str, now: float) -> bool:
-        return name not in self._busy and self._not_before.get(name, 0.0) <= now
-
-    def _start(self, name: str, action: Callable[[], Awaitable[None]]) -> None:
-        self._busy.add(name)
-        task = asyncio.ensure_future(self._guarded(name, action))
+    def _start(self, call: Call, action: Callable[[], Awaitable[None]], now: float) -> None:
+        if call.name in self._busy or self._not_before.get(call, 0.0) > now:
+            return
+        self._busy.add(call.name)
+        task = asyncio.ensure_future(self._guarded(call, action))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guarded(self, name: str, action: Callable[[], Awaitable[None]]) -> None:
+    async def _guarded(self, call: Call, action: Callable[[], Awaitable[None]]) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with self._limit:
                 await action()
-            self._failures.pop(name, None)
+            self._failures.pop(call, None)
             # Accepted is not done: if nothing comes of it, it is asked again.
-            self._not_before[name] = loop.time() + BACK_OFF_S[-1]
+            self._not_before[call] = loop.time() + BACK_OFF_S[-1]
         except Exception as error:  # noqa: BLE001  # unknown: level again
-            failures = self._failures.get(name, 0)
-            self._failures[name] = failures + 1
-            self._not_before[name] = loop.time() + BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)]
-            log.warning("backend call failed, will be tried again", node=name, error=f"{type(error).__name__}: {error}")
+            failures = self._failures.get(call, 0)
+            self._failures[call] = failures + 1
+            self._not_before[call] = loop.time() + BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)]
+            log.warning("backend call failed, will be tried again", call=call.verb, node=call.name, error=f"{type(error).__name__}: {error}")
         finally:
-            self._busy.discard(name)
+            self._busy.discard(call.name)
             self._wake.set()
             self._prune()
 
     def _prune(self) -> None:
         alive = set(self._listed) | {node.name for node in self._master.desired.launch} | self._busy
         for table in (self._not_before, self._failures):
-            for name in [name for name in table if name not in alive]:
-                del table[name]
+            for call in [call for call in table if call.name not in alive]:
+                del table[call]
 
     async def _launch(self, node: NodeLaunch) -> None:
         try:

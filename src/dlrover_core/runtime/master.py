@@ -48,7 +48,11 @@ class Outcome:
 
 
 class Master:
-    """One candidate for leading one job. ``wall`` gives microseconds since the epoch; ``run_id`` names a run it may begin."""
+    """One candidate for leading one job. ``wall`` gives microseconds since the epoch; 
+
+    ``run_id`` names the run that this master serves: it begins it where the log does not have it yet. Masters of one run bear
+    the same; an empty one serves whatever run is live.
+    """
 
     def __init__(
         self,
@@ -172,7 +176,7 @@ class Master:
         """The first words of this leadership; for a new log, the first of the job."""
         if self.state.seq:
             await self.submit(job.TakeOver(self._holder, VERSION))
-        if self.state.job.state == "new":
+        if self.state.job.run != self._run_id and (self._run_id or self.state.job.state == "new"):
             await self.submit(job.CreateJob(self._run_id, self._spec.to_json()))
 
     async def _until_over(self) -> None:

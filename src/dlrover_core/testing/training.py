@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from dlrover_core.errors import LaunchFailed
+from dlrover_core.testing import virtual_loop
 from dlrover_core.runtime.launcher import Notice, StoreReady, WorkerExit, WorkersLaunch, WorkersStuck, WorkerStep
 
 START_S = 0.02
@@ -40,7 +41,8 @@ class Training:
         generation = self._generations.setdefault(launch.generation, _Generation(launch.world_size))
         generation.ranks[rank] = launcher
         if len(generation.ranks) == generation.size and generation.running is None:
-            generation.running = asyncio.ensure_future(self._run(launch.generation, generation))
+            # Workers are processes of their own: an agent that is stopped does not stop them.
+            generation.running = virtual_loop.spawn("training", self._run(launch.generation, generation))
 
     def left(self, generation: int, rank: int, *, cascades: bool) -> None:
         """One worker is dead: the world steps no more, and the others notice."""
@@ -51,9 +53,13 @@ class Training:
             world.running.cancel()
             world.running = None
         if cascades and self.cascade_s is not None:
-            loop = asyncio.get_running_loop()
-            for other, launcher in list(world.ranks.items()):
-                loop.call_later(self.cascade_s, launcher.die, generation, other, 1, CASCADE)
+            virtual_loop.spawn("training", self._cascade(generation, world, self.cascade_s))
+
+    async def _cascade(self, generation: int, world: _Generation, after_s: float) -> None:
+        others = list(world.ranks.items())
+        await asyncio.sleep(after_s)
+        for other, launcher in others:
+            launcher.die(generation, other, 1, CASCADE)
 
     async def _run(self, number: int, generation: _Generation) -> None:
         first = True
@@ -84,6 +90,7 @@ class MemoryLauncher:
         self._living: dict[int, int] = {}
         self._asked = False
         self._stores = 0
+        self._spent: set[str] = set()
 
     async def open(self) -> None:
         """Two stores on offer."""
@@ -94,6 +101,12 @@ class MemoryLauncher:
         self._stores += 1
         self._notices.put_nowait(StoreReady(f"{self.node}:{self._stores}"))
 
+    def spend_store(self, address: str) -> None:
+        """Another store is offered for the one that a world has taken."""
+        if address.startswith(f"{self.node}:") and address not in self._spent:
+            self._spent.add(address)
+            self._offer()
+
     async def start(self, launch: WorkersLaunch) -> None:
         """Workers exist after a moment."""
         if self._living:
@@ -103,8 +116,6 @@ class MemoryLauncher:
         self._launch, self._asked = launch, False
         await asyncio.sleep(START_S)
         self._training.starts.append((self.node, launch.generation))
-        if launch.store.startswith(f"{self.node}:"):
-            self._offer()
         self._living = {launch.first_rank + one: one for one in range(launch.nproc)}
         for rank in list(self._living):
             self._training.join(launch, rank, self)

@@ -1,0 +1,1 @@
+"""The commands `dlrover` and `dlrover-run`: where everything is put together. May import all packages."""

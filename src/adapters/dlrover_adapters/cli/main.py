@@ -1,0 +1,147 @@
+"""`dlrover`: look at jobs, from outside and at any time: the log is all it needs.
+
+Exit codes are part of the interface; `EXIT_CODES` is printed by every `--help`. Results go to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+from dlrover_adapters.cli import read
+from dlrover_adapters.cli.places import FAILED, INTERRUPTED, NOT_FOUND, OK, PIPE_CLOSED, UNREADABLE, USAGE, NotFound
+from dlrover_core.errors import CoreError, SpecError
+
+EXIT_CODES = f"""exit codes:
+  {OK:<3}  done
+  {FAILED:<3}  status: the job has failed
+  {USAGE:<3}  wrong usage
+  {NOT_FOUND:<3}  no such job, or no such event
+  {UNREADABLE:<3}  the log cannot be read: unreachable, damaged, or written by a newer version
+  {INTERRUPTED:<3}  interrupted by Ctrl-C
+  {PIPE_CLOSED:<3}  the reader of our output went away"""
+
+
+class Command(NamedTuple):
+    """One subcommand: its one-line summary, examples for --help, its arguments, and what it does. Returns an exit code."""
+
+    name: str
+    summary: str
+    examples: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], Coroutine[Any, Any, int]]
+
+
+COMMANDS = (
+    Command("status", "how a job stands now", read.STATUS_EXAMPLES, read.common_arguments, read.status),
+    Command(
+        "events", "everything that happened, one line each", read.EVENTS_EXAMPLES, read.events_arguments, read.events
+    ),
+    Command(
+        "explain",
+        "why something was done, down to the first evidence",
+        read.EXPLAIN_EXAMPLES,
+        read.explain_arguments,
+        read.explain,
+    ),
+    Command(
+        "report",
+        "incidents, goodput, and where the rest of the time went",
+        read.REPORT_EXAMPLES,
+        read.common_arguments,
+        read.report,
+    ),
+)
+
+
+def build_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
+    """The command line, as --help tells it."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="dlrover",
+        description="Look at training jobs run by dlrover-core. All that is needed is the job's log.",
+        epilog="'dlrover COMMAND --help' shows examples.\n\n" + EXIT_CODES,
+        formatter_class=form,
+    )
+    parser.add_argument("--version", action="store_true", help="print whose command this is, and its version")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for command in commands:
+        sub = subparsers.add_parser(
+            command.name,
+            help=command.summary,
+            description=command.summary[0].upper() + command.summary[1:] + ".",
+            epilog=f"examples:\n{command.examples}\n\n{EXIT_CODES}",
+            formatter_class=form,
+        )
+        command.arguments(sub)
+        sub.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns its exit code; wrong usage leaves through argparse with 2."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.version:
+        print(version_line("dlrover"))
+        for warning in neighbours():
+            print(warning, file=sys.stderr)
+        return OK
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return USAGE
+    return _guarded(args)
+
+
+def _guarded(args: argparse.Namespace) -> int:
+    try:
+        code: int = asyncio.run(args.run(args))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered must not fail again when the interpreter flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except NotFound as error:
+        return _say(args, error, NOT_FOUND)
+    except SpecError as error:
+        return _say(args, error, USAGE)
+    except CoreError as error:
+        return _say(args, error, UNREADABLE)
+    return code
+
+
+def _say(args: argparse.Namespace, error: Exception, code: int) -> int:
+    print(f"dlrover {args.command}: {error}", file=sys.stderr)
+    return code
+
+
+def version_line(program: str) -> str:
+    """Whose command this is: the names are easily taken for those of the distribution `dlrover`."""
+    try:
+        ours = version("dlrover-core")
+    except PackageNotFoundError:
+        ours = "(not installed: running from a source tree)"
+    return f"{program} {ours} of dlrover-core (not of the distribution 'dlrover')"
+
+
+def neighbours() -> list[str]:
+    """A warning for each distribution beside us that brings commands of the same names."""
+    try:
+        theirs = version("dlrover")
+    except PackageNotFoundError:
+        return []
+    return [
+        f"warning: the distribution 'dlrover' {theirs} is installed beside dlrover-core; commands of the same name belong to "
+        "whichever was installed last. Use separate environments, or 'python -m dlrover_adapters.cli.main' for this one."
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

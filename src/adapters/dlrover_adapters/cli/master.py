@@ -1,0 +1,103 @@
+"""A master's process: ``python -m dlrover_adapters.cli.master --config FILE --fd N``.
+
+It leads or stands by; the launcher of the job owns the listening socket, hands it to every master, and keeps one in reserve.
+SIGTERM means: stop the job, as Ctrl-C does. Exit 0: the job is over. Exit 75: another master leads, or this one lost the
+log: start it again. Exit 78: this log cannot be led by anybody like us (corrupt, too new): starting again is pointless.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import structlog
+
+from dlrover_adapters.cli.settings import Settings
+from dlrover_adapters.http.server import HttpListener
+from dlrover_adapters.telemetry.logs import set_up
+from dlrover_backends.local import LocalBackend
+from dlrover_core.errors import CoreError, LogCorrupt, SchemaTooNew, SpecError
+from dlrover_core.job.job import StopJob
+from dlrover_core.logs import open_log
+from dlrover_core.runtime.master import Master
+
+EX_OVER, EX_AGAIN, EX_FATAL = 0, 75, 78
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+
+log = structlog.get_logger("dlrover.master")
+
+
+def main() -> int:
+    """Serve one job until it is over."""
+    parser = argparse.ArgumentParser(prog="dlrover-master")
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    options = parser.parse_args()
+    _die_with(options.parent)
+    settings = Settings.read(options.config)
+    holder = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
+    set_up(Path(settings.control_log), settings.log_level, role="master", holder=holder)
+    # Ctrl-C reaches the whole foreground group; only the launcher decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return asyncio.run(_run(settings, options.fd, holder))
+
+
+def _die_with(parent: int) -> None:
+    """Let the kernel end this process with its launcher, SIGKILL included."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_NAME, b"dlrover-master", 0, 0, 0)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(EX_AGAIN)
+
+
+async def _run(settings: Settings, fd: int, holder: str) -> int:
+    try:
+        async with open_log(settings.log) as event_log:
+            master = Master(
+                settings.job,
+                event_log=event_log,
+                listener=HttpListener(socket.socket(fileno=fd), os.environ["DLROVER_TOKEN"]),
+                backend=LocalBackend(settings.node_host),
+                wall=lambda: time.time_ns() // 1000,
+                holder=holder,
+                run_id=settings.run,
+            )
+            loop = asyncio.get_running_loop()
+            stopping = asyncio.Event()
+            loop.add_signal_handler(signal.SIGTERM, stopping.set)
+            stopper = asyncio.ensure_future(_stop_when(stopping, master))
+            try:
+                outcome = await master.run()
+            finally:
+                stopper.cancel()
+                await asyncio.gather(stopper, return_exceptions=True)
+            log.info("job is over", state=outcome.state, reason=outcome.reason)
+            return EX_OVER
+    except (SchemaTooNew, LogCorrupt, SpecError) as error:
+        print(f"dlrover master: {error}", file=sys.stderr)
+        log.error("master cannot lead", error=f"{type(error).__name__}: {error}")
+        return EX_FATAL
+    except CoreError as error:
+        log.error("master ends", error=f"{type(error).__name__}: {error}")
+        return EX_AGAIN
+
+
+async def _stop_when(stopping: asyncio.Event, master: Master) -> None:
+    await stopping.wait()
+    await master.led.wait()
+    master.tell(StopJob("asked by its launcher"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Where a command finds its log and its job, and with what code it ends."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from dlrover_core.errors import CoreError
+
+if TYPE_CHECKING:
+    from dlrover_core.kernel.events import Record
+    from dlrover_core.kernel.log import EventLog
+
+OK, FAILED, USAGE, NOT_FOUND, UNREADABLE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 3, 4, 130, 141
+
+JOBS_SHOWN_MAX = 20
+
+
+class NotFound(CoreError):
+    """There is no such job or event; the message names those there are."""
+
+
+def log_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the log is."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--log", metavar="URL", help="the log: sqlite:///path/log.db, or what an installed log understands"
+    )
+    where.add_argument(
+        "--state-dir",
+        metavar="DIR",
+        type=Path,
+        help="the directory that holds log.db (default: $XDG_STATE_HOME/dlrover, else ~/.local/state/dlrover)",
+    )
+
+
+def log_url(log: str | None, state_dir: Path | None) -> str:
+    """The URL of the log that the options name."""
+    if log:
+        return log
+    if state_dir is None:
+        from dlrover_core.logs.place import default_state_dir
+
+        state_dir = default_state_dir()
+    return "sqlite://" + quote(str(state_dir.absolute() / "log.db"))
+
+
+async def find_job(log: EventLog, url: str, name: str | None) -> str:
+    """The job of that name; without one the job whose log has the newest event. Raises `NotFound`."""
+    jobs = await log.jobs()
+    if name is not None and name in jobs:
+        return name
+    if not jobs:
+        raise NotFound(
+            f"there are no jobs in {url}; start one with dlrover-run, or say where the log is with --log or --state-dir"
+        )
+    if name is not None:
+        more = f" and {len(jobs) - JOBS_SHOWN_MAX} more" if len(jobs) > JOBS_SHOWN_MAX else ""
+        raise NotFound(f"no job {name!r} in {url}; there are: {', '.join(jobs[:JOBS_SHOWN_MAX])}{more}")
+    return await _newest(log, jobs) if len(jobs) > 1 else jobs[0]
+
+
+async def _newest(log: EventLog, jobs: list[str]) -> str:
+    ages: list[tuple[int, str]] = []
+    for job in jobs:
+        last = await last_record(log, job)
+        ages.append((last.at if last is not None else 0, job))
+    return max(ages)[1]
+
+
+async def last_record(log: EventLog, job: str) -> Record | None:
+    """The newest record of a job's log."""
+    last = None
+    async for record in log.read(job, await log.head(job) - 1):
+        last = record
+    return last

@@ -1,0 +1,164 @@
+"""The commands that read: `status`, `events`, `explain`, `report`. They open the log, and leave the telling to `history`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dlrover_adapters.cli.places import FAILED, OK, NotFound, find_job, log_arguments, log_url
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from dlrover_core.kernel.log import EventLog
+
+STATUS_EXAMPLES = """\
+  dlrover status                          the only job, or the one with the newest event
+  dlrover status digits --state-dir /data/dlrover
+  dlrover status digits --json | jq .step
+  until dlrover status digits --json | jq -e '.ended_at > 0'; do sleep 5; done"""
+EVENTS_EXAMPLES = """\
+  dlrover events digits                   the whole log
+  dlrover events digits --since 120       what came after event 120
+  dlrover events digits --follow          and whatever comes, until Ctrl-C
+  dlrover events digits --json | jq 'select(.event == "WorkerExited")'"""
+EXPLAIN_EXAMPLES = """\
+  dlrover explain digits                  the end of a failed job, else the last action chosen
+  dlrover explain digits 121              why event 121 happened, and what came of it
+  dlrover explain 121                     the same of the newest job"""
+REPORT_EXAMPLES = """\
+  dlrover report digits
+  dlrover report digits --json | jq .goodput.ratio
+  dlrover report --log sqlite:///data/log.db"""
+
+
+class Source(NamedTuple):
+    """An open log and the job to be read from it."""
+
+    log: EventLog
+    job: str
+
+    async def now(self) -> int | None:
+        """Where a live job's time ends: now (microseconds) while somebody leads it; else None, at its last record."""
+        leader = await self.log.leader(self.job)
+        return time.time_ns() // 1000 if leader is not None else None
+
+
+def common_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every reading command takes."""
+    parser.add_argument("job", metavar="JOB", nargs="?", help="default: the only job, or the one with the newest event")
+    log_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="for programs: every field named, times in microseconds")
+
+
+def events_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `events` takes."""
+    common_arguments(parser)
+    parser.add_argument("--follow", "-f", action="store_true", help="go on with whatever is appended, until Ctrl-C")
+    parser.add_argument("--since", metavar="SEQ", type=seq, default=0, help="only events after this number")
+
+
+def explain_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `explain` takes."""
+    common_arguments(parser)
+    parser.add_argument("seq", metavar="SEQ", nargs="?", type=seq, default=0, help="the event to explain")
+
+
+def seq(text: str) -> int:
+    """A sequence number, as ``121`` or ``#121``."""
+    try:
+        number = int(text.removeprefix("#"))
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of an event; 'dlrover events' shows them")
+    return number
+
+
+@asynccontextmanager
+async def opened(args: argparse.Namespace) -> AsyncIterator[Source]:
+    """The log and the job that the arguments name. Raises `NotFound`."""
+    from dlrover_core.logs import open_log
+
+    url = log_url(args.log, args.state_dir)
+    async with open_log(url) as log:
+        yield Source(log, await find_job(log, url, args.job))
+
+
+async def status(args: argparse.Namespace) -> int:
+    """`dlrover status`."""
+    from dlrover_core.history import render, status_of
+    from dlrover_core.history.plain import plain
+    from dlrover_core.job.state import MODEL
+
+    async with opened(args) as source:
+        state, last = MODEL.new(), None
+        async for record in source.log.read(source.job):
+            MODEL.apply(state, record)
+            last = record
+        told = status_of(state, last)
+        print(as_json(plain(told)) if args.json else render.status(told, await source.now()))
+    return FAILED if told.failed else OK
+
+
+async def events(args: argparse.Namespace) -> int:
+    """`dlrover events`."""
+    from dlrover_core.history import render
+    from dlrover_core.history.plain import record_of
+    from dlrover_core.job.job import JobCreated
+
+    async with opened(args) as source:
+        began = None
+        # From the first event even with --since: offsets count from the beginning of the run.
+        records = source.log.follow(source.job) if args.follow else source.log.read(source.job)
+        async for record in records:
+            if began is None or isinstance(record.event, JobCreated):
+                began = record.at
+            if record.seq > args.since:
+                line = as_line(record_of(record)) if args.json else render.event_line(record, began)
+                print(line, flush=args.follow)
+    return OK
+
+
+async def explain(args: argparse.Namespace) -> int:
+    """`dlrover explain`."""
+    from dlrover_core.history import explanation_of, render
+    from dlrover_core.history.plain import explanation_values
+
+    if args.job is not None and args.job.removeprefix("#").isdecimal() and not args.seq:
+        # A lone number is an event of the newest job: names of jobs may be numbers too, but then SEQ is there to tell.
+        args.job, args.seq = None, seq(args.job)
+    async with opened(args) as source:
+        records = [record async for record in source.log.read(source.job)]
+        told = explanation_of(records, args.seq)
+        if told is None:
+            raise NotFound(f"job {source.job!r} has no event {args.seq}; its events are 1-{len(records)}")
+        print(as_json(explanation_values(told)) if args.json else render.explanation(told))
+    return OK
+
+
+async def report(args: argparse.Namespace) -> int:
+    """`dlrover report`."""
+    from dlrover_core.history import ReportBuilder, render
+    from dlrover_core.history.plain import report_values
+
+    async with opened(args) as source:
+        builder = ReportBuilder()
+        async for record in source.log.read(source.job):
+            builder.feed(record)
+        told = builder.report(await source.now())
+        print(as_json(report_values(told)) if args.json else render.report(told))
+    return OK
+
+
+def as_json(value: Any) -> str:
+    """One value, to be read by people too."""
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def as_line(value: Any) -> str:
+    """One value in one line."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)

@@ -1,0 +1,140 @@
+"""The launcher of a job on one host: owns the port, the node processes and two masters, one leading and one in reserve.
+
+Masters may die at any moment: the reserve has the log's lock within a millisecond and the port is still open, because it is
+ours. We ourselves hold no state; when we are killed, everything we started is killed with us by the kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dlrover_adapters.cli.master import EX_FATAL, EX_OVER
+from dlrover_adapters.cli.settings import Settings
+from dlrover_backends.local import LocalNodeHost
+
+MASTERS = 2
+CRASHES_MAX, CRASH_WINDOW_S = 20, 10.0
+BACK_OFF_S = 0.5
+
+
+class MastersFailed(Exception):
+    """No master can lead this job. The message says what the last of them said."""
+
+
+class Supervisor:
+    """One run, from start to end. ``progress`` is called now and again with the leader's status."""
+
+    def __init__(self, settings: Settings, token: str, port: socket.socket, host: LocalNodeHost) -> None:
+        self._settings, self._token, self._port, self._host = settings, token, port, host
+        self._config = os.path.join(settings.directory, "settings.json")
+        self._masters: dict[int, asyncio.subprocess.Process] = {}
+        self._over = asyncio.Event()
+        self._crashes: list[float] = []
+        self._stopping = False
+        self.stopped_by: signal.Signals | None = None
+
+    async def run(self) -> None:
+        """Until the job is over. Raises `MastersFailed`."""
+        async with self._host:
+            keepers = [asyncio.ensure_future(self._keep_one()) for _ in range(MASTERS)]
+            over = asyncio.ensure_future(self._over.wait())
+            try:
+                await asyncio.wait({over, *keepers}, return_when=asyncio.FIRST_COMPLETED)
+                for keeper in keepers:
+                    if keeper.done():
+                        keeper.result()
+            finally:
+                for task in (over, *keepers):
+                    task.cancel()
+                await asyncio.gather(over, *keepers, return_exceptions=True)
+                await self._end_masters()
+
+    async def _keep_one(self) -> None:
+        """Keep one master's place filled until the job is over."""
+        loop = asyncio.get_running_loop()
+        while not self._over.is_set():
+            began = loop.time()
+            code = await self._one_master()
+            if code == EX_OVER:
+                self._over.set()
+                return
+            if code == EX_FATAL:
+                raise MastersFailed(f"the job's log cannot be led; see {self._settings.control_log}")
+            self._crashes = [at for at in self._crashes if at > loop.time() - CRASH_WINDOW_S] + [loop.time()]
+            if len(self._crashes) > CRASHES_MAX:
+                raise MastersFailed(
+                    f"{CRASHES_MAX} masters ended within {CRASH_WINDOW_S:g} s; see {self._settings.control_log}"
+                )
+            if loop.time() - began < BACK_OFF_S:
+                await asyncio.sleep(BACK_OFF_S)
+
+    async def _one_master(self) -> int:
+        fd = self._port.fileno()
+        command = [
+            sys.executable,
+            "-m",
+            "dlrover_adapters.cli.master",
+            "--config",
+            self._config,
+            "--job",
+            self._settings.job.job,
+        ]
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            "--fd",
+            str(fd),
+            "--parent",
+            str(os.getpid()),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=(fd,),
+            env={**os.environ, "DLROVER_TOKEN": self._token},
+            start_new_session=True,
+        )
+        self._masters[process.pid] = process
+        if self._stopping:
+            self._ask(process)
+        try:
+            return await process.wait()
+        finally:
+            del self._masters[process.pid]
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+    @staticmethod
+    def _ask(process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+
+    async def _end_masters(self) -> None:
+        for process in list(self._masters.values()):
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    def stop(self, number: signal.Signals) -> None:
+        """The first time: let the job stop in its own time. The second: at once."""
+        if self._stopping:
+            self._over.set()
+            return
+        self._stopping, self.stopped_by = True, number
+        for process in self._masters.values():
+            self._ask(process)
+
+
+async def watch(address: str, token: str, show: Callable[[Mapping[str, Any]], None], period_s: float) -> None:
+    """Show the leader's status now and again, until cancelled; while nobody leads, the last one stays."""
+    from dlrover_adapters.http.client import fetch_status
+    from dlrover_core.errors import CoreError
+
+    while True:
+        with contextlib.suppress(CoreError, OSError, asyncio.TimeoutError):
+            show(await fetch_status(address, token))
+        await asyncio.sleep(period_s)

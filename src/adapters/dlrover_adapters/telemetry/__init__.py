@@ -1,0 +1,1 @@
+"""structlog, set up once per process by whoever owns the process."""
