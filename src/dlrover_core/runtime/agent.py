@@ -44,6 +44,7 @@ class Settings:
     unreachable_s: float = 300.0
     kill_wait_s: float = 30.0
     max_restarts: int = 0
+    stop_grace_s: float = 30.0
 
 
 class Outbox:
@@ -69,7 +70,9 @@ class Outbox:
         self.changed.set()
 
     def expected(self, number: int) -> None:
-        """The leader asks again from ``number`` on."""
+        """The leader asks again from ``number`` on. Raises `ConnectionLost` where that was answered: it forgot this node."""
+        if self._unanswered and number < self._unanswered[0][0]:
+            raise ConnectionLost(f"command {number} was answered long ago; a leader that asks for it does not know this node")
         self._sent = sum(1 for one, _ in self._unanswered if one < number)
         self.changed.set()
 
@@ -120,7 +123,8 @@ class Agent:
         self._step = -1
         self._stepped_at = self._mastered_at = 0.0
         self._reported_first = self._told_over = 0
-        self._connected = False
+        self._connected = self._stranger = False
+        self._gave_up = 0
         self._lag_us = 0
         self.leaving = ""
 
@@ -157,7 +161,7 @@ class Agent:
         """Let the outbox empty, for a bounded time: nobody may be listening any more."""
 
         async def emptied() -> None:
-            while not self._outbox.empty and not talking.done():
+            while not self._outbox.empty and not talking.done() and not self._stranger:
                 self._outbox.changed.clear()
                 await self._outbox.changed.wait()
 
@@ -165,7 +169,7 @@ class Agent:
             await asyncio.wait_for(emptied(), LAST_WORD_S)
 
     def leave(self, reason: str) -> None:
-        """Stop the workers with the order's grace and go: what a signal to the agent means."""
+        """Stop the workers with the grace of a planned stop and go: what a signal to the agent means."""
         self.leaving = self.leaving or reason
         self._levelled.set()
 
@@ -177,8 +181,9 @@ class Agent:
             self._levelled.clear()
             order = self._order
             if self.leaving or order.leave:
+                ours = bool(self.leaving) and not order.leave and not self._stranger
                 self.leaving = self.leaving or order.reason
-                await self._stop(order)
+                await self._stop(order._replace(grace_us=int(self._settings.stop_grace_s * SECOND_US)) if ours else order)
                 self._outbox.add(nodes.ReportLeft(self.node))
                 return
             if order.generation != self._generation or order.over > self._told_over:
@@ -280,13 +285,14 @@ class Agent:
             since = max(self._stepped_at, self._mastered_at)
             await asyncio.sleep(max(0.01, since + patience - loop.time()))
             since = max(self._stepped_at, self._mastered_at)
-            if self._generation and loop.time() - since >= patience:
+            if self._generation > self._gave_up and loop.time() - since >= patience:
                 log.error("no master and no steps: workers are stopped", for_s=round(loop.time() - since, 1))
                 await self._give_up_workers(self._generation)
 
     async def _give_up_workers(self, generation: int) -> None:
-        await self._launcher.stop(0.0, self._settings.kill_wait_s)
-        self._stepped_at = asyncio.get_running_loop().time()
+        self._gave_up = generation
+        if not await self._launcher.stop(0.0, self._settings.kill_wait_s):
+            self._outbox.add(nodes.ReportFault(self.node, f"workers survived SIGKILL for {self._settings.kill_wait_s:g} s"))
         # Whoever leads later must not believe that this generation runs.
         why = "stopped by its agent: no master and no steps"
         self._outbox.add(failures.ReportExit(self.node, generation, self._order.first_rank, -9, False, self._step, 0, "", why))
@@ -301,7 +307,6 @@ class Agent:
                 connection = await self._dialer.connect(address)
                 try:
                     await self._converse(connection)
-                    attempt = 0
                 finally:
                     await connection.close()
             except TokenRefused:
@@ -323,7 +328,7 @@ class Agent:
     async def _converse(self, connection: Connection) -> None:
         hello = Hello(messages.VERSION, self._settings.run, self.node, self._boot, self._generation, self._token)
         await connection.send(messages.encode(hello))
-        first = messages.decode(await connection.receive())
+        first = messages.decode(await self._greeting(connection))
         if isinstance(first, Goodbye):
             self._turned_away(first)
             return
@@ -344,11 +349,21 @@ class Agent:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _greeting(self, connection: Connection) -> bytes:
+        """The first frame. A stopped process takes connections and says nothing: then another master may answer."""
+        try:
+            return await asyncio.wait_for(connection.receive(), self._settings.silence_s)
+        except asyncio.TimeoutError:
+            raise ConnectionLost(f"no greeting within {self._settings.silence_s:g} s") from None
+
     def _turned_away(self, goodbye: Goodbye) -> None:
         log.info("turned away", reason=goodbye.reason, leave=goodbye.leave)
         if goodbye.address and goodbye.address not in self._masters:
             self._masters.insert(0, goodbye.address)
         if goodbye.leave:
+            # Nobody here takes the word of a stranger: there is nothing to wait for.
+            self._stranger = True
+            self._outbox.changed.set()
             self.leave(goodbye.reason)
 
     def _welcomed(self, welcome: Welcome) -> None:
@@ -364,6 +379,7 @@ class Agent:
             welcome.unreachable_us / SECOND_US,
             welcome.kill_wait_us / SECOND_US,
             welcome.max_restarts,
+            welcome.stop_grace_us / SECOND_US,
         )
 
     async def _beat(self, connection: Connection) -> None:

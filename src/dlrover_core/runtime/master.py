@@ -174,6 +174,10 @@ class Master:
 
     async def _opened(self) -> None:
         """The first words of this leadership; for a new log, the first of the job."""
+        if self.state.job.over and self.state.job.run == self._run_id:
+            # The run ended under the last leader: there is nothing to lead, only leavings to wait for.
+            self._over.set()
+            return
         if self.state.seq:
             await self.submit(job.TakeOver(self._holder, VERSION))
         if self.state.job.run != self._run_id and (self._run_id or self.state.job.state == "new"):

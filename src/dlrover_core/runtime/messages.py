@@ -20,6 +20,7 @@ from dlrover_core.runtime.transport import FRAME_BYTES_MAX
 
 VERSION = 1
 OLDEST_VERSION = 1
+INTEGER_MAX = 2**62
 Message = tuple[object, ...]
 
 
@@ -45,6 +46,7 @@ class Welcome(NamedTuple):
     unreachable_us: int
     kill_wait_us: int
     max_restarts: int
+    stop_grace_us: int = 30_000_000
 
 
 class Goodbye(NamedTuple):
@@ -134,7 +136,7 @@ def decode(frame: bytes) -> Message:
         raw = msgpack.unpackb(frame, use_list=False)
     except Exception as error:  # noqa: BLE001  # msgpack raises half a dozen kinds on garbage
         raise MalformedMessage(f"{len(frame)} bytes are not msgpack: {error}") from error
-    if not (isinstance(raw, tuple) and len(raw) == 2 and isinstance(raw[0], int) and isinstance(raw[1], tuple)):
+    if not (isinstance(raw, tuple) and len(raw) == 2 and type(raw[0]) is int and isinstance(raw[1], tuple)):
         raise MalformedMessage("a frame is [kind, fields]")
     cls = _FRAMES.get(raw[0])
     if cls is None:
@@ -168,8 +170,14 @@ def checked(cls: type, fields: tuple[Any, ...]) -> Message:
         raise MalformedMessage(f"{cls.__name__} has {len(checks)} fields, got {len(fields)}")
     for (name, check), value in zip(checks, fields, strict=False):
         if not check(value):
-            raise MalformedMessage(f"{cls.__name__}.{name}: {type(value).__name__} {str(value)[:40]!r} is not what was declared")
+            raise MalformedMessage(f"{cls.__name__}.{name}: {_shown(value)} is not what was declared")
     return cast(Message, cls(*fields))
+
+
+def _shown(value: Any) -> str:
+    # Never the text of a container: at a depth that msgpack still reads, Python's own repr raises RecursionError.
+    shown = f" {str(value)[:40]!r}" if isinstance(value, (int, float, str)) else ""
+    return f"{type(value).__name__}{shown}"
 
 
 _CHECKS: dict[type, tuple[tuple[str, Callable[[Any], bool]], ...]] = {}
@@ -188,8 +196,8 @@ def _check(hint: Any) -> Callable[[Any], bool]:
     if hint is Any:
         return lambda value: True
     if hint is int:
-        # bool is an int to Python, not to us.
-        return lambda value: type(value) is int
+        # bool is an int to Python, not to us; the bound leaves room to add and subtract in what msgpack and SQLite can hold.
+        return lambda value: type(value) is int and -INTEGER_MAX <= value <= INTEGER_MAX
     if hint in (str, bytes, bool, float):
         return lambda value: type(value) is hint
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from dlrover_core.runtime.master import Master
 
 OUTBOX_MAX = 1024
+GREETING_S = 10.0
+OVERLOAD_S = 1.0
 log = structlog.get_logger("dlrover.master")
 
 
@@ -99,7 +101,10 @@ class Sessions:
             self._master.left.set()
 
     async def _greeted(self, connection: Connection) -> Hello | None:
-        hello = messages.decode(await connection.receive())
+        try:
+            hello = messages.decode(await asyncio.wait_for(connection.receive(), GREETING_S))
+        except asyncio.TimeoutError:
+            raise ConnectionLost(f"no Hello within {GREETING_S:g} s") from None
         if not isinstance(hello, Hello):
             raise MalformedMessage(f"the first frame must be Hello, not {type(hello).__name__}")
         refusal = self._refusal(hello)
@@ -135,6 +140,7 @@ class Sessions:
                 us(spec.unreachable_s),
                 us(spec.kill_wait_s),
                 spec.max_restarts,
+                us(spec.stop_grace_s),
             )
         )
         order = self._master.orders.get(session.node)
@@ -143,18 +149,20 @@ class Sessions:
 
     async def _serve(self, session: Session) -> None:
         drain = asyncio.ensure_future(session.drain())
+        receive: asyncio.Future[bytes] | None = None
         try:
             while True:
                 receive = asyncio.ensure_future(session.connection.receive())
                 await asyncio.wait({drain, receive}, return_when=asyncio.FIRST_COMPLETED)
                 if drain.done():
-                    receive.cancel()
                     drain.result()
                     return
                 self._take(session, messages.decode(receive.result()))
         finally:
-            drain.cancel()
-            await asyncio.gather(drain, return_exceptions=True)
+            tasks = [task for task in (drain, receive) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _take(self, session: Session, message: Message) -> None:
         self.heard(session.node)
@@ -175,9 +183,14 @@ class Sessions:
         future = self._master.submit(command, origin)
 
         def answer(done: asyncio.Future[Reply]) -> None:
-            # Cancelled or failed: not durable; the agent will send it again to whoever leads.
-            if not done.cancelled() and done.exception() is None:
+            # Cancelled: not durable; the agent will send it again to whoever leads.
+            if done.cancelled():
+                return
+            if done.exception() is None:
                 session.push(_reply(message.number, done.result()))
+            else:
+                # Too much waits for the log: it is asked for again, or it would wait for the next word of this agent.
+                asyncio.get_running_loop().call_later(OVERLOAD_S, session.push, Again(message.number))
 
         future.add_done_callback(answer)
 
@@ -195,7 +208,8 @@ class Sessions:
 
     def heard_since(self, node: str, at: float) -> bool:
         """Has it spoken since that moment of the loop's clock?"""
-        return self._heard.get(node, -1.0) >= at
+        heard = self._heard.get(node)
+        return heard is not None and heard >= at
 
     def level(self, token: int, orders: Mapping[str, Order]) -> None:
         """Tell everybody connected what they should be doing now."""

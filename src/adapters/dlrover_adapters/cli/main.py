@@ -10,11 +10,11 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from dlrover_adapters.cli import read
 from dlrover_adapters.cli.places import FAILED, INTERRUPTED, NOT_FOUND, OK, PIPE_CLOSED, UNREADABLE, USAGE, NotFound
+from dlrover_adapters.cli.whose import version_lines
 from dlrover_core.errors import CoreError, SpecError
 
 EXIT_CODES = f"""exit codes:
@@ -88,9 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.version:
-        print(version_line("dlrover"))
-        for warning in neighbours():
-            print(warning, file=sys.stderr)
+        print("\n".join(version_lines("dlrover")))
         return OK
     if args.command is None:
         parser.print_help(sys.stderr)
@@ -120,27 +118,6 @@ def _guarded(args: argparse.Namespace) -> int:
 def _say(args: argparse.Namespace, error: Exception, code: int) -> int:
     print(f"dlrover {args.command}: {error}", file=sys.stderr)
     return code
-
-
-def version_line(program: str) -> str:
-    """Whose command this is: the names are easily taken for those of the distribution `dlrover`."""
-    try:
-        ours = version("dlrover-core")
-    except PackageNotFoundError:
-        ours = "(not installed: running from a source tree)"
-    return f"{program} {ours} of dlrover-core (not of the distribution 'dlrover')"
-
-
-def neighbours() -> list[str]:
-    """A warning for each distribution beside us that brings commands of the same names."""
-    try:
-        theirs = version("dlrover")
-    except PackageNotFoundError:
-        return []
-    return [
-        f"warning: the distribution 'dlrover' {theirs} is installed beside dlrover-core; commands of the same name belong to "
-        "whichever was installed last. Use separate environments, or 'python -m dlrover_adapters.cli.main' for this one."
-    ]
 
 
 if __name__ == "__main__":

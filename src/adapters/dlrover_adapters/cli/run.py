@@ -58,6 +58,7 @@ def _shows_progress(choice: str) -> bool:
 def prepare(options: argparse.Namespace) -> Settings:
     """Check everything and write down what masters and agents need. Raises `SpecError`."""
     from dlrover_adapters.agent.config import Mode, parse_streams
+    from dlrover_adapters.cli.places import log_url
     from dlrover_adapters.cli.settings import Settings
     from dlrover_core.logs.place import default_state_dir, private_dir, refuse_remote
 
@@ -75,7 +76,7 @@ def prepare(options: argparse.Namespace) -> Settings:
     return Settings(
         spec=spec.to_json(),
         run=run,
-        log=options.log or f"sqlite://{state / 'log.db'}",
+        log=log_url(options.log, state),
         directory=str(directory),
         node_host=str(sockets / "nodes.sock"),
         masters=(),
@@ -130,7 +131,9 @@ async def _supervise(settings: Settings, progress: bool) -> int:
 
     from dlrover_adapters.cli.supervisor import MastersFailed, Supervisor, watch
     from dlrover_adapters.http.token import make_token
+    from dlrover_adapters.telemetry.logs import set_up
 
+    set_up(Path(settings.control_log), settings.log_level, role="launcher")
     token = os.environ.get("DLROVER_TOKEN") or make_token()
     port = socket.create_server(("127.0.0.1", 0), backlog=1024)
     address = f"127.0.0.1:{port.getsockname()[1]}"
