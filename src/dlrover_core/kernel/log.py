@@ -6,8 +6,8 @@ not. The outcome of a lost acknowledgement is never guessed: the same batch sent
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
-from typing import NamedTuple, Protocol, Union
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import NamedTuple, Protocol, Union, runtime_checkable
 
 from dlrover_core.kernel.events import Batch, Record
 
@@ -88,6 +88,28 @@ class Leadership(Protocol):
 
     async def resign(self) -> None:
         """Hand leadership on at once. Idempotent."""
+        ...
+
+
+class Segment(NamedTuple):
+    """Records ``first`` to ``last`` in one file of the archive; ``digest`` chains it to the one before."""
+
+    first: int
+    last: int
+    digest: str
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return f"{self.first:020d}-{self.last:020d}.seg"
+
+
+@runtime_checkable
+class Archiving(Protocol):
+    """A log that can copy what is old to an archive. Nothing is deleted that is not archived."""
+
+    async def archive(self, job: str, upto: int | None = None) -> Sequence[Segment]:
+        """Copy what fills whole files, up to ``upto``; nothing where no archive is configured."""
         ...
 
 

@@ -1,0 +1,64 @@
+# Two commands on a fresh machine: `make demo` shows it working, `make test` proves it.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.installed
+# Workers of the unit tests; the integration tests are serial, because they measure what is left behind.
+JOBS ?= 2
+# More options for pytest: make unit ARGS="-k world -x"
+ARGS ?=
+
+.PHONY: help demo test check unit integration bench chaos campaign format clean
+
+help: ## these lines
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: $(READY) ## train a real model through three kinds of death
+	$(PY) examples/demo.py
+
+test: ## everything CI runs: check, unit, integration
+	$(MAKE) --no-print-directory check
+	$(MAKE) --no-print-directory unit
+	$(MAKE) --no-print-directory integration
+
+check: $(READY) ## lint, format, types, import rules
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-cache
+
+unit: $(READY) ## fast tests, in parallel
+	$(PY) -m pytest tests/unit -n $(JOBS) $(ARGS)
+
+integration: $(READY) ## tests with real processes, one after the other
+	$(PY) -m pytest tests/integration $(ARGS)
+
+bench: $(READY) ## every number we promise, ours and the peer's in turn
+	@shopt -s nullglob; for one in benchmarks/bench_*.py; do echo "== $$one"; $(PY) "$$one"; done
+
+chaos: $(READY) ## scripted and seeded faults
+	@$(PY) -m pytest tests/chaos -m "not campaign" $(ARGS) || { code=$$?; test $$code -eq 5 && echo "no chaos tests yet"; }
+
+campaign: $(READY) ## a long hunt: make campaign NAME=...
+	@test -n "$(NAME)" || { echo "usage: make campaign NAME=<words of the campaign's test name>" >&2; exit 2; }
+	$(PY) -m pytest tests/chaos -m campaign -k "$(NAME)" --timeout 0 $(ARGS)
+
+format: $(READY) ## rewrite what `make check` would complain about, where a machine can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean: ## remove the environment and all caches
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+# Made anew when what it is made from changes. pip >= 25.1 knows dependency groups; older interpreters bring older ones.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.11 ...")'
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade "pip>=25.1" --constraint constraints.txt
+	$(PY) -m pip install --quiet --editable ".[http,torch]" --group dev --constraint constraints.txt
+	@touch $@

@@ -1,0 +1,205 @@
+"""Gates around every test: callbacks must not hold the event loop, and integration tests leave nothing behind.
+
+`slow_callbacks` fails tests under tests/unit and tests/integration in which a callback on any asyncio loop used more than
+50 ms of its thread's *CPU time*. CPU time and not wall time, because on a small busy machine any callback may be preempted for
+longer than that: the check is about our code and not about the neighbours. The price is that a callback which blocks
+without computing passes here; ruff's ASYNC rules look for those. Garbage collections are deducted: what they cost depends on
+what else the process has loaded, torch for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+TESTS = Path(__file__).parent
+SLOW_S = 0.050
+DYING_S = 5.0  # a process that was killed is granted this long to be gone
+MARK = "DLROVER_TEST_MARK"  # in the environment of everything an integration test starts, however far it flees
+SHARED_MEMORY = Path("/dev/shm")
+OUR_SEGMENTS = ("dlrover", "psm_", "torch_", "sem.")
+# Python's own servants live as long as the test process and serve all tests.
+SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+def _suite(path: Path) -> str:
+    """The folder under tests/ that holds ``path``."""
+    inside = path.relative_to(TESTS).parts if path.is_relative_to(TESTS) else ()
+    return inside[0] if len(inside) > 1 else ""
+
+
+# ---- slow callbacks
+
+
+class _Stopwatch(threading.local):
+    """This thread's CPU seconds without garbage collection."""
+
+    collecting = 0.0
+    began = 0.0
+
+    def now(self) -> float:
+        return time.thread_time() - self.collecting
+
+    def collected(self, phase: str, _info: dict[str, int]) -> None:
+        if phase == "start":
+            self.began = time.thread_time()
+        else:
+            self.collecting += time.thread_time() - self.began
+
+
+def _timed(
+    run: Callable[[asyncio.Handle], None], watch: _Stopwatch, slow: list[str]
+) -> Callable[[asyncio.Handle], None]:
+    def timed(handle: asyncio.Handle) -> None:
+        callback, began = handle._callback, watch.now()
+        try:
+            run(handle)
+        finally:
+            took = watch.now() - began
+            if took > SLOW_S:
+                owner = getattr(callback, "__self__", None)
+                slow.append(f"{took * 1e3:.0f} ms in {owner if isinstance(owner, asyncio.Task) else callback!r}")
+
+    return timed
+
+
+@pytest.fixture(autouse=True)
+def slow_callbacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails a test that held an event loop for longer than 50 ms of CPU time in one callback."""
+    excuse = request.node.get_closest_marker("slow_loop")
+    if excuse is not None and not excuse.kwargs.get("reason"):
+        pytest.fail('say why: @pytest.mark.slow_loop(reason="...")')
+    if excuse is not None or _suite(request.path) not in {"unit", "integration"}:
+        yield
+        return
+    watch, slow = _Stopwatch(), list[str]()
+    gc.callbacks.append(watch.collected)
+    try:
+        with monkeypatch.context() as patch:
+            # Handle._run is the one place every callback of every loop passes through; asyncio's debug mode measures
+            # wall time and only logs.
+            patch.setattr(asyncio.Handle, "_run", _timed(asyncio.Handle._run, watch, slow))
+            yield
+    finally:
+        gc.callbacks.remove(watch.collected)
+    if slow:
+        pytest.fail("callbacks held the event loop for more than 50 ms of CPU time:\n  " + "\n  ".join(slow))
+
+
+# ---- nothing left behind
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """Every process that carries this test's mark, and every child of ours: those too that were re-parented."""
+    children = psutil.Process().children(recursive=True)
+    found = {one.pid: one for one in children}
+    for one in psutil.process_iter():
+        try:
+            if one.pid != os.getpid() and one.environ().get(MARK) == mark:
+                found[one.pid] = one
+        except (psutil.Error, OSError):
+            continue  # gone meanwhile, or another user's
+    return [one for one in found.values() if not _servant(one)]
+
+
+def _servant(process: psutil.Process) -> bool:
+    try:
+        return any(name in word for word in process.cmdline() for name in SERVANTS)
+    except psutil.Error:
+        return False
+
+
+def _dead(process: psutil.Process) -> bool:
+    """Gone, or a zombie that its parent has yet to reap: in a container, process 1 may never."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _told(process: psutil.Process) -> str:
+    try:
+        return f"process {process.pid} ({process.status()}): {' '.join(process.cmdline()) or process.name()}"
+    except psutil.Error:
+        return f"process {process.pid}"
+
+
+def _processes_left(mark: str, before: set[int]) -> list[str]:
+    dying = [one for one in _marked(mark) if one.pid not in before]
+    _, slow = psutil.wait_procs(dying, timeout=DYING_S)
+    alive = [one for one in slow if not _dead(one)]
+    left = [_told(one) for one in alive]
+    for one in alive:  # the next test must not pay for this one
+        try:
+            one.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=DYING_S)
+    return left
+
+
+def _sockets() -> set[str]:
+    """The sockets this process has open."""
+    found = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(fd.readlink())
+        except OSError:
+            continue  # the listing's own descriptor
+        if target.startswith("socket:"):
+            found.add(target)
+    return found
+
+
+def _files() -> set[Path]:
+    """Shared memory, and runtime files (sockets, locks) that lie in the temporary folder itself."""
+    segments = (one for one in SHARED_MEMORY.glob("*") if one.name.startswith(OUR_SEGMENTS))
+    return {*segments, *Path(tempfile.gettempdir()).glob("dlrover*")}
+
+
+def _in_use(path: Path) -> bool:
+    """Whether a living process maps or holds ``path``: then it is another test run's, ours have all ended."""
+    for process in Path("/proc").glob("[0-9]*"):
+        if process.name == str(os.getpid()):
+            continue
+        try:
+            if str(path) in (process / "maps").read_text(errors="replace"):
+                return True
+            if any(str(fd.readlink()).startswith(str(path)) for fd in (process / "fd").iterdir()):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails an integration test that leaves a process, a socket, a runtime file or a shared-memory segment."""
+    if _suite(request.path) != "integration":
+        yield
+        return
+    mark = uuid.uuid4().hex
+    pids = {one.pid for one in psutil.Process().children(recursive=True)}
+    sockets, files = _sockets(), _files()
+    with monkeypatch.context() as patch:
+        patch.setenv(MARK, mark)
+        yield
+    left = _processes_left(mark, pids)
+    gc.collect()  # what is merely unreachable is closed here, and pytest reports its ResourceWarning
+    left += [f"open {one}" for one in sorted(_sockets() - sockets)]
+    left += [f"file {one}" for one in sorted(_files() - files) if not _in_use(one)]
+    if left:
+        pytest.fail("left behind:\n  " + "\n  ".join(left))

@@ -1,0 +1,110 @@
+"""The gates of tests/conftest.py close when they should: each is shown a test that must not pass."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SETTINGS = """
+[pytest]
+addopts = --strict-markers --import-mode=importlib -p no:cacheprovider -rA
+markers = slow_loop(reason): as ours
+"""
+
+UNIT = """
+import asyncio, time
+import pytest
+
+async def compute():
+    end = time.thread_time() + 0.08
+    while time.thread_time() < end:
+        pass
+
+async def wait():
+    time.sleep(0.08)
+
+def test_computes():
+    asyncio.run(compute())
+
+def test_waits():
+    asyncio.run(wait())
+
+@pytest.mark.slow_loop(reason="to see")
+def test_excused():
+    asyncio.run(compute())
+
+@pytest.mark.slow_loop
+def test_unexplained():
+    pass
+"""
+
+INTEGRATION = """
+import os, pathlib, socket, subprocess, sys
+
+KEPT = []
+
+def test_process():
+    KEPT.append(subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]))
+
+def test_orphan():
+    double = "import os, signal\\nif not os.fork():\\n    os.setsid(); signal.pause()"
+    subprocess.run([sys.executable, "-c", double], check=True)
+
+def test_socket():
+    KEPT.append(socket.socket())
+
+def test_segment(segment):
+    segment.touch()
+
+def test_clean():
+    subprocess.run([sys.executable, "-c", ""], check=True)
+"""
+
+
+def _outcomes(suite: Path) -> tuple[dict[str, set[str]], str]:
+    """What became of each test of ``suite``, and the whole output."""
+    command = [sys.executable, "-m", "pytest", str(suite)]
+    done = subprocess.run(command, cwd=suite.parent, capture_output=True, text=True, check=False, timeout=100)
+    seen: dict[str, set[str]] = {}
+    for outcome, name in re.findall(r"^(PASSED|FAILED|ERROR) \S+::(\w+)", done.stdout, re.MULTILINE):
+        seen.setdefault(name, set()).add(outcome)
+    return seen, done.stdout + done.stderr
+
+
+def _tree(root: Path, suite: str, text: str) -> Path:
+    folder = root / "tests" / suite
+    folder.mkdir(parents=True)
+    (root / "pytest.ini").write_text(SETTINGS)
+    gates = (Path(__file__).parents[1] / "conftest.py").read_text()
+    (root / "tests" / "conftest.py").write_text(gates.replace("DYING_S = 5.0", "DYING_S = 0.2"))
+    (folder / "test_it.py").write_text(text)
+    return folder
+
+
+def test_slow_callbacks(tmp_path: Path) -> None:
+    """A callback that computes for more than 50 ms fails its test, unless the test says why; one that waits does not."""
+    seen, output = _outcomes(_tree(tmp_path, "unit", UNIT))
+    assert seen == {
+        "test_computes": {"PASSED", "ERROR"},
+        "test_waits": {"PASSED"},
+        "test_excused": {"PASSED"},
+        "test_unexplained": {"ERROR"},
+    }, output
+    assert "compute()" in output
+
+
+def test_leftovers(tmp_path: Path) -> None:
+    """A process, an orphan, an open socket and a shared-memory segment each fail the test that left them."""
+    segment = Path("/dev/shm") / f"dlrover-gate-{tmp_path.name}"
+    fixture = f"import pathlib, pytest\n\n@pytest.fixture\ndef segment():\n    return pathlib.Path({str(segment)!r})\n"
+    folder = _tree(tmp_path, "integration", INTEGRATION)
+    (folder / "conftest.py").write_text(fixture)
+    try:
+        seen, output = _outcomes(folder)
+    finally:
+        segment.unlink(missing_ok=True)
+    bad = {"PASSED", "ERROR"}
+    expected = {f"test_{name}": bad for name in ("process", "orphan", "socket", "segment")}
+    assert seen == {**expected, "test_clean": {"PASSED"}}, output
