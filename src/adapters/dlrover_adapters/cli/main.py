@@ -13,7 +13,17 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from dlrover_adapters.cli import read
-from dlrover_adapters.cli.places import FAILED, INTERRUPTED, NOT_FOUND, OK, PIPE_CLOSED, UNREADABLE, USAGE, NotFound
+from dlrover_adapters.cli.places import (
+    FAILED,
+    INTERRUPTED,
+    NOT_FOUND,
+    OK,
+    PIPE_CLOSED,
+    UNREADABLE,
+    USAGE,
+    NotFound,
+    log_url,
+)
 from dlrover_adapters.cli.whose import version_lines
 from dlrover_core.errors import CoreError, SpecError
 
@@ -111,11 +121,11 @@ def _guarded(args: argparse.Namespace) -> int:
     except SpecError as error:
         return _say(args, error, USAGE)
     except CoreError as error:
-        return _say(args, error, UNREADABLE)
+        return _say(args, f"{error} ({log_url(args.log, args.state_dir)})", UNREADABLE)
     return code
 
 
-def _say(args: argparse.Namespace, error: Exception, code: int) -> int:
+def _say(args: argparse.Namespace, error: object, code: int) -> int:
     print(f"dlrover {args.command}: {error}", file=sys.stderr)
     return code
 

@@ -1,0 +1,190 @@
+"""Incidents told end to end: what died, what it was taken for, what was done by which rule, and how long each part took.
+
+`IncidentsBuilder` is fed the records in order together with the state they fold to, so that the cause it names is the one
+the engine decided by, and not a second opinion.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dlrover_core.job import failures, nodes, progress, world
+from dlrover_core.job.failures import describe
+from dlrover_core.job.state import JobState
+from dlrover_core.job.world import group_of
+from dlrover_core.kernel.events import Record
+
+
+class Judgement(NamedTuple):
+    """One `Diagnosed`. ``revises`` is the seq of the one that it replaces, 0 for the first."""
+
+    seq: int
+    at: int
+    verdict: str
+    signature: str
+    confidence: float
+    evidence: tuple[int, ...]
+    revises: int
+    blamed: str
+
+
+class Measure(NamedTuple):
+    """One `ActionChosen`: what was done to which node, by which rule, and what was left of the budget."""
+
+    seq: int
+    at: int
+    action: str
+    node: str
+    rule: str
+    budget_left: int
+
+
+@dataclass(slots=True)
+class Story:
+    """One incident. ``ranks``: all that died unasked. Times are microseconds by the leader's clock; 0: not come to that.
+
+    ``steps_lost`` is what the engine counted from the dead workers' own words, or, where that is more, the distance from the
+    highest step that anybody reported to the one that training resumed from: a dead node takes its count along. -1: unknown.
+    """
+
+    number: int
+    seq: int
+    node: str
+    generation: int
+    died_at: int
+    opened_at: int
+    cause: str
+    cause_seq: int
+    ranks: list[int] = field(default_factory=list)
+    judgements: list[Judgement] = field(default_factory=list)
+    measures: list[Measure] = field(default_factory=list)
+    formed_at: int = 0
+    formed_generation: int = 0
+    started_at: int = 0
+    stepped_at: int = 0
+    closed_at: int = 0
+    steps_lost: int = -1
+
+    @property
+    def group(self) -> str:
+        """The group whose world broke."""
+        return group_of(self.node)
+
+    @property
+    def verdict(self) -> str:
+        """The class of failure that it was last taken for."""
+        return self.judgements[-1].verdict if self.judgements else ""
+
+    @property
+    def signature(self) -> str:
+        """What it was last recognised as."""
+        return self.judgements[-1].signature if self.judgements else ""
+
+    @property
+    def action(self) -> str:
+        """What was done last."""
+        return self.measures[-1].action if self.measures else ""
+
+    @property
+    def down_us(self) -> int | None:
+        """From the death to the next step; None: no step has come."""
+        return self.stepped_at - self.died_at if self.stepped_at else None
+
+
+class IncidentsBuilder:
+    """All incidents of a history, by number."""
+
+    def __init__(self) -> None:
+        self.stories: dict[int, Story] = {}
+        self._open: dict[int, Story] = {}
+        # By group, where the script tells its step numbers: the newest generation that made steps, and the highest one known.
+        self._reach: dict[str, tuple[int, int]] = {}
+
+    def feed(self, state: JobState, record: Record) -> None:
+        """Take in the next record; ``state`` is the fold up to and including it."""
+        fact = record.event
+        self._note_reach(fact)
+        if isinstance(fact, failures.IncidentOpened):
+            self._opened(state, fact, record)
+        elif isinstance(fact, failures.WorkerExited):
+            self._another(fact)
+        elif isinstance(fact, failures.Diagnosed) and fact.incident in self.stories:
+            row = (fact.verdict, fact.signature, fact.confidence, fact.evidence, fact.revises, fact.blamed)
+            self.stories[fact.incident].judgements.append(Judgement(record.seq, record.at, *row))
+            self._name_cause(state, self.stories[fact.incident])
+        elif isinstance(fact, failures.ActionChosen) and fact.incident in self.stories:
+            row_of_action = (fact.action, fact.node, fact.rule, fact.budget_left)
+            self.stories[fact.incident].measures.append(Measure(record.seq, record.at, *row_of_action))
+        elif isinstance(fact, failures.IncidentClosed) and fact.incident in self.stories:
+            story = self.stories[fact.incident]
+            story.closed_at, story.steps_lost = record.at, max(story.steps_lost, fact.steps_lost)
+            self._open.pop(fact.incident, None)
+        else:
+            self._mending(fact, record.at)
+        for story in self._open.values():
+            self._name_cause(state, story)
+
+    def _opened(self, state: JobState, fact: failures.IncidentOpened, record: Record) -> None:
+        cause = state.failures.incidents[fact.incident].cause
+        story = Story(fact.incident, record.seq, fact.node, fact.generation, cause.at, record.at, "", cause.seq)
+        story.ranks.extend(fact.ranks)
+        self.stories[fact.incident] = self._open[fact.incident] = story
+
+    def _another(self, fact: failures.WorkerExited) -> None:
+        for story in self._open.values():
+            ours = (story.group, story.generation) == (group_of(fact.node), fact.generation)
+            if ours and not fact.asked and fact.rank not in story.ranks:
+                story.ranks.append(fact.rank)
+
+    def _mending(self, fact: object, at: int) -> None:
+        if isinstance(fact, world.WorldFormed):
+            for story in self._broken_before(fact.group, fact.generation):
+                story.formed_at, story.formed_generation, story.started_at = at, fact.generation, 0
+        elif isinstance(fact, world.WorkersStarted):
+            for story in self._broken_before(group_of(fact.node), fact.generation):
+                story.started_at = at  # of all nodes the last
+        elif isinstance(fact, progress.FirstStep):
+            self._stepped(fact, at)
+
+    def _stepped(self, fact: progress.FirstStep, at: int) -> None:
+        group = group_of(fact.node)
+        mended = self._broken_before(group, fact.generation)
+        for story in mended:
+            story.stepped_at = at
+        if fact.told:
+            # The first one broke what was running; those after it found nothing to lose.
+            lost = max(0, self._reach[group][1] - (fact.step - 1)) if group in self._reach else -1
+            for place, story in enumerate(mended):
+                story.steps_lost = 0 if place else lost
+            self._reach[group] = (fact.generation, fact.step)
+        else:
+            self._reach.pop(group, None)
+
+    def _note_reach(self, fact: object) -> None:
+        if isinstance(fact, (failures.WorkerExited, world.WorkersStopped)):
+            self._reached(group_of(fact.node), fact.generation, fact.step)
+        elif isinstance(fact, progress.Progressed):
+            self._reached(fact.group, fact.generation, fact.step)
+
+    def _reached(self, group: str, generation: int, step: int) -> None:
+        known = self._reach.get(group)
+        if known is not None and known[0] == generation:
+            self._reach[group] = (generation, max(known[1], step))
+
+    def _broken_before(self, group: str, generation: int) -> list[Story]:
+        """The open incidents of a group that this generation may mend."""
+        return [story for story in self._open.values() if story.group == group and story.generation < generation]
+
+    @staticmethod
+    def _name_cause(state: JobState, story: Story) -> None:
+        known = state.failures.incidents.get(story.number)
+        if known is not None:
+            story.cause_seq, story.cause = known.cause.seq, describe(known.cause)
+            if not story.closed_at:
+                story.died_at = known.cause.at
+
+
+def is_death(event: object) -> bool:
+    """Is it the end of a worker or a node, asked or not?"""
+    return isinstance(event, (failures.WorkerExited, nodes.NodeFailed, nodes.NodeGone, nodes.NodeLost))

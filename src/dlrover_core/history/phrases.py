@@ -1,0 +1,229 @@
+"""Events in words: one line for a person who does not know the names of our fields.
+
+An event without a phrase of its own is told by its fields. Text from outside (last lines, reasons, errors) passes `safe`
+before it reaches a terminal: a worker's output may hold anything.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dlrover_core.diagnosis import ladder
+from dlrover_core.history.plain import fields_of
+from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job.world import from_ranges
+from dlrover_core.kernel.engine import CommandFailed, CommandRefused
+from dlrover_core.kernel.events import Event
+
+VALUE_CHARS_MAX = 80
+_ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.?)", re.DOTALL)
+
+VERDICTS = {
+    "USER": "the program itself",
+    "PLAT": "the platform took it away",
+    "RES": "a resource ran out",
+    "NET": "the network",
+    "HW": "the hardware",
+    "SOFT": "transient",
+    "CASC": "a consequence of another death",
+}
+ACTIONS = {
+    ladder.RESTART_PROCESSES: "restart the processes",
+    ladder.RELAUNCH_NODE: "relaunch the node",
+    ladder.GO_ON_SMALLER: "go on with fewer nodes",
+    ladder.AWAIT_EVIDENCE: "wait for all evidence, then fail the job",
+    ladder.FAIL_JOB: "fail the job",
+}
+
+
+def safe(text: str) -> str:
+    """``text`` without escape sequences and control characters, but with its line breaks."""
+    bare = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n").replace("\t", "    ")
+    return "".join(one if one == "\n" or one.isprintable() else "?" for one in bare)
+
+
+def one_line(text: str, chars_max: int = 200) -> str:
+    """``text`` safe, in one line, cut with '...' where it is longer."""
+    line = " ".join(safe(text).split())
+    return line if len(line) <= chars_max else line[: chars_max - 3] + "..."
+
+
+def duration(us: int) -> str:
+    """Microseconds as a person says them: '0.081 s', '12.3 s', '4 min 05 s', '2 h 03 min', '5 d 07 h'."""
+    if us < 0:
+        return "-" + duration(-us)
+    if us < 9_999_500:
+        return f"{us / 1e6:.3f} s"
+    if us < 59_950_000:
+        return f"{us / 1e6:.1f} s"
+    seconds = (us + 500_000) // 1_000_000
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60:02} s"
+    if seconds < 48 * 3600:
+        return f"{seconds // 3600} h {seconds % 3600 // 60:02} min"
+    return f"{seconds // 86400} d {seconds % 86400 // 3600:02} h"
+
+
+def count(number: int, one: str) -> str:
+    """'1 node', '2 nodes'."""
+    return f"{number} {one}{'' if number == 1 else 's'}"
+
+
+def exit_of(exit_code: int) -> str:
+    """'killed by SIGKILL', 'exit code 1'."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    known = {one.value: one.name for one in signal.Signals}
+    return f"killed by {known.get(-exit_code, f'signal {-exit_code}')}"
+
+
+def value(one: Any, chars_max: int = VALUE_CHARS_MAX) -> str:
+    """One field's value, short."""
+    if isinstance(one, str):
+        text = one_line(one, chars_max)
+        return text if text and " " not in text and "=" not in text else '"' + text.replace('"', "'") + '"'
+    if isinstance(one, list):
+        return one_line("[" + ",".join(value(item) for item in one) + "]", chars_max)
+    if isinstance(one, dict):
+        return one_line("{" + ",".join(f"{name}:{value(item)}" for name, item in one.items()) + "}", chars_max)
+    return str(one)
+
+
+def key_values(event: Event) -> str:
+    """Every field of an event as ``name=value``, long values cut."""
+    return " ".join(f"{name}={value(one)}" for name, one in fields_of(event).items())
+
+
+def say(event: Event) -> str:
+    """An event in words."""
+    phrase = _PHRASES.get(type(event))
+    return one_line(phrase(event), 1000) if phrase is not None else key_values(event)
+
+
+def verdict(name: str) -> str:
+    """A verdict in words."""
+    return VERDICTS.get(name, name)
+
+
+def action(name: str) -> str:
+    """An action in words."""
+    return ACTIONS.get(name, name)
+
+
+def _exited(fact: failures.WorkerExited) -> str:
+    how = exit_of(fact.exit_code) + (", as asked" if fact.asked else "")
+    step = f", step {fact.step}" if fact.step >= 0 else ""
+    late = f", reported {duration(fact.age_us)} later" if fact.age_us >= 1000 else ""
+    return f"rank {fact.rank} on {fact.node}: {how} (generation {fact.generation}{step}){late}"
+
+
+def _opened(fact: failures.IncidentOpened) -> str:
+    who = (
+        f"rank{'s' if len(fact.ranks) > 1 else ''} {', '.join(map(str, fact.ranks))} on {fact.node}"
+        if fact.ranks
+        else f"node {fact.node}"
+    )
+    return f"incident {fact.incident}: {who} died in generation {fact.generation}"
+
+
+def _diagnosed(fact: failures.Diagnosed) -> str:
+    revised = f", revising #{fact.revises}" if fact.revises else ""
+    blamed = f", blaming node {fact.blamed}" if fact.blamed else ""
+    evidence = ", ".join(f"#{seq}" for seq in fact.evidence)
+    return (
+        f"incident {fact.incident}: {fact.signature} ({fact.verdict}: {verdict(fact.verdict)}; confidence "
+        f"{fact.confidence:g}{blamed}) from {evidence}{revised}"
+    )
+
+
+def _chosen(fact: failures.ActionChosen) -> str:
+    return (
+        f"incident {fact.incident}: {fact.action} ({action(fact.action)}) for {fact.node}; "
+        f"rule {fact.rule}; budget left {fact.budget_left}"
+    )
+
+
+def _formed(fact: world.WorldFormed) -> str:
+    members = from_ranges(fact.group, fact.members)
+    resume = f", resuming from step {fact.resume_step}" if fact.resume_step >= 0 else ""
+    why, size = fact.reason, members[-1].first_rank + members[-1].nproc
+    return f"{fact.group} generation {fact.generation}: {count(len(members), 'node')}, {count(size, 'rank')}{resume} ({why})"
+
+
+def _dissolved(fact: world.WorldDissolved) -> str:
+    how = "stops as planned" if fact.planned else "cannot go on"
+    return f"{fact.group} generation {fact.generation} {how}: {fact.reason}"
+
+
+def _closed(fact: failures.IncidentClosed) -> str:
+    lost = ", no step lost"
+    if fact.steps_lost:
+        lost = f", {count(fact.steps_lost, 'step')} to make again" if fact.steps_lost > 0 else ""
+    return f"incident {fact.incident} is over: {duration(fact.down_us)} from death to next step{lost}"
+
+
+def _failed(fact: nodes.NodeFailed) -> str:
+    return f"node {fact.node} failed: {exit_of(fact.exit_code)}{', ' + fact.reason if fact.reason else ''}"
+
+
+def _gone(fact: nodes.NodeGone) -> str:
+    return f"node {fact.node} is gone{', as expected' if fact.expected else ''}: {fact.reason or 'no reason given'}"
+
+
+def _planned(fact: nodes.NodePlanned) -> str:
+    avoid = f", not on {', '.join(fact.avoid)}" if fact.avoid else ""
+    return f"node {fact.node} should exist{avoid}"
+
+
+_PHRASES: Mapping[type, Callable[[Any], str]] = {
+    CommandRefused: lambda fact: f"{fact.command} was refused: {fact.reason}",
+    CommandFailed: lambda fact: f"deciding {fact.command} failed, a bug of ours: {fact.error} in {fact.where}",
+    job.JobCreated: lambda fact: f"job {fact.job}, run {fact.run}",
+    job.JobAbandoned: lambda fact: f"whoever ran this run is gone: {fact.reason}",
+    job.JobStarted: lambda _: "the first world formed",
+    job.JobStopping: lambda fact: f"somebody asked the job to stop: {fact.reason}",
+    job.JobStopped: lambda _: "every worker is gone, as asked",
+    job.JobSucceeded: lambda fact: f"every worker of generation {fact.generation} ended with exit code 0",
+    job.JobFailed: lambda fact: f"incident {fact.incident}: {fact.root}; {fact.reason}",
+    job.LeaderStarted: lambda fact: f"master {fact.holder} took over (version {fact.version})",
+    job.MasterPaused: lambda fact: f"the master's loop was {duration(fact.late_us)} late; nobody's silence counts",
+    job.Archived: lambda fact: f"events {fact.first}-{fact.last} are in the archive",
+    nodes.NodePlanned: _planned,
+    nodes.NodePending: lambda fact: f"node {fact.node} was accepted by its backend",
+    nodes.NodeRunning: lambda fact: f"node {fact.node} runs{' on ' + fact.host if fact.host else ''}",
+    nodes.NodeJoined: lambda fact: (
+        f"the agent of {fact.node} joined from {fact.host} with {count(fact.nproc, 'worker')}"
+    ),
+    nodes.NodeSuspected: lambda fact: f"node {fact.node} has been silent for {duration(fact.silent_us)}",
+    nodes.NodeHeard: lambda fact: f"node {fact.node} speaks again",
+    nodes.NodeSucceeded: lambda fact: f"node {fact.node} ended well",
+    nodes.NodeFailed: _failed,
+    nodes.NodeGone: _gone,
+    nodes.NodeLost: lambda fact: f"node {fact.node} was given up: {fact.reason}",
+    nodes.NodeReleased: lambda fact: f"node {fact.node} should no longer exist: {fact.reason}",
+    nodes.NodeLeft: lambda fact: f"the agent of {fact.node} stopped its workers and left",
+    nodes.MassSilence: lambda fact: f"{fact.suspects} of {fact.nodes} nodes silent at once: the master suspects itself",
+    world.WorldFormed: _formed,
+    world.WorldDissolved: _dissolved,
+    world.WorkersStarted: lambda fact: f"the workers of {fact.node} run in generation {fact.generation}",
+    world.WorkersStopped: lambda fact: (
+        f"the workers of {fact.node} in generation {fact.generation} were stopped, as ordered"
+    ),
+    world.WorkersFinished: lambda fact: (
+        f"the workers of {fact.node} in generation {fact.generation} ended with exit code 0"
+    ),
+    world.StoreOffered: lambda fact: f"{fact.node} offers a store at {fact.address}",
+    world.StoreWithdrawn: lambda fact: f"{fact.node} has lost its store at {fact.address}",
+    failures.WorkerExited: _exited,
+    failures.IncidentOpened: _opened,
+    failures.Diagnosed: _diagnosed,
+    failures.ActionChosen: _chosen,
+    failures.IncidentClosed: _closed,
+    progress.FirstStep: lambda fact: (
+        f"generation {fact.generation} made its first step, step {fact.step}, on {fact.node}"
+    ),
+    progress.Progressed: lambda fact: f"generation {fact.generation} reached step {fact.step}",
+}

@@ -1,0 +1,336 @@
+"""Histories as text for a terminal: compact, aligned, plain ASCII of our own, nothing from outside that could steer a terminal.
+
+Every function takes values of this package and returns lines or text; where and when is printed is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime, tzinfo
+
+from dlrover_core.history.explain import Explanation, Fact
+from dlrover_core.history.incidents import Story
+from dlrover_core.history.phrases import action, count, duration, key_values, one_line, safe, say, verdict
+from dlrover_core.history.plain import name_of
+from dlrover_core.history.report import Report
+from dlrover_core.history.status import Status
+from dlrover_core.history.timeline import (
+    CLASSES,
+    DECIDING,
+    DETECTING,
+    FINISHING,
+    FORMING,
+    RESTARTING,
+    REWORK,
+    STARTING,
+    STOPPING,
+    TRAINING,
+    WAITING,
+    Timeline,
+)
+from dlrover_core.job import failures
+from dlrover_core.kernel.events import Record
+
+TAIL_LINES_MAX = 20
+NODE_ROWS_MAX = 64
+
+MEANINGS = {
+    STARTING: "from creation to the first step",
+    TRAINING: "new steps: goodput",
+    REWORK: "steps lost, made again (estimated)",
+    DETECTING: "from a death until the master knew",
+    DECIDING: "judging; waiting for evidence",
+    FORMING: "from the decision to a new world; waiting for nodes",
+    RESTARTING: "from a new world to its first step",
+    WAITING: "no world, and nothing had failed",
+    FINISHING: "some workers done, others not yet",
+    STOPPING: "stopping, as asked",
+}
+
+
+def table(rows: Sequence[Sequence[str]], right: Iterable[int] = (), indent: str = "  ") -> list[str]:
+    """Rows as aligned columns; those in ``right`` are aligned to the right, the last is not padded."""
+    if not rows:
+        return []
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    flush = set(right)
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column in flush else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append((indent + "  ".join(cells)).rstrip())
+    return lines
+
+
+def clock(at: int, zone: tzinfo | None = None) -> str:
+    """Microseconds since the epoch as local date and time, to the millisecond. ``zone`` None: this host's."""
+    seconds, rest = divmod(at, 1_000_000)
+    return f"{datetime.fromtimestamp(seconds, zone):%Y-%m-%d %H:%M:%S}.{rest // 1000:03}"
+
+
+def offset(at: int, began: int) -> str:
+    """Seconds since the job began, signed, to the millisecond."""
+    return f"{(at - began) / 1e6:+.3f}"
+
+
+# ---- events
+
+
+def event_line(record: Record, began: int, zone: tzinfo | None = None) -> str:
+    """One record in one line: seq, local time, offset in seconds, name, fields, cause."""
+    cause = f"  <- #{record.cause}" if record.cause else ""
+    fields = key_values(record.event)
+    name = name_of(record.event)
+    return f"{record.seq:>6}  {clock(record.at, zone)}  {offset(record.at, began):>10}  {name:<15} {fields}{cause}".rstrip()
+
+
+# ---- explain
+
+
+def explanation(told: Explanation) -> str:
+    """Why something happened: its causes, oldest first, then what followed, then how the job ended."""
+    lines = [
+        f"why #{told.target.seq} {name_of(told.target.event)} happened{f', job {told.job}' if told.job else ''}",
+        "",
+    ]
+    for fact in told.before:
+        lines += _fact(fact, told.began, ">" if fact.record.seq == told.target.seq else " ")
+    if told.after:
+        lines += ["", "what followed"]
+        for fact in told.after:
+            lines += _fact(fact, told.began, " ")
+    if told.left_out:
+        lines.append(f"  ... and {count(told.left_out, 'event')} more")
+    lines += ["", _ending(told)]
+    return "\n".join(lines)
+
+
+def _fact(fact: Fact, began: int, mark: str) -> Iterator[str]:
+    record = fact.record
+    follows = " <- " + ", ".join(f"#{seq}" for seq in fact.follows) if fact.follows else ""
+    place = f"{mark} {f'#{record.seq}':>7} {offset(record.at, began):>10} s"
+    yield f"{place}  {name_of(record.event):<15} {say(record.event)}{follows}"
+    if isinstance(record.event, failures.WorkerExited) and not record.event.asked:
+        yield from _last_words(record.event)
+
+
+def _last_words(fact: failures.WorkerExited) -> Iterator[str]:
+    """What the worker said: its error file's message, else its last lines."""
+    said = [line.rstrip() for line in safe(fact.error or fact.tail).splitlines() if line.strip()]
+    if len(said) > TAIL_LINES_MAX:
+        yield f"{'':24}| ... {count(len(said) - TAIL_LINES_MAX, 'line')} before"
+    for line in said[-TAIL_LINES_MAX:]:
+        yield f"{'':24}| {line}"
+
+
+def _ending(told: Explanation) -> str:
+    if told.end is None:
+        return "the job has not ended"
+    return f"the job ended with #{told.end.seq} {name_of(told.end.event)}: {say(told.end.event)}"
+
+
+# ---- report
+
+
+def report(told: Report, zone: tzinfo | None = None) -> str:
+    """The whole report. What made a job fail stands above everything else."""
+    lines = _headline(told, zone)
+    lines += ["", *_incidents(told)]
+    lines += ["", *_goodput(told)]
+    if told.take_overs:
+        lines += ["", f"master taken over {count(len(told.take_overs), 'time')}; training does not wait for that"]
+        lines += table(
+            [
+                (
+                    f"#{one.seq}",
+                    offset(one.at, told.created_at) + " s",
+                    f"after {duration(one.silent_us)} without a record",
+                    "by " + one.holder,
+                )
+                for one in told.take_overs
+            ],
+            right=(0, 1),
+        )
+    if told.alarms:
+        lines += [
+            "",
+            f"ALARM: {count(told.alarms, 'command')} could not be decided, a bug of ours: look for CommandFailed in the events",
+        ]
+    return "\n".join(lines)
+
+
+def _headline(told: Report, zone: tzinfo | None) -> list[str]:
+    lines = []
+    if told.failed:
+        lines += [f"FAILED: {one_line(told.root, 1000)}", f"  because {one_line(told.reason, 1000)}", ""]
+    steps = _steps(told.timeline)
+    earlier = f", {count(told.earlier_runs, 'earlier run')} in this log" if told.earlier_runs else ""
+    lines.append(
+        f"job {told.job} (run {told.run}{earlier}): {told.state}, {steps}, after {duration(told.goodput.wall_us)}"
+    )
+    began = f"  began {clock(told.created_at, zone)}"
+    ended = (
+        f", ended {clock(told.ended_at, zone)}"
+        if told.over
+        else f", still alive; as of {clock(told.timeline.end, zone)}"
+    )
+    lines.append(began + ended)
+    lines.append(
+        f"  {count(len(told.incidents), 'incident')}, {count(told.restarts, 'restart')} of the processes, "
+        f"{count(told.relaunches, 'relaunch')}{'es' if told.relaunches != 1 else ''} of nodes, "
+        f"{count(told.generations, 'generation')}, {count(told.steps_lost, 'step')} lost".replace(
+            "relaunchs", "relaunch"
+        )
+    )
+    return lines
+
+
+def _steps(line: Timeline) -> str:
+    if line.last_step < 0:
+        return "no step reported"
+    return f"step {line.last_step}" if line.told else f"{count(line.last_step, 'step')} since the last start"
+
+
+def _incidents(told: Report) -> list[str]:
+    if not told.incidents:
+        return ["no incidents"]
+    lines = ["incidents (down: from the death to the next step)"]
+    head = ("no.", "at", "down", "lost", "verdict", "action", "cause")
+    rows = [head, *(_incident_row(story, told) for story in told.incidents)]
+    lines += table(rows, right=(0, 1, 2, 3))
+    if told.mean_down_us is not None and len(told.incidents) > 1:
+        lines.append(f"  mean time from a death to the next step: {duration(told.mean_down_us)}")
+    for story in told.incidents:
+        if len(story.judgements) > 1 or len(story.measures) > 1:
+            lines += _turns(story, told.created_at)
+    return lines
+
+
+def _incident_row(story: Story, told: Report) -> tuple[str, ...]:
+    down = duration(story.down_us) if story.down_us is not None else "ended" if told.over else "open"
+    return (
+        str(story.number),
+        offset(story.died_at, told.created_at) + " s",
+        down,
+        str(story.steps_lost) if story.steps_lost >= 0 else "?",
+        f"{story.verdict} {story.signature}",
+        story.action,
+        one_line(story.cause, 160),
+    )
+
+
+def _turns(story: Story, began: int) -> list[str]:
+    """How the view of an incident changed."""
+    lines = [f"  incident {story.number} in turns:"]
+    rows = [
+        (
+            judged.seq,
+            judged.at,
+            "taken for",
+            f"{judged.signature}: {verdict(judged.verdict)}{f' (revises #{judged.revises})' if judged.revises else ''}",
+        )
+        for judged in story.judgements
+    ]
+    rows += [
+        (
+            measure.seq,
+            measure.at,
+            "done",
+            f"{action(measure.action)} ({measure.rule}; budget left {measure.budget_left})",
+        )
+        for measure in story.measures
+    ]
+    return lines + table(
+        [(f"#{seq}", offset(at, began) + " s", what, text) for seq, at, what, text in sorted(rows)],
+        right=(0, 1),
+        indent="    ",
+    )
+
+
+def _goodput(told: Report) -> list[str]:
+    sums = told.goodput
+    rows = [
+        (kind, f"{sums.by_class[kind] / 1e6:.3f} s", f"{sums.share(kind) * 100:.2f} %", MEANINGS[kind])
+        for kind in CLASSES
+        if sums.by_class[kind] or kind == TRAINING
+    ]
+    rows.append(
+        (
+            "sum",
+            f"{sums.wall_us / 1e6:.3f} s",
+            "100.00 %" if sums.wall_us else "",
+            "wall-clock time since the job was created",
+        )
+    )
+    if told.timeline.last_step < 0:
+        return ["goodput unknown: no step was reported", *table(rows, right=(1, 2))]
+    lines = [f"goodput {sums.ratio * 100:.2f} % of wall-clock time", *table(rows, right=(1, 2))]
+    if not told.timeline.told and told.incidents:
+        # Said rather than left out: a goodput that hides lost steps would be too good.
+        lines.append("  the script does not tell its step numbers, so steps made again are counted as training;")
+        lines.append("  dlrover_adapters.torch.step(n) in its loop would tell them")
+    return lines
+
+
+# ---- status
+
+
+def status(told: Status, now: int | None = None, zone: tzinfo | None = None) -> str:
+    """How the job stands."""
+    lines = []
+    if told.failed:
+        lines += [f"FAILED: {one_line(told.root, 1000)}", f"  because {one_line(told.reason, 1000)}"]
+    reason = f" ({one_line(told.reason)})" if told.reason and not told.failed else ""
+    lines.append(f"job {told.job}  {told.state}{reason}  run {told.run}")
+    end = told.ended_at or now or (told.last.at if told.last else told.created_at)
+    step = f"step {told.step} at {clock(told.step_at, zone)}" if told.step >= 0 else "no step yet"
+    lines.append(f"  {step}; {'lasted' if told.over else 'for'} {duration(max(0, end - told.created_at))}")
+    lines += [f"  {one}" for one in _worlds(told)]
+    lines += ["", *_nodes(told)]
+    if told.incidents:
+        lines += ["", "open incidents"]
+        lines += table(
+            [(str(one.number), one.signature, one.action, one_line(one.cause)) for one in told.incidents], right=(0,)
+        )
+    lines += ["", _budgets(told)]
+    if told.last is not None:
+        lines.append(
+            f"last event #{told.last.seq} at {clock(told.last.at, zone)}: {name_of(told.last.event)}: {say(told.last.event)}"
+        )
+    return "\n".join(lines)
+
+
+def _worlds(told: Status) -> Iterator[str]:
+    for world in told.worlds:
+        if world.generation == 0:
+            yield f"{world.group}: no world yet"
+            continue
+        over = "over" if told.over else "dissolved, the next one is awaited"
+        how = f"{world.started} of {count(world.nodes, 'node')} started" if world.active and not told.over else over
+        yield f"{world.group}: generation {world.generation}, {count(world.nodes, 'node')}, {count(world.ranks, 'rank')}, {how}"
+
+
+def _nodes(told: Status) -> list[str]:
+    if not told.nodes:
+        return ["no nodes"]
+    rows = [("node", "state", "incarnation", "host", "place", "")]
+    rows += [
+        (
+            one.node,
+            one.state,
+            str(one.incarnation),
+            one_line(one.host, 64) or "-",
+            str(one.place) if one.place >= 0 else "-",
+            one.note,
+        )
+        for one in told.nodes[:NODE_ROWS_MAX]
+    ]
+    more = len(told.nodes) - NODE_ROWS_MAX
+    return table(rows, right=(2, 4)) + ([f"  ... and {count(more, 'node')} more; --json has all"] if more > 0 else [])
+
+
+def _budgets(told: Status) -> str:
+    places = "".join(f", {left} relaunches of {place}" for place, left in told.relaunches_left.items())
+    return f"budgets left: {count(told.restarts_left, 'restart')} of the processes{places}"

@@ -1,0 +1,138 @@
+"""The whole story of a run in one value: how it ended, its incidents, where the time went, who was master.
+
+A log may hold several runs of a job, one after the other; the story is the last one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dlrover_core.diagnosis import ladder
+from dlrover_core.history.goodput import Goodput, goodput_of
+from dlrover_core.history.incidents import IncidentsBuilder, Story
+from dlrover_core.history.timeline import Timeline, TimelineBuilder
+from dlrover_core.job import job
+from dlrover_core.job.state import MODEL
+from dlrover_core.kernel.engine import CommandFailed
+from dlrover_core.kernel.events import Record
+
+
+class TakeOver(NamedTuple):
+    """Another master took over. ``silent_us``: since the last record before; decisions waited no longer than that."""
+
+    seq: int
+    at: int
+    holder: str
+    silent_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A job's history, told. Times are microseconds by the leader's clock; ``ended_at`` is 0 while the job lives."""
+
+    job: str
+    run: str
+    state: str
+    reason: str
+    root: str
+    created_at: int
+    ended_at: int
+    last_at: int
+    records: int
+    earlier_runs: int
+    goodput: Goodput
+    timeline: Timeline
+    incidents: tuple[Story, ...]
+    take_overs: tuple[TakeOver, ...]
+    restarts: int
+    relaunches: int
+    generations: int
+    steps_lost: int
+    alarms: int
+
+    @property
+    def failed(self) -> bool:
+        """Did the job fail?"""
+        return self.state == "failed"
+
+    @property
+    def over(self) -> bool:
+        """Has it ended, one way or another?"""
+        return self.ended_at > 0
+
+    @property
+    def mean_down_us(self) -> int | None:
+        """The mean time from a death to the next step, over incidents that were mended; None: there were none."""
+        known = [story.down_us for story in self.incidents if story.down_us is not None]
+        return sum(known) // len(known) if known else None
+
+
+class ReportBuilder:
+    """Feed it every record in order; ask for the `report` at any time."""
+
+    def __init__(self) -> None:
+        self.state = MODEL.new()
+        self._timeline = TimelineBuilder()
+        self._incidents = IncidentsBuilder()
+        self._take_overs: list[TakeOver] = []
+        self._alarms = 0
+        self._runs = 0
+
+    def feed(self, record: Record) -> None:
+        """Take in the next record."""
+        fact, before = record.event, self.state.at
+        MODEL.apply(self.state, record)
+        if isinstance(fact, job.JobCreated):
+            self._new_run()
+        self._timeline.feed(record)
+        self._incidents.feed(self.state, record)
+        if isinstance(fact, job.LeaderStarted):
+            # The first leader of a run creates it and says no more; whoever follows begins with this event.
+            if self._runs and not self.state.job.over:
+                self._take_overs.append(TakeOver(record.seq, record.at, fact.holder, record.at - before))
+        elif isinstance(fact, CommandFailed):
+            self._alarms += 1
+
+    def _new_run(self) -> None:
+        """What was told so far is an earlier run's."""
+        self._timeline, self._incidents = TimelineBuilder(), IncidentsBuilder()
+        self._take_overs.clear()
+        self._alarms = 0
+        self._runs += 1
+
+    def report(self, now: int | None = None) -> Report:
+        """What is known so far. ``now`` as in `TimelineBuilder.timeline`."""
+        state, line = self.state, self._timeline.timeline(now)
+        stories = tuple(self._incidents.stories.values())
+        actions = [measure.action for story in stories for measure in story.measures]
+        return Report(
+            job=state.job.name,
+            run=state.job.run,
+            state=state.job.state,
+            reason=state.job.reason,
+            root=state.job.root,
+            created_at=state.job.created_at,
+            ended_at=state.job.ended_at,
+            last_at=state.at,
+            records=state.seq,
+            earlier_runs=max(0, self._runs - 1),
+            goodput=goodput_of(line),
+            timeline=line,
+            incidents=stories,
+            take_overs=tuple(self._take_overs),
+            restarts=actions.count(ladder.RESTART_PROCESSES),
+            relaunches=actions.count(ladder.RELAUNCH_NODE),
+            generations=sum(world.generation for world in state.world.worlds.values()),
+            steps_lost=sum(max(0, story.steps_lost) for story in stories),
+            alarms=self._alarms,
+        )
+
+
+def report_of(records: Iterable[Record], now: int | None = None) -> Report:
+    """The report of a history. ``now``: where the time of a job that still lives ends; by default at its last record."""
+    builder = ReportBuilder()
+    for record in records:
+        builder.feed(record)
+    return builder.report(now)

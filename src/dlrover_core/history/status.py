@@ -1,0 +1,144 @@
+"""How a job stands now: a view of its state for people and for `--json`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dlrover_core.job.failures import describe
+from dlrover_core.job.state import JobState
+from dlrover_core.kernel.events import Record
+
+
+class NodeRow(NamedTuple):
+    """One node. ``place`` is its rank among the nodes of its world, -1 outside; ``note`` says what is special about it."""
+
+    node: str
+    group: str
+    incarnation: int
+    state: str
+    host: str
+    place: int
+    note: str
+
+
+class WorldRow(NamedTuple):
+    """The newest generation of a group."""
+
+    group: str
+    generation: int
+    active: bool
+    nodes: int
+    ranks: int
+    started: int
+    formed_at: int
+
+
+class IncidentRow(NamedTuple):
+    """An incident that is not mended yet."""
+
+    number: int
+    cause: str
+    verdict: str
+    signature: str
+    action: str
+    opened_at: int
+
+
+class Status(NamedTuple):
+    """Everything that `dlrover status` shows. Times are microseconds by the leader's clock; ``step`` -1: none known."""
+
+    job: str
+    run: str
+    state: str
+    reason: str
+    root: str
+    created_at: int
+    ended_at: int
+    step: int
+    step_at: int
+    worlds: tuple[WorldRow, ...]
+    nodes: tuple[NodeRow, ...]
+    incidents: tuple[IncidentRow, ...]
+    restarts_left: int
+    relaunches_left: dict[str, int]
+    last: Record | None
+
+    @property
+    def failed(self) -> bool:
+        """Has the job failed?"""
+        return self.state == "failed"
+
+    @property
+    def over(self) -> bool:
+        """Has it ended, one way or another?"""
+        return self.ended_at > 0
+
+
+def status_of(state: JobState, last: Record | None = None) -> Status:
+    """The status of a folded history; ``last`` is its newest record."""
+    known = state.job.state != "new"
+    return Status(
+        job=state.job.name,
+        run=state.job.run,
+        state=state.job.state,
+        reason=state.job.reason,
+        root=state.job.root,
+        created_at=state.job.created_at,
+        ended_at=state.job.ended_at,
+        step=state.progress.newest.step,
+        step_at=state.progress.newest.at,
+        worlds=_worlds(state),
+        nodes=_nodes(state),
+        incidents=_incidents(state),
+        restarts_left=state.job.spec.max_restarts - state.failures.restarts if known else 0,
+        relaunches_left=_relaunches_left(state) if known else {},
+        last=last,
+    )
+
+
+def _worlds(state: JobState) -> tuple[WorldRow, ...]:
+    return tuple(
+        WorldRow(group, one.generation, one.active, len(one.members), one.size, len(one.started), one.formed_at)
+        for group, one in state.world.worlds.items()
+    )
+
+
+def _nodes(state: JobState) -> tuple[NodeRow, ...]:
+    places = {
+        member.node: place
+        for world in state.world.worlds.values()
+        if world.active
+        for place, member in enumerate(world.members)
+    }
+    rows = [
+        NodeRow(
+            node.node,
+            node.group,
+            node.incarnation,
+            node.state,
+            node.host,
+            places.get(node.node, -1),
+            node.released
+            or ("" if node.joined or node.state not in ("running", "suspect") else "its agent has not joined"),
+        )
+        for node in state.nodes.nodes.values()
+    ]
+    order = {group.name: place for place, group in enumerate(state.job.spec.groups)} if rows else {}
+    indexes = {node.node: node.index for node in state.nodes.nodes.values()}
+    return tuple(sorted(rows, key=lambda row: (order.get(row.group, 0), indexes[row.node], row.incarnation)))
+
+
+def _incidents(state: JobState) -> tuple[IncidentRow, ...]:
+    return tuple(
+        IncidentRow(one.number, describe(one.cause), one.verdict, one.signature, one.action, one.opened_at)
+        for one in state.failures.incidents.values()
+        if not one.closed
+    )
+
+
+def _relaunches_left(state: JobState) -> dict[str, int]:
+    """Relaunches left per place, for the places that have used any."""
+    return {
+        place: state.job.spec.group(place.rsplit("-", 1)[0]).relaunch_max - used
+        for place, used in sorted(state.failures.relaunches.items())
+    }
