@@ -1,0 +1,177 @@
+"""One WebSocket as a `Connection`: whole binary frames, bounded both ways, and an end to every wait.
+
+Three ways in which a peer can hold us, and what bounds them: it sends too much (frames are at most `FRAME_BYTES_MAX`, and
+what we have not taken yet stops its socket), it takes nothing (a send that makes no progress for ``send_s``, or more than
+``unsent_bytes_max`` waiting, ends the connection), it is gone without a word (pings, answered by any living peer).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
+
+import structlog
+from aiohttp import WebSocketError, WSMessage, WSMsgType
+
+from dlrover_core.errors import ConnectionLost
+from dlrover_core.runtime.transport import FRAME_BYTES_MAX
+
+if TYPE_CHECKING:
+    from aiohttp import ClientWebSocketResponse
+    from aiohttp.web import WebSocketResponse
+
+T = TypeVar("T")
+Socket = Union["ClientWebSocketResponse[Any]", "WebSocketResponse[Any]"]
+
+# aiohttp calls a message too big when it reaches the limit.
+MESSAGE_BYTES_LIMIT = FRAME_BYTES_MAX + 1
+
+log = structlog.get_logger("dlrover.http")
+
+
+class HttpLimits(NamedTuple):
+    """What a peer may take: times in seconds, sizes in bytes."""
+
+    handshake_s: float = 10.0
+    """From the first byte to an accepted WebSocket; REST requests must be done by then too."""
+    ping_s: float = 10.0
+    """Silence after which a ping is sent; without an answer for half as long again the peer is gone."""
+    send_s: float = 10.0
+    """A peer that takes nothing for this long while something waits for it is closed."""
+    close_s: float = 1.0
+    """How long a goodbye is waited for."""
+    unsent_bytes_max: int = 4 * FRAME_BYTES_MAX
+    """What may wait for one slow reader."""
+    connections_max: int = 20_000
+    """Connections of a master; further ones are cut off as they come."""
+
+
+class HttpConnection:
+    """One live connection, either end. Any number of tasks may send; one receives."""
+
+    def __init__(self, ws: Socket, peer: str, limits: HttpLimits) -> None:
+        self._ws, self.peer, self._limits = ws, peer, limits
+        self._loop = asyncio.get_running_loop()
+        self._unsent_bytes = 0
+        self._progress_at = 0.0
+        self._watch: asyncio.TimerHandle | None = None
+        self._why = ""
+        self._closing: asyncio.Future[None] | None = None
+
+    async def send(self, frame: bytes) -> None:
+        """Send one frame; waits while the peer reads slowly. Raises `ConnectionLost`."""
+        self._admit(len(frame))
+        if not self._unsent_bytes:
+            self._progress_at = self._loop.time()
+        self._unsent_bytes += len(frame)
+        if self._watch is None:
+            self._watch = self._loop.call_later(self._limits.send_s, self._look)
+        try:
+            await self._ws.send_bytes(frame)
+        except (OSError, RuntimeError) as error:
+            raise self._lost(str(error)) from error
+        finally:
+            self._unsent_bytes -= len(frame)
+            self._progress_at = self._loop.time()
+
+    async def receive(self) -> bytes:
+        """The next frame. Raises `ConnectionLost`."""
+        if self._why:
+            raise self._lost("")
+        message = await self._ws.receive()
+        if message.type is WSMsgType.BINARY:
+            frame = message.data
+            assert isinstance(frame, bytes)
+            if len(frame) <= FRAME_BYTES_MAX:
+                return frame
+            self._break(f"it sent a frame of {len(frame)} bytes, the limit is {FRAME_BYTES_MAX}")
+        elif message.type is WSMsgType.TEXT:
+            self._break("it sent text; frames are binary")
+        elif isinstance(message.data, WebSocketError):
+            self._break(f"it sent what is no frame of ours, of at most {FRAME_BYTES_MAX} bytes: {message.data}")
+        raise self._lost(_ending(message))
+
+    async def close(self) -> None:
+        """Say goodbye, wait a little for the answer, and end. Idempotent; whoever calls second waits for the first."""
+        if self._closing is None:
+            self._why = self._why or "closed by us"
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        try:
+            await within(self._limits.close_s, self._ws.close())
+        except (asyncio.TimeoutError, OSError, RuntimeError) as error:
+            log.debug("goodbye not answered", peer=self.peer, error=type(error).__name__)
+            self._cut()
+        finally:
+            if self._watch is not None:
+                self._watch.cancel()
+
+    # ---- how it ends
+
+    def _admit(self, size: int) -> None:
+        """Raises `ConnectionLost` for what may not be sent."""
+        if self._why:
+            raise self._lost("")
+        if size > FRAME_BYTES_MAX:
+            self._break(f"we tried to send a frame of {size} bytes, the limit is {FRAME_BYTES_MAX}")
+        elif self._unsent_bytes + size > self._limits.unsent_bytes_max:
+            self._break(f"it left {self._unsent_bytes} bytes unread")
+        if self._why:
+            raise self._lost("")
+
+    def _look(self) -> None:
+        """The watch over sends: one timer per ``send_s`` and connection, not one per frame."""
+        self._watch = None
+        if not self._unsent_bytes or self._why:
+            return
+        idle_s = self._loop.time() - self._progress_at
+        if idle_s >= self._limits.send_s:
+            self._break(f"it read nothing for {idle_s:.1f} s while {self._unsent_bytes} bytes waited")
+        else:
+            self._watch = self._loop.call_later(self._limits.send_s - idle_s, self._look)
+
+    def _break(self, why: str) -> None:
+        """The peer, or we, did what no peer of ours does: one line in the log, then the socket is cut."""
+        if not self._why:
+            self._why = why
+            log.warning("connection closed", peer=self.peer, reason=why)
+        self._cut()
+
+    def _cut(self) -> None:
+        # Through the socket itself: neither end of aiohttp has a public way to drop a connection without a goodbye.
+        sock = self._ws.get_extra_info("socket")
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _lost(self, reason: str) -> ConnectionLost:
+        self._why = self._why or reason or "it is gone"
+        return ConnectionLost(f"connection to {self.peer}: {self._why}")
+
+
+def _ending(message: WSMessage) -> str:
+    if message.type is WSMsgType.ERROR:
+        return str(message.data) or type(message.data).__name__
+    return f"it closed with code {message.data}" if message.type is WSMsgType.CLOSE else "it is gone"
+
+
+async def within(seconds: float, work: Awaitable[T]) -> T:
+    """What ``work`` yields, if it does in time; else it is cancelled. Raises `asyncio.TimeoutError`."""
+    # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the result (bpo-37658).
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise asyncio.TimeoutError
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()

@@ -1,0 +1,246 @@
+"""The master's end of the HTTP transport.
+
+``GET /v1/agent`` is the agents' WebSocket, ``GET /v1/status`` the master's state as JSON, ``GET /v1/healthz`` needs no token.
+
+The listening socket is bound by whoever outlives masters, and shared with the standby: until `HttpListener.serve` runs,
+connections wait in its backlog, and to agents a change of masters is one reconnection. A stranger's bytes cost one line in
+the log and one answer; a connection that is no agent's after ``handshake_s`` is cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import structlog
+from aiohttp import web
+
+from dlrover_adapters.http import token as tokens
+from dlrover_adapters.http.client import AGENT_PATH, STATUS_PATH
+from dlrover_adapters.http.connection import MESSAGE_BYTES_LIMIT, HttpConnection, HttpLimits
+from dlrover_core.runtime.transport import Accept, Status
+
+HEALTH_PATH = "/v1/healthz"
+BACKLOG = 4096
+_LIMITS = HttpLimits()
+_WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  # recognised, not bound
+
+log = structlog.get_logger("dlrover.http")
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def bind(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """A listening socket for `HttpListener`, not inherited unless passed on (``pass_fds``). Port 0: any free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+def adopt(fd: int) -> socket.socket:
+    """The listening socket that was passed on to this process as descriptor ``fd``, which it owns from now on."""
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    return sock
+
+
+class HttpListener:
+    """Takes agents' connections on a listening socket, which it owns: closing closes this process's copy only.
+
+    ``advertise`` is what agents are told where the socket is bound to a wildcard or sits behind a forwarder: ``host`` or
+    ``host:port``.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        token: str,
+        *,
+        limits: HttpLimits = _LIMITS,
+        advertise: str = "",
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        if not token:
+            raise ValueError("a listener without a token would take anybody: make_token() makes one")
+        self._sock, self._token, self._limits, self._tls = sock, token, limits, tls
+        self._address = _address(sock, advertise)
+        self._gate: _Gate | None = None
+        self._server: asyncio.AbstractServer | None = None
+        self._closed: asyncio.Future[None] | None = None
+        self._connections: set[HttpConnection] = set()
+        self._accept: Accept | None = None
+        self._status: Status | None = None
+        self._routes: dict[str, Handler] = {AGENT_PATH: self._agent, STATUS_PATH: self._tell, HEALTH_PATH: self._health}
+
+    @property
+    def address(self) -> str:
+        """Where agents reach it, ``host:port``."""
+        return self._address
+
+    async def serve(self, accept: Accept, status: Status) -> None:
+        """Begin to take connections, those first that waited; each runs ``accept`` in a task of its own."""
+        assert self._server is None and self._closed is None, "a listener serves once"
+        self._accept, self._status = accept, status
+        self._gate = _Gate(self._route, self._limits)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._gate, sock=self._sock, ssl=self._tls, backlog=BACKLOG)
+        log.debug("listening", address=self._address)
+
+    async def close(self) -> None:
+        """Take no more, say goodbye to everybody at once, and stop. Idempotent; whoever calls second waits for the first."""
+        if self._closed is None:
+            self._closed = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closed)
+
+    async def _close(self) -> None:
+        if self._server is None:
+            self._sock.close()
+            return
+        self._server.close()
+        await asyncio.gather(*(connection.close() for connection in list(self._connections)))
+        assert self._gate is not None
+        # What is left are handlers that do not heed their connection's end, and requests under way.
+        self._gate.pre_shutdown()
+        await self._gate.shutdown(self._limits.close_s)
+
+    # ---- requests
+
+    async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
+        handler = self._routes.get(request.path)
+        if handler is None:
+            return _answer(404, f"nothing is at {request.path}; see {STATUS_PATH}\n")
+        if request.method != "GET":
+            return _answer(405, "only GET is served here\n")
+        if request.path != HEALTH_PATH and not self._known(request):
+            return _answer(401, f"the job token is missing or wrong: set {tokens.VARIABLE} or --token-file\n")
+        return await handler(request)
+
+    def _known(self, request: web.BaseRequest) -> bool:
+        shown = tokens.shown(request.headers.get(tokens.HEADER))
+        if tokens.same(shown, self._token):
+            return True
+        log.warning("token refused", peer=_peer(request), path=request.path, token="wrong" if shown else "missing")
+        return False
+
+    async def _agent(self, request: web.BaseRequest) -> web.StreamResponse:
+        assert self._accept is not None and self._gate is not None
+        ws = web.WebSocketResponse(
+            heartbeat=self._limits.ping_s,
+            compress=False,
+            max_msg_size=MESSAGE_BYTES_LIMIT,
+            timeout=self._limits.close_s,
+        )
+        await ws.prepare(request)
+        self._gate.admitted(request.protocol)
+        connection = HttpConnection(ws, _peer(request), self._limits)
+        self._connections.add(connection)
+        try:
+            await self._accept(connection)
+        finally:
+            await connection.close()
+            self._connections.discard(connection)
+        return ws
+
+    async def _tell(self, _request: web.BaseRequest) -> web.StreamResponse:
+        assert self._status is not None
+        return _answer(200, json.dumps(dict(self._status())), "application/json")
+
+    async def _health(self, _request: web.BaseRequest) -> web.StreamResponse:
+        return _answer(200, "ok\n")
+
+
+class _Gate(web.Server):
+    """All sockets that came in: counted, and cut if nothing becomes of them."""
+
+    def __init__(self, handler: Handler, limits: HttpLimits) -> None:
+        super().__init__(cast(Any, handler))
+        self._limits = limits
+        self._waiting: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        self._open = 0
+        self._full = False
+
+    def __call__(self) -> web.RequestHandler:
+        # REST answers close their connection, and a WebSocket is no keep-alive: what lingers is nobody's.
+        return _Protocol(self, loop=self._loop, access_log=cast(Any, None), keepalive_timeout=0, lingering_time=0)
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self._open += 1
+        if self._open > self._limits.connections_max:
+            if not self._full:
+                log.error("too many connections, new ones are cut off", limit=self._limits.connections_max)
+            self._full = True
+            transport.abort()
+            return
+        self._full = False
+        self._waiting[handler] = self._loop.call_later(self._limits.handshake_s, self._late, handler, transport)
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        self._open -= 1
+        self.admitted(handler)
+        super().connection_lost(handler, exc)
+
+    def admitted(self, handler: web.RequestHandler) -> None:
+        """The connection is an agent's, or over."""
+        timer = self._waiting.pop(handler, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _late(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        del self._waiting[handler]
+        peer = transport.get_extra_info("peername")
+        log.warning("connection cut: no handshake", peer=_host_port(peer), after_s=self._limits.handshake_s)
+        transport.abort()
+
+
+class _Protocol(web.RequestHandler):
+    """aiohttp's, with our own words for what is not HTTP and for what our handlers raise."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """One line in the log, one answer, and the end of the connection."""
+        if isinstance(exc, ConnectionError):
+            raise exc  # gone before the answer: nobody to tell
+        reason = message or (f"{type(exc).__name__}: {exc}" if exc is not None else "")
+        if status >= 500:
+            log.error("request failed", peer=_peer(request), status=status, exc_info=exc)
+        else:
+            log.warning("not a request", peer=_peer(request), status=status, reason=reason.splitlines()[0][:200])
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer was begun already")
+        return _answer(
+            status, "the master failed to answer; its log says why\n" if status >= 500 else "not a request\n"
+        )
+
+
+def _answer(status: int, text: str, content_type: str = "text/plain") -> web.Response:
+    response = web.Response(status=status, text=text, content_type=content_type)
+    response.force_close()
+    return response
+
+
+def _peer(request: web.BaseRequest) -> str:
+    transport = request.transport
+    return _host_port(transport.get_extra_info("peername") if transport is not None else None)
+
+
+def _host_port(name: object) -> str:
+    if not isinstance(name, tuple) or len(name) < 2:
+        return "unknown"
+    return f"[{name[0]}]:{name[1]}" if ":" in str(name[0]) else f"{name[0]}:{name[1]}"
+
+
+def _address(sock: socket.socket, advertise: str) -> str:
+    host, port = sock.getsockname()[:2]
+    if advertise:
+        _, colon, tail = advertise.rpartition(":")
+        return advertise if colon and tail.isdigit() and not advertise.endswith("]") else f"{advertise}:{port}"
+    return _host_port((socket.gethostname() if host in _WILDCARDS else host, port))

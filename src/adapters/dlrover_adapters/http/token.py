@@ -1,0 +1,80 @@
+"""The job token: who may speak to this job's master.
+
+It comes from the environment or from a file, never from an argument: command lines can be read by everybody on the host.
+It is compared in constant time and is never logged.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from dlrover_core.errors import SpecError
+
+VARIABLE = "DLROVER_TOKEN"
+HEADER = "Authorization"
+_SCHEME = "Bearer "
+TOKEN_CHARS_MIN = 8
+TOKEN_CHARS_MAX = 1024
+_TOKEN_BYTES = 32
+
+HOW_TO_SHARE = f"""\
+several hosts need one job token, the same on each. Run once, and copy the file to every host:
+    (umask 077; python3 -c 'import secrets; print(secrets.token_urlsafe({_TOKEN_BYTES}))' > job.token)
+    export {VARIABLE}="$(cat job.token)"        # or pass --token-file job.token"""
+
+
+def make_token() -> str:
+    """A new token, for a job on one host."""
+    return secrets.token_urlsafe(_TOKEN_BYTES)
+
+
+def load_token(environ: Mapping[str, str], token_file: str | Path | None = None) -> str:
+    """The job token: from ``token_file`` if one is named, else from ``DLROVER_TOKEN``; empty if neither is there.
+
+    Raises `SpecError` for a file that cannot be read and for what cannot be a token.
+    """
+    if token_file is None:
+        found = environ.get(VARIABLE, "").strip()
+        return _checked(found, VARIABLE) if found else ""
+    try:
+        # A token is short: a wrong path (a device, a checkpoint) must not be read whole.
+        with Path(token_file).open("rb") as file:
+            raw = file.read(TOKEN_CHARS_MAX + 2)
+    except OSError as error:
+        raise SpecError("--token-file", f"{token_file} cannot be read: {error.strerror}") from error
+    return _checked(raw.decode("latin-1").strip(), f"--token-file {token_file}")
+
+
+def require_token(environ: Mapping[str, str], token_file: str | Path | None = None) -> str:
+    """`load_token`, for a job on several hosts. Raises `SpecError` that says which lines to run when there is none."""
+    token = load_token(environ, token_file)
+    if not token:
+        raise SpecError(VARIABLE, HOW_TO_SHARE)
+    return token
+
+
+def authorization(token: str) -> dict[str, str]:
+    """The header that shows the token. Without a token there is none, and the master will say so."""
+    return {HEADER: _SCHEME + token} if token else {}
+
+
+def shown(header: str | None) -> str:
+    """The token that a request shows, or the empty string."""
+    return header[len(_SCHEME) :].strip() if header is not None and header.startswith(_SCHEME) else ""
+
+
+def same(one: str, other: str) -> bool:
+    """Are the tokens equal? It takes as long for a wrong one as for the right one. No token equals nothing."""
+    equal = hmac.compare_digest(one.encode("utf-8", "surrogateescape"), other.encode("utf-8", "surrogateescape"))
+    return equal and bool(one)
+
+
+def _checked(token: str, source: str) -> str:
+    if not TOKEN_CHARS_MIN <= len(token) <= TOKEN_CHARS_MAX:
+        raise SpecError(source, f"a token has {TOKEN_CHARS_MIN} to {TOKEN_CHARS_MAX} characters, this one {len(token)}")
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise SpecError(source, "a token is one word of printable ASCII characters")
+    return token

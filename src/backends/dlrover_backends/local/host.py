@@ -1,0 +1,404 @@
+"""The node host: the half of the local backend that outlives masters.
+
+It lives in the launcher's process, which is the real parent of all agents: a master may die and its standby finds every node
+alive. It starts nodes and reaps them, sees their deaths at once (pidfd), and tells whoever observes. When its process ends,
+SIGKILL included, the kernel kills the agents.
+
+A name is used once. What was launched, died and was deleted is not started again by a late or repeated order, and orders of
+a deposed master (a lower token) are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, final
+
+import structlog
+
+from dlrover_backends.local import process, wire
+from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage
+from dlrover_core.job.state import NodeLaunch
+from dlrover_core.runtime.backend import Observation
+
+REQUEST_S = 10.0
+UNREAD_MAX = 10_000
+KILL_WAIT_S = 5.0
+REASON_CHARS_MAX = 500
+# What will not be better next time. The rest (memory, processes, descriptors) may.
+_FOR_GOOD = frozenset(
+    (
+        errno.ENOENT,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ENOEXEC,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.E2BIG,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+    )
+)
+
+log = structlog.get_logger("dlrover.host")
+
+
+class LocalCommand(NamedTuple):
+    """How a node's agent is started: a program, what its environment has beside the launcher's, and where it runs."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = MappingProxyType({})
+    cwd: str | None = None
+
+
+Command = Callable[[NodeLaunch, int], LocalCommand]
+
+
+class StaleToken(CoreError):
+    """An order of a deposed master. ``highest`` is the token of a newer one."""
+
+    def __init__(self, token: int, highest: int) -> None:
+        super().__init__(f"token {token} is of a deposed master: one with {highest} has given orders")
+        self.token, self.highest = token, highest
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """One node, from the order to launch it until it is deleted and dead."""
+
+    name: str
+    phase: str = "pending"
+    code: int = 0
+    reason: str = ""
+    changed_at: float = field(default_factory=time.monotonic)
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    child: subprocess.Popen[bytes] | None = None
+    pidfd: int = -1
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    refusal: tuple[str, bool] | None = None
+    unwanted: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.phase in ("succeeded", "failed", "gone")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the agent; to a dead one, nothing."""
+        if self.pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+
+class _Observer:
+    """One client that observes. It may lag by `UNREAD_MAX` changes, then it is cut off and begins anew."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._unread: deque[Observation] = deque()
+        self._wake = asyncio.Event()
+
+    def tell(self, seen: Observation) -> None:
+        """Queue one change."""
+        if len(self._unread) >= UNREAD_MAX:
+            self._writer.transport.abort()
+            return
+        self._unread.append(seen)
+        self._wake.set()
+
+    async def drain(self) -> None:
+        """Send what is queued until cancelled. Raises `ConnectionLost`."""
+        while True:
+            while self._unread:
+                await wire.write(self._writer, "changed", self._unread.popleft())
+            self._wake.clear()
+            await self._wake.wait()
+
+
+@final
+class LocalNodeHost:
+    """Nodes as processes of this host, served to masters at the Unix socket ``path``.
+
+    ``command`` says how a node's agent is started, given the token of the master that ordered it. ``limit`` is how many
+    nodes may live at once; None: as many as come. Open and close it in the main thread.
+    """
+
+    def __init__(self, path: str | Path, command: Command, *, limit: int | None = None) -> None:
+        self._path, self._command, self._limit = Path(path), command, limit
+        self._hostname = socket.gethostname()
+        self._nodes: dict[str, _Node] = {}
+        self._used: set[str] = set()
+        self._token = 0
+        self._observers: set[_Observer] = set()
+        self._server: asyncio.AbstractServer | None = None
+        self._conversations: set[asyncio.Task[None]] = set()
+        self._burials: set[asyncio.Task[None]] = set()
+        self._empty = asyncio.Event()
+        self._closing = False
+
+    # ---- for the process it lives in
+
+    async def open(self) -> None:
+        """Serve masters. Raises `CoreError` when another launcher does already."""
+        # The death signal of a child is sent at the end of the *thread* that started it.
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("a node host must run in the main thread: its nodes would die with any other")
+        self._server = await asyncio.start_unix_server(self._take, sock=wire.listen(self._path))
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Kill every node, SIGTERM first where there is a grace, wait until all are dead, and stop serving. Idempotent."""
+        self._closing = True
+        if self._server is None:
+            return
+        self._server.close()
+        self._server = None
+        self._path.unlink(missing_ok=True)
+        for node in list(self._nodes.values()):
+            self._end(node, grace_s)
+        if self._nodes:
+            try:
+                await wire.within(grace_s + 2 * KILL_WAIT_S, self._empty.wait())
+            except asyncio.TimeoutError:
+                log.error("nodes cannot be killed", nodes=sorted(self._nodes))
+        tasks = self._conversations | self._burials
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def __aenter__(self) -> LocalNodeHost:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def pid(self, name: str) -> int | None:
+        """The process that is the node, for whoever wants to do something to it; None if it does not live."""
+        node = self._nodes.get(name)
+        return node.child.pid if node is not None and node.child is not None and not node.over else None
+
+    # ---- orders
+
+    def _fence(self, token: int) -> None:
+        if token < self._token:
+            raise StaleToken(token, self._token)
+        self._token = token
+
+    async def _launch(self, launch: NodeLaunch, token: int) -> None:
+        self._fence(token)
+        node = self._nodes.get(launch.name)
+        if node is None:
+            node = self._admit(launch.name)
+            try:
+                await self._start(node, launch, token)
+            finally:
+                node.settled.set()
+        await node.settled.wait()
+        if node.refusal is not None:
+            reason, permanent = node.refusal
+            raise LaunchRefused(reason, permanent=permanent)
+
+    def _admit(self, name: str) -> _Node:
+        """A place for a new node. Raises `LaunchRefused`."""
+        if self._closing:
+            raise LaunchRefused("the launcher is ending", permanent=False)
+        if name in self._used:
+            raise LaunchRefused(f"{name} was here and was deleted; a name is used once", permanent=True)
+        if self._room() == 0:
+            raise LaunchRefused(f"this host takes at most {self._limit} nodes at once", permanent=False)
+        node = self._nodes[name] = _Node(name)
+        self._empty.clear()
+        self._turn(node, "pending")
+        return node
+
+    async def _start(self, node: _Node, launch: NodeLaunch, token: int) -> None:
+        try:
+            command = self._command(launch, token)
+            env = {**os.environ, **command.env, process.MARK: node.mark}
+            node.child, report = process.spawn(command.argv, env, command.cwd)
+        except Exception as error:  # noqa: BLE001  # whoever composes us may say nonsense in any way
+            self._refuse(node, f"{type(error).__name__}: {error}", getattr(error, "errno", None))
+            self._forget(node)
+            return
+        node.pidfd = os.pidfd_open(node.child.pid)
+        asyncio.get_running_loop().add_reader(node.pidfd, self._died, node)
+        number, reason = await _reported(report)
+        if reason:
+            # The wrapper has ended or is about to; its burial takes it off the list.
+            self._refuse(node, reason, number or None)
+            return
+        self._used.add(node.name)
+        if node.phase == "pending":
+            self._turn(node, "running")
+            log.info("node started", node=node.name, pid=node.child.pid)
+
+    @staticmethod
+    def _refuse(node: _Node, reason: str, number: int | None) -> None:
+        node.refusal = (reason[:REASON_CHARS_MAX], number is None or number in _FOR_GOOD)
+        node.unwanted = True
+        log.warning("node cannot be started", node=node.name, reason=node.refusal[0])
+
+    def _delete(self, name: str, token: int, grace_s: float) -> None:
+        self._fence(token)
+        node = self._nodes.get(name)
+        if node is not None:
+            log.info("node is deleted", node=name, phase=node.phase, grace_s=grace_s)
+            self._end(node, grace_s)
+
+    def _end(self, node: _Node, grace_s: float) -> None:
+        """Let a node be gone: now, or SIGTERM now and the rest after ``grace_s``."""
+        again, node.unwanted = node.unwanted, True
+        if node.over:
+            self._forget(node)
+        elif grace_s <= 0:
+            node.signal(signal.SIGKILL)
+        else:
+            # To the agent alone: it knows how to stop what it started. Whatever it leaves is killed when it has ended.
+            if not again:
+                node.signal(signal.SIGTERM)
+            asyncio.get_running_loop().call_later(grace_s, node.signal, signal.SIGKILL)
+
+    # ---- deaths
+
+    def _died(self, node: _Node) -> None:
+        asyncio.get_running_loop().remove_reader(node.pidfd)
+        burial = asyncio.ensure_future(self._bury(node))
+        self._burials.add(burial)
+        burial.add_done_callback(self._burials.discard)
+
+    async def _bury(self, node: _Node) -> None:
+        """The agent is dead: nothing of its node may be left when that is told."""
+        assert node.child is not None
+        code = process.exit_code(node.pidfd)
+        alive = await asyncio.to_thread(process.kill_all, node.mark, node.child.pid, KILL_WAIT_S)
+        node.child.wait()
+        os.close(node.pidfd)
+        node.pidfd = -1
+        node.code, node.reason = (code, process.told(code)) if code is not None else (-1, "reaped by somebody else")
+        if alive:
+            node.reason += f"; {alive} of its processes cannot be killed"
+            log.error("processes cannot be killed", node=node.name, count=alive)
+        if node.refusal is not None:
+            node.reason = node.refusal[0]
+        log.info("node ended", node=node.name, reason=node.reason)
+        if node.unwanted:
+            self._forget(node)
+        else:
+            self._turn(node, "succeeded" if node.code == 0 else "failed")
+
+    def _forget(self, node: _Node) -> None:
+        """Take a dead node off the list."""
+        if self._nodes.pop(node.name, None) is not None:
+            self._turn(node, "gone")
+        if not self._nodes:
+            self._empty.set()
+
+    # ---- what is seen
+
+    def _room(self) -> int | None:
+        if self._limit is None:
+            return None
+        return max(0, self._limit - sum(not node.over for node in self._nodes.values()))
+
+    def _turn(self, node: _Node, phase: str) -> None:
+        node.phase, node.changed_at = phase, time.monotonic()
+        for observer in self._observers:
+            observer.tell(self._observation(node))
+
+    def _observation(self, node: _Node) -> Observation:
+        age_us = int((time.monotonic() - node.changed_at) * 1e6)
+        return Observation(node.name, node.phase, node.code, node.reason, self._hostname, age_us=age_us)
+
+    # ---- conversations
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._conversations.add(task)
+        try:
+            request = await wire.within(REQUEST_S, wire.read(reader))
+            if request[0] == "observe":
+                await self._observed(reader, writer)
+            else:
+                await wire.write(writer, *await self._answer(request))
+        except (ConnectionLost, asyncio.TimeoutError):
+            log.debug("a client went away")
+        except MalformedMessage as bad:
+            log.warning("a client was not understood", reason=str(bad))
+        except asyncio.CancelledError:
+            # asyncio's own bookkeeping of connections takes a cancelled one for an error; we cancel only when we close.
+            log.debug("a conversation ends with the host")
+        finally:
+            self._conversations.discard(task)
+            writer.close()
+
+    async def _answer(self, request: tuple[Any, ...]) -> tuple[object, ...]:
+        try:
+            match request:
+                case ("launch", int(token), (str(), *_) as fields):
+                    await self._launch(NodeLaunch(*fields), token)
+                    return ("done", None)
+                case ("delete", int(token), str(name), grace_s):
+                    self._delete(name, token, float(grace_s))
+                    return ("done", None)
+                case ("room", str()):
+                    return ("done", self._room())
+        except LaunchRefused as refused:
+            return ("refused", refused.reason, refused.permanent)
+        except StaleToken as stale:
+            log.warning("order of a deposed master refused", order=request[0], token=stale.token, highest=stale.highest)
+            return ("stale", stale.token, stale.highest)
+        except Exception as error:
+            log.exception("an order failed", order=request[0])
+            return ("failed", f"{type(error).__name__}: {error}")
+        raise MalformedMessage(f"there is no order {request[0]!r} with {len(request) - 1} fields like these")
+
+    async def _observed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Tell one client everything from now on, until it goes away."""
+        observer = _Observer(writer)
+        listed = [self._observation(node) for node in self._nodes.values()]
+        self._observers.add(observer)
+        try:
+            await wire.write(writer, "listed", listed)
+            draining, ending = asyncio.ensure_future(observer.drain()), asyncio.ensure_future(reader.read(1))
+            try:
+                await asyncio.wait({draining, ending}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                draining.cancel()
+                ending.cancel()
+                await asyncio.gather(draining, ending, return_exceptions=True)
+        finally:
+            self._observers.discard(observer)
+
+
+async def _reported(fd: int) -> tuple[int, str]:
+    """What the wrapper says went wrong; nothing when the program runs."""
+    loop, ended, pieces = asyncio.get_running_loop(), asyncio.Event(), list[bytes]()
+
+    def readable() -> None:
+        piece = os.read(fd, 4096)
+        pieces.append(piece)
+        if not piece:
+            ended.set()
+            loop.remove_reader(fd)
+
+    loop.add_reader(fd, readable)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+    number, _, reason = b"".join(pieces).decode(errors="replace").partition(" ")
+    return (int(number), reason) if reason else (0, "")
