@@ -51,7 +51,11 @@ class Chaos:
         self._token = token
         self._plan: list[tuple[int, str, Callable[[dict[str, Any]], int]]] = [
             (60, "worker with rank 3", lambda _: processes("worker-3", f"--job {JOB}")[0]),
-            (160, "node worker-1-0, its agent and all", lambda _: processes("dlrover-agent", f"--job {JOB}", "--node worker-1-0")[0]),
+            (
+                160,
+                "node worker-1-0, its agent and all",
+                lambda _: processes("dlrover-agent", f"--job {JOB}", "--node worker-1-0")[0],
+            ),
             (280, "leading master", lambda status: int(status["leader"].split("/")[1])),
         ]
 
@@ -77,11 +81,23 @@ class Chaos:
 def train(state: Path, token: str) -> tuple[int, str]:
     """Run the job; its exit status and what rank 0 said."""
     scripts = Path(sys.executable).parent
-    command = [str(scripts / "dlrover-run"), "--local-nodes", "2", "--nproc-per-node", "2", "--job-id", JOB, "--state-dir", str(state)]
+    command = [
+        str(scripts / "dlrover-run"),
+        "--local-nodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--job-id",
+        JOB,
+        "--state-dir",
+        str(state),
+    ]
     command += ["--progress", "on", "--preload", "sklearn.datasets", str(HERE / "train_digits.py")]
     command += ["--steps", str(STEPS), "--pause", str(PAUSE_S), "--checkpoint", str(state / "digits.pt")]
     print("$", " ".join(command), file=sys.stderr, flush=True)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "DLROVER_TOKEN": token}) as job:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "DLROVER_TOKEN": token}
+    ) as job:
         threading.Thread(target=Chaos(state, token).run, daemon=True).start()
         watchdog = threading.Timer(LIMIT_S, job.terminate)
         watchdog.start()
@@ -108,7 +124,8 @@ def main() -> int:
         found = re.search(r"accuracy on \d+ held-out digits: ([\d.]+)", said)
         accuracy = float(found.group(1)) if found else 0.0
     good = code == 0 and reported == 0 and accuracy >= 0.95
-    print(f"{'The job survived' if good else 'THE DEMONSTRATION FAILED'}: accuracy {accuracy:.4f}, {time.monotonic() - began:.0f} s in all")
+    verdict = "The job survived" if good else "THE DEMONSTRATION FAILED"
+    print(f"{verdict}: accuracy {accuracy:.4f}, {time.monotonic() - began:.0f} s in all")
     return 0 if good else 1
 
 

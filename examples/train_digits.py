@@ -7,7 +7,6 @@ restart in the reports too, and is left out where the package is not there.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 
@@ -64,7 +63,7 @@ def main() -> None:
         start = saved["step"]
     for step in range(start + 1, options.steps + 1):
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(step))
-        batch = order[rank :: world][: options.batch]
+        batch = order[rank::world][: options.batch]
         loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
         optimizer.zero_grad()
         loss.backward()

@@ -1,0 +1,27 @@
+"""Pages that are generated are not stale, and links in pages lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse words its help differently from version to version; the page is made with 3.11")
+def test_commands_page_is_fresh() -> None:
+    """docs/commands.md is what the commands print for --help (else: python -m tools.help_texts)."""
+    from tools.help_texts import PAGE, page
+
+    assert PAGE.read_text() == page()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links(page: Path) -> None:
+    """Every relative link in a page names a file that exists."""
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
