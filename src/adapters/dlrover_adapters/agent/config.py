@@ -1,0 +1,140 @@
+"""What the launcher of one node is told, and the environment its workers are born with."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from dlrover_core.errors import SpecError
+
+TORCH = "dlrover_adapters.torch.worker"
+
+# The agent's own secrets: workers talk to their agent over a socket of its user, never to the master.
+SECRETS = ("DLROVER_TOKEN",)
+
+
+class Mode(enum.Enum):
+    """How the worker's program is named: as `python script`, `python -m module`, `runpy.run_path`, or any executable."""
+
+    SCRIPT = "script"
+    MODULE = "module"
+    RUN_PATH = "run_path"
+    COMMAND = "command"
+
+
+class Streams(enum.IntFlag):
+    """Output streams of a worker, with torchrun's numbers."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = 3
+
+
+class LaunchConfig(NamedTuple):
+    """How workers are started on one node; the same for all generations.
+
+    ``argv`` is the script, module or command with its arguments. ``preload`` are modules that the zygote imports for all
+    workers; None means no zygote: every worker is executed afresh. ``redirects`` and ``tee`` hold one value per local rank
+    (`parse_streams`); empty means none. ``log_dir`` None: files that nobody asked for are temporary and die with the launcher,
+    those asked for go to a folder of their own. ``run_dir`` None: the system's temporary folder. ``store_host`` is what
+    peers are told to connect to, where ``store_bind`` is a wildcard.
+    """
+
+    argv: tuple[str, ...]
+    nproc: int = 1
+    mode: Mode = Mode.SCRIPT
+    job: str = "job"
+    node: str = "node"
+    role: str = "default"
+    preload: tuple[str, ...] | None = ()
+    env: Mapping[str, str] = {}
+    log_dir: str | None = None
+    redirects: tuple[Streams, ...] = ()
+    tee: tuple[Streams, ...] = ()
+    store_bind: str = "127.0.0.1"
+    store_host: str = ""
+    run_dir: str | None = None
+    framework: str = TORCH
+    stores: bool = True
+    probe_s: float = 5.0
+    """A forked child that cannot multiply two matrices within this time condemns the preload before it."""
+    ready_s: float = 300.0
+    """Importing torch and all preloads may take this long."""
+    start_s: float = 60.0
+    """From the order to start a generation until its last worker exists."""
+    refill_s: float = 10.0
+    """Spares for the next generation are forked at this one's first step, or this long after its start."""
+
+    @property
+    def warm(self) -> bool:
+        """Whether workers are forked from a zygote. A command that is not Python has nothing to share."""
+        return self.preload is not None and self.mode is not Mode.COMMAND
+
+    def redirected(self, local_rank: int) -> Streams:
+        """The streams of ``local_rank`` that go to files which stay; what is teed is among them, as under torchrun."""
+        return _at(self.redirects, local_rank) | _at(self.tee, local_rank)
+
+    def shown(self, local_rank: int) -> Streams:
+        """The streams of ``local_rank`` that reach the console."""
+        return (Streams.ALL & ~_at(self.redirects, local_rank)) | _at(self.tee, local_rank)
+
+    def checked(self) -> LaunchConfig:
+        """Itself. Raises `SpecError` where it cannot work."""
+        if not self.argv:
+            raise SpecError("argv", "name the script, module or command to run")
+        if self.nproc < 1:
+            raise SpecError("nproc", f"{self.nproc} workers per node: at least one is needed")
+        for name in ("redirects", "tee"):
+            if len(getattr(self, name)) not in {0, self.nproc}:
+                raise SpecError(name, f"one value for each of the {self.nproc} local ranks, or none at all")
+        if self.run_dir is not None and not os.path.isabs(self.run_dir):
+            raise SpecError("run_dir", f"{self.run_dir!r} is not an absolute path")
+        return self
+
+
+def _at(streams: tuple[Streams, ...], local_rank: int) -> Streams:
+    return streams[local_rank] if streams else Streams.NONE
+
+
+def parse_streams(field: str, text: str, nproc: int) -> tuple[Streams, ...]:
+    """Torchrun's ``-r``/``-t`` value as one `Streams` per local rank.
+
+    ``"3"`` means all ranks; ``"0:1,1:3"`` names local ranks, the others have none. Raises `SpecError` naming ``field``.
+    """
+    if ":" not in text:
+        return (_stream(field, text),) * nproc
+    streams = [Streams.NONE] * nproc
+    for part in text.split(","):
+        rank, colon, value = part.partition(":")
+        if not colon or not rank.strip().isdecimal():
+            raise SpecError(field, f"{part!r} is not LOCAL_RANK:VALUE; say for example 0:1,1:3")
+        if int(rank) >= nproc:
+            raise SpecError(field, f"local rank {int(rank)} does not exist: this node runs {nproc} workers")
+        streams[int(rank)] = _stream(field, value)
+    return tuple(streams)
+
+
+def _stream(field: str, text: str) -> Streams:
+    if text.strip() not in {"0", "1", "2", "3"}:
+        raise SpecError(field, f"{text!r} is none of 0 (none), 1 (stdout), 2 (stderr), 3 (both)")
+    return Streams(int(text))
+
+
+def birth_environment(config: LaunchConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment that workers are born with: everything except what differs by rank.
+
+    It must be complete when the zygote is *executed*: OMP_NUM_THREADS, TORCH* and PYTORCH_* are read when libraries load and
+    have no effect after a fork.
+    """
+    env = {key: value for key, value in inherited.items() if key not in SECRETS}
+    env.update(config.env)
+    if config.nproc > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")  # torchrun's rule
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # torchrun's default
+    env.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # torchrun's default
+    # torch.cuda.is_available() must not initialise CUDA in the zygote: a CUDA context does not survive a fork.
+    env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    return env

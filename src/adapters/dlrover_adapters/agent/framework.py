@@ -1,0 +1,51 @@
+"""The `Framework` port: what the launcher must know of the library that trains, without importing it.
+
+A framework is a module named in `LaunchConfig.framework` that has these functions. It is imported only inside zygotes and
+workers. `dlrover_adapters.torch.worker` is the first of its kind.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Protocol, cast
+
+from dlrover_core.runtime.launcher import WorkersLaunch
+
+
+class Framework(Protocol):
+    """Called in this order: `import_core`, `import_rest`, (probes), then in each worker `environment`, `reseed`, `begin`."""
+
+    def import_core(self) -> None:
+        """Import what the keeper needs; runs in the zygote before anything else."""
+
+    def import_rest(self) -> None:
+        """Import what training scripts pull in lazily, so that recovery does not pay for it."""
+
+    def refusal_in_zygote(self) -> str:
+        """Why this process must not be forked any more; empty if it may."""
+
+    def refusal_in_child(self) -> str:
+        """Why a process forked from the zygote cannot train; empty if it can. Computes; a hang is an answer too."""
+
+    def environment(self, launch: WorkersLaunch, local_rank: int, role: str, error_file: str) -> dict[str, str]:
+        """The variables of one rank, as the framework's own launcher sets them."""
+
+    def reseed(self) -> None:
+        """Draw new entropy, as a fresh process has: forked ones would all draw the same numbers."""
+
+    def begin(self, launch: WorkersLaunch, rank: int, agent_socket: str, slot_fd: int) -> None:
+        """Connect to the agent and count steps from here on, also in ``slot_fd``, which is open only during this call."""
+
+    def record_error(self, error: BaseException) -> None:
+        """Write the framework's error file for an exception that nobody caught, unless there is one already."""
+
+
+def load(name: str) -> Framework:
+    """The framework in module ``name``."""
+    return cast(Framework, importlib.import_module(name))
+
+
+def substituted(argv: tuple[str, ...], variables: Mapping[str, str]) -> tuple[str, ...]:
+    """``argv`` with torchrun's macros (``${local_rank}``) replaced."""
+    return tuple(one.replace("${local_rank}", variables.get("LOCAL_RANK", "0")) for one in argv)

@@ -1,0 +1,81 @@
+"""The keeper: one process per agent that holds torch's TCPStores, one for each generation and one unused, ahead of need.
+
+A store is new for every generation: torchrun reuses its own, and gloo then reads the addresses of the attempt that died. The
+servers are threads inside torch, so they live neither in the agent (which never imports torch) nor in the zygote (which must
+have no threads).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import sys
+from typing import Any
+
+from . import wire
+from .process import die_with_parent, own_link, set_name, set_title
+
+BACKLOG = 1024  # every rank of a world connects at once
+
+
+def open_store(bind: str) -> tuple[Any, int]:
+    """A TCPStore served by this process on a free port of ``bind``, and the port. Takes under a millisecond."""
+    from torch._C._distributed_c10d import TCPStore
+
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((bind, 0))
+        listener.listen(BACKLOG)
+        port = int(listener.getsockname()[1])
+    except OSError:
+        listener.close()
+        raise
+    # We bind it: torch itself would listen on every interface, and its stores are unauthenticated.
+    store = TCPStore(bind, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, port
+
+
+def serve(link: socket.socket) -> int:
+    """Answer the agent's frames until it is gone: ``open`` (one more store), ``drop`` (a port nobody uses any more)."""
+    set_name("dlrover-keeper")
+    stores: dict[int, Any] = {}
+    while (frame := wire.receive(link)) is not None:
+        match frame.body:
+            case {"op": "open", "bind": str(bind), "title": str(title)}:
+                set_title(title)
+                _open(link, stores, bind)
+            case {"op": "drop", "port": int(port)}:
+                stores.pop(port, None)
+    # Store servers are threads in C++ that may be in the middle of an answer; nothing of ours is left to tidy up.
+    os._exit(0)
+
+
+def _open(link: socket.socket, stores: dict[int, Any], bind: str) -> None:
+    try:
+        store, port = open_store(bind)
+    except (OSError, RuntimeError) as error:
+        answer: dict[str, Any] = {"op": "unopened", "reason": f"{type(error).__name__}: {error}"}
+    else:
+        stores[port] = store
+        answer = {"op": "opened", "port": port}
+    with contextlib.suppress(OSError):  # the agent may be gone: the next receive says so
+        wire.send(link, answer)
+
+
+def main(arguments: list[str]) -> int:
+    """Run a keeper that was executed, not forked: where there is no zygote."""
+    parser = argparse.ArgumentParser(prog="keeper")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--agent", type=int, required=True)
+    told, _ = parser.parse_known_args(arguments)
+    if not die_with_parent(told.agent):
+        return 0
+    os.setsid()
+    return serve(own_link(told.fd))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

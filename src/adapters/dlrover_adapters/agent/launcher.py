@@ -1,0 +1,382 @@
+"""The Linux launcher: the `Launcher` port over a zygote, pidfds, files and a Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator
+
+import structlog
+
+from dlrover_core.errors import LaunchFailed
+from dlrover_core.runtime.launcher import (
+    Notice,
+    StoreGone,
+    StoreReady,
+    WorkerExit,
+    WorkersLaunch,
+    WorkersStuck,
+    WorkerStep,
+)
+
+from . import wire
+from .children import Child, wait_dead
+from .config import LaunchConfig
+from .doorbell import Doorbell, StepSlot
+from .last_words import last_words
+from .logs import LogPump, RankFiles, StreamFile, rank_files
+from .nursery import Nursery, Spare
+from .process import become_subreaper, end_sessions, kill_group
+from .seat import seat_for, to_wire
+from .spawn import Spawned
+from .stores import Stores
+
+NOTICES_MAX = 4096
+"""Unread notices from which on further steps are dropped, all but first ones; exits never are."""
+
+SWEEP_S = 10.0
+CONSOLE_S = 5.0
+"""A console that takes nothing for this long at the end loses what is left."""
+
+_log = structlog.get_logger(__name__)
+
+
+class _Worker:
+    """One worker of the current generation."""
+
+    def __init__(self, child: Child, launch: WorkersLaunch, local_rank: int, files: RankFiles, slot: StepSlot) -> None:
+        self.child, self.launch, self.local_rank, self.files, self.slot = child, launch, local_rank, files, slot
+        self.asked = False
+        self.stepped = False
+        self.note = ""
+        self.buried: asyncio.Task[None] | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.launch.first_rank + self.local_rank
+
+
+class LinuxLauncher:
+    """Starts, stops and watches the workers of one node. Make it and use it on one loop, in the process's main thread.
+
+    ``first`` is a zygote from `spawn_zygote`, started before this module was even imported. From `open` on this process is
+    a child subreaper, and stays one.
+    """
+
+    def __init__(self, config: LaunchConfig, first: Spawned | None = None) -> None:
+        self._config = config.checked()
+        self._first = first
+        self._notices: asyncio.Queue[Notice | None] = asyncio.Queue()
+        self._workers: list[_Worker] = []
+        self._burials: set[asyncio.Task[None]] = set()
+        self._sweep: asyncio.Task[None] | None = None
+        self._to_sweep: list[_Worker] = []
+        self._refill: asyncio.TimerHandle | None = None
+        self._run_dir = self._log_dir = ""
+        self._pump = LogPump()
+        self._nursery: Nursery | None = None
+        self._stores: Stores | None = None
+        self._bell: Doorbell | None = None
+        self._closed = False
+
+    @property
+    def nproc(self) -> int:
+        """Workers that this launcher starts."""
+        return self._config.nproc
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Preloads that made the zygote unfit to fork from and were left out, each with the reason."""
+        return dict(self._nursery.refused) if self._nursery is not None else {}
+
+    @property
+    def log_dir(self) -> str:
+        """Where redirected and teed streams lie."""
+        return self._log_dir
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Who is who now: ``zygote``, ``keeper`` (0 while being replaced), and the workers by rank. For people and for chaos."""
+        found = {"zygote": self._nursery.zygote_pid, "keeper": 0} if self._nursery is not None else {}
+        if self._stores is not None:
+            found["keeper"] = self._stores.keeper_pid
+        return {**found, **{f"rank {one.rank}": one.child.pid for one in self._workers if one.child.alive}}
+
+    # ---- opening
+
+    async def open(self) -> None:
+        """Make everything warm. Raises `LaunchFailed` when workers could never be started here; then nothing is left."""
+        if threading.current_thread() is not threading.main_thread():
+            raise LaunchFailed(
+                "the launcher must be opened on the main thread: workers die with the thread that watches them"
+            )
+        become_subreaper()
+        self._nursery = Nursery(self._config, self._first)
+        try:
+            self._nursery.open()  # first of all: it takes seconds, the rest happens meanwhile
+            await self._open_rest(self._nursery)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _open_rest(self, nursery: Nursery) -> None:
+        await asyncio.to_thread(self._make_folders)
+        self._pump.open()
+        self._bell = Doorbell(os.path.join(self._run_dir, "agent.sock"), self._rung)
+        self._bell.open()
+        if self._config.stores:
+            self._stores = Stores(self._config, nursery.fork_keeper, nursery.gone, self._offer, self._lost)
+            self._stores.open()
+        await nursery.ready()
+        nursery.refill()
+        if self._stores is not None:
+            await self._stores.ready()
+
+    def _make_folders(self) -> None:
+        config = self._config
+        try:
+            if config.run_dir is not None:
+                os.makedirs(config.run_dir, mode=0o700, exist_ok=True)
+            self._run_dir = tempfile.mkdtemp(prefix="dlrover-run-", dir=config.run_dir)  # mode 0700
+            asked = any((*config.redirects, *config.tee))
+            if config.log_dir is not None:
+                self._log_dir = os.path.abspath(config.log_dir)
+            else:
+                self._log_dir = tempfile.mkdtemp(prefix="torch_logs_") if asked else self._run_dir
+        except OSError as error:
+            raise LaunchFailed(f"cannot make the launcher's folders: {error}") from error
+        if asked and config.log_dir is None:
+            _log.info("worker logs", log_dir=self._log_dir, node=config.node)
+
+    def _offer(self, address: str) -> None:
+        self._notices.put_nowait(StoreReady(address))
+
+    def _lost(self, address: str, unused: bool) -> None:
+        if unused:
+            self._notices.put_nowait(StoreGone(address))
+        self._end_if_storeless()
+
+    def _end_if_storeless(self) -> None:
+        """Kill a generation whose store died before its world had formed: torch would go on connecting for half an hour."""
+        if not self._workers or self._stores is None or all(one.stepped for one in self._workers):
+            return
+        store = self._workers[0].launch.store
+        if not self._stores.is_dead(store):
+            return
+        for one in self._workers:
+            if one.child.alive:
+                one.note = f"the store {store} died before the world had formed; workers were killed"
+                one.child.signal(signal.SIGKILL)
+                kill_group(one.child.pid)
+
+    # ---- starting
+
+    async def start(self, launch: WorkersLaunch) -> None:
+        """Start every worker of ``launch``. Raises `LaunchFailed`; then none of them lives."""
+        assert self._nursery is not None, "open() comes before start()"
+        assert self._bell is not None, "open() makes the doorbell"
+        alive = [one.child.pid for one in self._workers if one.child.alive]
+        assert not alive, f"generation {launch.generation} must not start: processes {alive} of the last one live"
+        self.spend_store(launch.store)
+        files = await asyncio.to_thread(self._make_files, launch)
+        try:
+            spares = await asyncio.wait_for(self._nursery.take(launch.nproc), self._config.start_s)
+        except asyncio.TimeoutError as error:
+            raise LaunchFailed(
+                f"generation {launch.generation}: workers could not be made within {self._config.start_s:g} s"
+            ) from error
+        try:
+            workers = [
+                self._seat(spare, launch, local_rank, files[local_rank]) for local_rank, spare in enumerate(spares)
+            ]
+        except (OSError, LaunchFailed) as error:
+            for spare in spares:
+                self._nursery.discard(spare)
+            await wait_dead([spare.child for spare in spares], SWEEP_S)
+            raise LaunchFailed(f"generation {launch.generation}: a worker ended before it began: {error}") from error
+        self._begin(workers)
+        self._end_if_storeless()
+        if self._stores is not None:
+            self._stores.keep_only(launch.store)
+        self._refill = asyncio.get_running_loop().call_later(self._config.refill_s, self._refill_now)
+
+    def _begin(self, workers: list[_Worker]) -> None:
+        """All of them exist: from here on their ends are told."""
+        self._workers = workers
+        for worker in workers:
+            for stream in self._shown(worker.files):
+                self._pump.follow(stream)
+            worker.child.dead.add_done_callback(functools.partial(self._died, worker))
+
+    def spend_store(self, address: str) -> None:
+        """A world names this store: if it is ours it serves nobody else, and the next is opened. Idempotent.
+
+        `start` does it; whoever hears of a world that is superseded before it starts calls it too, or no store is offered.
+        """
+        if self._stores is not None:
+            self._stores.spend(address)
+
+    def _make_files(self, launch: WorkersLaunch) -> list[RankFiles]:
+        config, run_dir, log_dir = self._config, self._run_dir, self._log_dir
+        files = [rank_files(config, run_dir, log_dir, launch, local_rank) for local_rank in range(launch.nproc)]
+        try:
+            for one in files:
+                for path in one.stdout.path, one.stderr.path, one.error:
+                    os.makedirs(os.path.dirname(path), exist_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(one.error)  # of another life of this generation: not this one's evidence
+        except OSError as error:
+            raise LaunchFailed(
+                f"generation {launch.generation}: cannot make the workers' log folders: {error}"
+            ) from error
+        return files
+
+    def _seat(self, spare: Spare, launch: WorkersLaunch, local_rank: int, files: RankFiles) -> _Worker:
+        """Tell a spare who it is; from here on it is a worker."""
+        assert self._bell is not None, "open() makes the doorbell"
+        seat = seat_for(self._config, launch, local_rank, self._bell.path, files.error)
+        with contextlib.ExitStack() as failing, contextlib.ExitStack() as stack:
+            slot = StepSlot()
+            failing.callback(slot.close)
+            fds = []
+            for stream in (files.stdout, files.stderr):
+                fd = os.open(stream.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                stack.callback(os.close, fd)
+                fds.append(fd)
+            wire.send(spare.link, to_wire(seat), (*fds, slot.fd))
+            failing.pop_all()
+        spare.link.close()
+        return _Worker(spare.child, launch, local_rank, files, slot)
+
+    def _shown(self, files: RankFiles) -> list[StreamFile]:
+        return [one for one in (files.stdout, files.stderr) if one.console]
+
+    # ---- steps
+
+    def _rung(self, generation: int, rank: int, step: int, told: bool) -> None:
+        for worker in self._workers:
+            if worker.rank == rank and worker.launch.generation == generation:
+                first, worker.stepped = not worker.stepped, True
+                if first or self._notices.qsize() < NOTICES_MAX:
+                    at_us = time.monotonic_ns() // 1000
+                    self._notices.put_nowait(WorkerStep(generation, rank, step, first, at_us, told))
+                if first and all(one.stepped for one in self._workers):
+                    self._refill_now()
+                return
+
+    def _refill_now(self) -> None:
+        """The generation runs: forking for the next one no longer competes with its start."""
+        if self._refill is not None:
+            self._refill.cancel()
+            self._refill = None
+        if self._nursery is not None and not self._closed:
+            self._nursery.refill()
+
+    # ---- ends
+
+    def _died(self, worker: _Worker, _dead: asyncio.Future[int]) -> None:
+        kill_group(worker.child.pid)  # at once, and while the zombie still owns the number
+        worker.buried = asyncio.create_task(self._bury(worker), name=f"burial of rank {worker.rank}")
+        self._burials.add(worker.buried)
+        worker.buried.add_done_callback(self._burials.discard)
+
+    async def _bury(self, worker: _Worker) -> None:
+        words = await asyncio.to_thread(last_words, worker.files)
+        launch = worker.launch
+        if self._bell is not None:
+            self._bell.catch_up()
+        self._notices.put_nowait(
+            WorkerExit(
+                generation=launch.generation,
+                local_rank=worker.local_rank,
+                rank=worker.rank,
+                exit_code=worker.child.dead.result(),
+                asked=worker.asked,
+                died_us=worker.child.died_us,
+                step=worker.slot.read(),
+                tail=words.tail,
+                error=words.error or worker.note,
+                error_at_us=words.error_at_us,
+            )
+        )
+        for one in self._shown(worker.files):
+            self._pump.finish(one)
+        worker.slot.close()
+        self._to_sweep.append(worker)
+        if self._sweep is None:
+            self._sweep = asyncio.create_task(self._sweep_all(), name="sweep of sessions")
+
+    async def _sweep_all(self) -> None:
+        """End what dead workers left running, in as few passes over /proc as their deaths allow; then reap them."""
+        try:
+            while self._to_sweep:
+                workers, self._to_sweep = self._to_sweep, []
+                left = await asyncio.to_thread(end_sessions, [one.child.pid for one in workers], SWEEP_S)
+                if left:
+                    _log.error("children of dead workers cannot be killed", pids=left, node=self._config.node)
+                for one in workers:
+                    one.child.reap()
+                    if self._nursery is not None:
+                        self._nursery.gone(one.child.pid)
+        finally:
+            self._sweep = None
+
+    async def stop(self, grace_s: float, kill_wait_s: float) -> bool:
+        """Stop all workers; True when every one is dead. Idempotent.
+
+        With ``grace_s`` they get SIGTERM first; SIGKILL is for their whole sessions.
+        """
+        for one in self._workers:
+            one.child.look()  # who is dead by now was not asked
+        alive = [one for one in self._workers if one.child.alive]
+        for one in alive:
+            one.asked = True
+        children = [one.child for one in alive]
+        if grace_s > 0:
+            for child in children:
+                child.signal(signal.SIGTERM)
+            children = await wait_dead(children, grace_s)
+        for child in children:
+            child.signal(signal.SIGKILL)
+            kill_group(child.pid)
+        stuck = await wait_dead(children, kill_wait_s)
+        if stuck:
+            generation = alive[0].launch.generation
+            self._notices.put_nowait(WorkersStuck(generation, tuple(one.pid for one in stuck)))
+        return not stuck
+
+    async def notices(self) -> AsyncIterator[Notice]:
+        """Everything that happens, in order, until `close`. One consumer."""
+        while (notice := await self._notices.get()) is not None:
+            yield notice
+
+    async def close(self) -> None:
+        """Kill what is left and release everything; all that workers printed is on the console then. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._refill is not None:
+            self._refill.cancel()
+        if not await self.stop(0.0, SWEEP_S):
+            _log.error("workers cannot be killed and are left behind", pids=self.pids, node=self._config.node)
+        while self._burials or self._sweep is not None:
+            await asyncio.gather(
+                *self._burials, *([self._sweep] if self._sweep is not None else []), return_exceptions=True
+            )
+        if self._stores is not None:
+            await self._stores.close()
+        if self._nursery is not None:
+            await self._nursery.close()
+        if self._bell is not None:
+            self._bell.close()
+        await asyncio.to_thread(self._pump.close, CONSOLE_S)
+        if self._run_dir:
+            await asyncio.to_thread(shutil.rmtree, self._run_dir, ignore_errors=True)
+        self._notices.put_nowait(None)

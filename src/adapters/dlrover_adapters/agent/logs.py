@@ -1,0 +1,258 @@
+"""Workers' output: where it goes, and how it reaches the agent's console.
+
+Every stream of a worker is a *file*, also where it only passes through to the console. A pipe would tie training to its reader: a
+slow terminal, or an agent that is stopped or busy, blocks the worker in the middle of a step. A file takes everything, keeps
+the order, and holds the last words of the dead without any draining. What is shown and not to be kept lies in the
+launcher's run folder, and is punched out of the file once shown, so that it needs no room.
+
+`LogPump` is the one thread that shows: woken by inotify, it writes whole lines to the console, and half ones (a prompt, a
+progress bar) when they have rested for `REST_S`.
+
+The price: a worker's stdout is not a terminal, even when the agent's is.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import errno
+import os
+import select
+import string
+import threading
+from typing import NamedTuple
+
+from dlrover_core.runtime.launcher import WorkersLaunch
+
+from .config import LaunchConfig, Streams
+from .process import libc
+
+CHUNK_BYTES = 256 * 1024
+REST_S = 0.2
+PUNCH_BYTES = 1024 * 1024
+"""Shown output is taken out of files in pieces of this size; as much stays for the tail."""
+
+_IN_MODIFY = 0x2
+_IN_NONBLOCK = os.O_NONBLOCK
+_IN_CLOEXEC = os.O_CLOEXEC
+_PUNCH_HOLE_KEEP_SIZE = 0x2 | 0x1
+
+
+class StreamFile(NamedTuple):
+    """One output stream of one worker. ``console`` is 1 or 2, or 0 if it is not shown."""
+
+    path: str
+    console: int
+    prefix: bytes
+    keep: bool
+
+
+class RankFiles(NamedTuple):
+    """All files of one worker in one generation."""
+
+    stdout: StreamFile
+    stderr: StreamFile
+    error: str
+
+
+def rank_files(config: LaunchConfig, run_dir: str, log_dir: str, launch: WorkersLaunch, local_rank: int) -> RankFiles:
+    """The files of one worker; those that stay are under ``<log_dir>/<run>/attempt_<generation>/<rank>/``."""
+    rank = launch.first_rank + local_rank
+    place = os.path.join(f"attempt_{launch.generation}", str(rank))
+    kept_dir, passing_dir = os.path.join(log_dir, launch.run, place), os.path.join(run_dir, "output", place)
+    prefix = _prefix(config, local_rank, rank)
+
+    def stream(which: Streams, name: str, console: int) -> StreamFile:
+        keep, show = bool(which & config.redirected(local_rank)), bool(which & config.shown(local_rank))
+        path = os.path.join(kept_dir if keep else passing_dir, name)
+        return StreamFile(path, console if show else 0, prefix if keep and show else b"", keep)
+
+    return RankFiles(
+        stdout=stream(Streams.OUT, "stdout.log", 1),
+        stderr=stream(Streams.ERR, "stderr.log", 2),
+        error=os.path.join(kept_dir if config.log_dir else passing_dir, "error.json"),
+    )
+
+
+def _prefix(config: LaunchConfig, local_rank: int, rank: int) -> bytes:
+    """Torchrun's, with its variable for another."""
+    template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+    if not template:
+        return f"[{config.role}{local_rank}]:".encode()
+    return string.Template(template).safe_substitute(role_name=config.role, rank=rank, local_rank=local_rank).encode()
+
+
+class _Shown:
+    """One stream on its way to the console."""
+
+    def __init__(self, file: StreamFile) -> None:
+        self.file = file
+        self.fd = os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.shown = 0  # bytes of the file that are on the console
+        self.half = b""  # the line begun
+        self.continued = False  # the console holds the begin of our line
+        self.punched = 0
+
+    def pump(self, *, flush: bool) -> None:
+        """Show what is there: whole lines, and what follows the last one if ``flush``."""
+        while chunk := os.pread(self.fd, CHUNK_BYTES, self.shown + len(self.half)):
+            text = self.half + chunk
+            end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+            if end == 0 and len(text) >= CHUNK_BYTES:
+                end = len(text)
+            self._show(text[:end])
+            self.half = text[end:]
+        if flush and self.half:
+            text, self.half = self.half, b""
+            self._show(text)
+        self._punch()
+
+    def _show(self, text: bytes) -> None:
+        if not text:
+            return
+        self.shown += len(text)
+        _write(self.file.console, self._prefixed(text))
+
+    def _prefixed(self, text: bytes) -> bytes:
+        prefix = self.file.prefix
+        if not prefix:
+            return text
+        lines = text.splitlines(keepends=True)
+        first = b"" if self.continued else prefix
+        self.continued = not text.endswith((b"\n", b"\r"))
+        return first + prefix.join(lines)
+
+    def _punch(self) -> None:
+        """Give back the room of what was shown, all but the tail."""
+        end = (self.shown - PUNCH_BYTES) // PUNCH_BYTES * PUNCH_BYTES
+        if self.file.keep or end <= self.punched:
+            return
+        offset, length = ctypes.c_longlong(self.punched), ctypes.c_longlong(end - self.punched)
+        libc().fallocate(
+            self.fd, _PUNCH_HOLE_KEEP_SIZE, offset, length
+        )  # where it is not supported, room is what it costs
+        self.punched = end
+
+    def close(self) -> None:
+        os.close(self.fd)
+        if not self.file.keep:
+            with contextlib.suppress(OSError):
+                os.unlink(self.file.path)
+
+
+def _write(fd: int, text: bytes) -> None:
+    """All of ``text``; a console that is gone swallows it."""
+    view = memoryview(text)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:
+            select.select([], [fd], [])
+        except OSError as error:
+            if error.errno != errno.EINTR:
+                return
+
+
+class LogPump:
+    """Shows streams on the console, in a thread of its own. Methods may be called from any thread; none of them blocks."""
+
+    def __init__(self) -> None:
+        self._orders: collections.deque[tuple[str, StreamFile | None]] = collections.deque()
+        self._streams: dict[str, _Shown] = {}
+        self._watches: dict[int, str] = {}
+        self._thread: threading.Thread | None = None
+        self._inotify = self._doorbell = -1
+
+    def open(self) -> None:
+        """Start the thread."""
+        self._inotify = libc().inotify_init1(_IN_NONBLOCK | _IN_CLOEXEC)
+        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="log-pump", daemon=True)
+        self._thread.start()
+
+    def follow(self, file: StreamFile) -> None:
+        """Show ``file`` as it grows, until `finish`."""
+        self._order("follow", file)
+
+    def finish(self, file: StreamFile) -> None:
+        """Its worker is dead: show the rest, forget it, and remove it unless it is to be kept."""
+        self._order("finish", file)
+
+    def close(self, timeout_s: float) -> None:
+        """Show all that is left and end the thread; a console that takes nothing for ``timeout_s`` loses it. Blocks."""
+        if self._thread is None:
+            return
+        self._order("end", None)
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            os.close(self._inotify)
+            os.close(self._doorbell)
+        self._thread = None
+
+    def _order(self, what: str, file: StreamFile | None) -> None:
+        self._orders.append((what, file))
+        os.eventfd_write(self._doorbell, 1)
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._doorbell, select.POLLIN)
+        if self._inotify >= 0:
+            poll.register(self._inotify, select.POLLIN)
+        resting = False
+        while True:
+            # Without inotify (its instances are limited per user) the streams are looked at as often as half lines rest.
+            ready = poll.poll(round(REST_S * 1000) if resting or self._inotify < 0 else None)
+            touched = self._touched() if ready and self._inotify >= 0 else list(self._streams.values())
+            for one in touched:
+                one.pump(flush=not ready)
+            if not self._obey():
+                return
+            resting = any(one.half for one in self._streams.values())
+
+    def _touched(self) -> list[_Shown]:
+        """Streams that inotify says have grown."""
+        try:
+            events = os.read(self._inotify, 65536)
+        except BlockingIOError:
+            return []
+        found: dict[str, _Shown] = {}
+        while len(events) >= 16:
+            watch = int.from_bytes(events[:4], "little", signed=True)
+            path = self._watches.get(watch, "")
+            if path in self._streams:
+                found[path] = self._streams[path]
+            events = events[16 + int.from_bytes(events[12:16], "little") :]
+        return list(found.values())
+
+    def _obey(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._doorbell)
+        while self._orders:
+            what, file = self._orders.popleft()
+            if file is None:
+                for one in list(self._streams.values()):
+                    self._finish(one)
+                return False
+            if what == "follow":
+                self._follow(file)
+            elif file.path in self._streams:
+                self._finish(self._streams[file.path])
+        return True
+
+    def _follow(self, file: StreamFile) -> None:
+        one = self._streams[file.path] = _Shown(file)
+        if self._inotify >= 0:
+            watch = libc().inotify_add_watch(self._inotify, os.fsencode(file.path), _IN_MODIFY)
+            self._watches[watch] = file.path
+        one.pump(flush=False)  # what was written before the watch
+
+    def _finish(self, one: _Shown) -> None:
+        one.pump(flush=True)
+        one.close()
+        del self._streams[one.file.path]
+        for watch in [key for key, path in self._watches.items() if path == one.file.path]:
+            libc().inotify_rm_watch(self._inotify, watch)
+            del self._watches[watch]

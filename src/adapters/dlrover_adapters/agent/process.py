@@ -1,0 +1,189 @@
+"""What Linux offers for owning processes and the standard library does not: prctl, titles, and whole sessions.
+
+A worker is the leader of a session of its own, and whatever it starts (DataLoader workers, compilers) stays in that session
+unless it leaves on purpose. Killing "a worker" therefore means killing its session: its process group in one atomic call,
+then, by their session number in /proc, members that made groups of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+COMM_BYTES_MAX = 15  # the kernel's TASK_COMM_LEN, less its NUL
+
+# A session that goes on forking is scanned again, this often at most: SIGKILL outruns any fork loop of user code.
+SCANS_MAX = 20
+
+
+@functools.cache
+def libc() -> ctypes.CDLL:
+    """The C library this process runs on."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, argument: int | bytes) -> None:
+    if libc().prctl(option, argument, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def become_subreaper() -> None:
+    """Orphans among this process's descendants become its children, instead of init's. Descendants of today included."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> bool:
+    """Have the kernel SIGKILL this process when its parent dies; False if ``parent`` is not (or no longer) its parent.
+
+    The signal is bound to the parent's *thread* that forked, or for an adopted process to its main thread.
+    """
+    if os.getppid() != parent:
+        return False
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have died between the look and the order; then the order came too late.
+    return os.getppid() == parent
+
+
+def outlive_parent() -> None:
+    """Take `die_with_parent` back."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def set_name(name: str) -> None:
+    """The short name that `ps -o comm` and `top` show; cut to 15 bytes."""
+    _prctl(_PR_SET_NAME, name.encode()[:COMM_BYTES_MAX])
+
+
+def set_title(title: str) -> None:
+    """The command line that `ps` shows, cut to the room that the real one had.
+
+    The interpreter has copied its arguments long ago, so the kernel's copy is free to be overwritten. Nothing happens where
+    /proc is not what it should be: a title is worth no risk.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/stat", "rb") as stat:
+        fields = stat.read().rpartition(b")")[2].split()
+        start, end = int(fields[45]), int(fields[46])
+        with open("/proc/self/cmdline", "rb") as line:
+            room = len(line.read())
+        if 0 < room <= end - start:
+            ctypes.memmove(start, title.encode()[: room - 1].ljust(room, b"\0"), room)
+
+
+def own_link(fd: int) -> socket.socket:
+    """The socket that this executed process was given; whatever else it inherited beyond the standard streams is closed."""
+    for other in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if other > 2 and other != fd:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(other)
+    link = socket.socket(fileno=fd)
+    link.set_inheritable(False)
+    return link
+
+
+# ---- sessions
+
+
+class _Member(NamedTuple):
+    pid: int
+    name: str
+    state: str
+    parent: int
+    session: int
+
+
+def _read_stat(pid: int) -> _Member | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            head, _, tail = stat.read().rpartition(b")")
+        fields, name = tail.split(), head.partition(b"(")[2].decode(errors="replace")
+        return _Member(pid, name, fields[0].decode(), int(fields[1]), int(fields[3]))
+    except (OSError, IndexError, ValueError):
+        return None  # gone between the listing and the look
+
+
+def _processes() -> Iterator[_Member]:
+    """Every process there is, zombies included. One pass over /proc, about 15 us a process."""
+    with os.scandir("/proc") as entries:
+        for entry in entries:
+            member = _read_stat(int(entry.name)) if entry.name.isdecimal() else None
+            if member is not None:
+                yield member
+
+
+def members_of(sessions: frozenset[int]) -> list[_Member]:
+    """Every process whose session is one of ``sessions``."""
+    return [one for one in _processes() if one.session in sessions]
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL the process group of a session leader, atomically. The leader must not have been reaped yet."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def end_sessions(sessions: Iterable[int], bound_s: float) -> list[int]:
+    """SIGKILL all members of ``sessions``, wait until they are dead, reap those that are ours; blocks.
+
+    Session leaders are killed but never reaped: whoever watches them does that. Returns the members alive after ``bound_s``.
+    """
+    wanted = frozenset(sessions)
+    deadline = time.monotonic() + bound_s
+    alive: list[int] = []
+    for _ in range(SCANS_MAX):
+        members = [one for one in members_of(wanted) if one.state not in {"Z", "X"} or one.pid not in wanted]
+        alive = [one.pid for one in members if one.state not in {"Z", "X"}]
+        dying = [fd for pid in alive if (fd := _kill(pid)) is not None]
+        _wait_all(dying, deadline)
+        # Orphans become children of the subreaper only when their parent is dead, so they are reaped in a second pass.
+        for one in members:
+            if one.pid not in wanted:
+                _reap(one.pid)
+        if not alive or time.monotonic() >= deadline:
+            break
+    return alive
+
+
+def end_strays(names: frozenset[str], known: frozenset[int], bound_s: float) -> None:
+    """SIGKILL and reap children of ours that go by one of ``names`` and of whom we were never told; blocks."""
+    me, deadline = os.getpid(), time.monotonic() + bound_s
+    strays = [one.pid for one in _processes() if one.parent == me and one.name in names and one.pid not in known]
+    _wait_all([fd for pid in strays if (fd := _kill(pid)) is not None], deadline)
+    for pid in strays:
+        _reap(pid)
+
+
+def _kill(pid: int) -> int | None:
+    """SIGKILL ``pid`` through a pidfd, which is returned; None if it is gone."""
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return None
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+    return fd
+
+
+def _wait_all(fds: list[int], deadline: float) -> None:
+    """Wait until every pidfd has fired or the deadline is over, and close them."""
+    for fd in fds:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        poll.poll(max(0, round((deadline - time.monotonic()) * 1000)))
+        os.close(fd)
+
+
+def _reap(pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)

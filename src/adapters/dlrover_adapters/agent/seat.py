@@ -1,0 +1,52 @@
+"""The seat: everything that turns a waiting process into one particular worker of one particular generation."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from dlrover_core.errors import MalformedMessage
+from dlrover_core.runtime.launcher import WorkersLaunch
+
+from .config import LaunchConfig, Mode
+
+
+class Seat(NamedTuple):
+    """One worker's place. With it travel file descriptors: stdout, stderr and the step slot."""
+
+    launch: WorkersLaunch
+    local_rank: int
+    argv: tuple[str, ...]
+    mode: Mode
+    role: str
+    title: str
+    agent_socket: str
+    error_file: str
+
+    @property
+    def rank(self) -> int:
+        """The global rank."""
+        return self.launch.first_rank + self.local_rank
+
+
+def seat_for(config: LaunchConfig, launch: WorkersLaunch, local_rank: int, agent_socket: str, error_file: str) -> Seat:
+    """The seat of ``local_rank`` in ``launch``."""
+    rank = launch.first_rank + local_rank
+    title = f"dlrover worker --job {config.job} --node {config.node} --rank {rank} {config.argv[0]}"
+    return Seat(launch, local_rank, config.argv, config.mode, config.role, title, agent_socket, error_file)
+
+
+def to_wire(seat: Seat) -> dict[str, Any]:
+    """As a frame's body."""
+    return {**seat._asdict(), "launch": list(seat.launch), "mode": seat.mode.value}
+
+
+def from_wire(body: dict[str, Any]) -> Seat:
+    """The seat in a frame. Raises `MalformedMessage`."""
+    try:
+        fields = dict(body)
+        fields["launch"] = WorkersLaunch(*fields["launch"])
+        fields["mode"] = Mode(fields["mode"])
+        fields["argv"] = tuple(fields["argv"])
+        return Seat(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedMessage(f"not a seat: {error}") from error

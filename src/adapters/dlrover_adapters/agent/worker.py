@@ -1,0 +1,102 @@
+"""A worker's life: wait for a seat, become what a fresh process would be, run the program, leave by the interpreter's own end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+
+from . import wire
+from .config import Mode
+from .framework import Framework, substituted
+from .main_module import execute, program_traceback
+from .process import set_name, set_title
+from .seat import Seat, from_wire
+
+SOCKET_VARIABLE = "DLROVER_AGENT_SOCKET"
+
+
+def run_spare(link: socket.socket, framework: Framework) -> int:
+    """Wait, already belonging to the agent, for the seat that makes this process a worker; then be it."""
+    set_name("dlrover-spare")
+    forget_the_zygote()
+    frame = wire.receive(link)
+    if frame is None:
+        os._exit(0)  # not needed, and no code of the user's has run: nothing to end properly
+    link.close()
+    return run_seat(from_wire(frame.body), frame.fds, framework)
+
+
+def run_seat(seat: Seat, fds: tuple[int, ...], framework: Framework) -> int:
+    """Take the seat and run its program; the exit code."""
+    slot_fd = take_seat(seat, fds, framework)
+    argv = substituted(seat.argv, os.environ)
+    if seat.mode is Mode.COMMAND:
+        return _become(argv)  # the slot's descriptor closes with the exec
+    framework.reseed()
+    framework.begin(seat.launch, seat.rank, seat.agent_socket, slot_fd)
+    os.close(slot_fd)
+    return _run(seat.mode, argv, framework)
+
+
+def take_seat(seat: Seat, fds: tuple[int, ...], framework: Framework) -> int:
+    """Streams, names and environment of one rank; the step slot's file descriptor."""
+    stdout, stderr, slot = fds
+    for fd, standard in ((stdout, 1), (stderr, 2)):
+        os.dup2(fd, standard)
+        os.close(fd)
+    set_name(f"worker-{seat.rank}")
+    set_title(seat.title)
+    os.environ.update(framework.environment(seat.launch, seat.local_rank, seat.role, seat.error_file))
+    os.environ[SOCKET_VARIABLE] = seat.agent_socket
+    return slot
+
+
+def forget_the_zygote() -> None:
+    """Undo what a fork inherits and a fresh process has not."""
+    signal.set_wakeup_fd(-1)
+    for number, action in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_DFL),
+        (signal.SIGCHLD, signal.SIG_DFL),
+        (signal.SIGPIPE, signal.SIG_IGN),  # as the interpreter sets it
+    ):
+        signal.signal(number, action)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _reset_multiprocessing()
+
+
+def _reset_multiprocessing() -> None:
+    """Servants of the zygote's (should a preload have started any) are not ours, and its secret would be every rank's."""
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    if tracker is not None:
+        tracker._resource_tracker.__init__()
+    server = sys.modules.get("multiprocessing.forkserver")
+    if server is not None:
+        server._forkserver.__init__()
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process.current_process().authkey = os.urandom(32)
+
+
+def _become(argv: tuple[str, ...]) -> int:
+    """Replace this process by a command; the death signal and the session stay. Returns only if that fails."""
+    try:
+        os.execvp(argv[0], argv)  # noqa: S606 - no shell is wanted
+    except OSError as error:
+        sys.stderr.write(f"dlrover: cannot execute {argv[0]!r}: {error.strerror}\n")
+    return 127  # as a shell says it
+
+
+def _run(mode: Mode, argv: tuple[str, ...], framework: Framework) -> int:
+    try:
+        execute(mode, argv)
+    except (SystemExit, KeyboardInterrupt):
+        raise  # the interpreter knows what they mean
+    except BaseException as error:  # noqa: BLE001 - this is the program's outermost frame
+        framework.record_error(error)
+        trace = program_traceback(error)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return 1
+    return 0

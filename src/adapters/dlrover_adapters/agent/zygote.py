@@ -1,0 +1,266 @@
+"""The zygote: one warm process that has imported the framework and the preloads, and from which workers are forked.
+
+What makes a process fit to be forked from, and why it is checked (`_fault`):
+
+* *No thread of its own.* A thread does not survive the fork, but the locks it held and the team it belonged to do: a preload
+  that multiplied matrices leaves an OpenMP team behind, and every child that computes waits for it for ever. OpenBLAS
+  ends its threads before a fork and starts them anew afterwards, so threads are counted *after* a fork.
+* *No initialised CUDA.* Its context is unusable in children.
+* *A child that can compute*, proved by one that does, within a bound.
+
+A process that failed cannot be mended (threads cannot be taken back), so the zygote names the preload at fault and ends; the
+agent starts another without it.
+
+Whoever is forked here returns from `Zygote.serve` with the role to play, and `main` calls that role last of all: no frame of the
+zygote stands between a worker's script and the interpreter's own end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+
+from . import keeper, wire, worker
+from .framework import Framework, load
+from .main_module import set_first_path
+from .process import die_with_parent, end_sessions, outlive_parent, own_link, set_name
+
+Role = Callable[[], int]
+END_SESSIONS_S = 10.0
+
+
+class Unfit(Exception):
+    """This process must not be forked any more. ``preload`` names the module at fault; empty: the framework itself."""
+
+    def __init__(self, preload: str, reason: str) -> None:
+        super().__init__(f"{preload or 'the framework'}: {reason}")
+        self.preload, self.reason = preload, reason
+
+
+class Zygote:
+    """Answers the agent's frames: ``fork`` (with a socket), ``gone`` (a session that is no more), ``mine`` (older ones)."""
+
+    def __init__(self, link: socket.socket, agent: int, framework: str, probe_s: float) -> None:
+        self._link, self._agent, self._name, self._probe_s = link, agent, framework, probe_s
+        self._framework: Framework
+        self._sessions: set[int] = set()
+
+    def serve(self, preloads: tuple[str, ...]) -> Role | None:
+        """Get warm, then answer until the agent is gone. In a forked child: the role to play."""
+        try:
+            role = self._warm(preloads)
+        except Unfit as unfit:
+            wire.send(self._link, {"op": "unfit", "preload": unfit.preload, "reason": unfit.reason})
+            return None
+        if role is not None:
+            return role
+        gc.collect()
+        # From here on there may be sessions to end before our own: the socket tells of the agent's death.
+        outlive_parent()
+        gc.freeze()  # what is alive now is shared for ever: no collection in a child shall touch, and so copy, it
+        wire.send(self._link, {"op": "ready"})
+        with contextlib.suppress(BrokenPipeError):  # the agent died before our answer: the end, as below
+            while (frame := wire.receive(self._link)) is not None:
+                role = self._answer(frame)
+                if role is not None:
+                    return role
+        end_sessions(self._sessions, END_SESSIONS_S)
+        return None
+
+    def _warm(self, preloads: tuple[str, ...]) -> Role | None:
+        """Import everything, checking after each preload. The keeper is forked early, as soon as its library is there."""
+        with self._blaming("", "cannot be imported"):
+            self._framework = load(self._name)
+            self._framework.import_core()
+        role = self._answer_waiting()
+        if role is not None:
+            return role
+        with self._blaming("", "cannot be imported"):
+            self._framework.import_rest()
+        self._check("")
+        for name in preloads:
+            wire.send(self._link, {"op": "loading", "preload": name})
+            with self._blaming(name, "cannot be imported"):
+                importlib.import_module(name)
+            self._check(name)
+        return self._answer_waiting()
+
+    @contextlib.contextmanager
+    def _blaming(self, preload: str, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            raise Unfit(preload, f"{what}: {type(error).__name__}: {error}") from error
+
+    def _answer_waiting(self) -> Role | None:
+        while select.select([self._link], [], [], 0)[0]:
+            frame = wire.receive(self._link)
+            if frame is None:
+                os._exit(0)  # the agent died while we were getting warm; nothing was started yet
+            role = self._answer(frame)
+            if role is not None:
+                return role
+        return None
+
+    # ---- fitness
+
+    def _check(self, preload: str) -> None:
+        fault = self._fault()
+        if fault:
+            raise Unfit(preload, fault)
+
+    def _fault(self) -> str:
+        return self._framework.refusal_in_zygote() or self._probe()
+
+    def _probe(self) -> str:
+        """Fork a child that computes, as workers will; what is wrong with it or with us, or nothing."""
+        reader, writer = os.pipe()
+        pid = _fork()
+        if pid == 0:
+            os.close(reader)
+            self._probe_child(writer)
+        os.close(writer)
+        # Threads that end before a fork have ended now. Looked at first: they are why most children hang.
+        fault = self._threads() or self._answer_of_probe(reader)
+        os.close(reader)
+        if fault:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        return fault or (
+            "" if status == 0 else f"a forked child ends with exit code {os.waitstatus_to_exitcode(status)}"
+        )
+
+    def _threads(self) -> str:
+        tasks = len(os.listdir("/proc/self/task"))
+        if tasks == 1:
+            return ""
+        names = [repr(one.name) for one in threading.enumerate() if one is not threading.main_thread()]
+        native = tasks - 1 - len(names)
+        listed = ", ".join([*names, *([f"{native} outside Python"] if native > 0 else [])])
+        return f"it leaves threads running, which forked workers would not have: {listed}"
+
+    def _answer_of_probe(self, reader: int) -> str:
+        poll = select.poll()
+        poll.register(reader, select.POLLIN)
+        if not poll.poll(round(self._probe_s * 1000)):
+            return f"a forked child did not finish a matrix product within {self._probe_s:g} s"
+        answer = os.read(reader, 4096).decode(errors="replace")
+        return "" if answer == "fit" else answer or "a forked child that computes dies"
+
+    def _probe_child(self, writer: int) -> None:
+        try:
+            tasks = len(os.listdir("/proc/self/task"))
+            fault = self._framework.refusal_in_child()
+            if tasks != 1:
+                fault = f"a forked child has {tasks} threads"
+            os.write(writer, (fault or "fit").encode()[:4096])
+        except BaseException as error:  # noqa: BLE001 - a probe must never return into the zygote's code
+            os.write(writer, f"a forked child that computes raises {type(error).__name__}: {error}".encode()[:4096])
+        finally:
+            os._exit(0)
+
+    # ---- forking
+
+    def _answer(self, frame: wire.Frame) -> Role | None:
+        match frame.body:
+            case {"op": "fork", "role": str(kind), "key": int(key)} if len(frame.fds) == 1:
+                return self._fork(kind, key, frame.fds[0])
+            case {"op": "gone", "pid": int(pid)}:
+                self._sessions.discard(pid)
+            case {"op": "mine", "pids": list(pids)}:
+                self._sessions.update(int(one) for one in pids)
+        return None
+
+    def _fork(self, kind: str, key: int, fd: int) -> Role | None:
+        """Fork a child for the agent, through a go-between whose death makes the agent its parent.
+
+        As a child of ours it would die with us and could not be waited for by the agent.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        reader, writer = os.pipe()
+        between = _fork()
+        if between == 0:
+            passed = os.pidfd_open(os.getpid())
+            pid = _fork()
+            if pid:
+                os.write(writer, pid.to_bytes(4, "little"))
+                os._exit(0)
+            for one in (reader, writer, self._link.detach()):
+                os.close(one)
+            return self._role(kind, passed, fd)
+        os.close(writer)
+        os.close(fd)
+        told = os.read(reader, 4)
+        os.close(reader)
+        os.waitpid(between, 0)
+        if len(told) == 4:
+            pid = int.from_bytes(told, "little")
+            self._sessions.add(pid)
+            wire.send(self._link, {"op": "forked", "key": key, "pid": pid})
+        else:
+            wire.send(self._link, {"op": "unforked", "key": key, "reason": "the go-between died before it could fork"})
+        return None
+
+    def _role(self, kind: str, passed: int, fd: int) -> Role:
+        """In the new process: wait until the agent is the parent, then belong to it for life and death."""
+        poll = select.poll()
+        poll.register(passed, select.POLLIN)
+        poll.poll()
+        os.close(passed)
+        if not die_with_parent(self._agent):
+            os._exit(0)  # the agent died first; nobody would watch us
+        os.setsid()
+        link = socket.socket(fileno=fd)
+        if kind == "keeper":
+            return lambda: keeper.serve(link)
+        return lambda: worker.run_spare(link, self._framework)
+
+
+def _fork() -> int:
+    """A fork without the warning (CPython 3.12) that threads may be lost: which ones are is what `_threads` looks at."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def main(arguments: list[str]) -> int:
+    """Run a zygote for the agent at the other end of ``--fd``."""
+    parser = argparse.ArgumentParser(prog="zygote")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--agent", type=int, required=True)
+    parser.add_argument("--framework", required=True)
+    parser.add_argument("--preload", action="append", default=[])
+    parser.add_argument("--probe-s", type=float, required=True)
+    parser.add_argument("--path", default=None)
+    parser.add_argument("--job", default="")
+    parser.add_argument("--node", default="")
+    told = parser.parse_args(arguments)
+    os.setsid()
+    if not die_with_parent(told.agent):
+        return 0
+    if told.path is not None:
+        set_first_path(told.path)  # preloads are found where the script will find them
+    set_name("dlrover-zygote")
+    zygote = Zygote(own_link(told.fd), told.agent, told.framework, told.probe_s)
+    role = zygote.serve(tuple(told.preload))
+    del zygote
+    if role is None:
+        os._exit(0)  # a refused preload's threads and exit handlers shall not hold us up
+    return role()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""The step signal: tells the agent which training step this worker has done.
+
+Two channels. The *slot* is eight bytes of memory shared with the agent: always exact, read when the worker has died. The
+*doorbell* is a packet on the agent's Unix socket: at once for the first step, then at most every `RING_S`. Neither may ever
+slow or break training: a full socket drops the packet (a newer one follows), a dead agent silences the signal.
+
+A forked child of the worker (a DataLoader worker) shares neither: its steps are not this rank's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+import time
+from typing import Any
+
+import msgpack
+
+from .pace import Pace
+
+RING_S = 0.1
+_SLOT = struct.Struct("=q")
+
+_signal: StepSignal | None = None
+
+
+class StepSignal:
+    """This worker's signal: optimizer calls counted from one, or the script's own numbers once it tells them."""
+
+    def __init__(self, generation: int, rank: int, agent_socket: str, slot_fd: int) -> None:
+        self._generation, self._rank = generation, rank
+        self._step, self._told = 0, False
+        self._pace = Pace()
+        self._next_ring = 0.0
+        self._slot: mmap.mmap | None = mmap.mmap(slot_fd, _SLOT.size)
+        self._socket = _connect(agent_socket)
+
+    def optimizer_called(self, optimizer: object) -> None:
+        """Count an optimizer's call, unless the script counts for itself."""
+        if not self._told and self._pace.called(optimizer):
+            self._done(self._step + 1)
+
+    def told(self, step: int) -> None:
+        """The script says which step it has done."""
+        self._told = True
+        self._done(step)
+
+    def silence(self) -> None:
+        """Never signal again; in a forked child the parent keeps its own copies."""
+        self._told, self._slot = True, None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _done(self, step: int) -> None:
+        self._step = step
+        if self._slot is not None:
+            _SLOT.pack_into(self._slot, 0, step)
+        now = time.monotonic()
+        if self._socket is not None and now >= self._next_ring:
+            self._next_ring = now + RING_S
+            self._ring(self._socket, step)
+
+    def _ring(self, bell: socket.socket, step: int) -> None:
+        try:
+            bell.send(
+                msgpack.packb({"generation": self._generation, "rank": self._rank, "step": step, "told": self._told})
+            )
+        except BlockingIOError:
+            return  # the agent is busy; the next ring says more
+        except OSError:
+            bell.close()
+            self._socket = None
+
+
+def _connect(path: str) -> socket.socket | None:
+    bell = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    bell.setblocking(False)
+    try:
+        bell.connect(path)
+    except OSError:
+        bell.close()  # an agent that is gone takes us with it soon; one that is full is no reason not to train
+        return None
+    return bell
+
+
+def begin(generation: int, rank: int, agent_socket: str, slot_fd: int) -> None:
+    """Signal every training step of this process from now on. Imports torch's optimizers."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    global _signal  # noqa: PLW0603 - a process is one rank; torch's hook registry is as global
+    _signal = StepSignal(generation, rank, agent_socket, slot_fd)
+    register_optimizer_step_post_hook(_after_optimizer)
+    os.register_at_fork(after_in_child=_forked)
+
+
+def tell(step: int) -> None:
+    """What `dlrover_adapters.torch.step` does."""
+    if _signal is not None:
+        _signal.told(int(step))
+
+
+def _after_optimizer(optimizer: object, _args: tuple[Any, ...], _kwargs: dict[Any, Any]) -> None:
+    import torch
+
+    # In a compiled optimizer the hook would be traced: a graph break, or an error under fullgraph. Such scripts call `step`.
+    if _signal is not None and not torch.compiler.is_compiling():
+        _signal.optimizer_called(optimizer)
+
+
+def _forked() -> None:
+    global _signal  # noqa: PLW0603 - as above
+    if _signal is not None:
+        with contextlib.suppress(OSError):
+            _signal.silence()
+        _signal = None

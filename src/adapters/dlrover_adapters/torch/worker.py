@@ -1,0 +1,98 @@
+"""Torch as the launcher's framework: what to import ahead, what makes a fork unfit, and how a worker begins.
+
+Implements `dlrover_adapters.agent.framework.Framework`. Nothing of torch is imported before a function needs it: commands
+that are not Python get their environment from here too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from dlrover_core.runtime.launcher import WorkersLaunch
+
+from . import steps
+from .environment import rank_environment
+
+PROBE_SIZE = 256  # large enough that a product is shared out to the OpenMP team
+
+
+def import_core() -> None:
+    """Torch and its stores."""
+    import torch
+    import torch.distributed  # noqa: F401 - for its side effect: it is imported
+
+
+def import_rest() -> None:
+    """What scripts pull in at their first optimizer (`_dynamo`, 0.7 to 2 s), wrapper or error."""
+    import msgpack  # noqa: F401 - as below
+    import torch._dynamo
+    import torch.distributed.algorithms.join
+    import torch.distributed.elastic.multiprocessing.errors
+    import torch.nn.parallel
+    import torch.utils.data  # noqa: F401 - for their side effect: they are imported
+
+
+def refusal_in_zygote() -> str:
+    """CUDA must not be initialised before a fork."""
+    import torch
+
+    initialized: Callable[[], bool] = torch.cuda.is_initialized  # torch leaves it untyped
+    if initialized():
+        return "it initialises CUDA, which is unusable after a fork"
+    return ""
+
+
+def refusal_in_child() -> str:
+    """Torch's own opinion, and the proof that this child can compute."""
+    import torch
+
+    if torch.cuda._is_in_bad_fork():
+        return "it initialises CUDA, which is unusable after a fork"
+    ones = torch.ones(PROBE_SIZE, PROBE_SIZE)
+    if float((ones @ ones)[0, 0]) != PROBE_SIZE:
+        return "a forked child gets a matrix product wrong"
+    return ""
+
+
+def environment(launch: WorkersLaunch, local_rank: int, role: str, error_file: str) -> dict[str, str]:
+    """Torchrun's variables."""
+    return rank_environment(launch, local_rank, role, error_file)
+
+
+def reseed() -> None:
+    """New entropy for every generator that a fresh process seeds for itself. CUDA's are made, and seeded, at its first use."""
+    random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+def begin(launch: WorkersLaunch, rank: int, agent_socket: str, slot_fd: int) -> None:
+    """Signal steps from here on."""
+    steps.begin(launch.generation, rank, agent_socket, slot_fd)
+
+
+def record_error(error: BaseException) -> None:
+    """Write torch's error file, for scripts without torch's ``@record``; what ``@record`` wrote stays."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {
+        "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        "timestamp": str(int(time.time())),
+    }
+    told = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
+    # A full disk must not hide the error itself, which is printed next.
+    with contextlib.suppress(OSError), Path(path).open("x", encoding="utf-8") as file:
+        json.dump(told, file)

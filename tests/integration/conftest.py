@@ -1,0 +1,183 @@
+"""A launcher on real processes, for the tests of workers: `rig`.
+
+Most tests need no torch: their workers run on `bare`, a framework of a few lines that is imported in no time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import textwrap
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrover_adapters.agent.config import LaunchConfig
+from dlrover_adapters.agent.launcher import LinuxLauncher
+from dlrover_core.runtime.launcher import Notice, StoreReady, WorkerExit, WorkersLaunch
+
+BOUND_S = 30.0
+SOURCES = [str(Path(__file__).parents[2] / one) for one in ("src", "src/adapters", "src/backends")]
+
+BARE = """
+import os
+def import_core(): pass
+def import_rest(): pass
+def refusal_in_zygote(): return ""
+def refusal_in_child(): return ""
+def environment(launch, local_rank, role, error_file):
+    return {"RANK": str(launch.first_rank + local_rank), "LOCAL_RANK": str(local_rank), "ERROR_FILE": error_file,
+            "GENERATION": str(launch.generation)}
+def reseed(): pass
+def begin(launch, rank, agent_socket, slot_fd): pass
+def record_error(error): pass
+"""
+
+
+class Rig:
+    """One launcher, and what it noticed. Its workers `tell` it what they see."""
+
+    def __init__(self, folder: Path, launcher: LinuxLauncher, nproc: int) -> None:
+        self.folder, self.launcher, self.nproc = folder, launcher, nproc
+        self.generation = 0
+        self.notices: list[Notice] = []
+        self.stores: list[str] = []
+        self._stream = launcher.notices()
+        self._told: asyncio.Queue[list[Any]] = asyncio.Queue()
+        self._ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+
+    async def next(self) -> Notice:
+        """The next notice."""
+        notice = await asyncio.wait_for(anext(self._stream), BOUND_S)
+        self.notices.append(notice)
+        if isinstance(notice, StoreReady):
+            self.stores.append(notice.address)
+        return notice
+
+    async def until(self, matches: Callable[[Notice], bool]) -> Notice:
+        """The next notice that ``matches``; those before it are in ``notices``."""
+        while not matches(notice := await self.next()):
+            pass
+        return notice
+
+    async def exits(self, count: int) -> list[WorkerExit]:
+        """The next ``count`` exits, by rank."""
+        found: list[WorkerExit] = []
+        while len(found) < count:
+            notice = await self.next()
+            if isinstance(notice, WorkerExit):
+                found.append(notice)
+        return sorted(found, key=lambda one: one.rank)
+
+    async def start(self, store: str = "127.0.0.1:1", **fields: object) -> None:
+        """Start the next generation."""
+        self.generation += 1
+        nproc = self.nproc
+        launch = WorkersLaunch("run", self.generation, 0, nproc, nproc, 0, 1, store, self.generation - 1, 3)
+        await self.launcher.start(launch._replace(**fields))  # type: ignore[arg-type]
+
+    async def run(self, **fields: object) -> list[WorkerExit]:
+        """Start a generation and wait for its end."""
+        await self.start(**fields)
+        return await self.exits(self.nproc)
+
+    async def told(self) -> list[Any]:
+        """What the next worker `tell`s: its rank, then the arguments."""
+        return await asyncio.wait_for(self._told.get(), BOUND_S)
+
+    async def all_told(self) -> dict[int, list[Any]]:
+        """What one message from each worker says, by rank."""
+        found: dict[int, list[Any]] = {}
+        while len(found) < self.nproc:
+            rank, *words = await self.told()
+            found[rank] = words
+        return dict(sorted(found.items()))
+
+    def listen(self) -> None:
+        """Hear what workers tell."""
+        self._ear.setblocking(False)
+        self._ear.bind(str(self.folder / "ear"))
+        asyncio.get_running_loop().add_reader(
+            self._ear, lambda: self._told.put_nowait(json.loads(self._ear.recv(65536)))
+        )
+
+    def deafen(self) -> None:
+        """Hear no more."""
+        asyncio.get_running_loop().remove_reader(self._ear)
+        self._ear.close()
+        (self.folder / "ear").unlink()
+
+
+# What scripts of these tests may use.
+PRELUDE = """
+import json, os, signal, socket, sys, time
+RANK = int(os.environ.get("RANK", -1))
+def tell(*words):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
+        ear.sendto(json.dumps([RANK, *words]).encode(), os.path.join(os.environ["FOLDER"], "ear"))
+def forever():
+    while True: signal.pause()
+"""
+
+Make = Callable[..., contextlib.AbstractAsyncContextManager[Rig]]
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Make:
+    """An open launcher for a script: ``async with`` it, with a script, ``torch=True``, and fields of `LaunchConfig`."""
+    (tmp_path / "bare.py").write_text(BARE)
+
+    @contextlib.asynccontextmanager
+    async def make(
+        script: str = "", *, torch: bool = False, env: dict[str, str] | None = None, **fields: object
+    ) -> AsyncIterator[Rig]:
+        path = tmp_path / "script.py"
+        path.write_text(PRELUDE + textwrap.dedent(script))
+        born = {
+            "FOLDER": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join([*SOURCES, str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+            **(env or {}),
+        }
+        config = LaunchConfig((str(path),), env=born, stores=torch, run_dir=str(tmp_path / "run"))
+        if not torch:
+            config = config._replace(framework="bare")
+        config = config._replace(**fields)  # type: ignore[arg-type]
+        launcher = LinuxLauncher(config)
+        await asyncio.wait_for(launcher.open(), 60)
+        one = Rig(tmp_path, launcher, config.nproc)
+        one.listen()
+        try:
+            yield one
+        finally:
+            one.deafen()
+            await asyncio.wait_for(launcher.close(), BOUND_S)
+            async for notice in one._stream:
+                one.notices.append(notice)
+            assert list((tmp_path / "run").iterdir()) == []
+
+    return make
+
+
+async def _gone(pid: int) -> None:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    dead = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().add_reader(fd, lambda: dead.done() or dead.set_result(None))
+    try:
+        await asyncio.wait_for(dead, BOUND_S)
+    finally:
+        asyncio.get_running_loop().remove_reader(fd)
+        os.close(fd)
+
+
+@pytest.fixture
+def gone() -> Callable[[int], Awaitable[None]]:
+    """Await the end of any process."""
+    return _gone
