@@ -160,7 +160,7 @@ class Nursery:
         Its successor is started only then, so that whoever is unknown here is of the dead one's making.
         """
         await asyncio.to_thread(end_sessions, {zygote.pid}, SWEEP_S)
-        await asyncio.to_thread(end_strays, STRAYS, frozenset(self._living), SWEEP_S)
+        await asyncio.to_thread(end_strays, STRAYS, frozenset({zygote.pid, *self._living}), SWEEP_S)
         zygote.reap()
 
     def _judge(self, exit_code: int, *, early: bool) -> None:
