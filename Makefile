@@ -21,9 +21,10 @@ help: ## these lines
 demo: $(READY) ## train a real model through three kinds of death
 	$(PY) examples/demo.py
 
-test: ## everything CI runs: check, unit, integration
+test: ## everything CI runs: check, unit, chaos, integration
 	$(MAKE) --no-print-directory check
 	$(MAKE) --no-print-directory unit
+	$(MAKE) --no-print-directory chaos
 	$(MAKE) --no-print-directory integration
 
 check: $(READY) ## lint, format, types, import rules
@@ -41,12 +42,12 @@ integration: $(READY) ## tests with real processes, one after the other
 bench: $(READY) ## every number we promise, ours and the peer's in turn
 	@shopt -s nullglob; for one in benchmarks/bench_*.py; do echo "== $$one"; $(PY) "$$one"; done
 
-chaos: $(READY) ## scripted and seeded faults
-	@$(PY) -m pytest tests/chaos -m "not campaign" $(ARGS) || { code=$$?; test $$code -eq 5 && echo "no chaos tests yet"; }
+chaos: $(READY) ## stories of faults in virtual time, and fixed seeds
+	$(PY) -m pytest tests/chaos -n $(JOBS) $(ARGS)
 
-campaign: $(READY) ## a long hunt: make campaign NAME=...
-	@test -n "$(NAME)" || { echo "usage: make campaign NAME=<words of the campaign's test name>" >&2; exit 2; }
-	$(PY) -m pytest tests/chaos -m campaign -k "$(NAME)" --timeout 0 $(ARGS)
+campaign: $(READY) ## a long hunt for faults: make campaign NAME=seeds
+	@test -n "$(NAME)" || { $(PY) -m tools.campaign --help; exit 2; }
+	$(PY) -m tools.campaign "$(NAME)" $(ARGS)
 
 format: $(READY) ## rewrite what `make check` would complain about, where a machine can
 	$(VENV)/bin/ruff check --fix .

@@ -22,7 +22,9 @@ def diagrams() -> dict[str, str]:
 
 def stale() -> list[str]:
     """The files that are not what the code says."""
-    return [name for name, text in diagrams().items() if not (FOLDER / name).exists() or (FOLDER / name).read_text() != text]
+    return [
+        name for name, text in diagrams().items() if not (FOLDER / name).exists() or (FOLDER / name).read_text() != text
+    ]
 
 
 def main(arguments: list[str]) -> int:

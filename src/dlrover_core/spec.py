@@ -91,6 +91,8 @@ class JobSpec:
             value = getattr(self, spot.name)
             if spot.name.endswith("_s") and not (isinstance(value, (int, float)) and 0 <= value < 10**9):
                 raise SpecError(spot.name, f"not a number of seconds: {value!r}")
+        if self.heartbeat_s <= 0:
+            raise SpecError("heartbeat_s", f"must be more than 0, got {self.heartbeat_s}")
         if self.heartbeat_s * 3 > self.silence_s:
             raise SpecError("silence_s", f"must be at least 3 heartbeats of {self.heartbeat_s} s, got {self.silence_s}")
 

@@ -69,6 +69,11 @@ def worker_death(exit_code: int, error: str, tail: str) -> Verdict:
     return Verdict(USER, f"exit.code{exit_code}", 0.5)
 
 
+def signal_name(number: int) -> str:
+    """``SIGKILL`` of 9; of a number that is no signal, ``signal 99``."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
 def exception_name(text: str) -> str:
     """The exception's class: the word before the last ``Name: message`` line, or 'unknown'."""
     for line in reversed(text.strip().splitlines()):

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.diagnosis.classify import Death, Verdict, node_death, root, worker_death
+from dlrover_core.diagnosis.classify import Death, Verdict, node_death, root, signal_name, worker_death
 from dlrover_core.errors import Refused
 from dlrover_core.job import job, nodes, progress, world
+from dlrover_core.job.node_lifecycle import ALIVE
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.engine import Concern
 from dlrover_core.kernel.events import Event, Record, event
+from dlrover_core.kernel.lifecycle import Lifecycle
 from dlrover_core.spec import us
 
 if TYPE_CHECKING:
@@ -28,6 +30,45 @@ TAIL_BYTES_MAX = 4096
 ERROR_MAX = 2048
 CLOSED_KEPT = 16
 EVIDENCE_MAX = 64
+UNKNOWN = -1
+
+INCIDENT = Lifecycle(
+    "incident",
+    states=["open", "diagnosed", "acting", "held", "closed", "fatal"],
+    initial="open",
+    transitions=[
+        {"trigger": "diagnose", "source": "open", "dest": "diagnosed"},
+        {"trigger": "act", "source": ["diagnosed", "acting", "held"], "dest": "acting"},
+        {"trigger": "hold", "source": ["diagnosed", "acting"], "dest": "held"},
+        {"trigger": "fail", "source": "held", "dest": "fatal"},
+        {"trigger": "close", "source": ["diagnosed", "acting", "held"], "dest": "closed"},
+    ],
+    ignored=[
+        # A verdict is revised as long as anybody looks; only an action that follows moves the incident.
+        *[(state, "diagnose") for state in ("diagnosed", "acting", "held", "closed", "fatal")],
+        ("held", "hold"),
+        ("fatal", "close"),
+    ],
+    terminal=["closed", "fatal"],
+)
+
+ACTION = Lifecycle(
+    "action",
+    states=["chosen", "waiting", "in_force", "superseded", "done"],
+    initial="chosen",
+    transitions=[
+        {"trigger": "take", "source": "chosen", "dest": "in_force"},
+        {"trigger": "hold", "source": "chosen", "dest": "waiting"},
+        {"trigger": "supersede", "source": ["in_force", "waiting"], "dest": "superseded"},
+        {"trigger": "finish", "source": ["in_force", "waiting"], "dest": "done"},
+    ],
+    # The end of an incident ends what is still in force; what was superseded stays so.
+    ignored=[("superseded", "finish"), ("superseded", "supersede"), ("done", "finish"), ("done", "supersede")],
+    terminal=["superseded", "done"],
+)
+
+# What a node's death is answered with: these take the place of a restart that was charged before the death was known.
+FOR_NODES = (ladder.RELAUNCH_NODE, ladder.GO_ON_SMALLER)
 
 
 @event(60)
@@ -81,7 +122,10 @@ class ActionChosen(NamedTuple):
 
 @event(64)
 class IncidentClosed(NamedTuple):
-    """Training goes on: ``down_us`` from the death to the next step, ``steps_lost`` begun and made again."""
+    """Training goes on: ``down_us`` from the death to the next step, ``steps_lost`` begun and made again.
+
+    -1 steps: unknown, because the script does not tell its own numbers (`dlrover_adapters.torch.step`).
+    """
 
     incident: int
     down_us: int
@@ -103,8 +147,21 @@ class ReportExit(NamedTuple):
 
 
 @dataclass(slots=True)
+class Action:
+    """One thing done about an incident, on ``node``; ``state`` by `ACTION`."""
+
+    action: str
+    node: str
+    state: str = ACTION.initial
+
+    def fire(self, trigger: str) -> None:
+        """Move by `ACTION`."""
+        self.state = ACTION.fire(f"{self.action} on {self.node}", self.state, trigger)
+
+
+@dataclass(slots=True)
 class Incident:
-    """An incident as far as decisions need it. ``held``: a final action waits for the rest of the evidence."""
+    """An incident as far as decisions need it; ``state`` by `INCIDENT`."""
 
     number: int
     node: str
@@ -116,12 +173,28 @@ class Incident:
     diagnosed_seq: int = 0
     verdict: str = ""
     signature: str = ""
-    action: str = ""
-    restart_charged: bool = False
-    relaunched: list[str] = field(default_factory=list)
-    held: bool = False
+    state: str = INCIDENT.initial
+    actions: list[Action] = field(default_factory=list)
     rule: str = ""
-    closed: bool = False
+
+    @property
+    def action(self) -> str:
+        """The newest action; empty before the first."""
+        return self.actions[-1].action if self.actions else ""
+
+    @property
+    def held(self) -> bool:
+        """Does a final action wait for the rest of the evidence?"""
+        return self.state == "held"
+
+    @property
+    def closed(self) -> bool:
+        """Does training go on?"""
+        return self.state == "closed"
+
+    def fire(self, trigger: str) -> None:
+        """Move by `INCIDENT`."""
+        self.state = INCIDENT.fire(f"incident {self.number}", self.state, trigger)
 
     @property
     def group(self) -> str:
@@ -165,7 +238,8 @@ def _exit(state: JobState, command: ReportExit, now: int) -> Iterator[Event]:
         command.exit_code,
         command.asked,
         command.step,
-        max(command.age_us, 0),
+        # Nobody died before there was time, whatever clock its agent has.
+        min(max(command.age_us, 0), now),
         _last_bytes(command.tail),
         command.error[:ERROR_MAX],
     )
@@ -177,6 +251,8 @@ def _last_bytes(tail: str) -> str:
 
 
 def _tick(state: JobState, now: int) -> Iterator[Event]:
+    if not state.job.live:
+        return
     for incident in list(state.failures.incidents.values()):
         if incident.held and not incident.closed and now >= _evidence_deadline(state, incident):
             yield _final(incident)
@@ -211,7 +287,7 @@ def _on_exit(state: JobState, fact: WorkerExited, record: Record) -> Iterator[Ev
 def _rejudge(incident: Incident) -> Iterator[Event]:
     """A verdict of its own for evidence that changes it. A worker's word never outweighs a node's death."""
     cause = incident.cause
-    if cause.rank >= 0 and not incident.relaunched and cause.signature != incident.signature:
+    if cause.rank >= 0 and not any(one.action in FOR_NODES for one in incident.actions) and cause.signature != incident.signature:
         yield _diagnosis(incident, incident.diagnosed_seq)
 
 
@@ -224,7 +300,7 @@ def _on_node(state: JobState, fact: nodes.NodeFailed | nodes.NodeGone | nodes.No
     if not state.job.live or not _counts(state, fact):
         return
     group = group_of(fact.node)
-    if fact.node in state.world.of(fact.node).finished:
+    if state.world.of(fact.node).done(fact.node):
         return
     incident = state.failures.unmended(group)
     if incident is not None and not incident.closed:
@@ -251,11 +327,20 @@ def _judge(state: JobState, fact: IncidentOpened, record: Record) -> Iterator[Ev
 
 def _choose(state: JobState, fact: Diagnosed, record: Record) -> Iterator[Event]:
     incident = state.failures.incidents[fact.incident]
-    if fact.blamed:
+    if fact.blamed and not _doomed(state, incident, fact.blamed):
         yield _chosen(incident, fact.blamed, _for_node(state, fact.blamed))
+    elif fact.blamed:
+        yield from _finish_held(state, fact, record)
     elif not incident.action:
         left = state.job.spec.max_restarts - state.failures.restarts
         yield _chosen(incident, incident.node, ladder.for_workers(left))
+
+
+def _doomed(state: JobState, incident: Incident, blamed: str) -> bool:
+    """Does the end wait because of another node that is dead and cannot be replaced? Nothing done for this one would help."""
+    waiting = next((one.node for one in incident.actions if one.state == "waiting"), blamed)
+    node = state.nodes.nodes.get(waiting)
+    return waiting != blamed and (node is None or node.state not in ALIVE)
 
 
 def _chosen(incident: Incident, node: str, choice: ladder.Choice) -> ActionChosen:
@@ -276,14 +361,22 @@ def _act(state: JobState, fact: ActionChosen, record: Record) -> Iterator[Event]
         yield from world.reform(state, incident.group, record.at, why)
     elif fact.action == ladder.RELAUNCH_NODE:
         yield from nodes.replace(state, fact.node)
+        yield from _complete(state, incident)
     elif fact.action == ladder.GO_ON_SMALLER:
         yield from nodes.give_up(state, fact.node)
+        yield from _complete(state, incident)
     elif fact.action == ladder.AWAIT_EVIDENCE:
         yield from world.dissolve(state, incident.group, why)
         if _all_spoke(state, incident):
             yield _final(incident)
     elif fact.action == ladder.FAIL_JOB:
         yield job.JobFailed(incident.rule, incident.number, describe(incident.cause))
+
+
+def _complete(state: JobState, incident: Incident) -> Iterator[Event]:
+    """Whoever had finished and gone is needed again when the world must re-form."""
+    if not state.world.of(incident.node).active:
+        yield from nodes.complete(state, incident.group)
 
 
 def _all_spoke(state: JobState, incident: Incident) -> bool:
@@ -314,7 +407,7 @@ def describe(death: Death) -> str:
     if death.error:
         what = death.error.strip().splitlines()[-1][:500]
     elif death.exit_code < 0:
-        what = f"killed by signal {-death.exit_code}"
+        what = f"killed by {signal_name(-death.exit_code)}"
     else:
         what = f"exit code {death.exit_code}"
     return f"{who}: {what} ({death.signature})"
@@ -327,8 +420,14 @@ def _mended(state: JobState, fact: progress.FirstStep, record: Record) -> Iterat
     group = group_of(fact.node)
     for incident in list(state.failures.incidents.values()):
         if not incident.closed and incident.group == group and incident.generation < fact.generation:
-            began = incident.step + 1 if incident.step >= 0 else 0
-            yield IncidentClosed(incident.number, record.at - incident.cause.at, max(0, began - (fact.step - 1)))
+            yield IncidentClosed(incident.number, max(0, record.at - fact.age_us - incident.cause.at), _steps_lost(incident, fact))
+
+
+def _steps_lost(incident: Incident, fact: progress.FirstStep) -> int:
+    """Steps begun before the death and made again: the one in the making, and those since what was restored."""
+    if not fact.told or incident.step < 0:
+        return UNKNOWN
+    return max(0, incident.step + 1 - (fact.step - 1))
 
 
 def _close_all(state: JobState, fact: object, record: Record) -> Iterator[Event]:
@@ -370,7 +469,7 @@ def _note_node(slice_: FailureSlice, fact: nodes.NodeFailed | nodes.NodeGone | n
     how = {nodes.NodeFailed: "failed", nodes.NodeGone: "gone", nodes.NodeLost: "lost"}[type(fact)]
     code = fact.exit_code if isinstance(fact, nodes.NodeFailed) else 0
     verdict: Verdict = node_death(how, code, fact.reason)
-    death = Death(record.seq, record.at, fact.node, -1, code, -1, f"{how}: {fact.reason}", *verdict)
+    death = Death(record.seq, record.at, fact.node, -1, code, -1, f"{how}: {fact.reason}" if fact.reason else how, *verdict)
     _note(slice_, death, slice_.unmended(group_of(fact.node)))
 
 
@@ -403,28 +502,36 @@ def _on_opened(slice_: FailureSlice, fact: IncidentOpened, record: Record) -> No
 
 def _on_diagnosed(slice_: FailureSlice, fact: Diagnosed, record: Record) -> None:
     incident = slice_.incidents[fact.incident]
+    incident.fire("diagnose")
     incident.diagnosed_seq, incident.verdict, incident.signature = record.seq, fact.verdict, fact.signature
 
 
 def _on_chosen(slice_: FailureSlice, fact: ActionChosen, record: Record) -> None:
     incident = slice_.incidents[fact.incident]
-    incident.action, incident.rule = fact.action, fact.rule
-    incident.held = fact.action == ladder.AWAIT_EVIDENCE
-    if fact.action == ladder.RESTART_PROCESSES:
-        incident.restart_charged = True
-        slice_.restarts += 1
-    elif fact.action in (ladder.RELAUNCH_NODE, ladder.GO_ON_SMALLER):
-        if incident.restart_charged:
-            incident.restart_charged = False
+    waits = fact.action == ladder.AWAIT_EVIDENCE
+    incident.fire("fail" if fact.action == ladder.FAIL_JOB else "hold" if waits else "act")
+    incident.rule = fact.rule
+    for one in incident.actions:
+        if one.state == "waiting":
+            one.fire("supersede")
+        elif one.state == "in_force" and one.action == ladder.RESTART_PROCESSES and fact.action in FOR_NODES:
+            one.fire("supersede")
             slice_.restarts -= 1
-        incident.relaunched.append(fact.node)
-    if fact.action == ladder.RELAUNCH_NODE:
+    chosen = Action(fact.action, fact.node)
+    chosen.fire("hold" if waits else "take")
+    incident.actions.append(chosen)
+    if fact.action == ladder.RESTART_PROCESSES:
+        slice_.restarts += 1
+    elif fact.action == ladder.RELAUNCH_NODE:
         place = fact.node.rsplit("-", 1)[0]
         slice_.relaunches[place] = slice_.relaunches.get(place, 0) + 1
 
 
 def _on_closed(slice_: FailureSlice, fact: IncidentClosed, record: Record) -> None:
-    slice_.incidents[fact.incident].closed = True
+    incident = slice_.incidents[fact.incident]
+    incident.fire("close")
+    for one in incident.actions:
+        one.fire("finish")
     closed = [number for number, incident in slice_.incidents.items() if incident.closed]
     for number in closed[:-CLOSED_KEPT]:
         del slice_.incidents[number]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover_core.errors import Refused
 from dlrover_core.job import job
+from dlrover_core.job.node_lifecycle import ALIVE, COMING, LIFECYCLE
 from dlrover_core.kernel.engine import Concern
 from dlrover_core.kernel.events import Event, Record, event
-from dlrover_core.kernel.lifecycle import Lifecycle
 from dlrover_core.spec import us
 
 if TYPE_CHECKING:
@@ -25,37 +25,6 @@ QUARANTINES_MAX = 1024
 TEXT_MAX = 500
 # Exit reasons that speak against the host rather than against the program.
 HOST_REASONS = ("check_failed", "hardware")
-
-LIFECYCLE = Lifecycle(
-    "node",
-    states=["planned", "pending", "running", "suspect", "lost", "succeeded", "failed", "gone"],
-    initial="planned",
-    transitions=[
-        {"trigger": "pend", "source": "planned", "dest": "pending"},
-        {"trigger": "run", "source": ["planned", "pending"], "dest": "running"},
-        {"trigger": "silence", "source": "running", "dest": "suspect"},
-        {"trigger": "hear", "source": "suspect", "dest": "running"},
-        {"trigger": "lose", "source": ["planned", "pending", "suspect"], "dest": "lost"},
-        {"trigger": "succeed", "source": ["planned", "pending", "running", "suspect"], "dest": "succeeded"},
-        {"trigger": "fail", "source": ["planned", "pending", "running", "suspect"], "dest": "failed"},
-        {"trigger": "vanish", "source": ["planned", "pending", "running", "suspect", "lost", "succeeded", "failed"], "dest": "gone"},
-    ],
-    ignored=[
-        # Repeated and late observations: a level said again, or one that a later level has overtaken.
-        *[(state, "pend") for state in ("pending", "running", "suspect", "lost", "succeeded", "failed", "gone")],
-        *[(state, "run") for state in ("running", "suspect", "lost", "succeeded", "failed", "gone")],
-        *[(state, "silence") for state in ("planned", "pending", "suspect", "lost", "succeeded", "failed", "gone")],
-        *[(state, "hear") for state in ("planned", "pending", "running", "lost", "succeeded", "failed", "gone")],
-        *[(state, "succeed") for state in ("lost", "succeeded", "failed", "gone")],
-        *[(state, "fail") for state in ("lost", "succeeded", "failed", "gone")],
-        *[(state, "lose") for state in ("running", "lost", "succeeded", "failed", "gone")],
-        ("gone", "vanish"),
-    ],
-    terminal=["gone"],
-)
-
-ALIVE = ("running", "suspect")
-COMING = ("planned", "pending", *ALIVE)
 
 
 @event(20)
@@ -321,9 +290,13 @@ def give_up(state: JobState, name: str) -> Iterator[Event]:
 
 def complete(state: JobState, group: str) -> Iterator[Event]:
     """Plan a node for every wanted place that has none: whoever finished and left is needed again when the world re-forms."""
+    nodes_max = state.job.spec.group(group).nodes_max
     for slot in list(state.nodes.slots.values()):
+        # Places beyond nodes_max are an earlier, larger run's.
+        if slot.group != group or slot.given_up or slot.index >= nodes_max:
+            continue
         latest = state.nodes.latest(slot.group, slot.index)
-        if slot.group == group and not slot.given_up and (latest is None or latest.released or latest.state not in COMING):
+        if latest is None or latest.released or latest.state not in COMING:
             yield from plan(state, slot.group, slot.index)
 
 
@@ -355,12 +328,19 @@ def _seen(state: JobState, seen: Observed) -> Iterator[Event]:
         yield NodePending(node.node)
     elif trigger == "run":
         yield NodeRunning(node.node, seen.host)
-    elif trigger == "succeed":
+    elif trigger == "succeed" and not _unfinished(state, node):
         yield NodeSucceeded(node.node)
+    elif trigger == "succeed":
+        yield NodeFailed(node.node, 0, "it ended before its work was done")
     elif trigger == "fail":
         yield NodeFailed(node.node, seen.exit_code, reason)
     else:
         yield gone(node, reason)
+
+
+def _unfinished(state: JobState, node: Node) -> bool:
+    """Is it still needed? Whoever goes then has failed us, however politely: no other event would bring a successor."""
+    return state.job.live and not node.released and not state.world.of(node.node).done(node.node)
 
 
 def gone(node: Node, reason: str) -> NodeGone:
@@ -378,7 +358,11 @@ def _joined(state: JobState, command: ReportJoined, now: int) -> Iterator[Event]
 
 
 def _left(state: JobState, command: ReportLeft, now: int) -> Iterator[Event]:
-    yield NodeLeft(present(state, command.node).node)
+    node = present(state, command.node)
+    if _unfinished(state, node) and LIFECYCLE.may(node.state, "fail"):
+        yield NodeFailed(node.node, 0, "its agent left, unasked")
+    else:
+        yield NodeLeft(node.node)
 
 
 def _fault(state: JobState, command: ReportFault, now: int) -> Iterator[Event]:
@@ -419,17 +403,22 @@ def _patience(state: JobState, node: Node) -> int | None:
     return None
 
 
+def _waited_for(state: JobState) -> list[Node]:
+    """Nodes whose silence matters. A stopping job waits for those alone that should say that they have left."""
+    if state.job.live:
+        return list(state.nodes.nodes.values())
+    if state.job.state == "stopping":
+        return [node for node in state.nodes.nodes.values() if node.joined and node.state == "suspect"]
+    return []
+
+
 def _due(state: JobState) -> int | None:
-    if not state.job.live:
-        return None
-    times = [_patience(state, node) for node in state.nodes.nodes.values()]
+    times = [_patience(state, node) for node in _waited_for(state)]
     return min((time for time in times if time is not None), default=None)
 
 
 def _tick(state: JobState, now: int) -> Iterator[Event]:
-    if not state.job.live:
-        return
-    for node in list(state.nodes.nodes.values()):
+    for node in _waited_for(state):
         deadline = _patience(state, node)
         if deadline is not None and deadline <= now:
             if node.state == "running":
@@ -454,10 +443,11 @@ def _note_mass(state: JobState, fact: NodeSuspected, record: Record) -> Iterator
         yield MassSilence(suspects, len(alive))
 
 
-def _blame_host(state: JobState, fact: NodeFailed, record: Record) -> Iterator[Event]:
+def _blame_host_or_end(state: JobState, fact: NodeFailed, record: Record) -> Iterator[Event]:
     node = state.nodes.nodes[fact.node]
     if fact.reason.split(":")[0] in HOST_REASONS and node.host:
         yield HostQuarantined(node.host, record.at + us(state.job.spec.quarantine_s), fact.reason)
+    yield from job.ended_by(state)
 
 
 def _maybe_ended(state: JobState, fact: object, record: Record) -> Iterator[Event]:
@@ -514,22 +504,26 @@ def _end_mass(slice_: NodeSlice) -> None:
 def _on_failed(slice_: NodeSlice, fact: NodeFailed, record: Record) -> None:
     node = _move(slice_, fact.node, "fail")
     node.joined = False
+    _end_mass(slice_)
 
 
 def _on_succeeded(slice_: NodeSlice, fact: NodeSucceeded, record: Record) -> None:
     node = _move(slice_, fact.node, "succeed")
     node.joined = False
+    _end_mass(slice_)
 
 
 def _on_gone(slice_: NodeSlice, fact: NodeGone, record: Record) -> None:
     _move(slice_, fact.node, "vanish")
     del slice_.nodes[fact.node]
+    _end_mass(slice_)
 
 
 def _on_lost(slice_: NodeSlice, fact: NodeLost, record: Record) -> None:
     node = _move(slice_, fact.node, "lose")
     node.joined = False
     node.released = node.released or "lost"
+    _end_mass(slice_)
 
 
 def _on_released(slice_: NodeSlice, fact: NodeReleased, record: Record) -> None:
@@ -544,6 +538,7 @@ def _on_left(slice_: NodeSlice, fact: NodeLeft, record: Record) -> None:
     node = slice_.nodes[fact.node]
     node.joined = False
     node.released = node.released or "left"
+    _end_mass(slice_)
 
 
 def _on_quarantined(slice_: NodeSlice, fact: HostQuarantined, record: Record) -> None:
@@ -594,9 +589,11 @@ CONCERN = Concern(
     react={
         job.JobCreated: _populate,
         NodeSuspected: _note_mass,
-        NodeFailed: _blame_host,
         NodeLeft: _maybe_ended,
         NodeGone: _maybe_ended,
+        NodeFailed: _blame_host_or_end,
+        NodeLost: _maybe_ended,
+        NodeSucceeded: _maybe_ended,
     },
     due=_due,
     tick=_tick,

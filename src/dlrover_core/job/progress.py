@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover_core.errors import Refused
 from dlrover_core.job import job
+from dlrover_core.job.world import group_of
 from dlrover_core.kernel.engine import Concern
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
@@ -18,17 +19,23 @@ if TYPE_CHECKING:
 
 @event(80)
 class FirstStep(NamedTuple):
-    """A generation has made its first step: whatever broke before is mended."""
+    """A generation has made its first step: whatever broke before is mended.
+
+    ``told``: ``step`` is the script's own number, which goes on after a restart; else a count that began anew with the processes.
+    """
 
     generation: int
     step: int
     node: str
+    told: bool = False
+    age_us: int = 0
 
 
 @event(81)
 class Progressed(NamedTuple):
-    """The step reached, at most once in ``progress_s``."""
+    """The step that a group has reached, at most once in ``progress_s``."""
 
+    group: str
     generation: int
     step: int
 
@@ -40,18 +47,20 @@ class ReportFirstStep(NamedTuple):
     generation: int
     step: int
     age_us: int = 0
+    told: bool = False
 
 
 class NoteProgress(NamedTuple):
-    """The step reached, as the heartbeats tell."""
+    """The step that a group has reached, as the heartbeats tell."""
 
+    group: str
     generation: int
     step: int
 
 
 @dataclass(slots=True)
-class ProgressSlice:
-    """Where training is, as far as the log needs to know."""
+class Progress:
+    """Where one group is, as far as the log needs to know."""
 
     generation: int = 0
     first_step: int = -1
@@ -60,33 +69,52 @@ class ProgressSlice:
     at: int = 0
 
 
+@dataclass(slots=True)
+class ProgressSlice:
+    """The progress of every group that makes steps."""
+
+    groups: dict[str, Progress] = field(default_factory=dict)
+
+    def of(self, group: str) -> Progress:
+        """Where a group is; nowhere, if it has made no step."""
+        return self.groups.get(group) or Progress()
+
+    @property
+    def newest(self) -> Progress:
+        """Where the group is that was heard of last."""
+        return max(self.groups.values(), key=lambda one: one.at, default=Progress())
+
+
 def _first(state: JobState, command: ReportFirstStep, now: int) -> Iterator[Event]:
     newest = state.world.of(command.node)
     if command.generation != newest.generation or not newest.active:
         raise Refused(f"generation {command.generation} is over: generation {newest.generation} is the newest")
-    if state.progress.generation >= command.generation:
+    if state.progress.of(group_of(command.node)).generation >= command.generation:
         raise Refused(f"generation {command.generation} has made its first step already")
-    yield FirstStep(command.generation, command.step, command.node)
+    # It cannot have happened before its world was there, whatever clock its agent has.
+    age_us = min(max(command.age_us, 0), now - newest.formed_at)
+    yield FirstStep(command.generation, command.step, command.node, command.told, age_us)
 
 
 def _note(state: JobState, command: NoteProgress, now: int) -> Iterator[Event]:
-    seen = state.progress
-    if command.generation == seen.generation and command.step > seen.step and now - seen.at >= us(state.job.spec.progress_s):
-        yield Progressed(command.generation, command.step)
+    seen = state.progress.of(command.group)
+    if command.generation == seen.generation > 0 and command.step > seen.step and now - seen.at >= us(state.job.spec.progress_s):
+        yield Progressed(command.group, command.generation, command.step)
 
 
 def _on_created(slice_: ProgressSlice, fact: job.JobCreated, record: Record) -> None:
     """A new run has made no step."""
-    slice_.step = slice_.first_step = -1
+    slice_.groups.clear()
 
 
 def _on_first(slice_: ProgressSlice, fact: FirstStep, record: Record) -> None:
-    slice_.generation, slice_.first_step, slice_.first_at = fact.generation, fact.step, record.at
-    slice_.step, slice_.at = fact.step, record.at
+    at = record.at - fact.age_us
+    slice_.groups[group_of(fact.node)] = Progress(fact.generation, fact.step, at, fact.step, at)
 
 
 def _on_progressed(slice_: ProgressSlice, fact: Progressed, record: Record) -> None:
-    slice_.step, slice_.at = fact.step, record.at
+    seen = slice_.groups[fact.group]
+    seen.step, seen.at = fact.step, record.at
 
 
 CONCERN = Concern(

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job.node_lifecycle import COMING
 from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.engine import BaseState, Model
 from dlrover_core.kernel.events import Record, Registry
@@ -101,7 +102,7 @@ def desired(state: JobState) -> Desired:
         # Nodes whose agents are still stopping their workers stay until they have left.
         staying = [node for node in state.nodes.nodes.values() if node.joined and not node.released]
         return Desired(frozenset(full_name(state, node.node) for node in staying), (), _orders(state))
-    wanted = [node for node in state.nodes.nodes.values() if not node.released and node.state in nodes.COMING]
+    wanted = [node for node in state.nodes.nodes.values() if not node.released and node.state in COMING]
     launch = [_launch(state, node) for node in wanted if node.state == "planned" and _place_is_free(state, node)]
     return Desired(frozenset(full_name(state, node.node) for node in wanted), tuple(launch), _orders(state))
 
@@ -125,7 +126,8 @@ def _orders(state: JobState) -> Mapping[str, Order]:
     for group, current in state.world.worlds.items():
         places = {member.node: place for place, member in enumerate(current.members)}
         for node in state.nodes.of(group):
-            if node.joined:
+            # Who is released must hear it even where nobody counts on it any more: given up as lost, and back again.
+            if node.joined or node.released:
                 orders[node.node] = _order(state, node, current, places.get(node.node, -1))
     return orders
 

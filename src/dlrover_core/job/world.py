@@ -178,6 +178,10 @@ class World:
     finished: list[str] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
 
+    def done(self, node: str) -> bool:
+        """Has this member's work ended well? Once the world is dissolved everybody is needed again."""
+        return self.active and node in self.finished
+
     def member(self, node: str) -> Member | None:
         """The place of a node, or None."""
         return next((member for member in self.members if member.node == node), None)
@@ -281,12 +285,12 @@ def _last_call(state: JobState, group: str) -> int:
     return max(world.changed_at, state.job.calm_at) + us(state.job.spec.last_call_s)
 
 
-def form(state: JobState, group: str, now: int, reason: str) -> Iterator[Event]:
-    """The next generation, if it can form now. Waits for the store of the node that will hold rank 0."""
+def form(state: JobState, group: str, now: int, reason: str, *, at_once: bool = False) -> Iterator[Event]:
+    """The next generation, if it can form now. Waits for the store of rank 0's node and, unless ``at_once``, for the last call."""
     if not state.job.live:
         return
     ready = ready_nodes(state, group)
-    count = _count(state, group, len(ready), last_call_over=now >= _last_call(state, group))
+    count = _count(state, group, len(ready), last_call_over=at_once or now >= _last_call(state, group))
     if count == 0:
         return
     world = state.world.worlds.get(group) or World()
@@ -298,7 +302,10 @@ def form(state: JobState, group: str, now: int, reason: str) -> Iterator[Event]:
 
 def reform(state: JobState, group: str, now: int, reason: str) -> Iterator[Event]:
     """Replace the active generation at once; where that cannot be, stop it and wait for what is missing."""
-    formed = list(form(state, group, now, reason))
+    here = {node.node for node in ready_nodes(state, group)}
+    # Unchanged membership waits for nobody, even where the last call for others is not over.
+    complete = all(member.node in here for member in state.world.worlds[group].members) if group in state.world.worlds else False
+    formed = list(form(state, group, now, reason, at_once=complete))
     if formed:
         yield from formed
     else:
@@ -357,7 +364,7 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
             yield from form(state, group, now, "last call is over")
     for group in list(state.world.worlds):
         if _growable(state, group) and now >= _grow_at(state, group):
-            yield from form(state, group, now, "nodes joined")
+            yield from form(state, group, now, "nodes joined", at_once=True)
 
 
 # ---- decide
@@ -432,6 +439,8 @@ def _on_loss(state: JobState, fact: Ended, record: Record) -> Iterator[Event]:
 
 
 def _all_finished(state: JobState, fact: WorkersFinished, record: Record) -> Iterator[Event]:
+    if not state.job.live:
+        return
     worlds = [state.world.worlds.get(group.name) or World() for group in state.job.spec.groups]
     if all(world.active and len(world.finished) == len(world.members) for world in worlds):
         yield job.JobSucceeded(fact.generation)
@@ -460,7 +469,6 @@ def _on_formed(slice_: WorldSlice, fact: WorldFormed, record: Record) -> None:
         formed_at=record.at,
         resume_step=fact.resume_step,
         changed_at=record.at,
-        joined_at=before.joined_at,
     )
     _take_offer(slice_, fact, record)
 
@@ -490,7 +498,7 @@ def _on_dissolved(slice_: WorldSlice, fact: WorldDissolved, record: Record) -> N
 def _note_change(slice_: WorldSlice, fact: nodes.NodeJoined, record: Record) -> None:
     world = slice_.worlds.setdefault(group_of(fact.node), World())
     world.changed_at = record.at
-    if world.active and world.joined_at <= world.formed_at:
+    if world.active and not world.joined_at:
         world.joined_at = record.at
 
 

@@ -25,7 +25,10 @@ class Codec:
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
         self._packed = {cls: (kind.kind, kind.version) for cls, kind in registry.by_class.items()}
-        self._current = {(kind.kind, kind.version): kind.cls for kind in registry.by_class.values()}
+        self._current = {
+            (kind.kind, kind.version): (kind.cls, len(kind.cls._fields))  # type: ignore[attr-defined]  # a NamedTuple
+            for kind in registry.by_class.values()
+        }
 
     def entry(self, record: Record, batch_at: int) -> bytes:
         """One record, packed. ``batch_at`` is the time of the batch that will hold it."""
@@ -58,16 +61,22 @@ class Codec:
             raise LogError(f"{len(payload)} bytes are not a batch: {error}") from error
         if form != FORMAT:
             raise SchemaTooNew(f"batch format {form} is newer than {FORMAT}; upgrade dlrover-core to read this log")
-        return Batch(token, counter, at, self._records(token, at, first, rows), payload)
+        try:
+            return Batch(token, counter, at, self._records(token, at, first, rows), payload)
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+            raise LogError(f"batch {counter} of token {token} holds no records: {error}") from error
 
     def _records(self, token: int, at: int, first: int, rows: Sequence[Any]) -> tuple[Record, ...]:
         current, make, made = self._current, tuple.__new__, []
         seq = first
         for row in rows:
-            cls = current.get(row[:2])
+            shape = current.get(row[:2])
             fields = row[4]
             event: Event
-            if cls is not None:
+            if shape is not None:
+                cls, width = shape
+                if len(fields) != width:
+                    raise ValueError(f"{cls.__name__} has {width} fields, not {len(fields)}")
                 event = make(cls, fields)
             else:
                 event = self._upcast(row[0], row[1], fields)

@@ -29,6 +29,7 @@ REACTIONS_MAX = 100_000
 UNANSWERED_MAX = 16
 STRANGERS_MAX = 1024
 REBASE_EVERY = 10_000
+ERROR_CHARS_MAX = 500
 
 
 @event(1)
@@ -191,7 +192,7 @@ class Model(Generic[St]):
 def _remember(state: BaseState, record: Record, origin: Origin) -> None:
     sender, boot, number = origin
     fact = record.event
-    reason = fact.reason if isinstance(fact, CommandRefused) else "failed: our bug" if isinstance(fact, CommandFailed) else ""
+    reason = fact.reason if isinstance(fact, CommandRefused) else fact.error if isinstance(fact, CommandFailed) else ""
     known = state.senders.get(sender)
     if known is None or known.boot != boot:
         while len(state.senders) >= STRANGERS_MAX and "/" in sender:
@@ -237,18 +238,18 @@ class Engine(Generic[St]):
             if known is not None:
                 return known
         now = max(now, self.state.at)
-        first, entries, size = len(self._records), len(self._entries), self._bytes
+        first, entries, size, seq = len(self._records), len(self._entries), self._bytes, self.state.seq
         self._began = size
         try:
             try:
                 self._run(command, now, origin)
             except Refused as refused:
-                if len(self._records) > first:
+                if self.state.seq != seq:
                     self._undo(first, entries, size)
                 self._emit(CommandRefused(type(command).__name__, refused.reason), now, 0, origin)
         except Exception as error:  # noqa: BLE001  # whatever deciding raises must not walk through the standbys
             self._undo(first, entries, size)
-            failed = CommandFailed(type(command).__name__, f"{type(error).__name__}: {error}"[:500], _where(error))
+            failed = CommandFailed(type(command).__name__, _what(error), _where(error))
             self._emit(failed, now, 0, origin)
         if len(self._records) == first and origin is not None:
             self._emit(CommandRefused(type(command).__name__, "no effect"), now, 0, origin)
@@ -340,6 +341,11 @@ def _reply(record: Record) -> Reply:
     if isinstance(fact, CommandFailed):
         return NotDone(record.seq, fact.error)
     return Accepted(record.seq)
+
+
+def _what(error: BaseException) -> str:
+    # Lone surrogates cannot be packed, and this record must never fail to be.
+    return f"{type(error).__name__}: {error}"[:ERROR_CHARS_MAX].encode(errors="replace").decode()
 
 
 def _where(error: BaseException) -> str:

@@ -56,13 +56,21 @@ def schema(cls: type) -> str:
 def _describe(cls: Any, lines: list[str], seen: set[Any]) -> None:
     for part in typing.get_args(cls):
         _describe(part, lines, seen)
-    if cls in seen or not dataclasses.is_dataclass(cls):
+    names = _field_names(cls)
+    if cls in seen or not names:
         return
     seen.add(cls)
     hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        lines.append(f"{cast(type, cls).__name__}.{field.name}: {hints[field.name]}")
-        _describe(hints[field.name], lines, seen)
+    for name in names:
+        lines.append(f"{cast(type, cls).__name__}.{name}: {hints[name]}")
+        _describe(hints[name], lines, seen)
+
+
+def _field_names(cls: Any) -> tuple[str, ...]:
+    """Fields of a dataclass or a NamedTuple, in order; none for anything else."""
+    if dataclasses.is_dataclass(cls):
+        return tuple(field.name for field in dataclasses.fields(cls))
+    return tuple(getattr(cls, "_fields", ()))
 
 
 def _same(value: Any) -> Any:

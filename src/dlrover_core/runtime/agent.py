@@ -23,11 +23,12 @@ from dlrover_core.job.state import Order
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.launcher import Launcher, StoreGone, StoreReady, WorkerExit, WorkersLaunch, WorkersStuck, WorkerStep
 from dlrover_core.runtime.messages import Again, Answer, Beat, BeatSeen, Goodbye, Hello, Level, Message, Welcome
-from dlrover_core.runtime.transport import Connection, Dialer
+from dlrover_core.runtime.transport import Connection, Dialer, receive_within
 
 UNANSWERED_MAX = 16
 SECOND_US = 1_000_000
 RETRY_FIRST_S, RETRY_MAX_S = 0.05, 2.0
+STEADY_S = 1.0
 LAST_WORD_S = 5.0
 NOTHING = Order(leave=False, reason="no master has spoken yet", grace_us=0)
 
@@ -52,7 +53,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._next = 1
-        self._unanswered: deque[tuple[int, Message]] = deque()
+        self._unanswered: deque[tuple[int, Message, float]] = deque()
         self._sent = 0
         self.changed = asyncio.Event()
 
@@ -60,7 +61,7 @@ class Outbox:
         """Number a command and queue it."""
         number = self._next
         self._next += 1
-        self._unanswered.append((number, command))
+        self._unanswered.append((number, command, asyncio.get_running_loop().time()))
         self.changed.set()
         return number
 
@@ -73,7 +74,7 @@ class Outbox:
         """The leader asks again from ``number`` on. Raises `ConnectionLost` where that was answered: it forgot this node."""
         if self._unanswered and number < self._unanswered[0][0]:
             raise ConnectionLost(f"command {number} was answered long ago; a leader that asks for it does not know this node")
-        self._sent = sum(1 for one, _ in self._unanswered if one < number)
+        self._sent = sum(1 for one, _, _ in self._unanswered if one < number)
         self.changed.set()
 
     def answered(self, number: int) -> None:
@@ -84,11 +85,15 @@ class Outbox:
         self.changed.set()
 
     def next(self) -> tuple[int, Message] | None:
-        """The next command to put on the wire, if one may go."""
+        """The next command to put on the wire, if one may go. What bears an age has grown older by its wait here."""
         if self._sent >= min(len(self._unanswered), UNANSWERED_MAX):
             return None
         self._sent += 1
-        return self._unanswered[self._sent - 1]
+        number, command, added = self._unanswered[self._sent - 1]
+        if isinstance(command, (failures.ReportExit, progress.ReportFirstStep)):
+            waited_us = int((asyncio.get_running_loop().time() - added) * SECOND_US)
+            command = command._replace(age_us=command.age_us + waited_us)
+        return number, command
 
     @property
     def empty(self) -> bool:
@@ -124,7 +129,8 @@ class Agent:
         self._stepped_at = self._mastered_at = 0.0
         self._reported_first = self._told_over = 0
         self._connected = self._stranger = False
-        self._gave_up = 0
+        self._gave_up = self._seen = 0
+        self._stores: list[str] = []
         self._lag_us = 0
         self.leaving = ""
 
@@ -246,8 +252,10 @@ class Agent:
                 case WorkerStep():
                     self._stepped(notice)
                 case StoreReady(address):
+                    self._stores.append(address)
                     self._outbox.add(world.OfferStore(self.node, address))
                 case StoreGone(address):
+                    self._stores = [one for one in self._stores if one != address]
                     self._outbox.add(world.WithdrawStore(self.node, address))
                 case WorkersStuck(generation, pids):
                     log.error("workers survive SIGKILL", generation=generation, pids=pids)
@@ -275,7 +283,7 @@ class Agent:
         if self._order.node_rank == 0 and self._reported_first < step.generation:
             self._reported_first = step.generation
             age = max(0, int(self._stepped_at * SECOND_US) - step.at_us)
-            self._outbox.add(progress.ReportFirstStep(self.node, step.generation, step.step, age))
+            self._outbox.add(progress.ReportFirstStep(self.node, step.generation, step.step, age, step.told))
 
     async def _mind_silence(self) -> None:
         """Without a master and without steps there is nothing to wait for: stop, before we are replaced elsewhere."""
@@ -283,7 +291,8 @@ class Agent:
         while True:
             patience = self._settings.unreachable_s / 2
             since = max(self._stepped_at, self._mastered_at)
-            await asyncio.sleep(max(0.01, since + patience - loop.time()))
+            # Looked at again and again: a master may grant another patience meanwhile.
+            await asyncio.sleep(min(max(0.01, since + patience - loop.time()), self._settings.heartbeat_s))
             since = max(self._stepped_at, self._mastered_at)
             if self._generation > self._gave_up and loop.time() - since >= patience:
                 log.error("no master and no steps: workers are stopped", for_s=round(loop.time() - since, 1))
@@ -300,9 +309,9 @@ class Agent:
     # ---- the master
 
     async def _talk(self) -> None:
-        attempt, target = 0, 0
+        loop, attempt, target = asyncio.get_running_loop(), 0, 0
         while True:
-            address = self._masters[target % len(self._masters)]
+            address, began = self._masters[target % len(self._masters)], loop.time()
             try:
                 connection = await self._dialer.connect(address)
                 try:
@@ -313,9 +322,11 @@ class Agent:
                 raise
             except (ConnectionLost, MalformedMessage) as lost:
                 log.debug("no master", address=address, reason=str(lost))
-            if self._connected:
+            steady = self._connected and loop.time() - began >= STEADY_S
+            self._connected = False
+            if steady:
                 # At once to whoever leads now; only then with growing pauses.
-                self._connected, attempt = False, 0
+                attempt = 0
                 continue
             await asyncio.sleep(self._pause(attempt))
             attempt, target = attempt + 1, target + 1
@@ -328,7 +339,7 @@ class Agent:
     async def _converse(self, connection: Connection) -> None:
         hello = Hello(messages.VERSION, self._settings.run, self.node, self._boot, self._generation, self._token)
         await connection.send(messages.encode(hello))
-        first = messages.decode(await self._greeting(connection))
+        first = messages.decode(await receive_within(connection, self._settings.silence_s))
         if isinstance(first, Goodbye):
             self._turned_away(first)
             return
@@ -348,13 +359,6 @@ class Agent:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _greeting(self, connection: Connection) -> bytes:
-        """The first frame. A stopped process takes connections and says nothing: then another master may answer."""
-        try:
-            return await asyncio.wait_for(connection.receive(), self._settings.silence_s)
-        except asyncio.TimeoutError:
-            raise ConnectionLost(f"no greeting within {self._settings.silence_s:g} s") from None
 
     def _turned_away(self, goodbye: Goodbye) -> None:
         log.info("turned away", reason=goodbye.reason, leave=goodbye.leave)
@@ -422,9 +426,21 @@ class Agent:
     def _ordered(self, token: int, order: Order) -> None:
         self._fence(token)
         self._order = order
+        self._count_worlds(order)
         if order.store:
             self._launcher.spend_store(order.store)
+            self._stores = [one for one in self._stores if one != order.store]
         self._levelled.set()
+
+    def _count_worlds(self, order: Order) -> None:
+        """Worlds that came and went unheard of may have used our stores: offer others, or one day none would be left."""
+        seen, newest = self._seen, max(order.generation, order.over)
+        self._seen = max(seen, newest)
+        if (newest > seen + 1 and seen) or (newest > seen and not order.generation):
+            for address in self._stores:
+                self._outbox.add(world.WithdrawStore(self.node, address))
+                self._launcher.spend_store(address)
+            self._stores = []
 
     def _fence(self, token: int) -> None:
         """An order of a leader older than the newest seen must not be obeyed."""

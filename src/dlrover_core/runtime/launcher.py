@@ -52,13 +52,14 @@ class WorkerExit(NamedTuple):
 
 
 class WorkerStep(NamedTuple):
-    """A worker finished optimizer step ``step`` (counted from the script's own numbering where it tells it)."""
+    """A worker finished step ``step``. ``told``: that is the script's own number; else optimizer calls of this process, counted."""
 
     generation: int
     rank: int
     step: int
     first: bool
     at_us: int
+    told: bool = False
 
 
 class StoreReady(NamedTuple):

@@ -41,7 +41,7 @@ class Leveller:
         self._master, self._backend = master, backend
         self._wake = asyncio.Event()
         self._listed: dict[str, Observation] = {}
-        self._known = False
+        self._known = self._clearing = False
         self._busy: set[str] = set()
         self._accepted: set[str] = set()
         self._failures: dict[Call, int] = {}
@@ -53,6 +53,11 @@ class Leveller:
     def empty(self) -> bool:
         """Has the backend said that nothing of the job is left?"""
         return self._known and not self._listed
+
+    def clear(self) -> None:
+        """The job is over and has waited long enough: delete whatever is left."""
+        self._clearing = True
+        self._wake.set()
 
     def wake(self) -> None:
         """Desired has changed."""
@@ -74,10 +79,12 @@ class Leveller:
     async def _wait(self) -> None:
         loop = asyncio.get_running_loop()
         pending = [at - loop.time() for at in self._not_before.values() if at > loop.time()]
+        # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the event (bpo-37658).
+        timer = loop.call_later(min([RELEVEL_S, *pending]), self._wake.set)
         try:
-            await asyncio.wait_for(self._wake.wait(), min([RELEVEL_S, *pending]))
-        except asyncio.TimeoutError:
-            pass
+            await self._wake.wait()
+        finally:
+            timer.cancel()
         self._wake.clear()
 
     async def _observe(self) -> None:
@@ -120,7 +127,7 @@ class Leveller:
             if node.name not in self._listed and node.name not in self._accepted:
                 self._start(Call("launch", node.name), lambda node=node: self._launch(node), now)
         for name in list(self._listed):
-            if name not in desired.names:
+            if name not in desired.names or self._clearing:
                 self._start(Call("delete", name), lambda name=name: self._delete(name), now)
 
     def _start(self, call: Call, action: Callable[[], Awaitable[None]], now: float) -> None:

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
-from dlrover_core.errors import CoreError
+from dlrover_core.errors import CoreError, LogUnavailable
 from dlrover_core.job import job, nodes, progress
 from dlrover_core.job.state import CODEC, LEVELLING, MODEL, Desired, JobState, Order, desired
 from dlrover_core.kernel.engine import Command, Engine, Reply, Tick
 from dlrover_core.kernel.events import Batch, Origin
-from dlrover_core.kernel.log import EventLog, Leadership, Snapshot
+from dlrover_core.kernel.log import Archiving, EventLog, Leadership, Snapshot
 from dlrover_core.kernel.state import unpack
 from dlrover_core.runtime.backend import Backend
 from dlrover_core.runtime.levelling import Leveller
-from dlrover_core.runtime.pipeline import Deposed, Pipeline
+from dlrover_core.runtime.pipeline import RETRY_S, Deposed, Pipeline
 from dlrover_core.runtime.sessions import Sessions
 from dlrover_core.runtime.transport import Listener
 from dlrover_core.spec import JobSpec, us
@@ -33,8 +33,10 @@ SNAPSHOT_EVENTS = 10_000
 SNAPSHOT_BYTES = 1024 * 1024
 LATE_S = 2.0
 LEAVE_S = 10.0
+FLUSH_S = 5.0
 SECOND_US = 1_000_000
 
+T = TypeVar("T")
 log = structlog.get_logger("dlrover.master")
 
 
@@ -74,10 +76,12 @@ class Master:
         self._pipeline: Pipeline | None = None
         self._lead: Leadership | None = None
         self.desired: Desired = Desired(frozenset(), (), {})
+        self.present: frozenset[str] = frozenset()
         self._offset = 0
         self._timer: asyncio.TimerHandle | None = None
         self._since_snapshot = self._bytes_since_snapshot = 0
         self._snapshot_task: asyncio.Task[None] | None = None
+        self._calmed_at = 0.0
         self._over = asyncio.Event()
         self.led = asyncio.Event()
         self.left = asyncio.Event()
@@ -129,7 +133,7 @@ class Master:
 
     async def run(self) -> Outcome:
         """Lead until the job is over and nothing of it is left. Raises `Deposed` when another master has taken over."""
-        self._lead = await self._log.lead(self._spec.job, self._holder, self._ttl_s)
+        self._lead = await _patiently(lambda: self._log.lead(self._spec.job, self._holder, self._ttl_s))
         try:
             await self._take_over(self._lead)
             return await self._serve()
@@ -140,11 +144,11 @@ class Master:
             await self._lead.resign()
 
     async def _take_over(self, lead: Leadership) -> None:
-        state = await _restore(self._log, self._spec.job)
+        state = await _patiently(lambda: _restore(self._log, self._spec.job))
         self._offset = max(self._wall(), state.at + 1) - int(asyncio.get_running_loop().time() * SECOND_US)
         self._engine = Engine(MODEL, CODEC, state, lead.token)
         self._pipeline = Pipeline(self._engine, lead, self.now, self._committed)
-        self.desired = desired(state)
+        self._derive(state)
         self.sessions.calm()
 
     async def _serve(self) -> Outcome:
@@ -157,13 +161,17 @@ class Master:
         try:
             await _while(self._opened(), watched)
             await self._listener.serve(self.sessions.accept, self.status)
-            await self._lead.announce(self._listener.address)
+            lead, address = self._lead, self._listener.address
+            await _patiently(lambda: lead.announce(address))
             watched.append(asyncio.ensure_future(self._listen_to_silence()))
             if self._leveller is not None:
                 watched.append(asyncio.ensure_future(self._leveller.run()))
             self.led.set()
             log.info("leading", job=self._spec.job, token=self.token, seq=self.state.seq, address=self._listener.address)
             await _while(self._until_over(), watched)
+            # The last words about who has gone belong into the log too; a log that is down does not keep us.
+            self._pipeline.stop()
+            await asyncio.wait({watched[0]}, timeout=FLUSH_S)
             if self._snapshot_task is not None:
                 await self._snapshot_task
             return Outcome(self.state.job.state, self.state.job.reason, self.state.job.root)
@@ -184,11 +192,16 @@ class Master:
             await self.submit(job.CreateJob(self._run_id, self._spec.to_json()))
 
     async def _until_over(self) -> None:
-        """Until the job has ended, every agent has left and the backend has nothing of it; or longer than any of them may take."""
+        """Until the job has ended, every agent has left and the backend has nothing of it; who does not leave is deleted."""
         await self._over.wait()
         spec = self.state.job.spec
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._until_empty(), spec.stop_grace_s + spec.kill_wait_s + LEAVE_S)
+        if self._leveller is not None and not self._leveller.empty:
+            log.warning("deleting nodes that did not leave by themselves", job=spec.job)
+            self._leveller.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._until_empty(), LEAVE_S)
 
     async def _until_empty(self) -> None:
         while len(self.sessions) or (self._leveller is not None and not self._leveller.empty):
@@ -200,7 +213,7 @@ class Master:
     def _committed(self, batch: Batch) -> None:
         state = self.state
         if any(type(record.event) in LEVELLING for record in batch.records):
-            self.desired = desired(state)
+            self._derive(state)
             self.sessions.level(self.token, self.desired.orders)
             self.sessions.forget_absent()
             if self._leveller is not None:
@@ -213,6 +226,11 @@ class Master:
         if self._since_snapshot >= SNAPSHOT_EVENTS or self._bytes_since_snapshot >= SNAPSHOT_BYTES:
             self._snapshot()
 
+    def _derive(self, state: JobState) -> None:
+        """What others may see. While an append is in flight the state runs ahead of the log, and this does not."""
+        self.desired = desired(state)
+        self.present = frozenset(state.nodes.nodes)
+
     def _schedule(self) -> None:
         """Wake up at the earliest deadline of all concerns."""
         if self._timer is not None:
@@ -222,7 +240,22 @@ class Master:
         if due is not None:
             delay = max(0.0, (due - self.now()) / SECOND_US)
             # A microsecond more than due, or rounding would tick just before it.
-            self._timer = asyncio.get_running_loop().call_later(delay + 1e-6, self.tell, Tick())
+            loop = asyncio.get_running_loop()
+            at = loop.time() + delay + 1e-6
+            self._timer = loop.call_at(at, self._tick, at)
+
+    def _tick(self, due: float) -> None:
+        """Time has passed. If this process was stopped meanwhile, that comes first: its own silence is not the others'."""
+        self._note_lateness(asyncio.get_running_loop().time() - due)
+        self.tell(Tick())
+
+    def _note_lateness(self, late: float) -> None:
+        now = asyncio.get_running_loop().time()
+        if late > LATE_S and now - late > self._calmed_at - LATE_S:
+            self._calmed_at = now
+            self.sessions.calm()
+            log.warning("master was paused", late_s=round(late, 3))
+            self.tell(job.NotePause(int(late * SECOND_US)))
 
     def _snapshot(self) -> None:
         if self._snapshot_task is not None and not self._snapshot_task.done():
@@ -231,7 +264,17 @@ class Master:
         assert self._lead is not None
         self._since_snapshot = self._bytes_since_snapshot = 0
         taken = Snapshot(self.state.seq, MODEL.schema, self._engine.rebase())
-        self._snapshot_task = asyncio.ensure_future(_keep(self._lead, taken))
+        self._snapshot_task = asyncio.ensure_future(self._keep(self._lead, taken))
+
+    async def _keep(self, lead: Leadership, snapshot: Snapshot) -> None:
+        """A snapshot is a cache and an archive a copy: without them the next take-over folds more, and nothing is lost."""
+        try:
+            await lead.snapshot(snapshot)
+            if isinstance(self._log, Archiving):
+                for segment in await self._log.archive(self._spec.job, snapshot.seq):
+                    self.tell(job.NoteArchived(segment.first, segment.last, segment.digest))
+        except CoreError as error:
+            log.warning("snapshot or archive failed", seq=snapshot.seq, error=str(error))
 
     # ---- silence and progress: levels become edges here
 
@@ -245,9 +288,7 @@ class Master:
             late = loop.time() - due
             if late > LATE_S:
                 due = loop.time()
-                self.sessions.calm()
-                log.warning("master was paused", late_s=round(late, 3))
-                self.tell(job.NotePause(int(late * SECOND_US)))
+                self._note_lateness(late)
             for node in list(self.state.nodes.nodes.values()):
                 self._weigh(node, spec.silence_s)
             self._note_progress()
@@ -266,19 +307,19 @@ class Master:
 
     def _note_progress(self) -> None:
         state = self.state
-        seen = state.progress
-        steps = [step for generation, step in self.sessions.steps.values() if generation == seen.generation]
-        if steps and max(steps) > seen.step and self.now() - seen.at >= us(state.job.spec.progress_s):
-            self.tell(progress.NoteProgress(seen.generation, max(steps)))
+        for group, seen in state.progress.groups.items():
+            steps = self.sessions.steps_of(group, seen.generation)
+            if steps and max(steps) > seen.step and self.now() - seen.at >= us(state.job.spec.progress_s):
+                self.tell(progress.NoteProgress(group, seen.generation, max(steps)))
 
     # ---- for people
 
     def status(self) -> Mapping[str, Any]:
         """What is so right now, levels included, as plain values."""
         state = self.state
-        world = next(iter(state.world.worlds.values()), None)
+        group, world = next(iter(state.world.worlds.items()), ("", None))
         generation = world.generation if world else 0
-        steps = [step for gen, step in self.sessions.steps.values() if gen == generation]
+        steps = self.sessions.steps_of(group, generation)
         incidents = list(state.failures.incidents.values())
         last = incidents[-1] if incidents else None
         return {
@@ -291,7 +332,7 @@ class Master:
             "degraded": self._pipeline.degraded if self._pipeline else "",
             "generation": generation,
             "world_size": world.size if world and world.active else 0,
-            "step": max([*steps, state.progress.step]),
+            "step": max([*steps, state.progress.of(group).step]),
             "agents": len(self.sessions),
             "nodes": {node.node: {"state": node.state, "host": node.host, "joined": node.joined} for node in state.nodes.nodes.values()},
             "incidents": state.failures.number,
@@ -315,6 +356,18 @@ async def _while(main: Coroutine[Any, Any, None], watched: list[asyncio.Future[A
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def _patiently(call: Callable[[], Awaitable[T]]) -> T:
+    """What the log answers, once it can be reached: taking over waits for it, as decisions do."""
+    attempt = 0
+    while True:
+        try:
+            return await call()
+        except LogUnavailable as error:
+            log.warning("taking over waits for the log", reason=str(error))
+            await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
+            attempt += 1
+
+
 async def _until_lost(lead: Leadership) -> None:
     await lead.lost
     raise Deposed(f"the leadership of token {lead.token} is lost")
@@ -331,14 +384,6 @@ async def _restore(event_log: EventLog, name: str) -> JobState:
     async for batch in event_log.batches(name, state.seq):
         MODEL.fold((record for record in batch.records if record.seq > state.seq), state)
     return state
-
-
-async def _keep(lead: Leadership, snapshot: Snapshot) -> None:
-    try:
-        await lead.snapshot(snapshot)
-    except CoreError as error:
-        # A snapshot is a cache: without it the next take-over folds more.
-        log.warning("snapshot failed", seq=snapshot.seq, error=str(error))
 
 
 def _swallow(done: asyncio.Future[Reply]) -> None:

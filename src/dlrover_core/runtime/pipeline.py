@@ -49,13 +49,16 @@ class Pipeline:
         self._engine, self._lead, self._now, self._committed = engine, lead, now, committed
         self._queue: deque[_Waiting] = deque()
         self._wake = asyncio.Event()
-        self._stopping = False
+        self._stopping = self._ended = False
         self.degraded = ""
         self.degraded_at = 0
 
     def submit(self, command: Command, origin: Origin | None = None) -> asyncio.Future[Reply]:
-        """Queue a command; the future is done when its outcome is durable."""
+        """Queue a command; the future is done when its outcome is durable, cancelled when `run` has ended before."""
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        if self._ended:
+            future.cancel()
+            return future
         if len(self._queue) >= QUEUE_MAX:
             future.set_exception(Overloaded(f"{QUEUE_MAX} commands wait for the log{': ' + self.degraded if self.degraded else ''}"))
             return future
@@ -130,5 +133,6 @@ class Pipeline:
             self.degraded = ""
 
     def _fail_rest(self) -> None:
+        self._ended = True
         while self._queue:
             self._queue.popleft().reply.cancel()

@@ -19,7 +19,7 @@ from dlrover_core.kernel.engine import Accepted, NotDone, Reply, Resend
 from dlrover_core.kernel.events import Origin
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.messages import Again, Answer, Beat, BeatSeen, Goodbye, Hello, Level, Message, Numbered, Welcome
-from dlrover_core.runtime.transport import Connection
+from dlrover_core.runtime.transport import Connection, receive_within
 from dlrover_core.spec import us
 
 if TYPE_CHECKING:
@@ -101,10 +101,7 @@ class Sessions:
             self._master.left.set()
 
     async def _greeted(self, connection: Connection) -> Hello | None:
-        try:
-            hello = messages.decode(await asyncio.wait_for(connection.receive(), GREETING_S))
-        except asyncio.TimeoutError:
-            raise ConnectionLost(f"no Hello within {GREETING_S:g} s") from None
+        hello = messages.decode(await receive_within(connection, GREETING_S))
         if not isinstance(hello, Hello):
             raise MalformedMessage(f"the first frame must be Hello, not {type(hello).__name__}")
         refusal = self._refusal(hello)
@@ -122,7 +119,7 @@ class Sessions:
             return Goodbye("another master leads", False)
         if hello.run and hello.run != state.job.run:
             return Goodbye(f"run {hello.run} is over: this is run {state.job.run}", True)
-        if hello.node not in state.nodes.nodes:
+        if hello.node not in self._master.present:
             return Goodbye(f"{hello.node} is {STRANGER.reason}", True)
         return None
 
@@ -210,6 +207,10 @@ class Sessions:
         """Has it spoken since that moment of the loop's clock?"""
         heard = self._heard.get(node)
         return heard is not None and heard >= at
+
+    def steps_of(self, group: str, generation: int) -> list[int]:
+        """The steps that a group's agents reported for this generation."""
+        return [step for node, (seen, step) in self.steps.items() if seen == generation and node.rsplit("-", 2)[0] == group]
 
     def level(self, token: int, orders: Mapping[str, Order]) -> None:
         """Tell everybody connected what they should be doing now."""

@@ -7,8 +7,11 @@ survive; a transport retries nothing by itself.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
+
+from dlrover_core.errors import ConnectionLost
 
 FRAME_BYTES_MAX = 1024 * 1024
 
@@ -32,6 +35,19 @@ class Connection(Protocol):
     async def close(self) -> None:
         """End it. Idempotent, never raises."""
         ...
+
+
+async def receive_within(connection: Connection, seconds: float) -> bytes:
+    """The next frame, if it comes in time. Raises `ConnectionLost`: a stopped process takes connections and says nothing."""
+    # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the frame (bpo-37658).
+    frame = asyncio.ensure_future(connection.receive())
+    try:
+        await asyncio.wait({frame}, timeout=seconds)
+        if not frame.done():
+            raise ConnectionLost(f"{connection.peer} said nothing within {seconds:g} s")
+        return frame.result()
+    finally:
+        frame.cancel()
 
 
 Accept = Callable[[Connection], Awaitable[None]]

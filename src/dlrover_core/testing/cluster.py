@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from contextvars import Context
 from types import TracebackType
 
 from dlrover_core.job.state import CODEC, MODEL, JobState, NodeLaunch, fold
@@ -23,7 +24,9 @@ from dlrover_core.logs.memory import MemoryLog
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.backend import Changed, Listed, Observation
 from dlrover_core.runtime.master import Master, Outcome
+from dlrover_core.runtime.pipeline import Deposed
 from dlrover_core.spec import JobSpec
+from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.network import Network
 from dlrover_core.testing.training import MemoryLauncher, Training
 
@@ -32,31 +35,53 @@ BOOT_S = 2.0
 
 
 class MemoryBackend:
-    """Nodes as agents in this loop. They outlive masters; each starts ``boot_s`` after its launch."""
+    """Nodes as agents in this loop. They outlive masters; each starts ``boot_s`` after its launch.
+
+    A node runs on ``host-<index>`` unless it must avoid it. ``blind`` names nodes whose host the scheduler cannot reach:
+    nothing new is seen of them, and their deletion waits. Calls under a token older than the newest seen are refused and
+    kept in ``refused``; ``unwilling`` is raised by every launch while it is set.
+    """
 
     def __init__(self, cluster: Cluster, boot_s: float = BOOT_S) -> None:
         self._cluster, self._boot_s = cluster, boot_s
         self._nodes: dict[str, Observation] = {}
         self._used: set[str] = set()
         self._agents: dict[str, asyncio.Task[str]] = {}
+        self._deleting: dict[str, asyncio.Task[None]] = {}
         self._followers: list[asyncio.Queue[Changed | None]] = []
+        self._token = 0
         self.launched: list[str] = []
-        self.mute = False
+        self.refused: list[str] = []
+        self.blind: set[str] = set()
+        self.unwilling: Exception | None = None
+        self.ended: dict[str, str] = {}
+
+    def _fence(self, token: int, what: str) -> None:
+        if token < self._token:
+            self.refused.append(what)
+            raise PermissionError(f"{what} under token {token}: {self._token} is newer")
+        self._token = token
 
     async def launch(self, node: NodeLaunch, token: int) -> None:
         """Start an agent, once per name."""
+        self._fence(token, f"launch {node.node}")
+        if self.unwilling is not None:
+            raise self.unwilling
         if node.name in self._used:
             return
         self._used.add(node.name)
         self.launched.append(node.node)
         self._change(Observation(node.name, "pending"))
-        self._agents[node.name] = asyncio.ensure_future(self._live(node))
-        self._agents[node.name].add_done_callback(lambda task: self._ended(node.name, task))
+        task = self._agents[node.name] = virtual_loop.spawn(node.node, self._live(node))
+        task.add_done_callback(lambda task: self._ended(node.name, task), context=Context())
 
     async def _live(self, node: NodeLaunch) -> str:
         await asyncio.sleep(self._boot_s)
-        self._change(Observation(node.name, "running", host=node.node))
-        return await self._cluster.agent(node).run()
+        host = f"host-{node.index}"
+        if host in node.avoid:
+            host = f"spare-{node.index}-{node.incarnation}"
+        self._change(Observation(node.name, "running", host=host))
+        return await self._cluster.agent(node, host).run()
 
     def _ended(self, name: str, task: asyncio.Task[str]) -> None:
         if task.cancelled():
@@ -64,24 +89,33 @@ class MemoryBackend:
         elif task.exception() is not None:
             self._change(Observation(name, "failed", 1, str(task.exception())))
         else:
+            self.ended[name.split("-", 1)[1]] = task.result()
             self._change(Observation(name, "succeeded"))
 
     def _change(self, seen: Observation) -> None:
+        if seen.name.split("-", 1)[1] in self.blind:
+            return
         self._nodes[seen.name] = seen
         if seen.phase == "gone":
             del self._nodes[seen.name]
-        if not self.mute:
-            for follower in self._followers:
-                follower.put_nowait(Changed(seen))
+        for follower in self._followers:
+            follower.put_nowait(Changed(seen))
 
     async def delete(self, name: str, token: int, grace_s: float) -> None:
-        """End an agent."""
-        task = self._agents.get(name)
-        if task is not None and not task.done():
-            task.cancel()
+        """End an agent: by itself within the grace, else by force."""
+        self._fence(token, f"delete {name}")
+        if name in self._nodes and name not in self._deleting:
+            self._deleting[name] = virtual_loop.spawn("backend", self._end(name, grace_s))
+
+    async def _end(self, name: str, grace_s: float) -> None:
+        task = self._agents[name]
+        while name.split("-", 1)[1] in self.blind:  # noqa: ASYNC110  # a set that tests change; time is virtual
+            await asyncio.sleep(1.0)
+        await asyncio.wait({task}, timeout=grace_s)
+        if not task.done():
+            self.kill(name)
             await asyncio.gather(task, return_exceptions=True)
-        if name in self._nodes:
-            self._change(Observation(name, "gone"))
+        self._change(Observation(name, "gone"))
 
     async def observe(self) -> AsyncIterator[Listed | Changed]:
         """Everything, then every change."""
@@ -97,7 +131,7 @@ class MemoryBackend:
         finally:
             self._followers.remove(queue)
 
-    async def room(self, group: str) -> int | None:
+    async def room(self, group: str) -> int | None:  # noqa: ARG002  # the port's
         """Unknown."""
         return None
 
@@ -106,16 +140,29 @@ class MemoryBackend:
         for follower in self._followers:
             follower.put_nowait(None)
 
+    def lose(self, name: str) -> None:
+        """Forget a node without its having ended: somebody deleted it behind our back."""
+        self._change(Observation(name, "gone"))
+
     def kill(self, name: str) -> None:
-        """SIGKILL an agent: its workers die with it."""
-        self._cluster.launchers[name.split("-", 1)[1]].crash()
+        """SIGKILL an agent: its workers die with it. SIGKILL does not wait for a stopped process either."""
+        node = name.split("-", 1)[1]
+        if node in self._cluster.launchers:
+            self._cluster.launchers[node].crash()
         self._agents[name].cancel()
+        self._cluster.thaw(node)
+
+    @property
+    def living(self) -> list[str]:
+        """The nodes whose agents have not ended."""
+        return [name.split("-", 1)[1] for name, task in self._agents.items() if not task.done()]
 
     async def close(self) -> None:
         """End every agent."""
-        for task in self._agents.values():
+        tasks = [*self._agents.values(), *self._deleting.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._agents.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Cluster:
@@ -138,18 +185,23 @@ class Cluster:
         self.agents: dict[str, Agent] = {}
         self.skew_us = 0
         self.masters: list[Master] = []
+        self.deposed: list[str] = []
         self._tasks: list[asyncio.Task[Outcome]] = []
         self._boots = 0
         self._outcome: asyncio.Future[Outcome] | None = None
 
-    async def __aenter__(self) -> Cluster:
+    async def __aenter__(self) -> Cluster:  # noqa: PYI034  # Self needs 3.11
         """Start the first master."""
         self._outcome = asyncio.get_running_loop().create_future()
         self.start_master()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Stop everything."""
+        for owner in [*self.launchers, *(master._holder for master in self.masters)]:
+            self.thaw(owner)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -169,22 +221,26 @@ class Cluster:
             run_id="run-1",
         )
         self.masters.append(master)
-        task = asyncio.ensure_future(master.run())
+        task = virtual_loop.spawn(master._holder, master.run())
         self._tasks.append(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(lambda task: self._ended(master, task), context=Context())
         return master
 
-    def _ended(self, task: asyncio.Task[Outcome]) -> None:
+    def _ended(self, master: Master, task: asyncio.Task[Outcome]) -> None:
         assert self._outcome is not None
-        if task.cancelled() or self._outcome.done():
+        if task.cancelled():
             return
         error = task.exception()
-        if error is not None:
+        if isinstance(error, Deposed):
+            self.deposed.append(master._holder)
+        elif self._outcome.done():
+            return
+        elif error is not None:
             self._outcome.set_exception(error)
         else:
             self._outcome.set_result(task.result())
 
-    def agent(self, node: NodeLaunch) -> Agent:
+    def agent(self, node: NodeLaunch, host: str) -> Agent:
         """The agent of a node that boots."""
         launcher = MemoryLauncher(node.node, node.nproc, self.training)
         self.launchers[node.node] = launcher
@@ -195,7 +251,7 @@ class Cluster:
             dialer=self.network.dialer(node.node),
             masters=[ADDRESS],
             boot=self._boots,
-            host=node.node,
+            host=host,
             address=node.node,
         )
         self.agents[node.node] = agent
@@ -209,9 +265,18 @@ class Cluster:
         return self.masters[-1]
 
     @property
+    def leader(self) -> Master:
+        """The master that leads. Raises `LookupError` where none does."""
+        for master in self.masters:
+            if master.leading:
+                return master
+        raise LookupError("nobody leads")
+
+    @property
     def state(self) -> JobState:
         """The leader's state."""
-        return next((master.state for master in reversed(self.masters) if master.state.seq), MODEL.new())
+        leading = [master for master in self.masters if master.leading]
+        return next((master.state for master in [*leading, *reversed(self.masters)] if master.state.seq), MODEL.new())
 
     async def records(self) -> list[Record]:
         """The whole log."""
@@ -225,12 +290,12 @@ class Cluster:
         """The state, folded anew from the log."""
         return fold(await self.records())
 
-    async def until(self, true: Callable[[], bool], limit_s: float = 3600.0) -> None:
+    async def until(self, true: Callable[[], bool], limit_s: float = 600.0, every_s: float = 0.001) -> None:
         """Until something holds; looked at every millisecond of virtual time."""
 
         async def look() -> None:
-            while not true():
-                await asyncio.sleep(0.001)
+            while not true():  # noqa: ASYNC110  # anything may make it true; time is virtual
+                await asyncio.sleep(every_s)
 
         await asyncio.wait_for(look(), limit_s)
 
@@ -255,9 +320,35 @@ class Cluster:
 
     def kill_master(self) -> None:
         """Kill every master without a word: no resigning, no goodbye; the log gives leadership to the next."""
-        for master, task in zip(self.masters, self._tasks, strict=True):
-            if not task.done():
-                task.cancel()
-                master._listener.drop()  # type: ignore[attr-defined]  # a death closes sockets, whoever holds the port
+        self._kill([master for master, task in zip(self.masters, self._tasks, strict=True) if not task.done()])
+
+    def kill_leader(self) -> None:
+        """Kill the master that leads; whoever stands by takes over."""
+        self._kill([self.leader])
+
+    def _kill(self, masters: list[Master]) -> None:
+        for master in masters:
+            self._tasks[self.masters.index(master)].cancel()
+            master._listener.drop()  # type: ignore[attr-defined]  # a death closes sockets, whoever holds the port
         with contextlib.suppress(KeyError):
             self.log.expire(self.spec.job)
+        for master in masters:
+            self.thaw(master._holder)
+
+    def freeze(self, owner: str) -> None:
+        """Stop a node's agent or a master (by its holder) as SIGSTOP does; workers run on."""
+        self._loop.freeze(owner)
+
+    def thaw(self, owner: str) -> None:
+        """Let it go on."""
+        self._loop.thaw(owner)
+
+    def jump(self, seconds: float) -> None:
+        """Stop everything for so long: the whole host was suspended."""
+        self._loop.jump(seconds)
+
+    @property
+    def _loop(self) -> virtual_loop.VirtualLoop:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, virtual_loop.VirtualLoop), "a cluster lives on a virtual-time loop"
+        return loop

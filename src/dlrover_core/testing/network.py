@@ -1,9 +1,14 @@
-"""The in-memory transport: frames with a delay, and links that can be cut."""
+"""The in-memory transport: frames with a delay, and links that can be cut.
+
+A cut is told to both ends, as a reset is, unless it is ``silent``: then frames vanish and nobody is told, as behind a
+broken switch.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextvars import Context, copy_context
 
 from dlrover_core.errors import ConnectionLost
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX, Accept, Status
@@ -21,6 +26,7 @@ class MemoryConnection:
         self._wake = asyncio.Event()
         self._other: MemoryConnection | None = None
         self.closed = False
+        self.deaf = False
         self.served_by: MemoryListener | None = None
 
     def pair(self, other: MemoryConnection) -> None:
@@ -35,7 +41,7 @@ class MemoryConnection:
         asyncio.get_running_loop().call_later(self._delay_s, other._arrive, frame)
 
     def _arrive(self, frame: bytes) -> None:
-        if not self.closed:
+        if not self.closed and not self.deaf:
             self._inbox.append(frame)
             self._wake.set()
 
@@ -49,8 +55,20 @@ class MemoryConnection:
         return self._inbox.popleft()
 
     async def close(self) -> None:
-        """Close both ends."""
-        self.drop()
+        """Close this end, and the other once it has what was sent; a deaf one's peer is not told."""
+        if not self.closed and not self.deaf and self._other is not None:
+            asyncio.get_running_loop().call_later(self._delay_s, self._other._end)
+        self._end()
+
+    def _end(self) -> None:
+        self.closed = True
+        self._wake.set()
+
+    def deafen(self) -> None:
+        """From now on nothing arrives at either end, and neither is told."""
+        for end in (self, self._other):
+            if end is not None:
+                end.deaf = True
 
     def drop(self) -> None:
         """Close both ends at once, as a death does."""
@@ -79,16 +97,18 @@ class Network:
         """An agent's end on a host."""
         return MemoryDialer(self, host)
 
-    def cut(self, *hosts: str) -> None:
-        """Lose every connection of these hosts and refuse new ones."""
+    def cut(self, *hosts: str, silent: bool = False) -> None:
+        """Lose every connection of these hosts and refuse new ones; ``silent``: frames vanish, and nobody is told."""
         self._cut.update(hosts)
         for host, _, end in self._links:
-            if host in self._cut:
+            if host in hosts and silent:
+                end.deafen()
+            elif host in hosts:
                 end.drop()
 
-    def heal(self) -> None:
-        """Let everybody connect again."""
-        self._cut.clear()
+    def heal(self, *hosts: str) -> None:
+        """Let these hosts connect again; without any, all."""
+        self._cut.difference_update(hosts or set(self._cut))
 
     def serve(self, address: str, listener: MemoryListener) -> None:
         """Be reached at an address."""
@@ -112,7 +132,8 @@ class Network:
         there.served_by = listener
         self._links = [link for link in self._links if not link[2].closed]
         self._links.append((host, address, there))
-        task = asyncio.ensure_future(listener.accept(there))
+        # In the listener's own context: what a master does belongs to the master, whoever connects.
+        task = listener.context.copy().run(asyncio.ensure_future, listener.accept(there))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return here
@@ -124,11 +145,12 @@ class MemoryListener:
     def __init__(self, network: Network, address: str) -> None:
         self._network, self.address = network, address
         self._accept: Accept | None = None
+        self.context: Context = copy_context()
         self.status: Status | None = None
 
     async def serve(self, accept: Accept, status: Status) -> None:
         """Begin to take connections."""
-        self._accept, self.status = accept, status
+        self._accept, self.status, self.context = accept, status, copy_context()
         self._network.serve(self.address, self)
 
     async def accept(self, connection: MemoryConnection) -> None:

@@ -11,8 +11,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from dlrover_core.errors import LaunchFailed
-from dlrover_core.testing import virtual_loop
+from dlrover_core.job.state import NodeLaunch
+from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.launcher import Notice, StoreReady, WorkerExit, WorkersLaunch, WorkersStuck, WorkerStep
+from dlrover_core.testing import virtual_loop
+from dlrover_core.testing.network import Network
 
 START_S = 0.02
 REAP_S = 0.001
@@ -35,6 +38,8 @@ class Training:
         self.log: list[tuple[int, int]] = []
         self.starts: list[tuple[str, int]] = []
         self._generations: dict[int, _Generation] = {}
+        self.network = Network()
+        self._boots = 0
 
     def join(self, launch: WorkersLaunch, rank: int, launcher: MemoryLauncher) -> None:
         """One worker runs."""
@@ -60,6 +65,19 @@ class Training:
         await asyncio.sleep(after_s)
         for other, launcher in others:
             launcher.die(generation, other, 1, CASCADE)
+
+    async def agent(self, master: str, node: NodeLaunch) -> str:
+        """Serve a node of this training in this loop, until its master tells it to leave; returns why."""
+        self._boots += 1
+        return await Agent(
+            node.node,
+            launcher=MemoryLauncher(node.node, node.nproc, self),
+            dialer=self.network.dialer(node.node),
+            masters=[master],
+            boot=self._boots,
+            host=node.node,
+            address=node.node,
+        ).run()
 
     async def _run(self, number: int, generation: _Generation) -> None:
         first = True
@@ -145,7 +163,9 @@ class MemoryLauncher:
         self._training.left(generation, rank, cascades=not self._asked and code != 0)
         now_us = int(asyncio.get_running_loop().time() * 1_000_000)
         step = self._training.done
-        self._notices.put_nowait(WorkerExit(generation, local, rank, code, self._asked, now_us, step, error, error, now_us))
+        self._notices.put_nowait(
+            WorkerExit(generation, local, rank, code, self._asked, now_us, step, error, error, now_us)
+        )
 
     def kill(self, rank: int, code: int = -9, error: str = "") -> None:
         """Kill one worker from outside."""
@@ -159,7 +179,9 @@ class MemoryLauncher:
 
     def stepped(self, generation: int, rank: int, step: int, first: bool) -> None:
         """A worker made a step."""
-        self._notices.put_nowait(WorkerStep(generation, rank, step, first, int(asyncio.get_running_loop().time() * 1_000_000)))
+        self._notices.put_nowait(
+            WorkerStep(generation, rank, step, first, int(asyncio.get_running_loop().time() * 1_000_000), told=True)
+        )
 
     async def notices(self) -> AsyncIterator[Notice]:
         """Everything that happens."""

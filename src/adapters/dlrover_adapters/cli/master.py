@@ -76,7 +76,9 @@ async def _run(settings: Settings, fd: int, holder: str) -> int:
             loop = asyncio.get_running_loop()
             stopping = asyncio.Event()
             loop.add_signal_handler(signal.SIGTERM, stopping.set)
-            stopper = asyncio.ensure_future(_stop_when(stopping, master))
+            if stop_file(settings).exists():
+                stopping.set()
+            stopper = asyncio.ensure_future(_stop_when(stopping, master, settings))
             try:
                 outcome = await master.run()
             finally:
@@ -93,10 +95,19 @@ async def _run(settings: Settings, fd: int, holder: str) -> int:
         return EX_AGAIN
 
 
-async def _stop_when(stopping: asyncio.Event, master: Master) -> None:
+def stop_file(settings: Settings) -> Path:
+    """Where the launcher says that the job is to stop, and why, before it sends SIGTERM: for masters that cannot hear it yet."""
+    return Path(settings.run_dir or settings.directory) / "stop"
+
+
+async def _stop_when(stopping: asyncio.Event, master: Master, settings: Settings) -> None:
     await stopping.wait()
     await master.led.wait()
-    master.tell(StopJob("asked by its launcher"))
+    try:
+        reason = stop_file(settings).read_text()
+    except FileNotFoundError:
+        reason = "a master got SIGTERM"
+    master.tell(StopJob(reason))
 
 
 if __name__ == "__main__":

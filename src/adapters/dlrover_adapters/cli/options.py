@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from typing import NamedTuple
 
@@ -19,11 +20,14 @@ examples:
   dlrover-run -r 3 -t 0:3 --log-dir logs train.py       every rank's output into files, rank 0's also here
 
 afterwards:
+  dlrover status JOB      what it is doing, or how it ended
   dlrover report JOB      what failed, what was done about it, where the time went
   dlrover explain JOB     why, down to the first evidence
 
 exit status: 0 the job succeeded; 1 it failed (the root cause is printed first); 2 wrong usage;
-  70 no master could run; 130 stopped by Ctrl-C; 143 stopped by SIGTERM
+  70 no master could run; 130 stopped by Ctrl-C; 143 by SIGTERM; 129 by SIGHUP
+
+Ctrl-C: once, and the workers get SIGTERM and stop_grace_s (30 s) to end; twice, and they are killed.
 """
 
 
@@ -128,6 +132,13 @@ def parser() -> argparse.ArgumentParser:
         "--state-dir", default=None, metavar="DIR", help="where logs and sockets live (default: ~/.local/state/dlrover)"
     )
     ours.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=SECONDS",
+        help="a duration of the job's spec, for instance stop_grace_s=60; an unknown name lists them all; may be repeated",
+    )
+    ours.add_argument(
         "--progress",
         choices=("auto", "on", "off"),
         default="auto",
@@ -171,4 +182,17 @@ def spec(options: argparse.Namespace, job: str, nproc: int) -> JobSpec:
             "nnodes",
             f"{asked.most} nodes need {asked.most} hosts, which this version does not do yet; --local-nodes {asked.most} runs them all on this one",
         )
-    return JobSpec(job, (GroupSpec("worker", asked.fewest, asked.most, nproc),), max_restarts=options.max_restarts)
+    made = JobSpec(job, (GroupSpec("worker", asked.fewest, asked.most, nproc),), max_restarts=options.max_restarts)
+    return dataclasses.replace(made, **dict(_duration(text) for text in options.set))
+
+
+def _duration(text: str) -> tuple[str, float]:
+    known = {one.name: one for one in dataclasses.fields(JobSpec) if one.name.endswith("_s")}
+    name, _, value = text.partition("=")
+    if name not in known:
+        listed = "\n".join(f"  {one.name}={one.default:g}  {one.metadata['doc']}" for one in known.values())
+        raise SpecError("set", f"there is no duration {name!r}; there are, with their defaults in seconds:\n{listed}")
+    try:
+        return name, float(value)
+    except ValueError as error:
+        raise SpecError("set", f"{text!r} is not NAME=SECONDS") from error

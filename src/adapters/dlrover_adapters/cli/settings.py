@@ -19,11 +19,11 @@ class Settings:
     run: str
     log: str
     directory: str
-    node_host: str
-    masters: tuple[str, ...]
     argv: tuple[str, ...]
     nproc: int
     mode: str
+    node_host: str = ""
+    masters: tuple[str, ...] = ()
     role: str = "default"
     preload: tuple[str, ...] | None = ()
     log_dir: str | None = None
@@ -39,12 +39,18 @@ class Settings:
         """The job's spec."""
         return JobSpec.from_json(self.spec)
 
+    def placed(self, folder: Path) -> Settings:
+        """The same, with the run's sockets and streams in ``folder``."""
+        return dataclasses.replace(self, node_host=str(folder / "nodes.sock"), run_dir=str(folder))
+
     def write(self) -> Path:
-        """Write it down, readable by this user alone."""
+        """Write it down whole or not at all, readable by this user alone."""
         path = Path(self.directory) / "settings.json"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        part = path.with_suffix(".part")
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             json.dump(dataclasses.asdict(self), file, indent=1)
+        part.replace(path)
         return path
 
     @classmethod

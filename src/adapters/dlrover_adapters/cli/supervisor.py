@@ -12,16 +12,21 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from dlrover_adapters.cli.master import EX_FATAL, EX_OVER
+from dlrover_adapters.cli.master import EX_FATAL, EX_OVER, stop_file
+from dlrover_adapters.cli.scratch import MARK
 from dlrover_adapters.cli.settings import Settings
 from dlrover_backends.local import LocalNodeHost
 
 MASTERS = 2
 CRASHES_MAX, CRASH_WINDOW_S = 20, 10.0
 BACK_OFF_S = 0.5
+LEAVE_S = 10.0
+_MODULE = Path(__file__).with_name("_module.py")
 
 
 class MastersFailed(Exception):
@@ -37,7 +42,7 @@ class Supervisor:
         self._masters: dict[int, asyncio.subprocess.Process] = {}
         self._over = asyncio.Event()
         self._crashes: list[float] = []
-        self._stopping = False
+        self._asked = 0
         self.stopped_by: signal.Signals | None = None
 
     async def run(self) -> None:
@@ -65,6 +70,8 @@ class Supervisor:
             if code == EX_OVER:
                 self._over.set()
                 return
+            if self._asked and code == -signal.SIGTERM:
+                continue  # asked before it could listen; the next one finds the file
             if code == EX_FATAL:
                 raise MastersFailed(f"the job's log cannot be led; see {self._settings.control_log}")
             self._crashes = [at for at in self._crashes if at > loop.time() - CRASH_WINDOW_S] + [loop.time()]
@@ -77,29 +84,22 @@ class Supervisor:
 
     async def _one_master(self) -> int:
         fd = self._port.fileno()
-        command = [
-            sys.executable,
-            "-m",
-            "dlrover_adapters.cli.master",
+        process = await asyncio.create_subprocess_exec(
+            *module("dlrover_adapters.cli.master"),
             "--config",
             self._config,
             "--job",
             self._settings.job.job,
-        ]
-        process = await asyncio.create_subprocess_exec(
-            *command,
             "--fd",
             str(fd),
             "--parent",
             str(os.getpid()),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(fd,),
-            env={**os.environ, "DLROVER_TOKEN": self._token},
+            env={**os.environ, "DLROVER_TOKEN": self._token, MARK: self._settings.run},
             start_new_session=True,
         )
         self._masters[process.pid] = process
-        if self._stopping:
-            self._ask(process)
         try:
             return await process.wait()
         finally:
@@ -120,21 +120,35 @@ class Supervisor:
             await process.wait()
 
     def stop(self, number: signal.Signals) -> None:
-        """The first time: let the job stop in its own time. The second: at once."""
-        if self._stopping:
+        """The first time: let the job stop in its own time. The second: kill its nodes. The third: leave it."""
+        loop, spec = asyncio.get_running_loop(), self._settings.job
+        self._asked += 1
+        if self._asked == 1:
+            self.stopped_by = number
+            stop_file(self._settings).write_text(f"dlrover-run got {signal.Signals(number).name}")
+            for process in self._masters.values():
+                self._ask(process)
+            # No master may be able to lead; then nobody stops anything.
+            loop.call_later(spec.stop_grace_s + spec.kill_wait_s + LEAVE_S, self._over.set)
+        elif self._asked == 2:
+            # The master sees them die, and the log gets its end.
+            self._host.kill()
+            loop.call_later(LEAVE_S, self._over.set)
+        else:
             self._over.set()
-            return
-        self._stopping, self.stopped_by = True, number
-        for process in self._masters.values():
-            self._ask(process)
 
 
-async def watch(address: str, token: str, show: Callable[[Mapping[str, Any]], None], period_s: float) -> None:
+def module(name: str) -> tuple[str, ...]:
+    """The beginning of a command that runs a module of ours, whatever lies in the working directory."""
+    return (sys.executable, "-u", str(_MODULE), name)
+
+
+async def watch(address: str, token: str, show: Callable[[Mapping[str, Any], float], None], period_s: float) -> None:
     """Show the leader's status now and again, until cancelled; while nobody leads, the last one stays."""
     from dlrover_adapters.http.client import fetch_status
     from dlrover_core.errors import CoreError
 
     while True:
         with contextlib.suppress(CoreError, OSError, asyncio.TimeoutError):
-            show(await fetch_status(address, token))
+            show(await fetch_status(address, token), time.monotonic())
         await asyncio.sleep(period_s)

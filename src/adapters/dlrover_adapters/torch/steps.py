@@ -22,9 +22,12 @@ import msgpack
 from .pace import Pace
 
 RING_S = 0.1
+UNTOLD_MAX = 3
+"""A script that imports `step` and has not called it by its third step counts as one that never will."""
 _SLOT = struct.Struct("=q")
 
 _signal: StepSignal | None = None
+_expected = False
 
 
 class StepSignal:
@@ -32,16 +35,20 @@ class StepSignal:
 
     def __init__(self, generation: int, rank: int, agent_socket: str, slot_fd: int) -> None:
         self._generation, self._rank = generation, rank
-        self._step, self._told = 0, False
+        self._step, self._told, self._untold = 0, False, 0
         self._pace = Pace()
         self._next_ring = 0.0
         self._slot: mmap.mmap | None = mmap.mmap(slot_fd, _SLOT.size)
         self._socket = _connect(agent_socket)
 
     def optimizer_called(self, optimizer: object) -> None:
-        """Count an optimizer's call, unless the script counts for itself."""
-        if not self._told and self._pace.called(optimizer):
-            self._done(self._step + 1)
+        """Count an optimizer's call, unless the script counts for itself, or may be about to."""
+        if self._told or not self._pace.called(optimizer):
+            return
+        self._untold += 1
+        if _expected and self._untold < UNTOLD_MAX:
+            return
+        self._done(self._untold)
 
     def told(self, step: int) -> None:
         """The script says which step it has done."""
@@ -95,6 +102,12 @@ def begin(generation: int, rank: int, agent_socket: str, slot_fd: int) -> None:
     _signal = StepSignal(generation, rank, agent_socket, slot_fd)
     register_optimizer_step_post_hook(_after_optimizer)
     os.register_at_fork(after_in_child=_forked)
+
+
+def expect() -> None:
+    """The script has the means to tell its steps: wait for its first word before counting for it."""
+    global _expected  # noqa: PLW0603 - a process is one rank
+    _expected = True
 
 
 def tell(step: int) -> None:

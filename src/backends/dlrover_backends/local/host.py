@@ -189,6 +189,11 @@ class LocalNodeHost:
         node = self._nodes.get(name)
         return node.child.pid if node is not None and node.child is not None and not node.over else None
 
+    def kill(self) -> None:
+        """SIGKILL every node. Whoever observes is told; new ones are still taken."""
+        for node in self._nodes.values():
+            node.signal(signal.SIGKILL)
+
     # ---- orders
 
     def _fence(self, token: int) -> None:

@@ -1,0 +1,85 @@
+"""The live line of `dlrover-run`: state, step, rate, generation, last incident."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+WINDOW_S, SHORTEST_S = 10.0, 1.0
+
+
+class Rate:
+    """Steps per second over the last `WINDOW_S`, of one generation: a step number that jumps with a restart is no speed."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+        self._generation, self._before = -1, -1
+        self.per_s = 0.0
+
+    def feed(self, generation: int, step: int, at: float) -> float:
+        """Take in the step seen at a moment; the rate, which stays the last one until the new generation has its own."""
+        if generation != self._generation or (self._seen and step < self._seen[-1][1]):
+            self._generation, self._before = generation, step
+            self._seen.clear()
+        if not self._seen and step == self._before:
+            return self.per_s  # still the step of the generation before
+        self._seen.append((at, step))
+        while len(self._seen) > 2 and at - self._seen[1][0] >= WINDOW_S:
+            self._seen.popleft()
+        since, first = self._seen[0]
+        if at - since >= SHORTEST_S:
+            self.per_s = (step - first) / (at - since)
+        return self.per_s
+
+
+class Line:
+    """Draws itself over its predecessor on a terminal; elsewhere a line is printed when more than the step has changed."""
+
+    def __init__(self, job: str, period_s: float = 10.0) -> None:
+        self._job, self._period_s = job, period_s
+        self._rate = Rate()
+        self._said: tuple[object, ...] = ()
+        self._said_at = 0.0
+        self._tty = sys.stderr.isatty()
+        self._open = False
+
+    def show(self, status: Mapping[str, Any], at: float) -> None:
+        """Show a status seen at a moment of the monotonic clock."""
+        text = self.text(status, at)
+        if self._tty:
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns
+            sys.stderr.write("\r" + text[: columns - 1].ljust(columns - 1))
+            self._open = True
+        else:
+            # Into a file: every change of fortune at once, mere steps now and again.
+            said = tuple(status[key] for key in ("state", "generation", "degraded", "last_incident"))
+            if said == self._said and at - self._said_at < self._period_s:
+                return
+            self._said, self._said_at = said, at
+            sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+    def text(self, status: Mapping[str, Any], at: float) -> str:
+        """The line."""
+        step = int(status["step"])
+        rate = self._rate.feed(int(status["generation"]), step, at)
+        parts = [
+            f"[{self._job}] {status['state']}",
+            f"step {max(step, 0)}",
+            f"{rate:.1f}/s",
+            f"generation {status['generation']}",
+        ]
+        if status["degraded"]:
+            parts.append(f"control plane degraded: {status['degraded']}")
+        if status["last_incident"]:
+            parts.append(f"incident {status['last_incident']}")
+        return "  ".join(parts)
+
+    def end(self) -> None:
+        """Leave the last one standing."""
+        if self._open:
+            sys.stderr.write("\n")
+            self._open = False

@@ -1,0 +1,132 @@
+"""What a run has outside its state directory, and how it goes away however the run ends.
+
+Sockets need short paths and workers' streams need files, so each run has a private folder under the system's temporary one.
+It is removed in three ways, each for what the one before cannot do: by the launcher at its end; by its sweeper, when the
+launcher was killed; and by the next launcher of the same user, when both were (or the machine went down).
+A locked file in the folder says that it is in use: the kernel unlocks it with the last of the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from dlrover_core.errors import SpecError
+
+MARK = "DLROVER_RUN_MARK"
+"""In the environment of all that a run starts; its value is the run's."""
+
+PREFIX, LOCK = "dlrover-", "lock"
+PATH_BYTES_MAX = 60  # a socket's path has 108 bytes, and the agents' folders in it need some
+PREDECESSOR_S = 15.0
+_SWEEPER = Path(__file__).with_name("_sweeper.py")
+
+
+@contextlib.contextmanager
+def claim(directory: Path, job: str) -> Iterator[int]:
+    """Be the only launcher of a job; yields the lock. Raises `SpecError` where another one lives.
+
+    A launcher that was killed is waited for until its sweeper is done.
+    """
+    fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        _claimed(fd, job)
+        os.truncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _claimed(fd: int, job: str) -> None:
+    deadline = time.monotonic() + PREDECESSOR_S
+    while not _lock(fd):
+        words = os.pread(fd, 64, 0).split()
+        pid = int(words[0]) if words and words[0].isdigit() else 0
+        if (pid and _lives(pid)) or time.monotonic() > deadline:
+            raise SpecError(
+                "job-id",
+                f"a job {job!r} runs already, under the dlrover-run with pid {pid}; "
+                f"stop that one (kill {pid}), or give this one another --job-id or --state-dir",
+            )
+        time.sleep(0.02)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[:1] not in ([b"Z"], [b"X"])
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def folder(run: str, *also: int) -> Iterator[Path]:
+    """The private folder of a run, with a sweeper that holds the locks ``also`` until it is done. Removed at the end."""
+    sweep()
+    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_roof()))
+    lock = _locked(path)
+    reading, writing = os.pipe()
+    sweeper = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_SWEEPER), str(reading), str(path), f"{MARK}={run}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(reading, lock, *also),
+        start_new_session=True,
+        cwd="/",
+    )
+    os.close(reading)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        sweeper.kill()
+        sweeper.wait()
+        os.close(writing)
+        os.close(lock)
+
+
+def _roof() -> str | None:
+    """Where folders are made: the system's temporary one, unless sockets in it would have too long a path."""
+    return None if len(os.fsencode(tempfile.gettempdir())) <= PATH_BYTES_MAX - len(PREFIX) - 8 else "/tmp"  # noqa: S108  # mkdtemp makes it ours
+
+
+def _locked(path: Path) -> int:
+    # Under its name only once it is locked: a sweep must not find it in between.
+    fd = os.open(path / "new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    os.rename(path / "new", path / LOCK)
+    return fd
+
+
+def sweep() -> None:
+    """Remove the folders of this user's runs of which nobody lives."""
+    for lock in Path(_roof() or tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+        try:
+            if lock.parent.lstat().st_uid != os.getuid():
+                continue
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # another user's, or just being removed
+            continue
+        try:
+            if _lock(fd):
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        finally:
+            os.close(fd)

@@ -1,0 +1,126 @@
+"""Seeded histories: a random job, a random list of faults, and what must hold all the same.
+
+A run is a workload and an explicit list of faults, both made from the seed before the run begins; during the run nothing is
+drawn. So a failing seed can be run again, and its list shortened by hand: ``python -m tests.chaos.seeds SEED``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import sys
+from typing import Any, NamedTuple
+
+from dlrover_core.job.state import CODEC
+from dlrover_core.logs.memory import Faults, LostAck, MemoryLog, SlowAck, Unavailable
+from dlrover_core.spec import GroupSpec, JobSpec
+from dlrover_core.testing import virtual_loop
+from dlrover_core.testing.cluster import Cluster
+from dlrover_core.testing.invariants import check, check_steps
+from dlrover_core.testing.training import Training
+
+STEPS = 60
+FAULTS_MAX = 8
+
+
+class Fault(NamedTuple):
+    """``what`` happens to the ``which``-th candidate as soon as step ``step`` is made."""
+
+    step: int
+    what: str
+    which: int
+
+
+class Plan(NamedTuple):
+    """A whole run, decided before it begins."""
+
+    nodes: int
+    nproc: int
+    cascade_s: float | None
+    standby: bool
+    skew_s: int
+    log_faults: tuple[tuple[int, str], ...]
+    faults: tuple[Fault, ...]
+
+
+WHATS = ("worker", "worker", "node", "master", "leader", "cut", "suspend", "relist", "two workers")
+
+
+def plan(seed: int) -> Plan:
+    """The run of a seed."""
+    dice = random.Random(seed)
+    steps = sorted(dice.randrange(1, STEPS - 5) for _ in range(dice.randrange(1, FAULTS_MAX)))
+    return Plan(
+        nodes=dice.randrange(1, 5),
+        nproc=dice.randrange(1, 4),
+        cascade_s=dice.choice([None, 0.0, 0.005, 0.2]),
+        standby=dice.random() < 0.5,
+        skew_s=dice.choice([0, 3600, -3600]),
+        log_faults=tuple((dice.randrange(1, 80), dice.choice(["lost", "slow", "down"])) for _ in range(dice.randrange(3))),
+        faults=tuple(Fault(step, dice.choice(WHATS), dice.randrange(100)) for step in steps),
+    )
+
+
+async def _strike(cluster: Cluster, fault: Fault, skew_us: int) -> None:
+    ranks = sorted(rank for launcher in cluster.launchers.values() for rank in launcher.ranks)
+    living = sorted(cluster.backend.living)
+    if fault.what in ("worker", "two workers") and ranks:
+        cluster.kill_worker(ranks[fault.which % len(ranks)])
+        if fault.what == "two workers" and len(ranks) > 1:
+            cluster.kill_worker(ranks[(fault.which + 1) % len(ranks)])
+    elif fault.what == "node" and living:
+        cluster.kill_node(living[fault.which % len(living)])
+    elif fault.what in ("master", "leader"):
+        cluster.skew_us = skew_us
+        # Where nobody leads at this moment there is no leader to kill: then all masters die.
+        leads = any(master.leading for master in cluster.masters)
+        cluster.kill_leader() if fault.what == "leader" and leads else cluster.kill_master()
+        cluster.start_master()
+    elif fault.what == "cut" and living:
+        host = living[fault.which % len(living)]
+        cluster.network.cut(host)
+        await asyncio.sleep(3 + fault.which % 40)
+        cluster.network.heal()
+    elif fault.what == "suspend":
+        cluster.jump(3 + fault.which % 60)
+    elif fault.what == "relist":
+        cluster.backend.relist()
+
+
+async def _run(run: Plan) -> dict[str, Any]:
+    spec = JobSpec(
+        "seeded",
+        (GroupSpec("worker", run.nodes, run.nodes, run.nproc, relaunch_max=100),),
+        max_restarts=100,
+    )
+    script = {number: {"lost": LostAck(), "slow": SlowAck(0.5), "down": Unavailable()}[kind] for number, kind in run.log_faults}
+    log = MemoryLog(CODEC, Faults(script))
+    async with Cluster(spec, training=Training(STEPS, cascade_s=run.cascade_s), event_log=log) as cluster:
+        if run.standby:
+            cluster.start_master()
+        for fault in run.faults:
+            await cluster.until(lambda step=fault.step: cluster.training.done >= step)
+            await _strike(cluster, fault, run.skew_s * 1_000_000)
+        outcome = await cluster.outcome()
+        assert outcome.state == "succeeded", outcome
+        check_steps(cluster)
+        assert cluster.backend.living == []
+        state = await check(cluster)
+        payloads = [batch.payload async for batch in log.batches(spec.job)]
+        return {
+            "events": state.seq,
+            "incidents": state.failures.number,
+            "generations": state.world.worlds["worker"].generation,
+            "log": hashlib.blake2b(b"".join(payloads), digest_size=8).hexdigest(),
+        }
+
+
+def trial(seed: int) -> dict[str, Any]:
+    """Run a seed; what came of it. Raises AssertionError (or a deadlock) where a promise is broken."""
+    return virtual_loop.run(_run(plan(seed)))
+
+
+if __name__ == "__main__":
+    print(plan(int(sys.argv[1])))
+    print(trial(int(sys.argv[1])))

@@ -1,0 +1,23 @@
+"""What the unit tests share: `drive.py` on the path, and Hypothesis without chance: the same examples on every run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:
+    sys.path.insert(0, HERE)
+
+# deadline=None: a busy machine is no bug. No database: what was found once becomes a test or a golden file.
+settings.register_profile(
+    "bounded",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+settings.load_profile("bounded")

@@ -1,0 +1,363 @@
+"""The agent alone, against a master that the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from dlrover_core.errors import ConnectionLost
+from dlrover_core.job import failures, nodes, world
+from dlrover_core.job.state import Order
+from dlrover_core.runtime import messages
+from dlrover_core.runtime.agent import UNANSWERED_MAX, Agent, Outbox
+from dlrover_core.runtime.messages import (
+    Again,
+    Answer,
+    Beat,
+    BeatSeen,
+    Goodbye,
+    Hello,
+    Level,
+    Message,
+    Numbered,
+    Welcome,
+)
+from dlrover_core.runtime.transport import Connection
+from dlrover_core.testing import virtual_loop
+from dlrover_core.testing.network import Network
+from dlrover_core.testing.training import MemoryLauncher, Training
+
+NODE = "worker-0-0"
+WAIT = Order(leave=False, reason="waiting for a world", grace_us=0)
+
+
+def run_order(generation: int, store: str = "elsewhere:1") -> Order:
+    """The order to run one worker in a generation."""
+    return Order(False, "", 0, generation, 0, 1, 1, 0, 1, store)
+
+
+class Stage:
+    """One agent, and a master whose every word the test says."""
+
+    def __init__(self) -> None:
+        self.network = Network()
+        self.training = Training(steps=10_000, cascade_s=None)
+        self.launcher = MemoryLauncher(NODE, 1, self.training)
+        self.agent = Agent(
+            NODE, launcher=self.launcher, dialer=self.network.dialer("h"), masters=["m"], boot=1, host="h", address="h"
+        )
+        self.connections: asyncio.Queue[Connection] = asyncio.Queue()
+        self.got: list[tuple[int, Message]] = []
+        self.listener = self.network.listener("m")
+        self.token = 1
+
+    async def accept(self, connection: Connection) -> None:
+        """Keep a new connection for `greet`."""
+        self.connections.put_nowait(connection)
+
+    async def greet(self, *, answers: bool = True) -> tuple[Connection, Hello]:
+        """Take the next connection, welcome it, and answer what it says from then on."""
+        connection = await asyncio.wait_for(self.connections.get(), 60)
+        hello = messages.decode(await connection.receive())
+        assert isinstance(hello, Hello)
+        await connection.send(
+            messages.encode(Welcome(1, "run-1", self.token, 10**6, 15 * 10**6, 60 * 10**6, 5 * 10**6, 3))
+        )
+        virtual_loop.spawn("master", self.listen(connection, answers=answers))
+        return connection, hello
+
+    async def listen(self, connection: Connection, *, answers: bool) -> None:
+        """Keep what the agent says, and answer it."""
+        try:
+            while True:
+                message = messages.decode(await connection.receive())
+                if isinstance(message, Beat):
+                    await connection.send(messages.encode(BeatSeen(self.token)))
+                elif isinstance(message, Numbered):
+                    self.got.append((message.number, messages.command_of(message)))
+                    if answers:
+                        await connection.send(messages.encode(Answer(message.number, 1)))
+        except ConnectionLost:
+            return
+
+    async def order(self, connection: Connection, order: Order) -> None:
+        """Say what the agent should be doing."""
+        await connection.send(messages.encode(Level(self.token, tuple(order))))
+
+    def commands(self, kind: type) -> list[Message]:
+        """The commands of a kind that came, repetitions too."""
+        return [command for _, command in self.got if isinstance(command, kind)]
+
+
+def tell(story: Callable[[Stage, asyncio.Task[str]], Awaitable[None]]) -> None:
+    """Tell a story to a running agent."""
+
+    async def told() -> None:
+        stage = Stage()
+        await stage.listener.serve(stage.accept, dict)
+        running = virtual_loop.spawn("agent", stage.agent.run())
+        try:
+            await story(stage, running)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    virtual_loop.run(told())
+
+
+def test_outbox_bound() -> None:
+    """At most 16 unanswered commands are on the wire, in order; each answer lets the next one go."""
+
+    async def story() -> None:
+        outbox = Outbox()
+        for _ in range(20):
+            outbox.add(nodes.ReportLeft(NODE))
+        sent = []
+        while (item := outbox.next()) is not None:
+            sent.append(item[0])
+        assert sent == list(range(1, UNANSWERED_MAX + 1))
+        outbox.answered(2)
+        assert [outbox.next()[0], outbox.next()[0], outbox.next()] == [17, 18, None]  # type: ignore[index]
+
+    virtual_loop.run(story())
+
+
+def test_outbox_resends() -> None:
+    """On a new connection everything unanswered goes out again, from the first; from where the leader asks, if it asks."""
+
+    async def story() -> None:
+        outbox = Outbox()
+        for _ in range(5):
+            outbox.add(nodes.ReportLeft(NODE))
+        for _ in range(5):
+            outbox.next()
+        outbox.answered(2)
+        outbox.rewind()
+        assert [outbox.next()[0] for _ in range(3)] == [3, 4, 5]  # type: ignore[index]
+        outbox.expected(4)
+        assert [outbox.next()[0] for _ in range(2)] == [4, 5]  # type: ignore[index]
+        with pytest.raises(ConnectionLost):
+            outbox.expected(1)
+
+    virtual_loop.run(story())
+
+
+def test_ages_grow_while_waiting() -> None:
+    """What bears an age has grown older by its wait in the outbox when it goes out, each time it goes out."""
+
+    async def story() -> None:
+        outbox = Outbox()
+        outbox.add(failures.ReportExit(NODE, 1, 0, -9, age_us=500))
+        ages = []
+        for _ in range(2):
+            await asyncio.sleep(3)
+            outbox.rewind()
+            _, command = outbox.next() or (0, ())
+            assert isinstance(command, failures.ReportExit)
+            ages.append(command.age_us)
+        assert ages == [3_000_500, 6_000_500]
+
+    virtual_loop.run(story())
+
+
+def test_resend_after_reconnect() -> None:
+    """Commands that no leader has answered are sent again, under the same numbers, to the next connection."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        connection, _hello = await stage.greet(answers=False)
+        await asyncio.sleep(2)
+        before = list(stage.got)
+        assert [number for number, _ in before] == [1, 2, 3]
+        await connection.close()
+        stage.got.clear()
+        _, hello = await stage.greet()
+        assert (hello.node, hello.boot, hello.token, hello.run) == (NODE, 1, 1, "run-1")
+        await asyncio.sleep(1)
+        assert stage.got == before
+
+    tell(story)
+
+
+def test_workers_run_on_without_a_master() -> None:
+    """A lost connection does not touch the workers; the agent comes back at once and says what they run."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        connection, _hello = await stage.greet()
+        await stage.order(connection, run_order(1))
+        await asyncio.sleep(2)
+        made = stage.training.done
+        await connection.close()
+        _, hello = await stage.greet()
+        assert hello.generation == 1
+        await asyncio.sleep(1)
+        assert stage.training.done > made
+        assert stage.training.starts == [(NODE, 1)]
+
+    tell(story)
+
+
+def test_overtaken_while_stopping() -> None:
+    """Orders that come while workers are being stopped: only the newest is carried out, no generation in between starts."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        connection, _hello = await stage.greet()
+        await stage.order(connection, run_order(1))
+        await asyncio.sleep(1)
+        stage.launcher.patience_s = 5.0
+        await stage.order(connection, run_order(2)._replace(grace_us=10**7))
+        await asyncio.sleep(1)
+        for generation in (3, 4):
+            await stage.order(connection, run_order(generation))
+        await asyncio.sleep(10)
+        assert stage.training.starts == [(NODE, 1), (NODE, 4)]
+        assert [one.generation for one in stage.commands(world.ReportStarted)] == [1, 4]  # type: ignore[attr-defined]
+        assert stage.commands(failures.ReportExit) == []
+
+    tell(story)
+
+
+def test_same_order_again() -> None:
+    """The same order said again after a reconnect restarts nobody."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        for _attempt in range(3):
+            connection, _hello = await stage.greet()
+            await stage.order(connection, run_order(1))
+            await asyncio.sleep(2)
+            await connection.close()
+        assert stage.training.starts == [(NODE, 1)]
+
+    tell(story)
+
+
+def test_end_of_a_generation_is_reported_once() -> None:
+    """Told that a generation is over, the agent stops it and says so, once, with the last step made."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        connection, _hello = await stage.greet()
+        await stage.order(connection, run_order(1))
+        await asyncio.sleep(2)
+        for _ in range(2):
+            await stage.order(connection, WAIT._replace(over=1))
+            await asyncio.sleep(1)
+        assert stage.commands(world.ReportStopped) == [world.ReportStopped(NODE, 1, stage.training.done)]
+        assert stage.launcher.ranks == []
+
+    tell(story)
+
+
+def test_signal_leaves_with_grace() -> None:
+    """Ctrl-C: workers get the grace of a planned stop, then the agent says that it left, and goes."""
+
+    async def story(stage: Stage, running: asyncio.Task[str]) -> None:
+        connection, _hello = await stage.greet()
+        await stage.order(connection, run_order(1))
+        await asyncio.sleep(1)
+        stage.launcher.patience_s = 20.0
+        began = asyncio.get_running_loop().time()
+        stage.agent.leave("SIGINT")
+        assert await running == "SIGINT"
+        assert 20 <= asyncio.get_running_loop().time() - began <= 21
+        assert stage.got[-1][1] == nodes.ReportLeft(NODE)
+        assert stage.commands(failures.ReportExit) == []
+
+    tell(story)
+
+
+def test_signal_without_a_master() -> None:
+    """Ctrl-C while nobody listens: the agent goes all the same, soon."""
+
+    async def story(stage: Stage, running: asyncio.Task[str]) -> None:
+        stage.listener.drop()
+        await asyncio.sleep(1)
+        stage.agent.leave("SIGTERM")
+        assert await asyncio.wait_for(running, 6) == "SIGTERM"
+
+    tell(story)
+
+
+def test_told_to_leave() -> None:
+    """An order to leave is obeyed with the order's grace, and answered with a last word."""
+
+    async def story(stage: Stage, running: asyncio.Task[str]) -> None:
+        connection, _hello = await stage.greet()
+        await stage.order(connection, run_order(1))
+        await asyncio.sleep(1)
+        await stage.order(connection, Order(leave=True, reason="the job is failed", grace_us=0))
+        assert await asyncio.wait_for(running, 1) == "the job is failed"
+        assert stage.got[-1][1] == nodes.ReportLeft(NODE)
+
+    tell(story)
+
+
+def test_turned_away_for_good() -> None:
+    """A stranger goes at once: nobody would take its last word."""
+
+    async def story(stage: Stage, running: asyncio.Task[str]) -> None:
+        connection = await stage.connections.get()
+        await connection.receive()
+        await connection.send(messages.encode(Goodbye("run r is over", leave=True)))
+        assert await asyncio.wait_for(running, 1) == "run r is over"
+
+    tell(story)
+
+
+def test_turned_away_for_now() -> None:
+    """Turned away because another leads, the agent asks again with growing pauses, not in a frenzy."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        asked = 0
+        until = asyncio.get_running_loop().time() + 20
+        while asyncio.get_running_loop().time() < until:
+            connection = await stage.connections.get()
+            await connection.receive()
+            await connection.send(messages.encode(Goodbye("another master leads", leave=False)))
+            asked += 1
+        assert 8 <= asked <= 40
+
+    tell(story)
+
+
+def test_master_that_does_not_greet() -> None:
+    """A stopped master takes connections and says nothing: the agent gives up on it and tries again."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        await stage.connections.get()
+        _, hello = await stage.greet()
+        assert hello.node == NODE
+
+    tell(story)
+
+
+def test_forgotten_by_the_leader() -> None:
+    """A leader that asks for what was answered long ago does not know this node: the connection is given up, not looped on."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        connection, _hello = await stage.greet()
+        await asyncio.sleep(1)
+        stage.agent._outbox.add(nodes.ReportFault(NODE, "x"))
+        await connection.send(messages.encode(Again(1)))
+        await stage.greet()
+        await asyncio.sleep(1)
+        assert len([number for number, _ in stage.got if number == 4]) <= 2
+
+    tell(story)
+
+
+def test_unheard_worlds_use_up_stores() -> None:
+    """Worlds that came and went while the agent was cut off may have used its stores: it withdraws them and offers others."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        connection, _hello = await stage.greet()
+        await stage.order(connection, run_order(1, f"{NODE}:1"))
+        await asyncio.sleep(1)
+        await stage.order(connection, run_order(4))
+        await asyncio.sleep(1)
+        withdrawn = [one.address for one in stage.commands(world.WithdrawStore)]  # type: ignore[attr-defined]
+        offered = [one.address for one in stage.commands(world.OfferStore)]  # type: ignore[attr-defined]
+        assert withdrawn == [f"{NODE}:2", f"{NODE}:3"]
+        assert offered == [f"{NODE}:{number}" for number in range(1, 6)]
+
+    tell(story)

@@ -1,0 +1,232 @@
+"""What agents and masters say: round trips, and everything a peer may send that is no message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import of, records
+
+from dlrover_core.errors import MalformedMessage
+from dlrover_core.job.state import Order
+from dlrover_core.runtime import messages
+from dlrover_core.runtime.messages import (
+    COMMANDS,
+    INTEGER_MAX,
+    Hello,
+    Level,
+    Numbered,
+    checked,
+    command_of,
+    decode,
+    encode,
+    numbered,
+    order_of,
+)
+from dlrover_core.runtime.transport import FRAME_BYTES_MAX
+
+FRAMES = messages._FRAMES
+
+
+@pytest.mark.parametrize("cls", FRAMES.values(), ids=lambda cls: cls.__name__)
+def test_every_message_round_trips(cls: Any) -> None:
+    """A message comes out of its frame as it went in."""
+    message = of(cls)
+    assert decode(encode(message)) == message
+    assert type(decode(encode(message))) is cls
+
+
+@pytest.mark.parametrize("cls", COMMANDS.values(), ids=lambda cls: cls.__name__)
+def test_every_command_round_trips(cls: Any) -> None:
+    """A command comes out of its numbered frame as it went in."""
+    command = of(cls)
+    again = decode(encode(numbered(7, command)))
+    assert isinstance(again, Numbered)
+    assert again.number == 7
+    assert command_of(again) == command
+    assert type(command_of(again)) is cls
+
+
+def test_orders_round_trip() -> None:
+    """An order comes out of its level as it went in."""
+    order = of(Order)
+    level = decode(encode(Level(3, tuple(order))))
+    assert isinstance(level, Level)
+    assert order_of(level) == order
+
+
+def test_kinds_are_append_only() -> None:
+    """Numbers of messages and commands are part of the protocol: add, never renumber."""
+    assert [cls.__name__ for _, cls in sorted(FRAMES.items())][:9] == [
+        "Hello", "Welcome", "Goodbye", "Numbered", "Answer", "Again", "Level", "Beat", "BeatSeen",
+    ]  # fmt: skip
+    assert sorted(FRAMES) == list(range(1, len(FRAMES) + 1))
+    assert [cls.__name__ for _, cls in sorted(COMMANDS.items())][:11] == [
+        "ReportJoined", "ReportLeft", "ReportFault", "OfferStore", "WithdrawStore", "ReportStarted", "ReportStopped",
+        "ReportFinished", "ReportExit", "ReportFirstStep", "StopJob",
+    ]  # fmt: skip
+    assert sorted(COMMANDS) == list(range(1, len(COMMANDS) + 1))
+
+
+ALL = [*FRAMES.values(), *COMMANDS.values(), Order]
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
+def test_trailing_defaults_may_be_missing(cls: Any) -> None:
+    """A peer of the previous version leaves out what it does not know; those fields take their defaults."""
+    whole, defaults = tuple(of(cls)), cls._field_defaults
+    for fewer in range(1, len(defaults) + 1):
+        message = checked(cls, whole[:-fewer])
+        assert message == (*whole[:-fewer], *list(defaults.values())[-fewer:])
+    with pytest.raises(MalformedMessage, match="fields, got"):
+        checked(cls, whole[: len(whole) - len(defaults) - 1]) if len(whole) > len(defaults) else checked(
+            cls, (*whole, 1)
+        )
+    with pytest.raises(MalformedMessage, match="fields, got"):
+        checked(cls, (*whole, 1))
+
+
+WRONG = [None, True, 1.5, b"x", (), {}, "text", 5, INTEGER_MAX + 1, -(2**63), (1, "a", None)]
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
+def test_wrong_types_are_refused_by_name(cls: Any) -> None:
+    """Each field accepts its declared type only, and the refusal names the field."""
+    whole = tuple(of(cls))
+    for place, right in enumerate(whole):
+        if cls._fields[place] in ("fields", "order"):
+            continue
+        for wrong in WRONG:
+            same = type(wrong) is type(right)
+            if same and not (isinstance(wrong, int) and abs(wrong) > INTEGER_MAX):
+                continue
+            with pytest.raises(MalformedMessage, match=f"{cls.__name__}.{cls._fields[place]}: "):
+                checked(cls, (*whole[:place], wrong, *whole[place + 1 :]))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"\x92\x01",
+        msgpack.packb(None),
+        msgpack.packb(1),
+        msgpack.packb([1]),
+        msgpack.packb([1, 2]),
+        msgpack.packb([1, []]),
+        msgpack.packb([1, {}]),
+        msgpack.packb(["1", []]),
+        msgpack.packb([True, list(of(Hello))]),
+        msgpack.packb([1.0, list(of(Hello))]),
+        msgpack.packb([99, []]),
+        msgpack.packb([-1, []]),
+        msgpack.packb({1: 2}),
+        msgpack.packb([1, [], 3]),
+        msgpack.packb([1, list(of(Hello))]) + b"\x00",
+        msgpack.packb([1, [{(1, 2): 3}]]),
+        msgpack.packb(msgpack.ExtType(5, b"x")),
+        b"\x92\x01\x91\xd6\xff1234",
+        b"\x92\x01\x96\xa1\xff\x01\x01\x01\x01\x01",
+    ],
+    ids=lambda frame: frame[:16].hex(),
+)
+def test_garbage_is_refused(frame: bytes) -> None:
+    """Bytes that are no message raise MalformedMessage."""
+    with pytest.raises(MalformedMessage):
+        decode(frame)
+
+
+@pytest.mark.parametrize("depth", [100, 500, 900, 1000, 1020, 5000, 200_000])
+def test_depth_is_refused(depth: int) -> None:
+    """A frame nested as deep as msgpack reads, or deeper, is refused like any other."""
+    nested = b"\x91" * depth + b"\x01"
+    with pytest.raises(MalformedMessage):
+        decode(b"\x92\x01\x96" + nested + b"\x01" * 5)
+    wrapped = b"\x92\x04\x93\x01\x02" + nested
+    with pytest.raises(MalformedMessage):
+        command_of(decode(wrapped))  # type: ignore[arg-type]
+
+
+def test_oversize_is_refused_both_ways() -> None:
+    """A frame above 1 MiB is neither made nor read, whatever is in it."""
+    with pytest.raises(MalformedMessage, match="exceeds the frame limit of 1048576"):
+        encode(messages.Goodbye("x" * FRAME_BYTES_MAX, leave=False))
+    with pytest.raises(MalformedMessage, match="exceeds the limit"):
+        decode(b"\x00" * (FRAME_BYTES_MAX + 1))
+    assert decode(encode(messages.Goodbye("x" * (FRAME_BYTES_MAX - 100), leave=False)))
+
+
+def test_unknown_kinds_say_that_the_peer_may_be_newer() -> None:
+    """An unknown kind is refused with a hint."""
+    with pytest.raises(MalformedMessage, match="a newer peer"):
+        decode(msgpack.packb([99, []]))
+    with pytest.raises(MalformedMessage, match="a newer agent"):
+        command_of(Numbered(1, 99, ()))
+
+
+def _harmless(frame: bytes) -> None:
+    """Only MalformedMessage ever rises, all the way to the command or order."""
+    try:
+        message = decode(frame)
+        if isinstance(message, Numbered):
+            command_of(message)
+        elif isinstance(message, Level):
+            order_of(message)
+        encode(message)
+    except MalformedMessage:
+        return
+
+
+_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=4)
+    | st.binary(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=8) | st.dictionaries(st.integers(0, 9) | st.text(max_size=2), inner, max_size=3)
+    ),
+    max_leaves=15,
+)
+
+
+@settings(max_examples=400)
+@given(st.binary(max_size=64))
+def test_any_bytes(frame: bytes) -> None:
+    """Whatever bytes come, decoding gives a message or MalformedMessage."""
+    _harmless(frame)
+
+
+@settings(max_examples=400)
+@given(st.integers(0, 12), st.lists(_values, max_size=9))
+def test_any_fields(kind: int, fields: list[Any]) -> None:
+    """Whatever values come under whatever kind, decoding gives a message or MalformedMessage."""
+    _harmless(msgpack.packb([kind, fields]))
+
+
+@settings(max_examples=400)
+@given(st.integers(0, 12), st.lists(_values, max_size=10))
+def test_any_command(kind: int, fields: list[Any]) -> None:
+    """Whatever a numbered command holds, it is a command or MalformedMessage."""
+    _harmless(msgpack.packb([4, [1, kind, fields]]))
+
+
+@settings(max_examples=400)
+@given(st.sampled_from([*FRAMES.values()]), st.integers(0, 999), st.integers(0, 255))
+def test_one_byte_changed(cls: Any, spot: int, value: int) -> None:
+    """One changed byte of a good frame gives a message or MalformedMessage."""
+    frame = bytearray(encode(of(cls)))
+    frame[spot % len(frame)] = value
+    _harmless(bytes(frame))
+
+
+def test_numbers_leave_room() -> None:
+    """The largest number of a message can be added to and subtracted from and still lies in 64 bits."""
+    assert msgpack.unpackb(msgpack.packb(INTEGER_MAX + INTEGER_MAX)) == 2**63
+    assert checked(messages.Again, (INTEGER_MAX,)) == messages.Again(INTEGER_MAX)
+    assert len(records()) > 0

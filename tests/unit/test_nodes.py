@@ -1,0 +1,341 @@
+"""Nodes: who should exist, who does, and what became of each."""
+
+from __future__ import annotations
+
+import pytest
+from drive import SECOND, Drive, spec_of
+
+from dlrover_core.job import job, nodes
+from dlrover_core.job.state import MODEL, desired
+from dlrover_core.kernel.engine import Accepted, NotDone
+
+
+def _names(drive: Drive) -> list[str]:
+    return list(drive.state.nodes.nodes)
+
+
+def _launches(drive: Drive) -> list[str]:
+    return [one.node for one in desired(drive.state).launch]
+
+
+def test_a_new_job_plans_nodes_max() -> None:
+    """Every place of every group gets its first incarnation, and the backend is asked for all of them."""
+    drive = Drive(nodes_max=3, nodes_min=1)
+    assert _names(drive) == ["worker-0-0", "worker-1-0", "worker-2-0"]
+    assert _launches(drive) == _names(drive)
+    assert desired(drive.state).names == {"j-worker-0-0", "j-worker-1-0", "j-worker-2-0"}
+    assert desired(drive.state).launch[1].name == "j-worker-1-0"
+
+
+def test_what_was_accepted_is_not_launched_again() -> None:
+    """Once the backend lists a node it is wanted but no longer to be launched."""
+    drive = Drive(nodes_max=2)
+    drive.observe("worker-0-0", "pending")
+    assert _launches(drive) == ["worker-1-0"]
+    assert "j-worker-0-0" in desired(drive.state).names
+
+
+@pytest.mark.parametrize(
+    ("phases", "state"),
+    [
+        (["pending"], "pending"),
+        (["running"], "running"),
+        (["pending", "running"], "running"),
+        (["running", "pending"], "running"),
+        (["running", "running"], "running"),
+    ],
+)
+def test_observations(phases: list[str], state: str) -> None:
+    """An observation moves a node forward and never back; the same again is no event."""
+    drive = Drive()
+    for phase in phases:
+        drive.observe("worker-0-0", phase)
+    assert drive.state.nodes.nodes["worker-0-0"].state == state
+    drive.observe("worker-0-0", phases[-1])
+    assert drive.new == []
+
+
+def test_a_phase_no_backend_has_is_refused() -> None:
+    """A backend that invents a phase hears so."""
+    drive = Drive()
+    reply = drive.observe("worker-0-0", "dreaming")
+    assert isinstance(reply, NotDone)
+    assert "no phase 'dreaming'" in reply.reason
+
+
+def test_strangers_are_ignored() -> None:
+    """What a backend lists that is not ours changes nothing; desired does not name it, so it is deleted."""
+    drive = Drive()
+    drive.observe("worker-9-0", "running")
+    assert drive.new == []
+    assert "j-worker-9-0" not in desired(drive.state).names
+
+
+def test_a_complete_list_says_who_is_gone() -> None:
+    """What a complete list lacks is gone, but for nodes that were never accepted: those may still be on their way."""
+    drive = Drive(nodes_max=3)
+    drive.observe("worker-0-0", "running")
+    drive.observe("worker-1-0", "pending")
+    drive.listed()
+    assert [fact.node for fact in drive.facts(nodes.NodeGone)] == ["worker-0-0", "worker-1-0"]
+    assert [name for name in _names(drive) if name.endswith("-0")] == ["worker-2-0"]
+
+
+def test_a_relaunch_keeps_group_and_index() -> None:
+    """A dead node's successor has its place and the next incarnation."""
+    drive = Drive().up()
+    drive.observe("worker-1-0", "failed", 1)
+    assert drive.names() == [
+        "NodeFailed", "IncidentOpened", "WorldDissolved", "Diagnosed", "ActionChosen", "NodeReleased", "NodePlanned",
+    ]  # fmt: skip
+    planned = drive.facts(nodes.NodePlanned)[-1]
+    assert (planned.node, planned.group, planned.index, planned.incarnation) == ("worker-1-1", "worker", 1, 1)
+
+
+def test_the_next_incarnation_waits_until_the_last_is_seen_dead() -> None:
+    """A node that only says of itself that it is no good is released first; its successor starts when it is seen to end."""
+    drive = Drive().up()
+    drive.observe("worker-1-0", "gone")
+    assert _launches(drive) == ["worker-1-1"]
+    drive = Drive().up()
+    drive.do(nodes.NoteSilence("worker-1-0", 1))
+    drive.wait(300)
+    assert _launches(drive) == ["worker-1-1"]
+    assert drive.state.nodes.nodes["worker-1-0"].released == "lost"
+
+
+def test_dead_hosts_are_avoided_when_they_could_not_be_reached() -> None:
+    """The successor of a node that was lost to silence starts on another host."""
+    drive = Drive().up()
+    drive.do(nodes.NoteSilence("worker-1-0", 1))
+    drive.wait(300)
+    assert drive.facts(nodes.NodePlanned)[-1].avoid == ("host-of-worker-1-0",)
+
+
+def test_quarantine_and_its_expiry() -> None:
+    """A host that failed for the host's sake is avoided for quarantine_s and no longer."""
+    drive = Drive(nodes_max=2, relaunch_max=9, quarantine_s=100.0, launch_s=1000.0).up()
+    drive.observe("worker-1-0", "failed", 1, "check_failed: slow link")
+    assert drive.names()[1] == "HostQuarantined"
+    assert drive.facts(nodes.NodePlanned)[-1].avoid == ("host-of-worker-1-0",)
+    drive.wait(99)
+    drive.observe("worker-0-0", "failed", 1)
+    assert drive.facts(nodes.NodePlanned)[-1].avoid == ("host-of-worker-1-0",)
+    drive.wait(1)
+    drive.observe("worker-0-1", "failed", 1)
+    assert drive.facts(nodes.NodePlanned)[-1].avoid == ()
+
+
+@pytest.mark.parametrize("reason", ["", "OOMKilled", "Error", "Evicted"])
+def test_other_reasons_do_not_blame_the_host(reason: str) -> None:
+    """What speaks against the program or the platform puts no host in quarantine."""
+    drive = Drive().up()
+    drive.observe("worker-1-0", "failed", 1, reason)
+    assert drive.state.nodes.quarantine == {}
+
+
+# ---- joining and leaving
+
+
+def test_joining() -> None:
+    """An agent's first word makes its node ready; the backend's running comes before or after."""
+    drive = Drive()
+    assert isinstance(drive.join("worker-0-0", "h0"), Accepted)
+    node = drive.state.nodes.nodes["worker-0-0"]
+    assert (node.state, node.host, node.ready) == ("running", "h0", True)
+    drive.observe("worker-0-0", "running")
+    assert drive.new == []
+
+
+@pytest.mark.parametrize("why", ["stranger", "twice", "failed", "replaced"])
+def test_joining_is_refused(why: str) -> None:
+    """Strangers, second agents and nodes that ended do not join."""
+    drive = Drive().up()
+    if why == "failed":
+        drive.do(nodes.ReportFault("worker-0-0", "broken"))
+    if why == "replaced":
+        drive.observe("worker-0-0", "gone")
+    reply = drive.do(nodes.ReportJoined("worker-7-0" if why == "stranger" else "worker-0-0", "h", "a", 2))
+    assert isinstance(reply, NotDone)
+
+
+def test_an_agent_that_leaves_unasked_is_replaced() -> None:
+    """A node whose platform ends it politely (SIGTERM) is as lost to the job as one that was killed."""
+    drive = Drive().up()
+    drive.do(nodes.ReportLeft("worker-1-0"))
+    assert drive.facts(nodes.NodeFailed) == [nodes.NodeFailed("worker-1-0", 0, "its agent left, unasked")]
+    assert "worker-1-1" in _names(drive)
+    drive.observe("worker-1-0", "succeeded")
+    drive.observe("worker-1-0", "gone")
+    assert drive.state.failures.number == 1
+
+
+def test_a_node_that_ends_well_before_its_work_is_done_is_replaced() -> None:
+    """Exit code 0 of an agent whose workers have not finished is a failure: the world misses a member."""
+    drive = Drive(nodes_max=1, nproc=1).up()
+    drive.observe("worker-0-0", "succeeded")
+    assert drive.members == []
+    assert _launches(drive) == ["worker-0-1"]
+
+
+def test_an_agent_that_leaves_when_told_is_not_replaced() -> None:
+    """Whoever was released leaves without consequence."""
+    drive = Drive(nodes_max=2, nodes_min=1, relaunch_max=0).up()
+    drive.do(nodes.ReportFault("worker-1-0", "broken"))
+    planned = len(drive.facts(nodes.NodePlanned))
+    drive.do(nodes.ReportLeft("worker-1-0"))
+    drive.observe("worker-1-0", "gone")
+    assert len(drive.facts(nodes.NodePlanned)) == planned
+    assert drive.members == ["worker-0-0"]
+
+
+# ---- silence
+
+
+def test_silence_is_not_death() -> None:
+    """A silent node is suspect and stays a member; heard again, it is as before."""
+    drive = Drive(nodes_max=3).up()
+    drive.do(nodes.NoteSilence("worker-1-0", 16 * SECOND))
+    assert drive.state.nodes.nodes["worker-1-0"].state == "suspect"
+    assert "worker-1-0" in drive.members
+    drive.wait(299)
+    assert drive.new == []
+    drive.do(nodes.NoteHeard("worker-1-0"))
+    drive.wait(10_000)
+    assert drive.facts(nodes.NodeLost) == []
+
+
+def test_unreachable_for_too_long() -> None:
+    """A suspect is given up after unreachable_s and replaced; it is one incident."""
+    drive = Drive(nodes_max=3, unreachable_s=100.0).up()
+    drive.do(nodes.NoteSilence("worker-1-0", 16 * SECOND))
+    drive.wait(99)
+    assert drive.facts(nodes.NodeLost) == []
+    drive.wait(1)
+    assert drive.facts(nodes.NodeLost) == [nodes.NodeLost("worker-1-0", "silent")]
+    assert (drive.incident.signature, drive.incident.action) == ("node.silent", "RELAUNCH_NODE")
+
+
+def test_silence_starts_afresh_with_a_new_leader() -> None:
+    """A suspect gets its full time again when a master takes over, and when the master found itself paused."""
+    for calm in (job.TakeOver("m2", "0"), job.NotePause(3 * SECOND)):
+        drive = Drive(nodes_max=3, unreachable_s=100.0).up()
+        drive.do(nodes.NoteSilence("worker-1-0", 1))
+        drive.wait(90)
+        drive.do(calm)
+        drive.wait(99)
+        assert drive.facts(nodes.NodeLost) == []
+        drive.wait(1)
+        assert len(drive.facts(nodes.NodeLost)) == 1
+
+
+def test_mass_silence() -> None:
+    """More than half silent at once: the master suspects itself, and nobody is replaced before mass_silence_s."""
+    drive = Drive(nodes_max=4, nodes_min=1, unreachable_s=10.0, mass_silence_s=500.0).up()
+    for one in range(3):
+        drive.do(nodes.NoteSilence(f"worker-{one}-0", 1))
+    assert drive.facts(nodes.MassSilence) == [nodes.MassSilence(3, 4)]
+    drive.wait(499)
+    assert drive.facts(nodes.NodeLost) == []
+    drive.wait(1)
+    assert len(drive.facts(nodes.NodeLost)) == 3
+
+
+def test_mass_silence_ends_when_half_are_heard() -> None:
+    """Once half of the nodes speak again, the silence of the rest counts as theirs."""
+    drive = Drive(nodes_max=4, unreachable_s=10.0, mass_silence_s=500.0).up()
+    for one in range(3):
+        drive.do(nodes.NoteSilence(f"worker-{one}-0", 1))
+    drive.do(nodes.NoteHeard("worker-0-0"))
+    drive.wait(10)
+    assert [fact.node for fact in drive.facts(nodes.NodeLost)] == ["worker-1-0", "worker-2-0"]
+
+
+def test_mass_silence_is_noticed_every_time() -> None:
+    """A mass silence that ended in replacements does not disarm the next one."""
+    drive = Drive(nodes_max=4, nodes_min=1, unreachable_s=10.0, mass_silence_s=100.0).up()
+    for one in range(3):
+        drive.do(nodes.NoteSilence(f"worker-{one}-0", 1))
+    drive.wait(100)
+    assert drive.state.nodes.mass_at == 0
+    for one in range(3):
+        drive.join(f"worker-{one}-1")
+    drive.wait(1000)
+    for one in range(3):
+        drive.do(nodes.NoteSilence(f"worker-{one}-1", 1))
+    assert len(drive.facts(nodes.MassSilence)) == 2
+    lost = len(drive.facts(nodes.NodeLost))
+    drive.wait(99)
+    assert len(drive.facts(nodes.NodeLost)) == lost
+
+
+def test_what_the_backend_says_counts_in_mass_silence_too() -> None:
+    """Mass silence protects from silence alone: a node seen dead is replaced at once."""
+    drive = Drive(nodes_max=4, nodes_min=1).up()
+    for one in range(4):
+        drive.do(nodes.NoteSilence(f"worker-{one}-0", 1))
+    drive.observe("worker-2-0", "failed", -9)
+    assert "worker-2-1" in _names(drive)
+
+
+@pytest.mark.parametrize("phase", ["", "pending", "running"])
+def test_a_node_that_never_joins_is_replaced(phase: str) -> None:
+    """Planned, pending or running without an agent: after launch_s the next incarnation is tried."""
+    drive = Drive(nodes_max=1, launch_s=50.0)
+    if phase:
+        drive.observe("worker-0-0", phase)
+    drive.wait(49)
+    assert drive.new == []
+    drive.wait(1)
+    assert "worker-0-1" in _names(drive)
+    assert drive.state.failures.relaunches == {"worker-0": 1}
+
+
+def test_launching_for_ever_is_bounded() -> None:
+    """A place whose nodes never come is given up after relaunch_max, and a job that can no longer run fails."""
+    drive = Drive(nodes_max=1, launch_s=50.0, relaunch_max=2, evidence_s=10.0)
+    drive.wait(50 * 3 + 10)
+    assert drive.state.job.state == "failed"
+    assert [fact.incarnation for fact in drive.facts(nodes.NodePlanned)] == [0, 1, 2]
+
+
+# ---- incarnations
+
+
+def test_incarnations_never_go_back() -> None:
+    """Not after shrinking, not after relaunches, not in a new run on the same log."""
+    drive = Drive(nodes_max=2, nodes_min=1, relaunch_max=1).up()
+    drive.observe("worker-1-0", "gone")
+    drive.observe("worker-1-1", "gone")
+    drive.do(job.StopJob("enough"))
+    drive.observe("worker-0-0", "gone")
+    assert drive.state.job.state == "stopped"
+    drive.do(job.CreateJob("run-2", drive.spec.to_json()))
+    assert _names(drive) == ["worker-0-1", "worker-1-2"]
+
+
+def test_a_new_run_knows_bad_hosts_and_no_old_nodes() -> None:
+    """Nodes of an earlier run are strangers; hosts it put in quarantine stay there."""
+    drive = Drive().up()
+    drive.observe("worker-1-0", "failed", 1, "hardware: gpu")
+    drive.do(job.CreateJob("run-2", drive.spec.to_json()))
+    assert _names(drive) == ["worker-0-1", "worker-1-2"]
+    assert drive.facts(nodes.NodePlanned)[-1].avoid == ("host-of-worker-1-0",)
+    assert isinstance(drive.do(nodes.ReportLeft("worker-0-0")), NotDone)
+
+
+def test_places_of_an_earlier_larger_run_stay_empty() -> None:
+    """A run with fewer nodes than the last never plans the places beyond its own nodes_max."""
+    drive = Drive(nodes_max=4)
+    drive.do(job.CreateJob("run-2", spec_of(nodes_max=2).to_json()))
+    drive.up()
+    drive.exit("worker-0-1", 0)
+    assert {fact.index for fact in drive.facts(nodes.NodePlanned)[4:]} == {0, 1}
+
+
+def test_deadlines_are_known_in_advance() -> None:
+    """`due` names the moment at which the next tick has something to say, and none where nobody is waited for."""
+    drive = Drive(nodes_max=2, launch_s=50.0)
+    assert MODEL.due(drive.state) == drive.now + 50 * SECOND
+    drive.up()
+    assert MODEL.due(drive.state) is None

@@ -1,0 +1,150 @@
+"""The virtual-time loop: time jumps, order is kept, deadlocks are named, and an owner can be frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from dlrover_core.testing import virtual_loop
+from dlrover_core.testing.virtual_loop import Deadlock, VirtualLoop, spawn
+
+
+def test_time_jumps() -> None:
+    """A year passes in no time, and the loop's clock says so."""
+
+    async def story() -> float:
+        await asyncio.sleep(365 * 86_400)
+        return asyncio.get_running_loop().time()
+
+    began = time.monotonic()
+    assert virtual_loop.run(story(), limit_s=1e9) == 365 * 86_400
+    assert time.monotonic() - began < 5
+
+
+def test_order_of_timers() -> None:
+    """Timers of one moment fire in the order in which they were set; earlier moments first."""
+
+    async def story() -> list[int]:
+        loop, fired = asyncio.get_running_loop(), list[int]()
+        for number in range(20):
+            loop.call_at(1.0, fired.append, number)
+        loop.call_at(0.5, fired.append, -1)
+        await asyncio.sleep(2)
+        return fired
+
+    assert virtual_loop.run(story()) == [-1, *range(20)]
+
+
+def test_timers_never_fire_early() -> None:
+    """A timer finds the clock at its moment or after it, whatever the size of the numbers."""
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        for moment in (1e-7, 0.1, 0.1 + 1e-9, 1 / 3, 1e6 + 1e-9, 1e6 + 0.1):
+            done = loop.create_future()
+            loop.call_at(moment, done.set_result, None)
+            await done
+            assert loop.time() >= moment
+
+    virtual_loop.run(story(), limit_s=1e7)
+
+
+def test_deadlock() -> None:
+    """When everybody waits for ever the loop says who does."""
+
+    async def waits_in_vain() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    loop = VirtualLoop()
+    try:
+        with pytest.raises(Deadlock, match="waits_in_vain"):
+            loop.run_until_complete(waits_in_vain())
+    finally:
+        virtual_loop._clean_up(loop)
+
+
+def test_limit() -> None:
+    """A story that takes too long in virtual time is ended."""
+    with pytest.raises(asyncio.TimeoutError):
+        virtual_loop.run(asyncio.sleep(100), limit_s=10)
+
+
+def test_no_threads() -> None:
+    """A thread that would wake the loop is an error: it would bring back chance."""
+
+    async def story() -> None:
+        with pytest.raises(RuntimeError, match="thread"):
+            asyncio.get_running_loop().call_soon_threadsafe(print)
+
+    virtual_loop.run(story())
+
+
+def test_jump() -> None:
+    """After a jump all that is overdue happens at once, as to a process that was stopped."""
+
+    async def story() -> float:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        nap = asyncio.ensure_future(asyncio.sleep(1, loop.time()))
+        await asyncio.sleep(0)
+        loop.jump(100)
+        await nap
+        return loop.time()
+
+    assert virtual_loop.run(story()) == 100
+
+
+def test_freeze() -> None:
+    """A frozen owner runs nothing, nor does what it has started; thawed, it goes on with what has reached it."""
+
+    async def story() -> list[str]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        heard, inbox = list[str](), asyncio.Queue[str]()
+
+        async def listens() -> None:
+            while True:
+                heard.append(f"{await inbox.get()} at {loop.time():g}")
+
+        async def counts() -> None:
+            child = asyncio.ensure_future(listens())
+            for number in range(3):
+                await asyncio.sleep(1)
+                heard.append(f"{number} at {loop.time():g}")
+            child.cancel()
+
+        task = spawn("one", counts())
+        await asyncio.sleep(1.5)
+        loop.freeze("one")
+        inbox.put_nowait("word")
+        await asyncio.sleep(10)
+        assert heard == ["0 at 1"]
+        loop.thaw("one")
+        await task
+        return heard
+
+    assert virtual_loop.run(story()) == ["0 at 1", "word at 11.5", "1 at 11.5", "2 at 12.5"]
+
+
+def test_cleans_up() -> None:
+    """Whatever is left running at the end is cancelled and awaited, frozen or not."""
+    ended: list[str] = []
+
+    async def lingers(name: str) -> None:
+        try:
+            await asyncio.sleep(1e5)
+        finally:
+            ended.append(name)
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        tasks = [spawn("one", lingers("one")), spawn("two", lingers("two"))]
+        await asyncio.sleep(1)
+        loop.freeze("two")
+        assert not any(task.done() for task in tasks)
+
+    virtual_loop.run(story())
+    assert sorted(ended) == ["one", "two"]

@@ -1,0 +1,103 @@
+"""A long hunt for faults: ``python -m tools.campaign NAME [--trials N] [--seed FIRST]``.
+
+Each trial is one seed. The result grows in benchmarks/results/NAME.json after every trial or so; run the same command again
+to go on where it stopped (Ctrl-C is fine). Exit 1 when any trial broke a promise; its seed and error are in the result.
+
+campaigns:
+  seeds    random jobs and faults in virtual time, every invariant checked, each tenth seed told twice; thousands a minute
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+Trial = Callable[[int], dict[str, Any]]
+SAVE_S = 2.0
+
+
+def _seeds(seed: int) -> dict[str, Any]:
+    from tests.chaos.seeds import trial
+
+    told = trial(seed)
+    assert seed % 10 or trial(seed) == told, "the same seed gave two histories"
+    return told
+
+
+CAMPAIGNS: dict[str, tuple[Trial, int]] = {"seeds": (_seeds, 10_000)}
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures come from."""
+    return {"cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}
+
+
+class Campaign:
+    """One campaign's result, on disk and resumable."""
+
+    def __init__(self, name: str, first: int, trials: int) -> None:
+        self._path, self._trial = RESULTS / f"{name}.json", CAMPAIGNS[name][0]
+        self._result: dict[str, Any] = {"campaign": name, "seed": first, "machine": machine(), "trials": 0, "failures": {}, "sums": {}, "took_s": 0.0}
+        if self._path.exists():
+            before = json.loads(self._path.read_text())
+            if before["seed"] == first and before["trials"] < trials:
+                self._result = before
+        self._end = first + trials
+
+    def run(self) -> int:
+        """All trials that are still missing; how many broke a promise in all."""
+        result, saved = self._result, time.monotonic()
+        for seed in range(result["seed"] + result["trials"], self._end):
+            began = time.monotonic()
+            try:
+                for key, value in self._trial(seed).items():
+                    if isinstance(value, int):
+                        result["sums"][key] = result["sums"].get(key, 0) + value
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is a find
+                result["failures"][str(seed)] = f"{type(error).__name__}: {error}"[:500]
+            result["trials"] += 1
+            result["took_s"] = round(result["took_s"] + time.monotonic() - began, 3)
+            if time.monotonic() - saved > SAVE_S:
+                saved = time.monotonic()
+                self._save()
+        self._save()
+        print(file=sys.stderr)
+        return len(result["failures"])
+
+    def _save(self) -> None:
+        result = self._result
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(result, indent=1) + "\n")
+        line = f"{result['campaign']}: {result['trials']} trials, {len(result['failures'])} failures, sums {result['sums']}"
+        print(f"\r{line}", end="", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Hunt."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=sorted(CAMPAIGNS))
+    parser.add_argument("--trials", type=int, default=0, help="how many seeds (default: the campaign's full size)")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
+    options = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    campaign = Campaign(options.name, options.seed, options.trials or CAMPAIGNS[options.name][1])
+    try:
+        return 1 if campaign.run() else 0
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
