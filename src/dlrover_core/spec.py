@@ -112,7 +112,7 @@ class JobSpec:
         """The spec in a log's first event. Fields this version does not know are left out."""
         raw = cast(dict[str, Any], json.loads(text))
         groups = tuple(_known(GroupSpec, group) for group in raw.pop("groups"))
-        return _known(cls, {**raw, "groups": groups})
+        return cast(JobSpec, _known(cls, {**raw, "groups": groups}))
 
 
 def _known(cls: Any, raw: Mapping[str, Any]) -> Any:

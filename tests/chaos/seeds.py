@@ -122,5 +122,4 @@ def trial(seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(plan(int(sys.argv[1])))
-    print(trial(int(sys.argv[1])))
+    sys.stdout.write(f"{plan(int(sys.argv[1]))}\n{trial(int(sys.argv[1]))}\n")

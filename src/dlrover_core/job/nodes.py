@@ -33,7 +33,7 @@ class NodePlanned(NamedTuple):
 
     node: str
     group: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on an event
     incarnation: int
     avoid: tuple[str, ...] = ()
 
@@ -477,6 +477,10 @@ def _on_planned(slice_: NodeSlice, fact: NodePlanned, record: Record) -> None:
     slice_.nodes[fact.node] = Node(fact.node, fact.group, fact.index, fact.incarnation, record.at, avoid=fact.avoid)
 
 
+def _on_pending(slice_: NodeSlice, fact: NodePending, record: Record) -> None:
+    _move(slice_, fact.node, "pend")
+
+
 def _on_running(slice_: NodeSlice, fact: NodeRunning, record: Record) -> None:
     _move(slice_, fact.node, "run").host = fact.host
 
@@ -564,7 +568,7 @@ CONCERN = Concern(
     evolve={
         job.JobCreated: _on_created,
         NodePlanned: _on_planned,
-        NodePending: lambda slice_, fact, record: _move(slice_, fact.node, "pend"),
+        NodePending: _on_pending,
         NodeRunning: _on_running,
         NodeJoined: _on_joined,
         NodeSuspected: _on_suspected,

@@ -54,7 +54,7 @@ class NodeLaunch(NamedTuple):
     name: str
     node: str
     group: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on a launch
     incarnation: int
     nproc: int
     avoid: tuple[str, ...]

@@ -51,11 +51,12 @@ class CommandFailed(NamedTuple):
 
 @dataclass(slots=True)
 class Sender:
-    """What is remembered of one sender: its boot, its last number, and the answers it may not have seen."""
+    """What is remembered of one sender: its boot, its last number, the answers it may not have seen, and the boot before."""
 
     boot: int
     last: int
     replies: list[tuple[int, str]]
+    retired: int = -1
 
 
 @dataclass(slots=True)
@@ -197,7 +198,7 @@ def _remember(state: BaseState, record: Record, origin: Origin) -> None:
     if known is None or known.boot != boot:
         while len(state.senders) >= STRANGERS_MAX and "/" in sender:
             _forget_oldest_stranger(state)
-        state.senders[sender] = Sender(boot, number, [(record.seq, reason)])
+        state.senders[sender] = Sender(boot, number, [(record.seq, reason)], known.boot if known else -1)
         return
     known.last = number
     known.replies.append((record.seq, reason))
@@ -259,10 +260,15 @@ class Engine(Generic[St]):
 
     def _known(self, origin: Origin) -> Reply | None:
         known = self.state.senders.get(origin.sender)
-        if known is None or (known.boot != origin.boot and origin.number == 1):
+        if known is None:
             return None if origin.number == 1 else Resend(1)
-        if known.boot != origin.boot:
+        if origin.boot == known.retired:
             return NotDone(0, "an earlier boot of this sender; its successor has spoken")
+        if known.boot != origin.boot and origin.number == 1:
+            return None
+        if known.boot != origin.boot:
+            # A new process whose first word is still on its way is asked for it.
+            return Resend(1)
         if origin.number == known.last + 1:
             return None
         if origin.number > known.last:

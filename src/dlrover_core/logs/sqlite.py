@@ -26,9 +26,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from dlrover_core.errors import LogCorrupt, LogError, LogFull, LogUnavailable, NotLeading, SpecError
 from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.events import Batch, Record
-from dlrover_core.kernel.log import AlreadyAppended, Appended, Fenced, LeaderInfo, Outcome, Snapshot
+from dlrover_core.kernel.log import AlreadyAppended, Appended, Fenced, LeaderInfo, Outcome, Segment, Snapshot
 from dlrover_core.logs import tables
-from dlrover_core.logs.archive import Archive, LocalStore, Segment
+from dlrover_core.logs.archive import Archive, LocalStore
 from dlrover_core.logs.doorbell import Doorbell
 from dlrover_core.logs.lock import JobLock, Mark, read_mark, try_take, wait_take
 from dlrover_core.logs.place import (

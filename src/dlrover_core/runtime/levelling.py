@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
@@ -125,10 +126,10 @@ class Leveller:
         desired, now = self._master.desired, asyncio.get_running_loop().time()
         for node in desired.launch:
             if node.name not in self._listed and node.name not in self._accepted:
-                self._start(Call("launch", node.name), lambda node=node: self._launch(node), now)
+                self._start(Call("launch", node.name), partial(self._launch, node), now)
         for name in list(self._listed):
             if name not in desired.names or self._clearing:
-                self._start(Call("delete", name), lambda name=name: self._delete(name), now)
+                self._start(Call("delete", name), partial(self._delete, name), now)
 
     def _start(self, call: Call, action: Callable[[], Awaitable[None]], now: float) -> None:
         if call.name in self._busy or self._not_before.get(call, 0.0) > now:

@@ -218,7 +218,8 @@ class Master:
             self.sessions.forget_absent()
             if self._leveller is not None:
                 self._leveller.wake()
-        if state.job.over:
+        if state.job.over and self._run_id in ("", state.job.run):
+            # The end of an earlier run of this name is not ours: we are about to begin the next one.
             self._over.set()
         self._schedule()
         self._since_snapshot += len(batch.records)

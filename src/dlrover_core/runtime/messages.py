@@ -194,7 +194,7 @@ def _checks(cls: type) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
 def _check(hint: Any) -> Callable[[Any], bool]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
-        return lambda value: True
+        return lambda _: True
     if hint is int:
         # bool is an int to Python, not to us; the bound leaves room to add and subtract in what msgpack and SQLite can hold.
         return lambda value: type(value) is int and -INTEGER_MAX <= value <= INTEGER_MAX

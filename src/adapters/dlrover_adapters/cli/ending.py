@@ -43,7 +43,7 @@ def _last_lines(records: Sequence[Record]) -> Iterator[str]:
 
 
 def guilty(records: Sequence[Record]) -> object:
-    """The event that the end is blamed on: the newest verdict's first evidence that `JobFailed.root` names; None if there is none."""
+    """The exit that `JobFailed.root` names, among the newest verdict's evidence; None if it was no worker's."""
     from dlrover_core.job.failures import Diagnosed, WorkerExited
     from dlrover_core.job.job import JobFailed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dlrover_core.errors import SpecError
 from dlrover_core.spec import GroupSpec, JobSpec
@@ -136,7 +136,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=SECONDS",
-        help="a duration of the job's spec, for instance stop_grace_s=60; an unknown name lists them all; may be repeated",
+        help="a duration of the job's spec, for instance stop_grace_s=60; a name it does not have lists all it has",
     )
     ours.add_argument(
         "--progress",
@@ -183,15 +183,16 @@ def spec(options: argparse.Namespace, job: str, nproc: int) -> JobSpec:
             f"{asked.most} nodes need {asked.most} hosts, which this version does not do yet; --local-nodes {asked.most} runs them all on this one",
         )
     made = JobSpec(job, (GroupSpec("worker", asked.fewest, asked.most, nproc),), max_restarts=options.max_restarts)
-    return dataclasses.replace(made, **dict(_duration(text) for text in options.set))
+    durations: dict[str, Any] = dict(_duration(text) for text in options.set)
+    return dataclasses.replace(made, **durations)
 
 
 def _duration(text: str) -> tuple[str, float]:
     known = {one.name: one for one in dataclasses.fields(JobSpec) if one.name.endswith("_s")}
     name, _, value = text.partition("=")
     if name not in known:
-        listed = "\n".join(f"  {one.name}={one.default:g}  {one.metadata['doc']}" for one in known.values())
-        raise SpecError("set", f"there is no duration {name!r}; there are, with their defaults in seconds:\n{listed}")
+        listed = "".join(f"\n  {one.name}={one.default:g}  {one.metadata['doc']}" for one in known.values())
+        raise SpecError("set", f"there is no duration {name!r}; there are, with their defaults in seconds:{listed}")
     try:
         return name, float(value)
     except ValueError as error:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 EX_OK, EX_FAILED, EX_USAGE, EX_SOFTWARE = 0, 1, 2, 70
 PERIOD_S = 0.5
+PROBE_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,18 +83,17 @@ def prepare(options: argparse.Namespace) -> Settings:
     from dlrover_adapters.agent.config import Mode, parse_streams
     from dlrover_adapters.cli.places import log_url
     from dlrover_adapters.cli.settings import Settings
-    from dlrover_core.logs.place import default_state_dir, private_dir, refuse_remote
 
     mode = _mode(options)
     if mode in (Mode.SCRIPT, Mode.RUN_PATH) and not os.path.isfile(options.script):
         raise SpecError("script", f"{options.script!r} is not a file; for a module say -m, for a program --no-python")
     nproc = cli_options.workers(options.nproc_per_node)
+    redirects = tuple(int(one) for one in parse_streams("redirects", options.redirects, nproc))
+    tee = tuple(int(one) for one in parse_streams("tee", options.tee, nproc))
     job = options.job_id or default_job(options.script)
     spec = cli_options.spec(options, job, nproc)
-    state = private_dir(Path(options.state_dir).absolute()) if options.state_dir else default_state_dir()
-    refuse_remote(state)
+    state, directory = _directories(options.state_dir, job)
     run = secrets.token_hex(6)
-    directory = private_dir(private_dir(state / "jobs") / job)
     return Settings(
         spec=spec.to_json(),
         run=run,
@@ -107,11 +107,26 @@ def prepare(options: argparse.Namespace) -> Settings:
         if options.preload == "none"
         else tuple(one.strip() for one in options.preload.split(",") if one.strip()),
         log_dir=os.path.abspath(options.log_dir) if options.log_dir else None,
-        redirects=tuple(int(one) for one in parse_streams("redirects", options.redirects, nproc)),
-        tee=tuple(int(one) for one in parse_streams("tee", options.tee, nproc)),
+        redirects=redirects,
+        tee=tee,
         log_level=options.log_level,
         control_log=str(directory / "control.log"),
     )
+
+
+def _directories(stated: str | None, job: str) -> tuple[Path, Path]:
+    """The state directory and the job's own in it, made if need be. Raises `SpecError`."""
+    from dlrover_core.logs.place import default_state_dir, private_dir, refuse_remote
+
+    try:
+        if stated:
+            refuse_remote(Path(stated).absolute())
+        state = private_dir(Path(stated).absolute()) if stated else default_state_dir()
+        return state, private_dir(private_dir(state / "jobs") / job)
+    except OSError as error:
+        raise SpecError(
+            "state-dir", f"cannot be made or written to: {error}; name a directory of yours with --state-dir"
+        ) from error
 
 
 def _mode(options: argparse.Namespace) -> Any:
@@ -147,6 +162,7 @@ async def _supervise(settings: Settings, progress: bool, where: str) -> int:
     from dlrover_adapters.telemetry.logs import set_up
 
     set_up(Path(settings.control_log), settings.log_level, role="launcher")
+    await _probe(settings)
     token = os.environ.get("DLROVER_TOKEN") or make_token()
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as port:
         address = f"127.0.0.1:{port.getsockname()[1]}"
@@ -168,6 +184,31 @@ async def _supervise(settings: Settings, progress: bool, where: str) -> int:
                 await asyncio.gather(watching, return_exceptions=True)
                 line.end()
     return await _conclude(settings, supervisor.stopped_by, where)
+
+
+async def _probe(settings: Settings) -> None:
+    """Lead the job for a moment: what keeps masters from leading it is told before anything is started. Raises `SpecError`."""
+    from dlrover_core.errors import LogUnavailable
+    from dlrover_core.logs import open_log
+
+    if settings.log.startswith("memory:"):
+        raise SpecError(
+            "log", "a log in memory ends with its process, and masters are processes of their own; say sqlite"
+        )
+    name = settings.job.job
+    try:
+        async with open_log(settings.log) as event_log:
+            try:
+                lead = await asyncio.wait_for(event_log.lead(name, "dlrover-run", PROBE_S), PROBE_S)
+            except asyncio.TimeoutError as error:
+                raise SpecError(
+                    "job-id",
+                    f"a job {name!r} in {settings.log} is led by {await event_log.leader(name)}; "
+                    "give this one another --job-id or --log",
+                ) from error
+            await lead.resign()
+    except LogUnavailable as error:
+        raise SpecError("log", f"{error} ({settings.log}); name another place with --log or --state-dir") from error
 
 
 def _listen_to_signals(supervisor: Supervisor) -> None:

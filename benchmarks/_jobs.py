@@ -1,0 +1,192 @@
+"""Running one training script under two launchers, reading its diary, and leaving nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from _bench import HERE, say
+
+from dlrover_core.kernel.events import Record
+from dlrover_core.logs import open_log
+
+SCRIPT = HERE / "scripts" / "ddp_step.py"
+TORCH = "2.13.0"
+OURS, TORCHRUN = "dlrover-run", "torchrun"
+MARK = "DLROVER_BENCH_RUN"
+LIMIT_S = 120.0
+
+
+class Broken(Exception):
+    """A run did not do what it was to do: there is nothing to measure."""
+
+
+class Lost(Broken):
+    """A job did not survive what was done to it."""
+
+
+class Line(NamedTuple):
+    """One line of the diary; ``at`` in seconds by CLOCK_MONOTONIC."""
+
+    what: str
+    attempt: int
+    rank: int
+    pid: int
+    step: int
+    at: float
+
+
+class Job:
+    """One run of the script in a folder of its own. Use `running`."""
+
+    def __init__(self, launcher: str, folder: Path, arguments: Sequence[str]) -> None:
+        self.launcher, self.folder = launcher, folder
+        self.token, self.mark = secrets.token_hex(16), secrets.token_hex(8)
+        self.diary = folder / "diary"
+        script = [str(SCRIPT), "--diary", str(self.diary), "--checkpoint", str(folder / "state.pt"), *arguments]
+        self.command = [*_launch(launcher, folder), *script]
+        self._read, self._lines = 0, list[Line]()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, in a session of its own."""
+        # PYTHONPATH and the like would lead the peer into our environment.
+        strange = ("DLROVER", "VIRTUAL_ENV", *(() if self.launcher == OURS else ("PYTHON",)))
+        env = {key: value for key, value in os.environ.items() if not key.startswith(strange)}
+        env |= {"TMPDIR": str(self.folder), "DLROVER_TOKEN": self.token, MARK: self.mark}
+        with (self.folder / "output").open("wb") as output:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+            )
+
+    def lines(self) -> list[Line]:
+        """The diary so far."""
+        with contextlib.suppress(FileNotFoundError), self.diary.open("rb") as file:
+            file.seek(self._read)
+            whole = file.read()
+            whole = whole[: whole.rfind(b"\n") + 1]
+            self._read += len(whole)
+            for line in whole.decode().splitlines():
+                what, attempt, rank, pid, step, at = line.split()
+                self._lines.append(Line(what, int(attempt), int(rank), int(pid), int(step), int(at) / 1e9))
+        return self._lines
+
+    def until(self, true: Callable[[list[Line]], bool], every_s: float = 0.001, limit_s: float = LIMIT_S) -> list[Line]:
+        """The diary, once something holds of it."""
+        deadline = time.monotonic() + limit_s
+        while not true(lines := self.lines()):
+            if time.monotonic() > deadline:
+                raise Broken(f"{self.launcher}: nothing for {limit_s:g} s after {lines[-1:]}; it said: {self.said()}")
+            if self.process is None or self.process.poll() is not None:
+                raise Broken(f"{self.launcher} ended early; it said: {self.said()}")
+            time.sleep(every_s)
+        return lines
+
+    def wait(self) -> int:
+        """Its exit status."""
+        assert self.process is not None
+        try:
+            return self.process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise Broken(f"{self.launcher} does not end; it said: {self.said()}") from None
+
+    def said(self) -> str:
+        """The errors it printed, and the end."""
+        text = (self.folder / "output").read_text(errors="replace")
+        errors = [line for line in text.splitlines() if "Error" in line][:12]
+        return "\n".join([*errors, "...", text[-1000:]])
+
+    def records(self) -> list[Record]:
+        """Our log of the run."""
+
+        async def read() -> list[Record]:
+            async with open_log(f"sqlite://{self.folder / 'log.db'}") as log:
+                jobs = await log.jobs()
+                return [record async for record in log.read(jobs[0])]
+
+        return asyncio.run(read())
+
+    def end(self) -> int:
+        """Kill what is left; how many processes that were not its launcher."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        deadline = time.monotonic() + 2.0
+        while left := marked(self.mark):
+            if time.monotonic() > deadline:
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                return len(left)
+            time.sleep(0.02)
+        return 0
+
+
+@contextlib.contextmanager
+def running(launcher: str, arguments: Sequence[str]) -> Iterator[Job]:
+    """A job that runs, in a folder that is removed."""
+    folder = Path(tempfile.mkdtemp(prefix="dlb-"))
+    job = Job(launcher, folder, arguments)
+    try:
+        job.start()
+        yield job
+    finally:
+        left = job.end()
+        shutil.rmtree(folder, ignore_errors=True)
+        if left:
+            say(f"{launcher} left {left} processes behind; killed")
+
+
+def marked(mark: str) -> list[int]:
+    """The living processes that were born of a job."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def _launch(launcher: str, folder: Path) -> list[str]:
+    if launcher == OURS:
+        ours = Path(sys.executable).parent / "dlrover-run"
+        return [str(ours), "--nproc-per-node", "2", "--job-id", "bench", "--state-dir", str(folder)]
+    return [str(peer_python().parent / "torchrun"), "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+
+
+def peer_python() -> Path:
+    """The interpreter of torchrun's own environment, which is made where it is missing: torch and numpy, nothing of ours."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = cache / "dlrover-bench" / f"torch-{TORCH}"
+    python = home / "bin" / "python"
+    done = home / "bin" / "torchrun"
+    if not done.exists():
+        say(f"making the peer's environment in {home}, once")
+        venv.create(home, with_pip=True, clear=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", f"torch=={TORCH}", "numpy"], check=True)
+    return python
+
+
+def clock_offset() -> float:
+    """Seconds from CLOCK_MONOTONIC to the wall clock, now."""
+    before = time.monotonic_ns()
+    wall = time.time_ns()
+    return (wall - (before + time.monotonic_ns()) / 2) / 1e9
