@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -113,7 +114,8 @@ class Result:
 
 
 def options(about: str | None, trials: int = 5, more: Callable[[argparse.ArgumentParser], None] | None = None) -> Any:
-    """The parsed command line: ``--trials``, ``--json``, and what ``more`` adds."""
+    """The parsed command line: ``--trials``, ``--json``, and what ``more`` adds. SIGTERM cleans up from here on."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=trials, metavar="N", help=f"trials of each (default {trials})")
     parser.add_argument("--json", type=Path, metavar="PATH", help="where the result goes (default results/NAME.json)")

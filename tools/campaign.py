@@ -48,7 +48,15 @@ class Campaign:
 
     def __init__(self, name: str, first: int, trials: int) -> None:
         self._path, self._trial = RESULTS / f"{name}.json", CAMPAIGNS[name][0]
-        self._result: dict[str, Any] = {"campaign": name, "seed": first, "machine": machine(), "trials": 0, "failures": {}, "sums": {}, "took_s": 0.0}
+        self._result: dict[str, Any] = {
+            "campaign": name,
+            "seed": first,
+            "machine": machine(),
+            "trials": 0,
+            "failures": {},
+            "sums": {},
+            "took_s": 0.0,
+        }
         if self._path.exists():
             before = json.loads(self._path.read_text())
             if before["seed"] == first and before["trials"] < trials:

@@ -13,14 +13,22 @@ COMMANDS = (
     ("dlrover", "dlrover_adapters.cli.main", ()),
     *((f"dlrover {verb}", "dlrover_adapters.cli.main", (verb,)) for verb in ("status", "events", "explain", "report")),
 )
-INTRODUCTION = "# Commands\n\nGenerated from `--help` by `python -m tools.help_texts`; a test fails when this page is stale.\n"
+INTRODUCTION = (
+    "# Commands\n\nGenerated from `--help` by `python -m tools.help_texts`; a test fails when this page is stale.\n"
+)
 
 
 def text_of(module: str, arguments: tuple[str, ...]) -> str:
     """What the command prints for --help, 100 columns wide and without colours."""
     program = f"import sys, {module} as command; sys.exit(command.main(sys.argv[1:]))"
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "PYTHON_COLORS": "0"}
-    run = subprocess.run([sys.executable, "-c", program, *arguments, "--help"], capture_output=True, text=True, check=True, env=environment)
+    run = subprocess.run(
+        [sys.executable, "-c", program, *arguments, "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
     return run.stdout
 
 

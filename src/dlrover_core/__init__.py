@@ -11,43 +11,91 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlrover_core.errors import (
         ConnectionLost as ConnectionLost,
+    )
+    from dlrover_core.errors import (
         CoreError as CoreError,
+    )
+    from dlrover_core.errors import (
         IllegalTransition as IllegalTransition,
+    )
+    from dlrover_core.errors import (
         LaunchFailed as LaunchFailed,
+    )
+    from dlrover_core.errors import (
         LaunchRefused as LaunchRefused,
+    )
+    from dlrover_core.errors import (
         LogCorrupt as LogCorrupt,
+    )
+    from dlrover_core.errors import (
         LogError as LogError,
+    )
+    from dlrover_core.errors import (
         LogFull as LogFull,
+    )
+    from dlrover_core.errors import (
         LogUnavailable as LogUnavailable,
+    )
+    from dlrover_core.errors import (
         MalformedMessage as MalformedMessage,
+    )
+    from dlrover_core.errors import (
         NotLeading as NotLeading,
+    )
+    from dlrover_core.errors import (
         Refused as Refused,
+    )
+    from dlrover_core.errors import (
         SchemaTooNew as SchemaTooNew,
+    )
+    from dlrover_core.errors import (
         SpecError as SpecError,
+    )
+    from dlrover_core.errors import (
         TokenRefused as TokenRefused,
     )
     from dlrover_core.job.state import (
         JobState as JobState,
+    )
+    from dlrover_core.job.state import (
         NodeLaunch as NodeLaunch,
+    )
+    from dlrover_core.job.state import (
         fold as fold,
     )
     from dlrover_core.kernel.codec import Codec as Codec
     from dlrover_core.kernel.engine import (
         Concern as Concern,
+    )
+    from dlrover_core.kernel.engine import (
         Engine as Engine,
+    )
+    from dlrover_core.kernel.engine import (
         Model as Model,
     )
     from dlrover_core.kernel.events import (
         Batch as Batch,
+    )
+    from dlrover_core.kernel.events import (
         Record as Record,
+    )
+    from dlrover_core.kernel.events import (
         Registry as Registry,
+    )
+    from dlrover_core.kernel.events import (
         event as event,
     )
     from dlrover_core.kernel.lifecycle import Lifecycle as Lifecycle
     from dlrover_core.kernel.log import (
         EventLog as EventLog,
+    )
+    from dlrover_core.kernel.log import (
         LeaderInfo as LeaderInfo,
+    )
+    from dlrover_core.kernel.log import (
         Leadership as Leadership,
+    )
+    from dlrover_core.kernel.log import (
         Snapshot as Snapshot,
     )
     from dlrover_core.logs import open_log as open_log
@@ -55,23 +103,35 @@ if TYPE_CHECKING:
     from dlrover_core.runtime.agent import Agent as Agent
     from dlrover_core.runtime.backend import (
         Backend as Backend,
+    )
+    from dlrover_core.runtime.backend import (
         Changed as Changed,
+    )
+    from dlrover_core.runtime.backend import (
         Listed as Listed,
+    )
+    from dlrover_core.runtime.backend import (
         Observation as Observation,
     )
     from dlrover_core.runtime.launcher import Launcher as Launcher
     from dlrover_core.runtime.master import (
         Master as Master,
+    )
+    from dlrover_core.runtime.master import (
         Outcome as Outcome,
     )
     from dlrover_core.runtime.pipeline import Deposed as Deposed
     from dlrover_core.spec import (
         GroupSpec as GroupSpec,
+    )
+    from dlrover_core.spec import (
         JobSpec as JobSpec,
     )
     from dlrover_core.testing.network import Network as Network
     from dlrover_core.testing.training import (
         MemoryLauncher as MemoryLauncher,
+    )
+    from dlrover_core.testing.training import (
         Training as Training,
     )
 

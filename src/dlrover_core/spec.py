@@ -62,25 +62,42 @@ class JobSpec:
     job: str
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
     max_restarts: int = field(default=3, metadata={"doc": "restarts of the processes, whole job, whatever rank failed"})
-    on_join: str = field(default="restart", metadata={"doc": "what a late node does to a running smaller world: restart or never"})
+    on_join: str = field(
+        default="restart", metadata={"doc": "what a late node does to a running smaller world: restart or never"}
+    )
     last_call_s: float = field(default=30.0, metadata={"doc": "wait for missing nodes once MIN are there"})
     grow_window_s: float = field(default=60.0, metadata={"doc": "late nodes are taken into a running world together"})
     launch_s: float = field(default=900.0, metadata={"doc": "a node that has not joined by then is replaced"})
     silence_s: float = field(default=15.0, metadata={"doc": "an agent silent for this long is suspect"})
-    unreachable_s: float = field(default=300.0, metadata={"doc": "a suspect whose backend says it runs is replaced after this"})
-    mass_silence_s: float = field(default=300.0, metadata={"doc": "more than half silent at once: nobody is replaced for silence before this"})
-    evidence_s: float = field(default=300.0, metadata={"doc": "a verdict may be revised this long; final actions wait for it"})
-    quarantine_s: float = field(default=86_400.0, metadata={"doc": "a host that failed its node check is avoided this long"})
-    broken_grace_s: float = field(default=0.0, metadata={"doc": "between SIGTERM and SIGKILL for workers of a broken world"})
+    unreachable_s: float = field(
+        default=300.0, metadata={"doc": "a suspect whose backend says it runs is replaced after this"}
+    )
+    mass_silence_s: float = field(
+        default=300.0, metadata={"doc": "more than half silent at once: nobody is replaced for silence before this"}
+    )
+    evidence_s: float = field(
+        default=300.0, metadata={"doc": "a verdict may be revised this long; final actions wait for it"}
+    )
+    quarantine_s: float = field(
+        default=86_400.0, metadata={"doc": "a host that failed its node check is avoided this long"}
+    )
+    broken_grace_s: float = field(
+        default=0.0, metadata={"doc": "between SIGTERM and SIGKILL for workers of a broken world"}
+    )
     stop_grace_s: float = field(default=30.0, metadata={"doc": "between SIGTERM and SIGKILL for a planned stop"})
-    kill_wait_s: float = field(default=30.0, metadata={"doc": "a worker that survives SIGKILL this long makes its node faulty"})
+    kill_wait_s: float = field(
+        default=30.0, metadata={"doc": "a worker that survives SIGKILL this long makes its node faulty"}
+    )
     progress_s: float = field(default=60.0, metadata={"doc": "how often the step reached goes into the log"})
     heartbeat_s: float = field(default=1.0, metadata={"doc": "how often an agent reports to the master"})
 
     def __post_init__(self) -> None:
         """Refuse what could never run."""
         if not _NAME.fullmatch(self.job) or len(self.job) > NAME_BYTES_MAX:
-            raise SpecError("job-id", f"{self.job!r} is not a name: lower-case letters, digits, '-', '_', '.', at most {NAME_BYTES_MAX}")
+            raise SpecError(
+                "job-id",
+                f"{self.job!r} is not a name: lower-case letters, digits, '-', '_', '.', at most {NAME_BYTES_MAX}",
+            )
         if len({group.name for group in self.groups}) != len(self.groups) or not self.groups:
             raise SpecError("groups", "need at least one group, each with its own name")
         if self.max_restarts < 0:

@@ -57,7 +57,9 @@ def plan(seed: int) -> Plan:
         cascade_s=dice.choice([None, 0.0, 0.005, 0.2]),
         standby=dice.random() < 0.5,
         skew_s=dice.choice([0, 3600, -3600]),
-        log_faults=tuple((dice.randrange(1, 80), dice.choice(["lost", "slow", "down"])) for _ in range(dice.randrange(3))),
+        log_faults=tuple(
+            (dice.randrange(1, 80), dice.choice(["lost", "slow", "down"])) for _ in range(dice.randrange(3))
+        ),
         faults=tuple(Fault(step, dice.choice(WHATS), dice.randrange(100)) for step in steps),
     )
 
@@ -94,7 +96,10 @@ async def _run(run: Plan) -> dict[str, Any]:
         (GroupSpec("worker", run.nodes, run.nodes, run.nproc, relaunch_max=100),),
         max_restarts=100,
     )
-    script = {number: {"lost": LostAck(), "slow": SlowAck(0.5), "down": Unavailable()}[kind] for number, kind in run.log_faults}
+    script = {
+        number: {"lost": LostAck(), "slow": SlowAck(0.5), "down": Unavailable()}[kind]
+        for number, kind in run.log_faults
+    }
     log = MemoryLog(CODEC, Faults(script))
     async with Cluster(spec, training=Training(STEPS, cascade_s=run.cascade_s), event_log=log) as cluster:
         if run.standby:

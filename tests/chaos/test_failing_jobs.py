@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from dlrover_core.errors import LaunchRefused
-from dlrover_core.job import failures, nodes, world
+from dlrover_core.job import failures, nodes, silence, world
 from dlrover_core.job.job import StopJob
 from dlrover_core.job.state import JobState
 from dlrover_core.runtime.master import Outcome
@@ -265,7 +265,7 @@ def test_log_away_for_a_while(fault: str) -> None:
     cluster, state, outcome = tell(spec(), story, steps=6100)
     assert outcome.state == "succeeded"
     assert (state.failures.number, state.failures.restarts) == (1, 1)
-    assert facts(cluster, nodes.NodeSuspected) == []
+    assert facts(cluster, silence.NodeSuspected) == []
     assert [fact.generation for fact in facts(cluster, world.WorldFormed)] == [1, 2]  # type: ignore[attr-defined]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from tests.chaos.seeds import trial
 
 SMOKE = range(100)

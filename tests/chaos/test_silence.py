@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from dlrover_core.job import job, nodes
+from dlrover_core.job import job, nodes, silence
 from dlrover_core.job.state import JobState, Order
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.messages import Beat, BeatSeen, Hello, Level, Welcome
@@ -67,7 +67,7 @@ def test_only_master_stopped() -> None:
     cluster, state = tell(story)
     undisturbed(cluster, state)
     assert len(facts(cluster, job.MasterPaused)) == 1
-    assert facts(cluster, nodes.NodeSuspected) == []
+    assert facts(cluster, silence.NodeSuspected) == []
 
 
 def test_whole_host_suspended() -> None:
@@ -109,7 +109,7 @@ def test_wrong_clock_at_take_over(skew_us: int) -> None:
 
     cluster, state = tell(story)
     undisturbed(cluster, state)
-    assert facts(cluster, nodes.NodeSuspected) == []
+    assert facts(cluster, silence.NodeSuspected) == []
 
 
 @pytest.mark.parametrize("skew_us", [HOUR_US, -HOUR_US], ids=["ahead", "behind"])
@@ -147,7 +147,7 @@ def test_suspect_of_the_predecessor(skew_us: int) -> None:
         assert SPEC.unreachable_s - 1 <= took <= SPEC.unreachable_s + 1
 
     cluster, _ = tell(story, steps=1500)
-    assert facts(cluster, nodes.NodeHeard) == []
+    assert facts(cluster, silence.NodeHeard) == []
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["reset", "silent"])
@@ -163,8 +163,8 @@ def test_all_agents_cut_off(*, silent: bool) -> None:
 
     cluster, state = tell(story, steps=1500)
     undisturbed(cluster, state)
-    assert len(facts(cluster, nodes.MassSilence)) == 1
-    assert len(facts(cluster, nodes.NodeHeard)) == 3
+    assert len(facts(cluster, silence.MassSilence)) == 1
+    assert len(facts(cluster, silence.NodeHeard)) == 3
 
 
 def test_one_agent_cut_off_for_a_moment() -> None:
@@ -178,7 +178,7 @@ def test_one_agent_cut_off_for_a_moment() -> None:
 
     cluster, state = tell(story)
     undisturbed(cluster, state)
-    assert len(facts(cluster, nodes.NodeSuspected)) == len(facts(cluster, nodes.NodeHeard)) == 1
+    assert len(facts(cluster, silence.NodeSuspected)) == len(facts(cluster, silence.NodeHeard)) == 1
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["reset", "silent"])
@@ -395,7 +395,7 @@ def test_beats_are_answered() -> None:
     async def story(cluster: Cluster) -> None:
         node = "worker-0-0"
         connection = cluster.network.connect("double", ADDRESS)
-        await connection.send(messages.encode(Hello(messages.VERSION, "", node, 99, 0, 0)))
+        await connection.send(messages.encode(Hello(messages.VERSION, "", node, cluster.agents[node]._boot, 0, 0)))
         await connection.send(messages.encode(Beat(0, -1, 0)))
         heard = [messages.decode(await connection.receive()) for _ in range(3)]
         assert [type(message) for message in heard] == [Welcome, Level, BeatSeen]

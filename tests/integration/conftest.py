@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import textwrap
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -22,6 +23,9 @@ from dlrover_adapters.agent.launcher import LinuxLauncher
 from dlrover_core.runtime.launcher import Notice, StoreReady, WorkerExit, WorkersLaunch
 
 BOUND_S = 30.0
+SCRIPTS = str(Path(__file__).parent / "scripts")  # what the tests of `dlrover-run` share
+if SCRIPTS not in sys.path:
+    sys.path.insert(0, SCRIPTS)
 SOURCES = [str(Path(__file__).parents[2] / one) for one in ("src", "src/adapters", "src/backends")]
 
 BARE = """

@@ -9,7 +9,7 @@ import pytest
 from drive import SECOND, Drive
 
 from dlrover_core.diagnosis.classify import node_death
-from dlrover_core.job import job, nodes, world
+from dlrover_core.job import job, nodes, silence, world
 from dlrover_core.job.nodes import LIFECYCLE
 from dlrover_core.job.state import desired
 from dlrover_core.kernel.engine import NotDone
@@ -139,8 +139,8 @@ def test_behaviour_12_a_silent_node() -> None:
     has ended, nodes that have not joined and silence before the leader's own beginning do not count.
     """
     drive = Drive(nodes_max=3, unreachable_s=300.0).up()
-    drive.do(nodes.NoteSilence("worker-0-0", 1000 * SECOND))
-    assert drive.facts(nodes.NodeSuspected)[0].silent_us == 1000 * SECOND
+    drive.do(silence.NoteSilence("worker-0-0", 1000 * SECOND))
+    assert drive.facts(silence.NodeSuspected)[0].silent_us == 1000 * SECOND
     assert drive.facts(nodes.NodeLost) == []
     drive.wait(200)
     drive.take_over()
@@ -152,19 +152,19 @@ def test_behaviour_12_a_silent_node() -> None:
     ended = Drive(nodes_max=2).up()
     ended.do(world.ReportFinished("worker-0-0", 1))
     ended.observe("worker-0-0", "succeeded")
-    ended.do(nodes.NoteSilence("worker-0-0", 1000 * SECOND))
+    ended.do(silence.NoteSilence("worker-0-0", 1000 * SECOND))
     assert ended.new == []
 
 
 def test_behaviour_13_given_up_is_terminal() -> None:
     """A node given up for silence never comes back: there it is deleted; here it is lost, told to leave, its name unwanted."""
     drive = Drive(nodes_max=3).up()
-    drive.do(nodes.NoteSilence("worker-0-0", 1))
+    drive.do(silence.NoteSilence("worker-0-0", 1))
     drive.wait(300)
     for phase in ("pending", "running", "failed"):
         drive.observe("worker-0-0", phase)
         assert drive.state.nodes.nodes["worker-0-0"].state == "lost"
-    drive.do(nodes.NoteHeard("worker-0-0"))
+    drive.do(silence.NoteHeard("worker-0-0"))
     assert drive.new == []
     assert isinstance(drive.do(nodes.ReportJoined("worker-0-0", "h", "a", 2)), NotDone)
     assert "j-worker-0-0" not in desired(drive.state).names

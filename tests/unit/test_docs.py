@@ -12,7 +12,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse words its help differently from version to version; the page is made with 3.11")
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11),
+    reason="argparse words its help differently from version to version; the page is made with 3.11",
+)
 def test_commands_page_is_fresh() -> None:
     """docs/commands.md is what the commands print for --help (else: python -m tools.help_texts)."""
     from tools.help_texts import PAGE, page

@@ -77,7 +77,7 @@ def test_report_names_the_first_cause_of_an_incident() -> None:
     life.die(10, "worker-0-0", 0, 1, error="RuntimeError: Connection closed by peer")
     life.do(10.1, *_exit_of("worker-1-0", 1, 2, -9)).step(11, 5, "worker-0-0")
     (story,) = report_of(life.records).incidents
-    assert story.cause == "rank 2 on worker-1-0: killed by signal 9 (exit.sigkill)"
+    assert story.cause == "rank 2 on worker-1-0: killed by SIGKILL (exit.sigkill)"
     assert [(one.signature, one.revises > 0) for one in story.judgements] == [
         ("peer.lost", False),
         ("exit.sigkill", True),

@@ -20,7 +20,7 @@ import pytest
 from drive import Drive
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import job, nodes, world
+from dlrover_core.job import job, nodes, silence, world
 from dlrover_core.job.state import CODEC, MODEL, JobState, fold
 from dlrover_core.kernel.state import digest, pack, unpack
 
@@ -58,8 +58,8 @@ def node_death() -> Drive:
     drive.observe("worker-2-1", "running", host="h9")
     drive.join("worker-2-1", "h9")
     drive.run(31)
-    drive.do(nodes.NoteSilence("worker-1-0", 15_000_000))
-    drive.do(nodes.NoteHeard("worker-1-0"))
+    drive.do(silence.NoteSilence("worker-1-0", 15_000_000))
+    drive.do(silence.NoteHeard("worker-1-0"))
     return drive
 
 

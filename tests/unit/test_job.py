@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from drive import Drive, spec_of
 
-from dlrover_core.job import job, nodes, world
+from dlrover_core.job import job, nodes, silence, world
 from dlrover_core.job.state import desired
 from dlrover_core.kernel.engine import CommandFailed, NotDone
 
@@ -84,7 +84,7 @@ def test_stopping_ends_however_the_nodes_end(end: str) -> None:
 def test_stopping_does_not_wait_for_ever_for_the_unreachable() -> None:
     """A node that cannot be reached is waited for as long as in a living job, no longer."""
     drive = Drive(nodes_max=2, unreachable_s=100.0, mass_silence_s=100.0).up()
-    drive.do(nodes.NoteSilence("worker-1-0", 1))
+    drive.do(silence.NoteSilence("worker-1-0", 1))
     drive.do(job.StopJob("Ctrl-C"))
     drive.do(nodes.ReportLeft("worker-0-0"))
     drive.wait(99)

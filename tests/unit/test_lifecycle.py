@@ -175,3 +175,46 @@ def test_diagrams_are_not_stale() -> None:
     """docs/diagrams shows what the code says; `python -m tools.diagrams` makes it so."""
     assert diagrams.stale() == []
     assert sorted(diagrams.diagrams()) == ["action.mmd", "incident.mmd", "job.mmd", "node.mmd"]
+
+
+GUARDED = Lifecycle(
+    "door",
+    states=["shut", "open", "locked"],
+    initial="shut",
+    transitions=[
+        {"trigger": "push", "source": "shut", "dest": "open", "conditions": ["strong"], "unless": "stuck"},
+        {"trigger": "push", "source": "shut", "dest": "locked", "conditions": "stuck"},
+        {"trigger": "pull", "source": ["open", "locked"], "dest": "shut", "unless": ["stuck"]},
+        {"trigger": "slam", "source": "*", "dest": "shut"},
+    ],
+    guards={"strong": lambda subject: subject["strong"], "stuck": lambda subject: subject["stuck"]},
+)
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+@pytest.mark.parametrize("strong", [False, True])
+@pytest.mark.parametrize("trigger", GUARDED.triggers)
+@pytest.mark.parametrize("state", GUARDED.states)
+def test_guards_decide_as_a_machine_does(state: str, trigger: str, strong: bool, stuck: bool) -> None:
+    """Over every state, trigger and guard outcome the table and a `transitions.Machine` of the same data agree."""
+    subject = {"strong": strong, "stuck": stuck}
+    machine = GUARDED.machine()
+    machine.set_state(state)
+    try:
+        machine.trigger(trigger, subject)
+    except MachineError:
+        with pytest.raises(IllegalTransition):
+            GUARDED.fire("door", state, trigger, subject)
+    else:
+        assert GUARDED.fire("door", state, trigger, subject) == machine.state
+
+
+def test_guards_must_exist() -> None:
+    """A row that names a guard nobody gave is refused when the lifecycle is made."""
+    with pytest.raises(ValueError, match="no guards"):
+        Lifecycle("x", ["a"], "a", [{"trigger": "t", "source": "a", "dest": "a", "conditions": "missing"}])
+
+
+def test_guards_are_drawn() -> None:
+    """A diagram says on what a guarded transition depends."""
+    assert "shut --> open: push [strong and not stuck]" in GUARDED.diagram()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from drive import SECOND, Drive, spec_of
 
-from dlrover_core.job import job, nodes
+from dlrover_core.job import job, nodes, silence
 from dlrover_core.job.state import MODEL, desired
 from dlrover_core.kernel.engine import Accepted, NotDone
 
@@ -98,7 +98,7 @@ def test_the_next_incarnation_waits_until_the_last_is_seen_dead() -> None:
     drive.observe("worker-1-0", "gone")
     assert _launches(drive) == ["worker-1-1"]
     drive = Drive().up()
-    drive.do(nodes.NoteSilence("worker-1-0", 1))
+    drive.do(silence.NoteSilence("worker-1-0", 1))
     drive.wait(300)
     assert _launches(drive) == ["worker-1-1"]
     assert drive.state.nodes.nodes["worker-1-0"].released == "lost"
@@ -107,7 +107,7 @@ def test_the_next_incarnation_waits_until_the_last_is_seen_dead() -> None:
 def test_dead_hosts_are_avoided_when_they_could_not_be_reached() -> None:
     """The successor of a node that was lost to silence starts on another host."""
     drive = Drive().up()
-    drive.do(nodes.NoteSilence("worker-1-0", 1))
+    drive.do(silence.NoteSilence("worker-1-0", 1))
     drive.wait(300)
     assert drive.facts(nodes.NodePlanned)[-1].avoid == ("host-of-worker-1-0",)
 
@@ -195,12 +195,12 @@ def test_an_agent_that_leaves_when_told_is_not_replaced() -> None:
 def test_silence_is_not_death() -> None:
     """A silent node is suspect and stays a member; heard again, it is as before."""
     drive = Drive(nodes_max=3).up()
-    drive.do(nodes.NoteSilence("worker-1-0", 16 * SECOND))
+    drive.do(silence.NoteSilence("worker-1-0", 16 * SECOND))
     assert drive.state.nodes.nodes["worker-1-0"].state == "suspect"
     assert "worker-1-0" in drive.members
     drive.wait(299)
     assert drive.new == []
-    drive.do(nodes.NoteHeard("worker-1-0"))
+    drive.do(silence.NoteHeard("worker-1-0"))
     drive.wait(10_000)
     assert drive.facts(nodes.NodeLost) == []
 
@@ -208,7 +208,7 @@ def test_silence_is_not_death() -> None:
 def test_unreachable_for_too_long() -> None:
     """A suspect is given up after unreachable_s and replaced; it is one incident."""
     drive = Drive(nodes_max=3, unreachable_s=100.0).up()
-    drive.do(nodes.NoteSilence("worker-1-0", 16 * SECOND))
+    drive.do(silence.NoteSilence("worker-1-0", 16 * SECOND))
     drive.wait(99)
     assert drive.facts(nodes.NodeLost) == []
     drive.wait(1)
@@ -220,7 +220,7 @@ def test_silence_starts_afresh_with_a_new_leader() -> None:
     """A suspect gets its full time again when a master takes over, and when the master found itself paused."""
     for calm in (job.TakeOver("m2", "0"), job.NotePause(3 * SECOND)):
         drive = Drive(nodes_max=3, unreachable_s=100.0).up()
-        drive.do(nodes.NoteSilence("worker-1-0", 1))
+        drive.do(silence.NoteSilence("worker-1-0", 1))
         drive.wait(90)
         drive.do(calm)
         drive.wait(99)
@@ -233,8 +233,8 @@ def test_mass_silence() -> None:
     """More than half silent at once: the master suspects itself, and nobody is replaced before mass_silence_s."""
     drive = Drive(nodes_max=4, nodes_min=1, unreachable_s=10.0, mass_silence_s=500.0).up()
     for one in range(3):
-        drive.do(nodes.NoteSilence(f"worker-{one}-0", 1))
-    assert drive.facts(nodes.MassSilence) == [nodes.MassSilence(3, 4)]
+        drive.do(silence.NoteSilence(f"worker-{one}-0", 1))
+    assert drive.facts(silence.MassSilence) == [silence.MassSilence(3, 4)]
     drive.wait(499)
     assert drive.facts(nodes.NodeLost) == []
     drive.wait(1)
@@ -245,8 +245,8 @@ def test_mass_silence_ends_when_half_are_heard() -> None:
     """Once half of the nodes speak again, the silence of the rest counts as theirs."""
     drive = Drive(nodes_max=4, unreachable_s=10.0, mass_silence_s=500.0).up()
     for one in range(3):
-        drive.do(nodes.NoteSilence(f"worker-{one}-0", 1))
-    drive.do(nodes.NoteHeard("worker-0-0"))
+        drive.do(silence.NoteSilence(f"worker-{one}-0", 1))
+    drive.do(silence.NoteHeard("worker-0-0"))
     drive.wait(10)
     assert [fact.node for fact in drive.facts(nodes.NodeLost)] == ["worker-1-0", "worker-2-0"]
 
@@ -255,15 +255,15 @@ def test_mass_silence_is_noticed_every_time() -> None:
     """A mass silence that ended in replacements does not disarm the next one."""
     drive = Drive(nodes_max=4, nodes_min=1, unreachable_s=10.0, mass_silence_s=100.0).up()
     for one in range(3):
-        drive.do(nodes.NoteSilence(f"worker-{one}-0", 1))
+        drive.do(silence.NoteSilence(f"worker-{one}-0", 1))
     drive.wait(100)
     assert drive.state.nodes.mass_at == 0
     for one in range(3):
         drive.join(f"worker-{one}-1")
     drive.wait(1000)
     for one in range(3):
-        drive.do(nodes.NoteSilence(f"worker-{one}-1", 1))
-    assert len(drive.facts(nodes.MassSilence)) == 2
+        drive.do(silence.NoteSilence(f"worker-{one}-1", 1))
+    assert len(drive.facts(silence.MassSilence)) == 2
     lost = len(drive.facts(nodes.NodeLost))
     drive.wait(99)
     assert len(drive.facts(nodes.NodeLost)) == lost
@@ -273,7 +273,7 @@ def test_what_the_backend_says_counts_in_mass_silence_too() -> None:
     """Mass silence protects from silence alone: a node seen dead is replaced at once."""
     drive = Drive(nodes_max=4, nodes_min=1).up()
     for one in range(4):
-        drive.do(nodes.NoteSilence(f"worker-{one}-0", 1))
+        drive.do(silence.NoteSilence(f"worker-{one}-0", 1))
     drive.observe("worker-2-0", "failed", -9)
     assert "worker-2-1" in _names(drive)
 

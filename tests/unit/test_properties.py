@@ -9,7 +9,7 @@ from drive import PEER_LOST, Drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job import failures, job, nodes, progress, silence, world
 from dlrover_core.job.state import CODEC, MODEL, JobState, desired
 from dlrover_core.kernel.engine import CommandFailed
 from dlrover_core.kernel.state import digest, pack, unpack
@@ -67,8 +67,8 @@ def _commands(drive: Drive, what: str, which: int, number: int) -> list[Any]:
         "listed": lambda: nodes.ObserveNodes(
             tuple(nodes.Observed(name, "running") for name in list(drive.state.nodes.nodes)[:which]), True
         ),
-        "silent": lambda: nodes.NoteSilence(node, 1),
-        "heard": lambda: nodes.NoteHeard(node),
+        "silent": lambda: silence.NoteSilence(node, 1),
+        "heard": lambda: silence.NoteHeard(node),
         "left": lambda: nodes.ReportLeft(node),
         "fault": lambda: nodes.ReportFault(node, ("broken", "hardware: x", "check_failed", "")[number]),
         "started": lambda: world.ReportStarted(node, generation),

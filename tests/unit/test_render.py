@@ -103,8 +103,8 @@ job digits (run run1): succeeded, step 113, after 2 min 21 s
 
 incidents (down: from the death to the next step)
   no.          at     down  lost  verdict            action             cause
-    1   +63.000 s  0.600 s    11  PLAT exit.sigkill  RESTART_PROCESSES  rank 3 on worker-1-0: killed by signal 9 (exit.sigkill)
-    2  +130.000 s  2.500 s     0  PLAT node.sigkill  RELAUNCH_NODE      node worker-1-0: failed: (node.sigkill)
+    1   +63.000 s  0.600 s    11  PLAT exit.sigkill  RESTART_PROCESSES  rank 3 on worker-1-0: killed by SIGKILL (exit.sigkill)
+    2  +130.000 s  2.500 s     0  PLAT node.sigkill  RELAUNCH_NODE      node worker-1-0: failed (node.sigkill)
   mean time from a death to the next step: 1.550 s
 
 goodput 88.90 % of wall-clock time
@@ -184,7 +184,7 @@ job digits  running  run run1
   worker-1-1  planned            1  -                    -
 
 open incidents
-  1  node.sigkill  RELAUNCH_NODE  node worker-1-0: failed: (node.sigkill)
+  1  node.sigkill  RELAUNCH_NODE  node worker-1-0: failed (node.sigkill)
 
 budgets left: 3 restarts of the processes, 2 relaunches of worker-1
 last event #N at 2025-11-20 12:00:10.000: NodeGone: node worker-1-0 is gone, as expected: no reason given"""

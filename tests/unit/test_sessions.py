@@ -198,7 +198,7 @@ def test_overload_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that found the queue full is asked for again, so that it is never forgotten."""
 
     async def story(cluster: Cluster) -> None:
-        connection = await dial(cluster, HELLO)
+        connection = await dial(cluster, HELLO._replace(boot=cluster.agents["worker-0-0"]._boot))
         with monkeypatch.context() as patch:
             patch.setattr(pipeline, "QUEUE_MAX", 0)
             await connection.send(messages.encode(messages.numbered(1, nodes.ReportFault("worker-0-0", "x"))))
@@ -206,5 +206,15 @@ def test_overload_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
         heard = [await hear(connection) for _ in range(3)]
         assert heard[-1] == Again(1)
         await connection.close()
+
+    tell(story)
+
+
+def test_second_agent_of_a_node_is_told_to_leave() -> None:
+    """A second process under the name of a node whose agent has spoken gets no orders: it is told to leave."""
+
+    async def story(cluster: Cluster) -> None:
+        connection = await dial(cluster, HELLO._replace(boot=4711))
+        assert await hear(connection) == Goodbye("worker-0-0 has an agent already", leave=True)
 
     tell(story)

@@ -14,7 +14,7 @@ from drive import Drive
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_core.job import nodes
+from dlrover_core.job import silence
 from dlrover_core.job.state import MODEL, JobState
 from dlrover_core.kernel.state import digest, pack, schema, unpack
 
@@ -85,7 +85,7 @@ def test_identity_of_a_real_state() -> None:
     drive = Drive().up()
     drive.exit("worker-1-0", 3)
     drive.observe("worker-1-0", "failed", -9)
-    drive.do(nodes.NoteSilence("worker-0-0", 5))
+    drive.do(silence.NoteSilence("worker-0-0", 5))
     again = unpack(JobState, pack(drive.state))
     assert again == drive.state
     assert digest(again) == digest(drive.state)

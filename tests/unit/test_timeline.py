@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dlrover_core.history import timeline as classes
 from dlrover_core.history.goodput import goodput_of
 from dlrover_core.history.timeline import CLASSES, Stretch, Timeline, TimelineBuilder, timeline_of
-from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job import failures, job, nodes, progress, silence, world
 from dlrover_core.kernel.engine import Command
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import GroupSpec, JobSpec, us
@@ -141,11 +141,11 @@ def test_detecting_is_bounded() -> None:
 
 def test_silent_node_was_lost_when_it_was_last_heard() -> None:
     """A node that died in silence is charged from its last word, or from the last step reported after it."""
-    silence = At(120, nodes.NodeSuspected(NODE, us(15)))
+    quiet = At(120, silence.NodeSuspected(NODE, us(15)))
     lost = At(400, nodes.NodeLost(NODE, "silent"))
-    told = [created(), stepped(102, 1, 1), silence, lost, opened(400)]
+    told = [created(), stepped(102, 1, 1), quiet, lost, opened(400)]
     assert seconds(timeline_of(history(*told)))[1:] == [(classes.TRAINING, 2, 5), (classes.DETECTING, 5, 300)]
-    told.insert(3, At(160, progress.Progressed(1, 50)))
+    told.insert(3, At(160, progress.Progressed("worker", 1, 50)))
     assert seconds(timeline_of(history(*told)))[1:] == [(classes.TRAINING, 2, 60), (classes.DETECTING, 60, 300)]
 
 
@@ -266,7 +266,7 @@ def test_late_word_raises_the_goal() -> None:
     told = [
         created(),
         stepped(102, 1, 1),
-        At(112, progress.Progressed(1, 11)),
+        At(112, progress.Progressed("worker", 1, 11)),
         exited(112),
         opened(112),
         formed(112, 2),
@@ -281,7 +281,7 @@ def test_counts_that_begin_anew_tell_of_no_rework() -> None:
     """Where the script does not number its steps, a lower number after a restart is no lost step."""
     records = history(
         created(), stepped(102, 1, 1, told=False), exited(110, step=50), opened(110), formed(110, 2),
-        stepped(111, 2, 1, told=False), At(120, progress.Progressed(2, 20)),
+        stepped(111, 2, 1, told=False), At(120, progress.Progressed("worker", 2, 20)),
     )  # fmt: skip
     line = timeline_of(records, us(130))
     assert goodput_of(line).by_class[classes.REWORK] == 0
@@ -312,14 +312,14 @@ def _commands(life: Life, draw: Draw) -> list[Command]:
     state = life.state
     present = [node.node for node in state.nodes.nodes.values() if node.index == draw.what.endswith("1")]
     name = present[-1] if present else "worker-0-0"
-    generation, step = life.generation(), max(0, state.progress.step + draw.amount - 20)
+    generation, step = life.generation(), max(0, state.progress.newest.step + draw.amount - 20)
     happenings: dict[str, list[Command]] = {
         "die": [failures.ReportExit(name, generation, 0, -9, step=step, age_us=draw.amount * 1_000_000)],
         "old": [failures.ReportExit(name, generation - 1, 0, 1, step=step, error="Connection reset by peer")],
         "step": [world.ReportStarted(name, generation), progress.ReportFirstStep(name, generation, step)],
         "progress": [progress.NoteProgress("worker", generation, step + 20)],
-        "silence": [nodes.NoteSilence(name, draw.amount * 1_000_000)],
-        "heard": [nodes.NoteHeard(name)],
+        "silence": [silence.NoteSilence(name, draw.amount * 1_000_000)],
+        "heard": [silence.NoteHeard(name)],
         "gone": [nodes.ObserveNodes((nodes.Observed(name, "gone" if draw.amount % 2 else "failed", -9),))],
         "left": [world.ReportStopped(name, generation), nodes.ReportLeft(name)],
         "finish": [world.ReportFinished(name, generation)],

@@ -39,11 +39,14 @@ class Verdict(NamedTuple):
 # A survivor's word about a peer that died: gloo's and NCCL's own texts (torch 2.13), and the store's.
 _CASCADE = re.compile(
     r"Connection (reset|closed|refused)|closed by peer|Broken pipe|DistBackendError|DistNetworkError|DistStoreError"
-    r"|ncclRemoteError|NCCL communicator was aborted|Timed out waiting|socket has timed out|Application timeout caused pair closure"
+    r"|ncclRemoteError|NCCL communicator was aborted|Timed out waiting|socket has timed out"
+    r"|Application timeout caused pair closure"
     r"|gloo.*(timed out|timeout|unexpected)|Rank .* is not healthy",
     re.IGNORECASE | re.DOTALL,
 )
-_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|DefaultCPUAllocator: can't allocate memory", re.IGNORECASE)
+_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|MemoryError|DefaultCPUAllocator: can't allocate memory", re.IGNORECASE
+)
 
 _BY_SIGNAL = {
     signal.SIGKILL: Verdict(PLAT, "exit.sigkill", 0.6),

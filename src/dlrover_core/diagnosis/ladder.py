@@ -27,7 +27,9 @@ def for_workers(restarts_left: int) -> Choice:
     """Workers died, their node lives."""
     if restarts_left > 0:
         return Choice(RESTART_PROCESSES, "workers.restart: the node lives and restarts are left", restarts_left - 1)
-    return Choice(AWAIT_EVIDENCE, "workers.exhausted: no restarts left (--max-restarts); failing once every rank has spoken", 0)
+    return Choice(
+        AWAIT_EVIDENCE, "workers.exhausted: no restarts left (--max-restarts); failing once every rank has spoken", 0
+    )
 
 
 def for_node(relaunches_left: int, others: int, floor: int) -> Choice:

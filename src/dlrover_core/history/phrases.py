@@ -13,7 +13,7 @@ from typing import Any
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.history.plain import fields_of
-from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job import failures, job, nodes, progress, silence, world
 from dlrover_core.job.world import from_ranges
 from dlrover_core.kernel.engine import CommandFailed, CommandRefused
 from dlrover_core.kernel.events import Event
@@ -197,15 +197,15 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     nodes.NodeJoined: lambda fact: (
         f"the agent of {fact.node} joined from {fact.host} with {count(fact.nproc, 'worker')}"
     ),
-    nodes.NodeSuspected: lambda fact: f"node {fact.node} has been silent for {duration(fact.silent_us)}",
-    nodes.NodeHeard: lambda fact: f"node {fact.node} speaks again",
+    silence.NodeSuspected: lambda fact: f"node {fact.node} has been silent for {duration(fact.silent_us)}",
+    silence.NodeHeard: lambda fact: f"node {fact.node} speaks again",
     nodes.NodeSucceeded: lambda fact: f"node {fact.node} ended well",
     nodes.NodeFailed: _failed,
     nodes.NodeGone: _gone,
     nodes.NodeLost: lambda fact: f"node {fact.node} was given up: {fact.reason}",
     nodes.NodeReleased: lambda fact: f"node {fact.node} should no longer exist: {fact.reason}",
     nodes.NodeLeft: lambda fact: f"the agent of {fact.node} stopped its workers and left",
-    nodes.MassSilence: lambda fact: f"{fact.suspects} of {fact.nodes} nodes silent at once: the master suspects itself",
+    silence.MassSilence: lambda fact: f"{fact.suspects} of {fact.nodes} nodes silent at once: the master suspects itself",
     world.WorldFormed: _formed,
     world.WorldDissolved: _dissolved,
     world.WorkersStarted: lambda fact: f"the workers of {fact.node} run in generation {fact.generation}",

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_core.diagnosis.ladder import AWAIT_EVIDENCE
-from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job import failures, job, nodes, progress, silence, world
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.events import Record
 
@@ -271,9 +271,9 @@ class TimelineBuilder:
             lane = self._lane(group_of(fact.node))
             seen = lane.stretches[-1].at if lane.stretches else record.at
             self._death = (record.seq, min(max(self._heard.pop(fact.node, record.at), seen), record.at))
-        elif isinstance(fact, nodes.NodeSuspected):
+        elif isinstance(fact, silence.NodeSuspected):
             self._heard[fact.node] = record.at - fact.silent_us
-        elif isinstance(fact, nodes.NodeHeard):
+        elif isinstance(fact, silence.NodeHeard):
             self._heard.pop(fact.node, None)
 
     def _failure(self, record: Record) -> None:

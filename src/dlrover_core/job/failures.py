@@ -98,7 +98,10 @@ class IncidentOpened(NamedTuple):
 
 @event(62)
 class Diagnosed(NamedTuple):
-    """A verdict, from the evidence so far. ``revises`` is the seq of the one it replaces; ``blamed``: a node, if its own death is the cause."""
+    """A verdict, from the evidence so far.
+
+    ``revises`` is the seq of the one it replaces; ``blamed`` a node, where its own death is the cause.
+    """
 
     incident: int
     verdict: str
@@ -287,16 +290,24 @@ def _on_exit(state: JobState, fact: WorkerExited, record: Record) -> Iterator[Ev
 def _rejudge(incident: Incident) -> Iterator[Event]:
     """A verdict of its own for evidence that changes it. A worker's word never outweighs a node's death."""
     cause = incident.cause
-    if cause.rank >= 0 and not any(one.action in FOR_NODES for one in incident.actions) and cause.signature != incident.signature:
+    if (
+        cause.rank >= 0
+        and not any(one.action in FOR_NODES for one in incident.actions)
+        and cause.signature != incident.signature
+    ):
         yield _diagnosis(incident, incident.diagnosed_seq)
 
 
 def _diagnosis(incident: Incident, revises: int = 0, blamed: str = "") -> Diagnosed:
     cause = incident.cause
-    return Diagnosed(incident.number, cause.verdict, cause.signature, tuple(incident.evidence), cause.confidence, revises, blamed)
+    return Diagnosed(
+        incident.number, cause.verdict, cause.signature, tuple(incident.evidence), cause.confidence, revises, blamed
+    )
 
 
-def _on_node(state: JobState, fact: nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost, record: Record) -> Iterator[Event]:
+def _on_node(
+    state: JobState, fact: nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost, record: Record
+) -> Iterator[Event]:
     if not state.job.live or not _counts(state, fact):
         return
     group = group_of(fact.node)
@@ -420,7 +431,9 @@ def _mended(state: JobState, fact: progress.FirstStep, record: Record) -> Iterat
     group = group_of(fact.node)
     for incident in list(state.failures.incidents.values()):
         if not incident.closed and incident.group == group and incident.generation < fact.generation:
-            yield IncidentClosed(incident.number, max(0, record.at - fact.age_us - incident.cause.at), _steps_lost(incident, fact))
+            yield IncidentClosed(
+                incident.number, max(0, record.at - fact.age_us - incident.cause.at), _steps_lost(incident, fact)
+            )
 
 
 def _steps_lost(incident: Incident, fact: progress.FirstStep) -> int:
@@ -469,7 +482,9 @@ def _note_node(slice_: FailureSlice, fact: nodes.NodeFailed | nodes.NodeGone | n
     how = {nodes.NodeFailed: "failed", nodes.NodeGone: "gone", nodes.NodeLost: "lost"}[type(fact)]
     code = fact.exit_code if isinstance(fact, nodes.NodeFailed) else 0
     verdict: Verdict = node_death(how, code, fact.reason)
-    death = Death(record.seq, record.at, fact.node, -1, code, -1, f"{how}: {fact.reason}" if fact.reason else how, *verdict)
+    death = Death(
+        record.seq, record.at, fact.node, -1, code, -1, f"{how}: {fact.reason}" if fact.reason else how, *verdict
+    )
     _note(slice_, death, slice_.unmended(group_of(fact.node)))
 
 
@@ -497,7 +512,9 @@ def _on_opened(slice_: FailureSlice, fact: IncidentOpened, record: Record) -> No
     if death is None:
         raise ValueError(f"incident {fact.incident} opens without a death")
     slice_.number = fact.incident
-    slice_.incidents[fact.incident] = Incident(fact.incident, fact.node, fact.generation, record.at, death, [death.seq], death.step)
+    slice_.incidents[fact.incident] = Incident(
+        fact.incident, fact.node, fact.generation, record.at, death, [death.seq], death.step
+    )
 
 
 def _on_diagnosed(slice_: FailureSlice, fact: Diagnosed, record: Record) -> None:
@@ -514,9 +531,8 @@ def _on_chosen(slice_: FailureSlice, fact: ActionChosen, record: Record) -> None
     for one in incident.actions:
         if one.state == "waiting":
             one.fire("supersede")
-        elif one.state == "in_force" and one.action == ladder.RESTART_PROCESSES and fact.action in FOR_NODES:
-            one.fire("supersede")
-            slice_.restarts -= 1
+    if fact.action in FOR_NODES:
+        _give_back_restarts(slice_, incident.group)
     chosen = Action(fact.action, fact.node)
     chosen.fire("hold" if waits else "take")
     incident.actions.append(chosen)
@@ -525,6 +541,15 @@ def _on_chosen(slice_: FailureSlice, fact: ActionChosen, record: Record) -> None
     elif fact.action == ladder.RELAUNCH_NODE:
         place = fact.node.rsplit("-", 1)[0]
         slice_.relaunches[place] = slice_.relaunches.get(place, 0) + 1
+
+
+def _give_back_restarts(slice_: FailureSlice, group: str) -> None:
+    """A node's death explains what its world suffered since: the restarts charged meanwhile were not the program's doing."""
+    for incident in slice_.incidents.values():
+        for one in incident.actions if incident.group == group and not incident.closed else ():
+            if one.state == "in_force" and one.action == ladder.RESTART_PROCESSES:
+                one.fire("supersede")
+                slice_.restarts -= 1
 
 
 def _on_closed(slice_: FailureSlice, fact: IncidentClosed, record: Record) -> None:

@@ -213,7 +213,9 @@ def _archived(state: JobState, command: NoteArchived, now: int) -> Iterator[Even
 
 def ended_by(state: JobState) -> Iterator[Event]:
     """`JobStopped`, when a stopping job has nothing left that runs."""
-    if state.job.state == "stopping" and not any(node.state in ("running", "suspect") and node.joined for node in state.nodes.nodes.values()):
+    if state.job.state == "stopping" and not any(
+        node.state in ("running", "suspect") and node.joined for node in state.nodes.nodes.values()
+    ):
         yield JobStopped()
 
 
@@ -260,7 +262,18 @@ def _stop_at_once_when_idle(state: JobState, fact: object, record: Record) -> It
 
 CONCERN = Concern(
     name="job",
-    events=(JobCreated, JobStarted, JobStopping, JobStopped, JobSucceeded, JobFailed, LeaderStarted, MasterPaused, Archived, JobAbandoned),
+    events=(
+        JobCreated,
+        JobStarted,
+        JobStopping,
+        JobStopped,
+        JobSucceeded,
+        JobFailed,
+        LeaderStarted,
+        MasterPaused,
+        Archived,
+        JobAbandoned,
+    ),
     evolve={
         JobCreated: _on_created,
         JobStarted: _on_started,

@@ -19,7 +19,11 @@ LIFECYCLE = Lifecycle(
         {"trigger": "lose", "source": ["planned", "pending", "suspect"], "dest": "lost"},
         {"trigger": "succeed", "source": ["planned", "pending", "running", "suspect"], "dest": "succeeded"},
         {"trigger": "fail", "source": ["planned", "pending", "running", "suspect"], "dest": "failed"},
-        {"trigger": "vanish", "source": ["planned", "pending", "running", "suspect", "lost", "succeeded", "failed"], "dest": "gone"},
+        {
+            "trigger": "vanish",
+            "source": ["planned", "pending", "running", "suspect", "lost", "succeeded", "failed"],
+            "dest": "gone",
+        },
     ],
     ignored=[
         # Repeated and late observations: a level said again, or one that a later level has overtaken.

@@ -63,21 +63,6 @@ class NodeJoined(NamedTuple):
     nproc: int
 
 
-@event(24)
-class NodeSuspected(NamedTuple):
-    """Its agent has been silent for too long. Silence is not death."""
-
-    node: str
-    silent_us: int
-
-
-@event(25)
-class NodeHeard(NamedTuple):
-    """A suspect spoke again."""
-
-    node: str
-
-
 @event(26)
 class NodeSucceeded(NamedTuple):
     """It ended by itself, well."""
@@ -135,14 +120,6 @@ class HostQuarantined(NamedTuple):
     reason: str
 
 
-@event(35)
-class MassSilence(NamedTuple):
-    """More than half of the nodes are suspect at once: the master suspects itself and replaces nobody for silence yet."""
-
-    suspects: int
-    nodes: int
-
-
 class Observed(NamedTuple):
     """What a backend sees of one node. ``phase``: pending, running, succeeded, failed or gone."""
 
@@ -181,19 +158,6 @@ class ReportFault(NamedTuple):
 
     node: str
     reason: str
-
-
-class NoteSilence(NamedTuple):
-    """The master has not heard from this agent for so long."""
-
-    node: str
-    silent_us: int
-
-
-class NoteHeard(NamedTuple):
-    """The master hears the suspect again."""
-
-    node: str
 
 
 @dataclass(slots=True)
@@ -318,7 +282,9 @@ def _seen(state: JobState, seen: Observed) -> Iterator[Event]:
     node = state.nodes.nodes.get(seen.node)
     if node is None:
         return
-    trigger = {"pending": "pend", "running": "run", "succeeded": "succeed", "failed": "fail", "gone": "vanish"}.get(seen.phase)
+    trigger = {"pending": "pend", "running": "run", "succeeded": "succeed", "failed": "fail", "gone": "vanish"}.get(
+        seen.phase
+    )
     if trigger is None:
         raise Refused(f"node {seen.node!r}: a backend has no phase {seen.phase!r}")
     if not LIFECYCLE.may(node.state, trigger):
@@ -372,61 +338,6 @@ def _fault(state: JobState, command: ReportFault, now: int) -> Iterator[Event]:
     yield NodeFailed(node.node, -1, command.reason[:TEXT_MAX])
 
 
-def _silent(state: JobState, command: NoteSilence, now: int) -> Iterator[Event]:
-    node = state.nodes.nodes.get(command.node)
-    if node is None or not LIFECYCLE.may(node.state, "silence"):
-        return
-    yield NodeSuspected(node.node, command.silent_us)
-
-
-def _heard(state: JobState, command: NoteHeard, now: int) -> Iterator[Event]:
-    node = state.nodes.nodes.get(command.node)
-    if node is None or not LIFECYCLE.may(node.state, "hear"):
-        return
-    yield NodeHeard(node.node)
-
-
-# ---- time
-
-
-def _patience(state: JobState, node: Node) -> int | None:
-    """When this node's silence ends in its being given up; None: it is not silent."""
-    spec = state.job.spec
-    if node.released:
-        return None
-    if node.state in ("planned", "pending") or (node.state == "running" and not node.joined):
-        return max(node.planned_at, state.job.calm_at) + us(spec.launch_s)
-    if node.state == "suspect":
-        by_silence = max(node.suspect_at, state.job.calm_at) + us(spec.unreachable_s)
-        by_mass = max(state.nodes.mass_at, state.job.calm_at) + us(spec.mass_silence_s) if state.nodes.mass_at else 0
-        return max(by_silence, by_mass)
-    return None
-
-
-def _waited_for(state: JobState) -> list[Node]:
-    """Nodes whose silence matters. A stopping job waits for those alone that should say that they have left."""
-    if state.job.live:
-        return list(state.nodes.nodes.values())
-    if state.job.state == "stopping":
-        return [node for node in state.nodes.nodes.values() if node.joined and node.state == "suspect"]
-    return []
-
-
-def _due(state: JobState) -> int | None:
-    times = [_patience(state, node) for node in _waited_for(state)]
-    return min((time for time in times if time is not None), default=None)
-
-
-def _tick(state: JobState, now: int) -> Iterator[Event]:
-    for node in _waited_for(state):
-        deadline = _patience(state, node)
-        if deadline is not None and deadline <= now:
-            if node.state == "running":
-                yield NodeFailed(node.node, -1, f"its agent did not join within {state.job.spec.launch_s:g} s")
-            else:
-                yield NodeLost(node.node, "silent" if node.state == "suspect" else f"did not start within {state.job.spec.launch_s:g} s")
-
-
 # ---- react
 
 
@@ -434,13 +345,6 @@ def _populate(state: JobState, fact: job.JobCreated, record: Record) -> Iterator
     for group in state.job.spec.groups:
         for index in range(group.nodes_max):
             yield from plan(state, group.name, index)
-
-
-def _note_mass(state: JobState, fact: NodeSuspected, record: Record) -> Iterator[Event]:
-    alive = [node for node in state.nodes.nodes.values() if node.joined and node.state in ALIVE]
-    suspects = sum(node.state == "suspect" for node in alive)
-    if suspects * 2 > len(alive) and not state.nodes.mass_at:
-        yield MassSilence(suspects, len(alive))
 
 
 def _blame_host_or_end(state: JobState, fact: NodeFailed, record: Record) -> Iterator[Event]:
@@ -457,7 +361,8 @@ def _maybe_ended(state: JobState, fact: object, record: Record) -> Iterator[Even
 # ---- evolve
 
 
-def _move(slice_: NodeSlice, name: str, trigger: str) -> Node:
+def move(slice_: NodeSlice, name: str, trigger: str) -> Node:
+    """Let a node take a trigger of its lifecycle. Raises `IllegalTransition`."""
     node = slice_.nodes[name]
     node.state = LIFECYCLE.fire(name, node.state, trigger)
     return node
@@ -478,56 +383,37 @@ def _on_planned(slice_: NodeSlice, fact: NodePlanned, record: Record) -> None:
 
 
 def _on_pending(slice_: NodeSlice, fact: NodePending, record: Record) -> None:
-    _move(slice_, fact.node, "pend")
+    move(slice_, fact.node, "pend")
 
 
 def _on_running(slice_: NodeSlice, fact: NodeRunning, record: Record) -> None:
-    _move(slice_, fact.node, "run").host = fact.host
+    move(slice_, fact.node, "run").host = fact.host
 
 
 def _on_joined(slice_: NodeSlice, fact: NodeJoined, record: Record) -> None:
-    node = _move(slice_, fact.node, "run")
+    node = move(slice_, fact.node, "run")
     node.joined, node.host, node.address, node.nproc = True, fact.host, fact.address, fact.nproc
 
 
-def _on_suspected(slice_: NodeSlice, fact: NodeSuspected, record: Record) -> None:
-    _move(slice_, fact.node, "silence").suspect_at = record.at
-
-
-def _on_heard(slice_: NodeSlice, fact: NodeHeard, record: Record) -> None:
-    _move(slice_, fact.node, "hear").suspect_at = 0
-    _end_mass(slice_)
-
-
-def _end_mass(slice_: NodeSlice) -> None:
-    alive = [node for node in slice_.nodes.values() if node.joined and node.state in ALIVE]
-    if slice_.mass_at and sum(node.state == "suspect" for node in alive) * 2 <= len(alive):
-        slice_.mass_at = 0
-
-
 def _on_failed(slice_: NodeSlice, fact: NodeFailed, record: Record) -> None:
-    node = _move(slice_, fact.node, "fail")
+    node = move(slice_, fact.node, "fail")
     node.joined = False
-    _end_mass(slice_)
 
 
 def _on_succeeded(slice_: NodeSlice, fact: NodeSucceeded, record: Record) -> None:
-    node = _move(slice_, fact.node, "succeed")
+    node = move(slice_, fact.node, "succeed")
     node.joined = False
-    _end_mass(slice_)
 
 
 def _on_gone(slice_: NodeSlice, fact: NodeGone, record: Record) -> None:
-    _move(slice_, fact.node, "vanish")
+    move(slice_, fact.node, "vanish")
     del slice_.nodes[fact.node]
-    _end_mass(slice_)
 
 
 def _on_lost(slice_: NodeSlice, fact: NodeLost, record: Record) -> None:
-    node = _move(slice_, fact.node, "lose")
+    node = move(slice_, fact.node, "lose")
     node.joined = False
     node.released = node.released or "lost"
-    _end_mass(slice_)
 
 
 def _on_released(slice_: NodeSlice, fact: NodeReleased, record: Record) -> None:
@@ -542,7 +428,6 @@ def _on_left(slice_: NodeSlice, fact: NodeLeft, record: Record) -> None:
     node = slice_.nodes[fact.node]
     node.joined = False
     node.released = node.released or "left"
-    _end_mass(slice_)
 
 
 def _on_quarantined(slice_: NodeSlice, fact: HostQuarantined, record: Record) -> None:
@@ -553,13 +438,9 @@ def _on_quarantined(slice_: NodeSlice, fact: HostQuarantined, record: Record) ->
     slice_.quarantine[fact.host] = fact.until
 
 
-def _on_mass(slice_: NodeSlice, fact: MassSilence, record: Record) -> None:
-    slice_.mass_at = record.at
-
-
 EVENTS = (
-    NodePlanned, NodePending, NodeRunning, NodeJoined, NodeSuspected, NodeHeard, NodeSucceeded, NodeFailed, NodeGone, NodeLost,
-    NodeReleased, NodeLeft, HostQuarantined, MassSilence,
+    NodePlanned, NodePending, NodeRunning, NodeJoined, NodeSucceeded, NodeFailed, NodeGone, NodeLost,
+    NodeReleased, NodeLeft, HostQuarantined,
 )  # fmt: skip
 
 CONCERN = Concern(
@@ -571,8 +452,6 @@ CONCERN = Concern(
         NodePending: _on_pending,
         NodeRunning: _on_running,
         NodeJoined: _on_joined,
-        NodeSuspected: _on_suspected,
-        NodeHeard: _on_heard,
         NodeSucceeded: _on_succeeded,
         NodeFailed: _on_failed,
         NodeGone: _on_gone,
@@ -580,25 +459,19 @@ CONCERN = Concern(
         NodeReleased: _on_released,
         NodeLeft: _on_left,
         HostQuarantined: _on_quarantined,
-        MassSilence: _on_mass,
     },
     decide={
         ObserveNodes: _observe,
         ReportJoined: _joined,
         ReportLeft: _left,
         ReportFault: _fault,
-        NoteSilence: _silent,
-        NoteHeard: _heard,
     },
     react={
         job.JobCreated: _populate,
-        NodeSuspected: _note_mass,
         NodeLeft: _maybe_ended,
         NodeGone: _maybe_ended,
         NodeFailed: _blame_host_or_end,
         NodeLost: _maybe_ended,
         NodeSucceeded: _maybe_ended,
     },
-    due=_due,
-    tick=_tick,
 )

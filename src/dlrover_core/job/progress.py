@@ -98,7 +98,11 @@ def _first(state: JobState, command: ReportFirstStep, now: int) -> Iterator[Even
 
 def _note(state: JobState, command: NoteProgress, now: int) -> Iterator[Event]:
     seen = state.progress.of(command.group)
-    if command.generation == seen.generation > 0 and command.step > seen.step and now - seen.at >= us(state.job.spec.progress_s):
+    if (
+        command.generation == seen.generation > 0
+        and command.step > seen.step
+        and now - seen.at >= us(state.job.spec.progress_s)
+    ):
         yield Progressed(command.group, command.generation, command.step)
 
 
@@ -123,4 +127,3 @@ CONCERN = Concern(
     evolve={job.JobCreated: _on_created, FirstStep: _on_first, Progressed: _on_progressed},
     decide={ReportFirstStep: _first, NoteProgress: _note},
 )
-

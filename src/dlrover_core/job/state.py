@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job import failures, job, nodes, progress, silence, world
 from dlrover_core.job.node_lifecycle import COMING
 from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.engine import BaseState, Model
@@ -31,9 +31,9 @@ class JobState(BaseState):
 
 MODEL: Model[JobState] = Model(
     JobState,
-    (job.CONCERN, nodes.CONCERN, failures.CONCERN, world.CONCERN, progress.CONCERN),
-    # A sender is forgotten with its node.
-    forgets=MappingProxyType({nodes.NodeGone: lambda fact: fact.node}),
+    (job.CONCERN, nodes.CONCERN, silence.CONCERN, failures.CONCERN, world.CONCERN, progress.CONCERN),
+    # A sender is forgotten with its node; all of them with their run.
+    forgets=MappingProxyType({nodes.NodeGone: lambda fact: fact.node, job.JobCreated: lambda _: None}),
 )
 REGISTRY = Registry(MODEL.events)
 CODEC = Codec(REGISTRY)
@@ -118,7 +118,9 @@ def _place_is_free(state: JobState, node: nodes.Node) -> bool:
 
 def _launch(state: JobState, node: nodes.Node) -> NodeLaunch:
     nproc = state.job.spec.group(node.group).nproc
-    return NodeLaunch(full_name(state, node.node), node.node, node.group, node.index, node.incarnation, nproc, node.avoid)
+    return NodeLaunch(
+        full_name(state, node.node), node.node, node.group, node.index, node.incarnation, nproc, node.avoid
+    )
 
 
 def _orders(state: JobState) -> Mapping[str, Order]:

@@ -215,7 +215,9 @@ def layout(before: Sequence[str], ready: Sequence[nodes.Node], count: int) -> li
     """
     here = {node.node: node for node in ready}
     survivors = [name for name in before if name in here][:count]
-    newcomers = sorted((node for node in ready if node.node not in set(survivors)), key=lambda node: (node.index, node.incarnation))
+    newcomers = sorted(
+        (node for node in ready if node.node not in set(survivors)), key=lambda node: (node.index, node.incarnation)
+    )
     newcomers = newcomers[: count - len(survivors)]
     places: list[nodes.Node | None] = [None] * count
     kept = set(survivors)
@@ -286,7 +288,10 @@ def _last_call(state: JobState, group: str) -> int:
 
 
 def form(state: JobState, group: str, now: int, reason: str, *, at_once: bool = False) -> Iterator[Event]:
-    """The next generation, if it can form now. Waits for the store of rank 0's node and, unless ``at_once``, for the last call."""
+    """The next generation, if it can form now.
+
+    Waits for the store of rank 0's node and, unless ``at_once``, for the last call.
+    """
     if not state.job.live:
         return
     ready = ready_nodes(state, group)
@@ -304,7 +309,11 @@ def reform(state: JobState, group: str, now: int, reason: str) -> Iterator[Event
     """Replace the active generation at once; where that cannot be, stop it and wait for what is missing."""
     here = {node.node for node in ready_nodes(state, group)}
     # Unchanged membership waits for nobody, even where the last call for others is not over.
-    complete = all(member.node in here for member in state.world.worlds[group].members) if group in state.world.worlds else False
+    complete = (
+        all(member.node in here for member in state.world.worlds[group].members)
+        if group in state.world.worlds
+        else False
+    )
     formed = list(form(state, group, now, reason, at_once=complete))
     if formed:
         yield from formed
@@ -516,7 +525,17 @@ def _on_finished(slice_: WorldSlice, fact: WorkersFinished, record: Record) -> N
 
 CONCERN = Concern(
     name="world",
-    events=(WorldFormed, WorldDissolved, WorldPlanned, WorldPlanDropped, WorkersStarted, WorkersStopped, WorkersFinished, StoreOffered, StoreWithdrawn),
+    events=(
+        WorldFormed,
+        WorldDissolved,
+        WorldPlanned,
+        WorldPlanDropped,
+        WorkersStarted,
+        WorkersStopped,
+        WorkersFinished,
+        StoreOffered,
+        StoreWithdrawn,
+    ),
     evolve={
         job.JobCreated: _on_created,
         WorldFormed: _on_formed,
@@ -534,7 +553,13 @@ CONCERN = Concern(
         nodes.NodeLeft: _forget_offers,
         nodes.NodeSucceeded: _forget_offers,
     },
-    decide={OfferStore: _offer, WithdrawStore: _withdraw, ReportStarted: _started, ReportStopped: _stopped, ReportFinished: _finished},
+    decide={
+        OfferStore: _offer,
+        WithdrawStore: _withdraw,
+        ReportStarted: _started,
+        ReportStopped: _stopped,
+        ReportFinished: _finished,
+    },
     react={
         WorldFormed: _start_job,
         nodes.NodeJoined: _on_arrival,

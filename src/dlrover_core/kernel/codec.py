@@ -90,7 +90,9 @@ class Codec:
         kind: Kind | None = self.registry.by_kind.get(number)
         if kind is None or version > kind.version:
             name = kind.name if kind else "unknown"
-            raise SchemaTooNew(f"event kind {number} ({name}) version {version} was written by a newer dlrover-core; upgrade this one")
+            raise SchemaTooNew(
+                f"event kind {number} ({name}) version {version} was written by a newer dlrover-core; upgrade this one"
+            )
         for step in range(version, kind.version):
             fields = kind.upcasters[step](fields)
         return cast(Event, kind.cls(*fields))

@@ -120,7 +120,9 @@ class Tick(NamedTuple):
 class Model(Generic[St]):
     """The concerns of a domain, compiled to lookups, and the fold."""
 
-    def __init__(self, state: type[St], concerns: Sequence[Concern], forgets: Mapping[type, Callable[[Any], str]]) -> None:
+    def __init__(
+        self, state: type[St], concerns: Sequence[Concern], forgets: Mapping[type, Callable[[Any], str | None]]
+    ) -> None:
         self.state_type, self.concerns, self.forgets = state, tuple(concerns), forgets
         self.schema = schema(state)
         self._evolve: dict[type, tuple[tuple[Callable[[Any], Any], Evolve], ...]] = {}
@@ -155,7 +157,11 @@ class Model(Generic[St]):
             evolve(slice_of(state), fact, record)
         forget = self.forgets.get(cls)
         if forget is not None:
-            state.senders.pop(forget(fact), None)
+            sender = forget(fact)
+            if sender is None:
+                state.senders.clear()
+            else:
+                state.senders.pop(sender, None)
 
     def fold(self, records: Iterable[Record], state: St | None = None) -> St:
         """Fold many records."""

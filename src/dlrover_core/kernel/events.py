@@ -43,7 +43,10 @@ class Record(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Records that are appended together. ``(token, counter)`` is its identity: a retry of a lost acknowledgement bears the same."""
+    """Records that are appended together.
+
+    ``(token, counter)`` is its identity: a retry after a lost acknowledgement bears the same.
+    """
 
     token: int
     counter: int

@@ -105,7 +105,7 @@ def _unplain_class(cls: type) -> Unplain:
     inner = [_unplainer(hints[name]) for name in names]
 
     def build(raw: Any) -> Any:
-        made = cls.__new__(cls)
+        made: Any = object.__new__(cls)
         for name, unplain, value in zip(names, inner, raw, strict=True):
             setattr(made, name, unplain(value))
         return made

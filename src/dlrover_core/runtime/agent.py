@@ -21,7 +21,15 @@ from dlrover_core.errors import ConnectionLost, LaunchFailed, MalformedMessage, 
 from dlrover_core.job import failures, nodes, progress, world
 from dlrover_core.job.state import Order
 from dlrover_core.runtime import messages
-from dlrover_core.runtime.launcher import Launcher, StoreGone, StoreReady, WorkerExit, WorkersLaunch, WorkersStuck, WorkerStep
+from dlrover_core.runtime.launcher import (
+    Launcher,
+    StoreGone,
+    StoreReady,
+    WorkerExit,
+    WorkersLaunch,
+    WorkersStuck,
+    WorkerStep,
+)
 from dlrover_core.runtime.messages import Again, Answer, Beat, BeatSeen, Goodbye, Hello, Level, Message, Welcome
 from dlrover_core.runtime.transport import Connection, Dialer, receive_within
 
@@ -73,7 +81,9 @@ class Outbox:
     def expected(self, number: int) -> None:
         """The leader asks again from ``number`` on. Raises `ConnectionLost` where that was answered: it forgot this node."""
         if self._unanswered and number < self._unanswered[0][0]:
-            raise ConnectionLost(f"command {number} was answered long ago; a leader that asks for it does not know this node")
+            raise ConnectionLost(
+                f"command {number} was answered long ago; a leader that asks for it does not know this node"
+            )
         self._sent = sum(1 for one, _, _ in self._unanswered if one < number)
         self.changed.set()
 
@@ -189,7 +199,9 @@ class Agent:
             if self.leaving or order.leave:
                 ours = bool(self.leaving) and not order.leave and not self._stranger
                 self.leaving = self.leaving or order.reason
-                await self._stop(order._replace(grace_us=int(self._settings.stop_grace_s * SECOND_US)) if ours else order)
+                await self._stop(
+                    order._replace(grace_us=int(self._settings.stop_grace_s * SECOND_US)) if ours else order
+                )
                 self._outbox.add(nodes.ReportLeft(self.node))
                 return
             if order.generation != self._generation or order.over > self._told_over:
@@ -213,7 +225,9 @@ class Agent:
         stopped = await self._launcher.stop(order.grace_us / SECOND_US, self._settings.kill_wait_s)
         self._generation = self._living = 0
         if not stopped:
-            self._outbox.add(nodes.ReportFault(self.node, f"workers survived SIGKILL for {self._settings.kill_wait_s:g} s"))
+            self._outbox.add(
+                nodes.ReportFault(self.node, f"workers survived SIGKILL for {self._settings.kill_wait_s:g} s")
+            )
         return stopped
 
     async def _start(self, order: Order) -> None:
@@ -271,7 +285,9 @@ class Agent:
             return
         age = max(0, int(asyncio.get_running_loop().time() * SECOND_US) - gone.died_us)
         self._outbox.add(
-            failures.ReportExit(self.node, gone.generation, gone.rank, gone.exit_code, False, gone.step, age, gone.tail, gone.error)
+            failures.ReportExit(
+                self.node, gone.generation, gone.rank, gone.exit_code, False, gone.step, age, gone.tail, gone.error
+            )
         )
 
     def _stepped(self, step: WorkerStep) -> None:
@@ -301,10 +317,14 @@ class Agent:
     async def _give_up_workers(self, generation: int) -> None:
         self._gave_up = generation
         if not await self._launcher.stop(0.0, self._settings.kill_wait_s):
-            self._outbox.add(nodes.ReportFault(self.node, f"workers survived SIGKILL for {self._settings.kill_wait_s:g} s"))
+            self._outbox.add(
+                nodes.ReportFault(self.node, f"workers survived SIGKILL for {self._settings.kill_wait_s:g} s")
+            )
         # Whoever leads later must not believe that this generation runs.
         why = "stopped by its agent: no master and no steps"
-        self._outbox.add(failures.ReportExit(self.node, generation, self._order.first_rank, -9, False, self._step, 0, "", why))
+        self._outbox.add(
+            failures.ReportExit(self.node, generation, self._order.first_rank, -9, False, self._step, 0, "", why)
+        )
 
     # ---- the master
 
@@ -447,4 +467,3 @@ class Agent:
         if token < self._token:
             raise ConnectionLost(f"orders under token {token} are refused: {self._token} is newer")
         self._token = token
-

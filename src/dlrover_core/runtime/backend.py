@@ -43,7 +43,10 @@ class Backend(Protocol):
     """What a scheduler must offer. `dlrover_core.testing.BackendConformance` is the contract as tests."""
 
     async def launch(self, node: NodeLaunch, token: int) -> None:
-        """Start a node. Idempotent by ``node.name``. Raises `LaunchRefused`; any other error means unknown, and it is asked again."""
+        """Start a node. Idempotent by ``node.name``.
+
+        Raises `LaunchRefused`; any other error means unknown, and it is asked again.
+        """
         ...
 
     async def delete(self, name: str, token: int, grace_s: float) -> None:

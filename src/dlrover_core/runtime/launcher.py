@@ -52,7 +52,10 @@ class WorkerExit(NamedTuple):
 
 
 class WorkerStep(NamedTuple):
-    """A worker finished step ``step``. ``told``: that is the script's own number; else optimizer calls of this process, counted."""
+    """A worker finished step ``step``.
+
+    ``told``: that is the script's own number; else optimizer calls of this process, counted.
+    """
 
     generation: int
     rank: int

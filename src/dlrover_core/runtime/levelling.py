@@ -151,7 +151,12 @@ class Leveller:
             failures = self._failures.get(call, 0)
             self._failures[call] = failures + 1
             self._not_before[call] = loop.time() + BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)]
-            log.warning("backend call failed, will be tried again", call=call.verb, node=call.name, error=f"{type(error).__name__}: {error}")
+            log.warning(
+                "backend call failed, will be tried again",
+                call=call.verb,
+                node=call.name,
+                error=f"{type(error).__name__}: {error}",
+            )
         finally:
             self._busy.discard(call.name)
             self._wake.set()

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import structlog
 
 from dlrover_core.errors import CoreError, LogUnavailable
-from dlrover_core.job import job, nodes, progress
+from dlrover_core.job import job, nodes, progress, silence
 from dlrover_core.job.state import CODEC, LEVELLING, MODEL, Desired, JobState, Order, desired
 from dlrover_core.kernel.engine import Command, Engine, Reply, Tick
 from dlrover_core.kernel.events import Batch, Origin
@@ -50,7 +50,7 @@ class Outcome:
 
 
 class Master:
-    """One candidate for leading one job. ``wall`` gives microseconds since the epoch; 
+    """One candidate for leading one job. ``wall`` gives microseconds since the epoch;
 
     ``run_id`` names the run that this master serves: it begins it where the log does not have it yet. Masters of one run bear
     the same; an empty one serves whatever run is live.
@@ -111,10 +111,17 @@ class Master:
     @property
     def delete_grace_s(self) -> float:
         """How long a deleted node has to end by itself."""
-        return self.state.job.spec.stop_grace_s if self.state.job.state == "stopping" else self.state.job.spec.broken_grace_s + 1.0
+        return (
+            self.state.job.spec.stop_grace_s
+            if self.state.job.state == "stopping"
+            else self.state.job.spec.broken_grace_s + 1.0
+        )
 
     def now(self) -> int:
-        """Microseconds by this leader's clock: never before the last record, and moving even where the wall clock was set back."""
+        """Microseconds by this leader's clock.
+
+        Never before the last record, and moving even where the wall clock was set back.
+        """
         return self._offset + int(asyncio.get_running_loop().time() * SECOND_US)
 
     def submit(self, command: Command, origin: Origin | None = None) -> asyncio.Future[Reply]:
@@ -167,7 +174,9 @@ class Master:
             if self._leveller is not None:
                 watched.append(asyncio.ensure_future(self._leveller.run()))
             self.led.set()
-            log.info("leading", job=self._spec.job, token=self.token, seq=self.state.seq, address=self._listener.address)
+            log.info(
+                "leading", job=self._spec.job, token=self.token, seq=self.state.seq, address=self._listener.address
+            )
             await _while(self._until_over(), watched)
             # The last words about who has gone belong into the log too; a log that is down does not keep us.
             self._pipeline.stop()
@@ -299,9 +308,13 @@ class Master:
             return
         silent = self.sessions.silence(node.node)
         if node.state == "running" and silent > silence_s:
-            self.tell(nodes.NoteSilence(node.node, int(silent * SECOND_US)))
-        elif node.state == "suspect" and silent <= silence_s and self.sessions.heard_since(node.node, self._suspected_at(node)):
-            self.tell(nodes.NoteHeard(node.node))
+            self.tell(silence.NoteSilence(node.node, int(silent * SECOND_US)))
+        elif (
+            node.state == "suspect"
+            and silent <= silence_s
+            and self.sessions.heard_since(node.node, self._suspected_at(node))
+        ):
+            self.tell(silence.NoteHeard(node.node))
 
     def _suspected_at(self, node: nodes.Node) -> float:
         return (node.suspect_at - self._offset) / SECOND_US
@@ -335,7 +348,10 @@ class Master:
             "world_size": world.size if world and world.active else 0,
             "step": max([*steps, state.progress.of(group).step]),
             "agents": len(self.sessions),
-            "nodes": {node.node: {"state": node.state, "host": node.host, "joined": node.joined} for node in state.nodes.nodes.values()},
+            "nodes": {
+                node.node: {"state": node.state, "host": node.host, "joined": node.joined}
+                for node in state.nodes.nodes.values()
+            },
             "incidents": state.failures.number,
             "open_incidents": [one.number for one in incidents if not one.closed],
             "last_incident": f"{last.number}: {last.signature} -> {last.action}" if last else "",
@@ -392,4 +408,3 @@ def _swallow(done: asyncio.Future[Reply]) -> None:
         error = done.exception()
         if error is not None:
             log.warning("observation not recorded", error=str(error))
-

@@ -100,7 +100,17 @@ class BeatSeen(NamedTuple):
     token: int
 
 
-_FRAMES: dict[int, type] = {1: Hello, 2: Welcome, 3: Goodbye, 4: Numbered, 5: Answer, 6: Again, 7: Level, 8: Beat, 9: BeatSeen}
+_FRAMES: dict[int, type] = {
+    1: Hello,
+    2: Welcome,
+    3: Goodbye,
+    4: Numbered,
+    5: Answer,
+    6: Again,
+    7: Level,
+    8: Beat,
+    9: BeatSeen,
+}
 
 # The commands an agent may send. Append only; never renumber.
 COMMANDS: Mapping[int, type] = {
@@ -124,7 +134,9 @@ def encode(message: Message) -> bytes:
     """A message as a frame."""
     frame = cast(bytes, msgpack.packb((_FRAME_KIND[type(message)], message)))
     if len(frame) > FRAME_BYTES_MAX:
-        raise MalformedMessage(f"{type(message).__name__} of {len(frame)} bytes exceeds the frame limit of {FRAME_BYTES_MAX}")
+        raise MalformedMessage(
+            f"{type(message).__name__} of {len(frame)} bytes exceeds the frame limit of {FRAME_BYTES_MAX}"
+        )
     return frame
 
 
@@ -134,7 +146,7 @@ def decode(frame: bytes) -> Message:
         raise MalformedMessage(f"a frame of {len(frame)} bytes exceeds the limit of {FRAME_BYTES_MAX}")
     try:
         raw = msgpack.unpackb(frame, use_list=False)
-    except Exception as error:  # noqa: BLE001  # msgpack raises half a dozen kinds on garbage
+    except Exception as error:  # msgpack raises half a dozen kinds on garbage
         raise MalformedMessage(f"{len(frame)} bytes are not msgpack: {error}") from error
     if not (isinstance(raw, tuple) and len(raw) == 2 and type(raw[0]) is int and isinstance(raw[1], tuple)):
         raise MalformedMessage("a frame is [kind, fields]")

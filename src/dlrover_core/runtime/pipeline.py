@@ -18,7 +18,7 @@ from dlrover_core.errors import CoreError, LogError, LogFull, LogUnavailable
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Command, Engine, Reply
 from dlrover_core.kernel.events import GROUP_BYTES_MAX, Batch, Origin
-from dlrover_core.kernel.log import Appended, AlreadyAppended, Conflict, Fenced, Leadership
+from dlrover_core.kernel.log import AlreadyAppended, Appended, Conflict, Fenced, Leadership
 
 QUEUE_MAX = 65_536
 RETRY_S = (0.05, 0.2, 0.5, 1.0, 2.0)
@@ -60,7 +60,9 @@ class Pipeline:
             future.cancel()
             return future
         if len(self._queue) >= QUEUE_MAX:
-            future.set_exception(Overloaded(f"{QUEUE_MAX} commands wait for the log{': ' + self.degraded if self.degraded else ''}"))
+            future.set_exception(
+                Overloaded(f"{QUEUE_MAX} commands wait for the log{': ' + self.degraded if self.degraded else ''}")
+            )
             return future
         self._queue.append(_Waiting(command, origin, future))
         self._wake.set()
@@ -119,12 +121,16 @@ class Pipeline:
                 case Fenced(mine, current):
                     raise Deposed(f"token {mine} is older than {current}: another master leads")
                 case Conflict(expected, found):
-                    raise LogError(f"the log's head is {found}, this leader believed {expected}: a bug; its working state is void")
+                    raise LogError(
+                        f"the log's head is {found}, this leader believed {expected}: a bug; its working state is void"
+                    )
 
     def _degrade(self, error: LogError) -> None:
         if not self.degraded:
             self.degraded_at = self._now()
-            log.error("control plane degraded", reason=str(error), remedy="training goes on; decisions wait for the log")
+            log.error(
+                "control plane degraded", reason=str(error), remedy="training goes on; decisions wait for the log"
+            )
         self.degraded = f"{type(error).__name__}: {error}"
 
     def _recover(self) -> None:

@@ -18,7 +18,18 @@ from dlrover_core.job.state import STRANGER, Order
 from dlrover_core.kernel.engine import Accepted, NotDone, Reply, Resend
 from dlrover_core.kernel.events import Origin
 from dlrover_core.runtime import messages
-from dlrover_core.runtime.messages import Again, Answer, Beat, BeatSeen, Goodbye, Hello, Level, Message, Numbered, Welcome
+from dlrover_core.runtime.messages import (
+    Again,
+    Answer,
+    Beat,
+    BeatSeen,
+    Goodbye,
+    Hello,
+    Level,
+    Message,
+    Numbered,
+    Welcome,
+)
 from dlrover_core.runtime.transport import Connection, receive_within
 from dlrover_core.spec import us
 
@@ -114,13 +125,19 @@ class Sessions:
     def _refusal(self, hello: Hello) -> Goodbye | None:
         state, token = self._master.state, self._master.token
         if not messages.OLDEST_VERSION <= hello.version <= messages.VERSION:
-            return Goodbye(f"protocol {hello.version} is not served here: {messages.OLDEST_VERSION} to {messages.VERSION} are", True)
+            return Goodbye(
+                f"protocol {hello.version} is not served here: {messages.OLDEST_VERSION} to {messages.VERSION} are",
+                True,
+            )
         if hello.token > token or not self._master.leading:
             return Goodbye("another master leads", False)
         if hello.run and hello.run != state.job.run:
             return Goodbye(f"run {hello.run} is over: this is run {state.job.run}", True)
         if hello.node not in self._master.present:
             return Goodbye(f"{hello.node} is {STRANGER.reason}", True)
+        speaker, node = state.senders.get(hello.node), state.nodes.nodes.get(hello.node)
+        if speaker is not None and speaker.boot != hello.boot and node is not None and node.joined:
+            return Goodbye(f"{hello.node} has an agent already", True)
         return None
 
     def _open(self, session: Session) -> None:
@@ -210,7 +227,9 @@ class Sessions:
 
     def steps_of(self, group: str, generation: int) -> list[int]:
         """The steps that a group's agents reported for this generation."""
-        return [step for node, (seen, step) in self.steps.items() if seen == generation and node.rsplit("-", 2)[0] == group]
+        return [
+            step for node, (seen, step) in self.steps.items() if seen == generation and node.rsplit("-", 2)[0] == group
+        ]
 
     def level(self, token: int, orders: Mapping[str, Order]) -> None:
         """Tell everybody connected what they should be doing now."""

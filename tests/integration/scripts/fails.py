@@ -1,0 +1,16 @@
+"""A DDP-like script in which rank 1 raises ValueError and rank 0 dies of the broken connection: the cascade."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.barrier()
+if os.environ["RANK"] == "1":
+    print("about to read batch 17", file=sys.stderr)
+    raise ValueError("bad batch 17")
+one = torch.ones(1)
+for _ in range(1000):
+    dist.all_reduce(one)

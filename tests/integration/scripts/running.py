@@ -1,0 +1,219 @@
+"""A running `dlrover-run`, for tests that hurt it: what it says, what its log says, and which processes are whose."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from dlrover_adapters.cli.scratch import MARK
+from dlrover_adapters.http.client import fetch_status
+from dlrover_core.errors import CoreError
+
+SCRIPTS = Path(__file__).parent
+BIN = Path(sys.executable).parent
+BOUND_S = 45.0
+TOKEN = "of-the-tests"
+LOOK_S = 0.02
+Found = TypeVar("Found")
+
+
+def eventually(look: Callable[[], Found | None], what: str, bound_s: float = BOUND_S) -> Found:
+    """The first thing that ``look`` finds. Other processes' doings ring no bell here, so it looks again and again."""
+    deadline = time.monotonic() + bound_s
+    while (found := look()) is None or found is False:
+        assert time.monotonic() < deadline, f"{what}: not within {bound_s:g} s"
+        threading.Event().wait(LOOK_S)
+    return found
+
+
+class Process:
+    """A process, as /proc shows it."""
+
+    def __init__(self, pid: int, name: str, line: str) -> None:
+        self.pid, self.name, self.line = pid, name, line
+
+    def __repr__(self) -> str:
+        return f"{self.name}({self.pid})"
+
+    @property
+    def lives(self) -> bool:
+        """Zombies do not."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_bytes()
+        except OSError:
+            return False
+        return stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
+
+    def ends(self) -> None:
+        """Wait until it is dead."""
+        eventually(lambda: not self.lives, f"the end of {self}")
+
+
+def processes(mark: str) -> list[Process]:
+    """Every living process with ``mark`` in the environment it began with."""
+    found = []
+    for pid in [int(one.name) for one in Path("/proc").iterdir() if one.name.isdecimal()]:
+        try:
+            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found.append(Process(pid, Path(f"/proc/{pid}/comm").read_text().strip(), line))
+        except OSError:  # it ended while we looked, or is another user's
+            continue
+    return [one for one in found if one.lives]
+
+
+class Job:
+    """One `dlrover-run`, in a session of its own as under a shell's job control. Leave it to have it killed."""
+
+    def __init__(self, folder: Path, *command: str, job: str = "e2e", env: Mapping[str, str] | None = None) -> None:
+        self.folder, self.name, self.state = folder, job, folder / "state"
+        self.out, self.err = folder / "out", folder / "err"
+        arguments = [str(BIN / "dlrover-run"), "--state-dir", str(self.state), "--job-id", job, *command]
+        born = {**os.environ, "DLROVER_TOKEN": TOKEN, "FOLDER": str(folder), **(env or {})}
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen(
+                arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=born, cwd=folder, start_new_session=True
+            )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            print(f"--- stderr\n{self.said()[-6000:]}\n--- stdout\n{self.out.read_text()[-2000:]}")
+            print(f"--- control log\n{self.control_log()[-6000:]}")
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait()
+
+    # ---- what it says
+
+    def said(self) -> str:
+        """Its standard error so far."""
+        return self.err.read_text(errors="replace")
+
+    def control_log(self) -> str:
+        """What its processes logged."""
+        path = self.state / "jobs" / self.name / "control.log"
+        return path.read_text() if path.exists() else ""
+
+    def ended(self, bound_s: float = BOUND_S) -> int:
+        """Its exit status, when it has ended."""
+        return self.process.wait(bound_s)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it wrote down for its masters and agents; empty before."""
+        try:
+            return dict(json.loads((self.state / "jobs" / self.name / "settings.json").read_text()))
+        except FileNotFoundError:
+            return {}
+
+    def status(self) -> dict[str, Any] | None:
+        """What the leading master says; None while there is none."""
+        try:
+            address = self.settings["masters"][0]
+            return dict(asyncio.run(fetch_status(address, TOKEN, timeout_s=2.0)))
+        except (KeyError, CoreError):
+            return None
+
+    def until(self, is_so: Callable[[dict[str, Any]], object], what: str, bound_s: float = BOUND_S) -> dict[str, Any]:
+        """The first status that is so."""
+
+        def look() -> dict[str, Any] | None:
+            assert self.process.poll() is None, f"dlrover-run has ended with {self.process.returncode} before {what}"
+            status = self.status()
+            return status if status is not None and is_so(status) else None
+
+        return eventually(look, what, bound_s)
+
+    def trains(self, generation: int, beyond: int = -1) -> dict[str, Any]:
+        """Wait until all is well in this generation, at a step after ``beyond``."""
+
+        def well(status: dict[str, Any]) -> bool:
+            assert status["generation"] <= generation, f"generation {status['generation']}, not {generation}: {status}"
+            return status["generation"] == generation and status["step"] > beyond and not status["open_incidents"]
+
+        return self.until(well, f"generation {generation} trains beyond step {beyond}")
+
+    # ---- its processes
+
+    @property
+    def mark(self) -> str:
+        """What everything that this run started has in its environment."""
+        return f"{MARK}={eventually(lambda: self.settings or None, 'settings')['run']}"
+
+    def processes(self, name: str = "", *words: str) -> list[Process]:
+        """Those of this run with that name, whose command line has these words, the oldest first."""
+        found = [one for one in processes(self.mark) if name in ("", one.name) and all(word in one.line for word in words)]
+        return sorted(found, key=lambda one: one.pid)
+
+    def one(self, name: str, *words: str) -> Process:
+        """The first of them, as soon as there is one."""
+        return eventually(lambda: next(iter(self.processes(name, *words)), None), f"a {name} {words}")
+
+    @property
+    def sweeper(self) -> Process:
+        """The process that cleans up if the launcher cannot."""
+
+        def look() -> Process | None:
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            names = {int(pid): Path(f"/proc/{pid}/comm") for pid in children}
+            return next((Process(pid, "sweeper", "") for pid, comm in names.items() if comm.read_text() == "dlrover-sweeper\n"), None)
+
+        return eventually(look, "a sweeper")
+
+    def left(self) -> list[str]:
+        """What there still is of this run although it has ended, after a moment's patience: processes, files, sockets."""
+        folder = Path(self.settings["run_dir"])
+
+        def look() -> list[str]:
+            found: list[str] = [repr(one) for one in processes(self.mark)]
+            return [*found, *([str(folder)] if folder.exists() else [])]
+
+        deadline = time.monotonic() + 10.0
+        while (found := look()) and time.monotonic() < deadline:
+            threading.Event().wait(LOOK_S)
+        return found
+
+    # ---- its log
+
+    def dlrover(self, command: str, *arguments: str) -> str:
+        """What ``dlrover COMMAND JOB`` prints."""
+        line = [str(BIN / "dlrover"), command, self.name, *arguments]
+        if "--log" not in arguments:
+            line += ["--state-dir", str(self.state)]
+        return subprocess.run(line, capture_output=True, text=True, timeout=BOUND_S, check=False).stdout
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """The events of these kinds, all without any."""
+        found = [json.loads(line) for line in self.dlrover("events", "--json").splitlines()]
+        return [one for one in found if not kinds or one["event"] in kinds]
+
+    # ---- its workers
+
+    def told(self, rank: int = 0) -> list[list[str]]:
+        """What the script of a rank wrote down (`notes.py`), line by line."""
+        try:
+            return [line.split() for line in (self.folder / f"told-{rank}").read_text().splitlines()]
+        except FileNotFoundError:
+            return []
+
+    def finish(self) -> None:
+        """Let the scripts end."""
+        (self.folder / "finish").touch()

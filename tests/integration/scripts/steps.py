@@ -1,0 +1,40 @@
+"""Train nothing, step by step, until told to finish. Needs no torch of its own.
+
+Writes a line for each life into ``told-RANK``; ``--child`` starts a process that would outlive it in a session of its own;
+``--term WORDS`` writes them there upon SIGTERM and leaves.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from dlrover_adapters.torch import step
+
+FOLDER, RANK = Path(os.environ["FOLDER"]), os.environ["RANK"]
+
+
+def tell(*words: object) -> None:
+    with (FOLDER / f"told-{RANK}").open("a") as file:
+        file.write(" ".join(map(str, words)) + "\n")
+
+
+def terminated(number: int, frame: object) -> None:
+    tell("terminated", signal.Signals(number).name)
+    sys.exit(0)
+
+
+if "--term" in sys.argv:
+    signal.signal(signal.SIGTERM, terminated)
+if "--deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "--child" in sys.argv:
+    tell("child", subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+number = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) * 1000
+tell("born", os.getpid())
+while not (FOLDER / "finish").exists():
+    number += 1
+    step(number)
+    time.sleep(0.01)

@@ -1,0 +1,172 @@
+"""kill -9 of any one process of ours: the job goes on, or ends cleanly, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import SCRIPTS, Job, Process, eventually, processes
+
+STEPS = str(SCRIPTS / "steps.py")
+
+
+def leader(status: dict[str, Any]) -> int:
+    """The pid of the master that leads."""
+    return int(status["leader"].split("/")[1])
+
+
+def born(job: Job, rank: int) -> list[str]:
+    """The pids of a rank's lives."""
+    return [pid for what, pid in job.told(rank) if what == "born"]
+
+
+def replaced(job: Job, victim: Process, *words: str) -> Process:
+    """The process that takes a killed one's place."""
+    victim.ends()
+    return eventually(lambda: next((one for one in job.processes(victim.name, *words) if one.pid != victim.pid), None), f"a new {victim.name}")
+
+
+@pytest.mark.timeout(150)
+def test_any_one_process_may_be_killed(tmp_path: Path) -> None:
+    """One job on two nodes outlives SIGKILL of a standby master, a leading one (running or stopped), a sweeper, a zygote, a
+
+    keeper, a spare, all without a restarted worker; of a worker, with new processes; of an agent, with a new node. Then it
+    succeeds, the log counts exactly the two incidents, and nothing is left.
+    """
+    with Job(tmp_path, "--local-nodes", "2", STEPS, "--child") as job:
+        status = job.trains(1, beyond=5)
+        lives = [born(job, rank) for rank in (0, 1)]
+
+        # Of those that no worker needs.
+        standby = next(one for one in job.processes("dlrover-master") if one.pid != leader(status))
+        standby.kill()
+        replaced(job, standby)
+        for freeze in (False, True):
+            first = Process(leader(job.trains(1)), "dlrover-master", "")
+            if freeze:
+                first.kill(signal.SIGSTOP)
+            first.kill()
+            status = job.until(lambda now, dead=first: leader(now) != dead.pid, "another master leads", 5.0)
+            replaced(job, first)
+        job.sweeper.kill()
+        for name in ("dlrover-zygote", "dlrover-keeper", "dlrover-spare"):
+            victim = job.one(name, "--node worker-0-0") if name != "dlrover-spare" else job.one(name)
+            victim.kill()
+            victim.ends()
+        job.trains(1, beyond=job.trains(1)["step"] + 20)
+        assert [born(job, rank) for rank in (0, 1)] == lives, "a worker was restarted"
+
+        # A worker: new processes for all, from what is left of the warm ones.
+        worker = job.one("worker-1")
+        worker.kill()
+        job.trains(2, beyond=1000)
+        assert [len(born(job, rank)) for rank in (0, 1)] == [2, 2]
+
+        # A node: another one takes its place.
+        agent = job.one("dlrover-agent", "--node worker-1-0")
+        agent.kill(signal.SIGSTOP)
+        agent.kill()
+        status = job.trains(3, beyond=2000)
+        assert set(status["nodes"]) == {"worker-0-0", "worker-1-1"}
+
+        # And a zygote, a keeper and a worker of the same node at once.
+        for name in ("dlrover-zygote", "dlrover-keeper"):
+            job.one(name, "--node worker-0-0").kill()
+        job.one("worker-0").kill()
+        job.trains(4, beyond=3000)
+
+        job.finish()
+        assert job.ended() == 0
+        assert job.left() == []
+        chosen = [one["action"] for one in job.events("ActionChosen")]
+        assert chosen == ["RESTART_PROCESSES", "RELAUNCH_NODE", "RESTART_PROCESSES"]
+
+
+@pytest.mark.parametrize("preload", ["", "none"])
+@pytest.mark.parametrize("freeze", [False, True])
+def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path, preload: str, freeze: bool) -> None:
+    """SIGKILL of `dlrover-run` itself ends masters, agents, workers and what workers started, and removes its sockets.
+
+    A new run of the same name begins at once, and the log says that the old one was abandoned.
+    """
+    with Job(tmp_path, "--preload", preload, STEPS, "--child") as job:
+        job.trains(1)
+        if freeze:
+            job.process.send_signal(signal.SIGSTOP)
+        job.process.kill()
+        assert job.ended() == -signal.SIGKILL
+        assert job.left() == []
+        child = next(int(pid) for what, pid in job.told() if what == "child")
+        assert not Process(child, "sleep", "").lives
+    if preload and not freeze:
+        with Job(tmp_path, "--preload", preload, STEPS) as job:
+            job.trains(2)
+            job.finish()
+            assert job.ended() == 0
+            assert job.left() == []
+            kinds = [one["event"] for one in job.events("JobCreated", "JobAbandoned", "JobSucceeded")]
+            assert kinds == ["JobCreated", "JobAbandoned", "JobCreated", "JobSucceeded"]
+
+
+def test_a_launcher_killed_with_its_sweeper_is_swept_by_the_next(tmp_path: Path) -> None:
+    """When nobody could remove a run's folder, the next launcher of this user does; folders in use stay."""
+    with Job(tmp_path, "--preload", "none", STEPS) as job, Job(_other(tmp_path), "--preload", "none", STEPS) as other:
+        job.trains(1)
+        other.trains(1)
+        stale = Path(job.settings["run_dir"])
+        job.sweeper.kill()
+        job.process.kill()
+        job.ended()
+        eventually(lambda: not processes(job.mark), "the end of the killed launcher's processes")
+        assert stale.exists()
+        with Job(tmp_path, "--preload", "none", STEPS, job="next") as following:
+            eventually(lambda: not stale.exists(), "the sweep")
+            assert Path(other.settings["run_dir"]).exists()
+            other.trains(1, beyond=other.trains(1)["step"])
+            following.finish()
+            assert following.ended() == 0
+        other.finish()
+        assert other.ended() == 0
+
+
+def _other(folder: Path) -> Path:
+    made = folder / "other"
+    made.mkdir()
+    return made
+
+
+def test_a_stopped_master_costs_nobody_a_node(tmp_path: Path) -> None:
+    """The only leading master is stopped for longer than the silence timeout and goes on: no node is relaunched, no worker restarted."""
+    quick = ("--set", "silence_s=1", "--set", "heartbeat_s=0.2")
+    with Job(tmp_path, *quick, "--preload", "none", STEPS) as job:
+        status = job.trains(1)
+        master = Process(leader(status), "dlrover-master", "")
+        before = job.events()[-1]["at"]
+        master.kill(signal.SIGSTOP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.process.wait(3.5)  # what is waited for is that nothing happens for three silence timeouts
+        master.kill(signal.SIGCONT)
+        job.until(lambda now: now["agents"] == 1 and now["seq"] > status["seq"], "the master goes on")
+        job.finish()
+        assert job.ended() == 0
+        kinds = {one["event"] for one in job.events() if one["at"] > before}
+        assert "MasterPaused" in kinds
+        assert not kinds & {"NodeLost", "NodeFailed", "NodePlanned", "IncidentOpened", "WorldFormed"}
+        assert len(born(job, 0)) == 1
+        assert job.left() == []
+
+
+def test_the_working_directory_cannot_break_the_launcher(tmp_path: Path) -> None:
+    """A ``secrets.py`` or an ``http`` package of the user's in the working directory is not imported by masters and agents."""
+    for name in ("secrets.py", "logging.py", "aiohttp.py", "msgpack.py", "structlog.py"):
+        (tmp_path / name).write_text("raise RuntimeError('the user has such a module too')\n")
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script" / "main.py").write_text("import os\nprint('rank', os.environ['RANK'])\n")
+    with Job(tmp_path, "--preload", "none", "script/main.py") as job:
+        assert job.ended() == 0
+        assert job.out.read_text() == "rank 0\n"
+        assert os.fspath(tmp_path) not in job.said()
