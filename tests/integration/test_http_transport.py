@@ -26,7 +26,6 @@ from dlrover_adapters.http import (
     HttpTransport,
     adopt,
     bind,
-    connection,
     fetch_status,
 )
 from dlrover_core.errors import ConnectionLost, TokenRefused
@@ -725,21 +724,5 @@ def test_status_is_json() -> None:
             assert b"content-type: application/json" in head.lower()
             assert json.loads(body) == {"state": "running", "step": 7}
             writer.close()
-
-    run(story)
-
-
-def test_cancellation_is_not_lost() -> None:
-    """A call that is cancelled in the moment its answer comes is cancelled: whoever stops a loop of calls, stops it."""
-
-    async def story() -> None:
-        answer = asyncio.get_running_loop().create_future()
-        call = asyncio.ensure_future(connection.within(BOUND_S, answer))
-        await asyncio.sleep(0)
-        answer.set_result("too late")
-        await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.wait({call})
-        assert call.cancelled()
 
     run(story)

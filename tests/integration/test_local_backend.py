@@ -531,19 +531,3 @@ def test_signals_in_words() -> None:
     assert [process.told(code) for code in (0, 7, -9, -40)] == [
         "exit code 0", "exit code 7", "killed by SIGKILL", "killed by signal 40",
     ]  # fmt: skip
-
-
-def test_cancellation_is_not_lost() -> None:
-    """A call that is cancelled in the moment its answer comes is cancelled: whoever stops a loop of calls, stops it."""
-
-    async def story() -> None:
-        answer = asyncio.get_running_loop().create_future()
-        call = asyncio.ensure_future(wire.within(BOUND_S, answer))
-        await asyncio.sleep(0)
-        answer.set_result("too late")
-        await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.wait({call})
-        assert call.cancelled()
-
-    run(story)

@@ -205,7 +205,9 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     nodes.NodeLost: lambda fact: f"node {fact.node} was given up: {fact.reason}",
     nodes.NodeReleased: lambda fact: f"node {fact.node} should no longer exist: {fact.reason}",
     nodes.NodeLeft: lambda fact: f"the agent of {fact.node} stopped its workers and left",
-    silence.MassSilence: lambda fact: f"{fact.suspects} of {fact.nodes} nodes silent at once: the master suspects itself",
+    silence.MassSilence: lambda fact: (
+        f"{fact.suspects} of {fact.nodes} nodes silent at once: the master suspects itself"
+    ),
     world.WorldFormed: _formed,
     world.WorldDissolved: _dissolved,
     world.WorkersStarted: lambda fact: f"the workers of {fact.node} run in generation {fact.generation}",

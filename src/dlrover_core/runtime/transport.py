@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from dlrover_core.errors import ConnectionLost
+from dlrover_core.runtime.within import within
 
 FRAME_BYTES_MAX = 1024 * 1024
 
@@ -39,15 +40,10 @@ class Connection(Protocol):
 
 async def receive_within(connection: Connection, seconds: float) -> bytes:
     """The next frame, if it comes in time. Raises `ConnectionLost`: a stopped process takes connections and says nothing."""
-    # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the frame (bpo-37658).
-    frame = asyncio.ensure_future(connection.receive())
     try:
-        await asyncio.wait({frame}, timeout=seconds)
-        if not frame.done():
-            raise ConnectionLost(f"{connection.peer} said nothing within {seconds:g} s")
-        return frame.result()
-    finally:
-        frame.cancel()
+        return await within(seconds, connection.receive())
+    except asyncio.TimeoutError as error:
+        raise ConnectionLost(f"{connection.peer} said nothing within {seconds:g} s") from error
 
 
 Accept = Callable[[Connection], Awaitable[None]]

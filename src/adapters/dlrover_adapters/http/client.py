@@ -10,8 +10,9 @@ from typing import Any, cast
 import aiohttp
 
 from dlrover_adapters.http import token as tokens
-from dlrover_adapters.http.connection import MESSAGE_BYTES_LIMIT, HttpConnection, HttpLimits, within
+from dlrover_adapters.http.connection import MESSAGE_BYTES_LIMIT, HttpConnection, HttpLimits
 from dlrover_core.errors import ConnectionLost, TokenRefused
+from dlrover_core.runtime.within import within
 
 AGENT_PATH = "/v1/agent"
 STATUS_PATH = "/v1/status"

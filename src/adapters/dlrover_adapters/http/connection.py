@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
 
 import structlog
@@ -18,6 +17,7 @@ from aiohttp import WebSocketError, WSMessage, WSMsgType
 
 from dlrover_core.errors import ConnectionLost
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
+from dlrover_core.runtime.within import within
 
 if TYPE_CHECKING:
     from aiohttp import ClientWebSocketResponse
@@ -158,20 +158,3 @@ def _ending(message: WSMessage) -> str:
     if message.type is WSMsgType.ERROR:
         return str(message.data) or type(message.data).__name__
     return f"it closed with code {message.data}" if message.type is WSMsgType.CLOSE else "it is gone"
-
-
-async def within(seconds: float, work: Awaitable[T]) -> T:
-    """What ``work`` yields, if it does in time; else it is cancelled. Raises `asyncio.TimeoutError`."""
-    # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the result (bpo-37658).
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task}, timeout=seconds)
-        if not task.done():
-            raise asyncio.TimeoutError
-        return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()

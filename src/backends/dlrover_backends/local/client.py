@@ -14,6 +14,7 @@ from dlrover_backends.local.host import StaleToken
 from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage
 from dlrover_core.job.state import NodeLaunch
 from dlrover_core.runtime.backend import Changed, Listed, Observation
+from dlrover_core.runtime.within import within
 
 CALL_S = 30.0
 RECONNECT_S = (0.02, 0.1, 0.5, 1.0)
@@ -58,7 +59,7 @@ class LocalBackend:
 
     async def _call(self, *request: object) -> object:
         try:
-            answer = await wire.within(CALL_S, self._ask(request))
+            answer = await within(CALL_S, self._ask(request))
         except asyncio.TimeoutError as error:
             raise ConnectionLost(f"the node host at {self._path} did not answer within {CALL_S:g} s") from error
         match answer:

@@ -33,6 +33,7 @@ from dlrover_backends.local import process, wire
 from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage
 from dlrover_core.job.state import NodeLaunch
 from dlrover_core.runtime.backend import Observation
+from dlrover_core.runtime.within import within
 
 REQUEST_S = 10.0
 UNREAD_MAX = 10_000
@@ -169,7 +170,7 @@ class LocalNodeHost:
             self._end(node, grace_s)
         if self._nodes:
             try:
-                await wire.within(grace_s + 2 * KILL_WAIT_S, self._empty.wait())
+                await within(grace_s + 2 * KILL_WAIT_S, self._empty.wait())
             except asyncio.TimeoutError:
                 log.error("nodes cannot be killed", nodes=sorted(self._nodes))
         tasks = self._conversations | self._burials
@@ -333,7 +334,7 @@ class LocalNodeHost:
         assert task is not None
         self._conversations.add(task)
         try:
-            request = await wire.within(REQUEST_S, wire.read(reader))
+            request = await within(REQUEST_S, wire.read(reader))
             if request[0] == "observe":
                 await self._observed(reader, writer)
             else:

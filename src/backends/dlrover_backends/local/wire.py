@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -113,20 +113,3 @@ def _short(path: Path) -> Iterator[str]:
         yield f"/proc/self/fd/{directory}/{path.name}"
     finally:
         os.close(directory)
-
-
-async def within(seconds: float, work: Awaitable[T]) -> T:
-    """What ``work`` yields, if it does in time; else it is cancelled. Raises `asyncio.TimeoutError`."""
-    # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the result (bpo-37658).
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task}, timeout=seconds)
-        if not task.done():
-            raise asyncio.TimeoutError
-        return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()
