@@ -40,7 +40,7 @@ integration: $(READY) ## tests with real processes, one after the other
 	$(PY) -m pytest tests/integration $(ARGS)
 
 bench: $(READY) ## every number we promise, ours and the peer's in turn
-	@shopt -s nullglob; for one in benchmarks/bench_*.py; do echo "== $$one"; $(PY) "$$one"; done
+	@shopt -s nullglob; for one in benchmarks/bench_*.py; do echo "== $$one"; $(PY) "$$one" || echo "== $$one: exit $$?"; done
 
 chaos: $(READY) ## stories of faults in virtual time, and fixed seeds
 	$(PY) -m pytest tests/chaos -n $(JOBS) $(ARGS)

@@ -4,7 +4,8 @@ The same DDP/gloo script (`scripts/ddp_step.py`) runs with 2 workers under `dlro
 of an environment of its own, in turn. At a step one of the workers gets SIGKILL (rank 0 and rank 1 in turn). Measured is the
 time from the signal to the moment when every rank of the new attempt has completed a step, from the checkpoint file.
 Twice: a plain script, and one with a SIGTERM handler written in Python. CLOCK_MONOTONIC throughout; our log's wall clock is
-mapped to it. A job that does not come back within 45 s is counted, and run again: it does not enter the medians.
+mapped to it. A job whose new attempt stands still for 10 s, that ends, or that is not back within 45 s, is lost: that is
+counted, and run again, and does not enter the medians.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from dlrover_core.job.world import WorkersStarted, WorldFormed
 
 KILL_AT, STEPS = 20, 45
 TARGET = 0.10
-LOST_MAX = 10
+LOST_MAX = 12
+STUCK_S = 10.0
 BACK_LIMIT_S = 45.0  # torchrun alone may take 30 s: that is its grace between SIGTERM and SIGKILL
 LOG_MARKS: Mapping[type, str] = {
     IncidentOpened: "incident",
@@ -75,14 +77,23 @@ def trial(launcher: str, rank: int, sigterm: bool) -> Trial:
 def outcome(job: Job, before: set[int]) -> list[Line]:
     """The diary of a job that came back and ended well. Raises `Lost`."""
     try:
-        job.until(lambda lines: recovered(lines, before) > 0, 0.02, BACK_LIMIT_S)
-        code = job.wait()
+        job.until(lambda lines: recovered(lines, before) > 0 or stuck(lines, before), 0.02, BACK_LIMIT_S)
+        code = job.wait() if recovered(job.lines(), before) else None
     except Broken as error:
         raise Lost(str(error)) from error
+    if code is None:
+        raise Lost(f"{job.launcher}: {job.lines()[-1]}, then nothing for {STUCK_S:g} s; it said: {job.said()}")
     ends = sum(line.what == "end" for line in job.lines())
     if code != 0 or ends != 2:
         raise Lost(f"{job.launcher} ended with {code}, {ends} ranks finished; it said: {job.said()}")
     return job.lines()
+
+
+def stuck(lines: Sequence[Line], before: set[int]) -> bool:
+    """Do both ranks of a new attempt run, and have said nothing for long?"""
+    newest = lines[-1]
+    ranks = {line.rank for line in lines if line.attempt == newest.attempt and line.pid not in before}
+    return len(ranks) == 2 and time.monotonic() > newest.at + STUCK_S
 
 
 def recovered(lines: Sequence[Line], before: set[int]) -> int:
@@ -180,7 +191,7 @@ def measure(result: Result, variant: str, trials: int, sigterm: bool) -> None:
     result.rows.append(Row(what, "s", [one.total_s for one in ours], [one.total_s for one in peer], TARGET, "ratio"))
     result.rows.append(
         Row(
-            f"jobs lost, beside {trials} that came back, {variant}",
+            f"jobs lost or stuck for 10 s, beside {trials} that came back, {variant}",
             "jobs",
             [float(len(lost[OURS]))],
             [float(len(lost[TORCHRUN]))],
