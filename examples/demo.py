@@ -6,6 +6,7 @@ one whole node and the leading master, each with SIGKILL. It ends with the repor
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -46,17 +47,17 @@ def processes(comm: str, *words: str) -> list[int]:
 class Chaos:
     """Kills one thing at each of three steps, and says so."""
 
-    def __init__(self, state: Path, token: str) -> None:
+    def __init__(self, state: Path, token: str, steps: int) -> None:
         self._settings = state / "jobs" / JOB / "settings.json"
         self._token = token
         self._plan: list[tuple[int, str, Callable[[dict[str, Any]], int]]] = [
-            (60, "worker with rank 3", lambda _: processes("worker-3", f"--job {JOB}")[0]),
+            (steps * 3 // 20, "worker with rank 3", lambda _: processes("worker-3", f"--job {JOB}")[0]),
             (
-                160,
+                steps * 8 // 20,
                 "node worker-1-0, its agent and all",
                 lambda _: processes("dlrover-agent", f"--job {JOB}", "--node worker-1-0")[0],
             ),
-            (280, "leading master", lambda status: int(status["leader"].split("/")[1])),
+            (steps * 14 // 20, "leading master", lambda status: int(status["leader"].split("/")[1])),
         ]
 
     def run(self) -> None:
@@ -78,7 +79,7 @@ class Chaos:
             return None
 
 
-def train(state: Path, token: str) -> tuple[int, str]:
+def train(state: Path, token: str, steps: int) -> tuple[int, str]:
     """Run the job; its exit status and what rank 0 said."""
     scripts = Path(sys.executable).parent
     command = [
@@ -93,12 +94,12 @@ def train(state: Path, token: str) -> tuple[int, str]:
         str(state),
     ]
     command += ["--progress", "on", "--preload", "sklearn.datasets", str(HERE / "train_digits.py")]
-    command += ["--steps", str(STEPS), "--pause", str(PAUSE_S), "--checkpoint", str(state / "digits.pt")]
+    command += ["--steps", str(steps), "--pause", str(PAUSE_S), "--checkpoint", str(state / "digits.pt")]
     print("$", " ".join(command), file=sys.stderr, flush=True)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "DLROVER_TOKEN": token}
     ) as job:
-        threading.Thread(target=Chaos(state, token).run, daemon=True).start()
+        threading.Thread(target=Chaos(state, token, steps).run, daemon=True).start()
         watchdog = threading.Timer(LIMIT_S, job.terminate)
         watchdog.start()
         try:
@@ -113,10 +114,13 @@ def train(state: Path, token: str) -> tuple[int, str]:
 
 def main() -> int:
     """Train, hurt, report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps (default {STEPS})")
+    steps = parser.parse_args().steps
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dlrover-demo-") as folder:
         state = Path(folder)
-        code, said = train(state, os.urandom(16).hex())
+        code, said = train(state, os.urandom(16).hex(), steps)
         print(said, end="")
         report = [str(Path(sys.executable).parent / "dlrover"), "report", JOB, "--state-dir", str(state)]
         print("$ dlrover report", JOB)

@@ -14,9 +14,9 @@ FOLDER = ROOT / "docs" / "diagrams"
 
 def diagrams() -> dict[str, str]:
     """The text of each diagram by its file name."""
-    from dlrover_core.job import failures, job, nodes
+    from dlrover_core.job import incident_lifecycle, job, nodes
 
-    lifecycles = (job.LIFECYCLE, nodes.LIFECYCLE, failures.INCIDENT, failures.ACTION)
+    lifecycles = (job.LIFECYCLE, nodes.LIFECYCLE, incident_lifecycle.INCIDENT, incident_lifecycle.ACTION)
     return {f"{lifecycle.name}.mmd": lifecycle.diagram() for lifecycle in lifecycles}
 
 

@@ -78,6 +78,10 @@ class JobSpec:
     evidence_s: float = field(
         default=300.0, metadata={"doc": "a verdict may be revised this long; final actions wait for it"}
     )
+    linger_s: float = field(
+        default=5.0,
+        metadata={"doc": "a failing job's ranks may end by themselves this long: who knows why may be slow"},
+    )
     quarantine_s: float = field(
         default=86_400.0, metadata={"doc": "a host that failed its node check is avoided this long"}
     )

@@ -10,8 +10,9 @@ import pytest
 from drive import SECOND, Drive
 
 from dlrover_core.diagnosis import ladder
+from dlrover_core.diagnosis.classify import describe
 from dlrover_core.job import failures, job, nodes, progress, world
-from dlrover_core.job.state import MODEL
+from dlrover_core.job.state import MODEL, desired
 from dlrover_core.kernel.engine import NotDone
 
 ERROR = "Traceback (most recent call last):\nValueError: bad batch"
@@ -206,7 +207,7 @@ def test_all_orders_of_a_worker_death() -> None:
         assert _in_force(drive) == [("RESTART_PROCESSES", incident.node)]
         assert (drive.state.failures.restarts, drive.state.failures.relaunches) == (1, {})
         assert (drive.world.generation, drive.members) == (2, ["worker-0-0", "worker-1-0"])
-        assert failures.describe(incident.cause) == "rank 2 on worker-1-0: ValueError: bad batch (exception.ValueError)"
+        assert describe(incident.cause) == "rank 2 on worker-1-0: ValueError: bad batch (exception.ValueError)"
 
 
 TWO_NODES: dict[str, Step] = {
@@ -444,3 +445,42 @@ def test_nothing_is_opened_after_the_end() -> None:
     drive.observe("worker-1-0", "failed", -9)
     assert drive.state.failures.number == 1
     assert len(drive.facts(job.JobFailed)) == 1
+
+
+def test_a_late_nodes_death_breaks_no_world() -> None:
+    """A node that was not in the running world opens an incident of its own, which the next worker's death does not join."""
+    drive = Drive(nodes_min=1, nodes_max=2, last_call_s=1.0)
+    drive.join("worker-0-0")
+    drive.wait(1)
+    drive.observe("worker-1-0", "failed", exit_code=-9)
+    assert drive.state.world.worlds["worker"].active
+    drive.do(failures.ReportExit("worker-0-0", 1, 0, -9))
+    assert [one.generation for one in drive.state.failures.incidents.values()] == [failures.ASIDE, 1]
+    assert drive.state.failures.restarts == 1
+    drive.join("worker-1-1")
+    assert drive.state.failures.incidents[1].closed
+
+
+def test_an_asked_death_with_an_error_of_its_own_is_evidence() -> None:
+    """A rank that was killed by us while it told its error is the root cause; its exit opens nothing by itself."""
+    drive = Drive(max_restarts=0).up()
+    drive.do(failures.ReportExit("worker-0-0", 1, 0, 1, error="RuntimeError: Connection reset by peer"))
+    assert desired(drive.state).orders["worker-1-0"].linger_us > 0, "the one who knows why may be slow"
+    drive.do(failures.ReportExit("worker-1-0", 1, 2, -9, asked=True, error="ValueError: bad batch"))
+    assert desired(drive.state).orders["worker-0-0"].linger_us == 0
+    drive.do(world.ReportStopped("worker-0-0", 1))
+    drive.do(world.ReportStopped("worker-1-0", 1))
+    assert drive.state.job.root == "rank 2 on worker-1-0: ValueError: bad batch (exception.ValueError)"
+    assert drive.state.failures.number == 1
+
+
+def test_a_script_without_steps_is_mended_in_time() -> None:
+    """Where no steps are told, an incident closes once its successor has run for evidence_s."""
+    drive = Drive(evidence_s=50.0).up()
+    drive.do(failures.ReportExit("worker-1-0", 1, 2, -9))
+    for node in ("worker-0-0", "worker-1-0"):
+        drive.do(world.ReportStarted(node, 2))
+    drive.wait(49)
+    assert drive.state.failures.unmended("worker") is not None
+    drive.wait(1)
+    assert drive.state.failures.unmended("worker") is None

@@ -82,8 +82,8 @@ def test_stopping_ends_however_the_nodes_end(end: str) -> None:
 
 
 def test_stopping_does_not_wait_for_ever_for_the_unreachable() -> None:
-    """A node that cannot be reached is waited for as long as in a living job, no longer."""
-    drive = Drive(nodes_max=2, unreachable_s=100.0, mass_silence_s=100.0).up()
+    """A node that cannot be reached is waited for as long as one that can be would take to stop, no longer."""
+    drive = Drive(nodes_max=2, stop_grace_s=70.0, kill_wait_s=30.0).up()
     drive.do(silence.NoteSilence("worker-1-0", 1))
     drive.do(job.StopJob("Ctrl-C"))
     drive.do(nodes.ReportLeft("worker-0-0"))

@@ -10,10 +10,10 @@ from tools import diagrams
 from transitions import MachineError
 
 from dlrover_core.errors import IllegalTransition
-from dlrover_core.job import failures, job, nodes
+from dlrover_core.job import incident_lifecycle, job, nodes
 from dlrover_core.kernel.lifecycle import Lifecycle
 
-ALL = [job.LIFECYCLE, nodes.LIFECYCLE, failures.INCIDENT, failures.ACTION]
+ALL = [job.LIFECYCLE, nodes.LIFECYCLE, incident_lifecycle.INCIDENT, incident_lifecycle.ACTION]
 PAIRS = [(one, state, trigger) for one in ALL for state, trigger in itertools.product(one.states, one.triggers)]
 
 

@@ -163,10 +163,12 @@ def test_an_agent_that_leaves_unasked_is_replaced() -> None:
     """A node whose platform ends it politely (SIGTERM) is as lost to the job as one that was killed."""
     drive = Drive().up()
     drive.do(nodes.ReportLeft("worker-1-0"))
-    assert drive.facts(nodes.NodeFailed) == [nodes.NodeFailed("worker-1-0", 0, "its agent left, unasked")]
-    assert "worker-1-1" in _names(drive)
+    assert drive.facts(nodes.NodeFailed) == [nodes.NodeFailed("worker-1-0", 0, "its agent left, unasked", seen=False)]
+    assert "worker-1-1" in drive.state.nodes.nodes
+    assert desired(drive.state).launch == (), "it may still run: its place is not free"
     drive.observe("worker-1-0", "succeeded")
     drive.observe("worker-1-0", "gone")
+    assert [launch.node for launch in desired(drive.state).launch] == ["worker-1-1"]
     assert drive.state.failures.number == 1
 
 
@@ -339,3 +341,34 @@ def test_deadlines_are_known_in_advance() -> None:
     assert MODEL.due(drive.state) == drive.now + 50 * SECOND
     drive.up()
     assert MODEL.due(drive.state) is None
+
+
+def test_a_fault_that_nobody_sees_end_frees_its_place_elsewhere_in_time() -> None:
+    """A node that calls itself faulty and that its backend goes on calling running is given up after unreachable_s, its host avoided."""
+    drive = Drive(unreachable_s=100.0).up()
+    drive.do(nodes.ReportFault("worker-1-0", "workers survived SIGKILL"))
+    assert desired(drive.state).launch == ()
+    drive.wait(100)
+    (launch,) = desired(drive.state).launch
+    assert (launch.node, launch.avoid) == ("worker-1-1", (drive.state.nodes.nodes["worker-1-0"].host,))
+    assert drive.state.failures.number == 1, "it was answered already"
+
+
+def test_every_lost_host_is_avoided_until_it_is_seen_gone() -> None:
+    """A host that could not be reached stays avoided when the next incarnation dies too."""
+    drive = Drive(unreachable_s=100.0, mass_silence_s=100.0).up()
+    host = drive.state.nodes.nodes["worker-1-0"].host
+    drive.do(silence.NoteSilence("worker-1-0", 1))
+    drive.wait(100)
+    drive.observe("worker-1-1", "failed")
+    (launch,) = desired(drive.state).launch
+    assert (launch.node, host in launch.avoid) == ("worker-1-2", True)
+
+
+def test_what_a_backend_refuses_for_good_is_not_asked_again() -> None:
+    """A node that its backend will never start is not planned anew; with too few without it the job fails and says why."""
+    drive = Drive()
+    drive.observe("worker-1-0", "failed", reason="refused for good: no such image")
+    assert drive.state.job.state == "failed"
+    assert "no such image" in drive.state.job.root
+    assert drive.state.failures.relaunches == {}

@@ -10,6 +10,9 @@ import re
 import signal
 from typing import NamedTuple
 
+# How a backend's final refusal of a node begins, and its signature.
+REFUSED_WORD = "refused for good"
+REFUSED = "node.refused"
 USER, PLAT, RES, SOFT, CASC = "USER", "PLAT", "RES", "SOFT", "CASC"
 
 
@@ -88,6 +91,8 @@ def exception_name(text: str) -> str:
 
 def node_death(how: str, exit_code: int, reason: str) -> Verdict:
     """The verdict on a node: ``how`` is failed, gone or lost."""
+    if reason.startswith(REFUSED_WORD):
+        return Verdict(USER, REFUSED, 0.9)
     if how == "lost":
         return Verdict(PLAT, "node.silent", 0.6)
     if "OOM" in reason:
@@ -100,3 +105,15 @@ def node_death(how: str, exit_code: int, reason: str) -> Verdict:
 def root(deaths: tuple[Death, ...]) -> Death:
     """The likeliest first cause: a node's death before any worker's, a cascade after anything else, then the earliest."""
     return min(deaths, key=lambda death: (death.verdict == CASC, death.rank >= 0, death.at, death.seq))
+
+
+def describe(death: Death) -> str:
+    """One line about a death, for people."""
+    who = f"rank {death.rank} on {death.node}" if death.rank >= 0 else f"node {death.node}"
+    if death.error:
+        what = death.error.strip().splitlines()[-1][:500]
+    elif death.exit_code < 0:
+        what = f"killed by {signal_name(-death.exit_code)}"
+    else:
+        what = f"exit code {death.exit_code}"
+    return f"{who}: {what} ({death.signature})"

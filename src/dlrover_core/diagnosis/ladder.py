@@ -27,13 +27,20 @@ def for_workers(restarts_left: int) -> Choice:
     """Workers died, their node lives."""
     if restarts_left > 0:
         return Choice(RESTART_PROCESSES, "workers.restart: the node lives and restarts are left", restarts_left - 1)
-    return Choice(
-        AWAIT_EVIDENCE, "workers.exhausted: no restarts left (--max-restarts); failing once every rank has spoken", 0
-    )
+    return Choice(AWAIT_EVIDENCE, "workers.exhausted: no restarts left (--max-restarts)", 0)
 
 
-def for_node(relaunches_left: int, others: int, floor: int) -> Choice:
-    """A node is gone. ``others``: places still wanted without it; ``floor``: the fewest that make a world."""
+def for_node(relaunches_left: int, others: int, floor: int, *, refused: bool = False) -> Choice:
+    """A node is gone. ``others``: places still wanted without it; ``floor``: the fewest that make a world.
+
+    ``refused``: its backend will never start it, so that asking again is pointless.
+    """
+    if refused and others < floor:
+        return Choice(
+            AWAIT_EVIDENCE, "node.refused: its backend will not start it, and too few nodes are left without it", 0
+        )
+    if refused:
+        return Choice(GO_ON_SMALLER, "node.refused: its backend will not start it, enough nodes without it", 0)
     if relaunches_left > 0:
         return Choice(RELAUNCH_NODE, "node.relaunch: its place is wanted and relaunches are left", relaunches_left - 1)
     if others >= floor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dlrover_core.diagnosis.classify import describe
 from dlrover_core.job import failures, nodes, progress, world
-from dlrover_core.job.failures import describe
 from dlrover_core.job.state import JobState
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.events import Record

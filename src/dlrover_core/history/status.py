@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dlrover_core.job.failures import describe
+from dlrover_core.diagnosis.classify import describe
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 

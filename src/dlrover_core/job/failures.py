@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.diagnosis.classify import Death, Verdict, node_death, root, signal_name, worker_death
+from dlrover_core.diagnosis.classify import REFUSED, Death, Verdict, describe, node_death, root, worker_death
 from dlrover_core.errors import Refused
 from dlrover_core.job import job, nodes, progress, world
+from dlrover_core.job.incident_lifecycle import ACTION, INCIDENT
 from dlrover_core.job.node_lifecycle import ALIVE
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.engine import Concern
 from dlrover_core.kernel.events import Event, Record, event
-from dlrover_core.kernel.lifecycle import Lifecycle
 from dlrover_core.spec import us
 
 if TYPE_CHECKING:
@@ -31,41 +31,8 @@ ERROR_MAX = 2048
 CLOSED_KEPT = 16
 EVIDENCE_MAX = 64
 UNKNOWN = -1
-
-INCIDENT = Lifecycle(
-    "incident",
-    states=["open", "diagnosed", "acting", "held", "closed", "fatal"],
-    initial="open",
-    transitions=[
-        {"trigger": "diagnose", "source": "open", "dest": "diagnosed"},
-        {"trigger": "act", "source": ["diagnosed", "acting", "held"], "dest": "acting"},
-        {"trigger": "hold", "source": ["diagnosed", "acting"], "dest": "held"},
-        {"trigger": "fail", "source": "held", "dest": "fatal"},
-        {"trigger": "close", "source": ["diagnosed", "acting", "held"], "dest": "closed"},
-    ],
-    ignored=[
-        # A verdict is revised as long as anybody looks; only an action that follows moves the incident.
-        *[(state, "diagnose") for state in ("diagnosed", "acting", "held", "closed", "fatal")],
-        ("held", "hold"),
-        ("fatal", "close"),
-    ],
-    terminal=["closed", "fatal"],
-)
-
-ACTION = Lifecycle(
-    "action",
-    states=["chosen", "waiting", "in_force", "superseded", "done"],
-    initial="chosen",
-    transitions=[
-        {"trigger": "take", "source": "chosen", "dest": "in_force"},
-        {"trigger": "hold", "source": "chosen", "dest": "waiting"},
-        {"trigger": "supersede", "source": ["in_force", "waiting"], "dest": "superseded"},
-        {"trigger": "finish", "source": ["in_force", "waiting"], "dest": "done"},
-    ],
-    # The end of an incident ends what is still in force; what was superseded stays so.
-    ignored=[("superseded", "finish"), ("superseded", "supersede"), ("done", "finish"), ("done", "supersede")],
-    terminal=["superseded", "done"],
-)
+# The generation of an incident that broke no world.
+ASIDE = 0
 
 # What a node's death is answered with: these take the place of a restart that was charged before the death was known.
 FOR_NODES = (ladder.RELAUNCH_NODE, ladder.GO_ON_SMALLER)
@@ -221,8 +188,8 @@ class FailureSlice:
         return found[-1] if found else None
 
     def unmended(self, group: str) -> Incident | None:
-        """The newest open incident of a group."""
-        found = [one for one in self.incidents.values() if not one.closed and one.group == group]
+        """The newest open incident of a group that broke a world."""
+        found = [one for one in self.incidents.values() if not one.closed and one.group == group and one.generation]
         return found[-1] if found else None
 
 
@@ -257,15 +224,33 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
     if not state.job.live:
         return
     for incident in list(state.failures.incidents.values()):
-        if incident.held and not incident.closed and now >= _evidence_deadline(state, incident):
-            yield _final(incident)
+        deadline = _deadline(state, incident)
+        if deadline is not None and now >= deadline:
+            if incident.held:
+                yield _final(incident)
+            else:
+                formed_at = state.world.of(incident.node).formed_at
+                yield IncidentClosed(incident.number, max(0, formed_at - incident.cause.at), UNKNOWN)
 
 
 def _due(state: JobState) -> int | None:
     if not state.job.live:
         return None
-    held = [_evidence_deadline(state, one) for one in state.failures.incidents.values() if one.held and not one.closed]
-    return min(held, default=None)
+    times = [_deadline(state, incident) for incident in state.failures.incidents.values()]
+    return min((time for time in times if time is not None), default=None)
+
+
+def _deadline(state: JobState, incident: Incident) -> int | None:
+    """When a held end is carried out, and when a world that tells no steps counts as mended."""
+    if incident.closed or incident.state == "fatal":
+        return None
+    if incident.held:
+        return _evidence_deadline(state, incident)
+    current = state.world.of(incident.node)
+    runs = current.active and len(current.started) == len(current.members)
+    if incident.generation != ASIDE and runs and incident.generation < current.generation:
+        return current.formed_at + us(state.job.spec.evidence_s)
+    return None
 
 
 def _evidence_deadline(state: JobState, incident: Incident) -> int:
@@ -276,15 +261,15 @@ def _evidence_deadline(state: JobState, incident: Incident) -> int:
 
 
 def _on_exit(state: JobState, fact: WorkerExited, record: Record) -> Iterator[Event]:
-    if not state.job.live or fact.asked:
+    if not state.job.live:
+        return
+    newest = state.world.of(fact.node)
+    if newest.active and fact.generation == newest.generation and not fact.asked:
+        yield IncidentOpened(state.failures.number + 1, fact.node, fact.generation, (fact.rank,))
         return
     incident = state.failures.of_generation(group_of(fact.node), fact.generation)
     if incident is not None:
         yield from _rejudge(incident)
-        return
-    newest = state.world.of(fact.node)
-    if newest.active and fact.generation == newest.generation:
-        yield IncidentOpened(state.failures.number + 1, fact.node, fact.generation, (fact.rank,))
 
 
 def _rejudge(incident: Incident) -> Iterator[Event]:
@@ -310,14 +295,18 @@ def _on_node(
 ) -> Iterator[Event]:
     if not state.job.live or not _counts(state, fact):
         return
-    group = group_of(fact.node)
-    if state.world.of(fact.node).done(fact.node):
+    current = state.world.of(fact.node)
+    if current.done(fact.node):
         return
-    incident = state.failures.unmended(group)
-    if incident is not None and not incident.closed:
+    if current.active and current.member(fact.node) is None:
+        # A late or booting node: nothing is broken that anybody trains in.
+        yield IncidentOpened(state.failures.number + 1, fact.node, ASIDE, ())
+        return
+    incident = state.failures.unmended(group_of(fact.node))
+    if incident is not None:
         yield _diagnosis(incident, incident.diagnosed_seq, fact.node)
         return
-    yield IncidentOpened(state.failures.number + 1, fact.node, state.world.of(fact.node).generation, ())
+    yield IncidentOpened(state.failures.number + 1, fact.node, current.generation, ())
 
 
 def _counts(state: JobState, fact: nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost) -> bool:
@@ -325,7 +314,7 @@ def _counts(state: JobState, fact: nodes.NodeFailed | nodes.NodeGone | nodes.Nod
     if isinstance(fact, nodes.NodeGone):
         return not fact.expected
     node = state.nodes.nodes[fact.node]
-    return not node.released or isinstance(fact, nodes.NodeLost)
+    return node.released == ("lost" if isinstance(fact, nodes.NodeLost) else "")
 
 
 def _judge(state: JobState, fact: IncidentOpened, record: Record) -> Iterator[Event]:
@@ -339,7 +328,7 @@ def _judge(state: JobState, fact: IncidentOpened, record: Record) -> Iterator[Ev
 def _choose(state: JobState, fact: Diagnosed, record: Record) -> Iterator[Event]:
     incident = state.failures.incidents[fact.incident]
     if fact.blamed and not _doomed(state, incident, fact.blamed):
-        yield _chosen(incident, fact.blamed, _for_node(state, fact.blamed))
+        yield _chosen(incident, fact.blamed, _for_node(state, fact.blamed, fact.signature))
     elif fact.blamed:
         yield from _finish_held(state, fact, record)
     elif not incident.action:
@@ -358,10 +347,11 @@ def _chosen(incident: Incident, node: str, choice: ladder.Choice) -> ActionChose
     return ActionChosen(incident.number, choice.action, node, choice.rule, choice.budget_left)
 
 
-def _for_node(state: JobState, name: str) -> ladder.Choice:
+def _for_node(state: JobState, name: str, signature: str) -> ladder.Choice:
     group = state.job.spec.group(group_of(name))
-    used = state.failures.relaunches.get(name.rsplit("-", 1)[0], 0)
-    return ladder.for_node(group.relaunch_max - used, nodes.wanted(state, group.name) - 1, group.floor)
+    left = group.relaunch_max - state.failures.relaunches.get(name.rsplit("-", 1)[0], 0)
+    others = nodes.wanted(state, group.name) - 1
+    return ladder.for_node(left, others, group.floor, refused=signature == REFUSED)
 
 
 def _act(state: JobState, fact: ActionChosen, record: Record) -> Iterator[Event]:
@@ -376,6 +366,8 @@ def _act(state: JobState, fact: ActionChosen, record: Record) -> Iterator[Event]
     elif fact.action == ladder.GO_ON_SMALLER:
         yield from nodes.give_up(state, fact.node)
         yield from _complete(state, incident)
+        if incident.generation == ASIDE:
+            yield _closed_aside(incident, record)
     elif fact.action == ladder.AWAIT_EVIDENCE:
         yield from world.dissolve(state, incident.group, why)
         if _all_spoke(state, incident):
@@ -412,18 +404,6 @@ def _final(incident: Incident) -> ActionChosen:
     return ActionChosen(incident.number, ladder.FAIL_JOB, incident.node, incident.rule, 0)
 
 
-def describe(death: Death) -> str:
-    """One line about a death, for people."""
-    who = f"rank {death.rank} on {death.node}" if death.rank >= 0 else f"node {death.node}"
-    if death.error:
-        what = death.error.strip().splitlines()[-1][:500]
-    elif death.exit_code < 0:
-        what = f"killed by {signal_name(-death.exit_code)}"
-    else:
-        what = f"exit code {death.exit_code}"
-    return f"{who}: {what} ({death.signature})"
-
-
 # ---- react: mended
 
 
@@ -434,6 +414,18 @@ def _mended(state: JobState, fact: progress.FirstStep, record: Record) -> Iterat
             yield IncidentClosed(
                 incident.number, max(0, record.at - fact.age_us - incident.cause.at), _steps_lost(incident, fact)
             )
+
+
+def _replaced(state: JobState, fact: nodes.NodeJoined, record: Record) -> Iterator[Event]:
+    """An incident that broke no world is over when the place is filled again."""
+    place = fact.node.rsplit("-", 1)[0]
+    for incident in list(state.failures.incidents.values()):
+        if incident.generation == ASIDE and not incident.closed and incident.node.rsplit("-", 1)[0] == place:
+            yield _closed_aside(incident, record)
+
+
+def _closed_aside(incident: Incident, record: Record) -> IncidentClosed:
+    return IncidentClosed(incident.number, max(0, record.at - incident.cause.at), 0)
 
 
 def _steps_lost(incident: Incident, fact: progress.FirstStep) -> int:
@@ -461,11 +453,13 @@ def _on_created(slice_: FailureSlice, fact: job.JobCreated, record: Record) -> N
 
 
 def _note_exit(slice_: FailureSlice, fact: WorkerExited, record: Record) -> None:
-    if fact.asked:
+    if fact.asked and not fact.error:
         return
-    verdict = worker_death(fact.exit_code, fact.error, fact.tail)
+    # Who was killed by us while it told its own error had failed before: its exit code says nothing.
+    code = 1 if fact.asked else fact.exit_code
+    verdict = worker_death(code, fact.error, fact.tail)
     died = record.at - fact.age_us
-    death = Death(record.seq, died, fact.node, fact.rank, fact.exit_code, fact.step, _brief(fact), *verdict)
+    death = Death(record.seq, died, fact.node, fact.rank, code, fact.step, _brief(fact), *verdict)
     _note(slice_, death, slice_.of_generation(group_of(fact.node), fact.generation))
 
 
@@ -584,6 +578,7 @@ CONCERN = Concern(
         nodes.NodeGone: _on_node,
         nodes.NodeLost: _on_node,
         nodes.NodeLeft: _finish_held,
+        nodes.NodeJoined: _replaced,
         IncidentOpened: _judge,
         Diagnosed: _choose,
         ActionChosen: _act,

@@ -72,11 +72,15 @@ class NodeSucceeded(NamedTuple):
 
 @event(27)
 class NodeFailed(NamedTuple):
-    """It ended, or says of itself that it is no good. ``reason`` is the platform's or the agent's word."""
+    """It ended, or says of itself that it is no good. ``reason`` is the platform's or the agent's word.
+
+    ``seen``: its backend saw it end. Where not, it may still run, and its place is not free before it is seen gone.
+    """
 
     node: str
     exit_code: int
     reason: str
+    seen: bool = True
 
 
 @event(28)
@@ -174,6 +178,7 @@ class Node:
     address: str = ""
     nproc: int = 0
     joined: bool = False
+    ended: bool = False
     released: str = ""
     suspect_at: int = 0
     avoid: tuple[str, ...] = ()
@@ -228,14 +233,13 @@ def present(state: JobState, name: str) -> Node:
 
 
 def plan(state: JobState, group: str, index: int) -> Iterator[Event]:
-    """Plan the next incarnation in a place, clear of the hosts in quarantine and of a predecessor that could not be reached."""
+    """Plan the next incarnation in a place, clear of the hosts in quarantine and of nodes that could not be reached."""
     slot = state.nodes.slots.get(f"{group}-{index}")
     incarnation = slot.incarnation + 1 if slot else 0
     avoid = [host for host, until in state.nodes.quarantine.items() if until > state.at]
-    before = state.nodes.latest(group, index)
-    if before is not None and before.state == "lost" and before.host and before.host not in avoid:
-        avoid.append(before.host)
-    yield NodePlanned(f"{group}-{index}-{incarnation}", group, index, incarnation, tuple(avoid))
+    # What was lost may run on where nobody can reach it, until it is seen gone.
+    avoid += [node.host for node in state.nodes.nodes.values() if node.state == "lost" and node.host]
+    yield NodePlanned(f"{group}-{index}-{incarnation}", group, index, incarnation, tuple(dict.fromkeys(avoid)))
 
 
 def replace(state: JobState, name: str) -> Iterator[Event]:
@@ -326,7 +330,7 @@ def _joined(state: JobState, command: ReportJoined, now: int) -> Iterator[Event]
 def _left(state: JobState, command: ReportLeft, now: int) -> Iterator[Event]:
     node = present(state, command.node)
     if _unfinished(state, node) and LIFECYCLE.may(node.state, "fail"):
-        yield NodeFailed(node.node, 0, "its agent left, unasked")
+        yield NodeFailed(node.node, 0, "its agent left, unasked", seen=False)
     else:
         yield NodeLeft(node.node)
 
@@ -335,7 +339,7 @@ def _fault(state: JobState, command: ReportFault, now: int) -> Iterator[Event]:
     node = present(state, command.node)
     if not LIFECYCLE.may(node.state, "fail"):
         raise Refused(f"node {node.node!r} is {node.state}")
-    yield NodeFailed(node.node, -1, command.reason[:TEXT_MAX])
+    yield NodeFailed(node.node, -1, command.reason[:TEXT_MAX], seen=False)
 
 
 # ---- react
@@ -397,12 +401,13 @@ def _on_joined(slice_: NodeSlice, fact: NodeJoined, record: Record) -> None:
 
 def _on_failed(slice_: NodeSlice, fact: NodeFailed, record: Record) -> None:
     node = move(slice_, fact.node, "fail")
-    node.joined = False
+    node.joined, node.ended = False, fact.seen
+    node.suspect_at = record.at
 
 
 def _on_succeeded(slice_: NodeSlice, fact: NodeSucceeded, record: Record) -> None:
     node = move(slice_, fact.node, "succeed")
-    node.joined = False
+    node.joined, node.ended = False, True
 
 
 def _on_gone(slice_: NodeSlice, fact: NodeGone, record: Record) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover_core.errors import Refused
-from dlrover_core.job import job
+from dlrover_core.job import job, world
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.engine import Concern
 from dlrover_core.kernel.events import Event, Record, event
@@ -121,9 +121,20 @@ def _on_progressed(slice_: ProgressSlice, fact: Progressed, record: Record) -> N
     seen.step, seen.at = fact.step, record.at
 
 
+def _on_finished(slice_: ProgressSlice, fact: world.WorkersFinished, record: Record) -> None:
+    seen = slice_.groups.get(group_of(fact.node))
+    if seen is not None and fact.step > seen.step:
+        seen.step, seen.at = fact.step, record.at
+
+
 CONCERN = Concern(
     name="progress",
     events=(FirstStep, Progressed),
-    evolve={job.JobCreated: _on_created, FirstStep: _on_first, Progressed: _on_progressed},
+    evolve={
+        job.JobCreated: _on_created,
+        FirstStep: _on_first,
+        Progressed: _on_progressed,
+        world.WorkersFinished: _on_finished,
+    },
     decide={ReportFirstStep: _first, NoteProgress: _note},
 )

@@ -78,10 +78,16 @@ def _heard(state: JobState, command: NoteHeard, now: int) -> Iterator[Event]:
 def _patience(state: JobState, node: nodes.Node) -> int | None:
     """When this node's silence ends in its being given up; None: it is not silent."""
     spec = state.job.spec
+    if node.state == "failed" and not node.ended:
+        # No good by its own word, and its backend never saw it end: its host is avoided from then on.
+        return max(node.suspect_at, state.job.calm_at) + us(spec.unreachable_s)
     if node.released:
         return None
     if node.state in ("planned", "pending") or (node.state == "running" and not node.joined):
         return max(node.planned_at, state.job.calm_at) + us(spec.launch_s)
+    if node.state == "suspect" and state.job.state == "stopping":
+        # It was told to stop, or cannot hear: it gets what a reachable one gets.
+        return max(node.suspect_at, state.job.calm_at) + us(spec.stop_grace_s + spec.kill_wait_s)
     if node.state == "suspect":
         by_silence = max(node.suspect_at, state.job.calm_at) + us(spec.unreachable_s)
         by_mass = max(state.nodes.mass_at, state.job.calm_at) + us(spec.mass_silence_s) if state.nodes.mass_at else 0
@@ -108,12 +114,16 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
         deadline = _patience(state, node)
         if deadline is not None and deadline <= now:
             if node.state == "running":
-                yield nodes.NodeFailed(node.node, -1, f"its agent did not join within {state.job.spec.launch_s:g} s")
-            else:
-                yield nodes.NodeLost(
-                    node.node,
-                    "silent" if node.state == "suspect" else f"did not start within {state.job.spec.launch_s:g} s",
+                yield nodes.NodeFailed(
+                    node.node, -1, f"its agent did not join within {state.job.spec.launch_s:g} s", seen=False
                 )
+            else:
+                yield nodes.NodeLost(node.node, _why_lost(state, node))
+
+
+def _why_lost(state: JobState, node: nodes.Node) -> str:
+    why = {"suspect": "silent", "failed": "its backend never saw it end"}
+    return why.get(node.state, f"did not start within {state.job.spec.launch_s:g} s")
 
 
 # ---- react

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+from dlrover_core.diagnosis.classify import CASC
 from dlrover_core.job import failures, job, nodes, progress, silence, world
 from dlrover_core.job.node_lifecycle import COMING
 from dlrover_core.kernel.codec import Codec
@@ -43,7 +44,7 @@ LEVELLING: frozenset[type] = frozenset(
     {
         job.JobCreated, job.JobStopping, job.JobStopped, job.JobSucceeded, job.JobFailed, job.LeaderStarted,
         nodes.NodePlanned, nodes.NodeJoined, nodes.NodeFailed, nodes.NodeSucceeded, nodes.NodeGone, nodes.NodeLost,
-        nodes.NodeReleased, nodes.NodeLeft, world.WorldFormed, world.WorldDissolved,
+        nodes.NodeReleased, nodes.NodeLeft, world.WorldFormed, world.WorldDissolved, failures.Diagnosed,
     }
 )  # fmt: skip
 
@@ -63,7 +64,9 @@ class NodeLaunch(NamedTuple):
 class Order(NamedTuple):
     """What one agent should be doing. ``generation`` 0: no workers. ``leave``: stop them and go.
 
-    ``over`` is the generation whose end on this node the leader wants to hear of; 0: none.
+    ``over`` is the generation whose end on this node the leader wants to hear of; 0: none. ``restarts`` counts the generations
+    of this run before this one: scripts are told, and torch's store keys contain it, so all ranks must be told the same.
+    For ``linger_us`` workers that are to be stopped may end by themselves.
     """
 
     leave: bool
@@ -78,6 +81,8 @@ class Order(NamedTuple):
     store: str = ""
     resume_step: int = -1
     over: int = 0
+    restarts: int = 0
+    linger_us: int = 0
 
 
 class Desired(NamedTuple):
@@ -103,24 +108,34 @@ def desired(state: JobState) -> Desired:
         staying = [node for node in state.nodes.nodes.values() if node.joined and not node.released]
         return Desired(frozenset(full_name(state, node.node) for node in staying), (), _orders(state))
     wanted = [node for node in state.nodes.nodes.values() if not node.released and node.state in COMING]
-    launch = [_launch(state, node) for node in wanted if node.state == "planned" and _place_is_free(state, node)]
+    taken = _taken(state)
+    launch = [
+        _launch(state, node)
+        for node in wanted
+        if node.state == "planned" and taken.get((node.group, node.index), node.incarnation) >= node.incarnation
+    ]
     return Desired(frozenset(full_name(state, node.node) for node in wanted), tuple(launch), _orders(state))
 
 
-def _place_is_free(state: JobState, node: nodes.Node) -> bool:
-    """Is every earlier incarnation observed dead, or given up as unreachable (and its host avoided)?"""
-    return all(
-        other.incarnation >= node.incarnation or other.state in ("failed", "succeeded", "lost")
-        for other in state.nodes.nodes.values()
-        if (other.group, other.index) == (node.group, node.index)
-    )
+def _taken(state: JobState) -> dict[tuple[str, int], int]:
+    """Places that are not free, with the oldest incarnation that may run there.
+
+    Free are places whose nodes were seen to end; and those of a lost one, whose host is avoided.
+    """
+    taken: dict[tuple[str, int], int] = {}
+    for node in state.nodes.nodes.values():
+        if not node.ended and node.state != "lost":
+            place = (node.group, node.index)
+            taken[place] = min(node.incarnation, taken.get(place, node.incarnation))
+    return taken
 
 
 def _launch(state: JobState, node: nodes.Node) -> NodeLaunch:
     nproc = state.job.spec.group(node.group).nproc
-    return NodeLaunch(
-        full_name(state, node.node), node.node, node.group, node.index, node.incarnation, nproc, node.avoid
-    )
+    # Since it was planned another may have been lost, and may run on where nobody can reach it.
+    lost = [other.host for other in state.nodes.nodes.values() if other.state == "lost" and other.host]
+    avoid = tuple(dict.fromkeys([*node.avoid, *lost]))
+    return NodeLaunch(full_name(state, node.node), node.node, node.group, node.index, node.incarnation, nproc, avoid)
 
 
 def _orders(state: JobState) -> Mapping[str, Order]:
@@ -143,7 +158,8 @@ def _order(state: JobState, node: nodes.Node, current: world.World, place: int) 
         return Order(True, f"the node is {node.released}", us(spec.broken_grace_s))
     if place < 0 or not current.active:
         grace = spec.stop_grace_s if current.planned_stop else spec.broken_grace_s
-        return Order(False, "waiting for a world", us(grace), over=current.generation if place >= 0 else 0)
+        over = current.generation if place >= 0 else 0
+        return Order(False, "waiting for a world", us(grace), over=over, linger_us=_linger_us(state, node.group))
     member = current.members[place]
     return Order(
         leave=False,
@@ -157,7 +173,15 @@ def _order(state: JobState, node: nodes.Node, current: world.World, place: int) 
         nodes=len(current.members),
         store=current.store,
         resume_step=current.resume_step,
+        restarts=current.generation - current.before - 1,
     )
+
+
+def _linger_us(state: JobState, group: str) -> int:
+    """A job that is about to fail and knows only of cascades gives the one who knows why a moment to say so."""
+    incident = state.failures.unmended(group)
+    knows = incident is None or not incident.held or incident.cause.verdict != CASC
+    return 0 if knows else us(state.job.spec.linger_s)
 
 
 def fold(records: Iterable[Record]) -> JobState:

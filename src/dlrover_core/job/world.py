@@ -90,10 +90,11 @@ class WorkersStopped(NamedTuple):
 
 @event(46)
 class WorkersFinished(NamedTuple):
-    """All workers of a node ended with exit code 0."""
+    """All workers of a node ended with exit code 0; ``step`` is the last they had made (-1 unknown)."""
 
     node: str
     generation: int
+    step: int = -1
 
 
 @event(47)
@@ -142,10 +143,11 @@ class ReportStopped(NamedTuple):
 
 
 class ReportFinished(NamedTuple):
-    """An agent's workers all ended well."""
+    """An agent's workers all ended well; ``step`` is the last they had made (-1 unknown)."""
 
     node: str
     generation: int
+    step: int = -1
 
 
 # A node that ends, however.
@@ -162,7 +164,7 @@ class Member(NamedTuple):
 
 @dataclass(slots=True)
 class World:
-    """The newest generation of one group. ``active``: it should be running."""
+    """The newest generation of one group. ``active``: it should be running. ``before``: generations of earlier runs."""
 
     generation: int = 0
     active: bool = False
@@ -177,6 +179,7 @@ class World:
     started: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
+    before: int = 0
 
     def done(self, node: str) -> bool:
         """Has this member's work ended well? Once the world is dissolved everybody is needed again."""
@@ -300,9 +303,17 @@ def form(state: JobState, group: str, now: int, reason: str, *, at_once: bool = 
         return
     world = state.world.worlds.get(group) or World()
     ordered = layout([member.node for member in world.members], ready, count)
+    if now >= _last_call(state, group):
+        _lead_with_a_store(state, ordered)
     offers = state.world.offers.get(ordered[0].node)
     if offers:
         yield WorldFormed(group, world.generation + 1, to_ranges(ordered), offers[0], reason)
+
+
+def _lead_with_a_store(state: JobState, ordered: list[nodes.Node]) -> None:
+    """Where the node of rank 0 offers no store for so long, one that does changes places with it: better than no world."""
+    place = next((place for place, node in enumerate(ordered) if state.world.offers.get(node.node)), 0)
+    ordered[0], ordered[place] = ordered[place], ordered[0]
 
 
 def reform(state: JobState, group: str, now: int, reason: str) -> Iterator[Event]:
@@ -349,7 +360,8 @@ def _growable(state: JobState, group: str) -> int:
         return 0
     ready = ready_nodes(state, group)
     count = _count(state, group, len(ready), last_call_over=True)
-    return count if count > len(world.members) else 0
+    # Rank 0 stays where it is.
+    return count if count > len(world.members) and state.world.offers.get(world.members[0].node) else 0
 
 
 def _grow_at(state: JobState, group: str) -> int:
@@ -359,12 +371,16 @@ def _grow_at(state: JobState, group: str) -> int:
 
 
 def _due(state: JobState) -> int | None:
-    times = []
-    for group, _ in _waiting(state):
-        if _count(state, group, len(ready_nodes(state, group)), last_call_over=True):
-            times.append(_last_call(state, group))
+    # Only what a tick could do then: without a store nothing forms, and the next offer says so by itself.
+    times = [_last_call(state, group) for group, _ in _waiting(state) if _formable(state, group)]
     times += [_grow_at(state, group) for group in state.world.worlds if _growable(state, group)]
     return min(times, default=None)
+
+
+def _formable(state: JobState, group: str) -> bool:
+    ready = ready_nodes(state, group)
+    count = _count(state, group, len(ready), last_call_over=True)
+    return count > 0 and any(state.world.offers.get(node.node) for node in ready)
 
 
 def _tick(state: JobState, now: int) -> Iterator[Event]:
@@ -403,7 +419,7 @@ def _finished(state: JobState, command: ReportFinished, now: int) -> Iterator[Ev
     world = _current(state, command.node, command.generation)
     if not world.active or command.node in world.finished:
         raise Refused(f"generation {command.generation} is not running on {command.node!r}")
-    yield WorkersFinished(command.node, command.generation)
+    yield WorkersFinished(command.node, command.generation, command.step)
 
 
 def _offer(state: JobState, command: OfferStore, now: int) -> Iterator[Event]:
@@ -461,7 +477,9 @@ def _all_finished(state: JobState, fact: WorkersFinished, record: Record) -> Ite
 def _on_created(slice_: WorldSlice, fact: job.JobCreated, record: Record) -> None:
     """A new run: generations go on counting, everything else begins anew."""
     slice_.offers.clear()
-    slice_.worlds = {group: World(generation=old.generation) for group, old in slice_.worlds.items()}
+    slice_.worlds = {
+        group: World(generation=old.generation, before=old.generation) for group, old in slice_.worlds.items()
+    }
 
 
 def _on_formed(slice_: WorldSlice, fact: WorldFormed, record: Record) -> None:
@@ -478,6 +496,7 @@ def _on_formed(slice_: WorldSlice, fact: WorldFormed, record: Record) -> None:
         formed_at=record.at,
         resume_step=fact.resume_step,
         changed_at=record.at,
+        before=before.before,
     )
     _take_offer(slice_, fact, record)
 

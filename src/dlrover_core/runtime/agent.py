@@ -26,12 +26,14 @@ from dlrover_core.runtime.launcher import (
     StoreGone,
     StoreReady,
     WorkerExit,
+    WorkersGone,
     WorkersLaunch,
     WorkersStuck,
     WorkerStep,
 )
 from dlrover_core.runtime.messages import Again, Answer, Beat, BeatSeen, Goodbye, Hello, Level, Message, Welcome
 from dlrover_core.runtime.transport import Connection, Dialer, receive_within
+from dlrover_core.runtime.within import within
 
 UNANSWERED_MAX = 16
 SECOND_US = 1_000_000
@@ -132,6 +134,9 @@ class Agent:
         self._outbox = Outbox()
         self._order, self._token = NOTHING, 0
         self._levelled = asyncio.Event()
+        self._launched = 0
+        self._gone = asyncio.Event()
+        self._gone.set()
         self._generation = 0
         self._living = 0
         self._finished: set[int] = set()
@@ -208,18 +213,35 @@ class Agent:
                 await self._change(order)
 
     async def _change(self, order: Order) -> None:
+        if order.linger_us:
+            await self._linger(order.linger_us / SECOND_US)
+        if order is not self._order:
+            self._levelled.set()
+            return
         if not await self._stop(order):
             return
         if order is not self._order:
             # Overtaken while stopping: the newest order is levelled next.
             self._levelled.set()
         if order.over > self._told_over:
+            # Whoever hears that we have stopped must have heard every exit before.
+            with contextlib.suppress(asyncio.TimeoutError):
+                await within(LAST_WORD_S, self._gone.wait())
             self._told_over = order.over
             self._outbox.add(world.ReportStopped(self.node, order.over, self._step))
         if order.generation == 0:
             return
         if order is self._order:
             await self._start(order)
+
+    async def _linger(self, seconds: float) -> None:
+        """Let workers end by themselves, unless something else is ordered meanwhile: the one who knows why may be slow."""
+        waits = [asyncio.ensure_future(self._gone.wait()), asyncio.ensure_future(self._levelled.wait())]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waits:
+                one.cancel()
 
     async def _stop(self, order: Order) -> bool:
         stopped = await self._launcher.stop(order.grace_us / SECOND_US, self._settings.kill_wait_s)
@@ -233,9 +255,12 @@ class Agent:
     async def _start(self, order: Order) -> None:
         self._generation, self._living, self._finished = order.generation, order.nproc, set()
         self._step, self._stepped_at = -1, asyncio.get_running_loop().time()
+        self._launched = order.generation
+        self._gone.clear()
         try:
             await self._launcher.start(self._launch(order))
         except LaunchFailed as error:
+            self._gone.set()
             log.error("workers cannot be started", generation=order.generation, error=str(error))
             self._outbox.add(nodes.ReportFault(self.node, f"workers cannot be started: {error}"))
             return
@@ -251,7 +276,7 @@ class Agent:
             node_rank=order.node_rank,
             nodes=order.nodes,
             store=order.store,
-            restart_count=order.generation - 1,
+            restart_count=order.restarts,
             max_restarts=self._settings.max_restarts,
             resume_step=order.resume_step,
         )
@@ -271,22 +296,28 @@ class Agent:
                 case StoreGone(address):
                     self._stores = [one for one in self._stores if one != address]
                     self._outbox.add(world.WithdrawStore(self.node, address))
+                case WorkersGone(generation):
+                    if generation == self._launched:
+                        self._gone.set()
                 case WorkersStuck(generation, pids):
                     log.error("workers survive SIGKILL", generation=generation, pids=pids)
 
     def _exited(self, gone: WorkerExit) -> None:
-        if gone.asked:
-            return
-        if gone.exit_code == 0:
+        if gone.generation == self._generation:
+            self._step = max(self._step, gone.step)
+        if gone.exit_code == 0 and not gone.asked:
             if gone.generation == self._generation:
                 self._finished.add(gone.local_rank)
                 if len(self._finished) == self._living:
-                    self._outbox.add(world.ReportFinished(self.node, gone.generation))
+                    self._outbox.add(world.ReportFinished(self.node, gone.generation, self._step))
+            return
+        # One that we killed while it told its own error had failed before: that is evidence.
+        if gone.asked and not gone.error:
             return
         age = max(0, int(asyncio.get_running_loop().time() * SECOND_US) - gone.died_us)
         self._outbox.add(
             failures.ReportExit(
-                self.node, gone.generation, gone.rank, gone.exit_code, False, gone.step, age, gone.tail, gone.error
+                self.node, gone.generation, gone.rank, gone.exit_code, gone.asked, gone.step, age, gone.tail, gone.error
             )
         )
 
@@ -440,6 +471,9 @@ class Agent:
                     self._outbox.expected(expected)
                 case BeatSeen(token):
                     self._fence(token)
+                case Goodbye():
+                    self._turned_away(message)
+                    raise ConnectionLost(message.reason)
                 case _:
                     raise MalformedMessage(f"{type(message).__name__} is not for agents")
 

@@ -20,7 +20,7 @@ class WorkersLaunch(NamedTuple):
     """The workers of one generation on this node, as its world orders them.
 
     Ranks are global: local rank ``i`` is rank ``first_rank + i`` of ``world_size``. ``store`` is the ``host:port`` of the
-    TCPStore opened for this generation alone, on the node that holds rank 0. ``restart_count`` counts earlier generations.
+    TCPStore opened for this generation alone, on the node that holds rank 0. ``restart_count``: this run's earlier generations.
     """
 
     run: str
@@ -77,6 +77,12 @@ class StoreGone(NamedTuple):
     address: str
 
 
+class WorkersGone(NamedTuple):
+    """Every worker of ``generation`` is dead, and its exit was among the notices before this one."""
+
+    generation: int
+
+
 class WorkersStuck(NamedTuple):
     """Workers of ``generation`` did not die within the kill wait (D state, broken driver): the node is no good."""
 
@@ -84,7 +90,7 @@ class WorkersStuck(NamedTuple):
     pids: tuple[int, ...]
 
 
-Notice = Union[WorkerExit, WorkerStep, StoreReady, StoreGone, WorkersStuck]
+Notice = Union[WorkerExit, WorkerStep, StoreReady, StoreGone, WorkersGone, WorkersStuck]
 
 
 class Launcher(Protocol):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
+from dlrover_core.diagnosis.classify import REFUSED_WORD
 from dlrover_core.errors import LaunchRefused
 from dlrover_core.job.nodes import Observed, ObserveNodes
 from dlrover_core.job.state import NodeLaunch
@@ -175,7 +176,7 @@ class Leveller:
             if not refused.permanent:
                 raise
             log.error("backend refuses a node for good", node=node.name, reason=refused.reason)
-            self._master.tell(ObserveNodes((Observed(node.node, "failed", -1, refused.reason),)))
+            self._master.tell(ObserveNodes((Observed(node.node, "failed", -1, f"{REFUSED_WORD}: {refused.reason}"),)))
             return
         self._accepted.add(node.name)
 

@@ -17,7 +17,7 @@ import structlog
 from dlrover_core.errors import CoreError, LogUnavailable
 from dlrover_core.job import job, nodes, progress, silence
 from dlrover_core.job.state import CODEC, LEVELLING, MODEL, Desired, JobState, Order, desired
-from dlrover_core.kernel.engine import Command, Engine, Reply, Tick
+from dlrover_core.kernel.engine import Command, CommandFailed, Engine, Reply, Tick
 from dlrover_core.kernel.events import Batch, Origin
 from dlrover_core.kernel.log import Archiving, EventLog, Leadership, Snapshot
 from dlrover_core.kernel.state import unpack
@@ -32,6 +32,7 @@ VERSION = "0.1.0"
 SNAPSHOT_EVENTS = 10_000
 SNAPSHOT_BYTES = 1024 * 1024
 LATE_S = 2.0
+TICK_S = 1.0
 LEAVE_S = 10.0
 FLUSH_S = 5.0
 SECOND_US = 1_000_000
@@ -76,6 +77,7 @@ class Master:
         self._pipeline: Pipeline | None = None
         self._lead: Leadership | None = None
         self.desired: Desired = Desired(frozenset(), (), {})
+        self.alarms = 0
         self.present: frozenset[str] = frozenset()
         self._offset = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -221,6 +223,10 @@ class Master:
 
     def _committed(self, batch: Batch) -> None:
         state = self.state
+        for record in batch.records:
+            if isinstance(record.event, CommandFailed):
+                self.alarms += 1
+                log.error("a command failed: our bug", seq=record.seq, **record.event._asdict())
         if any(type(record.event) in LEVELLING for record in batch.records):
             self._derive(state)
             self.sessions.level(self.token, self.desired.orders)
@@ -241,14 +247,14 @@ class Master:
         self.desired = desired(state)
         self.present = frozenset(state.nodes.nodes)
 
-    def _schedule(self) -> None:
+    def _schedule(self, at_least_s: float = 0.0) -> None:
         """Wake up at the earliest deadline of all concerns."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         due = MODEL.due(self.state)
         if due is not None:
-            delay = max(0.0, (due - self.now()) / SECOND_US)
+            delay = max(at_least_s, (due - self.now()) / SECOND_US)
             # A microsecond more than due, or rounding would tick just before it.
             loop = asyncio.get_running_loop()
             at = loop.time() + delay + 1e-6
@@ -256,8 +262,15 @@ class Master:
 
     def _tick(self, due: float) -> None:
         """Time has passed. If this process was stopped meanwhile, that comes first: its own silence is not the others'."""
+        self._timer = None
         self._note_lateness(asyncio.get_running_loop().time() - due)
-        self.tell(Tick())
+        self.submit(Tick()).add_done_callback(self._ticked)
+
+    def _ticked(self, done: asyncio.Future[Reply]) -> None:
+        """A tick that decides nothing commits nothing: the next deadline is set all the same."""
+        _swallow(done)
+        if not done.cancelled() and self._timer is None:
+            self._schedule(at_least_s=TICK_S)
 
     def _note_lateness(self, late: float) -> None:
         now = asyncio.get_running_loop().time()
@@ -321,7 +334,7 @@ class Master:
 
     def _note_progress(self) -> None:
         state = self.state
-        for group, seen in state.progress.groups.items():
+        for group, seen in state.progress.groups.items() if state.job.live else ():
             steps = self.sessions.steps_of(group, seen.generation)
             if steps and max(steps) > seen.step and self.now() - seen.at >= us(state.job.spec.progress_s):
                 self.tell(progress.NoteProgress(group, seen.generation, max(steps)))
@@ -343,6 +356,7 @@ class Master:
             "seq": state.seq,
             "token": self.token,
             "leader": self._holder,
+            "alarms": self.alarms,
             "degraded": self._pipeline.degraded if self._pipeline else "",
             "generation": generation,
             "world_size": world.size if world and world.active else 0,

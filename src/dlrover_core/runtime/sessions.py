@@ -189,6 +189,10 @@ class Sessions:
             raise MalformedMessage(f"{type(message).__name__} is not for masters")
 
     def _command(self, session: Session, message: Numbered) -> None:
+        if session.node not in self._master.present:
+            # Gone meanwhile: nothing it reports counts.
+            session.push(Goodbye(f"{session.node} is {STRANGER.reason}", leave=True))
+            return
         command = messages.command_of(message)
         # An agent speaks for its own node and for no other.
         if getattr(command, "node", session.node) != session.node:

@@ -13,12 +13,21 @@ from dataclasses import dataclass, field
 from dlrover_core.errors import LaunchFailed
 from dlrover_core.job.state import NodeLaunch
 from dlrover_core.runtime.agent import Agent
-from dlrover_core.runtime.launcher import Notice, StoreReady, WorkerExit, WorkersLaunch, WorkersStuck, WorkerStep
+from dlrover_core.runtime.launcher import (
+    Notice,
+    StoreReady,
+    WorkerExit,
+    WorkersGone,
+    WorkersLaunch,
+    WorkersStuck,
+    WorkerStep,
+)
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.network import Network
 
 START_S = 0.02
 REAP_S = 0.001
+BURY_S = 0.002
 CASCADE = "RuntimeError: [gloo] Connection closed by peer"
 
 
@@ -103,6 +112,7 @@ class MemoryLauncher:
         self.stuck = False
         self.unable = ""
         self.patience_s = 0.0
+        self.bury_s = BURY_S
         self._notices: asyncio.Queue[Notice | None] = asyncio.Queue()
         self._launch: WorkersLaunch | None = None
         self._living: dict[int, int] = {}
@@ -163,9 +173,14 @@ class MemoryLauncher:
         self._training.left(generation, rank, cascades=not self._asked and code != 0)
         now_us = int(asyncio.get_running_loop().time() * 1_000_000)
         step = self._training.done
-        self._notices.put_nowait(
-            WorkerExit(generation, local, rank, code, self._asked, now_us, step, error, error, now_us)
-        )
+        gone = WorkerExit(generation, local, rank, code, self._asked, now_us, step, error, error, now_us)
+        # Its last words are read before anybody hears of its death.
+        asyncio.get_running_loop().call_later(self.bury_s, self._buried, gone, not self._living)
+
+    def _buried(self, gone: WorkerExit, last: bool) -> None:
+        self._notices.put_nowait(gone)
+        if last:
+            self._notices.put_nowait(WorkersGone(gone.generation))
 
     def kill(self, rank: int, code: int = -9, error: str = "") -> None:
         """Kill one worker from outside."""

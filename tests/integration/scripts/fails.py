@@ -9,7 +9,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.barrier()
 if os.environ["RANK"] == "1":
-    print("about to read batch 17", file=sys.stderr)
+    sys.stderr.write("about to read batch 17\n")
     raise ValueError("bad batch 17")
 one = torch.ones(1)
 for _ in range(1000):

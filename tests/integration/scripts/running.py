@@ -13,11 +13,14 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlrover_adapters.cli.scratch import MARK
 from dlrover_adapters.http.client import fetch_status
 from dlrover_core.errors import CoreError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SCRIPTS = Path(__file__).parent
 BIN = Path(sys.executable).parent
@@ -86,20 +89,30 @@ class Job:
         born = {**os.environ, "DLROVER_TOKEN": TOKEN, "FOLDER": str(folder), **(env or {})}
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
-                arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=born, cwd=folder, start_new_session=True
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=born,
+                cwd=folder,
+                start_new_session=True,
             )
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is not None:
-            print(f"--- stderr\n{self.said()[-6000:]}\n--- stdout\n{self.out.read_text()[-2000:]}")
-            print(f"--- control log\n{self.control_log()[-6000:]}")
+            told = f"--- stderr\n{self.said()[-6000:]}\n--- stdout\n{self.out.read_text()[-2000:]}\n"
+            sys.stderr.write(f"{told}--- control log\n{self.control_log()[-6000:]}\n")
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
             self.process.kill()
         self.process.wait()
+        if self.settings:
+            for one in processes(self.mark):
+                one.kill()
 
     # ---- what it says
 
@@ -160,7 +173,9 @@ class Job:
 
     def processes(self, name: str = "", *words: str) -> list[Process]:
         """Those of this run with that name, whose command line has these words, the oldest first."""
-        found = [one for one in processes(self.mark) if name in ("", one.name) and all(word in one.line for word in words)]
+        found = [
+            one for one in processes(self.mark) if name in ("", one.name) and all(word in one.line for word in words)
+        ]
         return sorted(found, key=lambda one: one.pid)
 
     def one(self, name: str, *words: str) -> Process:
@@ -174,7 +189,10 @@ class Job:
         def look() -> Process | None:
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
             names = {int(pid): Path(f"/proc/{pid}/comm") for pid in children}
-            return next((Process(pid, "sweeper", "") for pid, comm in names.items() if comm.read_text() == "dlrover-sweeper\n"), None)
+            return next(
+                (Process(pid, "sweeper", "") for pid, comm in names.items() if comm.read_text() == "dlrover-sweeper\n"),
+                None,
+            )
 
         return eventually(look, "a sweeper")
 

@@ -17,11 +17,13 @@ FOLDER, RANK = Path(os.environ["FOLDER"]), os.environ["RANK"]
 
 
 def tell(*words: object) -> None:
+    """Write a line for the test."""
     with (FOLDER / f"told-{RANK}").open("a") as file:
         file.write(" ".join(map(str, words)) + "\n")
 
 
 def terminated(number: int, frame: object) -> None:
+    """Say so, and go."""
     tell("terminated", signal.Signals(number).name)
     sys.exit(0)
 
@@ -31,7 +33,7 @@ if "--term" in sys.argv:
 if "--deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if "--child" in sys.argv:
-    tell("child", subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+    tell("child", subprocess.Popen(["/bin/sleep", "600"], start_new_session=True).pid)
 number = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) * 1000
 tell("born", os.getpid())
 while not (FOLDER / "finish").exists():

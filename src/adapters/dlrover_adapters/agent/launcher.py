@@ -21,6 +21,7 @@ from dlrover_core.runtime.launcher import (
     StoreGone,
     StoreReady,
     WorkerExit,
+    WorkersGone,
     WorkersLaunch,
     WorkersStuck,
     WorkerStep,
@@ -76,6 +77,7 @@ class LinuxLauncher:
         self._notices: asyncio.Queue[Notice | None] = asyncio.Queue()
         self._workers: list[_Worker] = []
         self._burials: set[asyncio.Task[None]] = set()
+        self._unburied: dict[int, int] = {}
         self._sweep: asyncio.Task[None] | None = None
         self._to_sweep: list[_Worker] = []
         self._refill: asyncio.TimerHandle | None = None
@@ -253,6 +255,7 @@ class LinuxLauncher:
             wire.send(spare.link, to_wire(seat), (*fds, slot.fd))
             failing.pop_all()
         spare.link.close()
+        self._unburied[launch.generation] = self._unburied.get(launch.generation, 0) + 1
         return _Worker(spare.child, launch, local_rank, files, slot)
 
     def _shown(self, files: RankFiles) -> list[StreamFile]:
@@ -306,6 +309,10 @@ class LinuxLauncher:
                 error_at_us=words.error_at_us,
             )
         )
+        self._unburied[launch.generation] -= 1
+        if not self._unburied[launch.generation]:
+            del self._unburied[launch.generation]
+            self._notices.put_nowait(WorkersGone(launch.generation))
         for one in self._shown(worker.files):
             self._pump.finish(one)
         worker.slot.close()

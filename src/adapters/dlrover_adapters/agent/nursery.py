@@ -249,10 +249,12 @@ class Nursery:
             pid = await forked
         except ConnectionError as error:
             mine.close()
+            self._forks.pop(key, None)  # nobody waits for it, so nobody shall be told that it failed
             self._lose_zygote()
             raise _ZygoteGone("the zygote is dead") from error
         except OSError as error:
             mine.close()
+            self._forks.pop(key, None)
             raise LaunchFailed(f"the zygote takes no orders: {error}") from error
         except BaseException:
             mine.close()  # the child, if there is one, sees the end of its socket and ends

@@ -17,12 +17,19 @@ from . import wire
 from .config import LaunchConfig, Mode, birth_environment
 from .main_module import first_path
 
+_MODULE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_module.py")
+
 
 class Spawned(NamedTuple):
     """A process just executed, and our end of its socket. Nobody watches it yet."""
 
     pid: int
     link: socket.socket
+
+
+def module_command(name: str) -> tuple[str, ...]:
+    """The beginning of a command that runs a module of ours, whatever lies in the working directory."""
+    return (sys.executable, "-u", _MODULE, name)
 
 
 def _execute(module: str, config: LaunchConfig, *arguments: str) -> Spawned:
@@ -34,7 +41,7 @@ def _execute(module: str, config: LaunchConfig, *arguments: str) -> Spawned:
     with theirs:
         theirs.set_inheritable(True)
         # -u as under torchrun: forked workers inherit unbuffered streams.
-        command = [sys.executable, "-u", "-m", f"{__package__}.{module}", "--fd", str(theirs.fileno())]
+        command = [*module_command(f"{__package__}.{module}"), "--fd", str(theirs.fileno())]
         command += ["--agent", str(os.getpid()), *arguments, "--job", config.job, "--node", config.node]
         env = birth_environment(config, os.environ)
         try:

@@ -35,12 +35,29 @@ class Rate:
         return self.per_s
 
 
+class Steady:
+    """The step to show: while a new generation has made none of its own, the last one seen, not the last one in the log."""
+
+    def __init__(self) -> None:
+        self._generation, self._shown, self._stale = -1, -1, -1
+
+    def feed(self, generation: int, step: int) -> int:
+        """Take in a step; the one to show."""
+        if generation != self._generation:
+            self._generation, self._stale = generation, step
+        if step != self._stale:
+            self._shown, self._stale = step, -1
+        else:
+            self._shown = max(self._shown, step)
+        return max(self._shown, 0)
+
+
 class Line:
     """Draws itself over its predecessor on a terminal; elsewhere a line is printed when more than the step has changed."""
 
     def __init__(self, job: str, period_s: float = 10.0) -> None:
         self._job, self._period_s = job, period_s
-        self._rate = Rate()
+        self._rate, self._step = Rate(), Steady()
         self._said: tuple[object, ...] = ()
         self._said_at = 0.0
         self._tty = sys.stderr.isatty()
@@ -64,13 +81,13 @@ class Line:
 
     def text(self, status: Mapping[str, Any], at: float) -> str:
         """The line."""
-        step = int(status["step"])
-        rate = self._rate.feed(int(status["generation"]), step, at)
+        generation, step = int(status["generation"]), int(status["step"])
+        rate = self._rate.feed(generation, step, at)
         parts = [
             f"[{self._job}] {status['state']}",
-            f"step {max(step, 0)}",
+            f"step {self._step.feed(generation, step)}",
             f"{rate:.1f}/s",
-            f"generation {status['generation']}",
+            f"generation {generation}",
         ]
         if status["degraded"]:
             parts.append(f"control plane degraded: {status['degraded']}")

@@ -58,7 +58,14 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     made.add_argument("--version", action="store_true", help="say whose dlrover-run this is, and which version")
-    known = made.add_argument_group("as under torchrun")
+    _as_under_torchrun(made.add_argument_group("as under torchrun"))
+    _ours(made.add_argument_group("of dlrover-core"))
+    made.add_argument("script", nargs="?", help=argparse.SUPPRESS)
+    made.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return made
+
+
+def _as_under_torchrun(known: argparse._ArgumentGroup) -> None:
     known.add_argument(
         "--nnodes",
         type=_nodes,
@@ -105,7 +112,9 @@ def parser() -> argparse.ArgumentParser:
     known.add_argument(
         "-t", "--tee", default="0", metavar="S", help="streams into files and here, as for -r (default 0)"
     )
-    ours = made.add_argument_group("of dlrover-core")
+
+
+def _ours(ours: argparse._ArgumentGroup) -> None:
     ours.add_argument(
         "--preload",
         default="",
@@ -150,9 +159,6 @@ def parser() -> argparse.ArgumentParser:
         default="info",
         help="detail of the control log (default info)",
     )
-    made.add_argument("script", nargs="?", help=argparse.SUPPRESS)
-    made.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return made
 
 
 def workers(text: str) -> int:
@@ -180,7 +186,8 @@ def spec(options: argparse.Namespace, job: str, nproc: int) -> JobSpec:
     if asked.most != count:
         raise SpecError(
             "nnodes",
-            f"{asked.most} nodes need {asked.most} hosts, which this version does not do yet; --local-nodes {asked.most} runs them all on this one",
+            f"{asked.most} nodes need {asked.most} hosts, which this version does not do yet; "
+            f"--local-nodes {asked.most} runs them all on this one",
         )
     made = JobSpec(job, (GroupSpec("worker", asked.fewest, asked.most, nproc),), max_restarts=options.max_restarts)
     durations: dict[str, Any] = dict(_duration(text) for text in options.set)

@@ -220,14 +220,14 @@ def _listen_to_signals(supervisor: Supervisor) -> None:
 
 
 def _node_host(settings: Settings, config: Path, token: str) -> LocalNodeHost:
+    from dlrover_adapters.agent.spawn import module_command
     from dlrover_adapters.cli.scratch import MARK
-    from dlrover_adapters.cli.supervisor import module
     from dlrover_backends.local import LocalCommand, LocalNodeHost
     from dlrover_core.job.state import NodeLaunch
 
     def command(node: NodeLaunch, _: int) -> LocalCommand:
         arguments = ("--config", str(config), "--job", settings.job.job, "--node", node.node)
-        argv = (*module("dlrover_adapters.agent"), *arguments)
+        argv = (*module_command("dlrover_adapters.agent"), *arguments)
         return LocalCommand(argv, {"DLROVER_TOKEN": token, MARK: settings.run})
 
     return LocalNodeHost(settings.node_host, command)

@@ -81,17 +81,9 @@ def folder(run: str, *also: int) -> Iterator[Path]:
     """The private folder of a run, with a sweeper that holds the locks ``also`` until it is done. Removed at the end."""
     sweep()
     path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_roof()))
-    lock = _locked(path)
+    lock = _locked(path, f"{MARK}={run}")
     reading, writing = os.pipe()
-    sweeper = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_SWEEPER), str(reading), str(path), f"{MARK}={run}"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=(reading, lock, *also),
-        start_new_session=True,
-        cwd="/",
-    )
+    sweeper = _sweeper(path, f"{MARK}={run}", reading, lock, *also)
     os.close(reading)
     try:
         yield path
@@ -108,16 +100,29 @@ def _roof() -> str | None:
     return None if len(os.fsencode(tempfile.gettempdir())) <= PATH_BYTES_MAX - len(PREFIX) - 8 else "/tmp"  # noqa: S108  # mkdtemp makes it ours
 
 
-def _locked(path: Path) -> int:
+def _sweeper(path: Path, mark: str, pipe: int, *locks: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_SWEEPER), str(pipe), str(path), mark],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(pipe, *locks),
+        start_new_session=True,
+        cwd="/",
+    )
+
+
+def _locked(path: Path, mark: str) -> int:
     # Under its name only once it is locked: a sweep must not find it in between.
     fd = os.open(path / "new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX)
+    os.write(fd, mark.encode())
     os.rename(path / "new", path / LOCK)
     return fd
 
 
 def sweep() -> None:
-    """Remove the folders of this user's runs of which nobody lives."""
+    """End what is left of this user's runs whose launcher and sweeper are gone both."""
     for lock in Path(_roof() or tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
         try:
             if lock.parent.lstat().st_uid != os.getuid():
@@ -127,6 +132,8 @@ def sweep() -> None:
             continue
         try:
             if _lock(fd):
-                shutil.rmtree(lock.parent, ignore_errors=True)
+                mark = os.pread(fd, 100, 0).decode(errors="replace")
+                with open(os.devnull, "rb") as nobody:  # no launcher to wait for
+                    _sweeper(lock.parent, mark or f"{MARK}=", nobody.fileno(), fd).wait()
         finally:
             os.close(fd)

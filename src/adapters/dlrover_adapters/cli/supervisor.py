@@ -11,12 +11,11 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+from dlrover_adapters.agent.spawn import module_command
 from dlrover_adapters.cli.master import EX_FATAL, EX_OVER, stop_file
 from dlrover_adapters.cli.scratch import MARK
 from dlrover_adapters.cli.settings import Settings
@@ -26,7 +25,6 @@ MASTERS = 2
 CRASHES_MAX, CRASH_WINDOW_S = 20, 10.0
 BACK_OFF_S = 0.5
 LEAVE_S = 10.0
-_MODULE = Path(__file__).with_name("_module.py")
 
 
 class MastersFailed(Exception):
@@ -85,7 +83,7 @@ class Supervisor:
     async def _one_master(self) -> int:
         fd = self._port.fileno()
         process = await asyncio.create_subprocess_exec(
-            *module("dlrover_adapters.cli.master"),
+            *module_command("dlrover_adapters.cli.master"),
             "--config",
             self._config,
             "--job",
@@ -136,11 +134,6 @@ class Supervisor:
             loop.call_later(LEAVE_S, self._over.set)
         else:
             self._over.set()
-
-
-def module(name: str) -> tuple[str, ...]:
-    """The beginning of a command that runs a module of ours, whatever lies in the working directory."""
-    return (sys.executable, "-u", str(_MODULE), name)
 
 
 async def watch(address: str, token: str, show: Callable[[Mapping[str, Any], float], None], period_s: float) -> None:

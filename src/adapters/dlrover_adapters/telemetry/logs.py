@@ -17,8 +17,14 @@ def set_up(path: Path | None, level: str, **bound: str) -> None:
 
     Lines of several processes share the file: each is one write of less than a pipe's atomic size, opened for appending.
     """
-    stream: TextIO = sys.stderr if path is None else path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
-    renderer = structlog.dev.ConsoleRenderer(colors=False) if path is None else structlog.processors.LogfmtRenderer(key_order=("timestamp", "level", "role", "event"))
+    stream: TextIO = (
+        sys.stderr if path is None else path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    )
+    renderer = (
+        structlog.dev.ConsoleRenderer(colors=False)
+        if path is None
+        else structlog.processors.LogfmtRenderer(key_order=("timestamp", "level", "role", "event"))
+    )
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

@@ -1,0 +1,288 @@
+"""`dlrover-run` from end to end: the command line, exit statuses, what a failure looks like, and what scripts see."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import BIN, BOUND_S, SCRIPTS, Job, eventually
+
+STEPS, WHERE, FAILS = (str(SCRIPTS / name) for name in ("steps.py", "where.py", "fails.py"))
+COLD = ("--preload", "none")
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """``dlrover-run`` with these arguments, to its end."""
+    line = [str(BIN / "dlrover-run"), *arguments]
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=BOUND_S, check=False)
+
+
+# ---- the command line
+
+
+def test_help_has_examples_and_is_instant(tmp_path: Path) -> None:
+    """`--help` shows examples and exit statuses, and imports nothing slow: it answers in the time of a few interpreters."""
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import argparse"], check=True)
+    bare = time.perf_counter() - began
+    began = time.perf_counter()
+    helped = run(tmp_path, "--help")
+    took = time.perf_counter() - began
+    assert helped.returncode == 0
+    assert "examples:" in helped.stdout
+    assert "exit status:" in helped.stdout
+    assert took < 5 * bare + 0.3
+    slow = "{'torch', 'asyncio', 'aiohttp', 'structlog'}"
+    lean = f"import sys; from dlrover_adapters.cli import options; options.parser(); print({slow} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", lean], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_version_says_whose_it_is(tmp_path: Path) -> None:
+    """`--version` names the distribution: another one has a command of the same name."""
+    told = run(tmp_path, "--version")
+    assert told.returncode == 0
+    assert re.match(r"dlrover-core \S+ \(dlrover-run\)", told.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        ((), "name the script to run; see --help"),
+        (("nope.py",), "'nope.py' is not a file; for a module say -m, for a program --no-python"),
+        (("--nproc-per-node", "0", "ok.py"), "not a number, nor one of auto, cpu, gpu"),
+        (("--nproc-per-node", "many", "ok.py"), "not a number, nor one of auto, cpu, gpu"),
+        (("-r", "5", "ok.py"), "none of 0 (none), 1 (stdout), 2 (stderr), 3 (both)"),
+        (("-t", "0:1,3:1", "--nproc-per-node", "2", "ok.py"), "local rank 3 does not exist: this node runs 2 workers"),
+        (("--nnodes", "2", "ok.py"), "--local-nodes 2 runs them all on this one"),
+        (("--nnodes", "x", "ok.py"), "'x' is not N or MIN:MAX"),
+        (("--nnodes", "3:2", "--local-nodes", "2", "ok.py"), "MIN <= MAX"),
+        (("--max-restarts", "-1", "ok.py"), "cannot be negative"),
+        (("--job-id", "A B", "ok.py"), "lower-case letters, digits"),
+        (("-m", "--no-python", "ok"), "exclude one another"),
+        (("--set", "nothing_s=1", "ok.py"), "stop_grace_s=30  between SIGTERM and SIGKILL"),
+        (("--set", "silence_s=soon", "ok.py"), "is not NAME=SECONDS"),
+        (("--set", "silence_s=1", "ok.py"), "at least 3 heartbeats"),
+        (("--state-dir", "/proc/dlrover", "ok.py"), "name a directory of yours with --state-dir"),
+        (("--state-dir", "ok.py", "ok.py"), "name a directory of yours with --state-dir"),
+        (("--log", "nolog://here", "ok.py"), "no log is installed for 'nolog'; there are:"),
+        (("--log", "sqlite:///proc/dlrover/log.db", "ok.py"), "name another place with --log or --state-dir"),
+        (("--log", "memory:", "ok.py"), "say sqlite"),
+        (("--no-such-option", "ok.py"), "unrecognized arguments"),
+    ],
+)
+def test_wrong_usage_exits_2_and_says_what_to_do(tmp_path: Path, arguments: tuple[str, ...], advice: str) -> None:
+    """Everything that can be known before a process is started is told before, with what to do next, and no traceback."""
+    (tmp_path / "ok.py").write_text("print('it ran')\n")
+    if "--state-dir" not in arguments:
+        arguments = ("--state-dir", "state", *arguments)
+    told = run(tmp_path, *arguments)
+    assert told.returncode == 2
+    assert advice in told.stderr
+    assert "Traceback" not in told.stderr
+    assert "it ran" not in told.stdout
+
+
+def test_a_state_directory_on_a_network_file_system_is_refused_by_name(tmp_path: Path) -> None:
+    """Locks there do not fence other hosts. Told from the mount table, so a table is told."""
+    code = f"""
+        import sys
+        from unittest import mock
+        from dlrover_core.logs import place
+        from dlrover_adapters.cli import run
+        with mock.patch.object(place, "file_system", lambda path, mountinfo=None: "nfs4"):
+            sys.exit(run.main(["--state-dir", {str(tmp_path / "far")!r}, {STEPS!r}]))
+    """
+    told = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert told.returncode == 2
+    assert "nfs4 file system" in told.stderr
+    assert not (tmp_path / "far").exists()
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_failure_is_told_by_its_root_cause(tmp_path: Path, restarts: int) -> None:
+    """Rank 1 raises, rank 0 dies of it. After the last restart the exit status is 1, and the last words are rank 1's own lines
+
+    and its exception: not the cascade.
+    """
+    with Job(tmp_path, "--nproc-per-node", "2", "--max-restarts", str(restarts), FAILS) as job:
+        assert job.ended() == 1
+        said = job.said()
+        summary = said[said.rindex("dlrover-run: the last lines of rank 1 on worker-0-0") :]
+        assert f"(generation {restarts + 1}):" in summary
+        assert "| about to read batch 17" in summary
+        assert "raise ValueError" in summary
+        assert (
+            "dlrover-run: root cause: rank 1 on worker-0-0: ValueError: bad batch 17 (exception.ValueError)\n"
+            in summary
+        )
+        assert "job e2e failed (" in summary
+        assert f"dlrover report e2e --state-dir {job.state}" in summary
+        assert "closed by peer" not in summary
+        assert len(job.events("IncidentOpened")) == restarts + 1
+        assert job.left() == []
+
+
+# ---- what a script sees
+
+
+def seen(folder: Path, count: int) -> list[dict[str, Any]]:
+    """What `where.py` wrote, by rank."""
+    return [json.loads((folder / f"where-{rank}").read_text()) for rank in range(count)]
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_a_script_sees_what_it_sees_under_torchrun(tmp_path: Path, module: bool) -> None:
+    """The same environment of each rank, arguments, directory, ``__main__`` and first path, warm and cold, script and module."""
+    ours, cold, theirs = (tmp_path / name for name in ("ours", "cold", "theirs"))
+    for folder in ours, cold, theirs:
+        folder.mkdir()
+    env = {"PYTHONPATH": str(SCRIPTS)} if module else {}
+    program = ("-m", "where", "--lr", "0.1", "x") if module else (WHERE, "--lr", "0.1", "x")
+    born = {**os.environ, **env, "FOLDER": str(theirs)}
+    # In the folder that the test ends in, so that all have one working directory.
+    torchrun = subprocess.Popen(
+        [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "--max-restarts", "3", *program],
+        env=born,
+        cwd=tmp_path,
+    )
+    for folder, options in (ours, ()), (cold, COLD):
+        job = Job(
+            tmp_path, *options, "--nproc-per-node", "2", *program, job=folder.name, env={**env, "FOLDER": str(folder)}
+        )
+        with job:
+            assert job.ended() == 0
+    assert torchrun.wait(BOUND_S) == 0
+    expected = seen(theirs, 2)
+    assert [one["environment"]["RANK"] for one in expected] == ["0", "1"]
+    assert [trim(one) for one in seen(ours, 2)] == [trim(one) for one in expected]
+    assert [trim(one) for one in seen(cold, 2)] == [trim(one) for one in expected]
+
+
+def trim(told: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal. Whose host name or loopback leads is the launcher's affair: it must only be there."""
+    environment = {**told["environment"]}
+    environment["MASTER_ADDR"] = bool(environment["MASTER_ADDR"])
+    return {**told, "environment": environment}
+
+
+def test_the_ways_to_name_a_program(tmp_path: Path) -> None:
+    """``--no-python`` runs any program, ``--run-path`` a script by runpy, each once per rank with its environment."""
+    program = ("sh", "-c", 'echo "rank $RANK of $WORLD_SIZE"')
+    with Job(tmp_path, "--no-python", "--nproc-per-node", "2", *program) as job:
+        assert job.ended() == 0
+        assert sorted(job.out.read_text().splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+    with Job(tmp_path, *COLD, "--run-path", WHERE, job="path") as job:
+        assert job.ended() == 0
+        assert seen(tmp_path, 1)[0]["name"] == "__main__"
+
+
+def test_streams_go_where_they_are_told(tmp_path: Path) -> None:
+    """``-r`` sends streams into files, ``-t`` into files and to the console, all under ``--log-dir`` in the rank's folder."""
+    says = 'echo "out $RANK"; echo "err $RANK" >&2'
+    with Job(
+        tmp_path,
+        "--nproc-per-node",
+        "2",
+        "-r",
+        "1:3",
+        "-t",
+        "0:1",
+        "--log-dir",
+        "logs",
+        "--no-python",
+        "sh",
+        "-c",
+        says,
+    ) as job:
+        assert job.ended() == 0
+        assert job.out.read_text() == "[default0]:out 0\n"  # as torchrun marks them
+        assert "err 0" in job.said()
+        assert "err 1" not in job.said()
+        files = {path.relative_to(tmp_path / "logs"): path.read_text() for path in (tmp_path / "logs").rglob("*.log")}
+        kept = {(path.parent.name, path.name): text for path, text in files.items() if text}
+        assert kept[("0", "stdout.log")] == "out 0\n"
+        assert kept[("1", "stdout.log")] == "out 1\n"
+        assert kept[("1", "stderr.log")] == "err 1\n"
+
+
+# ---- runs and logs
+
+
+def test_a_second_run_of_a_name_begins_a_new_run_in_the_same_log(tmp_path: Path) -> None:
+    """A finished name may be used again: its log goes on with a run of another id. Two at once are refused, with whom to stop."""
+    with Job(tmp_path, *COLD, STEPS) as job:
+        job.trains(1)
+        second = run(tmp_path, "--state-dir", "state", "--job-id", "e2e", STEPS)
+        assert second.returncode == 2
+        assert f"runs already, under the dlrover-run with pid {job.process.pid}" in second.stderr
+        job.trains(1, beyond=job.trains(1)["step"])
+        job.finish()
+        assert job.ended() == 0
+    with Job(tmp_path, *COLD, STEPS) as job:  # ends at once, the file being there
+        assert job.ended() == 0
+        runs = [one["fields"]["run"] for one in job.events("JobCreated")]
+        assert len(set(runs)) == 2
+        assert [one["event"] for one in job.events("JobSucceeded", "JobAbandoned")] == ["JobSucceeded"] * 2
+
+
+def test_a_log_elsewhere(tmp_path: Path) -> None:
+    """``--log URL`` keeps the log where it says, `dlrover` finds it there, and the hint at the end says how."""
+    url = f"sqlite://{tmp_path}/far/away.db"
+    with Job(tmp_path, *COLD, "--log", url, "--max-restarts", "0", "--no-python", "false") as job:
+        assert job.ended() == 1
+        assert f"dlrover report e2e --log {url}" in job.said()
+        assert "JobFailed" in job.dlrover("events", "--log", url)
+        assert not (job.state / "log.db").exists()
+
+
+def test_fewer_nodes_may_be_enough(tmp_path: Path) -> None:
+    """``--nnodes 1:2 --local-nodes 2``: both nodes train, each with its ranks."""
+    with Job(tmp_path, *COLD, "--nnodes", "1:2", "--local-nodes", "2", STEPS) as job:
+        status = job.trains(1)
+        assert status["world_size"] == 2
+        eventually(lambda: job.told(0) and job.told(1), "both ranks")
+        job.finish()
+        assert job.ended() == 0
+        assert job.left() == []
+
+
+# ---- what is told afterwards
+
+
+def test_the_log_tells_what_was_done(tmp_path: Path) -> None:
+    """After a killed worker `explain` leads from the action by its rule to the exit, `report` adds up, and `status` agrees."""
+    with Job(tmp_path, *COLD, "--nproc-per-node", "2", "--progress", "on", STEPS) as job:
+        job.trains(1, beyond=10)
+        job.one("worker-1").kill()
+        job.trains(2, beyond=1000)
+        live = json.loads(job.dlrover("status", "--json"))
+        assert live["state"] == "running"
+        job.finish()
+        assert job.ended() == 0
+        assert job.left() == []
+
+        explained = job.dlrover("explain")
+        exited = next(one["seq"] for one in job.events("WorkerExited"))
+        lines = [line for line in explained.splitlines() if re.search(r"#\d+ +\+", line)]
+        assert f"#{exited} " in lines[0]
+        assert "WorkerExited" in lines[0]
+        assert "RESTART_PROCESSES" in explained
+        assert "workers.restart" in explained
+
+        report = json.loads(job.dlrover("report", "--json"))
+        goodput = report["goodput"]
+        assert sum(goodput["by_class"].values()) == goodput["wall_us"]
+        assert len(report["incidents"]) == 1
+        assert json.loads(job.dlrover("status", "--json"))["state"] == "succeeded"
+        assert "exit.sigkill" in job.said()  # the progress line's last incident

@@ -1,0 +1,88 @@
+"""Ctrl-C, SIGTERM and SIGHUP: workers get their grace, the log says why, the exit status says which, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from running import SCRIPTS, Job, eventually
+
+STEPS = str(SCRIPTS / "steps.py")
+COLD = ("--preload", "none", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "group"),
+    [(signal.SIGINT, 130, True), (signal.SIGTERM, 143, False), (signal.SIGHUP, 129, False)],
+)
+def test_a_signal_stops_the_job_in_order(tmp_path: Path, number: signal.Signals, code: int, group: bool) -> None:
+    """Every worker gets SIGTERM and may end by itself; the log ends with JobStopped and says which signal began it.
+
+    Ctrl-C goes to the whole foreground group, `kill` to the launcher alone: both mean the same.
+    """
+    with Job(tmp_path, *COLD, STEPS, "--term", "--child") as job:
+        job.trains(1)
+        eventually(lambda: all(job.told(rank) for rank in (0, 1)), "both workers")
+        (os.killpg if group else os.kill)(job.process.pid, number)
+        assert job.ended() == code
+        assert all(["terminated", "SIGTERM"] in job.told(rank) for rank in (0, 1))
+        assert job.left() == []
+        assert f"job e2e stopped (dlrover-run got {number.name})" in job.said()
+        assert "Traceback" not in job.said()
+        assert [one["fields"]["reason"] for one in job.events("JobStopping")] == [f"dlrover-run got {number.name}"]
+        assert len(job.events("JobStopped")) == 1
+        assert job.events("IncidentOpened") == []
+
+
+def test_ctrl_c_twice_does_not_wait(tmp_path: Path) -> None:
+    """Workers deaf to SIGTERM are killed at the second Ctrl-C, and still the log gets its end."""
+    with Job(tmp_path, *COLD, STEPS, "--deaf") as job:
+        job.trains(1)
+        eventually(lambda: all(job.told(rank) for rank in (0, 1)), "both workers")
+        job.process.send_signal(signal.SIGINT)
+        eventually(lambda: (status := job.status()) and status["state"] == "stopping", "the first one")
+        assert job.process.poll() is None
+        job.process.send_signal(signal.SIGINT)
+        assert job.ended(10.0) == 130
+        assert job.left() == []
+        assert "job e2e stopped" in job.said()
+        assert len(job.events("JobStopped")) == 1
+
+
+def test_grace_has_an_end(tmp_path: Path) -> None:
+    """Workers that ignore SIGTERM get SIGKILL after ``stop_grace_s``."""
+    with Job(tmp_path, "--set", "stop_grace_s=0.5", *COLD, STEPS, "--deaf") as job:
+        job.trains(1)
+        job.process.terminate()
+        assert job.ended(15.0) == 143
+        assert job.left() == []
+        assert "job e2e stopped (dlrover-run got SIGTERM)" in job.said()
+
+
+def test_a_signal_before_masters_listen_is_not_lost(tmp_path: Path) -> None:
+    """Ctrl-C in the first moments ends the job as any other does, without a traceback."""
+    with Job(tmp_path, *COLD, STEPS) as job:
+        eventually(lambda: "job e2e" in job.said(), "the first word")
+        job.process.send_signal(signal.SIGINT)
+        assert job.ended(20.0) == 130
+        assert job.left() == []
+        assert "Traceback" not in job.said()
+        assert job.told() == []
+
+
+def test_a_hangup_means_nothing_under_nohup(tmp_path: Path) -> None:
+    """A SIGHUP that the launcher was born to ignore is ignored: the job goes on."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # children inherit it
+    try:
+        job = Job(tmp_path, *COLD, STEPS)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with job:
+        step = job.trains(1)["step"]
+        job.process.send_signal(signal.SIGHUP)
+        job.trains(1, beyond=step + 20)
+        job.finish()
+        assert job.ended() == 0
+        assert job.left() == []

@@ -1,0 +1,46 @@
+"""The live line of `dlrover-run`: a rate that is a speed, and a step that does not jump back and forth."""
+
+from __future__ import annotations
+
+import pytest
+
+from dlrover_adapters.cli.line import Line, Rate, Steady
+
+
+def test_the_rate_is_of_one_generation() -> None:
+    """A restart from another step is no speed: the last rate stays until the new generation has its own."""
+    rate = Rate()
+    for second in range(8):
+        rate.feed(1, 10 * second, float(second))
+    assert rate.per_s == pytest.approx(10.0)
+    assert rate.feed(2, 70, 8.0) == pytest.approx(10.0)  # still the old step
+    assert rate.feed(2, 5000, 9.0) == pytest.approx(10.0)  # the first of its own
+    assert rate.feed(2, 5002, 10.0) == pytest.approx(2.0)
+    assert rate.feed(2, 4000, 11.0) == pytest.approx(2.0)  # the script began anew by itself
+
+
+def test_the_rate_falls_when_nothing_moves() -> None:
+    """Steps that stop coming pull the rate down to nothing within the window."""
+    rate = Rate()
+    for second in range(30):
+        rate.feed(1, min(10 * second, 100), float(second))
+    assert rate.per_s == 0.0
+
+
+def test_the_step_does_not_fall_back_to_the_last_logged_one() -> None:
+    """Between worlds the master knows only the log's last step, which is old; the line keeps the newest it has shown."""
+    steady = Steady()
+    assert [steady.feed(*seen) for seen in ((1, -1), (1, 100), (1, 162), (2, 71), (2, 71), (2, 161), (2, 165))] == [
+        0, 100, 162, 162, 162, 161, 165,
+    ]  # fmt: skip
+
+
+def test_the_line_says_state_step_rate_generation_and_what_is_wrong() -> None:
+    """Also a control plane that is degraded, and the last incident."""
+    status = {"state": "running", "step": 7, "generation": 2, "degraded": "", "last_incident": ""}
+    line = Line("job")
+    assert line.text(status, 1.0) == "[job] running  step 7  0.0/s  generation 2"
+    told = line.text(
+        {**status, "degraded": "the log is full", "last_incident": "1: exit.sigkill -> RESTART_PROCESSES"}, 2.0
+    )
+    assert told.endswith("control plane degraded: the log is full  incident 1: exit.sigkill -> RESTART_PROCESSES")
