@@ -36,6 +36,11 @@ class Plan(NamedTuple):
     """A whole run, decided before it begins."""
 
     nodes: int
+    fewest: int
+    unit: int
+    on_join: str
+    restarts: int
+    relaunches: int
     nproc: int
     cascade_s: float | None
     standby: bool
@@ -50,9 +55,17 @@ WHATS = ("worker", "worker", "node", "master", "leader", "cut", "suspend", "reli
 def plan(seed: int) -> Plan:
     """The run of a seed."""
     dice = random.Random(seed)
+    unit = dice.choice([1, 1, 1, 2])
+    nodes = dice.randrange(1, 5 // unit) * unit
+    generous = dice.random() < 0.6
     steps = sorted(dice.randrange(1, STEPS - 5) for _ in range(dice.randrange(1, FAULTS_MAX)))
     return Plan(
-        nodes=dice.randrange(1, 5),
+        nodes=nodes,
+        fewest=dice.randrange(1, nodes + 1) if dice.random() < 0.5 else nodes,
+        unit=unit,
+        on_join=dice.choice(["restart", "restart", "never"]),
+        restarts=100 if generous else dice.randrange(4),
+        relaunches=100 if generous else dice.randrange(3),
         nproc=dice.randrange(1, 4),
         cascade_s=dice.choice([None, 0.0, 0.005, 0.2]),
         standby=dice.random() < 0.5,
@@ -93,8 +106,9 @@ async def _strike(cluster: Cluster, fault: Fault, skew_us: int) -> None:
 async def _run(run: Plan) -> dict[str, Any]:
     spec = JobSpec(
         "seeded",
-        (GroupSpec("worker", run.nodes, run.nodes, run.nproc, relaunch_max=100),),
-        max_restarts=100,
+        (GroupSpec("worker", run.fewest, run.nodes, run.nproc, run.unit, run.relaunches),),
+        max_restarts=run.restarts,
+        on_join=run.on_join,
     )
     script = {
         number: {"lost": LostAck(), "slow": SlowAck(0.5), "down": Unavailable()}[kind]
@@ -105,11 +119,19 @@ async def _run(run: Plan) -> dict[str, Any]:
         if run.standby:
             cluster.start_master()
         for fault in run.faults:
-            await cluster.until(lambda step=fault.step: cluster.training.done >= step)
-            await _strike(cluster, fault, run.skew_s * 1_000_000)
+            await cluster.until(
+                lambda step=fault.step: cluster.training.done >= step or cluster.state.job.over, limit_s=36_000
+            )
+            if not cluster.state.job.over:
+                await _strike(cluster, fault, run.skew_s * 1_000_000)
         outcome = await cluster.outcome()
-        assert outcome.state == "succeeded", outcome
-        check_steps(cluster)
+        if outcome.state == "succeeded":
+            check_steps(cluster)
+        else:
+            assert min(run.restarts, run.relaunches) < len(run.faults) * 2, (
+                f"failed though budgets were left: {outcome}"
+            )
+            assert outcome.root
         assert cluster.backend.living == []
         state = await check(cluster)
         payloads = [batch.payload async for batch in log.batches(spec.job)]

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from dlrover_core.job.state import NodeLaunch
-from dlrover_core.testing.backend_conformance import BackendConformance, Stand
+from dlrover_core.testing import BackendConformance, Stand
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "custom_scheduler.py"
 

@@ -135,3 +135,15 @@ def test_report_grows_with_the_log() -> None:
 
 def _exit_of(node: str, generation: int, rank: int, code: int) -> list[tuple[object, ...]]:
     return [ReportExit(node, generation, rank, code)]
+
+
+def test_a_late_nodes_death_costs_no_training_time() -> None:
+    """An incident that broke no world is in the report, and training time goes on through it."""
+    life = Life(JobSpec("j", (GroupSpec(nodes_min=1, nodes_max=2, nproc=1),), last_call_s=1.0)).join(1, "worker-0-0")
+    life.tick(2.5)
+    life.start(2.6, "worker-0-0").step(3, 1, "worker-0-0")
+    life.node_dies(10, "worker-1-0")
+    life.finish(20, "worker-0-0")
+    told = report_of(life.records)
+    assert [story.generation for story in told.incidents] == [0]
+    assert told.goodput.training_us == 17_000_000

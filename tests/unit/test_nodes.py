@@ -344,7 +344,7 @@ def test_deadlines_are_known_in_advance() -> None:
 
 
 def test_a_fault_that_nobody_sees_end_frees_its_place_elsewhere_in_time() -> None:
-    """A node that calls itself faulty and that its backend goes on calling running is given up after unreachable_s, its host avoided."""
+    """A faulty node that its backend goes on calling running is given up after unreachable_s, its host avoided."""
     drive = Drive(unreachable_s=100.0).up()
     drive.do(nodes.ReportFault("worker-1-0", "workers survived SIGKILL"))
     assert desired(drive.state).launch == ()

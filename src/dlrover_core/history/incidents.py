@@ -173,8 +173,9 @@ class IncidentsBuilder:
             self._reach[group] = (generation, max(known[1], step))
 
     def _broken_before(self, group: str, generation: int) -> list[Story]:
-        """The open incidents of a group that this generation may mend."""
-        return [story for story in self._open.values() if story.group == group and story.generation < generation]
+        """The open incidents of a group that this generation may mend; not those that broke nothing anybody trained in."""
+        stories = [story for story in self._open.values() if story.group == group and story.generation < generation]
+        return [story for story in stories if story.generation != failures.ASIDE or group not in self._reach]
 
     @staticmethod
     def _name_cause(state: JobState, story: Story) -> None:

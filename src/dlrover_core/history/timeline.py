@@ -181,6 +181,11 @@ class Lane:
         if self.stretches and self.stretches[-1].told:
             self.high = max(self.high, step)
 
+    @property
+    def running(self) -> bool:
+        """Is there a world that makes steps, or is about to?"""
+        return self.kind in (*_MAKES_STEPS, RESTARTING)
+
     def broke(self, died: int, at: int) -> None:
         """An incident opens at ``at`` over a death at ``died``."""
         if self.kind in _MAKES_STEPS:
@@ -279,13 +284,15 @@ class TimelineBuilder:
     def _failure(self, record: Record) -> None:
         fact = record.event
         if isinstance(fact, failures.IncidentOpened):
+            if fact.generation == failures.ASIDE and self._lane(group_of(fact.node)).running:
+                return  # it broke no world: training goes on
             group = self._groups[fact.incident] = group_of(fact.node)
             self._lane(group).broken.add(fact.incident)
             self._lane(group).broke(self._death[1] if self._death[0] == record.cause else record.at, record.at)
-        elif isinstance(fact, failures.ActionChosen):
-            self._lane(self._groups.get(fact.incident, "")).acted(fact.action, record.at)
-        elif isinstance(fact, failures.IncidentClosed):
-            self._lane(self._groups.pop(fact.incident, "")).broken.discard(fact.incident)
+        elif isinstance(fact, failures.ActionChosen) and fact.incident in self._groups:
+            self._lane(self._groups[fact.incident]).acted(fact.action, record.at)
+        elif isinstance(fact, failures.IncidentClosed) and fact.incident in self._groups:
+            self._lane(self._groups.pop(fact.incident)).broken.discard(fact.incident)
 
     def _world(self, record: Record) -> None:
         fact = record.event
@@ -296,7 +303,10 @@ class TimelineBuilder:
         elif isinstance(fact, world.WorldDissolved):
             self._lane(fact.group).dissolved(record.at)
         elif isinstance(fact, world.WorkersFinished):
-            self._lane(group_of(fact.node)).finishing(record.at)
+            lane = self._lane(group_of(fact.node))
+            if fact.step >= 0:
+                lane.reached(record.at, fact.generation, fact.step)
+            lane.finishing(record.at)
         elif isinstance(fact, progress.FirstStep):
             self._lane(group_of(fact.node)).first_step(record.at, fact)
         elif isinstance(fact, progress.Progressed):

@@ -346,7 +346,8 @@ class Master:
         state = self.state
         group, world = next(iter(state.world.worlds.items()), ("", None))
         generation = world.generation if world else 0
-        steps = self.sessions.steps_of(group, generation)
+        # Between two worlds the last one's steps are the newest that is known.
+        steps = self.sessions.steps_of(group, generation) or self.sessions.steps_of(group, generation - 1)
         incidents = list(state.failures.incidents.values())
         last = incidents[-1] if incidents else None
         return {

@@ -200,8 +200,7 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop everything."""
-        for owner in [*self.launchers, *(master._holder for master in self.masters)]:
-            self.thaw(owner)
+        self._loop.thaw_all()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

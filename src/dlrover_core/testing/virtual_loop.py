@@ -98,6 +98,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         for timer in timers:
             heapq.heappush(self._scheduled, timer)
 
+    def thaw_all(self) -> None:
+        """Let everybody run again."""
+        for owner in list(self._frozen):
+            self.thaw(owner)
+
     def _run_once(self) -> None:
         if self._frozen:
             self._hold_back()

@@ -174,9 +174,9 @@ def workers(text: str) -> int:
 
 
 def _gpus() -> int:
-    import torch  # only here: counting devices is torch's business, and a number needs none of it
+    from dlrover_adapters.torch import devices  # only here: it imports torch, and a number needs none of it
 
-    return int(torch.cuda.device_count())
+    return devices.count()
 
 
 def spec(options: argparse.Namespace, job: str, nproc: int) -> JobSpec:

@@ -227,7 +227,7 @@ def _node_host(settings: Settings, config: Path, token: str) -> LocalNodeHost:
 
     def command(node: NodeLaunch, _: int) -> LocalCommand:
         arguments = ("--config", str(config), "--job", settings.job.job, "--node", node.node)
-        argv = (*module_command("dlrover_adapters.agent"), *arguments)
+        argv = (*module_command("dlrover_adapters.cli.agent"), *arguments)
         return LocalCommand(argv, {"DLROVER_TOKEN": token, MARK: settings.run})
 
     return LocalNodeHost(settings.node_host, command)

@@ -14,7 +14,8 @@ def version_lines(command: str) -> list[str]:
         other = metadata.version(OTHER)
     except metadata.PackageNotFoundError:
         return lines
-    return [
-        *lines,
-        f"warning: the distribution {OTHER!r} {other} is installed too and has a command {command!r} of its own; which one runs depends on the order of installation",
-    ]
+    warning = (
+        f"warning: the distribution {OTHER!r} {other} is installed too and has a command {command!r} of its own; "
+        "which one runs depends on the order of installation"
+    )
+    return [*lines, warning]

@@ -1,4 +1,4 @@
-"""The agent's process: ``python -m dlrover_adapters.agent --config FILE --node NODE``.
+"""The agent's process: ``python -m dlrover_adapters.cli.agent --config FILE --node NODE``.
 
 The zygote is started first of all, before the agent's own imports: it is what takes seconds.
 """
