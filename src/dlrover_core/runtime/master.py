@@ -347,7 +347,7 @@ class Master:
         group, world = next(iter(state.world.worlds.items()), ("", None))
         generation = world.generation if world else 0
         # Between two worlds the last one's steps are the newest that is known.
-        steps = self.sessions.steps_of(group, generation) or self.sessions.steps_of(group, generation - 1)
+        steps = self.sessions.steps_of(group, generation) or self.sessions.steps_of(group)
         incidents = list(state.failures.incidents.values())
         last = incidents[-1] if incidents else None
         return {

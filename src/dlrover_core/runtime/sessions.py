@@ -229,10 +229,12 @@ class Sessions:
         heard = self._heard.get(node)
         return heard is not None and heard >= at
 
-    def steps_of(self, group: str, generation: int) -> list[int]:
-        """The steps that a group's agents reported for this generation."""
+    def steps_of(self, group: str, generation: int | None = None) -> list[int]:
+        """The steps that a group's agents reported last, of one generation or of any."""
         return [
-            step for node, (seen, step) in self.steps.items() if seen == generation and node.rsplit("-", 2)[0] == group
+            step
+            for node, (seen, step) in self.steps.items()
+            if generation in (seen, None) and node.rsplit("-", 2)[0] == group
         ]
 
     def level(self, token: int, orders: Mapping[str, Order]) -> None:
