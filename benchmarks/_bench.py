@@ -109,8 +109,14 @@ class Result:
             "details": self.details,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rounded(told), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(rounded(told), indent=1, ensure_ascii=False) + "\n"
+        path.write_text(_anywhere(text), encoding="utf-8")
         say(f"written to {path}")
+
+
+def _anywhere(text: str) -> str:
+    """Without this machine's folders: a result is read elsewhere."""
+    return text.replace(f"{RESULTS.parents[1]}/", "").replace(str(Path.home()), "~")
 
 
 def options(about: str | None, trials: int = 5, more: Callable[[argparse.ArgumentParser], None] | None = None) -> Any:

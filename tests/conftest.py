@@ -1,6 +1,6 @@
 """Gates around every test: callbacks must not hold the event loop, and integration tests leave nothing behind.
 
-`slow_callbacks` fails tests under tests/unit and tests/integration in which a callback on any asyncio loop used more than
+`slow_callbacks` fails tests of all three suites in which a callback on any asyncio loop used more than
 50 ms of its thread's *CPU time*. CPU time and not wall time, because on a small busy machine any callback may be preempted for
 longer than that: the check is about our code and not about the neighbours. The price is that a callback which blocks
 without computing passes here; ruff's ASYNC rules look for those. Garbage collections are deducted: what they cost depends on
@@ -82,7 +82,7 @@ def slow_callbacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     excuse = request.node.get_closest_marker("slow_loop")
     if excuse is not None and not excuse.kwargs.get("reason"):
         pytest.fail('say why: @pytest.mark.slow_loop(reason="...")')
-    if excuse is not None or _suite(request.path) not in {"unit", "integration"}:
+    if excuse is not None or _suite(request.path) not in {"unit", "integration", "chaos"}:
         yield
         return
     watch, slow = _Stopwatch(), list[str]()

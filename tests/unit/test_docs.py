@@ -23,6 +23,13 @@ def test_commands_page_is_fresh() -> None:
     assert PAGE.read_text() == page()
 
 
+def test_benchmark_table_is_fresh() -> None:
+    """The table in benchmarks/README.md is what the results say (else: python -m tools.benchmark_table)."""
+    from tools.benchmark_table import PAGE, page
+
+    assert PAGE.read_text() == page()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page: Path) -> None:
     """Every relative link in a page names a file that exists."""
