@@ -29,6 +29,7 @@ def test_example_runs_a_job_through_a_dead_node() -> None:
     run = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=60, check=True)
     assert "succeeded after 100 steps" in run.stdout
     assert " NodeFailed IncidentOpened " in run.stdout
+    assert run.stdout.count("IncidentClosed") == 1
 
 
 def toy_scheduler() -> type:
