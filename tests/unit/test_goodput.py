@@ -147,3 +147,11 @@ def test_a_late_nodes_death_costs_no_training_time() -> None:
     told = report_of(life.records)
     assert [story.generation for story in told.incidents] == [0]
     assert told.goodput.training_us == 17_000_000
+
+
+def test_a_job_that_tells_no_steps_is_running() -> None:
+    """Where nobody reports a step, the time of running workers is a class of its own, neither start-up nor goodput."""
+    life = Life(TWO_NODES).join(1, "worker-0-0", "worker-1-0").start(2, "worker-0-0", "worker-1-0")
+    life.finish(10, "worker-0-0", "worker-1-0")
+    spent = report_of(life.records).goodput
+    assert (spent.by_class["starting"], spent.by_class["running"], spent.training_us) == (us(2), us(8), 0)

@@ -22,6 +22,7 @@ from dlrover_core.history.timeline import (
     FORMING,
     RESTARTING,
     REWORK,
+    RUNNING,
     STARTING,
     STOPPING,
     TRAINING,
@@ -36,6 +37,7 @@ NODE_ROWS_MAX = 64
 
 MEANINGS = {
     STARTING: "from creation to the first step",
+    RUNNING: "workers run; their script tells no steps",
     TRAINING: "new steps: goodput",
     REWORK: "steps lost, made again (estimated)",
     DETECTING: "from a death until the master knew",

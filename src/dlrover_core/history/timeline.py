@@ -5,7 +5,8 @@ whatever is summed over them sums to wall-clock time exactly. They are built in 
 
 Every group of nodes has a *lane* of its own, because a group's failure stops that group alone. A lane begins with the group's
 first step; where lanes disagree the worst class wins, so that two incidents at once are counted once. A group that never
-reports a step (parameter servers) has no lane: what its failures cost shows as steps that do not come.
+reports a step (parameter servers) has no lane: what its failures cost shows as steps that do not come. A job in which nobody
+does is `RUNNING` while its workers are: nobody can say whether that is training.
 
 Two things are known only afterwards. A death is older than the report of it: the lane is cut back to the moment of death,
 though never beyond its last change. And a generation that resumes from an earlier step first makes old steps again; see
@@ -24,6 +25,7 @@ from dlrover_core.job.world import group_of
 from dlrover_core.kernel.events import Record
 
 STARTING = "starting"
+RUNNING = "running"
 TRAINING = "training"
 REWORK = "rework"
 DETECTING = "detecting"
@@ -35,7 +37,7 @@ FINISHING = "finishing"
 STOPPING = "stopping"
 
 # In the order in which people read them.
-CLASSES = (STARTING, TRAINING, REWORK, DETECTING, DECIDING, FORMING, RESTARTING, WAITING, FINISHING, STOPPING)
+CLASSES = (STARTING, RUNNING, TRAINING, REWORK, DETECTING, DECIDING, FORMING, RESTARTING, WAITING, FINISHING, STOPPING)
 # Of two lanes the one further right decides.
 _SEVERITY = {
     name: place
@@ -239,6 +241,7 @@ class TimelineBuilder:
         self._death: tuple[int, int] = (0, 0)
         self._heard: dict[str, int] = {}
         self._groups: dict[int, str] = {}
+        self._stepless: list[tuple[int, str]] = []
 
     def feed(self, record: Record) -> None:
         """Take in the next record. What follows the job's end is no time of the job's."""
@@ -300,8 +303,12 @@ class TimelineBuilder:
             self._lane(group_of(fact.node)).heard_of(fact.generation, fact.step)
         elif isinstance(fact, world.WorldFormed):
             self._lane(fact.group).formed(record.at)
+            self._stepless.append((record.at, STARTING))
         elif isinstance(fact, world.WorldDissolved):
             self._lane(fact.group).dissolved(record.at)
+            self._stepless.append((record.at, STARTING))
+        elif isinstance(fact, world.WorkersStarted):
+            self._stepless.append((record.at, RUNNING))
         elif isinstance(fact, world.WorkersFinished):
             lane = self._lane(group_of(fact.node))
             if fact.step >= 0:
@@ -334,6 +341,8 @@ class TimelineBuilder:
         assert self.begin is not None
         until = end if self.stopping_at is None else self.stopping_at
         yield self.begin, STARTING
+        if not any(lane.marks for lane in self._lanes.values()):
+            yield from (mark for mark in self._stepless if mark[0] < until)
         yield from _worst([list(lane.with_rework(until, mean)) for lane in self._lanes.values()])
         if self.stopping_at is not None:
             yield self.stopping_at, STOPPING
