@@ -168,7 +168,7 @@ def test_long_last_words_are_cut() -> None:
 
 
 def test_status() -> None:
-    """The status shows state, step, world, nodes, open incidents, budgets and the last event."""
+    """The status shows state, step, world, nodes, unmended incidents, budgets and the last event."""
     life = Life(TWO_NODES).join(1, "worker-0-0", "worker-1-0").step(2, 1, "worker-0-0").node_dies(10, "worker-1-0")
     told = status_of(life.state, life.records[-1])
     text = numberless(render.status(told, Life.EPOCH_US + us(20), UTC))
@@ -183,7 +183,7 @@ job digits  running  run run1
   worker-0-0  running            0  host-worker-0-0      -
   worker-1-1  planned            1  -                    -
 
-open incidents
+unmended incidents
   1  node.sigkill  RELAUNCH_NODE  node worker-1-0: failed (node.sigkill)
 
 budgets left: 3 restarts of the processes, 2 relaunches of worker-1

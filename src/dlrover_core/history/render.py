@@ -292,7 +292,7 @@ def status(told: Status, now: int | None = None, zone: tzinfo | None = None) -> 
     lines += [f"  {one}" for one in _worlds(told)]
     lines += ["", *_nodes(told)]
     if told.incidents:
-        lines += ["", "open incidents"]
+        lines += ["", "unmended incidents"]
         lines += table(
             [(str(one.number), one.signature, one.action, one_line(one.cause)) for one in told.incidents], right=(0,)
         )
