@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dlrover_core.runtime.master import VERSION
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 
@@ -35,3 +37,8 @@ def test_links(page: Path) -> None:
     """Every relative link in a page names a file that exists."""
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_master_writes_our_version_into_the_log() -> None:
+    """The version in `LeaderStarted` is the distribution's."""
+    assert f'version = "{VERSION}"' in (ROOT / "pyproject.toml").read_text().splitlines()

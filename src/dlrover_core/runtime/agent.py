@@ -187,7 +187,7 @@ class Agent:
                 await self._outbox.changed.wait()
 
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(emptied(), LAST_WORD_S)
+            await within(LAST_WORD_S, emptied())
 
     def leave(self, reason: str) -> None:
         """Stop the workers with the grace of a planned stop and go: what a signal to the agent means."""

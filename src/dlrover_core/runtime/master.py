@@ -26,6 +26,7 @@ from dlrover_core.runtime.levelling import Leveller
 from dlrover_core.runtime.pipeline import RETRY_S, Deposed, Pipeline
 from dlrover_core.runtime.sessions import Sessions
 from dlrover_core.runtime.transport import Listener
+from dlrover_core.runtime.within import within
 from dlrover_core.spec import JobSpec, us
 
 VERSION = "0.1.0"
@@ -207,12 +208,12 @@ class Master:
         await self._over.wait()
         spec = self.state.job.spec
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._until_empty(), spec.stop_grace_s + spec.kill_wait_s + LEAVE_S)
+            await within(spec.stop_grace_s + spec.kill_wait_s + LEAVE_S, self._until_empty())
         if self._leveller is not None and not self._leveller.empty:
             log.warning("deleting nodes that did not leave by themselves", job=spec.job)
             self._leveller.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._until_empty(), LEAVE_S)
+                await within(LEAVE_S, self._until_empty())
 
     async def _until_empty(self) -> None:
         while len(self.sessions) or (self._leveller is not None and not self._leveller.empty):

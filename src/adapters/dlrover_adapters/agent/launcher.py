@@ -26,6 +26,7 @@ from dlrover_core.runtime.launcher import (
     WorkersStuck,
     WorkerStep,
 )
+from dlrover_core.runtime.within import within
 
 from . import wire
 from .children import Child, wait_dead
@@ -189,7 +190,7 @@ class LinuxLauncher:
         self.spend_store(launch.store)
         files = await asyncio.to_thread(self._make_files, launch)
         try:
-            spares = await asyncio.wait_for(self._nursery.take(launch.nproc), self._config.start_s)
+            spares = await within(self._config.start_s, self._nursery.take(launch.nproc))
         except asyncio.TimeoutError as error:
             raise LaunchFailed(
                 f"generation {launch.generation}: workers could not be made within {self._config.start_s:g} s"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from dlrover_core.errors import LaunchFailed
+from dlrover_core.runtime.within import within
 
 from . import wire
 from .children import Child
@@ -103,7 +104,7 @@ class Nursery:
         while self._zygote is not None:
             zygote = self._zygote
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._settled_or_dead(zygote), self._config.ready_s)
+                await within(self._config.ready_s, self._settled_or_dead(zygote))
             if zygote.alive and not self._was_ready:
                 self._unfit = (self._loading, f"not imported within {self._config.ready_s:g} s")
                 zygote.signal(signal.SIGKILL)

@@ -190,6 +190,7 @@ async def _probe(settings: Settings) -> None:
     """Lead the job for a moment: what keeps masters from leading it is told before anything is started. Raises `SpecError`."""
     from dlrover_core.errors import LogUnavailable
     from dlrover_core.logs import open_log
+    from dlrover_core.runtime.within import within
 
     if settings.log.startswith("memory:"):
         raise SpecError(
@@ -199,7 +200,7 @@ async def _probe(settings: Settings) -> None:
     try:
         async with open_log(settings.log) as event_log:
             try:
-                lead = await asyncio.wait_for(event_log.lead(name, "dlrover-run", PROBE_S), PROBE_S)
+                lead = await within(PROBE_S, event_log.lead(name, "dlrover-run", PROBE_S))
             except asyncio.TimeoutError as error:
                 raise SpecError(
                     "job-id",
