@@ -65,6 +65,9 @@ class JobSpec:
     on_join: str = field(
         default="restart", metadata={"doc": "what a late node does to a running smaller world: restart or never"}
     )
+    joining: bool = field(
+        default=False, metadata={"doc": "nodes come by themselves, one agent per host, instead of being launched"}
+    )
     last_call_s: float = field(default=30.0, metadata={"doc": "wait for missing nodes once MIN are there"})
     grow_window_s: float = field(default=60.0, metadata={"doc": "late nodes are taken into a running world together"})
     launch_s: float = field(default=900.0, metadata={"doc": "a node that has not joined by then is replaced"})

@@ -66,7 +66,8 @@ class Order(NamedTuple):
 
     ``over`` is the generation whose end on this node the leader wants to hear of; 0: none. ``restarts`` counts the generations
     of this run before this one: scripts are told, and torch's store keys contain it, so all ranks must be told the same.
-    For ``linger_us`` workers that are to be stopped may end by themselves.
+    For ``linger_us`` workers that are to be stopped may end by themselves. ``outcome`` says what to ``leave`` means: the job is
+    over (succeeded, failed with its ``root`` cause, stopped), or why this node alone is released.
     """
 
     leave: bool
@@ -83,6 +84,8 @@ class Order(NamedTuple):
     over: int = 0
     restarts: int = 0
     linger_us: int = 0
+    outcome: str = ""
+    root: str = ""
 
 
 class Desired(NamedTuple):
@@ -153,9 +156,10 @@ def _order(state: JobState, node: nodes.Node, current: world.World, place: int) 
     spec = state.job.spec
     if not state.job.live:
         grace = 0.0 if state.job.state == "failed" else spec.stop_grace_s
-        return Order(True, f"the job is {state.job.state}", us(grace))
+        outcome = "stopped" if state.job.state == "stopping" else state.job.state
+        return Order(True, f"the job is {state.job.state}", us(grace), outcome=outcome, root=state.job.root)
     if node.released:
-        return Order(True, f"the node is {node.released}", us(spec.broken_grace_s))
+        return Order(True, f"the node is {node.released}", us(spec.broken_grace_s), outcome=node.released)
     if place < 0 or not current.active:
         grace = spec.stop_grace_s if current.planned_stop else spec.broken_grace_s
         over = current.generation if place >= 0 else 0

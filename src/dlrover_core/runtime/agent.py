@@ -279,6 +279,7 @@ class Agent:
             restart_count=order.restarts,
             max_restarts=self._settings.max_restarts,
             resume_step=order.resume_step,
+            node=self.node,
         )
 
     # ---- what happens to them

@@ -21,6 +21,7 @@ class WorkersLaunch(NamedTuple):
 
     Ranks are global: local rank ``i`` is rank ``first_rank + i`` of ``world_size``. ``store`` is the ``host:port`` of the
     TCPStore opened for this generation alone, on the node that holds rank 0. ``restart_count``: this run's earlier generations.
+    ``node`` is this node's name.
     """
 
     run: str
@@ -34,6 +35,7 @@ class WorkersLaunch(NamedTuple):
     restart_count: int
     max_restarts: int
     resume_step: int = -1
+    node: str = ""
 
 
 class WorkerExit(NamedTuple):

@@ -18,14 +18,19 @@ from dlrover_core.job import failures, job, nodes, progress, world
 from dlrover_core.job.state import Order
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
 
-VERSION = 1
+VERSION = 2
 OLDEST_VERSION = 1
 INTEGER_MAX = 2**62
 Message = tuple[object, ...]
 
 
 class Hello(NamedTuple):
-    """An agent's first frame. ``token`` is the highest fencing token it has seen; ``generation`` what its workers run."""
+    """An agent's first frame. ``token`` is the highest fencing token it has seen; ``generation`` what its workers run.
+
+    An empty ``node`` is a standby: it can run ``nproc`` workers on ``host`` and waits to be assigned a node. ``seat`` names the
+    one place on its host that at most one living agent holds (proven by a lock there): a second agent in a seat is the proof
+    that the first one is dead. ``place``: the index that it must have in its group; -1: any.
+    """
 
     version: int
     run: str
@@ -33,6 +38,10 @@ class Hello(NamedTuple):
     boot: int
     generation: int
     token: int
+    host: str = ""
+    nproc: int = 0
+    seat: str = ""
+    place: int = -1
 
 
 class Welcome(NamedTuple):
@@ -100,6 +109,13 @@ class BeatSeen(NamedTuple):
     token: int
 
 
+class Assigned(NamedTuple):
+    """To a standby: be this node. It says `Hello` again, under that name, on the same connection."""
+
+    token: int
+    node: str
+
+
 _FRAMES: dict[int, type] = {
     1: Hello,
     2: Welcome,
@@ -110,6 +126,7 @@ _FRAMES: dict[int, type] = {
     7: Level,
     8: Beat,
     9: BeatSeen,
+    10: Assigned,
 }
 
 # The commands an agent may send. Append only; never renumber.
