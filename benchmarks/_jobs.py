@@ -51,12 +51,15 @@ class Line(NamedTuple):
 class Job:
     """One run of the script in a folder of its own. Use `running`."""
 
-    def __init__(self, launcher: str, folder: Path, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, launcher: str, folder: Path, arguments: Sequence[str], launch: Sequence[str] = (), script: Path = SCRIPT
+    ) -> None:
         self.launcher, self.folder = launcher, folder
+        self.started, self.env = 0.0, dict[str, str]()
         self.token, self.mark = secrets.token_hex(16), secrets.token_hex(8)
         self.diary = folder / "diary"
-        script = [str(SCRIPT), "--diary", str(self.diary), "--checkpoint", str(folder / "state.pt"), *arguments]
-        self.command = [*_launch(launcher, folder), *script]
+        program = [str(script), "--diary", str(self.diary), "--checkpoint", str(folder / "state.pt"), *arguments]
+        self.command = [*_launch(launcher, folder, launch), *program]
         self._read, self._lines = 0, list[Line]()
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -65,8 +68,9 @@ class Job:
         # PYTHONPATH and the like would lead the peer into our environment.
         strange = ("DLROVER", "VIRTUAL_ENV", *(() if self.launcher == OURS else ("PYTHON",)))
         env = {key: value for key, value in os.environ.items() if not key.startswith(strange)}
-        env |= {"TMPDIR": str(self.folder), "DLROVER_TOKEN": self.token, MARK: self.mark}
-        with (self.folder / "output").open("wb") as output:
+        env |= {"TMPDIR": str(self.folder), "DLROVER_TOKEN": self.token, MARK: self.mark, **self.env}
+        with (self.folder / "output").open("ab") as output:
+            self.started = time.monotonic()
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -140,10 +144,12 @@ class Job:
 
 
 @contextlib.contextmanager
-def running(launcher: str, arguments: Sequence[str]) -> Iterator[Job]:
-    """A job that runs, in a folder that is removed."""
+def running(
+    launcher: str, arguments: Sequence[str], launch: Sequence[str] = (), script: Path = SCRIPT
+) -> Iterator[Job]:
+    """A job that runs, in a folder that is removed. ``launch``: the launcher's options, in place of two workers."""
     folder = Path(tempfile.mkdtemp(prefix="dlb-"))
-    job = Job(launcher, folder, arguments)
+    job = Job(launcher, folder, arguments, launch, script)
     try:
         job.start()
         yield job
@@ -165,11 +171,12 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def _launch(launcher: str, folder: Path) -> list[str]:
+def _launch(launcher: str, folder: Path, options: Sequence[str]) -> list[str]:
     if launcher == OURS:
         ours = Path(sys.executable).parent / "dlrover-run"
-        return [str(ours), "--nproc-per-node", "2", "--job-id", "bench", "--state-dir", str(folder)]
-    return [str(peer_python().parent / "torchrun"), "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+        return [str(ours), "--job-id", "bench", "--state-dir", str(folder), *(options or ("--nproc-per-node", "2"))]
+    standalone = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "3")
+    return [str(peer_python().parent / "torchrun"), *(options or standalone)]
 
 
 def peer_python() -> Path:

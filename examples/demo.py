@@ -93,7 +93,7 @@ def train(state: Path, token: str, steps: int) -> tuple[int, str]:
         "--state-dir",
         str(state),
     ]
-    command += ["--progress", "on", "--preload", "sklearn.datasets", str(HERE / "train_digits.py")]
+    command += ["--progress", "on", "--preload", "sklearn.datasets", str(HERE / "torch" / "ddp_digits.py")]
     command += ["--steps", str(steps), "--pause", str(PAUSE_S), "--checkpoint", str(state / "digits.pt")]
     print("$", " ".join(command), file=sys.stderr, flush=True)
     with subprocess.Popen(

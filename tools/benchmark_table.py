@@ -8,7 +8,7 @@ from typing import Any
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 PAGE = BENCHMARKS / "README.md"
-NAMES = ("killed_worker", "killed_master", "commands", "replay", "import")
+NAMES = ("killed_worker", "killed_master", "heartbeats", "join_2000", "idle", "commands", "replay", "import")
 HEAD, TAIL = "## Latest results", "## Reading them"
 
 

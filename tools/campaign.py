@@ -5,6 +5,10 @@ to go on where it stopped (Ctrl-C is fine). Exit 1 when any trial broke a promis
 
 campaigns:
   seeds    random jobs and faults in virtual time, every invariant checked, each tenth seed told twice; thousands a minute
+  joining_seeds
+           the same for jobs whose hosts come by themselves: deaths, power cuts, silence, and who takes over
+  kills    one real job, and 200 (--trials) times SIGKILL for one of our processes at seeded moments; the loss curve must be an
+           undisturbed run's, and nothing may be left; about ten minutes
 """
 
 from __future__ import annotations
@@ -35,7 +39,23 @@ def _seeds(seed: int) -> dict[str, Any]:
     return told
 
 
-CAMPAIGNS: dict[str, tuple[Trial, int]] = {"seeds": (_seeds, 10_000)}
+def _joining_seeds(seed: int) -> dict[str, Any]:
+    from tests.chaos.joining_seeds import trial
+
+    told = trial(seed)
+    assert seed % 10 or trial(seed) == told, "the same seed gave two histories"
+    return told
+
+
+CAMPAIGNS: dict[str, tuple[Trial, int]] = {"seeds": (_seeds, 10_000), "joining_seeds": (_joining_seeds, 10_000)}
+WHOLE = ("kills",)
+"""Campaigns that are one long trial, and save themselves."""
+
+
+def _whole(seed: int, trials: int) -> int:
+    from tools.campaign_kills import KILLS, campaign
+
+    return campaign(seed, trials or KILLS, machine())
 
 
 def machine() -> dict[str, Any]:
@@ -94,13 +114,15 @@ class Campaign:
 def main() -> int:
     """Hunt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=sorted(CAMPAIGNS))
+    parser.add_argument("name", choices=sorted([*CAMPAIGNS, *WHOLE]))
     parser.add_argument("--trials", type=int, default=0, help="how many seeds (default: the campaign's full size)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    campaign = Campaign(options.name, options.seed, options.trials or CAMPAIGNS[options.name][1])
     try:
+        if options.name in WHOLE:
+            return _whole(options.seed, options.trials)
+        campaign = Campaign(options.name, options.seed, options.trials or CAMPAIGNS[options.name][1])
         return 1 if campaign.run() else 0
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)

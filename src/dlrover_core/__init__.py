@@ -54,6 +54,21 @@ if TYPE_CHECKING:
     from dlrover_core.errors import (
         TokenRefused as TokenRefused,
     )
+    from dlrover_core.job.job import (
+        ResumeJob as ResumeJob,
+    )
+    from dlrover_core.job.job import (
+        StopJob as StopJob,
+    )
+    from dlrover_core.job.job import (
+        SuspendJob as SuspendJob,
+    )
+    from dlrover_core.job.scaling import (
+        DrainNode as DrainNode,
+    )
+    from dlrover_core.job.scaling import (
+        ScaleGroup as ScaleGroup,
+    )
     from dlrover_core.job.state import (
         JobState as JobState,
     )
@@ -145,6 +160,7 @@ _HOME = {
     "ConnectionLost": "errors",
     "CoreError": "errors",
     "Deposed": "runtime.pipeline",
+    "DrainNode": "job.scaling",
     "Engine": "kernel.engine",
     "EventLog": "kernel.log",
     "GroupSpec": "spec",
@@ -175,9 +191,13 @@ _HOME = {
     "Record": "kernel.events",
     "Refused": "errors",
     "Registry": "kernel.events",
+    "ResumeJob": "job.job",
+    "ScaleGroup": "job.scaling",
     "SchemaTooNew": "errors",
     "Snapshot": "kernel.log",
     "SpecError": "errors",
+    "StopJob": "job.job",
+    "SuspendJob": "job.job",
     "TokenRefused": "errors",
     "Training": "testing.training",
     "event": "kernel.events",

@@ -73,7 +73,15 @@ class NotLeading(LogError):
 
 
 class ConnectionLost(CoreError):
-    """The peer is gone, or said something no peer of ours says. Connect again."""
+    """The peer is gone, or said something no peer of ours says. Connect again.
+
+    ``ended``: the peer's kernel ended the connection, without a goodbye, as it does when a process dies. False where a time-out
+    of ours, or we ourselves, cut it: that is silence, and silence is not death.
+    """
+
+    def __init__(self, message: str, *, ended: bool = False) -> None:
+        super().__init__(message)
+        self.ended = ended
 
 
 class TokenRefused(CoreError):

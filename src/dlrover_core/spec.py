@@ -75,6 +75,10 @@ class JobSpec:
     unreachable_s: float = field(
         default=300.0, metadata={"doc": "a suspect whose backend says it runs is replaced after this"}
     )
+    gone_s: float = field(
+        default=0.25,
+        metadata={"doc": "an agent whose connection was ended by its kernel is dead unless back within this"},
+    )
     mass_silence_s: float = field(
         default=300.0, metadata={"doc": "more than half silent at once: nobody is replaced for silence before this"}
     )
@@ -90,6 +94,14 @@ class JobSpec:
     )
     broken_grace_s: float = field(
         default=0.0, metadata={"doc": "between SIGTERM and SIGKILL for workers of a broken world"}
+    )
+    finish_s: float = field(
+        default=0.0,
+        metadata={"doc": "ranks may run on this long after the first one has ended well; 0: as long as they need"},
+    )
+    restart_pause_s: float = field(
+        default=30.0,
+        metadata={"doc": "longest pause before a program that fails at once, again and again, is restarted"},
     )
     stop_grace_s: float = field(default=30.0, metadata={"doc": "between SIGTERM and SIGKILL for a planned stop"})
     kill_wait_s: float = field(

@@ -7,11 +7,13 @@ drawn. So a failing seed can be run again, and its list shortened by hand: ``pyt
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import random
 import sys
 from typing import Any, NamedTuple
 
+from dlrover_core.errors import NotLeading, Refused
 from dlrover_core.job.state import CODEC
 from dlrover_core.logs.memory import Faults, LostAck, MemoryLog, SlowAck, Unavailable
 from dlrover_core.spec import GroupSpec, JobSpec
@@ -47,9 +49,12 @@ class Plan(NamedTuple):
     skew_s: int
     log_faults: tuple[tuple[int, str], ...]
     faults: tuple[Fault, ...]
+    patience_s: float
 
 
 WHATS = ("worker", "worker", "node", "master", "leader", "cut", "suspend", "relist", "two workers")
+# What people ask of the job, in the midst of it all. Drawn after everything else: plans of old seeds are as they were.
+ASKS = ("scale", "scale", "drain", "pause", "pause")
 
 
 def plan(seed: int) -> Plan:
@@ -59,7 +64,7 @@ def plan(seed: int) -> Plan:
     nodes = dice.randrange(1, 5 // unit) * unit
     generous = dice.random() < 0.6
     steps = sorted(dice.randrange(1, STEPS - 5) for _ in range(dice.randrange(1, FAULTS_MAX)))
-    return Plan(
+    drawn = Plan(
         nodes=nodes,
         fewest=dice.randrange(1, nodes + 1) if dice.random() < 0.5 else nodes,
         unit=unit,
@@ -74,7 +79,13 @@ def plan(seed: int) -> Plan:
             (dice.randrange(1, 80), dice.choice(["lost", "slow", "down"])) for _ in range(dice.randrange(3))
         ),
         faults=tuple(Fault(step, dice.choice(WHATS), dice.randrange(100)) for step in steps),
+        patience_s=0.0,
     )
+    asked = [
+        Fault(dice.randrange(1, STEPS - 5), dice.choice(ASKS), dice.randrange(100)) for _ in range(dice.randrange(4))
+    ]
+    faults = tuple(sorted((*drawn.faults, *asked), key=lambda one: one.step))
+    return drawn._replace(faults=faults, patience_s=dice.choice([0.0, 0.5, 10.0]))
 
 
 async def _strike(cluster: Cluster, fault: Fault, skew_us: int) -> None:
@@ -101,6 +112,35 @@ async def _strike(cluster: Cluster, fault: Fault, skew_us: int) -> None:
         cluster.jump(3 + fault.which % 60)
     elif fault.what == "relist":
         cluster.backend.relist()
+    elif fault.what in ASKS:
+        await _ask(cluster, fault)
+
+
+async def _ask(cluster: Cluster, fault: Fault) -> None:
+    """A person asks whoever leads, and may be refused. Whoever suspends a job lets it go on some time later, or tries to."""
+    leads = [master for master in cluster.masters if master.leading]
+    present = sorted(leads[0].state.nodes.nodes) if leads else []
+    if not leads or not present:
+        return
+    unit = leads[0].state.job.spec.groups[0].unit
+    asked = {
+        "scale": {
+            "command": "scale",
+            "nodes_max": (1 + fault.which % (4 // unit)) * unit,
+            "nodes_min": fault.which // 50,
+        },
+        "drain": {"command": "drain", "node": present[fault.which % len(present)]},
+        "pause": {"command": "suspend"},
+    }[fault.what]
+    with contextlib.suppress(Refused, NotLeading):
+        await leads[0].obey(asked)
+    if fault.what == "pause":
+        await asyncio.sleep(fault.which)
+        while cluster.state.job.state == "suspended":
+            for master in [one for one in cluster.masters if one.leading]:
+                with contextlib.suppress(Refused, NotLeading):
+                    await master.obey({"command": "resume"})
+            await asyncio.sleep(1.0)
 
 
 async def _run(run: Plan) -> dict[str, Any]:
@@ -118,6 +158,7 @@ async def _run(run: Plan) -> dict[str, Any]:
     async with Cluster(spec, training=Training(STEPS, cascade_s=run.cascade_s), event_log=log) as cluster:
         if run.standby:
             cluster.start_master()
+        cluster.patience_s = run.patience_s
         for fault in run.faults:
             await cluster.until(
                 lambda step=fault.step: cluster.training.done >= step or cluster.state.job.over, limit_s=36_000

@@ -188,4 +188,5 @@ def test_every_append_is_answered_late(name: str) -> None:
             return outcome
 
     assert virtual_loop.run(told()) == expected.outcome
-    assert faults.appends <= appends
+    # One more at most: where every answer comes late, what had been one group may be two.
+    assert faults.appends <= appends + 1

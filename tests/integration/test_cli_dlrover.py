@@ -147,7 +147,9 @@ def test_damaged_log(tmp_path: Path) -> None:
     assert "log.db" in dlrover("status", "--state-dir", str(tmp_path), expect=4).stderr
 
 
-@pytest.mark.parametrize("command", ["status", "events", "explain", "report"])
+@pytest.mark.parametrize(
+    "command", ["status", "events", "explain", "report", "scale", "drain", "stop", "suspend", "resume"]
+)
 def test_help(command: str) -> None:
     """Every command's help has examples and says what its exit codes mean."""
     text = dlrover(command, "--help").stdout

@@ -62,6 +62,8 @@ def test_version_says_whose_it_is(tmp_path: Path) -> None:
         (("-r", "5", "ok.py"), "none of 0 (none), 1 (stdout), 2 (stderr), 3 (both)"),
         (("-t", "0:1,3:1", "--nproc-per-node", "2", "ok.py"), "local rank 3 does not exist: this node runs 2 workers"),
         (("--nnodes", "2", "ok.py"), "--local-nodes 2 runs them all on this one"),
+        (("--logs-specs", "mine", "ok.py"), "is a class of torch's agent"),
+        (("--log-dir", "ok.py", "ok.py"), "log-dir: cannot be made or written to"),
         (("--nnodes", "x", "ok.py"), "'x' is not N or MIN:MAX"),
         (("--nnodes", "3:2", "--local-nodes", "2", "ok.py"), "MIN <= MAX"),
         (("--max-restarts", "-1", "ok.py"), "cannot be negative"),
@@ -118,8 +120,8 @@ def test_a_failure_is_told_by_its_root_cause(tmp_path: Path, restarts: int) -> N
     with Job(tmp_path, "--nproc-per-node", "2", "--max-restarts", str(restarts), FAILS) as job:
         assert job.ended() == 1
         said = job.said()
-        summary = said[said.rindex("dlrover-run: the last lines of rank 1 on worker-0-0") :]
-        assert f"(generation {restarts + 1}):" in summary
+        summary = said[said.rindex("dlrover-run: root cause") :]
+        assert f"the last lines of rank 1 on worker-0-0 (generation {restarts + 1}):" in summary
         assert "| about to read batch 17" in summary
         assert "raise ValueError" in summary
         assert (
@@ -128,7 +130,10 @@ def test_a_failure_is_told_by_its_root_cause(tmp_path: Path, restarts: int) -> N
         )
         assert "job e2e failed (" in summary
         assert f"dlrover report e2e --state-dir {job.state}" in summary
-        assert "closed by peer" not in summary
+        cause, _, others = summary.partition("other failures of the same attempt:")
+        assert "closed by peer" not in cause
+        assert re.search(r"rank 0 on worker-0-0: (exit code 1|stopped after it): .*Connection closed by peer", others)
+        assert ("tried: restart of the processes once" in summary) == bool(restarts)
         assert len(job.events("IncidentOpened")) == restarts + 1
         assert job.left() == []
 

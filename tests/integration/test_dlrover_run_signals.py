@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: workers get their grace, the log says why, the exit status says which, nothing is left."""
+"""Ctrl-C, SIGTERM and the others: workers get the same signal and their grace, the log says why, the status which."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLD = ("--preload", "none", "--nproc-per-node", "2")
     [(signal.SIGINT, 130, True), (signal.SIGTERM, 143, False), (signal.SIGHUP, 129, False)],
 )
 def test_a_signal_stops_the_job_in_order(tmp_path: Path, number: signal.Signals, code: int, group: bool) -> None:
-    """Every worker gets SIGTERM and may end by itself; the log ends with JobStopped and says which signal began it.
+    """Every worker gets the same signal and may end by itself; the log ends with JobStopped and says which it was.
 
     Ctrl-C goes to the whole foreground group, `kill` to the launcher alone: both mean the same.
     """
@@ -27,13 +27,24 @@ def test_a_signal_stops_the_job_in_order(tmp_path: Path, number: signal.Signals,
         eventually(lambda: all(job.told(rank) for rank in (0, 1)), "both workers")
         (os.killpg if group else os.kill)(job.process.pid, number)
         assert job.ended() == code
-        assert all(["terminated", "SIGTERM"] in job.told(rank) for rank in (0, 1))
+        assert all(["terminated", number.name] in job.told(rank) for rank in (0, 1))
         assert job.left() == []
         assert f"job e2e stopped (dlrover-run got {number.name})" in job.said()
         assert "Traceback" not in job.said()
         assert [one["fields"]["reason"] for one in job.events("JobStopping")] == [f"dlrover-run got {number.name}"]
         assert len(job.events("JobStopped")) == 1
         assert job.events("IncidentOpened") == []
+
+
+def test_the_signals_to_handle_are_chosen(tmp_path: Path) -> None:
+    """``--signals-to-handle SIGUSR1``, as batch systems send it before the end: workers get it, and may save."""
+    with Job(tmp_path, *COLD, "--signals-to-handle", "SIGTERM,SIGUSR1", STEPS, "--term") as job:
+        job.trains(1)
+        eventually(lambda: all(job.told(rank) for rank in (0, 1)), "both workers")
+        job.process.send_signal(signal.SIGUSR1)
+        assert job.ended() == 128 + signal.SIGUSR1
+        assert all(["terminated", "SIGUSR1"] in job.told(rank) for rank in (0, 1))
+        assert job.left() == []
 
 
 def test_ctrl_c_twice_does_not_wait(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import socket
 import ssl
 import struct
 import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ class Master:
         self.listener = HttpListener(sock or bind(), TOKEN, limits=limits, **more)
         self._echo = echo
         self.came: asyncio.Queue[Connection] = asyncio.Queue()
-        self.lost: asyncio.Queue[str] = asyncio.Queue()
+        self.lost: asyncio.Queue[ConnectionLost] = asyncio.Queue()
         self.state: Mapping[str, Any] = {"state": "running", "step": 7}
 
     @property
@@ -73,7 +74,7 @@ class Master:
                 await connection.send(await connection.receive())
             await asyncio.Event().wait()
         except ConnectionLost as lost:
-            self.lost.put_nowait(str(lost))
+            self.lost.put_nowait(lost)
 
     async def serve(self) -> Master:
         """Begin."""
@@ -401,7 +402,7 @@ def test_oversized_frame_to_the_master() -> None:
             with capture_logs() as logs:
                 writer.write(struct.pack(">BBQ4s", 0x82, 0x80 | 127, FRAME_BYTES_MAX + 1, b"mask"))
                 await ended(reader)
-                assert "exceeds limit" in await master.lost.get()
+                assert "exceeds limit" in str(await master.lost.get())
                 assert [line["event"] for line in logs] == ["connection closed"]
             writer.close()
             await connection.send(b"still here")
@@ -523,8 +524,94 @@ def test_silent_death_of_the_agent() -> None:
             _, writer = await upgraded(master.address)
             # The socket stays open and nothing answers any more, as when a host loses power.
             writer.transport.pause_reading()
-            assert await asyncio.wait_for(master.lost.get(), 5.0)
+            lost = await asyncio.wait_for(master.lost.get(), 5.0)
+            assert not lost.ended, "our own time-out is no word of its kernel"
             writer.transport.abort()
+
+    run(story)
+
+
+AGENT = """
+import asyncio, sys
+from dlrover_adapters.http import HttpDialer
+async def main():
+    connection = await HttpDialer(sys.argv[2]).connect(sys.argv[1])
+    await connection.send(b"here")
+    await connection.receive()
+    if sys.argv[3] == "politely":
+        await connection.close()
+        return
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "sending"])
+def test_killed_agent(busy: bool) -> None:
+    """A peer whose process is killed: its kernel says so at once, and the loss says that it was the kernel."""
+
+    async def story() -> None:
+        async with Master(echo=False) as master:
+            process = await asyncio.create_subprocess_exec(sys.executable, "-c", AGENT, master.address, TOKEN, "")
+            connection = await master.came.get()
+            assert await connection.receive() == b"here"
+            await connection.send(b"go on")
+
+            async def flood() -> None:
+                while True:
+                    await connection.send(b"x" * 1000)
+                    await asyncio.sleep(0)
+
+            process.kill()
+            with pytest.raises(ConnectionLost) as lost:
+                await asyncio.wait_for(flood() if busy else connection.receive(), 5.0)
+            assert lost.value.ended
+            with pytest.raises(ConnectionLost) as again:
+                await connection.receive()
+            assert again.value.ended
+            await process.wait()
+            await connection.close()
+
+    run(story)
+
+
+def test_polite_agent() -> None:
+    """A peer that says goodbye is not dead."""
+
+    async def story() -> None:
+        async with Master(echo=False) as master:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", AGENT, master.address, TOKEN, "politely"
+            )
+            connection = await master.came.get()
+            assert await connection.receive() == b"here"
+            await connection.send(b"bye")
+            with pytest.raises(ConnectionLost) as lost:
+                await asyncio.wait_for(connection.receive(), 5.0)
+            assert not lost.value.ended
+            await process.wait()
+            await connection.close()
+
+    run(story)
+
+
+def test_cut_by_ourselves() -> None:
+    """What we cut ourselves was not ended by the peer's kernel, though the socket's end looks the same."""
+
+    async def story() -> None:
+        async with Master(echo=False) as master, dialer() as here:
+            theirs = await here.connect(master.address)
+            connection = await master.came.get()
+            with pytest.raises(ConnectionLost):
+                await connection.send(b"x" * (FRAME_BYTES_MAX + 1))
+            with pytest.raises(ConnectionLost) as lost:
+                await connection.receive()
+            assert not lost.value.ended
+            with pytest.raises(ConnectionLost) as cut:
+                await theirs.receive()
+            assert cut.value.ended
+            await connection.close()
+            await theirs.close()
 
     run(story)
 

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from dlrover_adapters.agent import affinity
 from dlrover_adapters.agent.config import LaunchConfig, Mode, Streams
 from dlrover_adapters.agent.launcher import LinuxLauncher
 from dlrover_core.errors import LaunchFailed
@@ -441,7 +442,7 @@ def test_long_socket_paths_are_refused(tmp_path: Any) -> None:
 
 
 def test_streams_go_where_they_were_sent(rig: Make, tmp_path: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """Shown, redirected and teed streams are on the console or in files named by run, attempt and rank, or both."""
+    """Shown, redirected and teed streams are on the console or in files named by run, node, attempt and rank, or both."""
 
     async def test() -> None:
         script = "print('out', RANK); print('err', RANK, file=sys.stderr)"
@@ -458,7 +459,7 @@ def test_streams_go_where_they_were_sent(rig: Make, tmp_path: Any, capfd: pytest
     console = capfd.readouterr()
     assert console.out == "out 0\n"
     assert sorted(console.err.splitlines()) == ["[default0]:err 0", "err 1"]
-    logs = tmp_path / "logs/run/attempt_1"
+    logs = tmp_path / "logs/job_run_node/attempt_0"
     found = {str(path.relative_to(logs)): path.read_text() for path in logs.rglob("*") if path.is_file()}
     assert found == {"0/stderr.log": "err 0\n", "1/stdout.log": "out 1\n"}
 
@@ -519,3 +520,101 @@ def test_closing_amid_forks(rig: Make, after: int) -> None:
         assert psutil.Process().children(recursive=True) == []
 
     run(test())
+
+
+# ---- what torchrun's flags ask of a launcher
+
+
+def test_workers_are_bound_to_their_cpus(rig: Make, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank runs where the framework says, forked and executed alike; the library is asked once, in a process of its own."""
+    cpus = sorted(os.sched_getaffinity(0))
+    (tmp_path / "fake_affinity.py").write_text(
+        f"import sys\nassert sys.argv[1:] == ['node', '2']\nprint([[{cpus[0]}], {cpus}])"
+    )
+    monkeypatch.setattr(affinity, "MODULE", "fake_affinity")
+
+    async def test() -> None:
+        for preload in (), None:
+            async with rig("tell(sorted(os.sched_getaffinity(0)))", nproc=2, numa="node", preload=preload) as one:
+                await one.run()
+                assert await one.all_told() == {0: [[cpus[0]]], 1: [cpus]}
+
+    run(test())
+
+
+def test_a_binding_that_cannot_be_is_told(rig: Make) -> None:
+    """Torch's own reason, before any worker is started. (Here: there is no GPU whose CPUs could be found.)"""
+
+    async def test() -> None:
+        with pytest.raises(LaunchFailed, match="--numa-binding node: "):
+            async with rig(numa="node", env={"CUDA_VISIBLE_DEVICES": ""}):
+                pass
+
+    run(test())
+
+
+def test_a_virtual_local_rank(rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every worker is local rank 0 of one device, its own among the visible ones; arguments still know the real one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
+    script = "tell(os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'], os.environ['TORCHELASTIC_RUN_ID'], sys.argv[1])"
+
+    async def test() -> None:
+        async with rig(script, nproc=2, virtual_local_rank=True, run_id="mine") as one:
+            one.launcher._config = one.launcher._config._replace(argv=(*one.launcher._config.argv, "${local_rank}"))
+            await one.run()
+            assert await one.all_told() == {0: ["0", "3", "mine", "0"], 1: ["0", "5", "mine", "1"]}
+
+    run(test())
+
+
+def test_a_full_disk_raises_nothing_in_workers(rig: Make) -> None:
+    """Standard streams on a full device: print, write and flush go on, in the worker and in what it forks."""
+    script = """
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, 1); os.dup2(full, 2)
+    print("x" * 100_000, flush=True)
+    sys.stdout.write("y"); sys.stderr.write("z\\n"); sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        print("child")
+        os._exit(5)
+    tell(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), type(sys.stdout).__name__, sys.stdout.mode, sys.stdout.buffer.name)
+    """
+
+    async def test() -> None:
+        for preload in (), None:
+            async with rig(script, preload=preload) as one:
+                (end,) = await one.run()
+                assert end.exit_code == 0
+                assert (await one.told())[1:] == [5, "TextIOWrapper", "w", "<stdout>"]
+
+    run(test())
+
+
+def test_whoever_runs_on_too_long_is_ended_with_the_reason(rig: Make) -> None:
+    """``finish_s`` after the first rank has ended well the others are killed; without it they may run on."""
+    script = "tell(); forever() if RANK and os.environ['GENERATION'] == '1' else None"
+
+    async def test() -> None:
+        async with rig(script, nproc=2, finish_s=0.2) as one:
+            done, late = await one.run()
+            assert (done.exit_code, late.exit_code, late.asked) == (0, -9, False)
+            assert late.error == "still running 0.2 s after rank 0 had ended well (finish_s)"
+            assert [end.exit_code for end in await one.run()] == [0, 0]
+
+    run(test())
+
+
+def test_old_attempts_are_pruned_as_new_ones_start(rig: Make, tmp_path: Any) -> None:
+    """Of many attempts the first and the newest stay, each with its own files."""
+
+    async def test() -> None:
+        streams = {"redirects": (Streams.OUT,), "log_dir": str(tmp_path / "logs"), "log_attempts_max": 3}
+        async with rig("print(os.environ['GENERATION'])", **streams) as one:
+            for _ in range(6):
+                await one.run()
+
+    run(test())
+    place = tmp_path / "logs/job_run_node"
+    found = {path.parent.parent.name: path.read_text() for path in place.rglob("stdout.log")}
+    assert found == {"attempt_0": "1\n", "attempt_4": "5\n", "attempt_5": "6\n"}

@@ -10,13 +10,24 @@ import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
-from dlrover_backends.local import LocalBackend, LocalCommand, LocalNodeHost, StaleToken, process, wire
+from dlrover_backends.local import (
+    Ahead,
+    LocalBackend,
+    LocalCommand,
+    LocalNodeHost,
+    StaleToken,
+    Started,
+    blanks,
+    process,
+    wire,
+)
+from dlrover_backends.local.process import blank
 from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused
 from dlrover_core.job.state import NodeLaunch
 from dlrover_core.runtime.backend import Changed, Listed
@@ -39,12 +50,11 @@ def python(code: str, *args: str) -> Callable[[NodeLaunch, int], LocalCommand]:
     return lambda node, token: LocalCommand((sys.executable, "-I", "-S", "-c", textwrap.dedent(code), *args))
 
 
-class Fifo:
-    """Where processes say something, without anybody polling: each line written to the path is read once."""
+class Lines:
+    """What processes write into a pipe with a name, without anybody polling: each line is read once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "said"
-        os.mkfifo(self.path)
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     async def __aenter__(self) -> asyncio.StreamReader:
         reader = asyncio.StreamReader()
@@ -55,6 +65,14 @@ class Fifo:
 
     async def __aexit__(self, *_: object) -> None:
         self._transport.close()
+
+
+class Fifo(Lines):
+    """Such a pipe called ``said``, made here."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "said")
+        os.mkfifo(self.path)
 
 
 def run(story: Callable[[], Awaitable[None]]) -> None:
@@ -531,3 +549,89 @@ def test_signals_in_words() -> None:
     assert [process.told(code) for code in (0, 7, -9, -40)] == [
         "exit code 0", "exit code 7", "killed by SIGKILL", "killed by signal 40",
     ]  # fmt: skip
+
+
+# ---- blanks
+
+BLANK = """
+    import json, signal, socket, sys
+    control = socket.socket(fileno=int(sys.argv[2]))
+    control.send(json.dumps({"warm": True}).encode())
+    said = control.recv(4096)
+    open(sys.argv[1], "w").write(json.loads(said)["node"] + "\\n")
+    signal.pause()
+"""
+
+
+def ahead(folder: Path, keep: int = 0, first: Sequence[Started] = (), code: str = BLANK) -> Ahead:
+    """Blanks that say into a `Fifo` who they were told to be."""
+
+    def command(control: int) -> LocalCommand:
+        argv = (sys.executable, "-I", "-S", "-c", textwrap.dedent(code), str(folder / "said"), str(control))
+        return LocalCommand(argv)
+
+    return Ahead(command, first, keep)
+
+
+def test_a_node_is_a_blank_that_was_started_before(tmp_path: Path) -> None:
+    """The process that waited becomes the node, and lives and dies as any other; where none waits one is started."""
+    first = blank(ahead(tmp_path).command)
+
+    async def story() -> None:
+        async with LocalNodeHost(tmp_path / "s", ahead(tmp_path, first=[first])) as host, Fifo(tmp_path) as said:
+            await host.warm()
+            backend = LocalBackend(tmp_path / "s")
+            async with watching(backend) as watch:
+                for index in range(2):
+                    await backend.launch(make_launch(index), TOKEN)
+                    assert (await said.readline()).decode().strip() == make_launch(index).node
+                assert host.pid(make_launch(0).name) == first.child.pid
+                assert host.pid(make_launch(1).name) != first.child.pid
+                first.signal(signal.SIGKILL)
+                ended = await watch.over(make_launch(0).name)
+                assert (ended.phase, ended.reason) == ("failed", "killed by SIGKILL")
+
+    run(story)
+
+
+def test_blanks_are_kept_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is taken, or dies before it has a name, is replaced; dead ones are taken for no node."""
+    monkeypatch.setattr(blanks, "REFILL_S", 0.0)
+    monkeypatch.setattr(blanks, "BACK_OFF_MAX_S", 0.0)
+    code = "import os; os.write(os.open(__import__('sys').argv[3], os.O_WRONLY), b'%d\\n' % os.getpid())\n"
+    ready = tmp_path / "ready"
+    os.mkfifo(ready)
+
+    def command(control: int) -> LocalCommand:
+        made = ahead(tmp_path, code=code + textwrap.dedent(BLANK)).command(control)
+        return LocalCommand((*made.argv, str(ready)))
+
+    async def story() -> None:
+        async with Fifo(tmp_path) as said, Lines(ready) as born:
+            first = blank(command)
+            async with LocalNodeHost(tmp_path / "s", Ahead(command, [first], keep=1)) as host:
+                assert int(await born.readline()) == first.child.pid
+                first.signal(signal.SIGKILL)
+                second = int(await born.readline())
+                await LocalBackend(tmp_path / "s").launch(make_launch(0), TOKEN)
+                assert host.pid(make_launch(0).name) == second
+                assert (await said.readline()).decode().strip() == make_launch(0).node
+                third = int(await born.readline())
+                await LocalBackend(tmp_path / "s").launch(make_launch(1), TOKEN)
+                assert host.pid(make_launch(1).name) == third
+                assert int(await born.readline())
+        assert not psutil.pid_exists(second)
+
+    run(story)
+
+
+def test_a_blank_that_cannot_be_executed_is_a_refusal(tmp_path: Path) -> None:
+    """With the system's reason, and for good."""
+
+    async def story() -> None:
+        async with LocalNodeHost(tmp_path / "s", Ahead(lambda _: LocalCommand(("/no/such/program",)))):
+            with pytest.raises(LaunchRefused, match="No such file") as refused:
+                await LocalBackend(tmp_path / "s").launch(make_launch(), TOKEN)
+            assert refused.value.permanent
+
+    run(story)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
-from dlrover_core.errors import ConnectionLost
+from dlrover_core.errors import ConnectionLost, LaunchFailed, TokenRefused
 from dlrover_core.job import failures, nodes, world
 from dlrover_core.job.state import Order
 from dlrover_core.runtime import messages
-from dlrover_core.runtime.agent import UNANSWERED_MAX, Agent, Outbox
+from dlrover_core.runtime.agent import Agent, Ending
 from dlrover_core.runtime.messages import (
     Again,
     Answer,
+    Assigned,
     Beat,
     BeatSeen,
     Goodbye,
@@ -24,6 +26,7 @@ from dlrover_core.runtime.messages import (
     Numbered,
     Welcome,
 )
+from dlrover_core.runtime.outbox import UNANSWERED_MAX, Outbox
 from dlrover_core.runtime.transport import Connection
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.network import Network
@@ -41,12 +44,19 @@ def run_order(generation: int, store: str = "elsewhere:1") -> Order:
 class Stage:
     """One agent, and a master whose every word the test says."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: str = NODE, **more: Any) -> None:
         self.network = Network()
         self.training = Training(steps=10_000, cascade_s=None)
         self.launcher = MemoryLauncher(NODE, 1, self.training)
         self.agent = Agent(
-            NODE, launcher=self.launcher, dialer=self.network.dialer("h"), masters=["m"], boot=1, host="h", address="h"
+            node,
+            launcher=self.launcher,
+            dialer=self.network.dialer("h"),
+            masters=["m"],
+            boot=1,
+            host="h",
+            address="h",
+            **more,
         )
         self.connections: asyncio.Queue[Connection] = asyncio.Queue()
         self.got: list[tuple[int, Message]] = []
@@ -91,11 +101,11 @@ class Stage:
         return [command for _, command in self.got if isinstance(command, kind)]
 
 
-def tell(story: Callable[[Stage, asyncio.Task[str]], Awaitable[None]]) -> None:
+def tell(story: Callable[[Stage, asyncio.Task[str]], Awaitable[None]], node: str = NODE, **more: Any) -> None:
     """Tell a story to a running agent."""
 
     async def told() -> None:
-        stage = Stage()
+        stage = Stage(node, **more)
         await stage.listener.serve(stage.accept, dict)
         running = virtual_loop.spawn("agent", stage.agent.run())
         try:
@@ -361,3 +371,159 @@ def test_unheard_worlds_use_up_stores() -> None:
         assert offered == [f"{NODE}:{number}" for number in range(1, 6)]
 
     tell(story)
+
+
+# ---- agents without a node
+
+
+async def assigned(stage: Stage) -> tuple[Connection, Hello]:
+    """The standby is greeted, given a name, and greets again."""
+    connection = await asyncio.wait_for(stage.connections.get(), 60)
+    first = messages.decode(await connection.receive())
+    assert isinstance(first, Hello)
+    welcome = messages.encode(Welcome(2, "run-1", stage.token, 10**6, 15 * 10**6, 60 * 10**6, 5 * 10**6, 3))
+    await connection.send(welcome)
+    await connection.send(messages.encode(Assigned(stage.token, NODE)))
+    while not isinstance(hello := messages.decode(await connection.receive()), Hello):
+        assert isinstance(hello, Beat), f"a standby says nothing but that it lives: {hello}"
+    await connection.send(welcome)
+    virtual_loop.spawn("master", stage.listen(connection, answers=True))
+    assert first == hello._replace(node="", run="", token=0)
+    return connection, hello
+
+
+@pytest.mark.parametrize("warm_s", [0.0, 5.0], ids=["warm", "cold"])
+def test_standby_becomes_a_node(warm_s: float) -> None:
+    """Told its name, a standby greets again on the same connection and joins as soon as it is warm, its stores on offer."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        connection, hello = await assigned(stage)
+        assert (hello.node, hello.host, hello.nproc, hello.seat, hello.place) == (NODE, "h", 1, "s", 3)
+        began = asyncio.get_running_loop().time()
+        while not stage.commands(nodes.ReportJoined):  # noqa: ASYNC110  # time is virtual
+            await asyncio.sleep(0.01)
+        assert asyncio.get_running_loop().time() - began <= warm_s + 0.1
+        await asyncio.sleep(0.1)
+        assert [number for number, _ in stage.got] == [1, 2, 3]
+        assert stage.got[0][1] == nodes.ReportJoined(NODE, "h", "h", 1, "s")
+        assert len(stage.commands(world.OfferStore)) == 2
+        await stage.order(connection, run_order(1))
+        await asyncio.sleep(1)
+        assert stage.training.starts == [(NODE, 1)]
+
+    def slowly(stage: Stage, running: asyncio.Task[str]) -> Awaitable[None]:
+        stage.launcher.warm_s = warm_s
+        return story(stage, running)
+
+    tell(slowly, "", seat="s", place=3)
+
+
+def test_standby_keeps_its_name_over_a_reconnection() -> None:
+    """Once it has its name it greets under it for ever."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        connection, _hello = await assigned(stage)
+        await asyncio.sleep(2)
+        await connection.close()
+        _, hello = await stage.greet()
+        assert (hello.node, hello.seat) == (NODE, "s")
+
+    tell(story, "", seat="s")
+
+
+def test_named_twice() -> None:
+    """A master that gives a node another name loses the connection; the node stays what it is."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        connection, _hello = await assigned(stage)
+        await connection.send(messages.encode(Assigned(stage.token, "worker-5-0")))
+        _, hello = await stage.greet()
+        assert hello.node == NODE
+        with pytest.raises(ValueError, match="worker-0-0 already"):
+            stage.agent.name("worker-5-0")
+
+    tell(story, "", seat="s")
+
+
+def test_standby_hears_the_end_of_the_job() -> None:
+    """A standby that is told that the job is over goes at once, reports nothing, and says goodbye."""
+
+    async def story(stage: Stage, running: asyncio.Task[str]) -> None:
+        connection, _hello = await stage.greet()
+        order = Order(leave=True, reason="the job is failed", grace_us=0, outcome="failed", root="rank 0: boom")
+        await connection.send(messages.encode(messages.level(stage.token, order)))
+        assert await asyncio.wait_for(running, 1) == "the job is failed"
+        assert stage.agent.ending == Ending("failed", "the job is failed", "rank 0: boom")
+        assert stage.got == []
+
+    tell(story, "", seat="s")
+
+
+def test_last_frame_is_a_goodbye() -> None:
+    """An agent that ends by itself says so: its connection's end needs no guessing."""
+
+    async def story(stage: Stage, running: asyncio.Task[str]) -> None:
+        connection = await stage.connections.get()
+        await connection.receive()
+        await connection.send(messages.encode(Welcome(2, "run-1", 1, 10**6, 15 * 10**6, 60 * 10**6, 5 * 10**6, 3)))
+        await asyncio.sleep(0.1)
+        stage.agent.leave("SIGTERM")
+        said = []
+        with pytest.raises(ConnectionLost):  # noqa: PT012  # all it says
+            while True:
+                said.append(messages.decode(await connection.receive()))
+                if isinstance(said[-1], Numbered):
+                    await connection.send(messages.encode(Answer(said[-1].number, 1)))
+        assert said[-1] == Goodbye("SIGTERM", leave=True)
+        assert await running == "SIGTERM"
+
+    tell(story)
+
+
+def test_blank_agent_waits_for_its_name() -> None:
+    """A blank agent makes everything warm and stays away from every master until it is named."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        await asyncio.sleep(30)
+        assert stage.connections.empty()
+        began = asyncio.get_running_loop().time()
+        stage.agent.name(NODE)
+        _, hello = await stage.greet()
+        assert hello.node == NODE
+        await asyncio.sleep(0.01)
+        assert stage.commands(nodes.ReportJoined) == [nodes.ReportJoined(NODE, "h", "h", 1)]
+        assert asyncio.get_running_loop().time() - began <= 0.1
+
+    tell(story, "", dial_before_name=False)
+
+
+def test_blank_agent_that_is_not_needed() -> None:
+    """A blank agent that is told to go, goes at once."""
+
+    async def story(stage: Stage, running: asyncio.Task[str]) -> None:
+        await asyncio.sleep(1)
+        stage.agent.leave("SIGTERM")
+        assert await asyncio.wait_for(running, 0.1) == "SIGTERM"
+
+    tell(story, "", dial_before_name=False)
+
+
+@pytest.mark.parametrize(
+    "error", [TokenRefused("the token is wrong"), LaunchFailed("no zygote")], ids=["token", "warm"]
+)
+def test_standby_that_cannot_be_one(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes an agent impossible ends it while it waits for a name, not when it gets one."""
+
+    async def fail(*_: object) -> None:
+        raise error
+
+    async def story() -> None:
+        stage = Stage("", seat="s")
+        monkeypatch.setattr(
+            *((stage.agent._dialer, "connect") if isinstance(error, TokenRefused) else (stage.launcher, "open")), fail
+        )
+        await stage.listener.serve(stage.accept, dict)
+        with pytest.raises(type(error)):
+            await asyncio.wait_for(stage.agent.run(), 10)
+
+    virtual_loop.run(story())

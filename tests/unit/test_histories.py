@@ -20,7 +20,7 @@ import pytest
 from drive import Drive
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import job, nodes, silence, world
+from dlrover_core.job import job, nodes, scaling, silence, world
 from dlrover_core.job.state import CODEC, MODEL, JobState, fold
 from dlrover_core.kernel.state import digest, pack, unpack
 
@@ -77,8 +77,29 @@ def failed_job_with_take_over() -> Drive:
     return drive
 
 
+def asked_by_people() -> Drive:
+    """A job is scaled up, a node of it drained, the job suspended, its master killed, resumed, scaled down and stopped."""
+    drive = Drive(numbered=True, nodes_max=1, nproc=1).up()
+    drive.do(scaling.ScaleGroup("worker", 2, 2, "a new machine"))
+    drive.observe("worker-1-0", "running", host="h1")
+    drive.join("worker-1-0", "h1")
+    drive.run(10)
+    drive.do(scaling.DrainNode("worker-1", "a bad one"))
+    drive.say(nodes.ReportLeft("worker-1-0"))
+    drive.observe("worker-1-0", "gone")
+    drive.join("worker-1-1", "h2")
+    drive.run(20)
+    drive.do(job.SuspendJob("lunch"))
+    drive.take_over()
+    drive.do(job.ResumeJob("back"))
+    drive.run(21)
+    drive.do(scaling.ScaleGroup("worker", 0, 1, "enough"))
+    drive.do(job.StopJob("home"))
+    return drive
+
+
 STORIES: dict[str, Callable[[], Drive]] = {
-    one.__name__: one for one in (worker_death, node_death, failed_job_with_take_over)
+    one.__name__: one for one in (worker_death, node_death, failed_job_with_take_over, asked_by_people)
 }
 
 
@@ -165,3 +186,15 @@ def test_the_story_of_a_failed_job(hashes: dict[str, Any]) -> None:
     assert (state.token, state.failures.restarts) == (3, 1)
     assert [one.state for one in state.failures.incidents.values()] == ["closed", "fatal"]
     assert isinstance(state.job, job.JobSlice)
+
+
+def test_the_story_of_what_people_asked(hashes: dict[str, Any]) -> None:
+    """The sizes are the last ones asked for, nobody failed, and who left did so by plan."""
+    state = _recorded("asked_by_people")
+    assert (state.job.state, state.job.reason, state.job.sizes) == ("stopping", "home", {"worker": (1, 1)})
+    assert state.job.spec.group("worker").nodes_max == 1
+    assert (state.failures.number, state.world.worlds["worker"].generation) == (0, 5)
+    assert {name: node.released for name, node in state.nodes.nodes.items()} == {
+        "worker-0-0": "",
+        "worker-1-1": "scaled down",
+    }

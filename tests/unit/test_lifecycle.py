@@ -56,11 +56,16 @@ def test_no_silent_third_case(lifecycle: Lifecycle, state: str, trigger: str) ->
 # What must never happen, by name: a new pair is a decision.
 ILLEGAL = {
     "job": {
-        *itertools.product(["created", "running", "stopping"], ["create"]),
+        *itertools.product(["created", "running", "suspended", "stopping"], ["create"]),
         *itertools.product(["new", "stopping", "succeeded", "failed", "stopped"], ["succeed", "fail"]),
+        ("suspended", "succeed"),
         *itertools.product(["new", "succeeded", "failed", "stopped"], ["run", "stop"]),
-        ("stopping", "run"),
-        *itertools.product(["new", "created", "running", "succeeded", "failed", "stopped"], ["end"]),
+        *itertools.product(["stopping", "suspended"], ["run", "suspend"]),
+        *itertools.product(["new", "succeeded", "failed", "stopped"], ["suspend"]),
+        *itertools.product(
+            ["new", "created", "running", "stopping", "succeeded", "failed", "stopped"], ["resume", "reopen"]
+        ),
+        *itertools.product(["new", "created", "running", "suspended", "succeeded", "failed", "stopped"], ["end"]),
         *itertools.product(["new", "succeeded", "failed", "stopped"], ["abandon"]),
     },
     "node": set(),

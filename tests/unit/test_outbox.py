@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dlrover_core.errors import ConnectionLost
 from dlrover_core.job import failures, world
 from dlrover_core.kernel.engine import UNANSWERED_MAX as ENGINE_KEEPS
-from dlrover_core.runtime.agent import UNANSWERED_MAX, Outbox
+from dlrover_core.runtime.outbox import UNANSWERED_MAX, Outbox
 from dlrover_core.testing import virtual_loop
 
 

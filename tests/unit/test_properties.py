@@ -9,7 +9,7 @@ from drive import PEER_LOST, Drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover_core.job import failures, job, nodes, progress, silence, world
+from dlrover_core.job import failures, job, nodes, progress, scaling, silence, world
 from dlrover_core.job.state import CODEC, MODEL, JobState, desired
 from dlrover_core.kernel.engine import CommandFailed
 from dlrover_core.kernel.state import digest, pack, unpack
@@ -22,6 +22,7 @@ _acts = st.lists(
                 "join", "join", "join", "offer", "offer", "run", "run", "step", "exit", "exit", "cascade", "old exit",
                 "pending", "failed", "gone", "succeeded", "listed", "silent", "heard", "left", "fault", "withdraw",
                 "started", "stopped", "finished", "tick", "tick", "wait", "wait long", "stop", "take over", "new run", "progress",
+                "scale", "scale", "drain", "suspend", "resume", "resume",
             ]
         ),
         st.integers(0, 5),
@@ -75,6 +76,10 @@ def _commands(drive: Drive, what: str, which: int, number: int) -> list[Any]:
         "stopped": lambda: world.ReportStopped(node, generation, number),
         "finished": lambda: world.ReportFinished(node, generation),
         "stop": lambda: job.StopJob("asked") if number == 0 else job.NotePause(number),
+        "scale": lambda: scaling.ScaleGroup("worker", number, which + 1, "asked"),
+        "drain": lambda: scaling.DrainNode(node if number else f"worker-{which}", "asked"),
+        "suspend": lambda: job.SuspendJob("asked"),
+        "resume": lambda: job.ResumeJob("asked"),
         "new run": lambda: job.CreateJob(f"run-{len(drive.records)}" if number == 0 else "run-1", drive.spec.to_json()),
     }
     if what in one:
@@ -105,13 +110,17 @@ def _act(drive: Drive, what: str, which: int, number: int) -> None:
 
 
 def _check(drive: Drive) -> None:
-    group = drive.spec.groups[0]
+    group = drive.state.job.spec.groups[0]
+    current = drive.world
     for record in drive.new:
         assert type(record.event) is not CommandFailed, record
-    current = drive.world
+        if type(record.event) is world.WorldFormed and current.active:
+            # As it is formed: sizes that are asked for later change no world that goes on.
+            assert group.floor <= len(current.members) <= group.nodes_max
+            assert drive.state.job.forms or drive.state.job.over
     if current.active:
-        assert group.floor <= len(current.members) <= group.nodes_max
         assert len(current.members) % group.unit == 0
+        assert drive.state.job.state != "suspended"
     ranks = [rank for one in current.members for rank in range(one.first_rank, one.first_rank + one.nproc)]
     assert ranks == list(range(current.size))
     assert len({one.node for one in current.members}) == len(current.members)
@@ -122,6 +131,12 @@ def _check(drive: Drive) -> None:
         members = {member.node for member in current.members} if current.active else set()
         alive = {node.node for node in drive.state.nodes.nodes.values() if node.ready}
         assert members - set(current.finished) <= alive
+    kept, _ = drive.state.nodes.tally, drive.state.nodes.recount()
+    anew = drive.state.nodes.tally
+    assert {name: count for name, count in kept.ready.items() if count} == anew.ready
+    assert (kept.alive, kept.suspects, kept.shunned) == (anew.alive, anew.suspects, anew.shunned)
+    assert kept.given_up == anew.given_up
+    drive.state.nodes._tally = kept  # type: ignore[misc]  # the one that is kept goes on being tested
     wanted = desired(drive.state)
     assert len(wanted.names) <= group.nodes_max
     assert {one.name for one in wanted.launch} <= wanted.names
@@ -174,11 +189,11 @@ def test_a_take_over_anywhere_changes_nothing_but_the_leader(
 @settings(max_examples=200)
 @given(_specs, _acts)
 def test_a_job_never_waits_for_nothing(spec: dict[str, Any], acts: list[tuple[str, int, int]]) -> None:
-    """A living job trains, waits for a node that should come, for a store, or for a deadline: it is never simply stuck."""
+    """A living job trains, waits for a node that should come, a store, a deadline, or its resumption: it is never just stuck."""
     drive = Drive(**spec)
     for what, which, number in acts:
         _act(drive, what, which, number)
-    if drive.state.job.live and not drive.members:
+    if drive.state.job.forms and not drive.members:
         waited_for = MODEL.due(drive.state) is not None
         ready = world.ready_nodes(drive.state, "worker")
         without_store = any(not drive.state.world.offers.get(node.node) for node in ready)

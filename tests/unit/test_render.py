@@ -13,7 +13,7 @@ from dlrover_core.history.phrases import duration, exit_of, key_values, one_line
 from dlrover_core.history.plain import explanation_values, plain, record_of, report_values
 from dlrover_core.history.report import report_of
 from dlrover_core.history.status import status_of
-from dlrover_core.job import failures, job, progress, world
+from dlrover_core.job import failures, job, progress, scaling, world
 from dlrover_core.job.state import MODEL
 from dlrover_core.kernel.events import Record
 from dlrover_core.spec import GroupSpec, JobSpec, us
@@ -223,3 +223,32 @@ def test_json() -> None:
     explained = json.loads(json.dumps(explanation_values(told)))
     assert explained["before"][-1]["seq"] == explained["target"]
     assert explained["end"]["event"] == "JobSucceeded"
+
+
+def test_what_people_asked_for() -> None:
+    """The report lists it, the status says how it stands, `explain` links it, and a pause is no time down."""
+    life = Life(TWO_NODES).join(1, "worker-0-0", "worker-1-0").step(2, 1, "worker-0-0")
+    life.die(10, "worker-1-0", 3).do(12, job.SuspendJob("lunch"))
+    assert "suspended (lunch)" in render.status(status_of(life.state, life.records[-1]))
+    assert "4 ranks, suspended" in render.status(status_of(life.state, life.records[-1]))
+    life.do(112, job.ResumeJob("back")).step(113, 2, "worker-0-0")
+    life.do(120, scaling.ScaleGroup("worker", 1, 3, "a new machine"), scaling.DrainNode("worker-1", "a bad one"))
+    told = report_of(life.records)
+    text = numberless(render.report(told))
+    assert told.incidents[0].down_us == us(3)
+    assert told.goodput.by_class["suspended"] == us(100)
+    for line in (
+        "asked for while it ran",
+        "#N   +12.000 s  somebody suspended the job: lunch",
+        "#N  +112.000 s  somebody let the job go on: back",
+        "#N  +120.000 s  worker is to have 1 to 3 nodes (a new machine)",
+        "#N  +120.000 s  somebody wants host-worker-1-0 free of worker-1-0: a bad one",
+    ):
+        assert line in text, text
+    assert "2 nodes (wanted: 1 to 3 nodes), 4 ranks" in render.status(status_of(life.state, life.records[-1]))
+    resumed = next(record.seq for record in life.records if isinstance(record.event, job.JobResumed))
+    explained = explanation_of(life.records, resumed)
+    assert explained is not None
+    assert [type(fact.record.event) for fact in explained.before] == [job.JobSuspended, job.JobResumed]
+    assert {type(fact.record.event) for fact in explained.after} >= {world.WorldFormed, progress.FirstStep}
+    assert plain(told)["asked"][0]["event"] == "JobSuspended"

@@ -158,7 +158,7 @@ def test_slow_reader() -> None:
             async def send(self, frame: bytes) -> None:
                 await asyncio.sleep(30)
 
-        slow = Session(Clogged(), "worker-0-0", 1)  # type: ignore[arg-type]  # never receives
+        slow = Session(Clogged(), HELLO)  # type: ignore[arg-type]  # never receives
         draining = asyncio.ensure_future(slow.drain())
         for number in range(sessions.OUTBOX_MAX + 50):
             slow.push(Answer(number, number))
@@ -172,7 +172,7 @@ def test_slow_reader() -> None:
 
 def test_told_once() -> None:
     """The same order is not said twice; another is."""
-    session = Session(None, "worker-0-0", 1)  # type: ignore[arg-type]  # nothing is sent
+    session = Session(None, HELLO)  # type: ignore[arg-type]  # nothing is sent
     order = Order(leave=False, reason="", grace_us=0, generation=1)
     session.tell(1, order)
     session.tell(1, order._replace())
@@ -215,6 +215,6 @@ def test_second_agent_of_a_node_is_told_to_leave() -> None:
 
     async def story(cluster: Cluster) -> None:
         connection = await dial(cluster, HELLO._replace(boot=4711))
-        assert await hear(connection) == Goodbye("worker-0-0 has an agent already", leave=True)
+        assert await hear(connection) == Goodbye("worker-0-0 has an agent already", leave=True, outcome="lost")
 
     tell(story)

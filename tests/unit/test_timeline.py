@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dlrover_core.history import timeline as classes
 from dlrover_core.history.goodput import goodput_of
 from dlrover_core.history.timeline import CLASSES, Stretch, Timeline, TimelineBuilder, timeline_of
-from dlrover_core.job import failures, job, nodes, progress, silence, world
+from dlrover_core.job import failures, job, nodes, progress, scaling, silence, world
 from dlrover_core.kernel.engine import Command
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import GroupSpec, JobSpec, us
@@ -202,6 +202,52 @@ def test_stopping() -> None:
     assert seconds(timeline_of(records))[1:] == [(classes.TRAINING, 2, 10), (classes.STOPPING, 10, 13)]
 
 
+def test_suspended() -> None:
+    """From the wish to pause to the wish to go on, nothing else is told, whatever happens; then it restarts."""
+    pause, planned = At(110, job.JobSuspended("lunch")), At(110, world.WorldDissolved("worker", 1, "r", planned=True))
+    gone = At(113, nodes.NodeGone(NODE, "", expected=False))
+    told = [created(), stepped(102, 1, 1), pause, planned, gone, opened(113)]
+    assert seconds(timeline_of(history(*told), us(114)))[1:] == [(classes.TRAINING, 2, 10), (classes.SUSPENDED, 10, 14)]
+    told += [At(120, job.JobResumed("back")), formed(120, 2), stepped(121, 2, 9)]
+    assert seconds(timeline_of(history(*told), us(123)))[1:] == [
+        (classes.TRAINING, 2, 10),
+        (classes.SUSPENDED, 10, 20),
+        (classes.RESTARTING, 20, 21),
+        (classes.TRAINING, 21, 23),
+    ]
+
+
+def test_suspended_before_the_first_step() -> None:
+    """A pause is no start-up time, however often."""
+    pauses = [
+        At(at, job.JobSuspended("x") if number % 2 == 0 else job.JobResumed("y"))
+        for number, at in enumerate((101, 102, 104, 108))
+    ]
+    assert seconds(timeline_of(history(created(), *pauses), us(110))) == [
+        (classes.STARTING, 0, 1),
+        (classes.SUSPENDED, 1, 2),
+        (classes.STARTING, 2, 4),
+        (classes.SUSPENDED, 4, 8),
+        (classes.STARTING, 8, 10),
+    ]
+
+
+def test_stopped_while_suspended() -> None:
+    """Stopping ends the pause."""
+    records = history(
+        created(),
+        stepped(102, 1, 1),
+        At(110, job.JobSuspended("x")),
+        At(130, job.JobStopping("y")),
+        At(131, job.JobStopped()),
+    )
+    assert seconds(timeline_of(records))[1:] == [
+        (classes.TRAINING, 2, 10),
+        (classes.SUSPENDED, 10, 30),
+        (classes.STOPPING, 30, 31),
+    ]
+
+
 def test_last_run_only() -> None:
     """A log that holds several runs is told from the beginning of the last; an abandoned run ended at its last record."""
     first = [created(), stepped(102, 1, 1), At(110, job.JobAbandoned("run2 begins"))]
@@ -290,7 +336,21 @@ def test_counts_that_begin_anew_tell_of_no_rework() -> None:
 
 # ---- any history at all
 
-ANYTHING = ["old", "step", "progress", "silence", "heard", "stop", "tick", "over", "create"]
+ANYTHING = [
+    "old",
+    "step",
+    "progress",
+    "silence",
+    "heard",
+    "stop",
+    "tick",
+    "over",
+    "create",
+    "suspend",
+    "resume",
+    "scale",
+    "drain",
+]
 CHOICES = st.sampled_from(
     [f"{what}{node}" for what in ("join", "die", "gone", "left", "finish") for node in "01"] + ANYTHING
 )
@@ -324,6 +384,10 @@ def _commands(life: Life, draw: Draw) -> list[Command]:
         "left": [world.ReportStopped(name, generation), nodes.ReportLeft(name)],
         "finish": [world.ReportFinished(name, generation)],
         "stop": [job.StopJob("Ctrl-C")],
+        "suspend": [job.SuspendJob("lunch")],
+        "resume": [job.ResumeJob("back")],
+        "scale": [scaling.ScaleGroup("worker", 1, 1 + draw.amount % 3, "asked")],
+        "drain": [scaling.DrainNode(name, "asked")],
         "create": [job.CreateJob(f"run{draw.wait}", TWO_NODES.to_json())],
     }
     return happenings.get(draw.what.rstrip("01"), [])

@@ -52,7 +52,7 @@ class _Links:
         self._opened: dict[int, int] = {}
         self._judged: dict[int, int] = {}
         self._acted: dict[int, int] = {}
-        self._stopping = 0
+        self._stopping = self._suspended = 0
 
     def add(self, record: Record) -> None:
         found = (record.cause, *self._named(record.event, record))
@@ -80,6 +80,8 @@ class _Links:
             return (self._dissolved.get(fact.group, 0),)
         if isinstance(fact, job.JobStopped):
             return (self._stopping,)
+        if isinstance(fact, job.JobResumed):
+            return (self._suspended,)
         return ()
 
     def _remember(self, fact: Event, seq: int) -> None:
@@ -100,6 +102,8 @@ class _Links:
             self._acted[fact.incident] = seq
         elif isinstance(fact, job.JobStopping):
             self._stopping = seq
+        elif isinstance(fact, job.JobSuspended):
+            self._suspended = seq
 
 
 class _Run(NamedTuple):

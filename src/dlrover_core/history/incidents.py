@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_core.diagnosis.classify import describe
-from dlrover_core.job import failures, nodes, progress, world
+from dlrover_core.job import failures, job, nodes, progress, world
 from dlrover_core.job.state import JobState
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.events import Record
@@ -46,6 +46,7 @@ class Story:
 
     ``steps_lost`` is what the engine counted from the dead workers' own words, or, where that is more, the distance from the
     highest step that anybody reported to the one that training resumed from: a dead node takes its count along. -1: unknown.
+    ``paused_us``: how long the job was suspended meanwhile, which is no time down.
     """
 
     number: int
@@ -65,6 +66,7 @@ class Story:
     stepped_at: int = 0
     closed_at: int = 0
     steps_lost: int = -1
+    paused_us: int = 0
 
     @property
     def group(self) -> str:
@@ -88,8 +90,8 @@ class Story:
 
     @property
     def down_us(self) -> int | None:
-        """From the death to the next step; None: no step has come."""
-        return self.stepped_at - self.died_at if self.stepped_at else None
+        """From the death to the next step, while the job was not suspended; None: no step has come."""
+        return self.stepped_at - self.died_at - self.paused_us if self.stepped_at else None
 
 
 class IncidentsBuilder:
@@ -100,6 +102,7 @@ class IncidentsBuilder:
         self._open: dict[int, Story] = {}
         # By group, where the script tells its step numbers: the newest generation that made steps, and the highest one known.
         self._reach: dict[str, tuple[int, int]] = {}
+        self._paused_at = 0
 
     def feed(self, state: JobState, record: Record) -> None:
         """Take in the next record; ``state`` is the fold up to and including it."""
@@ -109,6 +112,8 @@ class IncidentsBuilder:
             self._opened(state, fact, record)
         elif isinstance(fact, failures.WorkerExited):
             self._another(fact)
+        elif isinstance(fact, (job.JobSuspended, job.JobResumed)):
+            self._paused(isinstance(fact, job.JobSuspended), record.at)
         elif isinstance(fact, failures.Diagnosed) and fact.incident in self.stories:
             row = (fact.verdict, fact.signature, fact.confidence, fact.evidence, fact.revises, fact.blamed)
             self.stories[fact.incident].judgements.append(Judgement(record.seq, record.at, *row))
@@ -130,6 +135,11 @@ class IncidentsBuilder:
         story = Story(fact.incident, record.seq, fact.node, fact.generation, cause.at, record.at, "", cause.seq)
         story.ranks.extend(fact.ranks)
         self.stories[fact.incident] = self._open[fact.incident] = story
+
+    def _paused(self, begins: bool, at: int) -> None:
+        for story in () if begins else self._open.values():
+            story.paused_us += at - max(self._paused_at, story.died_at)
+        self._paused_at = at
 
     def _another(self, fact: failures.WorkerExited) -> None:
         for story in self._open.values():

@@ -13,7 +13,7 @@ from typing import Any
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.history.plain import fields_of
-from dlrover_core.job import failures, job, nodes, progress, silence, world
+from dlrover_core.job import budget, failures, job, nodes, progress, scaling, silence, world
 from dlrover_core.job.world import from_ranges
 from dlrover_core.kernel.engine import CommandFailed, CommandRefused
 from dlrover_core.kernel.events import Event
@@ -173,6 +173,12 @@ def _gone(fact: nodes.NodeGone) -> str:
     return f"node {fact.node} is gone{', as expected' if fact.expected else ''}: {fact.reason or 'no reason given'}"
 
 
+def _scaled(fact: job.GroupScaled) -> str:
+    places = "the place " if len(fact.revived) == 1 else "the places "
+    again = f"; {places}{', '.join(map(str, fact.revived))} given up before, wanted again" if fact.revived else ""
+    return f"{fact.group} is to have {scaling.sizes(fact.nodes_min, fact.nodes_max)}{again} ({fact.reason})"
+
+
 def _planned(fact: nodes.NodePlanned) -> str:
     avoid = f", not on {', '.join(fact.avoid)}" if fact.avoid else ""
     return f"node {fact.node} should exist{avoid}"
@@ -185,9 +191,13 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     job.JobAbandoned: lambda fact: f"whoever ran this run is gone: {fact.reason}",
     job.JobStarted: lambda _: "the first world formed",
     job.JobStopping: lambda fact: f"somebody asked the job to stop: {fact.reason}",
+    job.JobSuspended: lambda fact: f"somebody suspended the job: {fact.reason}",
+    job.JobResumed: lambda fact: f"somebody let the job go on: {fact.reason}",
+    job.GroupScaled: _scaled,
+    scaling.NodeDrained: lambda fact: f"somebody wants {fact.host or 'the host'} free of {fact.node}: {fact.reason}",
     job.JobStopped: lambda _: "every worker is gone, as asked",
     job.JobSucceeded: lambda fact: f"every worker of generation {fact.generation} ended with exit code 0",
-    job.JobFailed: lambda fact: f"incident {fact.incident}: {fact.root}; {fact.reason}",
+    job.JobFailed: lambda fact: f"{f'incident {fact.incident}: ' if fact.incident else ''}{fact.root}; {fact.reason}",
     job.LeaderStarted: lambda fact: f"master {fact.holder} took over (version {fact.version})",
     job.MasterPaused: lambda fact: f"the master's loop was {duration(fact.late_us)} late; nobody's silence counts",
     job.Archived: lambda fact: f"events {fact.first}-{fact.last} are in the archive",
@@ -221,6 +231,9 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     world.StoreWithdrawn: lambda fact: f"{fact.node} has lost its store at {fact.address}",
     failures.WorkerExited: _exited,
     failures.IncidentOpened: _opened,
+    budget.RestartsSpent: lambda fact: (
+        f"{fact.node}: whoever starts its workers has no restarts left (generation {fact.generation})"
+    ),
     failures.Diagnosed: _diagnosed,
     failures.ActionChosen: _chosen,
     failures.IncidentClosed: _closed,

@@ -25,11 +25,12 @@ from dlrover_core.history.timeline import (
     RUNNING,
     STARTING,
     STOPPING,
+    SUSPENDED,
     TRAINING,
     WAITING,
     Timeline,
 )
-from dlrover_core.job import failures
+from dlrover_core.job import failures, scaling
 from dlrover_core.kernel.events import Record
 
 TAIL_LINES_MAX = 20
@@ -46,6 +47,7 @@ MEANINGS = {
     RESTARTING: "from a new world to its first step",
     WAITING: "no world, and nothing had failed",
     FINISHING: "some workers done, others not yet",
+    SUSPENDED: "suspended, as asked",
     STOPPING: "stopping, as asked",
 }
 
@@ -141,6 +143,12 @@ def report(told: Report, zone: tzinfo | None = None) -> str:
     lines = _headline(told, zone)
     lines += ["", *_incidents(told)]
     lines += ["", *_goodput(told)]
+    if told.asked:
+        lines += ["", "asked for while it ran"]
+        lines += table(
+            [(f"#{one.seq}", offset(one.at, told.created_at) + " s", say(one.event)) for one in told.asked],
+            right=(0, 1),
+        )
     if told.take_overs:
         lines += ["", f"master taken over {count(len(told.take_overs), 'time')}; training does not wait for that"]
         lines += table(
@@ -309,9 +317,13 @@ def _worlds(told: Status) -> Iterator[str]:
         if world.generation == 0:
             yield f"{world.group}: no world yet"
             continue
-        over = "over" if told.over else "dissolved, the next one is awaited"
+        waits = "suspended" if told.state == "suspended" else "dissolved, the next one is awaited"
+        over = "over" if told.over else waits
         how = f"{world.started} of {count(world.nodes, 'node')} started" if world.active and not told.over else over
-        yield f"{world.group}: generation {world.generation}, {count(world.nodes, 'node')}, {count(world.ranks, 'rank')}, {how}"
+        few = world.nodes != world.nodes_max and not told.over
+        wanted = f" (wanted: {scaling.sizes(world.nodes_min, world.nodes_max)})" if few else ""
+        nodes, ranks = count(world.nodes, "node"), count(world.ranks, "rank")
+        yield f"{world.group}: generation {world.generation}, {nodes}{wanted}, {ranks}, {how}"
 
 
 def _nodes(told: Status) -> list[str]:

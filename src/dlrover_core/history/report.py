@@ -13,10 +13,12 @@ from dlrover_core.diagnosis import ladder
 from dlrover_core.history.goodput import Goodput, goodput_of
 from dlrover_core.history.incidents import IncidentsBuilder, Story
 from dlrover_core.history.timeline import Timeline, TimelineBuilder
-from dlrover_core.job import job
+from dlrover_core.job import job, scaling
 from dlrover_core.job.state import MODEL
 from dlrover_core.kernel.engine import CommandFailed
 from dlrover_core.kernel.events import Record
+
+ASKED = (job.GroupScaled, scaling.NodeDrained, job.JobSuspended, job.JobResumed, job.JobStopping)
 
 
 class TakeOver(NamedTuple):
@@ -30,7 +32,10 @@ class TakeOver(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A job's history, told. Times are microseconds by the leader's clock; ``ended_at`` is 0 while the job lives."""
+    """A job's history, told. Times are microseconds by the leader's clock; ``ended_at`` is 0 while the job lives.
+
+    ``asked``: what people asked of the job while it ran.
+    """
 
     job: str
     run: str
@@ -51,6 +56,7 @@ class Report:
     generations: int
     steps_lost: int
     alarms: int
+    asked: tuple[Record, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -77,6 +83,7 @@ class ReportBuilder:
         self._timeline = TimelineBuilder()
         self._incidents = IncidentsBuilder()
         self._take_overs: list[TakeOver] = []
+        self._asked: list[Record] = []
         self._alarms = 0
         self._runs = 0
 
@@ -92,6 +99,8 @@ class ReportBuilder:
             # The first leader of a run creates it and says no more; whoever follows begins with this event.
             if self._runs and not self.state.job.over:
                 self._take_overs.append(TakeOver(record.seq, record.at, fact.holder, record.at - before))
+        elif isinstance(fact, ASKED):
+            self._asked.append(record)
         elif isinstance(fact, CommandFailed):
             self._alarms += 1
 
@@ -99,6 +108,7 @@ class ReportBuilder:
         """What was told so far is an earlier run's."""
         self._timeline, self._incidents = TimelineBuilder(), IncidentsBuilder()
         self._take_overs.clear()
+        self._asked.clear()
         self._alarms = 0
         self._runs += 1
 
@@ -127,6 +137,7 @@ class ReportBuilder:
             generations=sum(world.generation for world in state.world.worlds.values()),
             steps_lost=sum(max(0, story.steps_lost) for story in stories),
             alarms=self._alarms,
+            asked=tuple(self._asked),
         )
 
 

@@ -22,7 +22,7 @@ class NodeRow(NamedTuple):
 
 
 class WorldRow(NamedTuple):
-    """The newest generation of a group."""
+    """The newest generation of a group, and the sizes that the group is to have."""
 
     group: str
     generation: int
@@ -31,6 +31,8 @@ class WorldRow(NamedTuple):
     ranks: int
     started: int
     formed_at: int
+    nodes_min: int
+    nodes_max: int
 
 
 class IncidentRow(NamedTuple):
@@ -97,8 +99,18 @@ def status_of(state: JobState, last: Record | None = None) -> Status:
 
 
 def _worlds(state: JobState) -> tuple[WorldRow, ...]:
+    sizes = {group.name: (group.nodes_min, group.nodes_max) for group in state.job.spec.groups} if state.seq else {}
     return tuple(
-        WorldRow(group, one.generation, one.active, len(one.members), one.size, len(one.started), one.formed_at)
+        WorldRow(
+            group,
+            one.generation,
+            one.active and not state.job.over,
+            len(one.members),
+            one.size,
+            len(one.started),
+            one.formed_at,
+            *sizes.get(group, (0, 0)),
+        )
         for group, one in state.world.worlds.items()
     )
 

@@ -6,7 +6,8 @@ whatever is summed over them sums to wall-clock time exactly. They are built in 
 Every group of nodes has a *lane* of its own, because a group's failure stops that group alone. A lane begins with the group's
 first step; where lanes disagree the worst class wins, so that two incidents at once are counted once. A group that never
 reports a step (parameter servers) has no lane: what its failures cost shows as steps that do not come. A job in which nobody
-does is `RUNNING` while its workers are: nobody can say whether that is training.
+does is `RUNNING` while its workers are: nobody can say whether that is training. From the moment at which somebody suspends the
+job until somebody resumes it, all lanes are `SUSPENDED`, whatever happens meanwhile.
 
 Two things are known only afterwards. A death is older than the report of it: the lane is cut back to the moment of death,
 though never beyond its last change. And a generation that resumes from an earlier step first makes old steps again; see
@@ -34,10 +35,13 @@ FORMING = "forming"
 RESTARTING = "restarting"
 WAITING = "waiting"
 FINISHING = "finishing"
+SUSPENDED = "suspended"
 STOPPING = "stopping"
 
 # In the order in which people read them.
-CLASSES = (STARTING, RUNNING, TRAINING, REWORK, DETECTING, DECIDING, FORMING, RESTARTING, WAITING, FINISHING, STOPPING)
+CLASSES = (
+    STARTING, RUNNING, TRAINING, REWORK, DETECTING, DECIDING, FORMING, RESTARTING, WAITING, FINISHING, SUSPENDED, STOPPING,
+)  # fmt: skip
 # Of two lanes the one further right decides.
 _SEVERITY = {
     name: place
@@ -242,6 +246,8 @@ class TimelineBuilder:
         self._heard: dict[str, int] = {}
         self._groups: dict[int, str] = {}
         self._stepless: list[tuple[int, str]] = []
+        # When it was suspended, and when resumed; 0: it still is.
+        self._pauses: list[tuple[int, int]] = []
 
     def feed(self, record: Record) -> None:
         """Take in the next record. What follows the job's end is no time of the job's."""
@@ -257,6 +263,10 @@ class TimelineBuilder:
             self.begin = record.at
         elif isinstance(fact, job.JobStopping):
             self.stopping_at = record.at
+        elif isinstance(fact, job.JobSuspended):
+            self._pauses.append((record.at, 0))
+        elif isinstance(fact, job.JobResumed) and self._pauses:
+            self._pauses[-1] = (self._pauses[-1][0], record.at)
         elif isinstance(fact, (job.JobSucceeded, job.JobFailed, job.JobStopped)):
             self.ended_by = type(fact).__name__
         elif self.stopping_at is None:
@@ -330,12 +340,17 @@ class TimelineBuilder:
             begin=self.begin,
             end=end,
             ended_by=self.ended_by,
-            segments=tuple(_tiles(self._marks(end, mean), end)),
+            segments=tuple(_paused(_tiles(self._marks(end, mean), end), self._until_stop(end))),
             first_step=stretches[0].first if stretches else -1,
             last_step=_last_step(stretches),
             step_us=mean,
             told=all(one.told for one in stretches),
         )
+
+    def _until_stop(self, end: int) -> list[tuple[int, int]]:
+        """The pauses, each with its end: nobody waits for the resumption of a job that is being stopped."""
+        last = end if self.stopping_at is None else self.stopping_at
+        return [(begin, resumed or last) for begin, resumed in self._pauses]
 
     def _marks(self, end: int, mean: int) -> Iterator[tuple[int, str]]:
         assert self.begin is not None
@@ -372,6 +387,21 @@ def _worst(lanes: list[list[tuple[int, str]]]) -> Iterator[tuple[int, str]]:
     for at, place, _, kind in merged:
         present[place] = kind
         yield at, max(present.values(), key=_SEVERITY.__getitem__)
+
+
+def _paused(tiles: Iterable[Segment], pauses: Sequence[tuple[int, int]]) -> list[Segment]:
+    """The same time, with the pauses cut out of whatever it would have been."""
+    marks: list[tuple[int, str]] = []
+    end = 0
+    for tile in tiles:
+        at, end = tile.begin, tile.end
+        for begin, until in pauses:
+            if begin < tile.end and until > at:
+                marks += [(at, tile.kind)] if begin > at else []
+                marks.append((max(begin, at), SUSPENDED))
+                at = min(until, tile.end)
+        marks += [(at, tile.kind)] if at < tile.end else []
+    return _tiles(marks, end)
 
 
 def _tiles(marks: Iterable[tuple[int, str]], end: int) -> list[Segment]:

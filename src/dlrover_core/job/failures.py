@@ -306,7 +306,9 @@ def _on_node(
     if incident is not None:
         yield _diagnosis(incident, incident.diagnosed_seq, fact.node)
         return
-    yield IncidentOpened(state.failures.number + 1, fact.node, current.generation, ())
+    # While the job is suspended nobody trains in what is left of the last world.
+    generation = ASIDE if state.job.state == "suspended" else current.generation
+    yield IncidentOpened(state.failures.number + 1, fact.node, generation, ())
 
 
 def _counts(state: JobState, fact: nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost) -> bool:
@@ -332,7 +334,7 @@ def _choose(state: JobState, fact: Diagnosed, record: Record) -> Iterator[Event]
     elif fact.blamed:
         yield from _finish_held(state, fact, record)
     elif not incident.action:
-        left = state.job.spec.max_restarts - state.failures.restarts
+        left = 0 if incident.node in state.budget.spent else state.job.spec.max_restarts - state.failures.restarts
         yield _chosen(incident, incident.node, ladder.for_workers(left))
 
 
@@ -349,7 +351,8 @@ def _chosen(incident: Incident, node: str, choice: ladder.Choice) -> ActionChose
 
 def _for_node(state: JobState, name: str, signature: str) -> ladder.Choice:
     group = state.job.spec.group(group_of(name))
-    left = group.relaunch_max - state.failures.relaunches.get(name.rsplit("-", 1)[0], 0)
+    relaunches = state.failures.relaunches.get(name.rsplit("-", 1)[0], 0)
+    left = 0 if name in state.budget.spent else group.relaunch_max - relaunches
     others = nodes.wanted(state, group.name) - 1
     return ladder.for_node(left, others, group.floor, refused=signature == REFUSED)
 
@@ -450,6 +453,11 @@ def _on_created(slice_: FailureSlice, fact: job.JobCreated, record: Record) -> N
     slice_.incidents.clear()
     slice_.relaunches.clear()
     slice_.restarts = 0
+
+
+def _on_scaled(slice_: FailureSlice, fact: job.GroupScaled, record: Record) -> None:
+    for index in fact.revived:
+        slice_.relaunches.pop(f"{fact.group}-{index}", None)
 
 
 def _note_exit(slice_: FailureSlice, fact: WorkerExited, record: Record) -> None:
@@ -561,6 +569,7 @@ CONCERN = Concern(
     events=(WorkerExited, IncidentOpened, Diagnosed, ActionChosen, IncidentClosed),
     evolve={
         job.JobCreated: _on_created,
+        job.GroupScaled: _on_scaled,
         WorkerExited: _note_exit,
         nodes.NodeFailed: _note_node,
         nodes.NodeGone: _note_node,

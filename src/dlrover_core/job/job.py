@@ -1,9 +1,9 @@
-"""The job's own life: created, running, and how it ends."""
+"""The job's own life: created, running, suspended, and how it ends; and the spec as it is in effect now."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,16 +18,20 @@ if TYPE_CHECKING:
 
 LIFECYCLE = Lifecycle(
     "job",
-    states=["new", "created", "running", "stopping", "succeeded", "failed", "stopped"],
+    states=["new", "created", "running", "suspended", "stopping", "succeeded", "failed", "stopped"],
     initial="new",
     transitions=[
         {"trigger": "create", "source": ["new", "succeeded", "failed", "stopped"], "dest": "created"},
         {"trigger": "run", "source": "created", "dest": "running"},
         {"trigger": "succeed", "source": ["created", "running"], "dest": "succeeded"},
-        {"trigger": "fail", "source": ["created", "running"], "dest": "failed"},
-        {"trigger": "stop", "source": ["created", "running"], "dest": "stopping"},
+        {"trigger": "suspend", "source": ["created", "running"], "dest": "suspended"},
+        {"trigger": "resume", "source": "suspended", "dest": "running"},
+        {"trigger": "reopen", "source": "suspended", "dest": "created"},
+        # A node that dies meanwhile and cannot be replaced is no better after the resumption.
+        {"trigger": "fail", "source": ["created", "running", "suspended"], "dest": "failed"},
+        {"trigger": "stop", "source": ["created", "running", "suspended"], "dest": "stopping"},
         {"trigger": "end", "source": "stopping", "dest": "stopped"},
-        {"trigger": "abandon", "source": ["created", "running", "stopping"], "dest": "stopped"},
+        {"trigger": "abandon", "source": ["created", "running", "suspended", "stopping"], "dest": "stopped"},
     ],
     # The first world of a job starts it; every later one finds it running.
     ignored=[("running", "run"), ("stopping", "stop")],
@@ -110,6 +114,31 @@ class JobAbandoned(NamedTuple):
     reason: str
 
 
+@event(90)
+class JobSuspended(NamedTuple):
+    """A person lets the job pause: workers are stopped with their grace, nodes and agents stay, and no world forms."""
+
+    reason: str
+
+
+@event(91)
+class JobResumed(NamedTuple):
+    """A person lets it go on: the next world may form."""
+
+    reason: str
+
+
+@event(92)
+class GroupScaled(NamedTuple):
+    """From here on the group has other sizes. ``revived``: places that had been given up and are wanted again, budgets whole."""
+
+    group: str
+    nodes_min: int
+    nodes_max: int
+    reason: str
+    revived: tuple[int, ...] = ()
+
+
 class CreateJob(NamedTuple):
     """Begin a run: write its first event. A live run of another id is abandoned."""
 
@@ -119,6 +148,18 @@ class CreateJob(NamedTuple):
 
 class StopJob(NamedTuple):
     """A person, or the launcher's Ctrl-C, ends the job."""
+
+    reason: str
+
+
+class SuspendJob(NamedTuple):
+    """A person lets the job pause."""
+
+    reason: str
+
+
+class ResumeJob(NamedTuple):
+    """A person lets a suspended job go on."""
 
     reason: str
 
@@ -146,7 +187,10 @@ class NoteArchived(NamedTuple):
 
 @dataclass(slots=True)
 class JobSlice:
-    """``state`` by `LIFECYCLE`; ``calm_at``: silence counts from here at the earliest."""
+    """``state`` by `LIFECYCLE`; ``calm_at``: silence counts from here at the earliest.
+
+    ``sizes``: nodes_min and nodes_max of the groups that were scaled since the run began.
+    """
 
     state: str = LIFECYCLE.initial
     name: str = ""
@@ -159,15 +203,21 @@ class JobSlice:
     reason: str = ""
     root: str = ""
     archived: int = 0
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def spec(self) -> JobSpec:
-        """The job's configuration."""
-        return parsed(self.spec_json)
+        """The job's configuration as it is in effect: as it was given, in the sizes that were asked for since."""
+        return resized(self.spec_json, tuple(self.sizes.items())) if self.sizes else parsed(self.spec_json)
 
     @property
     def live(self) -> bool:
-        """May nodes and worlds still be made?"""
+        """May nodes still be made?"""
+        return self.state in ("created", "running", "suspended")
+
+    @property
+    def forms(self) -> bool:
+        """May worlds be formed?"""
         return self.state in ("created", "running")
 
     @property
@@ -180,6 +230,19 @@ class JobSlice:
 def parsed(spec_json: str) -> JobSpec:
     """A spec, parsed once: it never changes within a run."""
     return JobSpec.from_json(spec_json)
+
+
+@lru_cache(maxsize=64)
+def resized(spec_json: str, sizes: tuple[tuple[str, tuple[int, int]], ...]) -> JobSpec:
+    """A spec in other sizes. Raises `SpecError` for sizes that could never be."""
+    spec, wanted = parsed(spec_json), dict(sizes)
+    groups = (
+        replace(group, nodes_min=wanted[group.name][0], nodes_max=wanted[group.name][1])
+        if group.name in wanted
+        else group
+        for group in spec.groups
+    )
+    return replace(spec, groups=tuple(groups))
 
 
 def _create(state: JobState, command: CreateJob, now: int) -> Iterator[Event]:
@@ -195,6 +258,26 @@ def _stop(state: JobState, command: StopJob, now: int) -> Iterator[Event]:
     if not state.job.live:
         raise Refused(f"the job is {state.job.state}")
     yield JobStopping(command.reason)
+
+
+def _suspend(state: JobState, command: SuspendJob, now: int) -> Iterator[Event]:
+    if not state.job.forms:
+        raise Refused(f"the job is {state.job.state}{' already' if state.job.state == 'suspended' else ''}")
+    refuse_while_failing(state)
+    yield JobSuspended(command.reason)
+
+
+def _resume(state: JobState, command: ResumeJob, now: int) -> Iterator[Event]:
+    if state.job.state != "suspended":
+        raise Refused(f"the job is {state.job.state}; only a suspended one can be resumed")
+    yield JobResumed(command.reason)
+
+
+def refuse_while_failing(state: JobState) -> None:
+    """Raises `Refused` while the job's end is decided, and only the last evidence for its cause is awaited."""
+    incident = next((one for one in state.failures.incidents.values() if one.held), None)
+    if incident is not None:
+        raise Refused(f"incident {incident.number} ({incident.signature}) is about to fail the job: {incident.rule}")
 
 
 def _take_over(state: JobState, command: TakeOver, now: int) -> Iterator[Event]:
@@ -231,6 +314,7 @@ def _on_created(slice_: JobSlice, fact: JobCreated, record: Record) -> None:
     slice_.created_at = slice_.calm_at = record.at
     slice_.started_at = slice_.ended_at = 0
     slice_.reason = slice_.root = ""
+    slice_.sizes = {}
 
 
 def _on_started(slice_: JobSlice, fact: JobStarted, record: Record) -> None:
@@ -241,6 +325,23 @@ def _on_started(slice_: JobSlice, fact: JobStarted, record: Record) -> None:
 def _on_stopping(slice_: JobSlice, fact: JobStopping, record: Record) -> None:
     _move(slice_, "stop", record)
     slice_.reason = fact.reason
+
+
+def _on_suspended(slice_: JobSlice, fact: JobSuspended, record: Record) -> None:
+    _move(slice_, "suspend", record)
+    slice_.reason = fact.reason
+
+
+def _on_resumed(slice_: JobSlice, fact: JobResumed, record: Record) -> None:
+    # Before its first world it goes on as it began.
+    _move(slice_, "resume" if slice_.started_at else "reopen", record)
+    slice_.reason = ""
+    # Whoever is missing is waited for as after a take-over.
+    slice_.calm_at = record.at
+
+
+def _on_scaled(slice_: JobSlice, fact: GroupScaled, record: Record) -> None:
+    slice_.sizes = {**slice_.sizes, fact.group: (fact.nodes_min, fact.nodes_max)}
 
 
 def _on_failed(slice_: JobSlice, fact: JobFailed, record: Record) -> None:
@@ -273,6 +374,9 @@ CONCERN = Concern(
         MasterPaused,
         Archived,
         JobAbandoned,
+        JobSuspended,
+        JobResumed,
+        GroupScaled,
     ),
     evolve={
         JobCreated: _on_created,
@@ -282,10 +386,21 @@ CONCERN = Concern(
         JobSucceeded: lambda slice_, fact, record: _move(slice_, "succeed", record),
         JobFailed: _on_failed,
         JobAbandoned: lambda slice_, fact, record: _move(slice_, "abandon", record),
+        JobSuspended: _on_suspended,
+        JobResumed: _on_resumed,
+        GroupScaled: _on_scaled,
         LeaderStarted: _on_calm,
         MasterPaused: _on_calm,
         Archived: _on_archived,
     },
-    decide={CreateJob: _create, StopJob: _stop, TakeOver: _take_over, NotePause: _pause, NoteArchived: _archived},
+    decide={
+        CreateJob: _create,
+        StopJob: _stop,
+        SuspendJob: _suspend,
+        ResumeJob: _resume,
+        TakeOver: _take_over,
+        NotePause: _pause,
+        NoteArchived: _archived,
+    },
     react={JobStopping: _stop_at_once_when_idle},
 )

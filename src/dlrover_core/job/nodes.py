@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dlrover_core.errors import Refused
 from dlrover_core.job import job
 from dlrover_core.job.node_lifecycle import ALIVE, COMING, LIFECYCLE
+from dlrover_core.job.tally import Tallied, tallied
 from dlrover_core.kernel.engine import Concern
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
     from dlrover_core.job.state import JobState
 
 QUARANTINES_MAX = 1024
+# Why a node is released that has done nothing wrong: its workers have the grace of a planned stop.
+DRAINED, SCALED_DOWN = "drained", "scaled down"
+BY_PLAN = (DRAINED, SCALED_DOWN)
 TEXT_MAX = 500
+NAME_MAX, NPROC_MAX = 255, 65_536
 # Exit reasons that speak against the host rather than against the program.
 HOST_REASONS = ("check_failed", "hardware")
 
@@ -53,14 +58,18 @@ class NodeRunning(NamedTuple):
     host: str
 
 
-@event(23)
+@event(23, version=2, upcast={1: lambda fields: (*fields, "")})
 class NodeJoined(NamedTuple):
-    """Its agent has reported: from here on it can be a member of a world."""
+    """Its agent has reported: from here on it can be a member of a world.
+
+    ``seat``: the place on its host that at most one living agent holds.
+    """
 
     node: str
     host: str
     address: str
     nproc: int
+    seat: str = ""
 
 
 @event(26)
@@ -149,6 +158,7 @@ class ReportJoined(NamedTuple):
     host: str
     address: str
     nproc: int
+    seat: str = ""
 
 
 class ReportLeft(NamedTuple):
@@ -182,11 +192,17 @@ class Node:
     released: str = ""
     suspect_at: int = 0
     avoid: tuple[str, ...] = ()
+    seat: str = ""
 
     @property
     def ready(self) -> bool:
         """Can it be a member of a world?"""
         return self.joined and not self.released and self.state in ALIVE
+
+    @property
+    def shunned(self) -> bool:
+        """Is its host avoided? A lost one may run on unreached, a drained one is leaving."""
+        return bool(self.host) and (self.state == "lost" or self.released == DRAINED)
 
 
 @dataclass(slots=True)
@@ -200,7 +216,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class NodeSlice:
+class NodeSlice(Tallied):
     """Nodes that are not gone, by name; places by ``group-index``; hosts in quarantine with their expiry."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -220,8 +236,8 @@ class NodeSlice:
 
 def wanted(state: JobState, group: str) -> int:
     """How many places of a group are still wanted: its nodes_max less those given up."""
-    given_up = sum(slot.given_up for slot in state.nodes.slots.values() if slot.group == group)
-    return state.job.spec.group(group).nodes_max - given_up
+    nodes_max = state.job.spec.group(group).nodes_max
+    return nodes_max - sum(index < nodes_max for index in state.nodes.tally.given_up.get(group, ()))
 
 
 def present(state: JobState, name: str) -> Node:
@@ -233,13 +249,26 @@ def present(state: JobState, name: str) -> Node:
 
 
 def plan(state: JobState, group: str, index: int) -> Iterator[Event]:
-    """Plan the next incarnation in a place, clear of the hosts in quarantine and of nodes that could not be reached."""
+    """Plan the next incarnation in a place, clear of the hosts in quarantine, of those to be cleared, and of lost nodes."""
     slot = state.nodes.slots.get(f"{group}-{index}")
     incarnation = slot.incarnation + 1 if slot else 0
     avoid = [host for host, until in state.nodes.quarantine.items() if until > state.at]
-    # What was lost may run on where nobody can reach it, until it is seen gone.
-    avoid += [node.host for node in state.nodes.nodes.values() if node.state == "lost" and node.host]
+    avoid += shunned(state)
     yield NodePlanned(f"{group}-{index}-{incarnation}", group, index, incarnation, tuple(dict.fromkeys(avoid)))
+
+
+def shunned(state: JobState) -> list[str]:
+    """Hosts that are avoided until their node is seen gone."""
+    if not state.nodes.tally.shunned:
+        return []
+    return [node.host for node in state.nodes.nodes.values() if node.shunned]
+
+
+def release(state: JobState, node: Node, reason: str) -> Iterator[Event]:
+    """Let a node go, by plan. Of one that no backend has accepted yet nothing will be seen: it is gone at once."""
+    yield NodeReleased(node.node, reason)
+    if node.state == "planned":
+        yield NodeGone(node.node, "it was never started", expected=True)
 
 
 def replace(state: JobState, name: str) -> Iterator[Event]:
@@ -258,14 +287,16 @@ def give_up(state: JobState, name: str) -> Iterator[Event]:
 
 def complete(state: JobState, group: str) -> Iterator[Event]:
     """Plan a node for every wanted place that has none: whoever finished and left is needed again when the world re-forms."""
-    nodes_max = state.job.spec.group(group).nodes_max
-    for slot in list(state.nodes.slots.values()):
-        # Places beyond nodes_max are an earlier, larger run's.
-        if slot.group != group or slot.given_up or slot.index >= nodes_max:
-            continue
-        latest = state.nodes.latest(slot.group, slot.index)
-        if latest is None or latest.released or latest.state not in COMING:
-            yield from plan(state, slot.group, slot.index)
+    for index in range(state.job.spec.group(group).nodes_max):
+        if vacant(state, group, index):
+            yield from plan(state, group, index)
+
+
+def vacant(state: JobState, group: str, index: int) -> bool:
+    """Is this place wanted, and nobody in it or on the way to it?"""
+    slot, latest = state.nodes.slots.get(f"{group}-{index}"), state.nodes.latest(group, index)
+    given_up = slot is not None and slot.given_up
+    return not given_up and (latest is None or bool(latest.released) or latest.state not in COMING)
 
 
 # ---- decide
@@ -324,7 +355,9 @@ def _joined(state: JobState, command: ReportJoined, now: int) -> Iterator[Event]
         raise Refused(f"node {node.node!r} is {node.released or node.state}; its agent should leave")
     if node.joined:
         raise Refused(f"node {node.node!r} has an agent already")
-    yield NodeJoined(node.node, command.host, command.address, command.nproc)
+    if not 1 <= command.nproc <= NPROC_MAX or max(map(len, (command.host, command.address, command.seat))) > NAME_MAX:
+        raise Refused(f"node {node.node!r}: 1 to {NPROC_MAX} workers, and names of at most {NAME_MAX} characters")
+    yield NodeJoined(node.node, command.host, command.address, command.nproc, command.seat)
 
 
 def _left(state: JobState, command: ReportLeft, now: int) -> Iterator[Event]:
@@ -397,6 +430,7 @@ def _on_running(slice_: NodeSlice, fact: NodeRunning, record: Record) -> None:
 def _on_joined(slice_: NodeSlice, fact: NodeJoined, record: Record) -> None:
     node = move(slice_, fact.node, "run")
     node.joined, node.host, node.address, node.nproc = True, fact.host, fact.address, fact.nproc
+    node.seat = fact.seat
 
 
 def _on_failed(slice_: NodeSlice, fact: NodeFailed, record: Record) -> None:
@@ -429,6 +463,11 @@ def _on_released(slice_: NodeSlice, fact: NodeReleased, record: Record) -> None:
         slice_.slots[fact.node.rsplit("-", 1)[0]].given_up = True
 
 
+def _on_scaled(slice_: NodeSlice, fact: job.GroupScaled, record: Record) -> None:
+    for index in fact.revived:
+        slice_.slots[f"{fact.group}-{index}"].given_up = False
+
+
 def _on_left(slice_: NodeSlice, fact: NodeLeft, record: Record) -> None:
     node = slice_.nodes[fact.node]
     node.joined = False
@@ -451,20 +490,23 @@ EVENTS = (
 CONCERN = Concern(
     name="nodes",
     events=EVENTS,
-    evolve={
-        job.JobCreated: _on_created,
-        NodePlanned: _on_planned,
-        NodePending: _on_pending,
-        NodeRunning: _on_running,
-        NodeJoined: _on_joined,
-        NodeSucceeded: _on_succeeded,
-        NodeFailed: _on_failed,
-        NodeGone: _on_gone,
-        NodeLost: _on_lost,
-        NodeReleased: _on_released,
-        NodeLeft: _on_left,
-        HostQuarantined: _on_quarantined,
-    },
+    evolve=tallied(
+        {
+            job.JobCreated: _on_created,
+            job.GroupScaled: _on_scaled,
+            NodePlanned: _on_planned,
+            NodePending: _on_pending,
+            NodeRunning: _on_running,
+            NodeJoined: _on_joined,
+            NodeSucceeded: _on_succeeded,
+            NodeFailed: _on_failed,
+            NodeGone: _on_gone,
+            NodeLost: _on_lost,
+            NodeReleased: _on_released,
+            NodeLeft: _on_left,
+            HostQuarantined: _on_quarantined,
+        }
+    ),
     decide={
         ObserveNodes: _observe,
         ReportJoined: _joined,

@@ -2,6 +2,9 @@
 
 Silence is not death. A silent node is *suspect*; while its backend calls it running it is replaced after ``unreachable_s`` only.
 Where more than half fall silent at once the master suspects itself, and replaces nobody before ``mass_silence_s``.
+
+In a job whose nodes come by themselves nobody is to blame for a node that has not come. There a group that cannot form a
+world for want of nodes waits ``launch_s`` for them, counted anew from the last one that came, and then fails the job.
 """
 
 from __future__ import annotations
@@ -9,14 +12,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from dlrover_core.job import nodes
+from dlrover_core.job import job, nodes, world
 from dlrover_core.job.node_lifecycle import ALIVE, LIFECYCLE
+from dlrover_core.job.tally import tallied
 from dlrover_core.kernel.engine import Concern
 from dlrover_core.kernel.events import Event, Record, event
-from dlrover_core.spec import us
+from dlrover_core.spec import GroupSpec, us
 
 if TYPE_CHECKING:
     from dlrover_core.job.state import JobState
+
+
+NAMED_MAX = 8
 
 
 @event(24)
@@ -81,9 +88,11 @@ def _patience(state: JobState, node: nodes.Node) -> int | None:
     if node.state == "failed" and not node.ended:
         # No good by its own word, and its backend never saw it end: its host is avoided from then on.
         return max(node.suspect_at, state.job.calm_at) + us(spec.unreachable_s)
-    if node.released:
+    if node.released and not (node.joined and node.state == "suspect"):
         return None
     if node.state in ("planned", "pending") or (node.state == "running" and not node.joined):
+        if spec.joining:
+            return None
         return max(node.planned_at, state.job.calm_at) + us(spec.launch_s)
     if node.state == "suspect" and state.job.state == "stopping":
         # It was told to stop, or cannot hear: it gets what a reachable one gets.
@@ -104,12 +113,40 @@ def _waited_for(state: JobState) -> list[nodes.Node]:
     return []
 
 
+def _short(state: JobState) -> Iterator[tuple[GroupSpec, int]]:
+    """Groups of a joining job that have no world for want of nodes, and when that fails it."""
+    if state.job.spec.joining and state.job.forms:
+        for group in state.job.spec.groups:
+            current = state.world.worlds.get(group.name) or world.World()
+            ready = state.nodes.tally.ready.get(group.name, 0)
+            if ready < group.floor and not current.active and not world.held(state, group.name):
+                yield group, max(current.changed_at, state.job.calm_at) + us(state.job.spec.launch_s)
+
+
+def _give_up_waiting(state: JobState, group: GroupSpec) -> Event:
+    here = world.ready_nodes(state, group.name)
+    there = [f"{node.node} on {node.host}" for node in here[:NAMED_MAX]]
+    if len(here) > NAMED_MAX:
+        there.append(f"{len(here) - NAMED_MAX} more")
+    missing = group.floor - len(here)
+    root = (
+        f"only {len(here)} of {group.floor} nodes joined within {state.job.spec.launch_s:g} s: "
+        f"{', '.join(there) or 'nobody'} came; {missing} more {'host' if missing == 1 else 'hosts'} must run dlrover-run"
+    )
+    return job.JobFailed(f"joining: a world of {group.name} needs {group.floor} nodes", 0, root)
+
+
 def _due(state: JobState) -> int | None:
     times = [_patience(state, node) for node in _waited_for(state)]
+    times += [deadline for _, deadline in _short(state)]
     return min((time for time in times if time is not None), default=None)
 
 
 def _tick(state: JobState, now: int) -> Iterator[Event]:
+    short = next((group for group, deadline in _short(state) if deadline <= now), None)
+    if short is not None:
+        yield _give_up_waiting(state, short)
+        return
     for node in _waited_for(state):
         deadline = _patience(state, node)
         if deadline is not None and deadline <= now:
@@ -130,10 +167,9 @@ def _why_lost(state: JobState, node: nodes.Node) -> str:
 
 
 def _note_mass(state: JobState, fact: NodeSuspected, record: Record) -> Iterator[Event]:
-    alive = [node for node in state.nodes.nodes.values() if node.joined and node.state in ALIVE]
-    suspects = sum(node.state == "suspect" for node in alive)
-    if suspects * 2 > len(alive) and not state.nodes.mass_at:
-        yield MassSilence(suspects, len(alive))
+    tally = state.nodes.tally
+    if tally.suspects * 2 > tally.alive and not state.nodes.mass_at:
+        yield MassSilence(tally.suspects, tally.alive)
 
 
 # ---- evolve
@@ -149,8 +185,10 @@ def _on_heard(slice_: nodes.NodeSlice, fact: NodeHeard, record: Record) -> None:
 
 
 def _end_mass(slice_: nodes.NodeSlice) -> None:
+    if not slice_.mass_at:
+        return
     alive = [node for node in slice_.nodes.values() if node.joined and node.state in ALIVE]
-    if slice_.mass_at and sum(node.state == "suspect" for node in alive) * 2 <= len(alive):
+    if sum(node.state == "suspect" for node in alive) * 2 <= len(alive):
         slice_.mass_at = 0
 
 
@@ -167,8 +205,7 @@ CONCERN = Concern(
     name="nodes",
     events=(NodeSuspected, NodeHeard, MassSilence),
     evolve={
-        NodeSuspected: _on_suspected,
-        NodeHeard: _on_heard,
+        **tallied({NodeSuspected: _on_suspected, NodeHeard: _on_heard}),
         MassSilence: _on_mass,
         nodes.NodeFailed: _fewer,
         nodes.NodeSucceeded: _fewer,

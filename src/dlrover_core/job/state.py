@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from dlrover_core.diagnosis.classify import CASC
-from dlrover_core.job import failures, job, nodes, progress, silence, world
+from dlrover_core.job import budget, failures, haste, job, laggards, nodes, progress, scaling, silence, world
 from dlrover_core.job.node_lifecycle import COMING
 from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.engine import BaseState, Model
@@ -28,11 +28,25 @@ class JobState(BaseState):
     world: world.WorldSlice = field(default_factory=world.WorldSlice)
     failures: failures.FailureSlice = field(default_factory=failures.FailureSlice)
     progress: progress.ProgressSlice = field(default_factory=progress.ProgressSlice)
+    budget: budget.BudgetSlice = field(default_factory=budget.BudgetSlice)
+    haste: haste.HasteSlice = field(default_factory=haste.HasteSlice)
+    laggards: laggards.LaggardSlice = field(default_factory=laggards.LaggardSlice)
 
 
 MODEL: Model[JobState] = Model(
     JobState,
-    (job.CONCERN, nodes.CONCERN, silence.CONCERN, failures.CONCERN, world.CONCERN, progress.CONCERN),
+    (
+        job.CONCERN,
+        nodes.CONCERN,
+        silence.CONCERN,
+        failures.CONCERN,
+        world.CONCERN,
+        progress.CONCERN,
+        scaling.CONCERN,
+        budget.CONCERN,
+        haste.CONCERN,
+        laggards.CONCERN,
+    ),
     # A sender is forgotten with its node; all of them with their run.
     forgets=MappingProxyType({nodes.NodeGone: lambda fact: fact.node, job.JobCreated: lambda _: None}),
 )
@@ -43,14 +57,22 @@ CODEC = Codec(REGISTRY)
 LEVELLING: frozenset[type] = frozenset(
     {
         job.JobCreated, job.JobStopping, job.JobStopped, job.JobSucceeded, job.JobFailed, job.LeaderStarted,
+        job.JobSuspended, job.JobResumed, job.GroupScaled,
         nodes.NodePlanned, nodes.NodeJoined, nodes.NodeFailed, nodes.NodeSucceeded, nodes.NodeGone, nodes.NodeLost,
         nodes.NodeReleased, nodes.NodeLeft, world.WorldFormed, world.WorldDissolved, failures.Diagnosed,
     }
 )  # fmt: skip
 
 
+DELETION_S = 1.0
+
+
 class NodeLaunch(NamedTuple):
-    """A node that should exist and does not yet. ``name`` is the backend's name for it, unique for ever."""
+    """A node that should exist and does not yet. ``name`` is the backend's name for it, unique for ever.
+
+    ``avoid`` names hosts that it should not run on while there are others. Which there are only the backend knows: one with a
+    single host starts the node there all the same, or draining a one-host job would end it.
+    """
 
     name: str
     node: str
@@ -96,7 +118,19 @@ class Desired(NamedTuple):
     orders: Mapping[str, Order]
 
 
-STRANGER = Order(leave=True, reason="not a node of this run", grace_us=0)
+def deletion_grace_s(state: JobState, name: str) -> float:
+    """How long a node, by its backend's name, has to end by itself once it is deleted."""
+    spec, node = state.job.spec, state.nodes.nodes.get(name.removeprefix(f"{state.job.name}-"))
+    if state.job.state == "stopping":
+        return spec.stop_grace_s
+    if node is not None and node.released in nodes.BY_PLAN:
+        # Its agent gives the workers their grace, and then needs a moment itself.
+        return spec.stop_grace_s + DELETION_S
+    return spec.broken_grace_s + DELETION_S
+
+
+# Its identity is over, the job may go on without it: what a node hears that comes back after it was given up.
+STRANGER = Order(leave=True, reason="not a node of this run", grace_us=0, outcome="lost")
 
 
 def full_name(state: JobState, node: str) -> str:
@@ -136,39 +170,48 @@ def _taken(state: JobState) -> dict[tuple[str, int], int]:
 def _launch(state: JobState, node: nodes.Node) -> NodeLaunch:
     nproc = state.job.spec.group(node.group).nproc
     # Since it was planned another may have been lost, and may run on where nobody can reach it.
-    lost = [other.host for other in state.nodes.nodes.values() if other.state == "lost" and other.host]
-    avoid = tuple(dict.fromkeys([*node.avoid, *lost]))
+    avoid = tuple(dict.fromkeys([*node.avoid, *nodes.shunned(state)]))
     return NodeLaunch(full_name(state, node.node), node.node, node.group, node.index, node.incarnation, nproc, avoid)
 
 
 def _orders(state: JobState) -> Mapping[str, Order]:
     orders: dict[str, Order] = {}
     for group, current in state.world.worlds.items():
-        places = {member.node: place for place, member in enumerate(current.members)}
+        # Made once each: a member's for as long as its world stands, and one for all who wait or leave alike.
+        working: dict[object, Order] = current.recall("orders", dict)
+        alike: dict[object, Order] = {}
         for node in state.nodes.of(group):
             # Who is released must hear it even where nobody counts on it any more: given up as lost, and back again.
-            if node.joined or node.released:
-                orders[node.node] = _order(state, node, current, places.get(node.node, -1))
+            if not (node.joined or node.released):
+                continue
+            place = current.places.get(node.node, -1)
+            works = state.job.live and current.active and place >= 0 and not node.released
+            known = working if works else alike
+            key: object = node.node if works else (node.released, place >= 0)
+            order = known.get(key)
+            if order is None:
+                order = known[key] = _order(state, node, current, place)
+            orders[node.node] = order
     return orders
 
 
 def _order(state: JobState, node: nodes.Node, current: world.World, place: int) -> Order:
     spec = state.job.spec
     if not state.job.live:
-        grace = 0.0 if state.job.state == "failed" else spec.stop_grace_s
-        outcome = "stopped" if state.job.state == "stopping" else state.job.state
-        return Order(True, f"the job is {state.job.state}", us(grace), outcome=outcome, root=state.job.root)
+        return farewell(state)
     if node.released:
-        return Order(True, f"the node is {node.released}", us(spec.broken_grace_s), outcome=node.released)
+        grace = spec.stop_grace_s if node.released in nodes.BY_PLAN else spec.broken_grace_s
+        return Order(True, f"the node is {node.released}", us(grace), outcome=node.released)
     if place < 0 or not current.active:
         grace = spec.stop_grace_s if current.planned_stop else spec.broken_grace_s
         over = current.generation if place >= 0 else 0
-        return Order(False, "waiting for a world", us(grace), over=over, linger_us=_linger_us(state, node.group))
+        waits = "the job is suspended" if state.job.state == "suspended" else "waiting for a world"
+        return Order(False, waits, us(grace), over=over, linger_us=_linger_us(state, node.group))
     member = current.members[place]
     return Order(
         leave=False,
         reason="",
-        grace_us=us(spec.broken_grace_s),
+        grace_us=us(spec.stop_grace_s if current.planned_change else spec.broken_grace_s),
         generation=current.generation,
         first_rank=member.first_rank,
         nproc=member.nproc,
@@ -181,10 +224,21 @@ def _order(state: JobState, node: nodes.Node, current: world.World, place: int) 
     )
 
 
+def farewell(state: JobState) -> Order:
+    """What everybody hears of a job that has ended, or is stopping; waiting standbys too."""
+    grace = 0.0 if state.job.state == "failed" else state.job.spec.stop_grace_s
+    outcome = "stopped" if state.job.state == "stopping" else state.job.state
+    root = state.job.root or state.job.reason
+    return Order(True, f"the job is {state.job.state}", us(grace), outcome=outcome, root=root)
+
+
 def _linger_us(state: JobState, group: str) -> int:
-    """A job that is about to fail and knows only of cascades gives the one who knows why a moment to say so."""
+    """A job that is about to fail and knows only of cascades gives the one who knows why a moment to say so.
+
+    Torch's elastic agent sums up the failures of its own workers only where they died by themselves: it too gets the moment.
+    """
     incident = state.failures.unmended(group)
-    knows = incident is None or not incident.held or incident.cause.verdict != CASC
+    knows = incident is None or not incident.held or (incident.cause.verdict != CASC and not state.budget.spent)
     return 0 if knows else us(state.job.spec.linger_s)
 
 

@@ -10,12 +10,14 @@ Members are written as index ranges in rank order, ``(first index, count, incarn
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from dlrover_core.errors import Refused
 from dlrover_core.job import job, nodes
+from dlrover_core.job.layout import Ranges, layout, to_ranges
+from dlrover_core.job.tally import Remembering
 from dlrover_core.kernel.engine import Concern
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from dlrover_core.job.state import JobState
 
 STORES_MAX = 4
-
-Ranges = tuple[tuple[int, int, int, int], ...]
 
 
 @event(40)
@@ -163,12 +163,16 @@ class Member(NamedTuple):
 
 
 @dataclass(slots=True)
-class World:
-    """The newest generation of one group. ``active``: it should be running. ``before``: generations of earlier runs."""
+class World(Remembering):
+    """The newest generation of one group. ``active``: it should be running. ``before``: generations of earlier runs.
+
+    ``planned_stop``: its end was planned; ``planned_change``: that of the one before, whose workers may still be stopping.
+    """
 
     generation: int = 0
     active: bool = False
     planned_stop: bool = False
+    planned_change: bool = False
     members: tuple[Member, ...] = ()
     size: int = 0
     store: str = ""
@@ -183,11 +187,17 @@ class World:
 
     def done(self, node: str) -> bool:
         """Has this member's work ended well? Once the world is dissolved everybody is needed again."""
-        return self.active and node in self.finished
+        return self.active and self.listed("finished", node)
 
     def member(self, node: str) -> Member | None:
         """The place of a node, or None."""
-        return next((member for member in self.members if member.node == node), None)
+        place = self.places.get(node)
+        return None if place is None else self.members[place]
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """Each member's place in rank order."""
+        return self.recall("places", lambda: {member.node: place for place, member in enumerate(self.members)})
 
 
 @dataclass(slots=True)
@@ -210,52 +220,6 @@ def group_of(node: str) -> str:
 # ---- who goes where
 
 
-def layout(before: Sequence[str], ready: Sequence[nodes.Node], count: int) -> list[nodes.Node]:
-    """``count`` of the ready nodes in rank order: survivors stay where they were, newcomers take what was vacated.
-
-    ``before`` is the last world's nodes in rank order. A place beyond the new size moves into the first hole. A relaunched
-    node finds its predecessor's place if it is still free. Nobody is named twice, nobody is lost.
-    """
-    here = {node.node: node for node in ready}
-    survivors = [name for name in before if name in here][:count]
-    newcomers = sorted(
-        (node for node in ready if node.node not in set(survivors)), key=lambda node: (node.index, node.incarnation)
-    )
-    newcomers = newcomers[: count - len(survivors)]
-    places: list[nodes.Node | None] = [None] * count
-    kept = set(survivors)
-    moved = []
-    for place, name in enumerate(before):
-        if name in kept:
-            if place < count:
-                places[place] = here[name]
-            else:
-                moved.append(here[name])
-    vacated = {name.rsplit("-", 1)[0]: place for place, name in enumerate(before[:count]) if name not in kept}
-    late = []
-    for node in newcomers:
-        place = vacated.get(f"{node.group}-{node.index}", -1)
-        if place >= 0 and places[place] is None:
-            places[place] = node
-        else:
-            late.append(node)
-    fill = iter([*moved, *late])
-    return [node if node is not None else next(fill) for node in places]
-
-
-def to_ranges(ordered: Sequence[nodes.Node]) -> Ranges:
-    """Members in rank order as ranges."""
-    ranges: list[tuple[int, int, int, int]] = []
-    for node in ordered:
-        if ranges:
-            index, count, incarnation, nproc = ranges[-1]
-            if (index + count, incarnation, nproc) == (node.index, node.incarnation, node.nproc):
-                ranges[-1] = (index, count + 1, incarnation, nproc)
-                continue
-        ranges.append((node.index, 1, node.incarnation, node.nproc))
-    return tuple(ranges)
-
-
 def from_ranges(group: str, ranges: Ranges) -> tuple[Member, ...]:
     """The members that `to_ranges` wrote down."""
     members: list[Member] = []
@@ -275,9 +239,9 @@ def ready_nodes(state: JobState, group: str) -> list[nodes.Node]:
     return [node for node in state.nodes.nodes.values() if node.group == group and node.ready]
 
 
-def _count(state: JobState, group: str, ready: int, *, last_call_over: bool) -> int:
+def _count(state: JobState, group: str, *, last_call_over: bool) -> int:
     """How many nodes a world formed now would have; 0: not now."""
-    spec = state.job.spec.group(group)
+    spec, ready = state.job.spec.group(group), state.nodes.tally.ready.get(group, 0)
     expected = nodes.wanted(state, group) // spec.unit * spec.unit
     if ready >= expected >= spec.floor:
         return expected
@@ -295,19 +259,28 @@ def form(state: JobState, group: str, now: int, reason: str, *, at_once: bool = 
 
     Waits for the store of rank 0's node and, unless ``at_once``, for the last call.
     """
-    if not state.job.live:
+    if not state.job.forms or now < state.haste.not_before(group, state.job.spec.restart_pause_s):
         return
-    ready = ready_nodes(state, group)
-    count = _count(state, group, len(ready), last_call_over=at_once or now >= _last_call(state, group))
+    count = _count(state, group, last_call_over=at_once or now >= _last_call(state, group))
     if count == 0:
         return
     world = state.world.worlds.get(group) or World()
-    ordered = layout([member.node for member in world.members], ready, count)
+    ordered = _seats(state, group, world, count)
     if now >= _last_call(state, group):
         _lead_with_a_store(state, ordered)
     offers = state.world.offers.get(ordered[0].node)
     if offers:
         yield WorldFormed(group, world.generation + 1, to_ranges(ordered), offers[0], reason)
+
+
+def _seats(state: JobState, group: str, world: World, count: int) -> list[nodes.Node]:
+    """The layout of now. Worked out once for as long as only stores come and go: everybody's may come before rank 0's."""
+    tally, key = state.nodes.tally, (count, world.generation, state.nodes.tally.changes)
+    known, ordered = tally.seats.get(group, (None, []))
+    if known != key:
+        ordered = layout([member.node for member in world.members], ready_nodes(state, group), count)
+        tally.seats[group] = (key, ordered)
+    return list(ordered)
 
 
 def _lead_with_a_store(state: JobState, ordered: list[nodes.Node]) -> None:
@@ -318,18 +291,19 @@ def _lead_with_a_store(state: JobState, ordered: list[nodes.Node]) -> None:
 
 def reform(state: JobState, group: str, now: int, reason: str) -> Iterator[Event]:
     """Replace the active generation at once; where that cannot be, stop it and wait for what is missing."""
-    here = {node.node for node in ready_nodes(state, group)}
-    # Unchanged membership waits for nobody, even where the last call for others is not over.
-    complete = (
-        all(member.node in here for member in state.world.worlds[group].members)
-        if group in state.world.worlds
-        else False
-    )
-    formed = list(form(state, group, now, reason, at_once=complete))
+    formed = list(form(state, group, now, reason, at_once=complete(state, group)))
     if formed:
         yield from formed
     else:
         yield from dissolve(state, group, reason)
+
+
+def complete(state: JobState, group: str) -> bool:
+    """Are all members of the last world here whose places are still wanted? They wait for nobody, last call or not."""
+    nodes_max, last = state.job.spec.group(group).nodes_max, state.world.worlds.get(group) or World()
+    here = {node.node for node in ready_nodes(state, group)}
+    staying = [member.node for member in last.members if int(member.node.rsplit("-", 2)[1]) < nodes_max]
+    return bool(staying) and here.issuperset(staying)
 
 
 def dissolve(state: JobState, group: str, reason: str, *, planned: bool = False) -> Iterator[Event]:
@@ -340,12 +314,17 @@ def dissolve(state: JobState, group: str, reason: str, *, planned: bool = False)
 
 
 def _waiting(state: JobState) -> Iterator[tuple[str, World]]:
-    """Groups that have no active world though the job lives."""
-    if state.job.live:
+    """Groups that have no active world though they should."""
+    if state.job.forms:
         for group in state.job.spec.groups:
             world = state.world.worlds.get(group.name) or World()
             if not world.active and not held(state, group.name):
                 yield group.name, world
+
+
+def waits(state: JobState, group: str) -> bool:
+    """Has this group no active world though it should?"""
+    return any(group == waiting for waiting, _ in _waiting(state))
 
 
 def held(state: JobState, group: str) -> bool:
@@ -356,10 +335,15 @@ def held(state: JobState, group: str) -> bool:
 def _growable(state: JobState, group: str) -> int:
     """The size a running smaller world could grow to now; 0: it could not, or must not."""
     world = state.world.worlds.get(group)
-    if world is None or not world.active or world.finished or not state.job.live or state.job.spec.on_join != "restart":
+    if (
+        world is None
+        or not world.active
+        or world.finished
+        or not state.job.forms
+        or state.job.spec.on_join != "restart"
+    ):
         return 0
-    ready = ready_nodes(state, group)
-    count = _count(state, group, len(ready), last_call_over=True)
+    count = _count(state, group, last_call_over=True)
     # Rank 0 stays where it is.
     return count if count > len(world.members) and state.world.offers.get(world.members[0].node) else 0
 
@@ -370,6 +354,13 @@ def _grow_at(state: JobState, group: str) -> int:
     return state.at if everybody else world.joined_at + us(state.job.spec.grow_window_s)
 
 
+def _grow(state: JobState, group: str, now: int) -> Iterator[Event]:
+    """Take late nodes into a running world. Nothing has failed: its workers have their grace."""
+    formed = list(form(state, group, now, "nodes joined", at_once=True))
+    yield from dissolve(state, group, "nodes joined", planned=True) if formed else ()
+    yield from formed
+
+
 def _due(state: JobState) -> int | None:
     # Only what a tick could do then: without a store nothing forms, and the next offer says so by itself.
     times = [_last_call(state, group) for group, _ in _waiting(state) if _formable(state, group)]
@@ -378,9 +369,9 @@ def _due(state: JobState) -> int | None:
 
 
 def _formable(state: JobState, group: str) -> bool:
-    ready = ready_nodes(state, group)
-    count = _count(state, group, len(ready), last_call_over=True)
-    return count > 0 and any(state.world.offers.get(node.node) for node in ready)
+    if not _count(state, group, last_call_over=True):
+        return False
+    return any(state.world.offers.get(node.node) for node in ready_nodes(state, group))
 
 
 def _tick(state: JobState, now: int) -> Iterator[Event]:
@@ -389,7 +380,7 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
             yield from form(state, group, now, "last call is over")
     for group in list(state.world.worlds):
         if _growable(state, group) and now >= _grow_at(state, group):
-            yield from form(state, group, now, "nodes joined", at_once=True)
+            yield from _grow(state, group, now)
 
 
 # ---- decide
@@ -404,20 +395,20 @@ def _current(state: JobState, node: str, generation: int) -> World:
 
 
 def _started(state: JobState, command: ReportStarted, now: int) -> Iterator[Event]:
-    if command.node in _current(state, command.node, command.generation).started:
+    if _current(state, command.node, command.generation).listed("started", command.node):
         raise Refused(f"node {command.node!r} has started generation {command.generation} already")
     yield WorkersStarted(command.node, command.generation)
 
 
 def _stopped(state: JobState, command: ReportStopped, now: int) -> Iterator[Event]:
-    if command.node in _current(state, command.node, command.generation).stopped:
+    if _current(state, command.node, command.generation).listed("stopped", command.node):
         raise Refused(f"node {command.node!r} has stopped generation {command.generation} already")
     yield WorkersStopped(command.node, command.generation, command.step)
 
 
 def _finished(state: JobState, command: ReportFinished, now: int) -> Iterator[Event]:
     world = _current(state, command.node, command.generation)
-    if not world.active or command.node in world.finished:
+    if not world.active or world.listed("finished", command.node):
         raise Refused(f"generation {command.generation} is not running on {command.node!r}")
     yield WorkersFinished(command.node, command.generation, command.step)
 
@@ -425,6 +416,8 @@ def _finished(state: JobState, command: ReportFinished, now: int) -> Iterator[Ev
 def _offer(state: JobState, command: OfferStore, now: int) -> Iterator[Event]:
     node = nodes.present(state, command.node)
     offers = state.world.offers.get(node.node, ())
+    if len(command.address) > nodes.NAME_MAX:
+        raise Refused(f"the address of a store has at most {nodes.NAME_MAX} characters")
     if not node.joined or command.address in offers or len(offers) >= STORES_MAX:
         raise Refused(f"node {node.node!r} is {node.state} and has offered {len(offers)} stores already")
     yield StoreOffered(node.node, command.address)
@@ -446,10 +439,10 @@ def _start_job(state: JobState, fact: WorldFormed, record: Record) -> Iterator[E
 
 def _on_arrival(state: JobState, fact: nodes.NodeJoined | StoreOffered, record: Record) -> Iterator[Event]:
     group = group_of(fact.node)
-    if any(group == waiting for waiting, _ in _waiting(state)):
+    if waits(state, group):
         yield from form(state, group, record.at, "everybody expected is there")
     elif isinstance(fact, nodes.NodeJoined) and _growable(state, group) and _grow_at(state, group) <= record.at:
-        yield from form(state, group, record.at, "nodes joined")
+        yield from _grow(state, group, record.at)
 
 
 def _on_loss(state: JobState, fact: Ended, record: Record) -> Iterator[Event]:
@@ -457,9 +450,9 @@ def _on_loss(state: JobState, fact: Ended, record: Record) -> Iterator[Event]:
         return
     group = group_of(fact.node)
     world = state.world.of(fact.node)
-    if world.active and world.member(fact.node) is not None and fact.node not in world.finished:
+    if world.active and world.member(fact.node) is not None and not world.done(fact.node):
         yield from dissolve(state, group, f"{fact.node} is no longer a member: {type(fact).__name__}")
-    if any(group == waiting for waiting, _ in _waiting(state)):
+    if waits(state, group):
         yield from form(state, group, record.at, "going on without it")
 
 
@@ -490,6 +483,7 @@ def _on_formed(slice_: WorldSlice, fact: WorldFormed, record: Record) -> None:
     slice_.worlds[fact.group] = World(
         generation=fact.generation,
         active=True,
+        planned_change=before.planned_stop,
         members=members,
         size=members[-1].first_rank + members[-1].nproc,
         store=fact.store,
@@ -542,19 +536,14 @@ def _on_finished(slice_: WorldSlice, fact: WorkersFinished, record: Record) -> N
     slice_.worlds[group_of(fact.node)].finished.append(fact.node)
 
 
+EVENTS = (
+    WorldFormed, WorldDissolved, WorldPlanned, WorldPlanDropped, WorkersStarted, WorkersStopped, WorkersFinished,
+    StoreOffered, StoreWithdrawn,
+)  # fmt: skip
+
 CONCERN = Concern(
     name="world",
-    events=(
-        WorldFormed,
-        WorldDissolved,
-        WorldPlanned,
-        WorldPlanDropped,
-        WorkersStarted,
-        WorkersStopped,
-        WorkersFinished,
-        StoreOffered,
-        StoreWithdrawn,
-    ),
+    events=EVENTS,
     evolve={
         job.JobCreated: _on_created,
         WorldFormed: _on_formed,
@@ -565,12 +554,7 @@ CONCERN = Concern(
         WorkersFinished: _on_finished,
         StoreOffered: _on_offered,
         StoreWithdrawn: _on_withdrawn,
-        nodes.NodeFailed: _forget_offers,
-        nodes.NodeGone: _forget_offers,
-        nodes.NodeLost: _forget_offers,
-        nodes.NodeReleased: _forget_offers,
-        nodes.NodeLeft: _forget_offers,
-        nodes.NodeSucceeded: _forget_offers,
+        **dict.fromkeys(get_args(Ended), _forget_offers),
     },
     decide={
         OfferStore: _offer,
@@ -583,11 +567,7 @@ CONCERN = Concern(
         WorldFormed: _start_job,
         nodes.NodeJoined: _on_arrival,
         StoreOffered: _on_arrival,
-        nodes.NodeFailed: _on_loss,
-        nodes.NodeGone: _on_loss,
-        nodes.NodeLost: _on_loss,
-        nodes.NodeReleased: _on_loss,
-        nodes.NodeLeft: _on_loss,
+        **dict.fromkeys(set(get_args(Ended)) - {nodes.NodeSucceeded}, _on_loss),
         WorkersFinished: _all_finished,
     },
     due=_due,

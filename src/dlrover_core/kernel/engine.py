@@ -30,6 +30,7 @@ UNANSWERED_MAX = 16
 STRANGERS_MAX = 1024
 REBASE_EVERY = 10_000
 ERROR_CHARS_MAX = 500
+REASON_CHARS_MAX = 2000
 
 
 @event(1)
@@ -253,7 +254,9 @@ class Engine(Generic[St]):
             except Refused as refused:
                 if self.state.seq != seq:
                     self._undo(first, entries, size)
-                self._emit(CommandRefused(type(command).__name__, refused.reason), now, 0, origin)
+                # It may quote what was sent.
+                reason = refused.reason[:REASON_CHARS_MAX]
+                self._emit(CommandRefused(type(command).__name__, reason), now, 0, origin)
         except Exception as error:  # noqa: BLE001  # whatever deciding raises must not walk through the standbys
             self._undo(first, entries, size)
             failed = CommandFailed(type(command).__name__, _what(error), _where(error))

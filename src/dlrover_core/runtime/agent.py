@@ -3,6 +3,9 @@
 Levelled state, outbox, reconnect, stop policy: all of it logic over two ports, no process and no socket in sight. The agent
 keeps its workers running while no master answers; only without a master *and* without steps does it, after half the time
 in which it would itself be given up, stop them.
+
+An agent may start without a node, as a *standby*: it makes everything warm, waits, and becomes the node that a master assigns
+to it (or that whoever keeps it names), without a new connection.
 """
 
 from __future__ import annotations
@@ -10,15 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import zlib
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
 from dlrover_core.errors import ConnectionLost, LaunchFailed, MalformedMessage, TokenRefused
-from dlrover_core.job import failures, nodes, progress, world
+from dlrover_core.job import budget, failures, nodes, progress, world
 from dlrover_core.job.state import Order
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.launcher import (
@@ -31,15 +33,26 @@ from dlrover_core.runtime.launcher import (
     WorkersStuck,
     WorkerStep,
 )
-from dlrover_core.runtime.messages import Again, Answer, Beat, BeatSeen, Goodbye, Hello, Level, Message, Welcome
+from dlrover_core.runtime.messages import (
+    Again,
+    Answer,
+    Assigned,
+    Beat,
+    BeatSeen,
+    Goodbye,
+    Hello,
+    Level,
+    Welcome,
+)
+from dlrover_core.runtime.outbox import SECOND_US, Outbox
 from dlrover_core.runtime.transport import Connection, Dialer, receive_within
 from dlrover_core.runtime.within import within
 
-UNANSWERED_MAX = 16
-SECOND_US = 1_000_000
 RETRY_FIRST_S, RETRY_MAX_S = 0.05, 2.0
 STEADY_S = 1.0
 LAST_WORD_S = 5.0
+PART_S = 1.0
+REASON_MAX = 500
 NOTHING = Order(leave=False, reason="no master has spoken yet", grace_us=0)
 
 log = structlog.get_logger("dlrover.agent")
@@ -58,63 +71,26 @@ class Settings:
     stop_grace_s: float = 30.0
 
 
-class Outbox:
-    """Commands with their numbers: contiguous, at most 16 unanswered on the wire, sent again in order to whoever leads."""
+class Ending(NamedTuple):
+    """Why an agent went, for whoever keeps it.
 
-    def __init__(self) -> None:
-        self._next = 1
-        self._unanswered: deque[tuple[int, Message, float]] = deque()
-        self._sent = 0
-        self.changed = asyncio.Event()
+    ``outcome``: "succeeded", "failed" (with its ``root`` cause) or "stopped": the job is over. "drained", "scaled down",
+    "given up", "replaced", "lost", "left": this node is released and the job goes on; a fresh agent may take its seat. Empty:
+    its own signal, or turned away for good.
+    """
 
-    def add(self, command: Message) -> int:
-        """Number a command and queue it."""
-        number = self._next
-        self._next += 1
-        self._unanswered.append((number, command, asyncio.get_running_loop().time()))
-        self.changed.set()
-        return number
-
-    def rewind(self) -> None:
-        """A new connection: everything unanswered goes out again."""
-        self._sent = 0
-        self.changed.set()
-
-    def expected(self, number: int) -> None:
-        """The leader asks again from ``number`` on. Raises `ConnectionLost` where that was answered: it forgot this node."""
-        if self._unanswered and number < self._unanswered[0][0]:
-            raise ConnectionLost(
-                f"command {number} was answered long ago; a leader that asks for it does not know this node"
-            )
-        self._sent = sum(1 for one, _, _ in self._unanswered if one < number)
-        self.changed.set()
-
-    def answered(self, number: int) -> None:
-        """``number`` and all before it are durable."""
-        while self._unanswered and self._unanswered[0][0] <= number:
-            self._unanswered.popleft()
-            self._sent = max(0, self._sent - 1)
-        self.changed.set()
-
-    def next(self) -> tuple[int, Message] | None:
-        """The next command to put on the wire, if one may go. What bears an age has grown older by its wait here."""
-        if self._sent >= min(len(self._unanswered), UNANSWERED_MAX):
-            return None
-        self._sent += 1
-        number, command, added = self._unanswered[self._sent - 1]
-        if isinstance(command, (failures.ReportExit, progress.ReportFirstStep)):
-            waited_us = int((asyncio.get_running_loop().time() - added) * SECOND_US)
-            command = command._replace(age_us=command.age_us + waited_us)
-        return number, command
-
-    @property
-    def empty(self) -> bool:
-        """Is everything answered?"""
-        return not self._unanswered
+    outcome: str = ""
+    reason: str = ""
+    root: str = ""
 
 
 class Agent:
-    """One node's agent. ``boot`` is drawn once per process by whoever starts it; ``address`` is where peers reach this host."""
+    """One node's agent. ``boot`` is drawn once per process by whoever starts it; ``address`` is where peers reach this host.
+
+    Without a ``node`` it is a standby: it dials at once and waits to be assigned one, or, unless it is to
+    ``dial_before_name``, stays away from every master until `name` is called. ``seat`` and ``place`` as in `Hello`. Where no
+    ``steps_told``, that there are none says nothing, and workers without a master are left alone.
+    """
 
     def __init__(
         self,
@@ -127,8 +103,17 @@ class Agent:
         host: str,
         address: str,
         run: str = "",
+        seat: str = "",
+        place: int = -1,
+        dial_before_name: bool = True,
+        steps_told: bool = True,
     ) -> None:
         self.node, self._launcher, self._dialer = node, launcher, dialer
+        self._seat, self._place, self._dial_before_name = seat, place, dial_before_name
+        self._steps_told = steps_told
+        self._named = asyncio.Event()
+        if node:
+            self._named.set()
         self._masters, self._boot, self._host, self._address = list(masters), boot, host, address
         self._settings = Settings(run=run)
         self._outbox = Outbox()
@@ -147,29 +132,48 @@ class Agent:
         self._gave_up = self._seen = 0
         self._stores: list[str] = []
         self._lag_us = 0
-        self.leaving = ""
+        self._connection: Connection | None = None
+        self._peer_version = messages.VERSION
+        self.ending = Ending()
+
+    @property
+    def leaving(self) -> str:
+        """Why it is going; empty: it is not."""
+        return self.ending.reason
+
+    @property
+    def unmastered_s(self) -> float:
+        """Seconds since a master was heard last, or since the start."""
+        return asyncio.get_running_loop().time() - self._mastered_at
+
+    def name(self, node: str) -> None:
+        """Be this node. For agents that wait with dialling; the others are named by their master."""
+        if self.node:
+            raise ValueError(f"this agent is {self.node} already, and cannot be {node}")
+        self.node = node
+        self._named.set()
 
     async def run(self) -> str:
         """Serve until told to leave; returns why. Raises `LaunchFailed` when workers could never run here, `TokenRefused`."""
         loop = asyncio.get_running_loop()
         self._stepped_at = self._mastered_at = loop.time()
         talking = asyncio.ensure_future(self._talk())
-        tasks: list[asyncio.Future[Any]] = [talking]
+        levelling = asyncio.ensure_future(self._level())
+        tasks: list[asyncio.Future[Any]] = [talking, levelling]
+        tasks.append(asyncio.ensure_future(self._join(tasks)))
         try:
-            await self._launcher.open()
-            self._outbox.add(nodes.ReportJoined(self.node, self._host, self._address, self._launcher.nproc))
-            tasks += [asyncio.ensure_future(self._watch()), asyncio.ensure_future(self._mind_silence())]
-            levelling = asyncio.ensure_future(self._level())
-            tasks.append(levelling)
             while not levelling.done():
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-            await self._last_word(talking)
+                waiting = [task for task in tasks if not task.done()]
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+            await self._last_word(talking, self.leaving)
             return self.leaving
         except LaunchFailed as error:
-            self._outbox.add(nodes.ReportFault(self.node, str(error)))
-            await self._last_word(talking)
+            if self.node:
+                self._outbox.add(nodes.ReportFault(self.node, str(error)))
+            await self._last_word(talking, str(error))
             raise
         finally:
             for task in tasks:
@@ -178,8 +182,18 @@ class Agent:
             await self._launcher.close()
             await self._dialer.close()
 
-    async def _last_word(self, talking: asyncio.Future[Any]) -> None:
-        """Let the outbox empty, for a bounded time: nobody may be listening any more."""
+    async def _join(self, tasks: list[asyncio.Future[Any]]) -> None:
+        """Make everything warm, and once there is a node to be, join under its name."""
+        await self._launcher.open()
+        await self._named.wait()
+        joined = nodes.ReportJoined(self.node, self._host, self._address, self._launcher.nproc, self._seat)
+        self._outbox.add(joined)
+        tasks.append(asyncio.ensure_future(self._watch()))
+        if self._steps_told:
+            tasks.append(asyncio.ensure_future(self._mind_silence()))
+
+    async def _last_word(self, talking: asyncio.Future[Any], reason: str) -> None:
+        """Let the outbox empty and say goodbye, for a bounded time: nobody may be listening any more."""
 
         async def emptied() -> None:
             while not self._outbox.empty and not talking.done() and not self._stranger:
@@ -188,10 +202,19 @@ class Agent:
 
         with contextlib.suppress(asyncio.TimeoutError):
             await within(LAST_WORD_S, emptied())
+        connection = self._connection
+        if connection is not None and self._connected and self._peer_version > 1 and not self._stranger:
+            parting = messages.encode(Goodbye(reason[:REASON_MAX], leave=True))
+            with contextlib.suppress(asyncio.TimeoutError, ConnectionLost):
+                await within(PART_S, connection.send(parting))
 
     def leave(self, reason: str) -> None:
         """Stop the workers with the grace of a planned stop and go: what a signal to the agent means."""
-        self.leaving = self.leaving or reason
+        self._end(Ending("", reason))
+
+    def _end(self, ending: Ending) -> None:
+        if not self.leaving:
+            self.ending = ending
         self._levelled.set()
 
     # ---- workers: levelled to the order
@@ -203,11 +226,12 @@ class Agent:
             order = self._order
             if self.leaving or order.leave:
                 ours = bool(self.leaving) and not order.leave and not self._stranger
-                self.leaving = self.leaving or order.reason
+                self._end(Ending(order.outcome, order.reason, order.root))
                 await self._stop(
                     order._replace(grace_us=int(self._settings.stop_grace_s * SECOND_US)) if ours else order
                 )
-                self._outbox.add(nodes.ReportLeft(self.node))
+                if self.node:
+                    self._outbox.add(nodes.ReportLeft(self.node))
                 return
             if order.generation != self._generation or order.over > self._told_over:
                 await self._change(order)
@@ -244,6 +268,8 @@ class Agent:
                 one.cancel()
 
     async def _stop(self, order: Order) -> bool:
+        if not self._launched:
+            return True
         stopped = await self._launcher.stop(order.grace_us / SECOND_US, self._settings.kill_wait_s)
         self._generation = self._living = 0
         if not stopped:
@@ -315,6 +341,8 @@ class Agent:
         # One that we killed while it told its own error had failed before: that is evidence.
         if gone.asked and not gone.error:
             return
+        if gone.last:
+            self._outbox.add(budget.SpendRestarts(self.node, gone.generation))
         age = max(0, int(asyncio.get_running_loop().time() * SECOND_US) - gone.died_us)
         self._outbox.add(
             failures.ReportExit(
@@ -362,6 +390,8 @@ class Agent:
 
     async def _talk(self) -> None:
         loop, attempt, target = asyncio.get_running_loop(), 0, 0
+        if not self._dial_before_name:
+            await self._named.wait()
         while True:
             address, began = self._masters[target % len(self._masters)], loop.time()
             try:
@@ -385,19 +415,19 @@ class Agent:
 
     def _pause(self, attempt: int) -> float:
         """Growing pauses with a jitter that is this node's own."""
-        jitter = zlib.crc32(f"{self.node}:{attempt}".encode()) / 2**32
+        jitter = zlib.crc32(f"{self.node or self._boot}:{attempt}".encode()) / 2**32
         return min(RETRY_MAX_S, RETRY_FIRST_S * 2.0 ** min(attempt, 10)) * (0.5 + jitter / 2)
 
     async def _converse(self, connection: Connection) -> None:
-        hello = Hello(messages.VERSION, self._settings.run, self.node, self._boot, self._generation, self._token)
-        await connection.send(messages.encode(hello))
-        first = messages.decode(await receive_within(connection, self._settings.silence_s))
+        await connection.send(self._hello(self.node))
+        first = messages.decode(await self._first(connection))
         if isinstance(first, Goodbye):
             self._turned_away(first)
             return
         if not isinstance(first, Welcome):
             raise MalformedMessage(f"a master greets with Welcome, not {type(first).__name__}")
         self._welcomed(first)
+        self._connection = connection
         self._outbox.rewind()
         beats = asyncio.ensure_future(self._beat(connection))
         sends = asyncio.ensure_future(self._send(connection))
@@ -412,6 +442,27 @@ class Agent:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _hello(self, node: str) -> bytes:
+        hello = Hello(messages.VERSION, self._settings.run, node, self._boot, self._generation, self._token)
+        if node and not self._seat:
+            # In the oldest shape, which every master can read: an older one then says itself that it is too old.
+            return messages.encode(hello, messages.OLDEST_VERSION)
+        told = hello._replace(host=self._host, nproc=self._launcher.nproc, seat=self._seat, place=self._place)
+        return messages.encode(told)
+
+    async def _first(self, connection: Connection) -> bytes:
+        try:
+            return await receive_within(connection, self._settings.silence_s)
+        except ConnectionLost as lost:
+            if self._seat or not self.node:
+                log.warning(
+                    "no answer to our greeting",
+                    hint="a master older than protocol 2 cannot read it: install one version of dlrover-core everywhere",
+                    master=connection.peer,
+                    reason=str(lost),
+                )
+            raise
+
     def _turned_away(self, goodbye: Goodbye) -> None:
         log.info("turned away", reason=goodbye.reason, leave=goodbye.leave)
         if goodbye.address and goodbye.address not in self._masters:
@@ -420,13 +471,13 @@ class Agent:
             # Nobody here takes the word of a stranger: there is nothing to wait for.
             self._stranger = True
             self._outbox.changed.set()
-            self.leave(goodbye.reason)
+            self._end(Ending(goodbye.outcome, goodbye.reason))
 
     def _welcomed(self, welcome: Welcome) -> None:
         if welcome.token < self._token:
             raise ConnectionLost(f"a master with token {welcome.token} greets; {self._token} is newer")
         self._token = welcome.token
-        self._connected = True
+        self._connected, self._peer_version = True, welcome.version
         self._mastered_at = asyncio.get_running_loop().time()
         self._settings = Settings(
             welcome.run,
@@ -455,7 +506,7 @@ class Agent:
             if item is None:
                 await self._outbox.changed.wait()
             else:
-                await connection.send(messages.encode(messages.numbered(*item)))
+                await connection.send(messages.encode(messages.numbered(*item, self._peer_version)))
 
     async def _hear(self, connection: Connection) -> None:
         while True:
@@ -472,11 +523,24 @@ class Agent:
                     self._outbox.expected(expected)
                 case BeatSeen(token):
                     self._fence(token)
+                case Assigned(token, node):
+                    self._fence(token)
+                    await self._take_name(connection, node)
+                case Welcome():
+                    self._welcomed(message)
                 case Goodbye():
                     self._turned_away(message)
                     raise ConnectionLost(message.reason)
                 case _:
                     raise MalformedMessage(f"{type(message).__name__} is not for agents")
+
+    async def _take_name(self, connection: Connection, node: str) -> None:
+        """Greet again under the new name; only when that is out does the name hold, and what waits for it begins."""
+        if self.node:
+            raise MalformedMessage(f"{self.node} cannot become {node}")
+        await connection.send(self._hello(node))
+        log.info("assigned", node=node)
+        self.name(node)
 
     def _ordered(self, token: int, order: Order) -> None:
         self._fence(token)

@@ -39,7 +39,10 @@ class WorkersLaunch(NamedTuple):
 
 
 class WorkerExit(NamedTuple):
-    """One worker is dead and reaped. ``exit_code`` is negative for a signal. ``died_us`` is the launcher's monotonic clock."""
+    """One worker is dead and reaped. ``exit_code`` is negative for a signal. ``died_us`` is the launcher's monotonic clock.
+
+    ``last``: whoever starts workers here will not do so again after this death, whatever is ordered.
+    """
 
     generation: int
     local_rank: int
@@ -51,6 +54,7 @@ class WorkerExit(NamedTuple):
     tail: str = ""
     error: str = ""
     error_at_us: int = 0
+    last: bool = False
 
 
 class WorkerStep(NamedTuple):

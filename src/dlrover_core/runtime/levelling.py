@@ -164,6 +164,9 @@ class Leveller:
             self._prune()
 
     def _prune(self) -> None:
+        if self._busy:
+            # The last of them does it for all.
+            return
         alive = set(self._listed) | {node.name for node in self._master.desired.launch} | self._busy
         for table in (self._not_before, self._failures):
             for call in [call for call in table if call.name not in alive]:
@@ -181,4 +184,4 @@ class Leveller:
         self._accepted.add(node.name)
 
     async def _delete(self, name: str) -> None:
-        await self._backend.delete(name, self._master.token, self._master.delete_grace_s)
+        await self._backend.delete(name, self._master.token, self._master.delete_grace_s(name))

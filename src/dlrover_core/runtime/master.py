@@ -14,16 +14,18 @@ from typing import Any, TypeVar
 
 import structlog
 
-from dlrover_core.errors import CoreError, LogUnavailable
+from dlrover_core.errors import CoreError, LogUnavailable, NotLeading, Refused
 from dlrover_core.job import job, nodes, progress, silence
-from dlrover_core.job.state import CODEC, LEVELLING, MODEL, Desired, JobState, Order, desired
-from dlrover_core.kernel.engine import Command, CommandFailed, Engine, Reply, Tick
+from dlrover_core.job.state import CODEC, LEVELLING, MODEL, Desired, JobState, Order, deletion_grace_s, desired
+from dlrover_core.kernel.engine import Accepted, Command, CommandFailed, Engine, NotDone, Reply, Resend, Tick
 from dlrover_core.kernel.events import Batch, Origin
 from dlrover_core.kernel.log import Archiving, EventLog, Leadership, Snapshot
 from dlrover_core.kernel.state import unpack
+from dlrover_core.runtime import operations
 from dlrover_core.runtime.backend import Backend
 from dlrover_core.runtime.levelling import Leveller
 from dlrover_core.runtime.pipeline import RETRY_S, Deposed, Pipeline
+from dlrover_core.runtime.rendezvous import Rendezvous
 from dlrover_core.runtime.sessions import Sessions
 from dlrover_core.runtime.transport import Listener
 from dlrover_core.runtime.within import within
@@ -52,11 +54,14 @@ class Outcome:
 
 
 class Master:
-    """One candidate for leading one job. ``wall`` gives microseconds since the epoch;
+    """One candidate for leading one job. ``wall`` gives microseconds since the epoch; without a ``backend`` nobody launches
+    nodes: those of a `JobSpec.joining` job come by themselves, and the master's own `Rendezvous` gives them their names.
 
     ``run_id`` names the run that this master serves: it begins it where the log does not have it yet. Masters of one run bear
     the same; an empty one serves whatever run is live.
     """
+
+    version = VERSION
 
     def __init__(
         self,
@@ -73,6 +78,8 @@ class Master:
         self._spec, self._log, self._listener, self._wall = spec, event_log, listener, wall
         self._holder, self._run_id, self._ttl_s = holder, run_id, ttl_s
         self.sessions = Sessions(self)
+        if backend is None and spec.joining:
+            backend = Rendezvous(self)
         self._leveller = Leveller(self, backend) if backend is not None else None
         self._engine: Engine[JobState] | None = None
         self._pipeline: Pipeline | None = None
@@ -111,14 +118,9 @@ class Master:
         """What every agent should be doing."""
         return self.desired.orders
 
-    @property
-    def delete_grace_s(self) -> float:
-        """How long a deleted node has to end by itself."""
-        return (
-            self.state.job.spec.stop_grace_s
-            if self.state.job.state == "stopping"
-            else self.state.job.spec.broken_grace_s + 1.0
-        )
+    def delete_grace_s(self, name: str) -> float:
+        """How long a deleted node, by its backend's name, has to end by itself."""
+        return deletion_grace_s(self.state, name)
 
     def now(self) -> int:
         """Microseconds by this leader's clock.
@@ -151,6 +153,7 @@ class Master:
             if self._timer is not None:
                 self._timer.cancel()
             await self._listener.close()
+            self.sessions.close()
             await self._lead.resign()
 
     async def _take_over(self, lead: Leadership) -> None:
@@ -170,7 +173,7 @@ class Master:
         ]
         try:
             await _while(self._opened(), watched)
-            await self._listener.serve(self.sessions.accept, self.status)
+            await self._listener.serve(self.sessions.accept, self.status, self.obey)
             lead, address = self._lead, self._listener.address
             await _patiently(lambda: lead.announce(address))
             watched.append(asyncio.ensure_future(self._listen_to_silence()))
@@ -342,6 +345,26 @@ class Master:
 
     # ---- for people
 
+    async def obey(self, asked: object) -> int:
+        """Do what a person asks, in plain values (`operations`); returns the record of it, once that is durable.
+
+        Raises `MalformedMessage`, `Refused`, and `NotLeading` where it is not known, and will not be, whether it was done.
+        """
+        command, name = operations.command_of(asked), operations.job_of(asked)
+        if name not in ("", self.state.job.name):
+            raise Refused(f"this master leads job {self.state.job.name!r}, not {name!r}")
+        reply = self.submit(command)
+        await asyncio.wait({reply})
+        if reply.cancelled():
+            raise NotLeading(self.state.job.name)
+        match reply.result():
+            case Accepted(seq):
+                return seq
+            case NotDone(_, reason):
+                raise Refused(reason)
+            case Resend():
+                raise AssertionError("only numbered commands are asked for again")
+
     def status(self) -> Mapping[str, Any]:
         """What is so right now, levels included, as plain values."""
         state = self.state
@@ -364,6 +387,7 @@ class Master:
             "world_size": world.size if world and world.active else 0,
             "step": max([*steps, state.progress.of(group).step]),
             "agents": len(self.sessions),
+            "standbys": len(self.sessions.standbys),
             "nodes": {
                 node.node: {"state": node.state, "host": node.host, "joined": node.joined}
                 for node in state.nodes.nodes.values()

@@ -14,13 +14,15 @@ from typing import Any, NamedTuple, Union, cast
 import msgpack
 
 from dlrover_core.errors import MalformedMessage
-from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job import budget, failures, job, nodes, progress, world
 from dlrover_core.job.state import Order
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
 
 VERSION = 2
 OLDEST_VERSION = 1
 INTEGER_MAX = 2**62
+# No message has more fields, and none has maps or extensions: what announces them costs nothing to refuse.
+FIELDS_MAX = 64
 Message = tuple[object, ...]
 
 
@@ -59,11 +61,15 @@ class Welcome(NamedTuple):
 
 
 class Goodbye(NamedTuple):
-    """Not welcome here. ``leave``: stop the workers and go; else try ``address``, or again later."""
+    """Not welcome here. ``leave``: stop the workers and go; else try ``address``, or again later.
+
+    ``outcome`` as in an `Order`: what became of the job or of this node. From an agent: its process ends now, by itself.
+    """
 
     reason: str
     leave: bool
     address: str = ""
+    outcome: str = ""
 
 
 class Numbered(NamedTuple):
@@ -142,14 +148,26 @@ COMMANDS: Mapping[int, type] = {
     9: failures.ReportExit,
     10: progress.ReportFirstStep,
     11: job.StopJob,
+    12: budget.SpendRestarts,
 }
 _FRAME_KIND = {cls: kind for kind, cls in _FRAMES.items()}
 _COMMAND_KIND = {cls: kind for kind, cls in COMMANDS.items()}
 
 
-def encode(message: Message) -> bytes:
-    """A message as a frame."""
-    frame = cast(bytes, msgpack.packb((_FRAME_KIND[type(message)], message)))
+# How many fields the kinds that have grown since had in an older version: its peers refuse any further one.
+_WIDTHS: Mapping[int, Mapping[type, int]] = {1: {Hello: 6, Goodbye: 3, Order: 14, nodes.ReportJoined: 4}}
+
+
+def fields_for(message: Message, version: int) -> Message:
+    """The fields of a message that a peer of ``version`` knows."""
+    if version >= VERSION:
+        return message
+    return message[: _WIDTHS.get(max(version, OLDEST_VERSION), {}).get(type(message))]
+
+
+def encode(message: Message, version: int = VERSION) -> bytes:
+    """A message as a frame for a peer of ``version``."""
+    frame = cast(bytes, msgpack.packb((_FRAME_KIND[type(message)], fields_for(message, version))))
     if len(frame) > FRAME_BYTES_MAX:
         raise MalformedMessage(
             f"{type(message).__name__} of {len(frame)} bytes exceeds the frame limit of {FRAME_BYTES_MAX}"
@@ -162,7 +180,7 @@ def decode(frame: bytes) -> Message:
     if len(frame) > FRAME_BYTES_MAX:
         raise MalformedMessage(f"a frame of {len(frame)} bytes exceeds the limit of {FRAME_BYTES_MAX}")
     try:
-        raw = msgpack.unpackb(frame, use_list=False)
+        raw = msgpack.unpackb(frame, use_list=False, max_array_len=FIELDS_MAX, max_map_len=0, max_ext_len=0)
     except Exception as error:  # msgpack raises half a dozen kinds on garbage
         raise MalformedMessage(f"{len(frame)} bytes are not msgpack: {error}") from error
     if not (isinstance(raw, tuple) and len(raw) == 2 and type(raw[0]) is int and isinstance(raw[1], tuple)):
@@ -173,9 +191,14 @@ def decode(frame: bytes) -> Message:
     return checked(cls, raw[1])
 
 
-def numbered(number: int, command: Message) -> Numbered:
-    """A command under its number."""
-    return Numbered(number, _COMMAND_KIND[type(command)], tuple(command))
+def numbered(number: int, command: Message, version: int = VERSION) -> Numbered:
+    """A command under its number, for a master of ``version``."""
+    return Numbered(number, _COMMAND_KIND[type(command)], tuple(fields_for(command, version)))
+
+
+def level(token: int, order: Order, version: int = VERSION) -> Level:
+    """An order, for an agent of ``version``."""
+    return Level(token, tuple(fields_for(order, version)))
 
 
 def command_of(message: Numbered) -> Message:

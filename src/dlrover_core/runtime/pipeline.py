@@ -21,6 +21,8 @@ from dlrover_core.kernel.events import GROUP_BYTES_MAX, Batch, Origin
 from dlrover_core.kernel.log import AlreadyAppended, Appended, Conflict, Fenced, Leadership
 
 QUEUE_MAX = 65_536
+# Deciding holds the loop: in between it is the heartbeats' turn.
+GROUP_COMMANDS_MAX = 512
 RETRY_S = (0.05, 0.2, 0.5, 1.0, 2.0)
 
 log = structlog.get_logger("dlrover.master")
@@ -88,7 +90,7 @@ class Pipeline:
         engine, queue = self._engine, self._queue
         now = self._now()
         answers: list[tuple[asyncio.Future[Reply], Reply]] = []
-        while queue and engine.pending_bytes < GROUP_BYTES_MAX:
+        while queue and engine.pending_bytes < GROUP_BYTES_MAX and len(answers) < GROUP_COMMANDS_MAX:
             waiting = queue.popleft()
             answers.append((waiting.reply, engine.handle(waiting.command, now, waiting.origin)))
         batch = engine.take()

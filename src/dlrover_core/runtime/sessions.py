@@ -1,23 +1,26 @@
 """Agents' sessions, as the master sees them: who is connected, who is silent, and what each was last told.
 
 What is here are levels: heartbeats, steps, connections. None of it is in the log; a new master starts without it and gives
-everybody the full time to be heard.
+everybody the full time to be heard. Agents without a node, standbys, are parked here; what becomes of them, and what the end
+of a connection means, is the `Reception`'s to say.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
 from dlrover_core.errors import ConnectionLost, MalformedMessage
-from dlrover_core.job.state import STRANGER, Order
+from dlrover_core.job.state import STRANGER, Order, farewell
 from dlrover_core.kernel.engine import Accepted, NotDone, Reply, Resend
 from dlrover_core.kernel.events import Origin
 from dlrover_core.runtime import messages
+from dlrover_core.runtime.complaints import Complaints
 from dlrover_core.runtime.messages import (
     Again,
     Answer,
@@ -25,7 +28,6 @@ from dlrover_core.runtime.messages import (
     BeatSeen,
     Goodbye,
     Hello,
-    Level,
     Message,
     Numbered,
     Welcome,
@@ -39,32 +41,52 @@ if TYPE_CHECKING:
 OUTBOX_MAX = 1024
 GREETING_S = 10.0
 OVERLOAD_S = 1.0
+TURN_FRAMES = 16
 log = structlog.get_logger("dlrover.master")
 
 
 class Session:
-    """One agent's connection: an outbox drained by a task of its own, so that one slow reader stalls nobody else."""
+    """One agent's connection: an outbox drained by a task of its own, so that one slow reader stalls nobody else.
 
-    def __init__(self, connection: Connection, node: str, boot: int) -> None:
-        self.connection, self.node, self.boot = connection, node, boot
+    ``node`` is empty while it is a standby. ``parted`` is its own goodbye: its process ends by itself.
+    """
+
+    def __init__(self, connection: Connection, hello: Hello) -> None:
+        self.connection, self.hello = connection, hello
+        self.node, self.boot, self.version = hello.node, hello.boot, hello.version
         self.told: Order | None = None
+        self.heard_at = 0.0
+        self.parted = ""
         self._outbox: deque[Message] = deque()
+        # What a transport may have beside the port.
+        self._send_now: Callable[[bytes], bool] | None = getattr(connection, "send_now", None)
         self._wake = asyncio.Event()
-        self.overflowed = False
+        self._over = ""
 
     def push(self, message: Message) -> None:
         """Queue a message. A peer that leaves too many unread loses its connection; it will ask again."""
         if len(self._outbox) >= OUTBOX_MAX:
-            self.overflowed = True
+            self.end(f"it left {OUTBOX_MAX} messages unread")
         else:
             self._outbox.append(message)
         self._wake.set()
+
+    def seen(self, token: int) -> None:
+        """Answer a beat: at once where the transport can and nothing else waits, for there are many."""
+        message = BeatSeen(token)
+        if self._outbox or self._send_now is None or not self._send_now(messages.encode(message, self.version)):
+            self.push(message)
 
     def tell(self, token: int, order: Order) -> None:
         """Say what the agent should be doing, if it was not told so already."""
         if order != self.told:
             self.told = order
-            self.push(Level(token, tuple(order)))
+            self.push(messages.level(token, order, self.version))
+
+    def end(self, reason: str) -> None:
+        """Cut the connection, once what is queued has been sent."""
+        self._over = self._over or reason
+        self._wake.set()
 
     async def drain(self) -> None:
         """Send what is queued, in order, until cancelled. Raises `ConnectionLost`."""
@@ -72,81 +94,151 @@ class Session:
             await self._wake.wait()
             self._wake.clear()
             while self._outbox:
-                await self.connection.send(messages.encode(self._outbox.popleft()))
-            if self.overflowed:
-                raise ConnectionLost(f"{self.node} left {OUTBOX_MAX} messages unread")
+                await self.connection.send(messages.encode(self._outbox.popleft(), self.version))
+            if self._over:
+                raise ConnectionLost(f"{self.node or 'a standby'}: {self._over}")
+
+
+class Reception(Protocol):
+    """Who takes in agents without a node, and draws conclusions from how connections end."""
+
+    def refusal(self, hello: Hello) -> Goodbye | None:
+        """Why this agent, whose run and node are right, is turned away all the same; None: it is not."""
+        ...
+
+    def came(self, session: Session) -> None:
+        """An agent was welcomed, as a standby or under a node's name."""
+        ...
+
+    def went(self, session: Session, ended: bool) -> None:
+        """Its connection is over; ``ended``: its kernel ended it."""
+        ...
+
+
+class NoStandbys:
+    """The reception of a job whose scheduler launches its nodes: it tells of deaths by itself."""
+
+    def refusal(self, hello: Hello) -> Goodbye | None:
+        """An agent without a node has nothing to wait for."""
+        if hello.node:
+            return None
+        return Goodbye(
+            "the nodes of this job are launched by its scheduler: an agent without a node has no use here", True
+        )
+
+    def came(self, session: Session) -> None:
+        """Nothing follows."""
+
+    def went(self, session: Session, ended: bool) -> None:
+        """Nothing follows."""
 
 
 class Sessions:
-    """All sessions of one master, by node; the newest connection of a node is its session."""
+    """All sessions of one master: by node, the newest connection of a node is its session; standbys by boot, oldest first."""
 
     def __init__(self, master: Master) -> None:
         self._master = master
+        self.reception: Reception = NoStandbys()
         self._by_node: dict[str, Session] = {}
+        self.standbys: dict[int, Session] = {}
         self._heard: dict[str, float] = {}
         self._calm = 0.0
+        self._complaints = Complaints(log)
         self.steps: dict[str, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         """How many agents are connected."""
-        return len(self._by_node)
+        return len(self._by_node) + len(self.standbys)
+
+    def of(self, node: str) -> Session | None:
+        """The session of a node's agent, if it is connected."""
+        return self._by_node.get(node)
 
     async def accept(self, connection: Connection) -> None:
         """Serve one connection until it is lost."""
         session: Session | None = None
+        ended = False
         try:
-            hello = await self._greeted(connection)
-            if hello is None:
-                return
-            session = Session(connection, hello.node, hello.boot)
-            self._open(session)
-            await self._serve(session)
+            session = await self._greeted(connection)
+            if session is not None:
+                await self._serve(session)
         except ConnectionLost as lost:
-            log.debug("agent connection lost", peer=connection.peer, reason=str(lost))
+            ended = lost.ended
+            node = session.node if session is not None else ""
+            self._complaints.info(
+                "agent connection lost", peer=connection.peer, node=node, reason=str(lost), ended=ended
+            )
         except MalformedMessage as bad:
-            log.warning("agent connection closed", peer=connection.peer, reason=str(bad))
+            self._complaints.warning("agent connection closed", peer=connection.peer, reason=str(bad))
         finally:
-            if session is not None and self._by_node.get(session.node) is session:
-                del self._by_node[session.node]
+            if session is not None:
+                self._forget(session, ended)
             await connection.close()
             self._master.left.set()
 
-    async def _greeted(self, connection: Connection) -> Hello | None:
+    def _forget(self, session: Session, ended: bool) -> None:
+        if self._by_node.get(session.node) is session:
+            del self._by_node[session.node]
+        if self.standbys.get(session.boot) is session:
+            del self.standbys[session.boot]
+        self.reception.went(session, ended)
+
+    async def _greeted(self, connection: Connection) -> Session | None:
         hello = messages.decode(await receive_within(connection, GREETING_S))
         if not isinstance(hello, Hello):
             raise MalformedMessage(f"the first frame must be Hello, not {type(hello).__name__}")
         refusal = self._refusal(hello)
         if refusal is not None:
-            log.info("agent turned away", node=hello.node, reason=refusal.reason, leave=refusal.leave)
-            await connection.send(messages.encode(refusal))
+            await connection.send(messages.encode(refusal, hello.version))
             return None
-        return hello
+        session = Session(connection, hello)
+        self._open(session)
+        return session
 
     def _refusal(self, hello: Hello) -> Goodbye | None:
+        refusal = self._why_not(hello)
+        if refusal is not None:
+            served = messages.OLDEST_VERSION <= hello.version <= messages.VERSION
+            say = self._complaints.info if served else self._complaints.warning
+            say("agent turned away", node=hello.node, host=hello.host, reason=refusal.reason, leave=refusal.leave)
+        return refusal
+
+    def _why_not(self, hello: Hello) -> Goodbye | None:
         state, token = self._master.state, self._master.token
         if not messages.OLDEST_VERSION <= hello.version <= messages.VERSION:
             return Goodbye(
-                f"protocol {hello.version} is not served here: {messages.OLDEST_VERSION} to {messages.VERSION} are",
+                f"an agent that speaks protocol {hello.version} is not served here: "
+                f"{messages.OLDEST_VERSION} to {messages.VERSION} are; "
+                f"install dlrover-core {self._master.version} on its host, as on this master's",
                 True,
             )
         if hello.token > token or not self._master.leading:
             return Goodbye("another master leads", False)
         if hello.run and hello.run != state.job.run:
-            return Goodbye(f"run {hello.run} is over: this is run {state.job.run}", True)
-        if hello.node not in self._master.present:
-            return Goodbye(f"{hello.node} is {STRANGER.reason}", True)
+            return Goodbye(f"run {hello.run} is over: this is run {state.job.run}", True, outcome=STRANGER.outcome)
+        if hello.node and hello.node not in self._master.present:
+            return self.estranged(hello.node)
         speaker, node = state.senders.get(hello.node), state.nodes.nodes.get(hello.node)
         if speaker is not None and speaker.boot != hello.boot and node is not None and node.joined:
-            return Goodbye(f"{hello.node} has an agent already", True)
-        return None
+            return Goodbye(f"{hello.node} has an agent already", True, outcome=STRANGER.outcome)
+        return self.reception.refusal(hello)
+
+    def estranged(self, node: str) -> Goodbye:
+        """To an agent whose node is no more: how its job ended, or that its identity alone is over."""
+        state = self._master.state
+        outcome = STRANGER.outcome if state.job.live else farewell(state).outcome
+        return Goodbye(f"{node} is {STRANGER.reason}", True, outcome=outcome)
 
     def _open(self, session: Session) -> None:
         state, spec = self._master.state, self._master.state.job.spec
-        self._by_node[session.node] = session
-        self.heard(session.node)
+        if session.node:
+            self._by_node[session.node] = session
+        else:
+            self.standbys[session.boot] = session
+        self._hear(session)
         session.push(
             Welcome(
-                messages.VERSION,
+                min(messages.VERSION, session.version),
                 state.job.run,
                 self._master.token,
                 us(spec.heartbeat_s),
@@ -158,40 +250,75 @@ class Sessions:
             )
         )
         order = self._master.orders.get(session.node)
+        if order is None and not state.job.live:
+            order = farewell(state)
         if order is not None:
             session.tell(self._master.token, order)
+        self.reception.came(session)
+
+    def _rename(self, session: Session, hello: Hello) -> None:
+        """A standby says that it is a node now: whatever is asked of a new connection is asked again."""
+        if session.node or not hello.node or hello.boot != session.boot:
+            raise MalformedMessage(f"{session.node or 'a standby'} cannot become {hello.node or 'a standby'}")
+        refusal = self._refusal(hello)
+        if refusal is not None:
+            session.push(refusal)
+            session.end(f"it cannot be {hello.node}")
+            return
+        if self.standbys.get(session.boot) is session:
+            del self.standbys[session.boot]
+        session.node, session.hello = hello.node, hello
+        self._open(session)
 
     async def _serve(self, session: Session) -> None:
-        drain = asyncio.ensure_future(session.drain())
-        receive: asyncio.Future[bytes] | None = None
+        drain, listen = asyncio.ensure_future(session.drain()), asyncio.ensure_future(self._listen(session))
         try:
-            while True:
-                receive = asyncio.ensure_future(session.connection.receive())
-                await asyncio.wait({drain, receive}, return_when=asyncio.FIRST_COMPLETED)
-                if drain.done():
-                    drain.result()
-                    return
-                self._take(session, messages.decode(receive.result()))
+            await asyncio.wait({drain, listen}, return_when=asyncio.FIRST_COMPLETED)
+            (drain if drain.done() else listen).result()
         finally:
-            tasks = [task for task in (drain, receive) if task is not None]
-            for task in tasks:
+            for task in (drain, listen):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(drain, listen, return_exceptions=True)
+
+    async def _listen(self, session: Session) -> None:
+        # One task for as long as the connection lasts: a task for every frame costs more than the frame.
+        for number in count(1):
+            self._take(session, messages.decode(await session.connection.receive()))
+            if session.parted:
+                return
+            if number % TURN_FRAMES == 0:
+                # Whoever says more than it waits for answers does not keep the others from being heard.
+                await asyncio.sleep(0)
 
     def _take(self, session: Session, message: Message) -> None:
-        self.heard(session.node)
-        if isinstance(message, Beat):
-            self.steps[session.node] = (message.generation, message.step)
-            session.push(BeatSeen(self._master.token))
-        elif isinstance(message, Numbered):
-            self._command(session, message)
-        else:
-            raise MalformedMessage(f"{type(message).__name__} is not for masters")
+        self._hear(session)
+        match message:
+            case Beat(generation, step, _):
+                if session.node:
+                    self.steps[session.node] = (generation, step)
+                    self._remind(session)
+                session.seen(self._master.token)
+            case Numbered():
+                self._command(session, message)
+            case Hello():
+                self._rename(session, message)
+            case Goodbye(reason):
+                session.parted = reason or "it left"
+            case _:
+                raise MalformedMessage(f"{type(message).__name__} is not for masters")
+
+    def _remind(self, session: Session) -> None:
+        """The answer to a beat says what is desired, where that is not what the agent was told last."""
+        order = self._master.orders.get(session.node)
+        if order is not None and order is not session.told:
+            session.tell(self._master.token, order)
 
     def _command(self, session: Session, message: Numbered) -> None:
+        if not session.node:
+            raise MalformedMessage("a standby has nothing to report")
         if session.node not in self._master.present:
             # Gone meanwhile: nothing it reports counts.
-            session.push(Goodbye(f"{session.node} is {STRANGER.reason}", leave=True))
+            session.push(self.estranged(session.node))
             return
         command = messages.command_of(message)
         # An agent speaks for its own node and for no other.
@@ -212,9 +339,10 @@ class Sessions:
 
         future.add_done_callback(answer)
 
-    def heard(self, node: str) -> None:
-        """Note that a node spoke now."""
-        self._heard[node] = asyncio.get_running_loop().time()
+    def _hear(self, session: Session) -> None:
+        session.heard_at = asyncio.get_running_loop().time()
+        if session.node:
+            self._heard[session.node] = session.heard_at
 
     def calm(self) -> None:
         """Everybody's silence starts afresh: the master itself was away."""
@@ -239,12 +367,21 @@ class Sessions:
 
     def level(self, token: int, orders: Mapping[str, Order]) -> None:
         """Tell everybody connected what they should be doing now."""
+        state = self._master.state
         for node, session in list(self._by_node.items()):
             order = orders.get(node)
             if order is not None:
                 session.tell(token, order)
-            elif node not in self._master.state.nodes.nodes:
+            elif not state.job.live:
+                session.tell(token, farewell(state))
+            elif node not in state.nodes.nodes:
                 session.tell(token, STRANGER)
+        for session in list(self.standbys.values()) if not state.job.live else ():
+            session.tell(token, farewell(state))
+
+    def close(self) -> None:
+        """Nobody comes any more: tell how many complaints were not told."""
+        self._complaints.close()
 
     def forget_absent(self) -> None:
         """Drop what is remembered of nodes that are gone."""

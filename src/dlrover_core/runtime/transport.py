@@ -48,6 +48,8 @@ async def receive_within(connection: Connection, seconds: float) -> bytes:
 
 Accept = Callable[[Connection], Awaitable[None]]
 Status = Callable[[], Mapping[str, Any]]
+# What a person asks, as plain values, to the record it led to. Raises `MalformedMessage`, `Refused`, `NotLeading`.
+Obey = Callable[[object], Awaitable[int]]
 
 
 class Dialer(Protocol):
@@ -70,8 +72,11 @@ class Listener(Protocol):
         """Where agents reach it, ``host:port``."""
         ...
 
-    async def serve(self, accept: Accept, status: Status) -> None:
-        """Begin to take connections, each in a task of its own that runs ``accept``; answer status queries from ``status``."""
+    async def serve(self, accept: Accept, status: Status, obey: Obey | None = None) -> None:
+        """Begin to take connections, each in a task of its own that runs ``accept``; answer status queries from ``status``.
+
+        Commands of people, where the transport takes any, are for ``obey``.
+        """
         ...
 
     async def close(self) -> None:

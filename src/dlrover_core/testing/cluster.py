@@ -166,7 +166,10 @@ class MemoryBackend:
 
 
 class Cluster:
-    """One job with its master, its agents, its log. ``skew_us`` shifts the wall clock of masters started from now on."""
+    """One job with its master, its agents, its log. ``skew_us`` shifts the wall clock of masters started from now on.
+
+    ``patience_s`` is how long workers of nodes that boot from now on take to stop, if they are given so long.
+    """
 
     def __init__(
         self,
@@ -184,6 +187,8 @@ class Cluster:
         self.launchers: dict[str, MemoryLauncher] = {}
         self.agents: dict[str, Agent] = {}
         self.skew_us = 0
+        self.patience_s = 0.0
+        self.run = "run-1"
         self.masters: list[Master] = []
         self.deposed: list[str] = []
         self._tasks: list[asyncio.Task[Outcome]] = []
@@ -214,10 +219,10 @@ class Cluster:
             self.spec,
             event_log=self.log,
             listener=self.network.listener(ADDRESS),
-            backend=self.backend,
+            backend=self.backend if not self.spec.joining else None,
             wall=lambda: int(loop.time() * 1_000_000) + 1_700_000_000_000_000 + skew,
             holder=f"master-{len(self.masters)}",
-            run_id="run-1",
+            run_id=self.run,
         )
         self.masters.append(master)
         task = virtual_loop.spawn(master._holder, master.run())
@@ -242,6 +247,7 @@ class Cluster:
     def agent(self, node: NodeLaunch, host: str) -> Agent:
         """The agent of a node that boots."""
         launcher = MemoryLauncher(node.node, node.nproc, self.training)
+        launcher.patience_s = self.patience_s
         self.launchers[node.node] = launcher
         self._boots += 1
         agent = Agent(

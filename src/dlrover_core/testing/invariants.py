@@ -6,12 +6,14 @@ Each function raises AssertionError with the sequence number at which the promis
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from dlrover_core.job import failures, nodes, world
+from dlrover_core.job import failures, job, nodes, world
 from dlrover_core.job.state import MODEL, JobState
 from dlrover_core.kernel.engine import CommandFailed
 from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.state import digest
+from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing.cluster import Cluster
 
 
@@ -27,6 +29,7 @@ def check_history(records: Sequence[Record]) -> JobState:
     check_order(records)
     check_commands(records)
     check_worlds(records)
+    check_sizes(records)
     check_nodes(records)
     check_incidents(records)
     # Folding is what proves that every transition was legal: an illegal one raises.
@@ -79,6 +82,26 @@ def check_worlds(records: Iterable[Record]) -> None:
             assert not strangers, f"{record.seq}: {sorted(strangers)} had not joined, or were gone"
             assert fact.store not in stores, f"{record.seq}: the store {fact.store} serves a second generation"
             stores.add(fact.store)
+
+
+def check_sizes(records: Iterable[Record]) -> None:
+    """Every world has a size that was in effect as it formed, and none forms while the job is suspended."""
+    groups: dict[str, GroupSpec] = {}
+    suspended = False
+    for record in records:
+        fact = record.event
+        if isinstance(fact, job.JobCreated):
+            groups = {group.name: group for group in JobSpec.from_json(fact.spec).groups}
+            suspended = False
+        elif isinstance(fact, job.GroupScaled):
+            groups[fact.group] = replace(groups[fact.group], nodes_min=fact.nodes_min, nodes_max=fact.nodes_max)
+        elif isinstance(fact, (job.JobSuspended, job.JobResumed)):
+            suspended = isinstance(fact, job.JobSuspended)
+        elif isinstance(fact, world.WorldFormed):
+            assert not suspended, f"{record.seq}: a world forms though the job is suspended"
+            group, size = groups[fact.group], sum(count for _, count, _, _ in fact.members)
+            assert group.floor <= size <= group.nodes_max, f"{record.seq}: {size} nodes are not within {group}"
+            assert size % group.unit == 0, f"{record.seq}: {size} nodes are no multiple of {group.unit}"
 
 
 def check_nodes(records: Iterable[Record]) -> None:

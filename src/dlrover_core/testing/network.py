@@ -1,7 +1,7 @@
 """The in-memory transport: frames with a delay, and links that can be cut.
 
 A cut is told to both ends, as a reset is, unless it is ``silent``: then frames vanish and nobody is told, as behind a
-broken switch.
+broken switch. A reset, and a death, is the kernel's word and sets `ConnectionLost.ended`; a goodbye does not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from contextvars import Context, copy_context
 
 from dlrover_core.errors import ConnectionLost
-from dlrover_core.runtime.transport import FRAME_BYTES_MAX, Accept, Status
+from dlrover_core.runtime.transport import FRAME_BYTES_MAX, Accept, Obey, Status
 
 DELAY_S = 0.0005
 
@@ -26,6 +26,7 @@ class MemoryConnection:
         self._wake = asyncio.Event()
         self._other: MemoryConnection | None = None
         self.closed = False
+        self.ended = False
         self.deaf = False
         self.served_by: MemoryListener | None = None
 
@@ -37,7 +38,7 @@ class MemoryConnection:
         """Deliver after the delay, in order."""
         other = self._other
         if self.closed or other is None or other.closed or len(frame) > FRAME_BYTES_MAX:
-            raise ConnectionLost(f"connection to {self.peer} is closed")
+            raise ConnectionLost(f"connection to {self.peer} is closed", ended=self.ended)
         asyncio.get_running_loop().call_later(self._delay_s, other._arrive, frame)
 
     def _arrive(self, frame: bytes) -> None:
@@ -49,7 +50,7 @@ class MemoryConnection:
         """The next frame."""
         while not self._inbox:
             if self.closed:
-                raise ConnectionLost(f"connection to {self.peer} is closed")
+                raise ConnectionLost(f"connection to {self.peer} is closed", ended=self.ended)
             self._wake.clear()
             await self._wake.wait()
         return self._inbox.popleft()
@@ -71,10 +72,10 @@ class MemoryConnection:
                 end.deaf = True
 
     def drop(self) -> None:
-        """Close both ends at once, as a death does."""
+        """Close both ends at once, as the death of this one's process does; the peer of a deaf one is not told."""
         for end in (self, self._other):
-            if end is not None and not end.closed:
-                end.closed = True
+            if end is not None and not end.closed and not (end is not self and end.deaf):
+                end.closed = end.ended = True
                 end._inbox.clear()
                 end._wake.set()
 
@@ -105,6 +106,12 @@ class Network:
                 end.deafen()
             elif host in hosts:
                 end.drop()
+
+    def die(self, host: str) -> None:
+        """A host's process is killed: its kernel ends its connections, as far as anybody can hear it."""
+        for where, _, end in self._links:
+            if where == host and end._other is not None:
+                end._other.drop()
 
     def heal(self, *hosts: str) -> None:
         """Let these hosts connect again; without any, all."""
@@ -147,10 +154,11 @@ class MemoryListener:
         self._accept: Accept | None = None
         self.context: Context = copy_context()
         self.status: Status | None = None
+        self.obey: Obey | None = None
 
-    async def serve(self, accept: Accept, status: Status) -> None:
+    async def serve(self, accept: Accept, status: Status, obey: Obey | None = None) -> None:
         """Begin to take connections."""
-        self._accept, self.status, self.context = accept, status, copy_context()
+        self._accept, self.status, self.obey, self.context = accept, status, obey, copy_context()
         self._network.serve(self.address, self)
 
     async def accept(self, connection: MemoryConnection) -> None:

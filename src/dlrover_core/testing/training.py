@@ -105,11 +105,15 @@ class Training:
 
 
 class MemoryLauncher:
-    """A node's workers in memory. ``stuck``: SIGKILL does not kill them; ``unable``: none can be started."""
+    """A node's workers in memory. ``stuck``: SIGKILL does not kill them; ``unable``: none can be started.
+
+    ``node`` is what its stores are called after; a standby's is the name of its process. It is open after ``warm_s``.
+    """
 
     def __init__(self, node: str, nproc: int, training: Training) -> None:
         self.node, self.nproc, self._training = node, nproc, training
         self.stuck = False
+        self.warm_s = 0.0
         self.unable = ""
         self.patience_s = 0.0
         self.bury_s = BURY_S
@@ -122,6 +126,8 @@ class MemoryLauncher:
 
     async def open(self) -> None:
         """Two stores on offer."""
+        if self.warm_s:
+            await asyncio.sleep(self.warm_s)
         for _ in range(2):
             self._offer()
 
@@ -143,7 +149,7 @@ class MemoryLauncher:
             raise LaunchFailed(self.unable)
         self._launch, self._asked = launch, False
         await asyncio.sleep(START_S)
-        self._training.starts.append((self.node, launch.generation))
+        self._training.starts.append((launch.node or self.node, launch.generation))
         self._living = {launch.first_rank + one: one for one in range(launch.nproc)}
         for rank in list(self._living):
             self._training.join(launch, rank, self)

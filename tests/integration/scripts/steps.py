@@ -1,7 +1,7 @@
 """Train nothing, step by step, until told to finish. Needs no torch of its own.
 
 Writes a line for each life into ``told-RANK``; ``--child`` starts a process that would outlive it in a session of its own;
-``--term WORDS`` writes them there upon SIGTERM and leaves.
+``--term`` writes there which signal stopped it, and leaves.
 """
 
 import os
@@ -29,9 +29,11 @@ def terminated(number: int, frame: object) -> None:
 
 
 if "--term" in sys.argv:
-    signal.signal(signal.SIGTERM, terminated)
+    for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(one, terminated)
 if "--deaf" in sys.argv:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for one in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(one, signal.SIG_IGN)
 if "--child" in sys.argv:
     tell("child", subprocess.Popen(["/bin/sleep", "600"], start_new_session=True).pid)
 number = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) * 1000

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import enum
 import os
+import signal
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from dlrover_core.errors import SpecError
 
 TORCH = "dlrover_adapters.torch.worker"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Torchrun's default of those that stop a job."""
 
 # The agent's own secrets: workers talk to their agent over a socket of its user, never to the master.
 SECRETS = ("DLROVER_TOKEN",)
@@ -54,6 +57,23 @@ class LaunchConfig(NamedTuple):
     log_dir: str | None = None
     redirects: tuple[Streams, ...] = ()
     tee: tuple[Streams, ...] = ()
+    show: tuple[int, ...] | None = None
+    """Local ranks whose output reaches the console; None: all."""
+    duplicate_stdout: tuple[str, ...] = ()
+    """Lines of teed output that contain one of these go into a file of their own too; the same for stderr."""
+    duplicate_stderr: tuple[str, ...] = ()
+    log_bytes_max: int = 0
+    """Room that one log file may take, beyond which its middle is left out; 0: no bound."""
+    log_attempts_max: int = 0
+    """Attempts whose logs are kept: the first and the newest; 0: all."""
+    run_id: str = ""
+    """What workers see as the run's id; empty: the run's own."""
+    numa: str = ""
+    """Torch's name for how workers are bound to CPUs near their GPUs; empty: not at all."""
+    virtual_local_rank: bool = False
+    finish_s: float = 0.0
+    """Workers may run on this long after the first of their node has ended well; 0: as long as they need."""
+    signals: tuple[int, ...] = SIGNALS
     store_bind: str = "127.0.0.1"
     store_host: str = ""
     run_dir: str | None = None
@@ -79,7 +99,16 @@ class LaunchConfig(NamedTuple):
 
     def shown(self, local_rank: int) -> Streams:
         """The streams of ``local_rank`` that reach the console."""
+        if self.show is not None and local_rank not in self.show:
+            return Streams.NONE
         return (Streams.ALL & ~_at(self.redirects, local_rank)) | _at(self.tee, local_rank)
+
+    def duplicated(self, local_rank: int, stream: Streams) -> tuple[bytes, ...]:
+        """The filters for one stream of ``local_rank``: only what is teed and shown is looked through, as under torchrun."""
+        if not (stream & _at(self.tee, local_rank) and stream & self.shown(local_rank)):
+            return ()
+        wanted = self.duplicate_stdout if stream is Streams.OUT else self.duplicate_stderr
+        return tuple(one.encode() for one in wanted)
 
     def checked(self) -> LaunchConfig:
         """Itself. Raises `SpecError` where it cannot work."""
@@ -134,7 +163,18 @@ def birth_environment(config: LaunchConfig, inherited: Mapping[str, str]) -> dic
     if config.nproc > 1:
         env.setdefault("OMP_NUM_THREADS", "1")  # torchrun's rule
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # torchrun's default
-    env.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # torchrun's default
+    env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(signal.Signals(one).name for one in config.signals)
     # torch.cuda.is_available() must not initialise CUDA in the zygote: a CUDA context does not survive a fork.
     env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     return env
+
+
+def rank_overrides(config: LaunchConfig, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Variables of one rank that go before those its framework sets."""
+    found = {"TORCHELASTIC_RUN_ID": config.run_id} if config.run_id else {}
+    if config.virtual_local_rank:
+        visible = inherited.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible is not None else [str(one) for one in range(config.nproc)]
+        found["LOCAL_RANK"] = "0"
+        found["CUDA_VISIBLE_DEVICES"] = devices[local_rank].strip() if local_rank < len(devices) else ""
+    return found

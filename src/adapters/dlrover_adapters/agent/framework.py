@@ -7,7 +7,7 @@ workers. `dlrover_adapters.torch.worker` is the first of its kind.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import string
 from typing import Protocol, cast
 
 from dlrover_core.runtime.launcher import WorkersLaunch
@@ -46,6 +46,6 @@ def load(name: str) -> Framework:
     return cast(Framework, importlib.import_module(name))
 
 
-def substituted(argv: tuple[str, ...], variables: Mapping[str, str]) -> tuple[str, ...]:
-    """``argv`` with torchrun's macros (``${local_rank}``) replaced."""
-    return tuple(one.replace("${local_rank}", variables.get("LOCAL_RANK", "0")) for one in argv)
+def substituted(argv: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
+    """``argv`` with torchrun's macro (``${local_rank}``) replaced, by the rule it has there."""
+    return tuple(string.Template(one).safe_substitute(local_rank=str(local_rank)) for one in argv)

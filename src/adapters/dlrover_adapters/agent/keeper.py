@@ -39,7 +39,7 @@ def open_store(bind: str) -> tuple[Any, int]:
 
 
 def serve(link: socket.socket) -> int:
-    """Answer the agent's frames until it is gone: ``open`` (one more store), ``drop`` (a port nobody uses any more)."""
+    """Answer the agent's frames until it is gone: ``open`` (one more store), ``drop`` (a port nobody uses any more), ``title``."""
     set_name("dlrover-keeper")
     stores: dict[int, Any] = {}
     while (frame := wire.receive(link)) is not None:
@@ -49,6 +49,8 @@ def serve(link: socket.socket) -> int:
                 _open(link, stores, bind)
             case {"op": "drop", "port": int(port)}:
                 stores.pop(port, None)
+            case {"op": "title", "title": str(title)}:
+                set_title(title)
     # Store servers are threads in C++ that may be in the middle of an answer; nothing of ours is left to tidy up.
     os._exit(0)
 

@@ -28,20 +28,25 @@ from dlrover_core.runtime.launcher import (
 )
 from dlrover_core.runtime.within import within
 
-from . import wire
+from . import signals, wire
+from .affinity import cpus_by_rank
 from .children import Child, wait_dead
-from .config import LaunchConfig
+from .config import LaunchConfig, Mode
 from .doorbell import Doorbell, StepSlot
 from .last_words import last_words
-from .logs import LogPump, RankFiles, StreamFile, rank_files
+from .log_bounds import LogBounds, prune
+from .logs import LogPump, RankFiles, StreamFile, attempts_dir, made, rank_files
 from .nursery import Nursery, Spare
-from .process import become_subreaper, end_sessions, kill_group
+from .process import await_sessions_end, become_subreaper, end_sessions, kill_group
 from .seat import seat_for, to_wire
 from .spawn import Spawned
 from .stores import Stores
 
 NOTICES_MAX = 4096
 """Unread notices from which on further steps are dropped, all but first ones; exits never are."""
+
+PASSING_ATTEMPTS_MAX = 3
+"""Generations whose passing files are there at once: the one that runs, and those whose last words may still be read."""
 
 SWEEP_S = 10.0
 CONSOLE_S = 5.0
@@ -58,6 +63,8 @@ class _Worker:
         self.asked = False
         self.stepped = False
         self.note = ""
+        self.grace_until = 0.0
+        self.lingering: asyncio.Future[None] | None = None
         self.buried: asyncio.Task[None] | None = None
 
     @property
@@ -83,10 +90,14 @@ class LinuxLauncher:
         self._to_sweep: list[_Worker] = []
         self._refill: asyncio.TimerHandle | None = None
         self._run_dir = self._log_dir = ""
-        self._pump = LogPump()
+        self._bounds = LogBounds(self._config.log_bytes_max)
+        self._pump = LogPump(self._bounds)
+        self._cpus: asyncio.Future[tuple[tuple[int, ...], ...]] | None = None
         self._nursery: Nursery | None = None
         self._stores: Stores | None = None
         self._bell: Doorbell | None = None
+        self._opening: asyncio.Future[None] | None = None
+        self._finish: asyncio.TimerHandle | None = None
         self._closed = False
 
     @property
@@ -112,10 +123,26 @@ class LinuxLauncher:
             found["keeper"] = self._stores.keeper_pid
         return {**found, **{f"rank {one.rank}": one.child.pid for one in self._workers if one.child.alive}}
 
+    def named(self, node: str) -> None:
+        """The node has its name, which it may not have had at the start: logs and titles bear it from now on."""
+        self._config = self._config._replace(node=node)
+        if self._nursery is not None:
+            self._nursery.named(node)
+        if self._stores is not None:
+            self._stores.named(node)
+
     # ---- opening
 
     async def open(self) -> None:
-        """Make everything warm. Raises `LaunchFailed` when workers could never be started here; then nothing is left."""
+        """Make everything warm. Raises `LaunchFailed` when workers could never be started here; then nothing is left.
+
+        Whoever calls second waits for the first.
+        """
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._open())
+        await asyncio.shield(self._opening)
+
+    async def _open(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise LaunchFailed(
                 "the launcher must be opened on the main thread: workers die with the thread that watches them"
@@ -130,7 +157,10 @@ class LinuxLauncher:
             raise
 
     async def _open_rest(self, nursery: Nursery) -> None:
+        if self._config.numa:
+            self._cpus = asyncio.ensure_future(asyncio.to_thread(cpus_by_rank, self._config))
         await asyncio.to_thread(self._make_folders)
+        self._bounds.open()
         self._pump.open()
         self._bell = Doorbell(os.path.join(self._run_dir, "agent.sock"), self._rung)
         self._bell.open()
@@ -141,6 +171,8 @@ class LinuxLauncher:
         nursery.refill()
         if self._stores is not None:
             await self._stores.ready()
+        if self._cpus is not None:
+            await self._cpus
 
     def _make_folders(self) -> None:
         config = self._config
@@ -213,9 +245,12 @@ class LinuxLauncher:
     def _begin(self, workers: list[_Worker]) -> None:
         """All of them exist: from here on their ends are told."""
         self._workers = workers
+        self._forget_finish()
         for worker in workers:
-            for stream in self._shown(worker.files):
-                self._pump.follow(stream)
+            for stream in (worker.files.stdout, worker.files.stderr):
+                self._bounds.watch(stream)
+                if stream.console:
+                    self._pump.follow(stream)
             worker.child.dead.add_done_callback(functools.partial(self._died, worker))
 
     def spend_store(self, address: str) -> None:
@@ -228,23 +263,21 @@ class LinuxLauncher:
 
     def _make_files(self, launch: WorkersLaunch) -> list[RankFiles]:
         config, run_dir, log_dir = self._config, self._run_dir, self._log_dir
-        files = [rank_files(config, run_dir, log_dir, launch, local_rank) for local_rank in range(launch.nproc)]
-        try:
-            for one in files:
-                for path in one.stdout.path, one.stderr.path, one.error:
-                    os.makedirs(os.path.dirname(path), exist_ok=True)
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(one.error)  # of another life of this generation: not this one's evidence
-        except OSError as error:
-            raise LaunchFailed(
-                f"generation {launch.generation}: cannot make the workers' log folders: {error}"
-            ) from error
+        output = os.path.join(run_dir, "output")
+        passing = os.path.join(output, f"attempt_{launch.generation}")
+        files = [
+            made(rank_files(config, run_dir, log_dir, launch, rank), os.path.join(passing, str(rank)))
+            for rank in range(launch.nproc)
+        ]
+        prune(output, PASSING_ATTEMPTS_MAX)
+        prune(attempts_dir(config, log_dir, launch), config.log_attempts_max)
         return files
 
     def _seat(self, spare: Spare, launch: WorkersLaunch, local_rank: int, files: RankFiles) -> _Worker:
         """Tell a spare who it is; from here on it is a worker."""
         assert self._bell is not None, "open() makes the doorbell"
-        seat = seat_for(self._config, launch, local_rank, self._bell.path, files.error)
+        cpus = self._cpus.result()[local_rank] if self._cpus is not None else ()
+        seat = seat_for(self._config, launch, local_rank, self._bell.path, files.error, cpus)
         with contextlib.ExitStack() as failing, contextlib.ExitStack() as stack:
             slot = StepSlot()
             failing.callback(slot.close)
@@ -259,8 +292,12 @@ class LinuxLauncher:
         self._unburied[launch.generation] = self._unburied.get(launch.generation, 0) + 1
         return _Worker(spare.child, launch, local_rank, files, slot)
 
-    def _shown(self, files: RankFiles) -> list[StreamFile]:
-        return [one for one in (files.stdout, files.stderr) if one.console]
+    def _forget(self, file: StreamFile) -> None:
+        """Nobody shows this one, and nobody writes it any more."""
+        self._bounds.finish(file)
+        if not file.keep:
+            with contextlib.suppress(OSError):
+                os.unlink(file.path)
 
     # ---- steps
 
@@ -286,12 +323,39 @@ class LinuxLauncher:
     # ---- ends
 
     def _died(self, worker: _Worker, _dead: asyncio.Future[int]) -> None:
-        kill_group(worker.child.pid)  # at once, and while the zombie still owns the number
+        left_s = worker.grace_until - time.monotonic()
+        if left_s > 0:
+            # A shell that dies of the signal leaves behind what it ran: that has its grace too.
+            worker.lingering = asyncio.ensure_future(asyncio.to_thread(await_sessions_end, worker.child.pid, left_s))
+        else:
+            kill_group(worker.child.pid)  # at once, and while the zombie still owns the number
         worker.buried = asyncio.create_task(self._bury(worker), name=f"burial of rank {worker.rank}")
         self._burials.add(worker.buried)
         worker.buried.add_done_callback(self._burials.discard)
 
+        if worker.child.dead.result() == 0 and not worker.asked and self._config.finish_s > 0:
+            loop = asyncio.get_running_loop()
+            self._finish = self._finish or loop.call_later(self._config.finish_s, self._end_laggards, worker)
+
+    def _forget_finish(self) -> None:
+        if self._finish is not None:
+            self._finish.cancel()
+            self._finish = None
+
+    def _end_laggards(self, first: _Worker) -> None:
+        """``finish_s`` is over: whoever still runs in the generation of the one that was done ``first`` hangs."""
+        self._finish = None
+        for one in self._workers:
+            if one.child.alive and one.launch.generation == first.launch.generation:
+                bound = self._config.finish_s
+                one.note = f"still running {bound:g} s after rank {first.rank} had ended well (finish_s)"
+                one.child.signal(signal.SIGKILL)
+                kill_group(one.child.pid)
+
     async def _bury(self, worker: _Worker) -> None:
+        if worker.lingering is not None:
+            await worker.lingering
+            kill_group(worker.child.pid)
         words = await asyncio.to_thread(last_words, worker.files)
         launch = worker.launch
         if self._bell is not None:
@@ -314,8 +378,11 @@ class LinuxLauncher:
         if not self._unburied[launch.generation]:
             del self._unburied[launch.generation]
             self._notices.put_nowait(WorkersGone(launch.generation))
-        for one in self._shown(worker.files):
-            self._pump.finish(one)
+        for one in (worker.files.stdout, worker.files.stderr):
+            if one.console:
+                self._pump.finish(one)
+            else:
+                await asyncio.to_thread(self._forget, one)
         worker.slot.close()
         self._to_sweep.append(worker)
         if self._sweep is None:
@@ -339,7 +406,7 @@ class LinuxLauncher:
     async def stop(self, grace_s: float, kill_wait_s: float) -> bool:
         """Stop all workers; True when every one is dead. Idempotent.
 
-        With ``grace_s`` they get SIGTERM first; SIGKILL is for their whole sessions.
+        With ``grace_s`` they get first the signal that stopped the job, or SIGTERM; SIGKILL is for their whole sessions.
         """
         for one in self._workers:
             one.child.look()  # who is dead by now was not asked
@@ -348,9 +415,11 @@ class LinuxLauncher:
             one.asked = True
         children = [one.child for one in alive]
         if grace_s > 0:
-            for child in children:
-                child.signal(signal.SIGTERM)
+            number = signals.told(self._config.run_dir)
+            for one in alive:
+                self._ask(one, number, grace_s)
             children = await wait_dead(children, grace_s)
+            await asyncio.gather(*(one.lingering for one in alive if one.lingering is not None))
         for child in children:
             child.signal(signal.SIGKILL)
             kill_group(child.pid)
@@ -359,6 +428,15 @@ class LinuxLauncher:
             generation = alive[0].launch.generation
             self._notices.put_nowait(WorkersStuck(generation, tuple(one.pid for one in stuck)))
         return not stuck
+
+    def _ask(self, worker: _Worker, number: signal.Signals, grace_s: float) -> None:
+        """A Python program ends its children itself; any other is often a shell that must not be the only one to hear."""
+        if self._config.mode is Mode.COMMAND:
+            worker.grace_until = time.monotonic() + grace_s
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.child.pid, number)
+        else:
+            worker.child.signal(number)
 
     async def notices(self) -> AsyncIterator[Notice]:
         """Everything that happens, in order, until `close`. One consumer."""
@@ -370,6 +448,10 @@ class LinuxLauncher:
         if self._closed:
             return
         self._closed = True
+        if self._opening is not None and not self._opening.done() and self._opening is not asyncio.current_task():
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
+        self._forget_finish()
         if self._refill is not None:
             self._refill.cancel()
         if not await self.stop(0.0, SWEEP_S):
@@ -385,6 +467,9 @@ class LinuxLauncher:
         if self._bell is not None:
             self._bell.close()
         await asyncio.to_thread(self._pump.close, CONSOLE_S)
+        await asyncio.to_thread(self._bounds.close)
+        if self._cpus is not None:
+            await asyncio.gather(self._cpus, return_exceptions=True)
         if self._run_dir:
             await asyncio.to_thread(shutil.rmtree, self._run_dir, ignore_errors=True)
         self._notices.put_nowait(None)

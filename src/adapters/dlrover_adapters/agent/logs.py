@@ -3,7 +3,8 @@
 Every stream of a worker is a *file*, also where it only passes through to the console. A pipe would tie training to its reader: a
 slow terminal, or an agent that is stopped or busy, blocks the worker in the middle of a step. A file takes everything, keeps
 the order, and holds the last words of the dead without any draining. What is shown and not to be kept lies in the
-launcher's run folder, and is punched out of the file once shown, so that it needs no room.
+launcher's run folder, and is punched out of the file once shown, so that it needs no room. What nobody reads, or keeps for
+ever, is bounded by `log_bounds`.
 
 `LogPump` is the one thread that shows: woken by inotify, it writes whole lines to the console, and half ones (a prompt, a
 progress bar) when they have rested for `REST_S`.
@@ -23,9 +24,12 @@ import string
 import threading
 from typing import NamedTuple
 
+import structlog
+
 from dlrover_core.runtime.launcher import WorkersLaunch
 
 from .config import LaunchConfig, Streams
+from .log_bounds import LogBounds
 from .process import libc
 
 CHUNK_BYTES = 256 * 1024
@@ -38,14 +42,21 @@ _IN_NONBLOCK = os.O_NONBLOCK
 _IN_CLOEXEC = os.O_CLOEXEC
 _PUNCH_HOLE_KEEP_SIZE = 0x2 | 0x1
 
+_log = structlog.get_logger(__name__)
+
 
 class StreamFile(NamedTuple):
-    """One output stream of one worker. ``console`` is 1 or 2, or 0 if it is not shown."""
+    """One output stream of one worker. ``console`` is 1 or 2, or 0 if it is not shown.
+
+    Lines that contain one of ``filters`` go into the file ``filtered`` too, which all ranks of the node share.
+    """
 
     path: str
     console: int
     prefix: bytes
     keep: bool
+    filters: tuple[bytes, ...] = ()
+    filtered: str = ""
 
 
 class RankFiles(NamedTuple):
@@ -56,23 +67,61 @@ class RankFiles(NamedTuple):
     error: str
 
 
+def attempts_dir(config: LaunchConfig, log_dir: str, launch: WorkersLaunch) -> str:
+    """Where the kept logs of this node lie: torchrun's ``<id>_<random>``, where run and node take the place of chance."""
+    node = launch.node or config.node
+    return os.path.join(log_dir, f"{config.run_id or config.job}_{launch.run}_{node}".replace(os.sep, "-"))
+
+
 def rank_files(config: LaunchConfig, run_dir: str, log_dir: str, launch: WorkersLaunch, local_rank: int) -> RankFiles:
-    """The files of one worker; those that stay are under ``<log_dir>/<run>/attempt_<generation>/<rank>/``."""
-    rank = launch.first_rank + local_rank
-    place = os.path.join(f"attempt_{launch.generation}", str(rank))
-    kept_dir, passing_dir = os.path.join(log_dir, launch.run, place), os.path.join(run_dir, "output", place)
-    prefix = _prefix(config, local_rank, rank)
+    """The files of one worker; those that stay are in torchrun's places, ``attempt_<restarts>/<local rank>/``."""
+    attempt = os.path.join(attempts_dir(config, log_dir, launch), f"attempt_{launch.restart_count}")
+    kept_dir = os.path.join(attempt, str(local_rank))
+    passing_dir = os.path.join(run_dir, "output", f"attempt_{launch.generation}", str(local_rank))
+    prefix = _prefix(config, local_rank, launch.first_rank + local_rank)
 
     def stream(which: Streams, name: str, console: int) -> StreamFile:
         keep, show = bool(which & config.redirected(local_rank)), bool(which & config.shown(local_rank))
         path = os.path.join(kept_dir if keep else passing_dir, name)
-        return StreamFile(path, console if show else 0, prefix if keep and show else b"", keep)
+        filters = config.duplicated(local_rank, which)
+        filtered = os.path.join(attempt, f"filtered_{name}") if filters else ""
+        return StreamFile(path, console if show else 0, prefix if keep and show else b"", keep, filters, filtered)
 
     return RankFiles(
         stdout=stream(Streams.OUT, "stdout.log", 1),
         stderr=stream(Streams.ERR, "stderr.log", 2),
         error=os.path.join(kept_dir if config.log_dir else passing_dir, "error.json"),
     )
+
+
+def made(files: RankFiles, passing_dir: str) -> RankFiles:
+    """The same, with everything there that a worker opens; where there is no room, in a place that has some, or nowhere.
+
+    A full disk must not keep training from its start.
+    """
+    stdout, stderr = _made(files.stdout, passing_dir), _made(files.stderr, passing_dir)
+    try:
+        os.makedirs(os.path.dirname(files.error), exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(files.error)  # of another life of this generation: not this one's evidence
+    except OSError:
+        return RankFiles(stdout, stderr, os.path.join(passing_dir, os.path.basename(files.error)))
+    return RankFiles(stdout, stderr, files.error)
+
+
+def _made(file: StreamFile, passing_dir: str) -> StreamFile:
+    passing = file._replace(path=os.path.join(passing_dir, os.path.basename(file.path)), keep=False, prefix=b"")
+    for one in (file, passing):
+        try:
+            os.makedirs(os.path.dirname(one.path), exist_ok=True)
+            os.close(os.open(one.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            if one.filtered:
+                os.close(os.open(one.filtered, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        except OSError as error:
+            _log.warning("no room for output", path=one.path, error=str(error))
+        else:
+            return one
+    return StreamFile(os.devnull, 0, b"", keep=True)
 
 
 def _prefix(config: LaunchConfig, local_rank: int, rank: int) -> bytes:
@@ -83,12 +132,41 @@ def _prefix(config: LaunchConfig, local_rank: int, rank: int) -> bytes:
     return string.Template(template).safe_substitute(role_name=config.role, rank=rank, local_rank=local_rank).encode()
 
 
+class _Filter:
+    """Lines of one shown stream that contain one of its filters, on their way into the file that they share."""
+
+    def __init__(self, file: StreamFile, bytes_max: int) -> None:
+        self._file, self._bytes_max = file, bytes_max
+        self._fd = os.open(file.filtered, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._begun = b""
+
+    def feed(self, text: bytes) -> None:
+        """Take what is shown; a full disk, or a full file, loses the rest."""
+        *lines, self._begun = (self._begun + text).split(b"\n")
+        self._keep([line + b"\n" for line in lines])
+        if len(self._begun) > CHUNK_BYTES:
+            self._begun = self._begun[-CHUNK_BYTES:]
+
+    def _keep(self, lines: list[bytes]) -> None:
+        found = [self._file.prefix + line for line in lines if any(one in line for one in self._file.filters)]
+        with contextlib.suppress(OSError):
+            if found and not (self._bytes_max and os.fstat(self._fd).st_size > self._bytes_max):
+                os.write(self._fd, b"".join(found))
+
+    def close(self) -> None:
+        """Take the line that never ended."""
+        if self._begun:
+            self._keep([self._begun])
+        os.close(self._fd)
+
+
 class _Shown:
     """One stream on its way to the console."""
 
-    def __init__(self, file: StreamFile) -> None:
-        self.file = file
+    def __init__(self, file: StreamFile, bounds: LogBounds) -> None:
+        self.file, self._bounds = file, bounds
         self.fd = os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._filter = _Filter(file, bounds.bytes_max) if file.filters else None
         self.shown = 0  # bytes of the file that are on the console
         self.half = b""  # the line begun
         self.continued = False  # the console holds the begin of our line
@@ -96,7 +174,7 @@ class _Shown:
 
     def pump(self, *, flush: bool) -> None:
         """Show what is there: whole lines, and what follows the last one if ``flush``."""
-        while chunk := os.pread(self.fd, CHUNK_BYTES, self.shown + len(self.half)):
+        while chunk := self._read():
             text = self.half + chunk
             end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
             if end == 0 and len(text) >= CHUNK_BYTES:
@@ -108,10 +186,26 @@ class _Shown:
             self._show(text)
         self._punch()
 
+    def _read(self) -> bytes:
+        """What comes next, but nothing of what was left out because the console took too long."""
+        while True:
+            hole, at = self._bounds.hole(self.file.path), self.shown + len(self.half)
+            if hole is not None and hole.start <= at < hole.stop:
+                text, self.half = self.half, b""
+                self._show(text)
+                self.shown = hole.stop
+                continue
+            size = min(CHUNK_BYTES, hole.start - at) if hole is not None and at < hole.start else CHUNK_BYTES
+            chunk = os.pread(self.fd, size, at)
+            if self._bounds.hole(self.file.path) == hole:
+                return chunk
+
     def _show(self, text: bytes) -> None:
         if not text:
             return
         self.shown += len(text)
+        if self._filter is not None:
+            self._filter.feed(text)
         _write(self.file.console, self._prefixed(text))
 
     def _prefixed(self, text: bytes) -> bytes:
@@ -135,7 +229,10 @@ class _Shown:
         self.punched = end
 
     def close(self) -> None:
+        if self._filter is not None:
+            self._filter.close()
         os.close(self.fd)
+        self._bounds.finish(self.file)
         if not self.file.keep:
             with contextlib.suppress(OSError):
                 os.unlink(self.file.path)
@@ -157,7 +254,8 @@ def _write(fd: int, text: bytes) -> None:
 class LogPump:
     """Shows streams on the console, in a thread of its own. Methods may be called from any thread; none of them blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: LogBounds | None = None) -> None:
+        self._bounds = bounds or LogBounds(0)
         self._orders: collections.deque[tuple[str, StreamFile | None]] = collections.deque()
         self._streams: dict[str, _Shown] = {}
         self._watches: dict[int, str] = {}
@@ -243,7 +341,11 @@ class LogPump:
         return True
 
     def _follow(self, file: StreamFile) -> None:
-        one = self._streams[file.path] = _Shown(file)
+        try:
+            one = self._streams[file.path] = _Shown(file, self._bounds)
+        except OSError as error:
+            _log.warning("output cannot be shown", path=file.path, error=str(error))
+            return
         if self._inotify >= 0:
             watch = libc().inotify_add_watch(self._inotify, os.fsencode(file.path), _IN_MODIFY)
             self._watches[watch] = file.path

@@ -47,6 +47,8 @@ def execute(mode: Mode, argv: tuple[str, ...]) -> None:
     sys.orig_argv = [sys.executable, "-u", *(["-m"] if mode is Mode.MODULE else []), *argv]
     main = types.ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
+    if "__annotations__" in vars(sys.modules["__main__"]):
+        vars(main)["__annotations__"] = {}  # as this interpreter begins it; from 3.14 on it does not
     sys.modules["__main__"] = main
     set_first_path(first_path(mode, argv))
     if mode is Mode.MODULE:
@@ -81,7 +83,7 @@ def _run_file(script: str, main: types.ModuleType) -> None:
         sys.stderr.write(f"{sys.executable}: can't open file '{path}': [Errno {error.errno}] {error.strerror}\n")
         sys.exit(2)
     loader = importlib.machinery.SourceFileLoader("__main__", path)
-    vars(main).update(__file__=path, __loader__=loader, __cached__=None, __annotations__={})
+    vars(main).update(__file__=path, __loader__=loader, __cached__=None)
     exec(compile(source, path, "exec", dont_inherit=True), vars(main))  # noqa: S102 - running the user's script is the point
 
 

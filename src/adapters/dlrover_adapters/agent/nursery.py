@@ -27,6 +27,9 @@ from .spawn import Spawned, spawn_keeper, spawn_plain, spawn_zygote
 EARLY_DEATHS_MAX = 3
 """Zygotes in a row that died, for no reason of theirs, before they were ready; then workers are executed instead."""
 
+UNFORKED_MAX = 3
+"""Forks in a row that nothing came of; a go-between may be killed, but not every one."""
+
 STRAYS = frozenset({"dlrover-zygote", "dlrover-spare", "dlrover-keeper"})
 """What children of a zygote are called before they are told who they are."""
 
@@ -37,6 +40,10 @@ _log = structlog.get_logger(__name__)
 
 class _ZygoteGone(LaunchFailed):
     """It died; another one is on its way."""
+
+
+class _Unforked(LaunchFailed):
+    """The zygote lives, and nothing came of this fork."""
 
 
 class Spare(NamedTuple):
@@ -89,6 +96,13 @@ class Nursery:
         await self._settled.wait()
         if self._hopeless:
             raise LaunchFailed(self._hopeless)
+
+    def named(self, node: str) -> None:
+        """The node has its name: it is in the zygote's title from now on."""
+        self._config = self._config._replace(node=node)
+        if self._link is not None:
+            with contextlib.suppress(OSError):  # it is dying; its successor is executed under the name
+                wire.send(self._link, {"op": "title", "title": f"dlrover zygote --job {self._config.job} --node {node}"})
 
     # ---- the zygote's life
 
@@ -225,7 +239,7 @@ class Nursery:
             case {"op": "unforked", "key": int(key), "reason": str(reason)} if key in self._forks:
                 fork = self._forks.pop(key)
                 if not fork.done():
-                    fork.set_exception(LaunchFailed(reason))
+                    fork.set_exception(_Unforked(reason))
 
     def _forked(self, fork: asyncio.Future[int], pid: int) -> None:
         if not fork.done():
@@ -262,6 +276,18 @@ class Nursery:
             raise
         return self._born(Spawned(pid, mine))
 
+    async def _fork_again(self, role: str) -> Spare | None:
+        """A fork, tried again where nothing came of it; None when the zygote died. Raises `LaunchFailed`."""
+        for _ in range(UNFORKED_MAX - 1):
+            with contextlib.suppress(_Unforked):
+                return await self._fork_once(role)
+        return await self._fork_once(role)
+
+    async def _fork_once(self, role: str) -> Spare | None:
+        with contextlib.suppress(_ZygoteGone):
+            return await self._fork(role)
+        return None
+
     def _born(self, spawned: Spawned) -> Spare:
         self._living.add(spawned.pid)
         spawned.link.setblocking(False)
@@ -275,8 +301,8 @@ class Nursery:
                 raise LaunchFailed(self._hopeless)
             if self.plain:
                 return self._born(spawn_keeper(self._config))
-            with contextlib.suppress(_ZygoteGone):
-                return await self._fork("keeper")
+            if keeper := await self._fork_again("keeper"):
+                return keeper
 
     async def take(self, count: int) -> list[Spare]:
         """``count`` processes that wait for a seat: spares first, then new ones. Raises `LaunchFailed`."""
@@ -304,8 +330,8 @@ class Nursery:
             await self.ready()
             if self.plain:
                 return self._born(spawn_plain(self._config))
-            with contextlib.suppress(_ZygoteGone):
-                return await self._fork("worker")
+            if worker := await self._fork_again("worker"):
+                return worker
 
     def refill(self) -> None:
         """Have spares made for the next generation, unless they are there."""

@@ -155,6 +155,20 @@ def end_sessions(sessions: Iterable[int], bound_s: float) -> list[int]:
     return alive
 
 
+def await_sessions_end(session: int, bound_s: float) -> None:
+    """Wait until nobody but the dead leader is left in ``session``, at most ``bound_s``; blocks."""
+    deadline = time.monotonic() + bound_s
+    for _ in range(SCANS_MAX):
+        members = [one.pid for one in members_of(frozenset({session})) if one.state not in {"Z", "X"}]
+        if not members or time.monotonic() >= deadline:
+            return
+        fds = []
+        for pid in members:
+            with contextlib.suppress(OSError):  # it has just ended
+                fds.append(os.pidfd_open(pid))
+        _wait_all(fds, deadline)
+
+
 def end_strays(names: frozenset[str], known: frozenset[int], bound_s: float) -> None:
     """SIGKILL and reap children of ours that go by one of ``names`` and of whom we were never told; blocks."""
     me, deadline = os.getpid(), time.monotonic() + bound_s

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 from dlrover_core.errors import MalformedMessage
 from dlrover_core.runtime.launcher import WorkersLaunch
 
-from .config import LaunchConfig, Mode
+from .config import LaunchConfig, Mode, rank_overrides
 
 
 class Seat(NamedTuple):
@@ -21,6 +22,8 @@ class Seat(NamedTuple):
     title: str
     agent_socket: str
     error_file: str
+    env: dict[str, str]
+    cpus: tuple[int, ...]
 
     @property
     def rank(self) -> int:
@@ -28,11 +31,20 @@ class Seat(NamedTuple):
         return self.launch.first_rank + self.local_rank
 
 
-def seat_for(config: LaunchConfig, launch: WorkersLaunch, local_rank: int, agent_socket: str, error_file: str) -> Seat:
-    """The seat of ``local_rank`` in ``launch``."""
+def seat_for(
+    config: LaunchConfig,
+    launch: WorkersLaunch,
+    local_rank: int,
+    agent_socket: str,
+    error_file: str,
+    cpus: tuple[int, ...] = (),
+) -> Seat:
+    """The seat of ``local_rank`` in ``launch``; on ``cpus``, empty: on all."""
     rank = launch.first_rank + local_rank
-    title = f"dlrover worker --job {config.job} --node {config.node} --rank {rank} {config.argv[0]}"
-    return Seat(launch, local_rank, config.argv, config.mode, config.role, title, agent_socket, error_file)
+    node = launch.node or config.node
+    title = f"dlrover worker --job {config.job} --node {node} --rank {rank} {config.argv[0]}"
+    env = rank_overrides(config, local_rank, os.environ)
+    return Seat(launch, local_rank, config.argv, config.mode, config.role, title, agent_socket, error_file, env, cpus)
 
 
 def to_wire(seat: Seat) -> dict[str, Any]:
@@ -47,6 +59,7 @@ def from_wire(body: dict[str, Any]) -> Seat:
         fields["launch"] = WorkersLaunch(*fields["launch"])
         fields["mode"] = Mode(fields["mode"])
         fields["argv"] = tuple(fields["argv"])
+        fields["cpus"] = tuple(fields["cpus"])
         return Seat(**fields)
     except (KeyError, TypeError, ValueError) as error:
         raise MalformedMessage(f"not a seat: {error}") from error

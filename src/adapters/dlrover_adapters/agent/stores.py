@@ -100,9 +100,16 @@ class Stores:
         """Whether this store was ours and is no more."""
         return address in self._dead
 
+    def named(self, node: str) -> None:
+        """The node has its name: it is in the keeper's title from now on."""
+        self._config = self._config._replace(node=node)
+        self._send({"op": "title", "title": self._title()})
+
+    def _title(self) -> str:
+        return f"dlrover keeper --job {self._config.job} --node {self._config.node}"
+
     def _order_store(self) -> None:
-        title = f"dlrover keeper --job {self._config.job} --node {self._config.node}"
-        self._send({"op": "open", "bind": self._config.store_bind, "title": title})
+        self._send({"op": "open", "bind": self._config.store_bind, "title": self._title()})
 
     def _send(self, body: dict[str, object]) -> None:
         if self._keeper is not None:

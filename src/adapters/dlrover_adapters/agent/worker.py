@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from typing import Any
 
 from . import wire
 from .config import Mode
@@ -13,6 +14,7 @@ from .framework import Framework, substituted
 from .main_module import execute, program_traceback
 from .process import set_name, set_title
 from .seat import Seat, from_wire
+from .streams import forgive_full_disks
 
 SOCKET_VARIABLE = "DLROVER_AGENT_SOCKET"
 
@@ -31,9 +33,11 @@ def run_spare(link: socket.socket, framework: Framework) -> int:
 def run_seat(seat: Seat, fds: tuple[int, ...], framework: Framework) -> int:
     """Take the seat and run its program; the exit code."""
     slot_fd = take_seat(seat, fds, framework)
-    argv = substituted(seat.argv, os.environ)
+    argv = substituted(seat.argv, seat.local_rank)
     if seat.mode is Mode.COMMAND:
-        return _become(argv)  # the slot's descriptor closes with the exec
+        return _become((seat.argv[0], *argv[1:]))  # the slot's descriptor closes with the exec
+    forgive_full_disks()
+    shelter_multiprocessing(os.path.dirname(seat.agent_socket))
     framework.reseed()
     framework.begin(seat.launch, seat.rank, seat.agent_socket, slot_fd)
     os.close(slot_fd)
@@ -49,7 +53,10 @@ def take_seat(seat: Seat, fds: tuple[int, ...], framework: Framework) -> int:
     set_name(f"worker-{seat.rank}")
     set_title(seat.title)
     os.environ.update(framework.environment(seat.launch, seat.local_rank, seat.role, seat.error_file))
+    os.environ.update(seat.env)
     os.environ[SOCKET_VARIABLE] = seat.agent_socket
+    if seat.cpus:
+        os.sched_setaffinity(0, seat.cpus)  # before any thread: those to come inherit it
     return slot
 
 
@@ -78,6 +85,17 @@ def _reset_multiprocessing() -> None:
     process = sys.modules.get("multiprocessing.process")
     if process is not None:
         process.current_process().authkey = os.urandom(32)
+
+
+def shelter_multiprocessing(folder: str) -> None:
+    """Have multiprocessing keep its sockets in ``folder``, which goes with the run; in this process and all its children.
+
+    Each DataLoader child makes a folder of its own under the system's temporary one, and leaves it there when it is killed.
+    """
+    from multiprocessing import process
+
+    current: Any = process.current_process()
+    current._config["tempdir"] = folder
 
 
 def _become(argv: tuple[str, ...]) -> int:

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from . import keeper, wire, worker
 from .framework import Framework, load
 from .main_module import set_first_path
-from .process import die_with_parent, end_sessions, outlive_parent, own_link, set_name
+from .process import die_with_parent, end_sessions, outlive_parent, own_link, set_name, set_title
 
 Role = Callable[[], int]
 END_SESSIONS_S = 10.0
@@ -49,7 +49,7 @@ class Unfit(Exception):
 
 
 class Zygote:
-    """Answers the agent's frames: ``fork`` (with a socket), ``gone`` (a session that is no more), ``mine`` (older ones)."""
+    """Answers the agent's frames: ``fork`` (with a socket), ``gone`` (a session that is no more), ``mine`` (older ones), ``title``."""
 
     def __init__(self, link: socket.socket, agent: int, framework: str, probe_s: float) -> None:
         self._link, self._agent, self._name, self._probe_s = link, agent, framework, probe_s
@@ -58,6 +58,8 @@ class Zygote:
 
     def serve(self, preloads: tuple[str, ...]) -> Role | None:
         """Get warm, then answer until the agent is gone. In a forked child: the role to play."""
+        # Importing makes a million objects that stay: collections meanwhile find nothing and cost a third of the time.
+        gc.disable()
         try:
             role = self._warm(preloads)
         except Unfit as unfit:
@@ -65,10 +67,10 @@ class Zygote:
             return None
         if role is not None:
             return role
-        gc.collect()
         # From here on there may be sessions to end before our own: the socket tells of the agent's death.
         outlive_parent()
         gc.freeze()  # what is alive now is shared for ever: no collection in a child shall touch, and so copy, it
+        gc.enable()
         wire.send(self._link, {"op": "ready"})
         with contextlib.suppress(BrokenPipeError):  # the agent died before our answer: the end, as below
             while (frame := wire.receive(self._link)) is not None:
@@ -181,6 +183,8 @@ class Zygote:
                 self._sessions.discard(pid)
             case {"op": "mine", "pids": list(pids)}:
                 self._sessions.update(int(one) for one in pids)
+            case {"op": "title", "title": str(title)}:
+                set_title(title)
         return None
 
     def _fork(self, kind: str, key: int, fd: int) -> Role | None:
@@ -223,6 +227,8 @@ class Zygote:
         if not die_with_parent(self._agent):
             os._exit(0)  # the agent died first; nobody would watch us
         os.setsid()
+        gc.freeze()
+        gc.enable()  # off while we were getting warm, and this may be one of those forked before the end of it
         link = socket.socket(fileno=fd)
         if kind == "keeper":
             return lambda: keeper.serve(link)

@@ -1,6 +1,9 @@
-"""The agent's process: ``python -m dlrover_adapters.cli.agent --config FILE --node NODE``.
+"""The agent's process: ``python -m dlrover_adapters.cli.agent --config FILE --control FD``.
 
-The zygote is started first of all, before the agent's own imports: it is what takes seconds.
+The zygote is started first of all, before the agent's own imports: it is what takes seconds. What was not known by then comes
+over the launcher's socket: ``{"settings": FILE}`` where FILE was only a draft, and ``{"node": NAME}`` unless the master of a
+joining job gives the names. Back go ``{"warm": true}``, once workers could be started, and at the end ``{"ending": [...]}`` or
+``{"error": WHAT, "refused": WHETHER FOR GOOD}``.
 """
 
 from __future__ import annotations
@@ -8,13 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import sys
 from typing import Any
 
 from dlrover_adapters.agent.config import LaunchConfig, Mode, Streams
 from dlrover_adapters.agent.spawn import Spawned, spawn_zygote
+from dlrover_adapters.cli import workers
 
-EX_OK, EX_FAULT = 0, 1
+EX_OK = 0
+WORDS_BYTES_MAX = 64 * 1024
 
 
 def launch_config(raw: dict[str, Any], job: str, node: str) -> LaunchConfig:
@@ -32,6 +38,9 @@ def launch_config(raw: dict[str, Any], job: str, node: str) -> LaunchConfig:
         redirects=tuple(Streams(one) for one in raw["redirects"]),
         tee=tuple(Streams(one) for one in raw["tee"]),
         run_dir=raw["run_dir"],
+        store_bind=raw["store_bind"],
+        store_host=raw["address"],
+        **workers.launch_fields(raw),
     )
 
 
@@ -40,60 +49,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="dlrover-agent")
     parser.add_argument("--config", required=True)
     parser.add_argument("--job", required=True)
-    parser.add_argument("--node", required=True)
+    parser.add_argument("--control", type=int, required=True)
+    parser.add_argument("--draft", action="store_true")
     options = parser.parse_args()
     with open(options.config, encoding="utf-8") as file:
         raw: dict[str, Any] = json.load(file)
-    config = launch_config(raw, options.job, options.node)
+    if options.draft:
+        os.close(int(options.config.rpartition("/")[2]))
+    control = socket.socket(fileno=options.control)
+    control.set_inheritable(False)
+    config = launch_config(raw, options.job, "")
     first = spawn_zygote(config) if config.warm else None
-    return _serve(raw, config, first)
+    return _serve(raw, config, first, control, options.draft)
 
 
-def _serve(raw: dict[str, Any], config: LaunchConfig, first: Spawned | None) -> int:
-    import asyncio
-    from pathlib import Path
+def _serve(
+    raw: dict[str, Any], config: LaunchConfig, first: Spawned | None, control: socket.socket, draft: bool
+) -> int:
+    # While torch is being imported on another core, and before anybody needs this one.
+    from dlrover_adapters.cli.agent_process import serve
 
-    from dlrover_adapters.agent.process import set_name
-    from dlrover_adapters.telemetry.logs import set_up
-
-    set_name("dlrover-agent")
-    set_up(Path(raw["control_log"]), raw["log_level"], role="agent", node=config.node)
-    return asyncio.run(_run(raw, config, first))
-
-
-async def _run(raw: dict[str, Any], config: LaunchConfig, first: Spawned | None) -> int:
-    import asyncio
-    import secrets
-    import signal
-    import socket
-
-    import structlog
-
-    from dlrover_adapters.agent.launcher import LinuxLauncher
-    from dlrover_adapters.http.client import HttpDialer
-    from dlrover_core.errors import CoreError
-    from dlrover_core.runtime.agent import Agent
-
-    agent = Agent(
-        config.node,
-        launcher=LinuxLauncher(config, first),
-        dialer=HttpDialer(os.environ["DLROVER_TOKEN"]),
-        masters=raw["masters"],
-        boot=secrets.randbits(62),
-        host=socket.gethostname(),
-        address=raw["address"],
-        run=raw["run"],
-    )
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, agent.leave, f"the agent got {number.name}")
-    try:
-        await agent.run()
-    except CoreError as error:
-        structlog.get_logger("dlrover.agent").error("agent ends", error=f"{type(error).__name__}: {error}")
-        print(f"dlrover agent {config.node}: {error}", file=sys.stderr)
-        return EX_FAULT
-    return EX_OK
+    if draft:
+        said = control.recv(WORDS_BYTES_MAX)
+        if not said:
+            return EX_OK  # the launcher ended before it began
+        with open(json.loads(said)["settings"], encoding="utf-8") as file:
+            raw = json.load(file)
+        final = launch_config(raw, config.job, config.node)
+        config = config._replace(run_dir=final.run_dir, store_bind=final.store_bind, store_host=final.store_host)
+    return serve(raw, config, first, control)
 
 
 if __name__ == "__main__":

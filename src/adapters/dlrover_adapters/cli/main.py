@@ -1,4 +1,4 @@
-"""`dlrover`: look at jobs, from outside and at any time: the log is all it needs.
+"""`dlrover`: look at jobs, from outside and at any time, and tell them what to do. For looking the log is all it needs.
 
 Exit codes are part of the interface; `EXIT_CODES` is printed by every `--help`. Results go to stdout, everything else to stderr.
 """
@@ -12,27 +12,33 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
-from dlrover_adapters.cli import read
+from dlrover_adapters.cli import doctor, operate, read, serve
 from dlrover_adapters.cli.places import (
     FAILED,
     INTERRUPTED,
+    LATE,
+    NO_MASTER,
     NOT_FOUND,
     OK,
     PIPE_CLOSED,
+    REFUSED,
     UNREADABLE,
     USAGE,
     NotFound,
     log_url,
 )
 from dlrover_adapters.cli.whose import version_lines
-from dlrover_core.errors import CoreError, SpecError
+from dlrover_core.errors import ConnectionLost, CoreError, NotLeading, Refused, SpecError, TokenRefused
 
 EXIT_CODES = f"""exit codes:
   {OK:<3}  done
-  {FAILED:<3}  status: the job has failed
+  {FAILED:<3}  the job has failed; doctor: a check has
   {USAGE:<3}  wrong usage
   {NOT_FOUND:<3}  no such job, or no such event
   {UNREADABLE:<3}  the log cannot be read: unreachable, damaged, or written by a newer version
+  {REFUSED:<3}  refused: as the job stands, it cannot do what was asked
+  {NO_MASTER:<3}  no master leads the job, or it cannot be asked: network, token
+  {LATE:<3}  asked, but not so within --timeout
   {INTERRUPTED:<3}  interrupted by Ctrl-C
   {PIPE_CLOSED:<3}  the reader of our output went away"""
 
@@ -66,6 +72,31 @@ COMMANDS = (
         read.common_arguments,
         read.report,
     ),
+    Command(
+        "scale",
+        "give a running job more or fewer nodes",
+        operate.SCALE_EXAMPLES,
+        operate.scale_arguments,
+        operate.scale,
+    ),
+    Command(
+        "drain",
+        "free a node's host, its work going on elsewhere",
+        operate.DRAIN_EXAMPLES,
+        operate.drain_arguments,
+        operate.drain,
+    ),
+    Command("stop", "end a job; workers have their grace", operate.STOP_EXAMPLES, operate.job_arguments, operate.stop),
+    Command(
+        "suspend",
+        "stop a job's workers and keep its nodes",
+        operate.SUSPEND_EXAMPLES,
+        operate.job_arguments,
+        operate.suspend,
+    ),
+    Command("resume", "let a suspended job go on", operate.RESUME_EXAMPLES, operate.job_arguments, operate.resume),
+    Command("master", "lead a job whose hosts come by themselves", serve.EXAMPLES, serve.arguments, serve.run),
+    Command("doctor", "is this machine fit, and what to do if not", doctor.EXAMPLES, doctor.arguments, doctor.run),
 )
 
 
@@ -74,7 +105,8 @@ def build_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentPar
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="dlrover",
-        description="Look at training jobs run by dlrover-core. All that is needed is the job's log.",
+        description="Look at training jobs run by dlrover-core, and tell them what to do. "
+        "Looking needs nothing but the job's log; telling goes to the master that leads the job.",
         epilog="'dlrover COMMAND --help' shows examples.\n\n" + EXIT_CODES,
         formatter_class=form,
     )
@@ -120,6 +152,10 @@ def _guarded(args: argparse.Namespace) -> int:
         return _say(args, error, NOT_FOUND)
     except SpecError as error:
         return _say(args, error, USAGE)
+    except Refused as error:
+        return _say(args, error, REFUSED)
+    except (ConnectionLost, TokenRefused, NotLeading) as error:
+        return _say(args, error, NO_MASTER)
     except CoreError as error:
         return _say(args, f"{error} ({log_url(args.log, args.state_dir)})", UNREADABLE)
     return code

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import structlog
 
-from dlrover_adapters.cli.settings import Settings
+from dlrover_adapters.cli.collector import settle
+from dlrover_adapters.cli.settings import EX_AGAIN, EX_FATAL, EX_OVER, Settings
 from dlrover_adapters.http.server import HttpListener
 from dlrover_adapters.telemetry.logs import set_up
 from dlrover_backends.local import LocalBackend
@@ -29,7 +30,6 @@ from dlrover_core.job.job import StopJob
 from dlrover_core.logs import open_log
 from dlrover_core.runtime.master import Master
 
-EX_OVER, EX_AGAIN, EX_FATAL = 0, 75, 78
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 log = structlog.get_logger("dlrover.master")
@@ -49,6 +49,7 @@ def main() -> int:
     set_up(Path(settings.control_log), settings.log_level, role="master", holder=holder)
     # Ctrl-C reaches the whole foreground group; only the launcher decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settle()
     return asyncio.run(_run(settings, options.fd, holder))
 
 
@@ -67,8 +68,8 @@ async def _run(settings: Settings, fd: int, holder: str) -> int:
             master = Master(
                 settings.job,
                 event_log=event_log,
-                listener=HttpListener(socket.socket(fileno=fd), os.environ["DLROVER_TOKEN"]),
-                backend=LocalBackend(settings.node_host),
+                listener=_listener(settings, fd),
+                backend=None if settings.joining else LocalBackend(settings.node_host),
                 wall=lambda: time.time_ns() // 1000,
                 holder=holder,
                 run_id=settings.run,
@@ -76,7 +77,7 @@ async def _run(settings: Settings, fd: int, holder: str) -> int:
             loop = asyncio.get_running_loop()
             stopping = asyncio.Event()
             loop.add_signal_handler(signal.SIGTERM, stopping.set)
-            if stop_file(settings).exists():
+            if settings.stop_file.exists():
                 stopping.set()
             stopper = asyncio.ensure_future(_stop_when(stopping, master, settings))
             try:
@@ -95,16 +96,18 @@ async def _run(settings: Settings, fd: int, holder: str) -> int:
         return EX_AGAIN
 
 
-def stop_file(settings: Settings) -> Path:
-    """Where the launcher says that the job is to stop, and why, before it sends SIGTERM: for masters that cannot hear it yet."""
-    return Path(settings.run_dir or settings.directory) / "stop"
+def _listener(settings: Settings, fd: int) -> HttpListener:
+    advertise = settings.masters[0] if settings.joining else ""
+    return HttpListener(
+        socket.socket(fileno=fd), os.environ["DLROVER_TOKEN"], job=settings.job.job, advertise=advertise
+    )
 
 
 async def _stop_when(stopping: asyncio.Event, master: Master, settings: Settings) -> None:
     await stopping.wait()
     await master.led.wait()
     try:
-        reason = stop_file(settings).read_text()
+        reason = settings.stop_file.read_text()
     except FileNotFoundError:
         reason = "a master got SIGTERM"
     master.tell(StopJob(reason))

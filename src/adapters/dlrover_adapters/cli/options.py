@@ -1,14 +1,23 @@
-"""The command line of `dlrover-run`: torchrun's spelling and meaning for what one host needs, and ours beside it."""
+"""The command line of `dlrover-run`: torchrun's spelling and meaning (`torchrun_flags`), and ours beside it."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import os
+import re
+import secrets
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from dlrover_adapters.cli import meeting as meetings
+from dlrover_adapters.cli import torchrun_flags
+from dlrover_adapters.cli.torchrun_flags import Given, Nodes, Options
 from dlrover_core.errors import SpecError
-from dlrover_core.spec import GroupSpec, JobSpec
+from dlrover_core.spec import NAME_BYTES_MAX, GroupSpec, JobSpec
 
 EPILOG = """\
 examples:
@@ -18,6 +27,10 @@ examples:
                                                         two nodes on this host: what happens when a whole node dies?
   dlrover-run --preload transformers,datasets train.py  import these once, not at every restart
   dlrover-run -r 3 -t 0:3 --log-dir logs train.py       every rank's output into files, rank 0's also here
+  dlrover-run --show-config train.py                    what would be done: every setting and where it came from
+
+on every one of several hosts, with the same DLROVER_TOKEN:
+  dlrover-run --nnodes 2:4 --nproc-per-node=8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id NAME train.py
 
 afterwards:
   dlrover status JOB      what it is doing, or how it ended
@@ -25,30 +38,20 @@ afterwards:
   dlrover explain JOB     why, down to the first evidence
 
 exit status: 0 the job succeeded; 1 it failed (the root cause is printed first); 2 wrong usage;
-  70 no master could run; 130 stopped by Ctrl-C; 143 by SIGTERM; 129 by SIGHUP
+  70 no master could run; 130 stopped by Ctrl-C; 143 by SIGTERM; 128 + N by signal N
 
-Ctrl-C: once, and the workers get SIGTERM and stop_grace_s (30 s) to end; twice, and they are killed.
+Ctrl-C: once, and the workers get SIGINT and stop_grace_s (30 s) to end; twice, and they are killed.
+Flags of torchrun's are also read from PET_<FLAG>, for instance PET_NNODES, as torchrun does it.
 """
 
-
-class Nodes(NamedTuple):
-    """``--nnodes``: fewest and most."""
-
-    fewest: int
-    most: int
-
-
-def _nodes(text: str) -> Nodes:
-    low, colon, high = text.partition(":")
-    try:
-        fewest = int(low)
-        return Nodes(fewest, int(high) if colon else fewest)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not N or MIN:MAX") from error
+LOG_BYTES_MAX = 128 * 1024 * 1024
+LOG_BYTES_MIN = 64 * 1024
+LOG_ATTEMPTS_MAX = 10
+_BYTES = re.compile(r"(\d+)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser. Building it imports nothing slow, so that --help is instant."""
+    """The parser. Building it imports nothing slow, so that --help is instant. Raises `SpecError` for a bad ``PET_``."""
     made = argparse.ArgumentParser(
         prog="dlrover-run",
         usage="dlrover-run [options] SCRIPT [arguments of the script ...]",
@@ -58,87 +61,111 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     made.add_argument("--version", action="store_true", help="say whose dlrover-run this is, and which version")
-    _as_under_torchrun(made.add_argument_group("as under torchrun"))
-    _ours(made.add_argument_group("of dlrover-core"))
+    _show_config(made)
+    known = made.add_argument_group("as under torchrun")
+    torchrun_flags.size(known)
+    torchrun_flags.program(known)
+    torchrun_flags.output(known)
+    torchrun_flags.ending(known)
+    torchrun_flags.meeting(made.add_argument_group("several hosts, as under torchrun"))
+    _hosts(made.add_argument_group("several hosts, ours"))
+    ours = made.add_argument_group("of dlrover-core")
+    _policy(ours)
+    _ours(ours)
+    _places(ours)
+    torchrun_flags.unused(made.add_argument_group("accepted from torchrun, and not needed"))
     made.add_argument("script", nargs="?", help=argparse.SUPPRESS)
     made.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return made
 
 
-def _as_under_torchrun(known: argparse._ArgumentGroup) -> None:
-    known.add_argument(
-        "--nnodes",
-        type=_nodes,
+def job_arguments(group: argparse._ArgumentGroup) -> None:
+    """What describes a job without its script: for a command that runs only the masters."""
+    torchrun_flags.size(group)
+    torchrun_flags.names(group)
+    _policy(group)
+    _token(group)
+    _places(group)
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """What the command line and the environment say; wrong usage leaves through argparse, with 2."""
+    made = parser()
+    return noted(made, made.parse_args(argv, namespace=Options()))
+
+
+def noted(made: argparse.ArgumentParser, options: Options) -> Options:
+    """The options, with the variables that defaults came from among their origins."""
+    for action in made._actions:
+        variable = getattr(action, "variable", None)
+        if variable is not None and getattr(action, "told", False) and not options.given(action.dest):
+            options.note(action.dest, variable)
+    return options
+
+
+def standard() -> Options:
+    """What would be if nobody had said anything, not even the environment."""
+    options = Options()
+    for action in parser()._actions:
+        setattr(options, action.dest, getattr(action, "standard", action.default))
+    return options
+
+
+def _show_config(made: argparse.ArgumentParser) -> None:
+    # Spelled out, because as an option with an optional value it would take the script for it.
+    for spelling, form in (
+        ("--show-config", "table"),
+        ("--show-config=json", "json"),
+        ("--show-config=table", "table"),
+    ):
+        first = spelling == "--show-config"
+        made.add_argument(
+            spelling,
+            dest="show_config",
+            action="store_const",
+            const=form,
+            help="print every effective setting and its origin, as a table or with =json, and run nothing"
+            if first
+            else argparse.SUPPRESS,
+        )
+
+
+def _hosts(ours: argparse._ArgumentGroup) -> None:
+    ours.add_argument(
+        "--master",
+        action=Given,
         default=None,
-        metavar="N|MIN:MAX",
-        help="nodes of the job; on one host: of --local-nodes (default 1)",
+        metavar="ADDR[,ADDR]",
+        help="only an agent here: the masters run there (dlrover master), port 29400 unless said",
     )
-    known.add_argument(
-        "--nproc-per-node",
-        "--nproc_per_node",
-        default="1",
-        metavar="N",
-        help="workers per node: a number, or auto, cpu, gpu (default 1)",
+    _token(ours)
+
+
+def _token(ours: argparse._ArgumentGroup) -> None:
+    ours.add_argument(
+        "--token-file",
+        action=Given,
+        default=None,
+        metavar="FILE",
+        help="file with the secret that all hosts of a job share (or DLROVER_TOKEN); one host makes its own",
     )
-    known.add_argument(
-        "--max-restarts",
-        "--max_restarts",
+
+
+def _policy(ours: argparse._ArgumentGroup) -> None:
+    ours.add_argument(
+        "--on-join",
+        action=Given,
+        choices=("restart", "never"),
+        default="restart",
+        help="what a late node does to a running smaller world: restart it, larger (default), or never",
+    )
+    ours.add_argument(
+        "--relaunch-max",
+        action=Given,
         type=int,
         default=3,
         metavar="N",
-        help="restarts of the processes before the job fails (default 3; torchrun: 0)",
-    )
-    known.add_argument(
-        "--standalone",
-        action="store_true",
-        help="accepted: one host with nothing else running is what this does anyway",
-    )
-    known.add_argument("--role", default="default", help="the workers' role name (default 'default')")
-    known.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
-    known.add_argument(
-        "--no-python", "--no_python", action="store_true", help="SCRIPT is a program of its own, not Python"
-    )
-    known.add_argument("--run-path", "--run_path", action="store_true", help="run SCRIPT by runpy.run_path")
-    known.add_argument(
-        "--log-dir", "--log_dir", default=None, metavar="DIR", help="where redirected and teed output goes"
-    )
-    known.add_argument(
-        "-r",
-        "--redirects",
-        default="0",
-        metavar="S",
-        help="streams into files: 1 stdout, 2 stderr, 3 both; 0:1,1:3 by local rank (default 0)",
-    )
-    known.add_argument(
-        "-t", "--tee", default="0", metavar="S", help="streams into files and here, as for -r (default 0)"
-    )
-
-
-def _ours(ours: argparse._ArgumentGroup) -> None:
-    ours.add_argument(
-        "--preload",
-        default="",
-        metavar="MODULES",
-        help="modules to import once for all workers, comma separated; 'none': do not fork from a warm process",
-    )
-    ours.add_argument(
-        "--local-nodes",
-        type=int,
-        default=1,
-        metavar="N",
-        help="nodes on this host, each with its own agent (default 1)",
-    )
-    ours.add_argument(
-        "--job-id",
-        default=None,
-        metavar="NAME",
-        help="the job's name; a new run of an old name forgets nothing (default: made from the script's)",
-    )
-    ours.add_argument(
-        "--log", default=None, metavar="URL", help="the event log (default: sqlite in the state directory)"
-    )
-    ours.add_argument(
-        "--state-dir", default=None, metavar="DIR", help="where logs and sockets live (default: ~/.local/state/dlrover)"
+        help="relaunches of one node before it is given up (default 3)",
     )
     ours.add_argument(
         "--set",
@@ -147,51 +174,254 @@ def _ours(ours: argparse._ArgumentGroup) -> None:
         metavar="NAME=SECONDS",
         help="a duration of the job's spec, for instance stop_grace_s=60; a name it does not have lists all it has",
     )
+
+
+def _ours(ours: argparse._ArgumentGroup) -> None:
+    ours.add_argument(
+        "--preload",
+        action=Given,
+        default="",
+        metavar="MODULES",
+        help="modules to import once for all workers, comma separated; 'none': do not fork from a warm process",
+    )
+    ours.add_argument(
+        "--local-nodes",
+        action=Given,
+        type=int,
+        default=None,
+        metavar="N",
+        help="nodes on this host, each with its own agent (default 1)",
+    )
+    ours.add_argument(
+        "--standby",
+        action=Given,
+        type=int,
+        default=0,
+        metavar="N",
+        help="agents kept warm on this host to take a dead node's place (default 0)",
+    )
+    ours.add_argument(
+        "--log-bytes-max",
+        action=Given,
+        type=_bytes,
+        default=LOG_BYTES_MAX,
+        metavar="SIZE",
+        help="room of one log file: beyond it the middle is left out; 512K, 1G, 0: no bound (default 128M)",
+    )
+    ours.add_argument(
+        "--log-attempts-max",
+        action=Given,
+        type=int,
+        default=LOG_ATTEMPTS_MAX,
+        metavar="N",
+        help="attempts whose logs are kept, the first and the newest; 0: all (default 10)",
+    )
     ours.add_argument(
         "--progress",
+        action=Given,
         choices=("auto", "on", "off"),
         default="auto",
         help="a live line about the job (auto: on a terminal)",
     )
+
+
+def _places(ours: argparse._ArgumentGroup) -> None:
+    ours.add_argument(
+        "--job-id",
+        action=Given,
+        default=None,
+        metavar="NAME",
+        help="the job's name; a new run of an old name forgets nothing (default: --rdzv-id, or made from the script's)",
+    )
+    ours.add_argument(
+        "--log",
+        action=Given,
+        default=None,
+        metavar="URL",
+        help="the event log (default: sqlite in the state directory)",
+    )
+    ours.add_argument(
+        "--state-dir",
+        action=Given,
+        default=None,
+        metavar="DIR",
+        help="where logs and sockets live (default: ~/.local/state/dlrover)",
+    )
     ours.add_argument(
         "--log-level",
+        action=Given,
         choices=("debug", "info", "warning", "error"),
         default="info",
         help="detail of the control log (default info)",
     )
 
 
+def _bytes(text: str) -> int:
+    found = _BYTES.fullmatch(text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; say for example 512K, 128M, 1G, or 0 for no bound")
+    return int(found[1]) << {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}[found[2].lower()]
+
+
+# ---- what the options mean
+
+
 def workers(text: str) -> int:
     """``--nproc-per-node`` as a number. Raises `SpecError`."""
     if text.isdecimal() and int(text) > 0:
         return int(text)
-    if text not in ("auto", "cpu", "gpu"):
-        raise SpecError("nproc-per-node", f"{text!r} is not a number, nor one of auto, cpu, gpu")
-    gpus = 0 if text == "cpu" else _gpus()
-    if text == "gpu" and not gpus:
-        raise SpecError("nproc-per-node", "gpu: no CUDA device is visible; say cpu, or a number")
-    return gpus or os.cpu_count() or 1
+    if text not in ("auto", "cpu", "gpu", "xpu"):
+        raise SpecError("nproc-per-node", f"{text!r} is not a number, nor one of auto, cpu, gpu, xpu")
+    devices = 0 if text == "cpu" else _devices(text)
+    if text in ("gpu", "xpu") and not devices:
+        name = {"gpu": "CUDA", "xpu": "XPU"}[text]
+        raise SpecError("nproc-per-node", f"{text}: no {name} device is visible; say cpu, or a number")
+    return devices or len(os.sched_getaffinity(0)) or 1
 
 
-def _gpus() -> int:
+def _devices(kind: str) -> int:
     from dlrover_adapters.torch import devices  # only here: it imports torch, and a number needs none of it
 
-    return devices.count()
+    return devices.count(kind)
 
 
-def spec(options: argparse.Namespace, job: str, nproc: int) -> JobSpec:
-    """The job that the options describe. Raises `SpecError`."""
-    count = options.local_nodes
-    asked = options.nnodes or Nodes(count, count)
-    if asked.most != count:
+def signals(text: str) -> tuple[signal.Signals, ...]:
+    """``--signals-to-handle``. Raises `SpecError`."""
+    found = []
+    for name in (one.strip() for one in text.split(",") if one.strip()):
+        known = signal.Signals.__members__.get(name)
+        if known is None or known in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+            raise SpecError(
+                "signals-to-handle", f"{name!r} is not a signal that can be handled; say for example SIGTERM,SIGUSR1"
+            )
+        found.append(known)
+    return tuple(dict.fromkeys(found))
+
+
+def ranks_filter(text: str) -> tuple[int, ...] | None:
+    """``--local-ranks-filter``: the local ranks to show; None: all. Raises `SpecError`."""
+    if not text:
+        return None
+    parts = [one.strip() for one in text.split(",")]
+    if not all(one.isdecimal() for one in parts):
+        raise SpecError("local-ranks-filter", f"{text!r} is not a list of local ranks; say for example 0,1")
+    return tuple(int(one) for one in parts)
+
+
+def size(options: Options) -> Nodes:
+    """Fewest and most nodes. Raises `SpecError`."""
+    local: int | None = options.local_nodes
+    asked: Nodes | None = options.nnodes
+    if local is not None and local < 1:
+        raise SpecError("local-nodes", f"at least one node is needed, got {local}")
+    if asked is None:
+        return Nodes(local or 1, local or 1)
+    if not 1 <= asked.fewest <= asked.most:
+        raise SpecError("nnodes", f"need 1 <= MIN <= MAX, got {asked}")
+    if local is not None and asked.most != local:
+        raise SpecError("nnodes", f"{asked.most} nodes, but --local-nodes {local}: on one host they must be as many")
+    if options.standalone and asked.most > 1 and local is None:
         raise SpecError(
-            "nnodes",
-            f"{asked.most} nodes need {asked.most} hosts, which this version does not do yet; "
-            f"--local-nodes {asked.most} runs them all on this one",
+            "nnodes", f"--standalone is for one host; --local-nodes {asked.most} runs {asked.most} nodes on this one"
         )
-    made = JobSpec(job, (GroupSpec("worker", asked.fewest, asked.most, nproc),), max_restarts=options.max_restarts)
-    durations: dict[str, Any] = dict(_duration(text) for text in options.set)
-    return dataclasses.replace(made, **durations)
+    return asked
+
+
+def meeting(options: Options) -> meetings.Meeting:
+    """Where this host's nodes meet the others. Raises `SpecError`."""
+    return meetings.read(options, size(options).most)
+
+
+def job_name(options: Options) -> str:
+    """The job's name: given, or the rendezvous' id cleaned, or made from the script's. Raises `SpecError`."""
+    given = options.rdzv_id not in ("", "none") and not options.standalone
+    cleaned = _clean(options.rdzv_id) if given else ""
+    if options.job_id is not None:
+        if cleaned and cleaned != options.job_id:
+            raise SpecError(
+                "job-id", f"{options.job_id!r}, but --rdzv-id {options.rdzv_id!r}: both name the job; give one of them"
+            )
+        return str(options.job_id)
+    if given and not cleaned:
+        raise SpecError("rdzv-id", f"{options.rdzv_id!r} has no letter or digit to name the job by")
+    # Several hosts must arrive at the same name, and a host that comes back at its old one.
+    return cleaned or (_stem(options.script) if meeting(options).joining else default_job(options.script))
+
+
+def _clean(text: str) -> str:
+    """As a job's name may be: other characters are hyphens."""
+    return re.sub(r"-+", "-", re.sub(r"[^a-z0-9_.]+", "-", text.lower())).strip("-._")[:NAME_BYTES_MAX].rstrip("-._")
+
+
+def _stem(script: str) -> str:
+    return _clean(Path(script).stem)[:30].rstrip("-._") or "job"
+
+
+def default_job(script: str) -> str:
+    """A new name for a job without one: the script's, the time, and a little chance."""
+    return f"{_stem(script)}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+class Setting(NamedTuple):
+    """A field of the spec that somebody set: its value, and by what."""
+
+    value: Any
+    origin: str
+
+
+def spec(options: Options, job: str, nproc: int) -> JobSpec:
+    """The job that the options describe. Raises `SpecError`."""
+    job_set, group_set = spec_settings(options, job, nproc)
+    group = GroupSpec("worker", **{name: one.value for name, one in group_set.items()})
+    return JobSpec(**{name: one.value for name, one in job_set.items()}, groups=(group,))
+
+
+def spec_settings(options: Options, job: str, nproc: int) -> tuple[dict[str, Setting], dict[str, Setting]]:
+    """The fields of the job's spec and of its group's that options set; what is not there has its default."""
+    count, met = size(options), meeting(options)
+    by_size = options.origin("nnodes" if options.given("nnodes") else "local_nodes")
+    named = "job_id" if options.given("job_id") else "rdzv_id"
+    job_set = {
+        "job": Setting(job, options.origin(named)),
+        "max_restarts": Setting(options.max_restarts, options.origin("max_restarts")),
+        "on_join": Setting(options.on_join, options.origin("on_join")),
+        "joining": Setting(met.joining, by_size if not met.masters else "--master"),
+        **_durations(options, met),
+    }
+    group_set = {
+        "nodes_min": Setting(count.fewest, by_size),
+        "nodes_max": Setting(count.most, by_size),
+        "nproc": Setting(nproc, options.origin("nproc_per_node")),
+        "relaunch_max": Setting(options.relaunch_max, options.origin("relaunch_max")),
+    }
+    return job_set, group_set
+
+
+def _durations(options: Options, met: meetings.Meeting) -> dict[str, Setting]:
+    """Durations, the more particular way to set one after the less particular."""
+    conf = options.origin("rdzv_conf")
+    found = {name: Setting(seconds, conf) for name, seconds in met.durations.items()}
+    grace = _shutdown_timeout(options)
+    if grace is not None:
+        found["stop_grace_s"] = grace
+    for text in options.set:
+        name, seconds = _duration(text)
+        found[name] = Setting(seconds, "--set")
+    return found
+
+
+def _shutdown_timeout(options: Options) -> Setting | None:
+    if options.shutdown_timeout is not None:
+        if options.shutdown_timeout < 0:
+            raise SpecError("shutdown-timeout", f"cannot be negative, got {options.shutdown_timeout}")
+        return Setting(float(options.shutdown_timeout), options.origin("shutdown_timeout"))
+    variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    told = os.environ.get(variable)
+    if not told:
+        return None
+    if not told.isdecimal():
+        raise SpecError(variable, f"{told!r} is not a number of seconds")
+    return Setting(float(told), variable)
 
 
 def _duration(text: str) -> tuple[str, float]:
@@ -204,3 +434,28 @@ def _duration(text: str) -> tuple[str, float]:
         return name, float(value)
     except ValueError as error:
         raise SpecError("set", f"{text!r} is not NAME=SECONDS") from error
+
+
+def check(options: Options) -> None:
+    """Refuse what has no place here, with what to do instead. Raises `SpecError`."""
+    if options.logs_specs not in (None, "default"):
+        raise SpecError(
+            "logs-specs",
+            f"{options.logs_specs!r} is a class of torch's agent, which does not run here; "
+            "--log-dir, -r, -t, --local-ranks-filter and --duplicate-stdout-filters say where output goes",
+        )
+    for name in ("standby", "log_attempts_max"):
+        if getattr(options, name) < 0:
+            raise SpecError(name.replace("_", "-"), f"cannot be negative, got {getattr(options, name)}")
+    if 0 < options.log_bytes_max < LOG_BYTES_MIN:
+        raise SpecError("log-bytes-max", f"at least {LOG_BYTES_MIN // 1024}K, or 0 for no bound")
+    if options.standby and meeting(options).joining:
+        raise SpecError("standby", "hosts that join are each other's standbys; start more of them than --nnodes MAX")
+
+
+def notes(options: Options) -> Mapping[str, str]:
+    """Flags that were given and do nothing here, with the reason."""
+    found = {f"--{dest.replace('_', '-')}": why for dest, why in torchrun_flags.UNUSED.items() if options.given(dest)}
+    met = meeting(options)
+    why = "several hosts only" if not met.joining else f"not with {met.backend}"
+    return {**found, **dict.fromkeys(met.unused, why)}

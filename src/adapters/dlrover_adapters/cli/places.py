@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from dlrover_core.errors import CoreError
+from dlrover_core.errors import CoreError, SpecError
 
 if TYPE_CHECKING:
     from dlrover_core.kernel.events import Record
     from dlrover_core.kernel.log import EventLog
 
-OK, FAILED, USAGE, NOT_FOUND, UNREADABLE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 3, 4, 130, 141
+OK, FAILED, USAGE, NOT_FOUND, UNREADABLE, REFUSED, NO_MASTER, LATE, INTERRUPTED, PIPE_CLOSED = (
+    0, 1, 2, 3, 4, 5, 6, 7, 130, 141,
+)  # fmt: skip
 
 JOBS_SHOWN_MAX = 20
 
@@ -76,3 +78,18 @@ async def last_record(log: EventLog, job: str) -> Record | None:
     async for record in log.read(job, await log.head(job) - 1):
         last = record
     return last
+
+
+def directories(stated: str | None, job: str) -> tuple[Path, Path]:
+    """The state directory and the job's own in it, made if need be. Raises `SpecError`."""
+    from dlrover_core.logs.place import default_state_dir, private_dir, refuse_remote
+
+    try:
+        if stated:
+            refuse_remote(Path(stated).absolute())
+        state = private_dir(Path(stated).absolute()) if stated else default_state_dir()
+        return state, private_dir(private_dir(state / "jobs") / job)
+    except OSError as error:
+        raise SpecError(
+            "state-dir", f"cannot be made or written to: {error}; name a directory of yours with --state-dir"
+        ) from error

@@ -10,10 +10,17 @@ from pathlib import Path
 
 from dlrover_core.spec import JobSpec
 
+EX_OVER, EX_AGAIN, EX_FATAL = 0, 75, 78
+"""How a master ends: the job is over; start another one; nobody like it can lead this log."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One run of one job on this host. Paths are absolute. The token is in none of it: it travels in the environment."""
+    """One run of one job on this host. Paths are absolute. The token is in none of it: it travels in the environment.
+
+    ``mark`` is what everything bears in its environment that this launcher starts. ``address`` is where other hosts reach this
+    one's stores, which listen at ``store_bind``. ``joining``, ``seat`` and ``place``: as in `JobSpec` and `Agent`.
+    """
 
     spec: str
     run: str
@@ -29,10 +36,29 @@ class Settings:
     log_dir: str | None = None
     redirects: tuple[int, ...] = ()
     tee: tuple[int, ...] = ()
+    show: tuple[int, ...] | None = None
+    duplicate_stdout: tuple[str, ...] = ()
+    duplicate_stderr: tuple[str, ...] = ()
+    log_bytes_max: int = 0
+    log_attempts_max: int = 0
+    run_id: str = ""
+    numa: str = ""
+    virtual_local_rank: bool = False
+    signals: tuple[int, ...] = (1, 2, 3, 15)
     run_dir: str | None = None
     address: str = "127.0.0.1"
+    store_bind: str = "127.0.0.1"
+    joining: bool = False
+    seat: str = ""
+    place: int = -1
+    mark: str = ""
     log_level: str = "info"
     control_log: str = field(default="")
+
+    @property
+    def stop_file(self) -> Path:
+        """Where the launcher says that the job is to stop, and why, before it tells masters: for those that cannot hear yet."""
+        return Path(self.run_dir or self.directory) / "stop"
 
     @property
     def job(self) -> JobSpec:
@@ -43,9 +69,9 @@ class Settings:
         """The same, with the run's sockets and streams in ``folder``."""
         return dataclasses.replace(self, node_host=str(folder / "nodes.sock"), run_dir=str(folder))
 
-    def write(self) -> Path:
+    def write(self, name: str = "settings.json") -> Path:
         """Write it down whole or not at all, readable by this user alone."""
-        path = Path(self.directory) / "settings.json"
+        path = Path(self.directory) / name
         part = path.with_suffix(".part")
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(fd, "w", encoding="utf-8") as file:

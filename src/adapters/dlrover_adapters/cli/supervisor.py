@@ -13,29 +13,53 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
+from dlrover_adapters.agent import signals
 from dlrover_adapters.agent.spawn import module_command
-from dlrover_adapters.cli.master import EX_FATAL, EX_OVER, stop_file
 from dlrover_adapters.cli.scratch import MARK
-from dlrover_adapters.cli.settings import Settings
-from dlrover_backends.local import LocalNodeHost
+from dlrover_adapters.cli.settings import EX_FATAL, EX_OVER, Settings
+from dlrover_core.runtime.within import within
 
-MASTERS = 2
 CRASHES_MAX, CRASH_WINDOW_S = 20, 10.0
 BACK_OFF_S = 0.5
 LEAVE_S = 10.0
+RESERVE_S, RESERVE_MAX_S = 1.0, 30.0
+"""The reserve starts this long after the first agents are warm, and no later than this: the start needs the processor first."""
 
 
 class MastersFailed(Exception):
     """No master can lead this job. The message says what the last of them said."""
 
 
-class Supervisor:
-    """One run, from start to end. ``progress`` is called now and again with the leader's status."""
+class Nodes(Protocol):
+    """The nodes that live and die with this launcher."""
 
-    def __init__(self, settings: Settings, token: str, port: socket.socket, host: LocalNodeHost) -> None:
+    async def __aenter__(self) -> object:
+        """Open."""
+        ...
+
+    async def __aexit__(self, *_: object) -> None:
+        """End them all."""
+        ...
+
+    async def warm(self) -> None:
+        """Wait until those started first need the processor no longer."""
+        ...
+
+    def kill(self) -> None:
+        """SIGKILL them all."""
+        ...
+
+
+class Supervisor:
+    """One run, from start to end."""
+
+    def __init__(
+        self, settings: Settings, token: str, port: socket.socket, host: Nodes, command: str = "dlrover-run"
+    ) -> None:
         self._settings, self._token, self._port, self._host = settings, token, port, host
+        self._command = command
         self._config = os.path.join(settings.directory, "settings.json")
         self._masters: dict[int, asyncio.subprocess.Process] = {}
         self._over = asyncio.Event()
@@ -46,7 +70,7 @@ class Supervisor:
     async def run(self) -> None:
         """Until the job is over. Raises `MastersFailed`."""
         async with self._host:
-            keepers = [asyncio.ensure_future(self._keep_one()) for _ in range(MASTERS)]
+            keepers = [asyncio.ensure_future(self._keep_one()), asyncio.ensure_future(self._keep_reserve())]
             over = asyncio.ensure_future(self._over.wait())
             try:
                 await asyncio.wait({over, *keepers}, return_when=asyncio.FIRST_COMPLETED)
@@ -58,6 +82,12 @@ class Supervisor:
                     task.cancel()
                 await asyncio.gather(over, *keepers, return_exceptions=True)
                 await self._end_masters()
+
+    async def _keep_reserve(self) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await within(RESERVE_MAX_S, self._host.warm())
+        await asyncio.sleep(RESERVE_S)
+        await self._keep_one()
 
     async def _keep_one(self) -> None:
         """Keep one master's place filled until the job is over."""
@@ -94,7 +124,7 @@ class Supervisor:
             str(os.getpid()),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(fd,),
-            env={**os.environ, "DLROVER_TOKEN": self._token, MARK: self._settings.run},
+            env={**os.environ, "DLROVER_TOKEN": self._token, MARK: self._settings.mark},
             start_new_session=True,
         )
         self._masters[process.pid] = process
@@ -123,7 +153,9 @@ class Supervisor:
         self._asked += 1
         if self._asked == 1:
             self.stopped_by = number
-            stop_file(self._settings).write_text(f"dlrover-run got {signal.Signals(number).name}")
+            if self._settings.run_dir is not None:
+                signals.tell(self._settings.run_dir, number)
+            self._settings.stop_file.write_text(f"{self._command} got {signal.Signals(number).name}")
             for process in self._masters.values():
                 self._ask(process)
             # No master may be able to lead; then nobody stops anything.

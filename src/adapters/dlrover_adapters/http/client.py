@@ -1,40 +1,59 @@
-"""The agent's end of the HTTP transport, and the question `dlrover status` asks a master."""
+"""The agent's end of the HTTP transport, and what people ask of a master: its status, and to do something."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 from collections.abc import Mapping
 from typing import Any, cast
+from urllib.parse import quote
 
 import aiohttp
+import structlog
 
 from dlrover_adapters.http import token as tokens
 from dlrover_adapters.http.connection import MESSAGE_BYTES_LIMIT, HttpConnection, HttpLimits
-from dlrover_core.errors import ConnectionLost, TokenRefused
+from dlrover_core.errors import ConnectionLost, MalformedMessage, Refused, TokenRefused
+from dlrover_core.runtime.complaints import Complaints
 from dlrover_core.runtime.within import within
 
 AGENT_PATH = "/v1/agent"
 STATUS_PATH = "/v1/status"
+COMMAND_PATH = "/v1/command"
 STATUS_BYTES_MAX = 64 * 1024 * 1024
-_UNAUTHORIZED = 401
-_OK = 200
+ANSWER_BYTES_MAX = 64 * 1024
+_OK, _BAD_REQUEST, _UNAUTHORIZED, _CONFLICT, _TOO_LARGE, _UNAVAILABLE = 200, 400, 401, 409, 413, 503
+_MISDIRECTED = 421
 _LIMITS = HttpLimits()
+
+log = structlog.get_logger("dlrover.http")
+
+
+class WrongJob(TokenRefused):
+    """The master there leads another job. Where this one's is said by the same options on every host."""
+
+
+class NotAMaster(ConnectionLost):
+    """Whoever listens there does not speak as a master does."""
 
 
 class HttpDialer:
-    """Connects agents to masters. Keeps nothing between connections but the token."""
+    """Connects agents to masters. Keeps nothing between connections but the token. A master of another ``job`` refuses us."""
 
-    def __init__(self, token: str, *, limits: HttpLimits = _LIMITS, tls: ssl.SSLContext | None = None) -> None:
-        self._token, self._limits, self._tls = token, limits, tls
+    def __init__(
+        self, token: str, *, job: str = "", limits: HttpLimits = _LIMITS, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._token, self._job, self._limits, self._tls = token, job, limits, tls
         self._session: aiohttp.ClientSession | None = None
+        self._complaints = Complaints(log)
 
     async def connect(self, address: str) -> HttpConnection:
         """A connection to the master at ``host:port``. Raises `ConnectionLost` (try again) and `TokenRefused` (do not)."""
         if self._session is None:
             self._session = _session(self._token)
         dial = self._session.ws_connect(
-            _url(address, AGENT_PATH, self._tls),
+            _url(address, AGENT_PATH, self._tls, self._job),
             heartbeat=self._limits.ping_s,
             compress=0,
             max_msg_size=MESSAGE_BYTES_LIMIT,
@@ -43,15 +62,16 @@ class HttpDialer:
         try:
             ws = await within(self._limits.handshake_s, dial)
         except aiohttp.WSServerHandshakeError as error:
-            raise _refusal(address, error.status, bool(self._token)) from error
+            raise _refusal(address, error.status, bool(self._token), self._job) from error
         except asyncio.TimeoutError as error:
             raise ConnectionLost(f"nobody answered at {address} within {self._limits.handshake_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ConnectionLost(f"{address} cannot be reached: {error}") from error
-        return HttpConnection(ws, address, self._limits)
+        return HttpConnection(ws, address, self._limits, self._complaints)
 
     async def close(self) -> None:
         """Release everything. Open connections end."""
+        self._complaints.close()
         if self._session is not None:
             await self._session.close()
 
@@ -64,6 +84,8 @@ async def fetch_status(
         return await within(timeout_s, _fetch(address, token, tls))
     except asyncio.TimeoutError as error:
         raise ConnectionLost(f"the master at {address} did not answer within {timeout_s:g} s") from error
+    except aiohttp.ClientResponseError as error:
+        raise NotAMaster(f"what listens at {address} is no dlrover master: {error.message}") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise ConnectionLost(f"the master at {address} cannot be asked: {error}") from error
 
@@ -76,6 +98,44 @@ async def _fetch(address: str, token: str, tls: ssl.SSLContext | None) -> Mappin
         return cast(Mapping[str, Any], await response.json())
 
 
+class Unanswered(ConnectionLost):
+    """The master was told, and then nothing came back: it may or may not have been done."""
+
+
+async def send_command(
+    address: str, token: str, asked: Mapping[str, Any], *, timeout_s: float = 30.0, tls: ssl.SSLContext | None = None
+) -> int:
+    """Let the master at ``host:port`` do what is asked; returns the number of the record it led to.
+
+    Raises `Refused`, `MalformedMessage`, `TokenRefused`; `ConnectionLost` where nothing can have been done, and `Unanswered`
+    where that is not known.
+    """
+    try:
+        return await within(timeout_s, _send(address, token, asked, tls))
+    except asyncio.TimeoutError as error:
+        raise Unanswered(f"the master at {address} did not answer within {timeout_s:g} s") from error
+    except aiohttp.ClientConnectorError as error:
+        raise ConnectionLost(f"nobody answers at {address}: {error}") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise Unanswered(f"the master at {address} gave no answer: {error}") from error
+
+
+async def _send(address: str, token: str, asked: Mapping[str, Any], tls: ssl.SSLContext | None) -> int:
+    url, secure = _url(address, COMMAND_PATH, tls), tls if tls is not None else True
+    async with _session(token) as session, session.post(url, json=dict(asked), ssl=secure) as response:
+        if response.status not in (_OK, _BAD_REQUEST, _CONFLICT, _TOO_LARGE, _UNAVAILABLE):
+            raise _refusal(address, response.status, bool(token))
+        told = json.loads(await response.content.read(ANSWER_BYTES_MAX))
+        if response.status == _OK:
+            return int(told["seq"])
+        reason = str(told.get("reason", ""))
+        if response.status == _CONFLICT:
+            raise Refused(reason)
+        if response.status == _UNAVAILABLE:
+            raise Unanswered(f"the master at {address} says: {reason}")
+        raise MalformedMessage(reason)
+
+
 def _session(token: str) -> aiohttp.ClientSession:
     # No total timeout: each call has its own. No limit and no reuse: a connection is an agent's for life.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -83,13 +143,15 @@ def _session(token: str) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=tokens.authorization(token))
 
 
-def _url(address: str, path: str, tls: ssl.SSLContext | None) -> str:
-    return f"{'https' if tls is not None else 'http'}://{address}{path}"
+def _url(address: str, path: str, tls: ssl.SSLContext | None, job: str = "") -> str:
+    return f"{'https' if tls is not None else 'http'}://{address}{path}{f'?job={quote(job)}' if job else ''}"
 
 
-def _refusal(address: str, status: int, shown: bool) -> ConnectionLost | TokenRefused:
+def _refusal(address: str, status: int, shown: bool, job: str = "") -> ConnectionLost | TokenRefused:
+    if status == _MISDIRECTED:
+        return WrongJob(f"the master at {address} leads another job than {job!r}")
     if status != _UNAUTHORIZED:
-        return ConnectionLost(f"{address} answered with HTTP status {status}; is a dlrover master listening there?")
+        return NotAMaster(f"{address} answered with HTTP status {status}; is a dlrover master listening there?")
     what = "is not this job's" if shown else "is missing"
     return TokenRefused(
         f"the master at {address} refused us: the job token {what}. "

@@ -13,9 +13,10 @@ import socket
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
 
 import structlog
-from aiohttp import WebSocketError, WSMessage, WSMsgType
+from aiohttp import WebSocketError, WSCloseCode, WSMessage, WSMsgType
 
 from dlrover_core.errors import ConnectionLost
+from dlrover_core.runtime.complaints import Complaints
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
 from dlrover_core.runtime.within import within
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Socket = Union["ClientWebSocketResponse[Any]", "WebSocketResponse[Any]"]
+
+# What the end of a stream, by the peer's kernel, is told as.
+_ENDED = (ConnectionResetError, BrokenPipeError)
 
 # aiohttp calls a message too big when it reaches the limit.
 MESSAGE_BYTES_LIMIT = FRAME_BYTES_MAX + 1
@@ -46,19 +50,30 @@ class HttpLimits(NamedTuple):
     unsent_bytes_max: int = 4 * FRAME_BYTES_MAX
     """What may wait for one slow reader."""
     connections_max: int = 20_000
-    """Connections of a master; further ones are cut off as they come."""
+    """Connections of a master, as far as its descriptors go; further ones are cut off as they come."""
+    strangers_max: int = 4096
+    """Connections that are nobody's yet; a further one takes the place of the oldest."""
 
 
 class HttpConnection:
     """One live connection, either end. Any number of tasks may send; one receives."""
 
-    def __init__(self, ws: Socket, peer: str, limits: HttpLimits) -> None:
-        self._ws, self.peer, self._limits = ws, peer, limits
+    def __init__(
+        self,
+        ws: Socket,
+        peer: str,
+        limits: HttpLimits,
+        complaints: Complaints,
+        transport: asyncio.WriteTransport | None = None,
+    ) -> None:
+        self._transport = transport
+        self._ws, self.peer, self._limits, self._complaints = ws, peer, limits, complaints
         self._loop = asyncio.get_running_loop()
         self._unsent_bytes = 0
         self._progress_at = 0.0
         self._watch: asyncio.TimerHandle | None = None
         self._why = ""
+        self._ended = False
         self._closing: asyncio.Future[None] | None = None
 
     async def send(self, frame: bytes) -> None:
@@ -72,10 +87,28 @@ class HttpConnection:
         try:
             await self._ws.send_bytes(frame)
         except (OSError, RuntimeError) as error:
-            raise self._lost(str(error)) from error
+            # While a goodbye is being answered, sending fails too; then there is a code.
+            said = self._ws.close_code not in (None, WSCloseCode.ABNORMAL_CLOSURE)
+            raise self._lost(str(error), ended=isinstance(error, _ENDED) and not said) from error
         finally:
             self._unsent_bytes -= len(frame)
             self._progress_at = self._loop.time()
+
+    def send_now(self, frame: bytes) -> bool:
+        """Send a frame without a task, where the peer has taken all that came before. False: it was not sent, use `send`."""
+        if self._why or self._transport is None or self._transport.get_write_buffer_size():
+            return False
+        sending = self._ws.send_bytes(frame)
+        try:
+            # It would wait for the peer to read only if there were something unread.
+            sending.send(None)
+        except StopIteration:
+            return True
+        except (OSError, RuntimeError):
+            return False
+        finally:
+            sending.close()
+        return True
 
     async def receive(self) -> bytes:
         """The next frame. Raises `ConnectionLost`."""
@@ -92,7 +125,8 @@ class HttpConnection:
             self._break("it sent text; frames are binary")
         elif isinstance(message.data, WebSocketError):
             self._break(f"it sent what is no frame of ours, of at most {FRAME_BYTES_MAX} bytes: {message.data}")
-        raise self._lost(_ending(message))
+        ended = message.type is WSMsgType.CLOSED or isinstance(message.data, _ENDED)
+        raise self._lost(_ending(message), ended=ended)
 
     async def close(self) -> None:
         """Say goodbye, wait a little for the answer, and end. Idempotent; whoever calls second waits for the first."""
@@ -139,7 +173,7 @@ class HttpConnection:
         """The peer, or we, did what no peer of ours does: one line in the log, then the socket is cut."""
         if not self._why:
             self._why = why
-            log.warning("connection closed", peer=self.peer, reason=why)
+            self._complaints.warning("connection closed", peer=self.peer, reason=why)
         self._cut()
 
     def _cut(self) -> None:
@@ -149,9 +183,13 @@ class HttpConnection:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _lost(self, reason: str) -> ConnectionLost:
-        self._why = self._why or reason or "it is gone"
-        return ConnectionLost(f"connection to {self.peer}: {self._why}")
+    def _lost(self, reason: str, *, ended: bool = False) -> ConnectionLost:
+        """``ended``: nobody here ended it, so far as this call can see."""
+        if not self._why:
+            self._why = reason or "it is gone"
+            # A ping without an answer leaves its time-out behind, and is our own doing.
+            self._ended = ended and not isinstance(self._ws.exception(), asyncio.TimeoutError)
+        return ConnectionLost(f"connection to {self.peer}: {self._why}", ended=self._ended)
 
 
 def _ending(message: WSMessage) -> str:

@@ -1,16 +1,20 @@
 """The master's end of the HTTP transport.
 
-``GET /v1/agent`` is the agents' WebSocket, ``GET /v1/status`` the master's state as JSON, ``GET /v1/healthz`` needs no token.
+``GET /v1/agent`` is the agents' WebSocket, ``GET /v1/status`` the master's state as JSON, ``POST /v1/command`` what people
+ask of the job (`command`), ``GET /v1/healthz`` needs no token.
 
 The listening socket is bound by whoever outlives masters, and shared with the standby: until `HttpListener.serve` runs,
 connections wait in its backlog, and to agents a change of masters is one reconnection. A stranger's bytes cost one line in
-the log and one answer; a connection that is no agent's after ``handshake_s`` is cut.
+the log, or one more in a count of such lines, and one answer; a connection that is no agent's after ``handshake_s`` is cut,
+and where ``strangers_max`` of them wait the oldest makes room, so that who hurries gets in however many dawdle.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import resource
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -19,13 +23,19 @@ from typing import Any, cast
 import structlog
 from aiohttp import web
 
+from dlrover_adapters.http import command
 from dlrover_adapters.http import token as tokens
-from dlrover_adapters.http.client import AGENT_PATH, STATUS_PATH
+from dlrover_adapters.http.client import AGENT_PATH, COMMAND_PATH, STATUS_PATH
 from dlrover_adapters.http.connection import MESSAGE_BYTES_LIMIT, HttpConnection, HttpLimits
-from dlrover_core.runtime.transport import Accept, Status
+from dlrover_core.runtime.complaints import Complaints
+from dlrover_core.runtime.transport import Accept, Obey, Status
 
 HEALTH_PATH = "/v1/healthz"
 BACKLOG = 4096
+# How many connections asyncio takes in one go: in between it is the agents' turn.
+ACCEPTS_AT_ONCE = 16
+# File descriptors that are not connections: the log, the node host, files.
+OTHER_FDS = 128
 _LIMITS = HttpLimits()
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  # recognised, not bound
 
@@ -51,7 +61,7 @@ class HttpListener:
     """Takes agents' connections on a listening socket, which it owns: closing closes this process's copy only.
 
     ``advertise`` is what agents are told where the socket is bound to a wildcard or sits behind a forwarder: ``host`` or
-    ``host:port``.
+    ``host:port``. Who asks for another ``job`` than this one is turned away.
     """
 
     def __init__(
@@ -59,13 +69,14 @@ class HttpListener:
         sock: socket.socket,
         token: str,
         *,
+        job: str = "",
         limits: HttpLimits = _LIMITS,
         advertise: str = "",
         tls: ssl.SSLContext | None = None,
     ) -> None:
         if not token:
             raise ValueError("a listener without a token would take anybody: make_token() makes one")
-        self._sock, self._token, self._limits, self._tls = sock, token, limits, tls
+        self._sock, self._token, self._job, self._limits, self._tls = sock, token, job, limits, tls
         self._address = _address(sock, advertise)
         self._gate: _Gate | None = None
         self._server: asyncio.AbstractServer | None = None
@@ -73,20 +84,30 @@ class HttpListener:
         self._connections: set[HttpConnection] = set()
         self._accept: Accept | None = None
         self._status: Status | None = None
-        self._routes: dict[str, Handler] = {AGENT_PATH: self._agent, STATUS_PATH: self._tell, HEALTH_PATH: self._health}
+        self._complaints = Complaints(log)
+        self._obey: Obey | None = None
+        self._routes: dict[str, Handler] = {
+            AGENT_PATH: self._agent,
+            STATUS_PATH: self._tell,
+            COMMAND_PATH: self._do,
+            HEALTH_PATH: self._health,
+        }
 
     @property
     def address(self) -> str:
         """Where agents reach it, ``host:port``."""
         return self._address
 
-    async def serve(self, accept: Accept, status: Status) -> None:
+    async def serve(self, accept: Accept, status: Status, obey: Obey | None = None) -> None:
         """Begin to take connections, those first that waited; each runs ``accept`` in a task of its own."""
         assert self._server is None and self._closed is None, "a listener serves once"
-        self._accept, self._status = accept, status
-        self._gate = _Gate(self._route, self._limits)
+        self._accept, self._status, self._obey = accept, status, obey
+        limits = self._limits._replace(connections_max=_room(self._limits.connections_max))
+        self._gate = _Gate(self._route, limits, self._complaints)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._gate, sock=self._sock, ssl=self._tls, backlog=BACKLOG)
+        self._server = await loop.create_server(self._gate, sock=self._sock, ssl=self._tls, backlog=ACCEPTS_AT_ONCE)
+        # asyncio has told the kernel the same number, which is far too few to wait.
+        self._sock.listen(BACKLOG)
         log.debug("listening", address=self._address)
 
     async def close(self) -> None:
@@ -105,6 +126,7 @@ class HttpListener:
         # What is left are handlers that do not heed their connection's end, and requests under way.
         self._gate.pre_shutdown()
         await self._gate.shutdown(self._limits.close_s)
+        self._complaints.close()
 
     # ---- requests
 
@@ -112,17 +134,26 @@ class HttpListener:
         handler = self._routes.get(request.path)
         if handler is None:
             return _answer(404, f"nothing is at {request.path}; see {STATUS_PATH}\n")
-        if request.method != "GET":
-            return _answer(405, "only GET is served here\n")
+        method = "POST" if request.path == COMMAND_PATH else "GET"
+        if request.method != method:
+            return _answer(405, f"only {method} is served here\n")
         if request.path != HEALTH_PATH and not self._known(request):
             return _answer(401, f"the job token is missing or wrong: set {tokens.VARIABLE} or --token-file\n")
+        asked = request.query.get("job", self._job)
+        if self._job and asked != self._job:
+            self._complaints.warning("another job's", peer=_peer(request), asked=asked[:200])
+            return _answer(421, f"this master leads job {self._job}\n")
         return await handler(request)
 
     def _known(self, request: web.BaseRequest) -> bool:
-        shown = tokens.shown(request.headers.get(tokens.HEADER))
+        # Two of them are none: whoever stands between us might have looked at the other one.
+        headers = request.headers.getall(tokens.HEADER, [])
+        shown = tokens.shown(headers[0] if len(headers) == 1 else None)
         if tokens.same(shown, self._token):
             return True
-        log.warning("token refused", peer=_peer(request), path=request.path, token="wrong" if shown else "missing")
+        self._complaints.warning(
+            "token refused", peer=_peer(request), path=request.path, token="wrong" if shown else "missing"
+        )
         return False
 
     async def _agent(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -135,7 +166,7 @@ class HttpListener:
         )
         await ws.prepare(request)
         self._gate.admitted(request.protocol)
-        connection = HttpConnection(ws, _peer(request), self._limits)
+        connection = HttpConnection(ws, _peer(request), self._limits, self._complaints, request.transport)
         self._connections.add(connection)
         try:
             await self._accept(connection)
@@ -148,6 +179,14 @@ class HttpListener:
         assert self._status is not None
         return _answer(200, json.dumps(dict(self._status())), "application/json")
 
+    async def _do(self, request: web.BaseRequest) -> web.StreamResponse:
+        assert self._gate is not None
+        asked = await command.body_of(request)
+        # All of it is here: from now on it is the log that may take its time.
+        self._gate.admitted(request.protocol)
+        status, text = await command.answer_to(asked, self._obey, _peer(request))
+        return _answer(status, text, "application/json")
+
     async def _health(self, _request: web.BaseRequest) -> web.StreamResponse:
         return _answer(200, "ok\n")
 
@@ -155,16 +194,17 @@ class HttpListener:
 class _Gate(web.Server):
     """All sockets that came in: counted, and cut if nothing becomes of them."""
 
-    def __init__(self, handler: Handler, limits: HttpLimits) -> None:
+    def __init__(self, handler: Handler, limits: HttpLimits, complaints: Complaints) -> None:
         super().__init__(cast(Any, handler))
-        self._limits = limits
-        self._waiting: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        self._limits, self.complaints = limits, complaints
+        # By age: the first is the oldest.
+        self._waiting: dict[web.RequestHandler, tuple[asyncio.TimerHandle, asyncio.Transport]] = {}
         self._open = 0
         self._full = False
 
     def __call__(self) -> web.RequestHandler:
         # REST answers close their connection, and a WebSocket is no keep-alive: what lingers is nobody's.
-        return _Protocol(self, loop=self._loop, access_log=cast(Any, None), keepalive_timeout=0, lingering_time=0)
+        return _Protocol(self, loop=self._loop, access_log=None, keepalive_timeout=0, lingering_time=0)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
@@ -176,7 +216,10 @@ class _Gate(web.Server):
             transport.abort()
             return
         self._full = False
-        self._waiting[handler] = self._loop.call_later(self._limits.handshake_s, self._late, handler, transport)
+        if len(self._waiting) >= self._limits.strangers_max:
+            self._cut(next(iter(self._waiting)), "too many others wait")
+        timer = self._loop.call_later(self._limits.handshake_s, self._cut, handler, "it took too long")
+        self._waiting[handler] = (timer, transport)
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         self._open -= 1
@@ -185,19 +228,27 @@ class _Gate(web.Server):
 
     def admitted(self, handler: web.RequestHandler) -> None:
         """The connection is an agent's, or over."""
-        timer = self._waiting.pop(handler, None)
+        timer, _ = self._waiting.pop(handler, (None, None))
         if timer is not None:
             timer.cancel()
 
-    def _late(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        del self._waiting[handler]
-        peer = transport.get_extra_info("peername")
-        log.warning("connection cut: no handshake", peer=_host_port(peer), after_s=self._limits.handshake_s)
+    def _cut(self, handler: web.RequestHandler, reason: str) -> None:
+        timer, transport = self._waiting.pop(handler)
+        timer.cancel()
+        peer = _host_port(transport.get_extra_info("peername"))
+        limit_s = self._limits.handshake_s
+        self.complaints.warning("connection cut: no handshake", peer=peer, reason=reason, limit_s=limit_s)
         transport.abort()
 
 
 class _Protocol(web.RequestHandler):
     """aiohttp's, with our own words for what is not HTTP and for what our handlers raise."""
+
+    __slots__ = ("_gate",)
+
+    def __init__(self, gate: _Gate, **settings: Any) -> None:
+        super().__init__(gate, **settings)
+        self._gate = gate
 
     def handle_error(
         self,
@@ -209,16 +260,30 @@ class _Protocol(web.RequestHandler):
         """One line in the log, one answer, and the end of the connection."""
         if isinstance(exc, ConnectionError):
             raise exc  # gone before the answer: nobody to tell
+        complaints = self._gate.complaints
         reason = message or (f"{type(exc).__name__}: {exc}" if exc is not None else "")
         if status >= 500:
-            log.error("request failed", peer=_peer(request), status=status, exc_info=exc)
+            complaints.error("request failed", peer=_peer(request), status=status, exc_info=exc)
         else:
-            log.warning("not a request", peer=_peer(request), status=status, reason=reason.splitlines()[0][:200])
+            complaints.warning("not a request", peer=_peer(request), status=status, reason=reason.splitlines()[0][:200])
         if request.writer.output_size > 0:
             raise ConnectionError("an answer was begun already")
         return _answer(
             status, "the master failed to answer; its log says why\n" if status >= 500 else "not a request\n"
         )
+
+
+def _room(connections: int) -> int:
+    """How many connections this process can hold: its soft limit of descriptors is raised for them as far as it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + OTHER_FDS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        wished = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wished, hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return max(1, min(connections, soft - OTHER_FDS))
+    return connections
 
 
 def _answer(status: int, text: str, content_type: str = "text/plain") -> web.Response:

@@ -6,9 +6,11 @@ It is compared in constant time and is never logged.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dlrover_core.errors import SpecError
@@ -54,6 +56,25 @@ def require_token(environ: Mapping[str, str], token_file: str | Path | None = No
     if not token:
         raise SpecError(VARIABLE, HOW_TO_SHARE)
     return token
+
+
+@contextlib.contextmanager
+def kept(token: str, folder: Path, link: Path) -> Iterator[None]:
+    """Keep the token of a one-host job where `dlrover` finds it: in a file of this user's alone that goes with ``folder``.
+
+    ``link`` leads there, and is all that a launcher that was killed leaves behind.
+    """
+    path = folder / "token"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "w", encoding="ascii") as file:
+        file.write(token + "\n")
+    link.unlink(missing_ok=True)
+    link.symlink_to(path)
+    try:
+        yield
+    finally:
+        link.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def authorization(token: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ import msgpack
 
 from .pace import Pace
 
-RING_S = 0.1
+RING_S = 0.5
 UNTOLD_MAX = 3
 """A script that imports `step` and has not called it by its third step counts as one that never will."""
 _SLOT = struct.Struct("=q")

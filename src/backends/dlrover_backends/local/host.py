@@ -11,25 +11,23 @@ a deposed master (a lower token) are refused.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
-import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import structlog
 
 from dlrover_backends.local import process, wire
+from dlrover_backends.local.blanks import Ahead, Blanks
+from dlrover_backends.local.process import LocalCommand, Started
 from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage
 from dlrover_core.job.state import NodeLaunch
 from dlrover_core.runtime.backend import Observation
@@ -57,14 +55,6 @@ _FOR_GOOD = frozenset(
 log = structlog.get_logger("dlrover.host")
 
 
-class LocalCommand(NamedTuple):
-    """How a node's agent is started: a program, what its environment has beside the launcher's, and where it runs."""
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str] = MappingProxyType({})
-    cwd: str | None = None
-
-
 Command = Callable[[NodeLaunch, int], LocalCommand]
 
 
@@ -85,9 +75,7 @@ class _Node:
     code: int = 0
     reason: str = ""
     changed_at: float = field(default_factory=time.monotonic)
-    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    child: subprocess.Popen[bytes] | None = None
-    pidfd: int = -1
+    started: Started | None = None
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     refusal: tuple[str, bool] | None = None
     unwanted: bool = False
@@ -98,9 +86,8 @@ class _Node:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the agent; to a dead one, nothing."""
-        if self.pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, number)
+        if self.started is not None:
+            self.started.signal(number)
 
 
 class _Observer:
@@ -132,12 +119,15 @@ class _Observer:
 class LocalNodeHost:
     """Nodes as processes of this host, served to masters at the Unix socket ``path``.
 
-    ``command`` says how a node's agent is started, given the token of the master that ordered it. ``limit`` is how many
-    nodes may live at once; None: as many as come. Open and close it in the main thread.
+    ``command`` says how a node's agent is started, given the token of the master that ordered it; or how agents are started
+    ahead (`Ahead`), which are told ``node``, its name in the job, when one is launched. ``limit`` is how many nodes may live at
+    once; None: as many as come. Open and close it in the main thread.
     """
 
-    def __init__(self, path: str | Path, command: Command, *, limit: int | None = None) -> None:
-        self._path, self._command, self._limit = Path(path), command, limit
+    def __init__(self, path: str | Path, command: Command | Ahead, *, limit: int | None = None) -> None:
+        self._path, self._limit = Path(path), limit
+        self._command = None if isinstance(command, Ahead) else command
+        self._blanks = Blanks(command) if isinstance(command, Ahead) else None
         self._hostname = socket.gethostname()
         self._nodes: dict[str, _Node] = {}
         self._used: set[str] = set()
@@ -157,6 +147,13 @@ class LocalNodeHost:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("a node host must run in the main thread: its nodes would die with any other")
         self._server = await asyncio.start_unix_server(self._take, sock=wire.listen(self._path))
+        if self._blanks is not None:
+            self._blanks.open()
+
+    async def warm(self) -> None:
+        """Wait until no agent that was started ahead is still getting warm."""
+        if self._blanks is not None:
+            await self._blanks.settled.wait()
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Kill every node, SIGTERM first where there is a grace, wait until all are dead, and stop serving. Idempotent."""
@@ -166,6 +163,8 @@ class LocalNodeHost:
         self._server.close()
         self._server = None
         self._path.unlink(missing_ok=True)
+        if self._blanks is not None:
+            await self._blanks.close()
         for node in list(self._nodes.values()):
             self._end(node, grace_s)
         if self._nodes:
@@ -188,7 +187,7 @@ class LocalNodeHost:
     def pid(self, name: str) -> int | None:
         """The process that is the node, for whoever wants to do something to it; None if it does not live."""
         node = self._nodes.get(name)
-        return node.child.pid if node is not None and node.child is not None and not node.over else None
+        return node.started.child.pid if node is not None and node.started is not None and not node.over else None
 
     def kill(self) -> None:
         """SIGKILL every node. Whoever observes is told; new ones are still taken."""
@@ -231,16 +230,13 @@ class LocalNodeHost:
 
     async def _start(self, node: _Node, launch: NodeLaunch, token: int) -> None:
         try:
-            command = self._command(launch, token)
-            env = {**os.environ, **command.env, process.MARK: node.mark}
-            node.child, report = process.spawn(command.argv, env, command.cwd)
+            started = node.started = self._executed(launch, token)
         except Exception as error:  # noqa: BLE001  # whoever composes us may say nonsense in any way
             self._refuse(node, f"{type(error).__name__}: {error}", getattr(error, "errno", None))
             self._forget(node)
             return
-        node.pidfd = os.pidfd_open(node.child.pid)
-        asyncio.get_running_loop().add_reader(node.pidfd, self._died, node)
-        number, reason = await _reported(report)
+        asyncio.get_running_loop().add_reader(started.pidfd, self._died, node)
+        number, reason = await _reported(started)
         if reason:
             # The wrapper has ended or is about to; its burial takes it off the list.
             self._refuse(node, reason, number or None)
@@ -248,7 +244,13 @@ class LocalNodeHost:
         self._used.add(node.name)
         if node.phase == "pending":
             self._turn(node, "running")
-            log.info("node started", node=node.name, pid=node.child.pid)
+            log.info("node started", node=node.name, pid=started.child.pid)
+
+    def _executed(self, launch: NodeLaunch, token: int) -> Started:
+        if self._blanks is not None:
+            return self._blanks.take(node=launch.node)
+        assert self._command is not None
+        return Started(self._command(launch, token))
 
     @staticmethod
     def _refuse(node: _Node, reason: str, number: int | None) -> None:
@@ -279,19 +281,17 @@ class LocalNodeHost:
     # ---- deaths
 
     def _died(self, node: _Node) -> None:
-        asyncio.get_running_loop().remove_reader(node.pidfd)
+        assert node.started is not None
+        asyncio.get_running_loop().remove_reader(node.started.pidfd)
         burial = asyncio.ensure_future(self._bury(node))
         self._burials.add(burial)
         burial.add_done_callback(self._burials.discard)
 
     async def _bury(self, node: _Node) -> None:
         """The agent is dead: nothing of its node may be left when that is told."""
-        assert node.child is not None
-        code = process.exit_code(node.pidfd)
-        alive = await asyncio.to_thread(process.kill_all, node.mark, node.child.pid, KILL_WAIT_S)
-        node.child.wait()
-        os.close(node.pidfd)
-        node.pidfd = -1
+        assert node.started is not None
+        code, alive = await asyncio.to_thread(node.started.bury, KILL_WAIT_S)
+        node.started.close()
         node.code, node.reason = (code, process.told(code)) if code is not None else (-1, "reaped by somebody else")
         if alive:
             node.reason += f"; {alive} of its processes cannot be killed"
@@ -389,9 +389,10 @@ class LocalNodeHost:
             self._observers.discard(observer)
 
 
-async def _reported(fd: int) -> tuple[int, str]:
+async def _reported(started: Started) -> tuple[int, str]:
     """What the wrapper says went wrong; nothing when the program runs."""
     loop, ended, pieces = asyncio.get_running_loop(), asyncio.Event(), list[bytes]()
+    fd, started.report = started.report, -1
 
     def readable() -> None:
         piece = os.read(fd, 4096)

@@ -3,23 +3,30 @@
 A node is everything that carries its mark in the environment, or lives in its first process's session: what fled into a
 session of its own is found by the mark, what was born with an empty environment by the session. (Build servers have killed
 process trees by such a mark for as long as they exist.)
+
+A node's first process may be started before anybody knows which node it will be: it is a *blank* then, and is told over a
+socket. Light to import: the launcher starts blanks before anything else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 MARK = "DLROVER_LOCAL_NODE"
 ROUNDS_MAX = 100
+WORDS_BYTES_MAX = 64 * 1024
 _WRAPPER = Path(__file__).with_name("_exec.py")
 _DEAD = frozenset((b"Z", b"X", b"x"))
 _READ_BYTES = 65536
@@ -27,7 +34,96 @@ _READ_BYTES = 65536
 _STATE, _SESSION, _BEGAN = 0, 3, 19
 
 
-def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str | None) -> tuple[subprocess.Popen[bytes], int]:
+class LocalCommand(NamedTuple):
+    """How a node's agent is started: a program, what its environment has beside the launcher's, and where it runs.
+
+    ``fds`` are descriptors of ours that it inherits.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = MappingProxyType({})
+    cwd: str | None = None
+    fds: tuple[int, ...] = ()
+
+
+class Started:
+    """A node's first process, from its execution on. Nobody watches it yet; it dies with us, so start it in the main thread.
+
+    ``report`` ends when the program runs; what can be read from it before is why it does not. ``control`` is our end of a
+    blank's socket.
+    """
+
+    def __init__(self, command: LocalCommand, control: socket.socket | None = None) -> None:
+        self.mark, self.control = os.urandom(16).hex(), control
+        env = {**os.environ, **command.env, MARK: self.mark}
+        self.child, self.report = spawn(command.argv, env, command.cwd, command.fds)
+        self.pidfd = os.pidfd_open(self.child.pid)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; to a dead one, nothing."""
+        if self.pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def tell(self, **words: Any) -> None:
+        """Say something to a blank. Raises `OSError` where it is dead."""
+        assert self.control is not None, "only a blank can be told something"
+        self.control.send(json.dumps(words).encode())
+
+    def hear(self) -> dict[str, Any] | None:
+        """What a blank says; None at its end. Raises `BlockingIOError` where it says nothing now."""
+        assert self.control is not None, "only a blank says something"
+        with contextlib.suppress(ConnectionError):
+            said = self.control.recv(WORDS_BYTES_MAX)
+            return dict(json.loads(said)) if said else None
+        return None
+
+    def bury(self, timeout_s: float) -> tuple[int | None, int]:
+        """It is dead: kill what is left of its node, reap it. Its exit code, if it can be had, and how many live on. Blocks."""
+        code = exit_code(self.pidfd)
+        alive = kill_all(self.mark, self.child.pid, timeout_s)
+        self.child.wait()
+        return code, alive
+
+    def close(self) -> None:
+        """Release our descriptors; it is dead and buried. Idempotent."""
+        if self.control is not None:
+            self.control.close()
+        for fd in (self.pidfd, self.report):
+            if fd >= 0:
+                os.close(fd)
+        self.pidfd = self.report = -1
+
+    def end(self, timeout_s: float = 5.0) -> None:
+        """Kill it and all of its node, and release everything. Blocks. Nothing happens to one that was closed."""
+        if self.pidfd < 0:
+            return
+        self.signal(signal.SIGKILL)
+        select.select([self.pidfd], [], [], timeout_s)
+        self.bury(timeout_s)
+        self.close()
+
+
+def blank(command: Callable[[int], LocalCommand]) -> Started:
+    """Start a process that waits to be told who it is; ``command`` is given the number of its end of the socket.
+
+    Raises `OSError` and `ValueError`.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        try:
+            made = command(theirs.fileno())
+            started = Started(made._replace(fds=(*made.fds, theirs.fileno())), ours)
+        except BaseException:
+            ours.close()
+            raise
+    ours.setblocking(False)
+    return started
+
+
+def spawn(
+    argv: Sequence[str], env: Mapping[str, str], cwd: str | None, fds: Sequence[int] = ()
+) -> tuple[subprocess.Popen[bytes], int]:
     """Start ``argv`` in a session of its own; it dies with this process, so call it from the main thread.
 
     Returns the process and a descriptor that ends when the program runs; what can be read from it before is why it does not.
@@ -40,7 +136,7 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str | None) -> tuple
             env=dict(env),
             cwd=cwd,
             stdin=subprocess.DEVNULL,
-            pass_fds=(writing,),
+            pass_fds=(writing, *fds),
             start_new_session=True,
         )
     except BaseException:

@@ -1,7 +1,11 @@
-"""Train a small network on real handwritten digits with DDP over gloo: a plain torchrun script, with a checkpoint file.
+"""Train a small network on real handwritten digits with DDP over gloo, with an ordinary checkpoint file.
+
+    dlrover-run --nproc-per-node 2 --preload sklearn.datasets examples/torch/ddp_digits.py --checkpoint /tmp/digits.pt
+    torchrun    --nproc-per-node 2                            examples/torch/ddp_digits.py --checkpoint /tmp/digits.pt
 
 Nothing here knows who launched it; `dlrover_adapters.torch.step` only tells the step's own number, so that it survives a
-restart in the reports too, and is left out where the package is not there.
+restart in the reports too, and is left out where the package is not there. Run again with the same checkpoint, it goes on
+from there. Needs scikit-learn.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write the checkpoint whole or not at all."""
+    """Write the checkpoint whole or not at all: a killed process leaves the one before."""
     part = path.with_suffix(".part")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, part)
     part.replace(path)
@@ -42,12 +46,13 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
 
 def main() -> None:
     """Train, and print the accuracy on the held-out digits."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds added to every step, to have time to watch")
+    parser.add_argument("--curve", type=Path, help="rank 0 appends each step and its loss, exactly, to this file")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -62,6 +67,7 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         start = saved["step"]
     for step in range(start + 1, options.steps + 1):
+        # Which images a step sees depends on its number alone: a step made again is the same step.
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(step))
         batch = order[rank::world][: options.batch]
         loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
@@ -69,6 +75,9 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         report_step(step)
+        if rank == 0 and options.curve is not None:
+            with options.curve.open("a") as curve:
+                curve.write(f"{step} {loss.item().hex()}\n")
         if rank == 0 and step % options.save_every == 0:
             save(options.checkpoint, model.module, optimizer, step)
         time.sleep(options.pause)

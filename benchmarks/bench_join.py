@@ -1,0 +1,82 @@
+"""A node joins a running world of 2: how long until the first common step of 3?
+
+Both sides get the same command on each of three hosts, here on loopback: ``--nnodes 2:3 --rdzv-backend c10d --rdzv-endpoint
+127.0.0.1:PORT``, a worker each, which train `scripts/ddp_step.py` (DDP over gloo, from a checkpoint file). Two launchers train;
+the third is executed. Measured is the time from then to the moment when all three ranks of a new world have completed a step,
+by CLOCK_MONOTONIC. Ours runs with ``--on-join restart``, which is the default and what torchrun does; a first world of fewer than
+MAX waits ``last_call_timeout`` for more, 1 s for both. A job that is not there within 60 s is lost: counted, and run again.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from _bench import BROKEN, Result, Row, options, say
+from _hosts import hosts, stepping, wait_all_step
+from _jobs import OURS, TORCHRUN, Broken, Lost, peer_python
+
+TARGET = 0.5
+JOIN_AT = 20
+LIMIT_S = 60.0
+LOST_MAX = 12
+SCRIPT = ("--steps", "1000000", "--pause", "0.01")
+
+
+def join(launcher: str) -> float:
+    """One node that joins. Raises `Lost`."""
+    with hosts(launcher, SCRIPT, "2:3", 2, "last_call_timeout=1,join_timeout=60") as job:
+        job.until(lambda lines: stepping(lines, 2, JOIN_AT))
+        before = {line.pid for line in job.lines()}
+        job.start()
+        try:
+            return wait_all_step(job, before, 3, LIMIT_S) - job.started
+        except Broken as error:
+            raise Lost(str(error)) from error
+
+
+def survived(launcher: str, lost: dict[str, list[str]]) -> float:
+    """A trial that ended well; others are counted."""
+    while True:
+        try:
+            return join(launcher)
+        except Lost as error:
+            lost[launcher].append(str(error))
+            say(f"{launcher}: no world of 3")
+            if len(lost[launcher]) > LOST_MAX:
+                raise
+
+
+def main() -> int:
+    """Trials in turn."""
+    chosen = options(__doc__)
+    result = Result("join", "torchrun --rdzv-backend c10d, the same command (torch 2.13.0, its own environment)")
+    found: dict[str, list[float]] = {OURS: [], TORCHRUN: []}
+    lost: dict[str, list[str]] = {OURS: [], TORCHRUN: []}
+    try:
+        peer_python()
+        for number in range(chosen.trials):
+            for launcher, those in found.items():
+                those.append(survived(launcher, lost))
+                say(f"{number + 1}/{chosen.trials} {launcher}: first common step of 3 after {those[-1]:.3f} s")
+    except Broken as error:
+        say(f"nothing measured: {error}")
+        return BROKEN
+    result.rows += [
+        Row("a node joins to the first common step of 3", "s", found[OURS], found[TORCHRUN], TARGET, "ratio"),
+        Row(
+            f"jobs lost or without a world of 3 for {LIMIT_S:g} s, beside {chosen.trials} of each that came there",
+            "jobs",
+            [float(len(lost[OURS]))],
+            [float(len(lost[TORCHRUN]))],
+            0.0,
+        ),
+    ]
+    result.notes.append(
+        "torchrun has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it no agent that comes later is let in"
+    )
+    result.details = {"jobs_lost_said": lost}
+    return result.finish(chosen.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

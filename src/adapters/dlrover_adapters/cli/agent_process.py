@@ -1,0 +1,169 @@
+"""The rest of the agent's process, which may be slow to import: the zygote is on its way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from dlrover_adapters.agent.config import LaunchConfig
+from dlrover_adapters.agent.launcher import LinuxLauncher
+from dlrover_adapters.agent.process import set_name, set_title
+from dlrover_adapters.agent.spawn import Spawned
+from dlrover_adapters.http.client import HttpDialer
+from dlrover_adapters.telemetry.logs import set_up
+from dlrover_core.errors import CoreError, TokenRefused
+from dlrover_core.runtime.agent import Agent
+from dlrover_core.runtime.launcher import WorkersLaunch
+from dlrover_core.spec import JobSpec
+
+EX_OK, EX_FAULT = 0, 1
+LOOK_S, ALONE_S = 1.0, 10.0
+"""How often it is looked whether a master is heard, and after what silence that is worth a word."""
+
+WORDS_BYTES_MAX = 64 * 1024
+
+log = structlog.get_logger("dlrover.agent")
+
+
+def serve(raw: dict[str, Any], config: LaunchConfig, first: Spawned | None, control: socket.socket) -> int:
+    """Be the agent that the settings describe, to its end."""
+    set_name("dlrover-agent")
+    name = _Name()
+    set_up(Path(raw["control_log"]), raw["log_level"], role="agent", node=name)
+
+    async def run() -> int:
+        return await _Process(raw, config, first, control, name).run()
+
+    return asyncio.run(run())
+
+
+class _Name:
+    """This node's name, which the log shows as soon as it is known."""
+
+    def __init__(self) -> None:
+        self.text = "?"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class _Launcher(LinuxLauncher):
+    """Tells which node it is that begins to work."""
+
+    def __init__(self, config: LaunchConfig, first: Spawned | None, starting: Callable[[str], None]) -> None:
+        super().__init__(config, first)
+        self._starting = starting
+
+    async def start(self, launch: WorkersLaunch) -> None:
+        self._starting(launch.node)
+        await super().start(launch)
+
+
+class _Process:
+    """One agent, from before it has a name to its last words."""
+
+    def __init__(
+        self, raw: dict[str, Any], config: LaunchConfig, first: Spawned | None, control: socket.socket, name: _Name
+    ) -> None:
+        self._config, self._control, self._name = config, control, name
+        self._joining = bool(raw["joining"])
+        self._patience_s = JobSpec.from_json(raw["spec"]).launch_s
+        self._launcher = _Launcher(config, first, self._begins)
+        self._agent = Agent(
+            "",
+            launcher=self._launcher,
+            dialer=HttpDialer(os.environ["DLROVER_TOKEN"], job=config.job),
+            masters=raw["masters"],
+            boot=secrets.randbits(62),
+            host=socket.gethostname(),
+            address=raw["address"],
+            run=raw["run"],
+            seat=raw["seat"],
+            place=raw["place"],
+            dial_before_name=self._joining,
+        )
+
+    async def run(self) -> int:
+        """Get warm; once named, be that node until told to leave."""
+        loop = asyncio.get_running_loop()
+        self._control.setblocking(False)
+        loop.add_reader(self._control, self._hear)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._agent.leave, f"the agent got {number.name}")
+        opening = asyncio.ensure_future(self._launcher.open())
+        opening.add_done_callback(self._opened)
+        minding = asyncio.ensure_future(self._mind_master())
+        try:
+            await self._agent.run()
+        except CoreError as error:
+            log.error("agent ends", error=f"{type(error).__name__}: {error}")
+            self._tell(error=str(error), refused=isinstance(error, TokenRefused))
+            if not self._joining:
+                print(f"dlrover agent {self._name}: {error}", file=sys.stderr)
+            return EX_FAULT
+        finally:
+            minding.cancel()
+            await asyncio.gather(minding, return_exceptions=True)
+        self._tell(ending=self._agent.ending)
+        return EX_OK
+
+    async def _mind_master(self) -> None:
+        """In a joining job: say when masters are silent, and go when that lasts and there is no worker to go on for."""
+        alone = False
+        while self._joining:
+            await asyncio.sleep(LOOK_S)
+            silent_s = self._agent.unmastered_s
+            if (silent_s > ALONE_S) != alone:
+                alone = not alone
+                self._tell(alone=alone)
+            if silent_s > self._patience_s and not any(who.startswith("rank") for who in self._launcher.pids):
+                self._tell(abandoned=True)
+                self._agent.leave(f"no master was heard for {self._patience_s:g} s")
+
+    def _begins(self, node: str) -> None:
+        """Its first world: in a joining job the master has given the name."""
+        if node and node != self._name.text:
+            self._named(node)
+
+    def _named(self, node: str) -> None:
+        self._name.text = node
+        set_title(f"dlrover agent --job {self._config.job} --node {node}")
+        self._launcher.named(node)
+
+    # ---- the launcher's socket
+
+    def _hear(self) -> None:
+        """A name; at the end of the socket the launcher is dead, and we are about to be."""
+        try:
+            said = self._control.recv(WORDS_BYTES_MAX)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            said = b""
+        if not said:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._agent.leave("the launcher is gone")
+            return
+        node = json.loads(said).get("node")
+        if node:
+            self._named(node)
+            self._agent.name(node)
+
+    def _opened(self, opening: asyncio.Future[None]) -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            self._tell(warm=True)
+
+    def _tell(self, **words: object) -> None:
+        with contextlib.suppress(OSError):  # the launcher is dead, and we are about to be
+            self._control.send(json.dumps(words).encode())

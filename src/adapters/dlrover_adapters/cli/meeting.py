@@ -1,0 +1,198 @@
+"""Where this host's nodes meet the others: torchrun's rendezvous flags, and ours, read into one small value."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dlrover_core.errors import SpecError
+
+PORT = 29400  # torchrun's for c10d
+STATIC_PORT = 29500  # torchrun's for static
+JOINING = ("static", "c10d", "dlrover")
+_HOST = re.compile(r"[\w.:-]+")
+
+_REFUSED = {
+    "etcd": "its server is not needed: say c10d, and the master on HOST takes its place",
+    "etcd-v2": "its server is not needed: say c10d, and the master on HOST takes its place",
+}
+
+# torchrun's keys of --rdzv-conf that set a duration of the job's spec.
+_DURATIONS = {"join_timeout": "launch_s", "timeout": "launch_s", "last_call_timeout": "last_call_s"}
+# Those that mean something only to torch's own stores and heartbeats.
+_UNUSED = ("close_timeout", "heartbeat_timeout", "read_timeout", "rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """One host's view of the rendezvous. Not ``joining``: one host, nothing is met, and the rest is empty.
+
+    ``host`` is without brackets, also an IPv6 one. ``hosts``: whether this host runs the masters; None means torchrun's rule,
+    where ``host`` names this machine. ``place``: the node rank asked for, or -1. ``masters``: only an agent runs here.
+    """
+
+    joining: bool = False
+    backend: str = ""
+    host: str = ""
+    port: int = 0
+    hosts: bool | None = None
+    place: int = -1
+    masters: tuple[str, ...] = ()
+    local_addr: str = ""
+    durations: Mapping[str, float] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+    @property
+    def endpoint(self) -> str:
+        """``host:port``, an IPv6 host in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_conf(text: str) -> dict[str, str]:
+    """Torchrun's ``key=value,key=value``. Raises `SpecError`."""
+    found = {}
+    for part in text.split(",") if text.strip() else ():
+        key, _, value = (one.strip() for one in part.partition("="))
+        if not key or not value:
+            raise SpecError("rdzv-conf", f"{part!r} is not KEY=VALUE; say for example join_timeout=600,is_host=true")
+        found[key] = value
+    return found
+
+
+def parse_endpoint(field_: str, text: str, port: int = PORT) -> tuple[str, int]:
+    """``HOST[:PORT]`` as torchrun reads it; IPv6 in brackets, which are taken off. Raises `SpecError`."""
+    text = text.strip()
+    host, _, number = (text, "", "") if text.startswith("[") and text.endswith("]") else text.rpartition(":")
+    if not host:
+        host, number = text, ""
+    host = host.removeprefix("[").removesuffix("]")
+    if number and not (number.isdecimal() and 0 < int(number) < 2**16):
+        raise SpecError(
+            field_, f"the port of {text!r} is not a number from 1 to 65535: every host must find the same one"
+        )
+    if not _HOST.fullmatch(host):
+        raise SpecError(field_, f"{text!r} is not HOST:PORT; HOST is a name or an address, IPv6 as [::1]")
+    return host, int(number or port)
+
+
+def read(options: argparse.Namespace, nodes_max: int) -> Meeting:
+    """The meeting that the options describe, of a job with at most ``nodes_max`` nodes. Raises `SpecError`."""
+    conf = parse_conf(options.rdzv_conf)
+    durations, unused = _durations(conf)
+    masters = tuple(_master(one) for one in (options.master or "").split(",") if one.strip())
+    if masters:
+        return Meeting(
+            joining=True,
+            backend="masters",
+            hosts=False,
+            place=options.node_rank if options.given("node_rank") else -1,
+            masters=masters,
+            local_addr=options.local_addr or "",
+            durations=durations,
+            unused=tuple(unused),
+        )
+    if options.standalone or nodes_max == 1 or options.local_nodes is not None:
+        return Meeting(unused=tuple(_unused_alone(options) + unused), durations=durations)
+    return _joining(options, conf, durations, unused)
+
+
+def _joining(
+    options: argparse.Namespace, conf: Mapping[str, str], durations: dict[str, float], unused: list[str]
+) -> Meeting:
+    backend = options.rdzv_backend
+    if backend in _REFUSED:
+        raise SpecError("rdzv-backend", f"{backend} is not supported: {_REFUSED[backend]}")
+    if backend not in JOINING:
+        raise SpecError(
+            "rdzv-backend", f"{backend!r} is not known; there are: c10d, static (torchrun's default), dlrover"
+        )
+    if conf.get("store_type", "tcp") != "tcp":
+        raise SpecError(
+            "rdzv-conf", "store_type: nodes meet over TCP here; say --rdzv-endpoint HOST:PORT instead of a file"
+        )
+    static = backend == "static"
+    host, port = _address(options, static)
+    if static:
+        if options.node_rank < 0:
+            raise SpecError("node-rank", f"cannot be negative, got {options.node_rank}")
+        hosts: bool | None = options.node_rank == 0
+    else:
+        hosts = _bool("is_host", conf["is_host"]) if "is_host" in conf else None
+        unused += _given(options, "node_rank", "master_addr", "master_port")
+    return Meeting(
+        joining=True,
+        backend=backend,
+        host=host,
+        port=port,
+        hosts=hosts,
+        place=options.node_rank if static else -1,
+        local_addr=options.local_addr or "",
+        durations=durations,
+        unused=tuple(unused),
+    )
+
+
+def _address(options: argparse.Namespace, static: bool) -> tuple[str, int]:
+    """Where the master listens. Raises `SpecError`."""
+    if options.rdzv_endpoint:
+        return parse_endpoint("rdzv-endpoint", options.rdzv_endpoint, STATIC_PORT if static else PORT)
+    if static and options.given("master_addr"):
+        host, _ = parse_endpoint("master-addr", f"[{options.master_addr.strip('[]')}]")
+        port = STATIC_PORT if options.master_port is None else options.master_port
+        if not 0 < port < 2**16:
+            raise SpecError("master-port", f"{port} is not a port from 1 to 65535")
+        return host, port
+    raise SpecError(
+        "nnodes",
+        "more than one node needs a place to meet, the same on every host: --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
+        f"(HOST one of them), or --master-addr and --node-rank; --local-nodes {options.nnodes.most} runs them all on this one",
+    )
+
+
+def _master(text: str) -> str:
+    host, port = parse_endpoint("master", text)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _durations(conf: Mapping[str, str]) -> tuple[dict[str, float], list[str]]:
+    """What the configuration sets in the job's spec, and the keys that have no meaning here."""
+    found: dict[str, float] = {}
+    unused = []
+    for key, value in conf.items():
+        if key in _DURATIONS:
+            found[_DURATIONS[key]] = _seconds(key, value)
+        elif key in _UNUSED or key not in ("is_host", "store_type", "keep_alive_interval", "keep_alive_max_attempt"):
+            unused.append(f"--rdzv-conf {key}")
+    if "keep_alive_interval" in conf or "keep_alive_max_attempt" in conf:
+        interval = _seconds("keep_alive_interval", conf.get("keep_alive_interval", "5"))
+        found["silence_s"] = interval * _seconds("keep_alive_max_attempt", conf.get("keep_alive_max_attempt", "3"))
+    return found, unused
+
+
+def _seconds(key: str, value: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < 10**9:
+        raise SpecError("rdzv-conf", f"{key}={value}: not a number above 0")
+    return seconds
+
+
+def _bool(key: str, value: str) -> bool:
+    if value.lower() in ("1", "true", "t", "yes", "y"):
+        return True
+    if value.lower() in ("0", "false", "f", "no", "n"):
+        return False
+    raise SpecError("rdzv-conf", f"{key}={value}: neither true nor false")
+
+
+def _unused_alone(options: argparse.Namespace) -> list[str]:
+    return _given(options, "rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port", "local_addr")
+
+
+def _given(options: argparse.Namespace, *names: str) -> list[str]:
+    """Those that somebody gave, as flags."""
+    return ["--" + name.replace("_", "-") for name in names if options.given(name)]

@@ -1,0 +1,332 @@
+"""The commands that change something: `scale`, `drain`, `stop`, `suspend`, `resume`.
+
+Whom to ask stands in the log: the leader announces where it can be reached. What came of it stands there too, so waiting is
+following the log, whoever leads meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import getpass
+import math
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlrover_adapters.cli.places import FAILED, LATE, OK, find_job, log_arguments, log_url
+
+if TYPE_CHECKING:
+    from dlrover_core.job.state import JobState
+    from dlrover_core.kernel.events import Event
+    from dlrover_core.kernel.log import EventLog
+
+SCALE_EXAMPLES = """\
+  dlrover scale digits worker=4           four nodes; the fewest to train with stay what they were, if that is no more
+  dlrover scale digits worker=2:4         at most four, and train with two
+  dlrover scale digits 4 --wait           return when the world of four runs"""
+DRAIN_EXAMPLES = """\
+  dlrover drain digits worker-1-0         stop its workers with their grace; a successor keeps off its host
+  dlrover drain digits worker-1           whoever is in that place now
+  dlrover drain digits worker-1 --wait    return when it is gone and the others train again"""
+STOP_EXAMPLES = """\
+  dlrover stop digits                     and wait until every worker is gone
+  dlrover stop digits --no-wait           only ask
+  dlrover stop digits --timeout 60"""
+SUSPEND_EXAMPLES = """\
+  dlrover suspend digits                  its GPUs are free soon after; nodes and agents stay
+  dlrover suspend digits --wait           return when the last worker has stopped"""
+RESUME_EXAMPLES = """\
+  dlrover resume digits
+  dlrover resume digits --wait            return when all workers run again"""
+
+LEADER_S = 10.0
+LOOK_AGAIN_S = 0.2
+QUIET_S = 2.0
+_SIZE = re.compile(r"(?:(?P<group>[a-z][a-z0-9]*)=)?(?:(?P<min>\d+):)?(?P<max>\d+)")
+
+# What is still lacking before a command has its effect; empty: it is there. It is given the record that the command led to.
+Lacks = Callable[["JobState", "Event"], str]
+
+
+def job_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every one of these commands takes. The job is named: nobody should stop the newest one by accident."""
+    parser.add_argument("job", metavar="JOB", help="the job's name")
+    _common(parser)
+
+
+def scale_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `scale` takes."""
+    parser.add_argument("job", metavar="JOB", help="the job's name")
+    parser.add_argument(
+        "size", metavar="[GROUP=][MIN:]MAX", type=size, help="how many nodes; the group is 'worker' unless named"
+    )
+    _common(parser)
+
+
+def drain_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `drain` takes."""
+    parser.add_argument("job", metavar="JOB", help="the job's name")
+    parser.add_argument("node", metavar="NODE", help="a node or a place, as 'dlrover status' shows them")
+    _common(parser)
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    log_arguments(parser)
+    parser.add_argument("--master", metavar="HOST:PORT", help="ask this master (default: whoever leads, by the log)")
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="the job's token (default: $DLROVER_TOKEN, else what the launcher keeps for a job on this host)",
+    )
+    parser.add_argument("--reason", metavar="TEXT", help="why, for the log (default: who asked)")
+    parser.add_argument(
+        "--wait",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="return when it is so, not when it is asked for (default for stop)",
+    )
+    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=math.inf, help="wait no longer than this")
+
+
+def size(text: str) -> tuple[str, int, int]:
+    """``worker=2:4`` as group, fewest, most; fewest 0: as it was."""
+    found = _SIZE.fullmatch(text)
+    if found is None or int(found["max"]) < 1 or found["min"] == "0":
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: say worker=4, or worker=2:4 for at least 2")
+    return found["group"] or "worker", int(found["min"] or 0), int(found["max"])
+
+
+# ---- the commands
+
+
+async def scale(args: argparse.Namespace) -> int:
+    """`dlrover scale`."""
+    group, fewest, most = args.size
+    return await _ask(args, {"group": group, "nodes_min": fewest, "nodes_max": most}, lacks_size)
+
+
+async def drain(args: argparse.Namespace) -> int:
+    """`dlrover drain`."""
+    return await _ask(args, {"node": args.node}, lacks_leave)
+
+
+async def stop(args: argparse.Namespace) -> int:
+    """`dlrover stop`."""
+    if args.wait is None:
+        # A master far away may be all that we can reach.
+        args.wait = args.master is None
+    return await _ask(args, {}, lacks_end)
+
+
+async def suspend(args: argparse.Namespace) -> int:
+    """`dlrover suspend`."""
+    return await _ask(args, {}, lacks_rest)
+
+
+async def resume(args: argparse.Namespace) -> int:
+    """`dlrover resume`."""
+    return await _ask(args, {}, lambda state, _: lacks_workers(state))
+
+
+async def _ask(args: argparse.Namespace, arguments: Mapping[str, Any], lacks: Lacks) -> int:
+    from dlrover_adapters.http.client import send_command
+    from dlrover_core.logs import open_log
+
+    asked = {"command": args.command, "job": args.job, "reason": args.reason or _who(args.command), **arguments}
+    if args.master is not None and not args.wait:
+        seq = await send_command(args.master, token(args), asked)
+        print(f"job {args.job}: {args.command} is done as event {seq}, and takes its course")
+        return OK
+    url = log_url(args.log, args.state_dir)
+    async with open_log(url) as log:
+        await find_job(log, url, args.job)
+        seq = await _tell(args, log, asked)
+        if not args.wait:
+            print(f"job {args.job}: {args.command} is done as event {seq}, and takes its course")
+            return OK
+        return await _wait(args, log, seq, lacks)
+
+
+def _who(verb: str) -> str:
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        user = str(os.getuid())
+    return f"dlrover {verb}, by {user}@{socket.gethostname()}"
+
+
+def token(args: argparse.Namespace) -> str:
+    """The job's token: from --token-file, the environment, or where the launcher of a one-host job keeps it; else empty."""
+    from dlrover_adapters.http.token import load_token
+    from dlrover_core.logs.place import default_state_dir
+
+    found = load_token(os.environ, args.token_file)
+    if found:
+        return found
+    kept = Path(args.state_dir or default_state_dir()).absolute() / "jobs" / args.job / "token"
+    return load_token({}, kept) if kept.exists() else ""
+
+
+async def _tell(args: argparse.Namespace, log: EventLog, asked: Mapping[str, Any]) -> int:
+    """Let whoever leads do it; between two leaders, wait for the next one. Never asks again what may have been done."""
+    from dlrover_adapters.http.client import Unanswered, send_command
+    from dlrover_core.errors import ConnectionLost
+
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + LEADER_S
+    while True:
+        why = f"nobody leads job {args.job!r}; 'dlrover status {args.job}' shows how it stands"
+        leader = await log.leader(args.job)
+        address = args.master or (leader.address if leader is not None else "")
+        if address:
+            try:
+                return await send_command(address, token(args), asked)
+            except Unanswered:
+                raise
+            except ConnectionLost as lost:
+                why = f"nobody leads job {args.job!r} now: {lost}"
+        # A leader's address may outlive it in the log: whether there is anybody to ask, the history knows.
+        await _refuse_if_over(log, args.job)
+        if loop.time() > deadline:
+            raise ConnectionLost(why)
+        await asyncio.sleep(LOOK_AGAIN_S)
+
+
+async def _refuse_if_over(log: EventLog, name: str) -> None:
+    from dlrover_core.errors import Refused
+    from dlrover_core.job.state import MODEL
+
+    state = MODEL.new()
+    async for record in log.read(name):
+        MODEL.apply(state, record)
+    if state.job.over:
+        raise Refused(f"the job has ended: it {'is' if state.job.state == 'stopped' else 'has'} {state.job.state}")
+
+
+# ---- waiting
+
+
+async def _wait(args: argparse.Namespace, log: EventLog, seq: int, lacks: Lacks) -> int:
+    """Follow the log until nothing lacks any more; says what does, now and again, once it takes longer than a moment."""
+    from dlrover_core.job.state import MODEL
+
+    loop = asyncio.get_running_loop()
+    state, lacking = MODEL.new(), f"event {seq} is not in the log yet"
+    began, said = loop.time(), ""
+
+    async def follow() -> None:
+        nonlocal lacking
+        asked: Event = ()
+        async for record in log.follow(args.job):
+            MODEL.apply(state, record)
+            asked = record.event if record.seq == seq else asked
+            if state.seq >= seq:
+                lacking = "" if state.job.over else lacks(state, asked)
+                if not lacking:
+                    return
+
+    following = asyncio.ensure_future(follow())
+    try:
+        while not following.done():
+            left = began + args.timeout - loop.time()
+            if left <= 0:
+                print(f"dlrover {args.command}: not so within {args.timeout:g} s: {lacking}", file=sys.stderr)
+                return LATE
+            await asyncio.wait({following}, timeout=min(QUIET_S, left))
+            if not following.done() and lacking != said and left > QUIET_S:
+                said = lacking
+                print(f"dlrover {args.command}: waiting: {lacking}", file=sys.stderr)
+        following.result()
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    print(f"job {args.job}: {outcome(state)}")
+    return FAILED if state.job.state == "failed" else OK
+
+
+def outcome(state: JobState) -> str:
+    """How the job stands after the command, in a line."""
+    if state.job.over or state.job.state == "suspended":
+        return f"{state.job.state} ({state.job.root or state.job.reason or 'as asked'})"
+    worlds = [
+        f"{group}: generation {one.generation}, {_nodes(len(one.members))}, {one.size} ranks"
+        for group, one in state.world.worlds.items()
+        if one.active
+    ]
+    return f"{state.job.state}; {'; '.join(worlds) or 'no world'}"
+
+
+def lacks_end(state: JobState, _asked: Event) -> str:
+    """`stop`: the job is over; that is looked at for every command."""
+    there = sum(node.joined for node in state.nodes.nodes.values())
+    return f"workers of {_nodes(there)} have not stopped yet"
+
+
+def lacks_rest(state: JobState, _asked: Event) -> str:
+    """`suspend`: every worker of every world has stopped."""
+    if state.job.state != "suspended":  # resumed meanwhile
+        return ""
+    stopping = [
+        member.node
+        for one in state.world.worlds.values()
+        for member in one.members
+        if member.node not in one.stopped and (node := state.nodes.nodes.get(member.node)) is not None and node.joined
+    ]
+    return f"workers of {_nodes(len(stopping))} have not stopped yet" if stopping else ""
+
+
+def lacks_workers(state: JobState) -> str:
+    """`resume`: every group's workers run."""
+    if state.job.state == "suspended":
+        return ""
+    for group in state.job.spec.groups:
+        one = state.world.worlds.get(group.name)
+        if one is None or not one.active:
+            return f"{group.name}: no world yet, {_here(state, group.name)}"
+        if len(one.started) < len(one.members):
+            return f"{group.name}: {len(one.started)} of {len(one.members)} nodes run generation {one.generation}"
+    return ""
+
+
+def lacks_leave(state: JobState, asked: Event) -> str:
+    """`drain`: the node is gone, and the others train again."""
+    node = getattr(asked, "node", "")
+    if node in state.nodes.nodes:
+        return f"{node} has not gone yet"
+    return lacks_workers(state)
+
+
+def lacks_size(state: JobState, asked: Event) -> str:
+    """`scale`: the world has the size; or, where a running one takes nobody in, the nodes are there for the next."""
+    from dlrover_core.job import nodes, world
+    from dlrover_core.job.job import GroupScaled
+
+    assert isinstance(asked, GroupScaled)
+    spec = state.job.spec.group(asked.group)
+    if (spec.nodes_min, spec.nodes_max) != (asked.nodes_min, asked.nodes_max):  # another size was asked for meanwhile
+        return ""
+    wanted = nodes.wanted(state, asked.group) // spec.unit * spec.unit
+    one = state.world.worlds.get(asked.group) or world.World()
+    waits = state.job.state == "suspended" or (
+        one.active and len(one.members) < wanted and (bool(one.finished) or state.job.spec.on_join == "never")
+    )
+    if waits:
+        return "" if len(world.ready_nodes(state, asked.group)) >= wanted else _here(state, asked.group)
+    if one.active and len(one.members) != wanted:
+        return f"{len(one.members)} of {wanted} nodes train, {_here(state, asked.group)}"
+    return lacks_workers(state)
+
+
+def _here(state: JobState, group: str) -> str:
+    from dlrover_core.job import nodes, world
+
+    return f"{len(world.ready_nodes(state, group))} of {_nodes(nodes.wanted(state, group))} joined"
+
+
+def _nodes(number: int) -> str:
+    return f"{number} node{'' if number == 1 else 's'}"

@@ -1,0 +1,114 @@
+"""`dlrover master`: only the masters of a job; its nodes are hosts that come with ``dlrover-run --master``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import secrets
+import sys
+from pathlib import Path
+
+from dlrover_adapters.cli import options as cli_options
+from dlrover_adapters.cli.meeting import PORT, parse_endpoint
+from dlrover_adapters.cli.settings import Settings
+from dlrover_adapters.cli.torchrun_flags import Options
+from dlrover_core.errors import SpecError
+
+EXAMPLES = """\
+  dlrover master --nnodes 2:4 --nproc-per-node 8 --job-id pretrain
+  dlrover master --nnodes 2 --job-id pretrain --bind 10.0.0.1:29400 --token-file job.token"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What describes the job, and where its masters listen."""
+    cli_options.job_arguments(parser.add_argument_group("the job"))
+    parser.add_argument(
+        "--bind",
+        default=f"0.0.0.0:{PORT}",
+        metavar="ADDR[:PORT]",
+        help=f"where the masters listen (default: port {PORT} of every address)",
+    )
+    # A job that nobody launches, met at this very command.
+    parser.set_defaults(master="here", local_nodes=None, standalone=False, node_rank=0, local_addr=None)
+    parser.set_defaults(shutdown_timeout=None, signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT", script="job")
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Lead the job until it is over; Ctrl-C stops it."""
+    from dlrover_adapters.cli import hosts, lead, scratch
+    from dlrover_adapters.http.token import require_token
+    from dlrover_adapters.telemetry.logs import set_up
+
+    options = Options()
+    vars(options).update(vars(args))
+    settings = _settings(options)
+    token = require_token(os.environ, options.token_file)
+    host, number = parse_endpoint("bind", options.bind)
+    try:
+        port = hosts.listen(host, number)
+    except OSError as error:
+        raise SpecError(
+            "bind", f"cannot listen at {hosts.joined(host, number)}: {error.strerror}; name another place"
+        ) from error
+    with (
+        port,
+        scratch.claim(Path(settings.directory), settings.job.job) as claim,
+        scratch.folder(settings.mark, claim) as folder,
+    ):
+        set_up(Path(settings.control_log), settings.log_level, role="launcher")
+        settings = await lead.probed(settings.placed(folder))
+        address = hosts.joined(hosts.outside(host), port.getsockname()[1])
+        settings = dataclasses.replace(settings, masters=(address,))
+        _say(settings.job.job, options, address)
+        return await lead.supervise(settings, token, port, _Nobody(), lead.How(command="dlrover master"))
+
+
+def _settings(options: Options) -> Settings:
+    from dlrover_adapters.cli.places import directories, log_url
+
+    nproc = cli_options.workers(options.nproc_per_node)
+    job = cli_options.job_name(options)
+    spec = cli_options.spec(options, job, nproc)
+    state, directory = directories(options.state_dir, job)
+    return Settings(
+        spec=spec.to_json(),
+        run=secrets.token_hex(6),
+        mark=secrets.token_hex(6),
+        log=log_url(options.log, state),
+        directory=str(directory),
+        argv=(),
+        nproc=nproc,
+        mode="script",
+        joining=True,
+        signals=tuple(int(one) for one in cli_options.signals(options.signals_to_handle)),
+        log_level=options.log_level,
+        control_log=str(directory / "control.log"),
+    )
+
+
+def _say(job: str, options: Options, address: str) -> None:
+    size = cli_options.size(options)
+    print(
+        f"dlrover master: run this on each host, with the same token:\n"
+        f"  dlrover-run --master {address} --rdzv-id {job} --nnodes {size} --nproc-per-node {options.nproc_per_node} SCRIPT",
+        file=sys.stderr,
+    )
+
+
+class _Nobody:
+    """No node is here."""
+
+    async def __aenter__(self) -> None:
+        """Nothing to open."""
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing to end."""
+
+    async def warm(self) -> None:
+        """Nothing needs the processor."""
+        await asyncio.sleep(0)
+
+    def kill(self) -> None:
+        """Nothing to kill."""

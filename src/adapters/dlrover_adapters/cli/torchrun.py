@@ -1,0 +1,226 @@
+"""``torchrun --rdzv-backend dlrover``: what the rendezvous in torchrun's process is put together from.
+
+Torch loads `creator` with every torchrun on a host where we are installed, whatever its backend: so nothing is imported here
+before a rendezvous of ours is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from dlrover_adapters.cli.torchrun_masters import Masters
+    from dlrover_adapters.torch.torchrun_launcher import Words
+    from dlrover_core.spec import JobSpec
+
+DEFAULT_ID = "none"  # torchrun's own
+WITHOUT_END = 1_000_000_000
+JOIN_S = 600.0  # torchrun's own for c10d
+
+# Keys of --rdzv-conf that mean something to torch's own backends only.
+UNUSED = {
+    "timeout", "close_timeout", "read_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt",
+    "store_type", "rank",
+}  # fmt: skip
+OURS = {"join_timeout", "last_call_timeout", "is_host", "state_dir", "log", "token_file", "on_join", "log_level"}
+
+
+def creator() -> Callable[[Any], Any]:
+    """The entry point ``torchrun.handlers``: what makes a rendezvous of `RendezvousParameters`."""
+    return create
+
+
+class Place(NamedTuple):
+    """Where this host keeps what belongs to the job."""
+
+    job: str
+    directory: Path
+    log: str
+
+
+def create(params: Any) -> Any:
+    """The rendezvous for this torchrun; on HOST with its masters. Raises `ValueError` for what cannot be right."""
+    from dlrover_adapters.agent.keeper import open_store
+    from dlrover_adapters.cli import hosts
+    from dlrover_adapters.http.client import HttpDialer
+    from dlrover_adapters.torch.rendezvous import DlroverRendezvous
+    from dlrover_adapters.torch.torchrun_line import Parts
+
+    host, port = _endpoint(params)
+    spec, place = _spec(params, port), _place(params, port)
+    _log_to(place, params.get("log_level", "info"))
+    token = _token(params, place, host)
+    master = hosts.joined(host, port)
+    where = hosts.place(master, params.local_addr or "")
+    seat = contextlib.ExitStack()
+    name = seat.enter_context(hosts.seat(place.directory)).name
+    masters = _masters(params, spec, place, token, host, port)
+
+    def close(seconds: float | None) -> None:
+        if masters is not None:
+            masters.close(seconds)
+        seat.close()
+
+    parts = Parts(
+        job=place.job,
+        masters=(master,),
+        dialer=lambda: HttpDialer(token, job=place.job),
+        host=socket.gethostname(),
+        bind=where.bind,
+        address=where.address,
+        seat=name,
+        join_s=spec.launch_s,
+        open_store=open_store,
+        words=_words,
+        trouble=lambda: masters.trouble if masters is not None else "",
+        close=close,
+    )
+    return DlroverRendezvous(params.run_id, parts)
+
+
+def _words(error_file: str) -> Words:
+    """What a dead worker left where torch has its workers leave it: streams too, where they go into files."""
+    from dlrover_adapters.agent.last_words import read_error, read_tail
+    from dlrover_adapters.torch.torchrun_launcher import Words
+
+    folder = Path(error_file).parent
+    tail = read_tail(str(folder / "stderr.log")) or read_tail(str(folder / "stdout.log"))
+    return Words(tail, *read_error(error_file))
+
+
+def _endpoint(params: Any) -> tuple[str, int]:
+    from dlrover_adapters.cli.meeting import parse_endpoint
+
+    if not (params.endpoint or "").strip():
+        raise ValueError(
+            "--rdzv-backend dlrover needs --rdzv-endpoint HOST:PORT, the same on every host; HOST runs the master"
+        )
+    return parse_endpoint("rdzv-endpoint", params.endpoint)
+
+
+def _spec(params: Any, port: int) -> JobSpec:
+    """What the master is told. Torch counts restarts, and a torchrun may be started again as often as somebody likes."""
+    from dataclasses import fields
+
+    from dlrover_core.spec import GroupSpec, JobSpec
+
+    durations = {spot.name for spot in fields(JobSpec) if spot.name.endswith("_s")}
+    unknown = sorted(set(params.config) - UNUSED - OURS - durations)
+    if unknown:
+        known = ", ".join(sorted(OURS))
+        raise ValueError(
+            f"--rdzv-conf: the backend dlrover has no {', '.join(unknown)}; it has {known}, and the job's durations"
+        )
+    given = {name: _seconds(name, params.get(name)) for name in durations & set(params.config)}
+    given.setdefault("launch_s", _seconds("join_timeout", params.get("join_timeout", JOIN_S)))
+    given.setdefault("last_call_s", _seconds("last_call_timeout", params.get("last_call_timeout", 30)))
+    group = GroupSpec(nodes_min=params.min_nodes, nodes_max=params.max_nodes, nproc=1, relaunch_max=WITHOUT_END)
+    return JobSpec(
+        job=_name(params.run_id, port),
+        groups=(group,),
+        max_restarts=WITHOUT_END,
+        on_join=str(params.get("on_join", "restart")),
+        joining=True,
+        **given,
+    )
+
+
+def _seconds(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--rdzv-conf {name}={value}: not a number of seconds") from error
+
+
+def _name(run_id: str, port: int) -> str:
+    """``--rdzv-id`` as a job's name; torchrun's default is everybody's, so the port is added to it."""
+    if run_id == DEFAULT_ID:
+        return f"torchrun-{port}"
+    return re.sub(r"[^a-z0-9_.]+", "-", run_id.lower()).strip("-._")[:63].strip("-._") or f"torchrun-{port}"
+
+
+def _place(params: Any, port: int) -> Place:
+    from dlrover_adapters.cli.places import log_url
+    from dlrover_core.logs.place import default_state_dir, private_dir, refuse_remote
+
+    stated, job = params.get("state_dir"), _name(params.run_id, port)
+    if stated:
+        refuse_remote(Path(stated).absolute())
+    state = private_dir(Path(stated).absolute()) if stated else default_state_dir()
+    return Place(job, private_dir(private_dir(state / "jobs") / job), log_url(params.get("log"), state))
+
+
+def _token(params: Any, place: Place, host: str) -> str:
+    """The job token. Where nobody can come from another host, one that lies in the job's private directory will do."""
+    from dlrover_adapters.http.token import load_token, make_token, require_token
+
+    given = params.get("token_file")
+    if params.max_nodes > 1 and not _loops(host):
+        return require_token(os.environ, given)
+    told = load_token(os.environ, given)
+    if told:
+        return told
+    path = place.directory / "torchrun.token"
+    with contextlib.suppress(FileExistsError):
+        part = path.with_suffix(f".{os.getpid()}")
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(make_token())
+        try:
+            os.link(part, path)  # whole, and the first one counts
+        finally:
+            part.unlink()
+    return load_token({}, path)
+
+
+def _loops(host: str) -> bool:
+    import ipaddress
+
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _log_to(place: Place, level: str) -> None:
+    import structlog
+
+    from dlrover_adapters.telemetry.logs import LEVELS, set_up
+
+    if level not in LEVELS:
+        raise ValueError(f"--rdzv-conf log_level={level}: one of {', '.join(LEVELS)}")
+    # A program that launches through torch's API may have set up its own.
+    if not structlog.is_configured():
+        set_up(place.directory / "control.log", level, role="torchrun", pid=os.getpid())
+
+
+def _masters(params: Any, spec: JobSpec, place: Place, token: str, host: str, port: int) -> Masters | None:
+    """HOST's masters, if this is HOST and nobody has started them yet. Raises `ValueError`."""
+    from dlrover_adapters.cli import hosts
+    from dlrover_adapters.cli.torchrun_masters import Masters
+
+    stated = params.get_as_bool("is_host")
+    if stated is False or (stated is None and not hosts.is_this_machine(host)):
+        return None
+    try:
+        port_socket = hosts.bind(host, port)
+    except OSError as error:
+        if hosts.is_taken(error):
+            return None  # by another torchrun on this machine, or its masters: then we dial as everybody does
+        raise ValueError(f"the master cannot listen at {hosts.joined(host, port)}: {error.strerror}") from error
+    with port_socket:
+        return Masters(
+            spec,
+            place.directory,
+            place.log,
+            token,
+            port_socket,
+            hosts.joined(host, port),
+            params.get("log_level", "info"),
+        )

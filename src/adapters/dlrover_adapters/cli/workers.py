@@ -1,0 +1,115 @@
+"""How workers are started, from the command line to the agent: what `Settings` holds of it, and `LaunchConfig` takes from it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dlrover_adapters.agent.config import Mode, parse_streams
+from dlrover_core.errors import SpecError
+
+if TYPE_CHECKING:
+    from dlrover_adapters.cli.torchrun_flags import Options
+
+
+def settings(options: Options) -> dict[str, Any]:
+    """The fields of `Settings` that say how workers are started. Raises `SpecError`."""
+    from dlrover_adapters.cli import options as cli_options
+
+    mode, argv = program(options)
+    nproc = cli_options.workers(options.nproc_per_node)
+    quiet = options.log_dir == os.devnull  # torchrun's word for: keep nothing
+    streams = {
+        name: tuple(int(one) for one in parse_streams(name, "0" if quiet else getattr(options, name), nproc))
+        for name in ("redirects", "tee")
+    }
+    if options.virtual_local_rank:
+        _check_devices(nproc)
+    return {
+        "argv": argv,
+        "nproc": nproc,
+        "mode": mode.value,
+        "role": options.role,
+        "preload": preload(options.preload),
+        "log_dir": os.path.abspath(options.log_dir) if options.log_dir and not quiet else None,
+        **streams,
+        "show": cli_options.ranks_filter(options.local_ranks_filter),
+        "duplicate_stdout": options.duplicate_stdout_filters,
+        "duplicate_stderr": options.duplicate_stderr_filters,
+        "log_bytes_max": options.log_bytes_max,
+        "log_attempts_max": options.log_attempts_max,
+        "run_id": run_id(options),
+        "numa": options.numa_binding or "",
+        "virtual_local_rank": options.virtual_local_rank,
+        "signals": tuple(int(one) for one in cli_options.signals(options.signals_to_handle)),
+    }
+
+
+def log_dir(how: Mapping[str, Any]) -> str | None:
+    """The folder for output that is kept, made if need be; one of its own where none is named. Raises `SpecError`."""
+    named: str | None = how["log_dir"]
+    if named is None:
+        asked = any((*how["redirects"], *how["tee"]))
+        return tempfile.mkdtemp(prefix="torchelastic_") if asked else None
+    try:
+        os.makedirs(named, exist_ok=True)
+    except OSError as error:
+        # A full disk is no reason not to train: output is then only shown.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise SpecError("log-dir", f"cannot be made or written to: {error}") from error
+    return named
+
+
+def launch_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `LaunchConfig` in what `Settings` wrote down, beyond those that the agent reads one by one."""
+    names = ("duplicate_stdout", "duplicate_stderr", "signals")
+    plain = ("log_bytes_max", "log_attempts_max", "run_id", "numa", "virtual_local_rank")
+    found = {name: raw[name] for name in plain if name in raw}
+    found.update({name: tuple(raw[name]) for name in names if name in raw})
+    if raw.get("show") is not None:
+        found["show"] = tuple(raw["show"])
+    return {**found, "finish_s": json.loads(raw["spec"]).get("finish_s", 0.0)}
+
+
+def program(options: Options) -> tuple[Mode, tuple[str, ...]]:
+    """How the program is named, and its arguments. Raises `SpecError`."""
+    argv = (options.script, *options.arguments)
+    mode = _mode(options)
+    if mode in (Mode.SCRIPT, Mode.RUN_PATH) and not os.path.exists(options.script):
+        raise SpecError("script", f"{options.script!r} is not a file; for a module say -m, for a program --no-python")
+    python = os.environ.get("PYTHON_EXEC")
+    if python and mode in (Mode.SCRIPT, Mode.MODULE) and python != sys.executable:
+        # Another interpreter, as torchrun lets it be named: it shares nothing with the one that we run on.
+        return Mode.COMMAND, (python, "-u", *(("-m",) if mode is Mode.MODULE else ()), *argv)
+    return mode, argv
+
+
+def _mode(options: Options) -> Mode:
+    if options.run_path:
+        return Mode.RUN_PATH  # before the others, as under torchrun
+    if options.module and options.no_python:
+        raise SpecError("script", "-m and --no-python exclude one another")
+    return Mode.MODULE if options.module else Mode.COMMAND if options.no_python else Mode.SCRIPT
+
+
+def preload(text: str) -> tuple[str, ...] | None:
+    """``--preload``; None: no warm process."""
+    return None if text == "none" else tuple(one.strip() for one in text.split(",") if one.strip())
+
+
+def run_id(options: Options) -> str:
+    """What workers see as TORCHELASTIC_RUN_ID, if somebody named it; else the run's own id."""
+    return "" if options.standalone or options.rdzv_id == "none" else str(options.rdzv_id)
+
+
+def _check_devices(nproc: int) -> None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and len(visible.split(",")) < nproc:
+        raise SpecError(
+            "virtual-local-rank", f"{nproc} workers, but CUDA_VISIBLE_DEVICES={visible} names fewer devices than that"
+        )

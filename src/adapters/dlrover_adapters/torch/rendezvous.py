@@ -1,0 +1,191 @@
+"""``torchrun --rdzv-backend dlrover``: a `RendezvousHandler` over a dlrover master, under torch's own elastic agent.
+
+Which call of the elastic agent means what (torch 2.13, `SimpleElasticAgent`):
+
+* `next_rendezvous`: nothing lives of the generation before. If nobody had called it back, its workers failed, and everybody
+  starts again.
+* ``use_agent_store`` is read just before workers are started; the next `get_backend` comes right after, for their event.
+* A count at the store's last barrier: all workers ended well. It never starts any after that.
+* `shutdown`: it is over, and the exception under way says how: none, `ChildFailedError` (no restarts left), or another.
+  After a signal it is not called at all; so signals are listened to, and passed on to torch's handler.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from .torchrun_desk import FINISHED, Death, Desk
+from .torchrun_line import Line, Parts
+from .torchrun_store import GenerationStore, Overtaken, join
+from .torchrun_workers import find
+
+NAME = "dlrover"
+OVER_S = 10.0
+"""At its end torchrun waits this long for the word that the job is over; on the node of rank 0, whose store the others still
+use, for as long as it takes."""
+PART_S = 5.0
+LEAVE_S = 7.0
+MASTERS_S = 30.0
+"""HOST's torchrun waits this long for its masters: they stay until everybody has heard how the job ended. Where its own workers
+have finished and others train on, it waits for as long as those need a master."""
+LOOK_S = 1.0
+
+
+class DlroverRendezvous(RendezvousHandler):
+    """Made by torchrun in its main thread; the master is talked to in a thread of its own, a `Line`."""
+
+    def __init__(self, run_id: str, parts: Parts) -> None:
+        self._run_id, self._parts = run_id, parts
+        self._desk = Desk()
+        self._line = Line(self._desk, parts)
+        self._store: GenerationStore | None = None
+        self._newest = 0
+        self._starting = self._ended = False
+        atexit.register(self._at_exit)
+
+    # ---- what torch's elastic agent calls
+
+    def get_backend(self) -> str:
+        """Our name. Asked first thing after workers were started: then they are looked at."""
+        self._look_at_workers()
+        return NAME
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Always: each generation has a store of its own, that no rank has to serve."""
+        self._starting = True
+        return True
+
+    def get_run_id(self) -> str:
+        """What ``--rdzv-id`` says."""
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next generation, and for the elastic agents of all its nodes."""
+        self._desk.come()
+        self._line.start()
+        while True:
+            launch = self._desk.await_launch(self._newest, time.monotonic() + LOOK_S)
+            if launch is None:
+                continue
+            try:
+                store = join(launch, partial(self._desk.lies, launch), self._desk.finish)
+                store.meet()
+            except Overtaken:
+                self._newest = max(self._newest, 0 if self._desk.lies(launch) else launch.generation)
+                continue
+            if self._desk.take(launch):
+                self._store, self._newest = store, launch.generation
+                host, _, port = launch.store.rpartition(":")
+                where = RendezvousStoreInfo(host.strip("[]"), int(port))
+                return RendezvousInfo(store, launch.node_rank, launch.nodes, where)
+
+    def is_closed(self) -> bool:
+        """Is the job over, or this node not wanted any more?"""
+        return self._desk.closed is not None
+
+    def set_closed(self) -> None:
+        """Stop the job, for everybody. Torch's own elastic agent never asks for it."""
+        self._line.stop_job(f"closed by torchrun on {self._parts.host}")
+
+    def num_nodes_waiting(self) -> int:
+        """More than none while the elastic agent is to stop its workers and come back: that costs none of its restarts."""
+        self._look_at_workers()
+        return int(self._desk.waiting)
+
+    def shutdown(self) -> bool:
+        """The elastic agent is done, one way or another."""
+        if self._ended:
+            return True
+        self._ended = True
+        error, finished = sys.exc_info()[1], self._desk.phase == FINISHED
+        if isinstance(error, ChildFailedError):
+            self._desk.fail(tuple(_death(rank, failure, self._parts.words) for rank, failure in _by_time(error)))
+            over = self._line.wait(OVER_S)
+        elif error is None and finished:
+            over = self._finished()
+        else:
+            over = False
+        if not over:
+            self._desk.leave(_why(error), dead=True)
+            over = self._line.wait(LEAVE_S)
+        self._parts.close(None if error is None and finished else MASTERS_S if over else 0.0)
+        return over
+
+    # ----
+
+    def _finished(self) -> bool:
+        """All workers ended well here. Is the job over, and does nobody need our store any more?"""
+        if self._store is None:
+            return False
+        self._store.part(PART_S)
+        return self._line.wait(math.inf if self._store.serves else OVER_S)
+
+    def _look_at_workers(self) -> None:
+        """Once after every start."""
+        launch, starting = self._desk.taken, self._starting
+        self._starting = False
+        if launch is None or not starting:
+            return
+        self._desk.exist(find(self._run_id, launch.first_rank))
+        if threading.current_thread() is threading.main_thread():
+            for name in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(","):
+                number = getattr(signal, name.strip(), None)
+                if number is not None:
+                    self._listen_to(number)
+
+    def _listen_to(self, number: signal.Signals) -> None:
+        """Hear a signal on its way to torch's handler, which torch installs anew with every start."""
+        theirs = signal.getsignal(number)
+        if not callable(theirs) or isinstance(theirs, _Heard):
+            return
+        signal.signal(number, _Heard(theirs, lambda: self._desk.leave(f"torchrun got {number.name}", dead=False)))
+
+    def _at_exit(self) -> None:
+        """Torchrun ends without `shutdown`: by a signal. Its workers are dead."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._line.started:
+            self._desk.leave("torchrun has ended", dead=True)
+            self._line.wait(LEAVE_S)
+        self._parts.close(0.0)
+
+
+class _Heard:
+    """A signal handler that tells us, and then does what the one before it did."""
+
+    def __init__(self, theirs: Callable[..., Any], tell: Callable[[], None]) -> None:
+        self._theirs, self._tell = theirs, tell
+
+    def __call__(self, number: int, frame: Any) -> Any:
+        self._tell()
+        return self._theirs(number, frame)
+
+
+def _by_time(error: ChildFailedError) -> list[tuple[int, ProcessFailure]]:
+    """As torch finds its root cause: the earliest first."""
+    return sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+
+
+def _death(rank: int, failure: ProcessFailure, words: Callable[[str], Any]) -> Death:
+    told = words(failure.error_file)
+    return Death(rank, failure.exitcode, told.error, told.error_at_us)
+
+
+def _why(error: BaseException | None) -> str:
+    if error is None:
+        return "its workers have finished"
+    return f"torchrun ends: {type(error).__name__}: {error}"[:500]

@@ -1,0 +1,216 @@
+"""Our line to the master: the core's agent, on a loop in a thread of its own beside torch's elastic agent.
+
+The thread is a daemon and owns no signal: whatever happens to torchrun happens in its main thread. What ends the line ends up
+on the desk as one of torch's rendezvous errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import structlog
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
+
+from dlrover_core.errors import ConnectionLost, CoreError, TokenRefused
+from dlrover_core.job.job import StopJob
+from dlrover_core.runtime.agent import Agent, Ending
+from dlrover_core.runtime.transport import Connection, Dialer
+
+from .torchrun_desk import ENDED, FINISHED, WAITING, Desk
+from .torchrun_launcher import OpenStore, TorchrunLauncher, Words
+
+MIND_S = 0.5
+UNMASTERED_S = 3.0
+"""Without a word from a master for this long, nothing is waited for at torchrun's end."""
+
+# A node that is released for these reasons is welcome again, as another.
+AGAIN = ("replaced", "lost", "left")
+
+log = structlog.get_logger("dlrover.torchrun")
+
+
+class Parts(NamedTuple):
+    """What the composition hands over.
+
+    ``address``: where peers reach this host's stores, which are bound to ``bind``. ``join_s``: without a master for this long,
+    nobody waits any longer. ``trouble`` says why masters kept here cannot run, ``close`` ends them after so many seconds, None
+    for their own end.
+    """
+
+    job: str
+    masters: tuple[str, ...]
+    dialer: Callable[[], Dialer]
+    host: str
+    bind: str
+    address: str
+    seat: str
+    join_s: float
+    open_store: OpenStore
+    words: Callable[[str], Words]
+    trouble: Callable[[], str]
+    close: Callable[[float | None], None]
+
+
+class _Noting:
+    """A dialer that remembers why it did not get through."""
+
+    def __init__(self, dialer: Dialer) -> None:
+        self._dialer = dialer
+        self.trouble = ""
+
+    async def connect(self, address: str) -> Connection:
+        """As its dialer."""
+        try:
+            return await self._dialer.connect(address)
+        except ConnectionLost as lost:
+            self.trouble = str(lost)
+            raise
+
+    async def close(self) -> None:
+        """As its dialer."""
+        await self._dialer.close()
+
+
+class Line:
+    """Agents, one after the other, for as long as torchrun wants to take part and the job lives."""
+
+    def __init__(self, desk: Desk, parts: Parts) -> None:
+        self._desk, self._parts = desk, parts
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._main,), name="dlrover", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._agent: Agent | None = None
+        self._unmastered_s = 0.0
+
+    @property
+    def started(self) -> bool:
+        """Has it been started?"""
+        return self._thread.ident is not None
+
+    def start(self) -> None:
+        """Begin to talk, once."""
+        if not self.started:
+            self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Is the line over, within so many seconds? Where no master has been heard for a while, nothing is waited for."""
+        until = time.monotonic() + seconds
+        while self._thread.is_alive() and self.started:
+            left = until - time.monotonic()
+            if left <= 0 or (self._unmastered_s > UNMASTERED_S and left > 1.0):
+                return False
+            self._thread.join(min(left, MIND_S))
+        return True
+
+    def stop_job(self, reason: str) -> None:
+        """End the job for everybody."""
+        loop, agent = self._loop, self._agent
+        if loop is not None and agent is not None and agent.node:
+            loop.call_soon_threadsafe(agent._outbox.add, StopJob(reason))
+
+    # ---- in the thread
+
+    def _main(self) -> None:
+        try:
+            error = asyncio.run(self._serve())
+        except TokenRefused as refused:
+            error = RendezvousConnectionError(str(refused))
+        except CoreError as failed:
+            error = RendezvousError(str(failed))
+        except BaseException as bug:
+            self._desk.close(RendezvousError(f"the line to the master broke: {type(bug).__name__}: {bug}"))
+            raise
+        log.info("line ends", reason=str(error))
+        self._desk.close(error)
+
+    async def _serve(self) -> RendezvousError:
+        self._loop = asyncio.get_running_loop()
+        while True:
+            ending = await self._live()
+            again = ending.outcome in AGAIN and self._desk.phase not in (FINISHED, ENDED)
+            if not again:
+                return self._error(ending)
+            log.info("released; standing by as another node", outcome=ending.outcome, reason=ending.reason)
+
+    async def _live(self) -> Ending:
+        """One identity, from standby to release."""
+        parts, noting = self._parts, _Noting(self._parts.dialer())
+        launcher = TorchrunLauncher(
+            self._desk,
+            open_store=parts.open_store,
+            bind=parts.bind,
+            address=parts.address,
+            leave=self._left,
+            words=self._words,
+        )
+        agent = self._agent = Agent(
+            "",
+            launcher=launcher,
+            dialer=noting,
+            masters=parts.masters,
+            boot=secrets.randbits(62),
+            host=parts.host,
+            address=parts.address,
+            seat=parts.seat,
+            # Torch's workers tell none: without a master they train on all the same.
+            steps_told=False,
+        )
+        minding = asyncio.ensure_future(self._mind(agent, noting))
+        try:
+            await agent.run()
+        finally:
+            minding.cancel()
+            await asyncio.gather(minding, return_exceptions=True)
+        return agent.ending
+
+    async def _words(self, error_file: str) -> Words:
+        return await asyncio.get_running_loop().run_in_executor(None, self._parts.words, error_file)
+
+    def _left(self, reason: str) -> None:
+        if self._agent is not None:
+            self._agent.leave(reason)
+
+    async def _mind(self, agent: Agent, noting: _Noting) -> None:
+        """Nobody waits for ever for a master that does not answer."""
+        loop = asyncio.get_running_loop()
+        waits_since = loop.time()
+        while True:
+            await asyncio.sleep(MIND_S)
+            if self._desk.phase != WAITING:
+                waits_since = loop.time()
+            self._unmastered_s = agent.unmastered_s
+            trouble = self._parts.trouble()
+            if trouble and self._desk.phase == WAITING:
+                self._desk.close(RendezvousConnectionError(f"job {self._parts.job!r} cannot be led here: {trouble}"))
+                agent.leave(trouble)
+            if min(self._unmastered_s, loop.time() - waits_since) >= self._parts.join_s:
+                where = ", ".join(self._parts.masters)
+                self._desk.close(
+                    RendezvousConnectionError(
+                        f"no master of job {self._parts.job!r} answered at {where} within {self._parts.join_s:g} s: "
+                        f"{noting.trouble or 'nothing was heard'}. Is torchrun running on that host, with the same endpoint?"
+                    )
+                )
+                agent.leave("no master")
+
+    def _error(self, ending: Ending) -> RendezvousError:
+        job = f"job {self._parts.job!r}"
+        if ending.outcome == "failed":
+            words = f"{job} failed: {ending.root or ending.reason}"
+            return RendezvousTimeoutError(words) if "joined within" in words else RendezvousClosedError(words)
+        if ending.outcome in ("succeeded", "stopped"):
+            return RendezvousClosedError(f"{job} has {ending.outcome}; there is nothing left to join")
+        if ending.outcome:
+            return RendezvousClosedError(f"this node of {job} was released: {ending.outcome}")
+        return RendezvousClosedError(f"this node has left {job}: {ending.reason}")

@@ -1,0 +1,160 @@
+"""Blanks: agents started ahead, so that a node need not wait for what takes an agent seconds to import.
+
+A blank has no name. It gets one when a node is to be launched: `Blanks.take`. One that dies unnamed is replaced, the later the
+more often that happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import structlog
+
+from dlrover_backends.local.process import LocalCommand, Started, blank
+
+REFILL_S = 3.0
+"""A blank that was taken is replaced only then: what replaces the dead needs the processor first."""
+
+BACK_OFF_MAX_S = 60.0
+KILL_WAIT_S = 5.0
+
+log = structlog.get_logger("dlrover.host")
+
+
+class Ahead(NamedTuple):
+    """How blanks are started, given the number of their end of the socket; those that were already; how many to keep."""
+
+    command: Callable[[int], LocalCommand]
+    first: Sequence[Started] = ()
+    keep: int = 0
+
+
+class Blanks:
+    """The blanks of one host. Open, use and close it in one event loop of the main thread."""
+
+    def __init__(self, ahead: Ahead) -> None:
+        self._ahead = ahead
+        self._waiting: list[Started] = []
+        self._warm: set[Started] = set()
+        self._deaths: set[asyncio.Task[None]] = set()
+        self._early = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self.settled = asyncio.Event()
+
+    def open(self) -> None:
+        """Watch those that are there."""
+        for one in self._ahead.first:
+            self._watch(one)
+        self._settle()
+
+    def _watch(self, one: Started) -> None:
+        assert one.control is not None, "a blank has a socket"
+        self._waiting.append(one)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(one.pidfd, self._died, one)
+        loop.add_reader(one.control, self._hear, one)
+
+    def _unwatch(self, one: Started) -> None:
+        self._waiting.remove(one)
+        self._warm.discard(one)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(one.pidfd)
+        if one.control is not None:
+            loop.remove_reader(one.control)
+
+    def _hear(self, one: Started) -> None:
+        try:
+            said = one.hear()
+        except BlockingIOError:
+            return
+        if said is None:
+            assert one.control is not None
+            asyncio.get_running_loop().remove_reader(one.control)  # its pidfd tells the rest
+        elif said.get("warm"):
+            self._warm.add(one)
+            self._early = 0
+            self._settle()
+
+    def _settle(self) -> None:
+        """``settled``: no blank is getting warm any more."""
+        if not set(self._waiting) - self._warm:
+            self.settled.set()
+
+    # ---- taking and making
+
+    def take(self, **words: object) -> Started:
+        """A process that has been told ``words``: a warm one before others, or one started now. Raises `OSError`."""
+        for one in sorted(self._waiting, key=lambda one: one not in self._warm):
+            try:
+                one.tell(**words)
+            except OSError:
+                continue  # it is dead, and about to be buried
+            self._unwatch(one)
+            self._settle()
+            self._refill_in(REFILL_S)
+            return one
+        fresh = blank(self._ahead.command)
+        try:
+            fresh.tell(**words)
+        except OSError:
+            fresh.end()
+            raise
+        self._refill_in(REFILL_S)
+        return fresh
+
+    def _refill_in(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if not self._closed and len(self._waiting) < self._ahead.keep:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._refill)
+
+    def _refill(self) -> None:
+        self._timer = None
+        while len(self._waiting) < self._ahead.keep and not self._closed:
+            try:
+                self._watch(blank(self._ahead.command))
+            except OSError as error:
+                self._failed(f"it cannot be started: {error}")
+                return
+
+    def _failed(self, reason: str) -> None:
+        self._early += 1
+        pause = min(BACK_OFF_MAX_S, float(2 ** min(self._early, 10)))
+        log.warning("a blank is lost", reason=reason, next_in_s=pause)
+        self._refill_in(pause)
+
+    # ---- deaths
+
+    def _died(self, one: Started) -> None:
+        self._unwatch(one)
+        self._settle()
+        death = asyncio.ensure_future(self._bury(one))
+        self._deaths.add(death)
+        death.add_done_callback(self._deaths.discard)
+
+    async def _bury(self, one: Started) -> None:
+        code, _ = await asyncio.to_thread(one.bury, KILL_WAIT_S)
+        one.close()
+        if not self._closed:
+            self._failed(f"it ended with {code}")
+
+    async def close(self) -> None:
+        """Kill them all and wait for their end."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for one in list(self._waiting):
+            one.signal(signal.SIGKILL)
+        while self._waiting or self._deaths:
+            waits: list[asyncio.Future[None]] = [*self._deaths]
+            if not waits:
+                one = self._waiting[0]
+                self._unwatch(one)
+                await asyncio.to_thread(one.end, KILL_WAIT_S)
+            else:
+                await asyncio.wait(waits)

@@ -1,0 +1,68 @@
+"""An agent's outbox: what it has to report, numbered, and kept until the leader has it for good."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from dlrover_core.errors import ConnectionLost
+from dlrover_core.job import failures, progress
+from dlrover_core.runtime.messages import Message
+
+UNANSWERED_MAX = 16
+SECOND_US = 1_000_000
+
+
+class Outbox:
+    """Commands with their numbers: contiguous, at most 16 unanswered on the wire, sent again in order to whoever leads."""
+
+    def __init__(self) -> None:
+        self._next = 1
+        self._unanswered: deque[tuple[int, Message, float]] = deque()
+        self._sent = 0
+        self.changed = asyncio.Event()
+
+    def add(self, command: Message) -> int:
+        """Number a command and queue it."""
+        number = self._next
+        self._next += 1
+        self._unanswered.append((number, command, asyncio.get_running_loop().time()))
+        self.changed.set()
+        return number
+
+    def rewind(self) -> None:
+        """A new connection: everything unanswered goes out again."""
+        self._sent = 0
+        self.changed.set()
+
+    def expected(self, number: int) -> None:
+        """The leader asks again from ``number`` on. Raises `ConnectionLost` where that was answered: it forgot this node."""
+        if self._unanswered and number < self._unanswered[0][0]:
+            raise ConnectionLost(
+                f"command {number} was answered long ago; a leader that asks for it does not know this node"
+            )
+        self._sent = sum(1 for one, _, _ in self._unanswered if one < number)
+        self.changed.set()
+
+    def answered(self, number: int) -> None:
+        """``number`` and all before it are durable."""
+        while self._unanswered and self._unanswered[0][0] <= number:
+            self._unanswered.popleft()
+            self._sent = max(0, self._sent - 1)
+        self.changed.set()
+
+    def next(self) -> tuple[int, Message] | None:
+        """The next command to put on the wire, if one may go. What bears an age has grown older by its wait here."""
+        if self._sent >= min(len(self._unanswered), UNANSWERED_MAX):
+            return None
+        self._sent += 1
+        number, command, added = self._unanswered[self._sent - 1]
+        if isinstance(command, (failures.ReportExit, progress.ReportFirstStep)):
+            waited_us = int((asyncio.get_running_loop().time() - added) * SECOND_US)
+            command = command._replace(age_us=command.age_us + waited_us)
+        return number, command
+
+    @property
+    def empty(self) -> bool:
+        """Is everything answered?"""
+        return not self._unanswered

@@ -1,0 +1,135 @@
+"""How jobs end, or go on: ranks of different length, scripts that fail at once, disks that run full."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from running import BIN, BOUND_S, SCRIPTS, Job, eventually
+
+COLD = ("--preload", "none")
+UNEVEN, CHATTY = str(SCRIPTS / "uneven.py"), str(SCRIPTS / "chatty.py")
+
+
+@pytest.mark.parametrize("where", [("--nproc-per-node", "2"), ("--local-nodes", "2")], ids=["one node", "two nodes"])
+def test_who_is_done_waits_for_the_others(tmp_path: Path, where: tuple[str, ...]) -> None:
+    """Rank 0 is done; rank 1 may take as long as it needs, on the same node or on another one. Nobody restarts, nobody fails."""
+    with Job(tmp_path, *COLD, *where, UNEVEN) as job:
+        eventually(lambda: bool(job.told(0) and job.told(1)), "both ranks")
+        first = int(job.told(0)[0][1])
+        eventually(lambda: not Path(f"/proc/{first}").exists(), "the end of rank 0")
+        if "--local-nodes" in where:
+            eventually(lambda: bool(job.events("WorkersFinished")), "the word that one node is done")
+        status = job.status()
+        assert status is not None
+        assert status["state"] == "running"
+        job.finish()
+        assert job.ended() == 0
+        assert "rank 1 wrote the last checkpoint" in job.out.read_text()
+        assert job.events("IncidentOpened") == []
+        assert [one["fields"]["generation"] for one in job.events("WorldFormed")] == [1]
+        assert job.left() == []
+
+
+def test_a_script_that_fails_at_once_does_not_spin(tmp_path: Path) -> None:
+    """Two restarts at once, then pauses that double; the budget ends it, and the root cause is told first."""
+    (tmp_path / "typo.py").write_text("import os\nprnt(os.environ['RANK'])\n")
+    options = (*COLD, "--max-restarts", "4", "--set", "restart_pause_s=0.6")
+    with Job(tmp_path, *options, str(tmp_path / "typo.py")) as job:
+        assert job.ended() == 1
+        formed = [one["at_us"] for one in job.events("WorldFormed")]
+        failed = [one["at_us"] for one in job.events("WorkerExited")]
+        assert len(formed) == 5
+        pauses = [(after - before) / 1e6 for before, after in zip(failed, formed[1:], strict=False)]
+        assert max(pauses[:2]) < 0.4
+        assert [round(one, 1) for one in pauses[2:]] == [0.5, 0.6]
+        summary = job.said()[job.said().index("dlrover-run: root cause") :]
+        assert "NameError: name 'prnt' is not defined" in summary.splitlines()[0]
+        assert "  attempt  : 4 (generation 5)" in summary
+        assert "tried: restart of the processes 4 times" in summary
+
+
+def test_a_full_log_directory_does_not_stop_training(tmp_path: Path) -> None:
+    """The disk under ``--log-dir`` is full from the first second: workers print, train and are restarted all the same.
+
+    The disk is a tmpfs of 256 KiB in a mount namespace of the job's own, so that nothing stays mounted.
+    """
+    (tmp_path / "logs").mkdir()
+    inside = f"mount -t tmpfs -o size=256k,nr_inodes=32 none {tmp_path}/logs"
+    own = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*own, "sh", "-c", inside], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a tmpfs")
+    state = tmp_path / "state"
+    line = [str(BIN / "dlrover-run"), "--state-dir", str(state), "--job-id", "full", *COLD, "--nproc-per-node", "2"]
+    line += ["-r", "1", "-t", "2", "--log-dir", str(tmp_path / "logs"), "--set", "restart_pause_s=0", CHATTY]
+    script = f'{inside} && exec "$0" "$@"'
+    with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
+        job = subprocess.Popen(
+            [*own, "sh", "-c", script, *line],
+            stdout=out,
+            stderr=err,
+            env={**os.environ, "FOLDER": str(tmp_path)},
+            start_new_session=True,
+        )
+    try:
+        files = Path(f"/proc/{job.pid}/root{tmp_path}/logs")
+        eventually(lambda: all(reached(tmp_path, rank, 0) > 300 for rank in (0, 1)), "training beyond the full disk")
+        assert os.statvfs(files).f_bavail == 0
+        pid = next(pid for pid in workers(tmp_path) if pid)
+        os.kill(pid, 9)
+        eventually(lambda: all(reached(tmp_path, rank, 1) > 50 for rank in (0, 1)), "the same after a restart")
+        (tmp_path / "finish").touch()
+        assert job.wait(BOUND_S) == 0, (tmp_path / "err").read_text()[-3000:]
+    finally:
+        if job.poll() is None:
+            job.kill()
+            job.wait()
+    assert "Traceback" not in (tmp_path / "err").read_text()
+
+
+def reached(folder: Path, rank: int, attempt: int) -> int:
+    """The step of a rank in an attempt; 0 before it has made one, and while it writes."""
+    try:
+        _, number, restarts = (folder / f"told-{rank}").read_text().split()
+    except (OSError, ValueError):
+        return 0
+    return int(number) if int(restarts) == attempt else 0
+
+
+def workers(folder: Path) -> list[int]:
+    """The workers that train in a folder."""
+    found = []
+    for comm in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            mine = f"FOLDER={folder}".encode() in (comm.parent / "environ").read_bytes().split(b"\0")
+            if mine and comm.read_text().startswith("worker-"):
+                found.append(int(comm.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_shells_and_what_they_run_hear_the_signal(tmp_path: Path) -> None:
+    """A ``--no-python`` program is often a shell: what it runs gets the signal too, as under torchrun, and may save."""
+    inner = "trap 'echo saved > $FOLDER/saved; exit 0' TERM; echo up > $FOLDER/up; while :; do sleep 0.05; done"
+    (tmp_path / "inner.sh").write_text(inner)
+    with Job(tmp_path, "--no-python", "sh", "-c", "sh $FOLDER/inner.sh; true") as job:
+        eventually((tmp_path / "up").exists, "the program")
+        job.process.terminate()
+        assert job.ended() == 143
+        assert (tmp_path / "saved").exists()
+        assert job.left() == []
+
+
+def test_the_configuration_is_shown_and_nothing_runs(tmp_path: Path) -> None:
+    """``--show-config`` prints settings with their origins as a table or JSON; no state, no job, and the script is not run."""
+    (tmp_path / "train.py").write_text("raise SystemExit('it ran')\n")
+    line = [str(BIN / "dlrover-run"), "--state-dir", "state", "--show-config=json", "train.py", "--lr=1"]
+    env = {**os.environ, "PET_MAX_RESTARTS": "7"}
+    told = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=BOUND_S, check=True)
+    found = {f"{row['section']}.{row['name']}": row for row in json.loads(told.stdout)}
+    assert (found["job.max_restarts"]["value"], found["job.max_restarts"]["origin"]) == (7, "PET_MAX_RESTARTS")
+    assert not (tmp_path / "state").exists()

@@ -1,0 +1,147 @@
+"""The examples do what they say, under the launchers they name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from running import BIN, Job, eventually
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCH, CHAOS = EXAMPLES / "torch", EXAMPLES / "chaos"
+BOUND_S = 90.0
+
+
+def torchrun(folder: Path, *words: str) -> str:
+    """What two workers print under torchrun, to their end."""
+    line = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", *words]
+    return told(line, folder)
+
+
+def told(line: Sequence[str], folder: Path) -> str:
+    """What a command that succeeds prints."""
+    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=BOUND_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def succeeds(folder: Path, *words: str, job: str = "example") -> str:
+    """What a job that succeeds prints under dlrover-run."""
+    with Job(folder, *words, job=job) as one:
+        assert one.ended(BOUND_S) == 0, one.said()
+        assert one.left() == []
+        return one.out.read_text()
+
+
+def test_ddp_digits_learns_the_same_under_both_launchers(tmp_path: Path) -> None:
+    """The same script, losses and accuracy under dlrover-run and torchrun, bit for bit; run again it goes on, not anew."""
+    said = []
+    for name in ("ours", "theirs"):
+        words = [
+            str(TORCH / "ddp_digits.py"),
+            "--steps",
+            "100",
+            "--checkpoint",
+            f"{name}.pt",
+            "--curve",
+            f"{name}.curve",
+        ]
+        if name == "ours":
+            said.append(succeeds(tmp_path, "--nproc-per-node", "2", "--preload", "sklearn.datasets", *words))
+        else:
+            said.append(torchrun(tmp_path, *words))
+    accuracy = re.search(r"accuracy on 360 held-out digits: ([0-9.]+) after 100 steps", said[0])
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.9
+    assert said[0] == said[1]
+    curve = (tmp_path / "ours.curve").read_text()
+    assert len(curve.splitlines()) == 100
+    assert curve == (tmp_path / "theirs.curve").read_text()
+    words = ["--nproc-per-node", "2", str(TORCH / "ddp_digits.py"), "--steps", "110", "--checkpoint", "ours.pt"]
+    succeeds(tmp_path, *words, "--curve", "more.curve", job="again")
+    assert [line.split()[0] for line in (tmp_path / "more.curve").read_text().splitlines()] == [
+        str(n) for n in range(101, 111)
+    ]
+
+
+def losses(said: str) -> dict[int, float]:
+    """The loss of each step."""
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss ([0-9.]+)$", said, re.MULTILINE)}
+
+
+def test_fsdp2_learns_any_text_and_any_world_size_goes_on(tmp_path: Path) -> None:
+    """Two ranks learn Python's own manual and a text given by path; one rank goes on where two stopped, with their loss."""
+    script, place = str(TORCH / "fsdp2_tiny_transformer.py"), ("--checkpoint", "tiny", "--batch", "8")
+    first = losses(succeeds(tmp_path, "--nproc-per-node", "2", script, *place, "--steps", "30", "--save-every", "15"))
+    assert sorted(first) == list(range(1, 31))
+    assert first[1] > 4.0
+    assert sum(first[step] for step in range(26, 31)) / 5 < 3.4, first
+    assert [one.name for one in sorted((tmp_path / "tiny").iterdir())] == ["step-15", "step-30"]
+    said = succeeds(tmp_path, script, *place, "--steps", "35", job="alone")
+    assert said.startswith("resumed after step 30 with 1 ranks\n")
+    second = losses(said)
+    assert sorted(second) == list(range(31, 36))
+    assert abs(second[31] - first[30]) < 0.6, (first, second)
+    licence = ("--checkpoint", "licence", "--batch", "8", "--text", str(EXAMPLES.parent / "LICENSE"))
+    other = losses(succeeds(tmp_path, script, *licence, "--steps", "3", job="licence"))
+    assert sorted(other) == [1, 2, 3]
+    assert other[3] < other[1] != first[1]
+
+
+def test_a_node_joins_and_the_curve_goes_on(tmp_path: Path) -> None:
+    """A job of one node is scaled to two while it trains: the world grows at the checkpoint, rows are shared unevenly, and the
+
+    loss it ends with is that of a run that was alone all the time: neither batch, rate nor gradient depends on the world size.
+    """
+    words = [str(TORCH / "elastic_join.py"), "--steps", "60", "--save-every", "2"]
+    with Job(tmp_path, *words, "--checkpoint", "elastic.pt", "--until-joined", "2", job="elastic") as job:
+        eventually((tmp_path / "elastic.pt").exists, "a checkpoint")
+        job.dlrover("scale", "worker=2")
+        assert job.ended(BOUND_S) == 0
+        said = job.out.read_text()
+        assert job.left() == []
+    worlds = re.findall(r"^world of (\d) from step (\d+): 65 rows a step, (\d+) on this rank$", said, re.MULTILINE)
+    assert [(size, rows) for size, _, rows in worlds] == [("1", "65"), ("2", "33")]
+    assert int(worlds[1][1]) > 1, "it resumed from its checkpoint"
+    step, loss = ended(said, 2)
+    words[2] = str(step)
+    _, alone = ended(told([str(BIN / "torchrun"), *words, "--checkpoint", "alone.pt", "--pause", "0"], tmp_path), 1)
+    assert abs(loss - alone) <= 0.05 * alone + 0.001, (loss, alone)
+
+
+def ended(said: str, world: int) -> tuple[int, float]:
+    """After which step, and with which loss."""
+    done = re.search(
+        rf"^done after step (\d+) in a world of {world}: loss on 2000 other points ([0-9.]+)$", said, re.MULTILINE
+    )
+    assert done is not None, said
+    return int(done[1]), float(done[2])
+
+
+@pytest.mark.timeout(180)
+def test_it_survives_everything(tmp_path: Path) -> None:
+    """Worker, agent, master, zygote and keeper are killed, and the curve is the undisturbed one, bit for bit."""
+    said = told([sys.executable, str(CHAOS / "survive_everything.py"), "--steps", "90"], tmp_path)
+    assert len(re.findall(r"^>>> step \d+: SIGKILL to the ", said, re.MULTILINE)) == 5
+    assert "0 losses differ; exit codes [0, 0]; left behind: []" in said
+    assert said.endswith("Survived everything: the same curve, bit for bit\n")
+
+
+def test_the_story_runs_as_tests(tmp_path: Path) -> None:
+    """The story in virtual time is a test file that can be copied."""
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(CHAOS)]
+    assert "3 passed" in told([*line, str(CHAOS / "story_of_a_killed_node.py")], tmp_path)
+
+
+@pytest.mark.parametrize("script", sorted(TORCH.glob("*.py")), ids=lambda path: path.name)
+def test_each_says_how_to_run_it(script: Path) -> None:
+    """The docstring of a torch example has a line for dlrover-run and one for torchrun, each with this very file."""
+    words = script.read_text().split('"""')[1]
+    for launcher in ("dlrover-run", "torchrun"):
+        assert re.search(rf"^    {launcher} [^\n]*(\n +)?[^\n]*examples/torch/{script.name}", words, re.MULTILINE), (
+            launcher
+        )

@@ -1,0 +1,299 @@
+"""The command line of `dlrover-run`, against torchrun's own parser and without starting anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from dlrover_adapters.cli import options as cli_options
+from dlrover_adapters.cli import show_config, workers
+from dlrover_adapters.cli.meeting import Meeting
+from dlrover_adapters.cli.torchrun_flags import Options
+from dlrover_core.errors import SpecError
+from dlrover_core.spec import GroupSpec, JobSpec
+
+C10D = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST")
+
+
+def parsed(*arguments: str, script: str = "train.py") -> Options:
+    """What a command line says."""
+    return cli_options.parse([*arguments, script])
+
+
+def spec_of(*arguments: str) -> JobSpec:
+    """The job that a command line describes."""
+    options = parsed(*arguments)
+    return cli_options.spec(options, cli_options.job_name(options), 1)
+
+
+# ---- torchrun's flags
+
+
+def test_every_flag_of_torchrun_is_known() -> None:
+    """Whatever the installed torchrun's parser accepts, ours does, in both spellings, with or without a value alike."""
+    from torch.distributed.run import get_args_parser
+
+    ours = cli_options.parser()._option_string_actions
+    for spelling, theirs in get_args_parser()._option_string_actions.items():
+        assert spelling in ours, f"{spelling} is not known"
+        assert (ours[spelling].nargs == 0) == (theirs.nargs == 0), spelling
+        assert ours[spelling].dest == theirs.dest, spelling
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["train.py"],
+        ["train.py", "--lr", "0.1", "--nnodes", "7"],
+        ["-m", "pkg.mod", "-x"],
+        ["--nproc_per_node=2", "--", "train.py", "-r", "3"],
+        ["-r3", "-t", "0:1,1:2", "train.py", "--", "--x"],
+        ["--standalone", "--nproc-per-node", "gpu", "train.py", "a", "--help"],
+        ["--role=trainer", "--log_dir=/x", "--no_python", "bash", "-c", "echo $RANK"],
+        ["--duplicate_stdout_filters", "a,b,,c", "train.py"],
+        ["--local_ranks_filter=0,1", "--max_restarts=4", "--monitor_interval=5", "train.py"],
+        ["--node_rank=1", "--master_addr=h", "--master_port=1", "--local_addr=l", "train.py"],
+        ["--rdzv_backend=c10d", "--rdzv_endpoint=h:1", "--rdzv_id=7", "--rdzv_conf=a=b", "train.py"],
+        ["--signals_to_handle=SIGTERM", "--shutdown_timeout=5", "--virtual_local_rank", "train.py"],
+        ["--numa_binding=node", "--start_method=fork", "--event_log_handler=console", "--run_path", "/t.py"],
+    ],
+)
+def test_lines_are_read_as_torchrun_reads_them(line: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, the script and its own arguments are the same, given as flags."""
+    from torch.distributed.run import get_args_parser
+
+    theirs, ours = vars(get_args_parser().parse_args(line)), cli_options.parse(line)
+    assert (ours.script, ours.arguments) == (theirs.pop("training_script"), theirs.pop("training_script_args"))
+    differs = {"nnodes": "1:1", "max_restarts": 0}  # our defaults: unsaid, and 3
+    for dest, value in theirs.items():
+        mine = getattr(ours, dest)
+        if dest in differs and value == differs[dest]:
+            continue
+        assert (list(mine) if isinstance(mine, tuple) else mine) == value, dest
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "dest", "expected"),
+    [
+        ("PET_NNODES", "2:4", "nnodes", (2, 4)),
+        ("PET_NPROC_PER_NODE", "gpu", "nproc_per_node", "gpu"),
+        ("PET_MODULE", "1", "module", True),
+        ("PET_MODULE", "0", "module", False),
+        ("PET_TEE", "3", "tee", "3"),
+        ("PET_MAX_RESTARTS", "9", "max_restarts", 9),
+        ("PET_MASTER_PORT", "77", "master_port", 77),
+        ("PET_DUPLICATE_STDOUT_FILTERS", "a,b", "duplicate_stdout_filters", ("a", "b")),
+    ],
+)
+def test_the_environment_gives_defaults(
+    variable: str, value: str, dest: str, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``PET_<FLAG>`` is read as torchrun reads it, and says so as the value's origin."""
+    monkeypatch.setenv(variable, value)
+    options = parsed()
+    assert getattr(options, dest) == expected
+    assert options.origin(dest) == variable
+
+
+def test_the_command_line_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an empty variable is none."""
+    monkeypatch.setenv("PET_ROLE", "theirs")
+    monkeypatch.setenv("PET_TEE", "")
+    options = parsed("--role", "mine")
+    assert (options.role, options.origin("role")) == ("mine", "--role")
+    assert (options.tee, options.given("tee")) == ("0", False)
+
+
+@pytest.mark.parametrize(("variable", "value"), [("PET_NNODES", "x"), ("PET_MODULE", "yes"), ("PET_START_METHOD", "q")])
+def test_a_wrong_variable_is_named(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks for a mistake on the command line that is in the environment."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SpecError, match=variable):
+        cli_options.parser()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (("--logs-specs", "mine"), "class of torch's agent"),
+        (("--signals-to-handle", "SIGKILL"), "SIGTERM,SIGUSR1"),
+        (("--signals-to-handle", "TERM"), "SIGTERM,SIGUSR1"),
+        (("--local-ranks-filter", "0;1"), "list of local ranks"),
+        (("--shutdown-timeout", "-1"), "cannot be negative"),
+        (("--nnodes", "2"), "--rdzv-endpoint HOST:PORT"),
+        (("--nnodes", "2", "--standalone"), "--local-nodes 2"),
+        (("--nnodes", "3", "--local-nodes", "2"), "must be as many"),
+        (("--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "h"), "say c10d"),
+        (("--nnodes", "2", "--rdzv-backend", "zeus", "--rdzv-endpoint", "h"), "there are: c10d"),
+        (("--nnodes", "2", *C10D, "--rdzv-conf", "store_type=file"), "over TCP"),
+        (("--nnodes", "2", *C10D, "--rdzv-conf", "is_host=maybe"), "neither true nor false"),
+        (("--nnodes", "2", *C10D, "--rdzv-conf", "join_timeout"), "KEY=VALUE"),
+        (("--nnodes", "2", *C10D, "--rdzv-conf", "join_timeout=soon"), "not a number"),
+        (("--nnodes", "2", *C10D, "--standby", "1"), "start more of them"),
+        (("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h:0"), "1 to 65535"),
+        (("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a b:1"), "not HOST:PORT"),
+        (("--nnodes", "2", "--master-addr", "h", "--node-rank", "-1"), "cannot be negative"),
+        (("--rdzv-id", "a", "--job-id", "b"), "give one of them"),
+        (("--rdzv-id", "***"), "no letter or digit"),
+        (("--log-bytes-max", "1"), "at least 64K"),
+        (("--standby", "-1"), "cannot be negative"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_do(arguments: tuple[str, ...], advice: str) -> None:
+    """Before anything is started."""
+    with pytest.raises(SpecError, match=advice):
+        look_through(parsed(*arguments))
+
+
+def look_through(options: Options) -> None:
+    """Everything that `dlrover-run` looks at before it starts something."""
+    cli_options.check(options)
+    cli_options.signals(options.signals_to_handle)
+    cli_options.ranks_filter(options.local_ranks_filter)
+    cli_options.spec(options, cli_options.job_name(options), 1)
+
+
+# ---- where hosts meet
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), Meeting()),
+        (("--local-nodes", "2", "--nnodes", "1:2"), Meeting()),
+        (("--nnodes", "1", *C10D), Meeting(unused=("--rdzv-backend", "--rdzv-endpoint"))),
+        (("--nnodes", "2", *C10D), Meeting(True, "c10d", "HOST", 29400)),
+        (("--nnodes", "2", *C10D, "--rdzv-conf", "is_host=1"), Meeting(True, "c10d", "HOST", 29400, hosts=True)),
+        (
+            ("--nnodes", "2", "--rdzv-backend", "dlrover", "--rdzv-endpoint", "[::1]:9"),
+            Meeting(True, "dlrover", "::1", 9),
+        ),
+        (
+            ("--nnodes", "2", "--node-rank", "1", "--master-addr", "h", "--master-port", "7"),
+            Meeting(True, "static", "h", 7, hosts=False, place=1),
+        ),
+        (("--nnodes", "2", "--master-addr", "::1"), Meeting(True, "static", "::1", 29500, hosts=True, place=0)),
+        (
+            ("--nnodes", "2", "--master", "a,b:5", "--local-addr", "me"),
+            Meeting(True, "masters", hosts=False, masters=("a:29400", "b:5"), local_addr="me"),
+        ),
+        (
+            ("--nnodes", "2", *C10D, "--node-rank", "1"),
+            Meeting(True, "c10d", "HOST", 29400, unused=("--node-rank",)),
+        ),
+    ],
+)
+def test_meetings(arguments: tuple[str, ...], expected: Meeting) -> None:
+    """One host meets nobody; several meet where torchrun's flags say, or ours."""
+    assert cli_options.meeting(parsed(*arguments)) == expected
+
+
+def test_endpoints_of_ipv6_have_brackets() -> None:
+    """And only those."""
+    assert Meeting(host="::1", port=1).endpoint == "[::1]:1"
+    assert Meeting(host="h", port=1).endpoint == "h:1"
+
+
+def test_durations_come_from_the_most_particular_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--set`` before ``--shutdown-timeout`` before its variable; torchrun's rendezvous timeouts are the spec's."""
+    conf = "join_timeout=50,last_call_timeout=7,keep_alive_interval=2,keep_alive_max_attempt=4"
+    spec = spec_of("--nnodes", "2", *C10D, "--rdzv-conf", conf)
+    assert (spec.launch_s, spec.last_call_s, spec.silence_s, spec.joining) == (50, 7, 8, True)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")
+    assert spec_of().stop_grace_s == 5
+    assert spec_of("--shutdown-timeout", "6").stop_grace_s == 6
+    assert spec_of("--shutdown-timeout", "6", "--set", "stop_grace_s=7").stop_grace_s == 7
+
+
+def test_jobs_are_named_by_their_rendezvous() -> None:
+    """Its id, made fit for a name; hosts that join agree without one; a job of one host alone has a new name each time."""
+    assert cli_options.job_name(parsed("--rdzv-id", "My Job/7")) == "my-job-7"
+    assert cli_options.job_name(parsed("--nnodes", "2", *C10D)) == "train"
+    assert cli_options.job_name(parsed()) != cli_options.job_name(parsed())
+    assert workers.run_id(parsed("--rdzv-id", "My Job/7")) == "My Job/7"
+    assert workers.run_id(parsed("--rdzv-id", "x", "--standalone")) == ""
+
+
+def test_signals_and_ranks_are_read() -> None:
+    """By name, and by number."""
+    assert cli_options.signals("SIGTERM, SIGUSR1") == (signal.SIGTERM, signal.SIGUSR1)
+    assert cli_options.ranks_filter("0,2") == (0, 2)
+    assert cli_options.ranks_filter("") is None
+
+
+def test_what_is_not_needed_is_noted_only_when_given() -> None:
+    """A default deserves no word."""
+    assert cli_options.notes(parsed()) == {}
+    assert "deaths are seen at once" in cli_options.notes(parsed("--monitor-interval", "5"))["--monitor-interval"]
+    assert cli_options.notes(parsed("--rdzv-endpoint", "h")) == {"--rdzv-endpoint": "several hosts only"}
+
+
+def test_another_interpreter_is_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``PYTHON_EXEC`` names the workers' Python, as under torchrun; it is executed like any other program."""
+    script = tmp_path / "x.py"
+    script.touch()
+    monkeypatch.setenv("PYTHON_EXEC", "/opt/python")
+    mode, argv = workers.program(cli_options.parse([str(script), "a"]))
+    assert (mode.value, argv) == ("command", ("/opt/python", "-u", str(script), "a"))
+
+
+# ---- --show-config
+
+
+def test_every_setting_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every field of the job's spec and its group's, with value, unit, default and origin; durations are in seconds."""
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+    line = ["--state-dir", "s", "--local-nodes", "2", "--set", "linger_s=9", "--rdzv-id", "n", "x.py", "--lr=1"]
+    found = {f"{row.section}.{row.name}": row for row in show_config.rows(cli_options.parse(line))}
+    wanted = {f"job.{one.name}" for one in dataclasses.fields(JobSpec)} - {"job.groups"}
+    wanted |= {f"group.{one.name}" for one in dataclasses.fields(GroupSpec)}
+    assert wanted <= set(found)
+    assert all(row.unit == "s" for name, row in found.items() if name.endswith("_s"))
+    shown = {name: (row.value, row.default, row.origin) for name, row in found.items()}
+    assert shown["job.linger_s"] == (9.0, 5.0, "--set")
+    assert shown["job.job"] == ("n", None, "--rdzv-id")
+    assert shown["group.nproc"] == (3, 1, "PET_NPROC_PER_NODE")
+    assert shown["group.nodes_max"] == (2, 1, "--local-nodes")
+    assert shown["workers.tee"] == ("0", "0", "default")
+    assert shown["workers.argv"][0] == ["x.py", "--lr=1"]
+    assert not (tmp_path / "s").exists(), "nothing is made"
+
+
+def test_every_option_is_shown() -> None:
+    """Whatever the command line takes appears in the list, under its own name or that of what it sets."""
+    own = {
+        "help",
+        "version",
+        "show_config",
+        "script",
+        "arguments",
+        "set",
+        "logs_specs",
+        "standalone",
+        "job_id",
+        "rdzv_id",
+    }
+    own |= {"nnodes", "nproc_per_node", "max_restarts", "on_join", "relaunch_max", "local_nodes", "shutdown_timeout"}
+    own |= {"rdzv_backend", "rdzv_endpoint", "rdzv_conf", "node_rank", "master_addr", "master_port", "master", "log"}
+    shown = {*show_config._WORKERS, *show_config._HOST, "state_dir", "local_addr"}
+    assert {action.dest for action in cli_options.parser()._actions} - own == shown
+
+
+def test_the_forms_of_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table has a line for each setting, JSON an object; the script is not taken for the form."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+    options = cli_options.parse(["--show-config", "--state-dir", "s", "x.py"])
+    assert (options.show_config, options.script) == ("table", "x.py")
+    assert cli_options.parse(["--show-config=json", "x.py"]).show_config == "json"
+    rows = show_config.rows(options)
+    table = show_config.text(rows, "table").splitlines()
+    assert len(table) == len(rows) + 1
+    assert table[0].split() == ["SETTING", "VALUE", "UNIT", "DEFAULT", "ORIGIN"]
+    assert [one["name"] for one in json.loads(show_config.text(rows, "json"))] == [row.name for row in rows]
