@@ -16,8 +16,7 @@ from pathlib import Path
 from _bench import say
 from _jobs import LIMIT_S, OURS, Broken, Job, Line
 
-
-# Without it no agent of torch 2.13 can join later: who was there in the first round tells its address in no other one, and the new
+# Without it no agent of torch 2.13 can join later: who was there in the first round tells its address in no other one, and a new
 # one waits for it (`DynamicRendezvousHandler.next_rendezvous`, ``_bootstrap_store_info``) until the job is lost.
 PEER_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 

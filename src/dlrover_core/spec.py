@@ -96,7 +96,7 @@ class JobSpec:
         default=0.0, metadata={"doc": "between SIGTERM and SIGKILL for workers of a broken world"}
     )
     finish_s: float = field(
-        default=0.0,
+        default=3600.0,
         metadata={"doc": "ranks may run on this long after the first one has ended well; 0: as long as they need"},
     )
     restart_pause_s: float = field(

@@ -256,6 +256,12 @@ def test_full_disks_stop_no_training(tmp_path: Path, undisturbed: Curve) -> None
         assert job.lives() == [2, 2]
         job.one("worker-1").kill()
         job.until(lambda now: "LogFull" in now["degraded"], "the leader says why decisions wait")
+        # Nor is there room to log that these were replaced.
+        fill(state, state / "jobs" / "e2e" / "control.log")
+        for name in ("dlrover-keeper", "dlrover-zygote"):
+            victim = job.one(name)
+            victim.kill()
+            victim.ends()
         assert job.lives() == [2, 2]
         shutil.rmtree(ballast)
         job.recovers(3)

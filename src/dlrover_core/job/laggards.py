@@ -1,6 +1,6 @@
 """Laggards: nodes that still run when others of their world have ended well.
 
-They may take as long as they need: the last rank often writes a checkpoint, or evaluates for hours. Where ``finish_s`` sets
+They may take their time: the last rank often writes a checkpoint, or evaluates. But ``finish_s`` (an hour, unless set) sets
 a bound, counted from the first node that is done, those that still run after it count as failed, and the ladder goes on
 from there. (Ranks of one node are bounded by its agent's launcher, which alone knows them.)
 """

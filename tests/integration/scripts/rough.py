@@ -15,6 +15,7 @@ from typing import NamedTuple
 from running import BOUND_S, SCRIPTS, Job, Process, eventually
 
 CURVE = str(SCRIPTS / "curve.py")
+INODES_MAX = 1000  # more are not taken: then they are no bound
 QUICK = ("--set", "silence_s=1", "--set", "heartbeat_s=0.2")
 
 
@@ -220,17 +221,18 @@ def fill(path: Path, *logs: Path) -> Path:
     for log in logs:
         with log.open("a") as file:
             file.write("#" * (-log.stat().st_size % 4096))
-    ballast = path / "ballast"
-    ballast.mkdir()
-    with (ballast / "bytes").open("wb", buffering=0) as file:
+    with contextlib.suppress(FileExistsError):
+        (path / "ballast").mkdir()
+    with (path / "ballast" / "bytes").open("ab", buffering=0) as file:
         for size in (1 << 20, 4096, 1):
             with contextlib.suppress(OSError):
                 while True:
                     file.write(b"x" * size)
-    with contextlib.suppress(OSError):
-        for number in range(100_000):
-            (ballast / str(number)).touch()
-    return ballast
+    if os.statvfs(path).f_ffree < INODES_MAX:
+        with contextlib.suppress(OSError):
+            for number in range(INODES_MAX):
+                (path / "ballast" / str(number)).touch()
+    return path / "ballast"
 
 
 # ---- a fork caught in the act

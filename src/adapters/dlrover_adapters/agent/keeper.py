@@ -39,7 +39,7 @@ def open_store(bind: str) -> tuple[Any, int]:
 
 
 def serve(link: socket.socket) -> int:
-    """Answer the agent's frames until it is gone: ``open`` (one more store), ``drop`` (a port nobody uses any more), ``title``."""
+    """Answer frames until the agent is gone: ``open`` (one more store), ``drop`` (a port nobody uses any more), ``title``."""
     set_name("dlrover-keeper")
     stores: dict[int, Any] = {}
     while (frame := wire.receive(link)) is not None:

@@ -102,7 +102,9 @@ class Nursery:
         self._config = self._config._replace(node=node)
         if self._link is not None:
             with contextlib.suppress(OSError):  # it is dying; its successor is executed under the name
-                wire.send(self._link, {"op": "title", "title": f"dlrover zygote --job {self._config.job} --node {node}"})
+                wire.send(
+                    self._link, {"op": "title", "title": f"dlrover zygote --job {self._config.job} --node {node}"}
+                )
 
     # ---- the zygote's life
 

@@ -49,7 +49,7 @@ class Unfit(Exception):
 
 
 class Zygote:
-    """Answers the agent's frames: ``fork`` (with a socket), ``gone`` (a session that is no more), ``mine`` (older ones), ``title``."""
+    """Answers frames: ``fork`` (with a socket), ``gone`` (a session that is no more), ``mine`` (older ones), ``title``."""
 
     def __init__(self, link: socket.socket, agent: int, framework: str, probe_s: float) -> None:
         self._link, self._agent, self._name, self._probe_s = link, agent, framework, probe_s

@@ -1,4 +1,4 @@
-"""The launcher of a job on one host: owns the port, the node processes and two masters, one leading and one in reserve.
+"""A job's masters and their launcher: it owns the port, the node processes and two masters, one leading and one in reserve.
 
 Masters may die at any moment: the reserve has the log's lock within a millisecond and the port is still open, because it is
 ours. We ourselves hold no state; when we are killed, everything we started is killed with us by the kernel.
