@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from dlrover_core.errors import ConnectionLost
 from dlrover_core.job import job, nodes, silence, world
-from dlrover_core.job.scaling import DrainNode, ScaleGroup
+from dlrover_core.job.scaling import DrainNode, NodeDrained, ScaleGroup
 from dlrover_core.job.state import JobState
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.agent import Ending
@@ -790,6 +790,49 @@ def test_drained() -> None:
 
     _, state = tell(story, ("a", "b", "c"))
     assert state.failures.number == 0
+
+
+def test_a_host_parts() -> None:
+    """A host that is told to go (its launcher's Ctrl-C) asks to be drained: everybody's workers get their grace, nothing failed."""
+
+    async def story(cluster: HostsCluster) -> None:
+        parting = cluster.on("worker-1-0")
+        assert parting.agent is not None
+        parting.agent.part("Ctrl-C")
+        assert await next_step(cluster) <= 5
+        assert cluster.on("worker-1-1").name == "c"
+        await cluster.until(lambda: parting.done)
+        assert parting.endings[-1] == Ending("", "Ctrl-C")
+
+    cluster, state = tell(story, ("a", "b", "c"))
+    assert state.failures.number == 0
+    assert [(fact.node, fact.reason) for fact in facts(cluster, NodeDrained)] == [("worker-1-0", "Ctrl-C")]
+    assert all(fact.planned for fact in facts(cluster, world.WorldDissolved))
+    assert state.failures.relaunches == {}
+
+
+@pytest.mark.parametrize("how", ["no master", "silent master", "refused"])
+def test_a_host_parts_whatever_the_answer(how: str) -> None:
+    """Where nobody can drain it, or will, a host that is told to go goes all the same, soon."""
+
+    async def story(cluster: HostsCluster) -> None:
+        parting = cluster.on("worker-1-0")
+        assert parting.agent is not None
+        if how == "no master":
+            cluster.kill_master()
+        elif how == "silent master":
+            cluster.network.cut(parting.name, silent=True)
+        else:
+            cluster.master.tell(job.StopJob("enough"))
+        parting.agent.part("Ctrl-C")
+        parting.agent.part("Ctrl-C again")
+        await cluster.until(lambda: parting.done, 40)
+        if how == "no master":
+            cluster.start_master()
+        elif how == "silent master":
+            cluster.network.heal(parting.name)
+
+    tell(story, ("a", "b", "c"), steps=300, ends="stopped" if how == "refused" else "succeeded")
 
 
 def test_scaled() -> None:

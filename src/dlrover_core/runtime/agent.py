@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from dlrover_core.errors import ConnectionLost, LaunchFailed, MalformedMessage, TokenRefused
-from dlrover_core.job import budget, failures, nodes, progress, world
+from dlrover_core.job import budget, failures, nodes, progress, scaling, world
 from dlrover_core.job.state import Order
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.launcher import (
@@ -134,6 +134,7 @@ class Agent:
         self._lag_us = 0
         self._connection: Connection | None = None
         self._peer_version = messages.VERSION
+        self._parting, self._parting_number = "", 0
         self.ending = Ending()
 
     @property
@@ -209,8 +210,25 @@ class Agent:
                 await within(PART_S, connection.send(parting))
 
     def leave(self, reason: str) -> None:
-        """Stop the workers with the grace of a planned stop and go: what a signal to the agent means."""
+        """Stop the workers with the grace of a planned stop and go, whatever the master says."""
         self._end(Ending("", reason))
+
+    def part(self, reason: str) -> None:
+        """Ask the master to be drained, and go when it says so: what a signal to the agent means.
+
+        So the others' workers get their grace too, and no failure is recorded. Where nobody answers, or the answer is no
+        (the job ends, or fails, or this node is released already), it is `leave`.
+        """
+        if self._parting or not (self._connected and self._generation and self._peer_version > 1):
+            self.leave(reason)
+            return
+        self._parting = reason
+        self._parting_number = self._outbox.add(scaling.DrainNode(self.node, reason[:REASON_MAX]))
+        asyncio.get_running_loop().call_later(LAST_WORD_S, self._part_unanswered)
+
+    def _part_unanswered(self) -> None:
+        if not self._order.leave:
+            self.leave(self._parting)
 
     def _end(self, ending: Ending) -> None:
         if not self.leaving:
@@ -226,7 +244,7 @@ class Agent:
             order = self._order
             if self.leaving or order.leave:
                 ours = bool(self.leaving) and not order.leave and not self._stranger
-                self._end(Ending(order.outcome, order.reason, order.root))
+                self._end(self._ending_of(order))
                 await self._stop(
                     order._replace(grace_us=int(self._settings.stop_grace_s * SECOND_US)) if ours else order
                 )
@@ -235,6 +253,12 @@ class Agent:
                 return
             if order.generation != self._generation or order.over > self._told_over:
                 await self._change(order)
+
+    def _ending_of(self, order: Order) -> Ending:
+        """What an order to leave means; who asked for it goes for its own reason."""
+        if self._parting and order.outcome == nodes.DRAINED:
+            return Ending("", self._parting)
+        return Ending(order.outcome, order.reason, order.root)
 
     async def _change(self, order: Order) -> None:
         if order.linger_us:
@@ -518,6 +542,8 @@ class Agent:
                 case Answer(number, _, reason):
                     if reason:
                         log.debug("refused", number=number, reason=reason)
+                        if number == self._parting_number:
+                            self.leave(self._parting)
                     self._outbox.answered(number)
                 case Again(expected):
                     self._outbox.expected(expected)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Union, cast
 import msgpack
 
 from dlrover_core.errors import MalformedMessage
-from dlrover_core.job import budget, failures, job, nodes, progress, world
+from dlrover_core.job import budget, failures, job, nodes, progress, scaling, world
 from dlrover_core.job.state import Order
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
 
@@ -149,6 +149,7 @@ COMMANDS: Mapping[int, type] = {
     10: progress.ReportFirstStep,
     11: job.StopJob,
     12: budget.SpendRestarts,
+    13: scaling.DrainNode,
 }
 _FRAME_KIND = {cls: kind for kind, cls in _FRAMES.items()}
 _COMMAND_KIND = {cls: kind for kind, cls in COMMANDS.items()}

@@ -210,19 +210,19 @@ class Rendezvous:
 
     # ---- who goes
 
-    def _part_in(self, node: str, seconds: float, why: str) -> None:
-        """Unless its agent is back by then, the node is gone."""
+    def _part_in(self, node: str, seconds: float, why: str, *, last: bool = False) -> None:
+        """Unless its agent is back by then, the node is gone; ``last``: however many others are."""
         loop = asyncio.get_running_loop()
         self._stay(node)
-        self._leaving[node] = loop.call_later(seconds, self._due, node, why, loop.time(), seconds)
+        self._leaving[node] = loop.call_later(seconds, self._due, node, why, loop.time(), seconds, last)
 
-    def _due(self, node: str, why: str, since: float, seconds: float) -> None:
+    def _due(self, node: str, why: str, since: float, seconds: float, last: bool) -> None:
         waited = asyncio.get_running_loop().time() - since
         if waited > seconds + LATE_S:
             # This master was stopped meanwhile: whoever came back then is still waiting at the door.
-            self._part_in(node, RETURN_S, why)
-        elif waited < RETURN_S and self._too_many():
-            self._part_in(node, RETURN_S - waited, f"{why}; so did most others")
+            self._part_in(node, RETURN_S, why, last=True)
+        elif waited < RETURN_S and not last and self._too_many():
+            self._part_in(node, RETURN_S - waited, f"{why}; so did most others", last=True)
         else:
             self._part(node, why)
 

@@ -100,7 +100,7 @@ class _Process:
         self._control.setblocking(False)
         loop.add_reader(self._control, self._hear)
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._agent.leave, f"the agent got {number.name}")
+            loop.add_signal_handler(number, self._agent.part, f"the agent got {number.name}")
         opening = asyncio.ensure_future(self._launcher.open())
         opening.add_done_callback(self._opened)
         minding = asyncio.ensure_future(self._mind_master())
