@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from dlrover_core.job import nodes
 from dlrover_core.job.state import CODEC
 from dlrover_core.logs.memory import MemoryLog
+from dlrover_core.runtime.rendezvous import RETURN_S
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.hosts import Host, HostsCluster
@@ -119,6 +120,9 @@ async def _strike_host(cluster: HostsCluster, host: Host, fault: Fault) -> None:
             cut_s = 2.0 if fault.what == "reset" else 30.0 if alone else fault.seconds * 2
             await asyncio.sleep(cut_s)
             cluster.network.heal(host.name)
+            if alone and fault.what == "reset":
+                # Stopped before it can come back it is taken for dead: so long nothing else happens to it.
+                await asyncio.sleep(RETURN_S)
         case "reset all":
             cluster.network.cut(*cluster.hosts)
             await asyncio.sleep(fault.seconds / 30)

@@ -793,7 +793,7 @@ def test_drained() -> None:
 
 
 def test_a_host_parts() -> None:
-    """A host that is told to go (its launcher's Ctrl-C) asks to be drained: everybody's workers get their grace, nothing failed."""
+    """A host that is told to go (its launcher's Ctrl-C) asks to be drained: all workers get their grace, nothing failed."""
 
     async def story(cluster: HostsCluster) -> None:
         parting = cluster.on("worker-1-0")

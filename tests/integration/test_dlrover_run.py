@@ -120,6 +120,8 @@ def test_a_failure_is_told_by_its_root_cause(tmp_path: Path, restarts: int) -> N
     with Job(tmp_path, "--nproc-per-node", "2", "--max-restarts", str(restarts), FAILS) as job:
         assert job.ended() == 1
         said = job.said()
+        for generation in range(1, restarts + 2):  # told as it happens, once each time
+            assert len(re.findall(rf"^dlrover-run: rank \d on worker-0-0 failed: .* \(generation {generation}\)", said, re.M)) == 1
         summary = said[said.rindex("dlrover-run: root cause") :]
         assert f"the last lines of rank 1 on worker-0-0 (generation {restarts + 1}):" in summary
         assert "| about to read batch 17" in summary
@@ -136,6 +138,15 @@ def test_a_failure_is_told_by_its_root_cause(tmp_path: Path, restarts: int) -> N
         assert ("tried: restart of the processes once" in summary) == bool(restarts)
         assert len(job.events("IncidentOpened")) == restarts + 1
         assert job.left() == []
+
+
+def test_a_preload_that_is_left_out_is_named(tmp_path: Path) -> None:
+    """A module that cannot be imported once for all workers is told, with the reason, and the job runs without it."""
+    (tmp_path / "fine.py").write_text("print('hello')\n")
+    with Job(tmp_path, "--preload", "nosuch", str(tmp_path / "fine.py")) as job:
+        assert job.ended() == 0
+        assert "dlrover-run: --preload nosuch is left out: cannot be imported: ModuleNotFoundError" in job.said()
+        assert "hello" in job.out.read_text()
 
 
 # ---- what a script sees

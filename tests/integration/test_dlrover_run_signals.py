@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -34,6 +35,22 @@ def test_a_signal_stops_the_job_in_order(tmp_path: Path, number: signal.Signals,
         assert [one["fields"]["reason"] for one in job.events("JobStopping")] == [f"dlrover-run got {number.name}"]
         assert len(job.events("JobStopped")) == 1
         assert job.events("IncidentOpened") == []
+
+
+def test_ctrl_c_shows_the_scripts_own_frames(tmp_path: Path) -> None:
+    """A script without a handler ends by KeyboardInterrupt, with the traceback of a launch by hand, through its own hook."""
+    (tmp_path / "deep.py").write_text(
+        "import sys, time\nhook = sys.excepthook\nsys.excepthook = lambda *what: (hook(*what), print('hooked'))\n"
+        "def wait():\n    print('waiting', flush=True)\n    time.sleep(600)\nwait()\n"
+    )
+    with Job(tmp_path, "--preload", "none", str(tmp_path / "deep.py")) as job:
+        eventually(lambda: "waiting" in job.out.read_text(), "the script")
+        job.process.send_signal(signal.SIGINT)
+        assert job.ended() == 130
+        assert re.findall(r'File ".*/(\S+)", line (\d+)', job.said()) == [("deep.py", "7"), ("deep.py", "6")]
+        assert "KeyboardInterrupt" in job.said()
+        assert "hooked" in job.out.read_text()
+        assert job.left() == []
 
 
 def test_the_signals_to_handle_are_chosen(tmp_path: Path) -> None:

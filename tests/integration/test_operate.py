@@ -113,4 +113,4 @@ def test_the_command_of_a_job_without_masters_says_so(tmp_path: Path, at: str) -
         sweeper.ends()
         assert job.left() == []
         assert not (job.state / "jobs" / job.name / "token").exists()
-        assert "nobody leads job 'e2e'" in tell(job, "stop", code=6)
+        assert "nobody leads job 'e2e'" in tell(job, "stop", "--timeout", "1", code=6)

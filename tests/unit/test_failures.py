@@ -484,3 +484,32 @@ def test_a_script_without_steps_is_mended_in_time() -> None:
     assert drive.state.failures.unmended("worker") is not None
     drive.wait(1)
     assert drive.state.failures.unmended("worker") is None
+
+
+def test_relaunches_are_forgiven_to_a_node_that_serves() -> None:
+    """Deaths weeks apart spend no budget; those in quick succession do, also after a long quiet time."""
+    drive = Drive(nodes_max=2, nodes_min=1, relaunch_max=2).up()
+
+    def die(incarnation: int) -> None:
+        drive.observe(f"worker-1-{incarnation}", "gone")
+        drive.join(f"worker-1-{incarnation + 1}")
+        drive.run(1)
+
+    for incarnation in range(5):
+        drive.wait(failures.SERVED_S)
+        die(incarnation)
+        assert drive.facts(failures.ActionChosen)[-1].budget_left == 1
+    die(5)
+    assert drive.facts(failures.ActionChosen)[-1].budget_left == 0
+    drive.wait(failures.SERVED_S - 60)
+    drive.observe("worker-1-6", "gone")
+    assert drive.facts(failures.ActionChosen)[-1].action == ladder.GO_ON_SMALLER
+
+
+def test_who_never_comes_has_not_served() -> None:
+    """Time in which a successor was only awaited forgives nothing."""
+    drive = Drive(nodes_max=2, nodes_min=1, relaunch_max=2, launch_s=2 * failures.SERVED_S, last_call_s=1.0).up()
+    drive.observe("worker-1-0", "gone")
+    drive.wait(7 * failures.SERVED_S)
+    assert [one.budget_left for one in drive.facts(failures.ActionChosen)] == [1, 0, 0]
+    assert drive.state.nodes.slots["worker-1"].given_up

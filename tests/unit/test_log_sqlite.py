@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dlrover_core.errors import LogFull, LogUnavailable, NotLeading, SchemaTooNew, SpecError
+from dlrover_core.errors import LogCorrupt, LogFull, LogUnavailable, NotLeading, SchemaTooNew, SpecError
 from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.events import Registry
 from dlrover_core.kernel.log import Appended, EventLog, Fenced, Snapshot
@@ -410,6 +410,33 @@ def test_newer_file_is_refused(tmp_path: Path) -> None:
         async with opened(tmp_path / "log.db") as log:
             with pytest.raises(SchemaTooNew):
                 await log.lead(JOB, "a")
+
+    run(story())
+
+
+def test_a_log_that_is_just_being_created_is_empty(tmp_path: Path) -> None:
+    """Between the file and its tables readers find nothing yet, not damage; but what was acknowledged is not forgotten."""
+    path = tmp_path / "log.db"
+
+    async def story() -> None:
+        async with opened(path) as log:
+            for begun in ("", "PRAGMA journal_mode = WAL"):
+                with contextlib.closing(sqlite3.connect(path)) as db:
+                    db.execute(begun)
+                path.touch()
+                assert await log.jobs() == []
+                assert await seqs(log.read(JOB)) == []
+                assert await log.leader(JOB) is None
+            lead = await log.lead(JOB, "a")
+            assert await lead.append(make_batch(1, 1, lead.token)) == Appended(1)
+            assert await seqs(log.read(JOB)) == [1]
+            await lead.resign()
+        for file in (path, *tmp_path.glob("log.db-wal"), *tmp_path.glob("*.tail")):
+            file.unlink(missing_ok=True)
+        path.touch()
+        async with opened(path) as log:
+            with pytest.raises(LogCorrupt):
+                await seqs(log.read(JOB))
 
     run(story())
 

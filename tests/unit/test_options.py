@@ -128,6 +128,8 @@ def test_a_wrong_variable_is_named(variable: str, value: str, monkeypatch: pytes
         (("--nnodes", "2", "--standalone"), "--local-nodes 2"),
         (("--nnodes", "3", "--local-nodes", "2"), "must be as many"),
         (("--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "h"), "say c10d"),
+        (("--rdzv-backend", "etcd"), "say c10d"),
+        (("--rdzv-backend", "zeus"), "there are: c10d"),
         (("--nnodes", "2", "--rdzv-backend", "zeus", "--rdzv-endpoint", "h"), "there are: c10d"),
         (("--nnodes", "2", *C10D, "--rdzv-conf", "store_type=file"), "over TCP"),
         (("--nnodes", "2", *C10D, "--rdzv-conf", "is_host=maybe"), "neither true nor false"),

@@ -589,3 +589,30 @@ def test_a_new_run_has_its_own_sizes() -> None:
     assert (drive.state.job.state, drive.state.job.spec.group("worker").nodes_max) == ("created", 2)
     drive.up()
     assert len(drive.members) == 2
+
+
+@pytest.mark.parametrize("how", ["left", "not joined", "pending"])
+def test_a_released_node_that_is_never_seen_to_end_frees_its_place(how: str) -> None:
+    """A node let go by plan, whose backend can no longer see it end: its successor is launched in time all the same."""
+    drive = up(nodes_min=1, nodes_max=3)
+    scale(drive, 4)
+    if how == "left":
+        name = "worker-1-0"
+        drive.do(scaling.DrainNode("worker-1", "the host is switched off next"))
+        drive.do(nodes.ReportLeft(name))
+    else:
+        name = "worker-3-0"
+        drive.observe(name, "pending" if how == "pending" else "running", host="h3")
+        drive.do(scaling.ScaleGroup("worker", 1, 3, "fewer"))
+        drive.do(scaling.ScaleGroup("worker", 1, 4, "more"))
+    successor = name.removesuffix("0") + "1"
+    patience_s = drive.spec.stop_grace_s + drive.spec.kill_wait_s + drive.spec.unreachable_s
+    drive.wait(patience_s - 1)
+    assert successor not in launches(drive)
+    drive.take_over()
+    drive.wait(patience_s - 1)
+    assert successor not in launches(drive), "a new master gives the full time again"
+    drive.wait(2)
+    assert drive.facts(nodes.NodeLost) == [nodes.NodeLost(name, "its backend never saw it end")]
+    assert successor in launches(drive)
+    assert drive.state.failures.number == 0

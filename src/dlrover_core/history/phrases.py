@@ -218,6 +218,9 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     silence.MassSilence: lambda fact: (
         f"{fact.suspects} of {fact.nodes} nodes silent at once: the master suspects itself"
     ),
+    nodes.PlaceReopened: lambda fact: (
+        f"place {fact.group}-{fact.index} was given up long ago: any host may have it now"
+    ),
     world.WorldFormed: _formed,
     world.WorldDissolved: _dissolved,
     world.WorkersStarted: lambda fact: f"the workers of {fact.node} run in generation {fact.generation}",

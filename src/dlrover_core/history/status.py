@@ -151,6 +151,6 @@ def _incidents(state: JobState) -> tuple[IncidentRow, ...]:
 def _relaunches_left(state: JobState) -> dict[str, int]:
     """Relaunches left per place, for the places that have used any."""
     return {
-        place: state.job.spec.group(place.rsplit("-", 1)[0]).relaunch_max - used
-        for place, used in sorted(state.failures.relaunches.items())
+        place: state.job.spec.group(place.rsplit("-", 1)[0]).relaunch_max - state.failures.relaunched(place, state.at)
+        for place in sorted(state.failures.relaunches)
     }

@@ -16,7 +16,7 @@ from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.classify import REFUSED, Death, Verdict, describe, node_death, root, worker_death
 from dlrover_core.errors import Refused
 from dlrover_core.job import job, nodes, progress, world
-from dlrover_core.job.incident_lifecycle import ACTION, INCIDENT
+from dlrover_core.job.incident_lifecycle import INCIDENT, Action
 from dlrover_core.job.node_lifecycle import ALIVE
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.engine import Concern
@@ -33,6 +33,8 @@ EVIDENCE_MAX = 64
 UNKNOWN = -1
 # The generation of an incident that broke no world.
 ASIDE = 0
+# Relaunches before a node that was there for so long are forgiven: reboots weeks apart would spend any budget.
+SERVED_S = 3600.0
 
 # What a node's death is answered with: these take the place of a restart that was charged before the death was known.
 FOR_NODES = (ladder.RELAUNCH_NODE, ladder.GO_ON_SMALLER)
@@ -117,19 +119,6 @@ class ReportExit(NamedTuple):
 
 
 @dataclass(slots=True)
-class Action:
-    """One thing done about an incident, on ``node``; ``state`` by `ACTION`."""
-
-    action: str
-    node: str
-    state: str = ACTION.initial
-
-    def fire(self, trigger: str) -> None:
-        """Move by `ACTION`."""
-        self.state = ACTION.fire(f"{self.action} on {self.node}", self.state, trigger)
-
-
-@dataclass(slots=True)
 class Incident:
     """An incident as far as decisions need it; ``state`` by `INCIDENT`."""
 
@@ -174,13 +163,19 @@ class Incident:
 
 @dataclass(slots=True)
 class FailureSlice:
-    """Open incidents and the last closed ones by number; budgets used; ``last``: the death that was recorded last."""
+    """Open incidents and the last closed ones by number; budgets used; ``last``: the newest death; ``joined``: when, by place."""
 
     incidents: dict[int, Incident] = field(default_factory=dict)
     number: int = 0
     restarts: int = 0
     relaunches: dict[str, int] = field(default_factory=dict)
     last: Death | None = None
+    joined: dict[str, int] = field(default_factory=dict)
+
+    def relaunched(self, place: str, now: int) -> int:
+        """How many relaunches of a place count: none once its node has served."""
+        served = now - self.joined.get(place, now) >= us(SERVED_S)
+        return 0 if served else self.relaunches.get(place, 0)
 
     def of_generation(self, group: str, generation: int) -> Incident | None:
         """The incident that a generation opened, if it is still remembered."""
@@ -351,7 +346,7 @@ def _chosen(incident: Incident, node: str, choice: ladder.Choice) -> ActionChose
 
 def _for_node(state: JobState, name: str, signature: str) -> ladder.Choice:
     group = state.job.spec.group(group_of(name))
-    relaunches = state.failures.relaunches.get(name.rsplit("-", 1)[0], 0)
+    relaunches = state.failures.relaunched(name.rsplit("-", 1)[0], state.at)
     left = 0 if name in state.budget.spent else group.relaunch_max - relaunches
     others = nodes.wanted(state, group.name) - 1
     return ladder.for_node(left, others, group.floor, refused=signature == REFUSED)
@@ -452,6 +447,7 @@ def _on_created(slice_: FailureSlice, fact: job.JobCreated, record: Record) -> N
     """A new run has its budgets whole."""
     slice_.incidents.clear()
     slice_.relaunches.clear()
+    slice_.joined.clear()
     slice_.restarts = 0
 
 
@@ -542,7 +538,8 @@ def _on_chosen(slice_: FailureSlice, fact: ActionChosen, record: Record) -> None
         slice_.restarts += 1
     elif fact.action == ladder.RELAUNCH_NODE:
         place = fact.node.rsplit("-", 1)[0]
-        slice_.relaunches[place] = slice_.relaunches.get(place, 0) + 1
+        slice_.relaunches[place] = slice_.relaunched(place, record.at) + 1
+        slice_.joined.pop(place, None)
 
 
 def _give_back_restarts(slice_: FailureSlice, group: str) -> None:
@@ -570,6 +567,8 @@ CONCERN = Concern(
     evolve={
         job.JobCreated: _on_created,
         job.GroupScaled: _on_scaled,
+        nodes.PlaceReopened: lambda slice_, fact, record: slice_.relaunches.pop(f"{fact.group}-{fact.index}", None),
+        nodes.NodeJoined: lambda slice_, fact, record: slice_.joined.update({fact.node.rsplit("-", 1)[0]: record.at}),
         WorkerExited: _note_exit,
         nodes.NodeFailed: _note_node,
         nodes.NodeGone: _note_node,

@@ -1,6 +1,8 @@
-"""The lives of an incident and of an action, as data."""
+"""The lives of an incident and of an action, as data; and an action."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from dlrover_core.kernel.lifecycle import Lifecycle
 
@@ -38,3 +40,16 @@ ACTION = Lifecycle(
     ignored=[("superseded", "finish"), ("superseded", "supersede"), ("done", "finish"), ("done", "supersede")],
     terminal=["superseded", "done"],
 )
+
+
+@dataclass(slots=True)
+class Action:
+    """One thing done about an incident, on ``node``; ``state`` by `ACTION`."""
+
+    action: str
+    node: str
+    state: str = ACTION.initial
+
+    def fire(self, trigger: str) -> None:
+        """Move by `ACTION`."""
+        self.state = ACTION.fire(f"{self.action} on {self.node}", self.state, trigger)

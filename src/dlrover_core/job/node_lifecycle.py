@@ -16,7 +16,7 @@ LIFECYCLE = Lifecycle(
         {"trigger": "run", "source": ["planned", "pending"], "dest": "running"},
         {"trigger": "silence", "source": "running", "dest": "suspect"},
         {"trigger": "hear", "source": "suspect", "dest": "running"},
-        {"trigger": "lose", "source": ["planned", "pending", "suspect", "failed"], "dest": "lost"},
+        {"trigger": "lose", "source": ["planned", "pending", "running", "suspect", "failed"], "dest": "lost"},
         {"trigger": "succeed", "source": ["planned", "pending", "running", "suspect"], "dest": "succeeded"},
         {"trigger": "fail", "source": ["planned", "pending", "running", "suspect"], "dest": "failed"},
         {
@@ -33,7 +33,7 @@ LIFECYCLE = Lifecycle(
         *[(state, "hear") for state in ("planned", "pending", "running", "lost", "succeeded", "failed", "gone")],
         *[(state, "succeed") for state in ("lost", "succeeded", "failed", "gone")],
         *[(state, "fail") for state in ("lost", "succeeded", "failed", "gone")],
-        *[(state, "lose") for state in ("running", "lost", "succeeded", "gone")],
+        *[(state, "lose") for state in ("lost", "succeeded", "gone")],
         ("gone", "vanish"),
     ],
     terminal=["gone"],

@@ -133,6 +133,14 @@ class HostQuarantined(NamedTuple):
     reason: str
 
 
+@event(36)
+class PlaceReopened(NamedTuple):
+    """A place of a joining job that was given up is wanted again, its budget whole: another host may have come since."""
+
+    group: str
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on an event
+
+
 class Observed(NamedTuple):
     """What a backend sees of one node. ``phase``: pending, running, succeeded, failed or gone."""
 
@@ -207,12 +215,13 @@ class Node:
 
 @dataclass(slots=True)
 class Slot:
-    """One place of a group: what was its last incarnation, and is the place still wanted?"""
+    """One place of a group: what was its last incarnation, and is the place still wanted; if not, since when?"""
 
     group: str
     index: int
     incarnation: int = -1
     given_up: bool = False
+    given_up_at: int = 0
 
 
 @dataclass(slots=True)
@@ -459,8 +468,10 @@ def _on_released(slice_: NodeSlice, fact: NodeReleased, record: Record) -> None:
     node = slice_.nodes.get(fact.node)
     if node is not None:
         node.released = fact.reason
+        _await_end(node, record)
     if fact.reason == "given up":
-        slice_.slots[fact.node.rsplit("-", 1)[0]].given_up = True
+        slot = slice_.slots[fact.node.rsplit("-", 1)[0]]
+        slot.given_up, slot.given_up_at = True, record.at
 
 
 def _on_scaled(slice_: NodeSlice, fact: job.GroupScaled, record: Record) -> None:
@@ -468,10 +479,21 @@ def _on_scaled(slice_: NodeSlice, fact: job.GroupScaled, record: Record) -> None
         slice_.slots[f"{fact.group}-{index}"].given_up = False
 
 
+def _on_reopened(slice_: NodeSlice, fact: PlaceReopened, record: Record) -> None:
+    slice_.slots[f"{fact.group}-{fact.index}"].given_up = False
+
+
 def _on_left(slice_: NodeSlice, fact: NodeLeft, record: Record) -> None:
     node = slice_.nodes[fact.node]
     node.joined = False
     node.released = node.released or "left"
+    _await_end(node, record)
+
+
+def _await_end(node: Node, record: Record) -> None:
+    """From now on its backend should see it end. One that is silent has been waited for since it fell silent."""
+    if node.state != "suspect":
+        node.suspect_at = record.at
 
 
 def _on_quarantined(slice_: NodeSlice, fact: HostQuarantined, record: Record) -> None:
@@ -484,7 +506,7 @@ def _on_quarantined(slice_: NodeSlice, fact: HostQuarantined, record: Record) ->
 
 EVENTS = (
     NodePlanned, NodePending, NodeRunning, NodeJoined, NodeSucceeded, NodeFailed, NodeGone, NodeLost,
-    NodeReleased, NodeLeft, HostQuarantined,
+    NodeReleased, NodeLeft, HostQuarantined, PlaceReopened,
 )  # fmt: skip
 
 CONCERN = Concern(
@@ -505,6 +527,7 @@ CONCERN = Concern(
             NodeReleased: _on_released,
             NodeLeft: _on_left,
             HostQuarantined: _on_quarantined,
+            PlaceReopened: _on_reopened,
         }
     ),
     decide={

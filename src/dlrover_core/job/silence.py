@@ -4,7 +4,8 @@ Silence is not death. A silent node is *suspect*; while its backend calls it run
 Where more than half fall silent at once the master suspects itself, and replaces nobody before ``mass_silence_s``.
 
 In a job whose nodes come by themselves nobody is to blame for a node that has not come. There a group that cannot form a
-world for want of nodes waits ``launch_s`` for them, counted anew from the last one that came, and then fails the job.
+world for want of nodes waits ``launch_s`` for them, counted anew from the last one that came, and then fails the job. And
+there a place that was given up, because whoever took it died again and again, is open to others after a while.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from dlrover_core.job import job, nodes, world
+from dlrover_core.job import failures, job, nodes, world
 from dlrover_core.job.node_lifecycle import ALIVE, LIFECYCLE
 from dlrover_core.job.tally import tallied
 from dlrover_core.kernel.engine import Concern
@@ -88,7 +89,11 @@ def _patience(state: JobState, node: nodes.Node) -> int | None:
     if node.state == "failed" and not node.ended:
         # No good by its own word, and its backend never saw it end: its host is avoided from then on.
         return max(node.suspect_at, state.job.calm_at) + us(spec.unreachable_s)
-    if node.released and not (node.joined and node.state == "suspect"):
+    if node.released and not node.joined and node.state in ("pending", *ALIVE):
+        # It has left, or was let go before it had joined: its backend should have seen it end by then.
+        wait_s = spec.stop_grace_s + spec.kill_wait_s + spec.unreachable_s
+        return max(node.suspect_at, state.job.calm_at) + us(wait_s)
+    if node.released and node.state != "suspect":
         return None
     if node.state in ("planned", "pending") or (node.state == "running" and not node.joined):
         if spec.joining:
@@ -136,9 +141,19 @@ def _give_up_waiting(state: JobState, group: GroupSpec) -> Event:
     return job.JobFailed(f"joining: a world of {group.name} needs {group.floor} nodes", 0, root)
 
 
+def _closed_places(state: JobState) -> Iterator[tuple[str, int, int]]:
+    """Places of a joining job that were given up, and when others may have them."""
+    for group in state.job.spec.groups if state.job.spec.joining and state.job.live else ():
+        for index in sorted(state.nodes.tally.given_up.get(group.name, ())):
+            if index < group.nodes_max:
+                slot = state.nodes.slots[f"{group.name}-{index}"]
+                yield group.name, index, slot.given_up_at + us(failures.SERVED_S)
+
+
 def _due(state: JobState) -> int | None:
     times = [_patience(state, node) for node in _waited_for(state)]
     times += [deadline for _, deadline in _short(state)]
+    times += [at for _, _, at in _closed_places(state)]
     return min((time for time in times if time is not None), default=None)
 
 
@@ -147,10 +162,12 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
     if short is not None:
         yield _give_up_waiting(state, short)
         return
+    for group, index in [(group, index) for group, index, at in _closed_places(state) if at <= now]:
+        yield nodes.PlaceReopened(group, index)
     for node in _waited_for(state):
         deadline = _patience(state, node)
         if deadline is not None and deadline <= now:
-            if node.state == "running":
+            if node.state == "running" and not node.released:
                 yield nodes.NodeFailed(
                     node.node, -1, f"its agent did not join within {state.job.spec.launch_s:g} s", seen=False
                 )
@@ -159,6 +176,8 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
 
 
 def _why_lost(state: JobState, node: nodes.Node) -> str:
+    if node.released and not node.joined:
+        return "its backend never saw it end"
     why = {"suspect": "silent", "failed": "its backend never saw it end"}
     return why.get(node.state, f"did not start within {state.job.spec.launch_s:g} s")
 
@@ -170,6 +189,11 @@ def _note_mass(state: JobState, fact: NodeSuspected, record: Record) -> Iterator
     tally = state.nodes.tally
     if tally.suspects * 2 > tally.alive and not state.nodes.mass_at:
         yield MassSilence(tally.suspects, tally.alive)
+
+
+def _fill(state: JobState, fact: nodes.PlaceReopened, record: Record) -> Iterator[Event]:
+    if nodes.vacant(state, fact.group, fact.index):
+        yield from nodes.plan(state, fact.group, fact.index)
 
 
 # ---- evolve
@@ -214,7 +238,7 @@ CONCERN = Concern(
         nodes.NodeLeft: _fewer,
     },
     decide={NoteSilence: _silent, NoteHeard: _heard},
-    react={NodeSuspected: _note_mass},
+    react={NodeSuspected: _note_mass, nodes.PlaceReopened: _fill},
     due=_due,
     tick=_tick,
 )

@@ -167,6 +167,7 @@ class World(Remembering):
     """The newest generation of one group. ``active``: it should be running. ``before``: generations of earlier runs.
 
     ``planned_stop``: its end was planned; ``planned_change``: that of the one before, whose workers may still be stopping.
+    ``called_at``: the last call counts from here, when it ended or a place in ``came`` was filled for the first time since.
     """
 
     generation: int = 0
@@ -179,10 +180,12 @@ class World(Remembering):
     formed_at: int = 0
     resume_step: int = -1
     changed_at: int = 0
+    called_at: int = 0
     joined_at: int = 0
     started: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
+    came: dict[str, int] = field(default_factory=dict)
     before: int = 0
 
     def done(self, node: str) -> bool:
@@ -251,7 +254,7 @@ def _count(state: JobState, group: str, *, last_call_over: bool) -> int:
 
 def _last_call(state: JobState, group: str) -> int:
     world = state.world.worlds.get(group) or World()
-    return max(world.changed_at, state.job.calm_at) + us(state.job.spec.last_call_s)
+    return max(world.called_at, state.job.calm_at) + us(state.job.spec.last_call_s)
 
 
 def form(state: JobState, group: str, now: int, reason: str, *, at_once: bool = False) -> Iterator[Event]:
@@ -514,12 +517,18 @@ def _forget_offers(slice_: WorldSlice, fact: Ended, record: Record) -> None:
 
 def _on_dissolved(slice_: WorldSlice, fact: WorldDissolved, record: Record) -> None:
     world = slice_.worlds[fact.group]
-    world.active, world.planned_stop, world.changed_at = False, fact.planned, record.at
+    world.active, world.planned_stop = False, fact.planned
+    world.changed_at = world.called_at = record.at
+    world.came = {}
 
 
 def _note_change(slice_: WorldSlice, fact: nodes.NodeJoined, record: Record) -> None:
     world = slice_.worlds.setdefault(group_of(fact.node), World())
     world.changed_at = record.at
+    place = fact.node.rsplit("-", 1)[0]
+    if not world.active and place not in world.came:
+        # Whoever comes and dies, again and again, does not keep the others waiting for ever.
+        world.called_at = world.came[place] = record.at
     if world.active and not world.joined_at:
         world.joined_at = record.at
 

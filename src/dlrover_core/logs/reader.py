@@ -143,7 +143,8 @@ class Reader:
             return
         db = self._reuse(inode) or tables.connect(self.path, create=False)
         try:
-            yield db
+            # A file without tables is one that is just being created; what was acknowledged is the lock file's to say.
+            yield db if tables.is_made(db) else None
         except BaseException:
             db.close()
             raise

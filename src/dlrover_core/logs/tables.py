@@ -157,6 +157,12 @@ def _migrate(db: sqlite3.Connection, path: Path) -> None:
         db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
 
 
+def is_made(db: sqlite3.Connection) -> bool:
+    """Has somebody created the tables? They and the format's number come in one transaction."""
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    return bool(version)
+
+
 def checkpoint(db: sqlite3.Connection) -> bool:
     """Move the WAL into the database, as far as readers allow. Returns whether all of it is there now, and synced."""
     busy, frames, moved = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()

@@ -219,7 +219,7 @@ class Agent:
         So the others' workers get their grace too, and no failure is recorded. Where nobody answers, or the answer is no
         (the job ends, or fails, or this node is released already), it is `leave`.
         """
-        if self._parting or not (self._connected and self._generation and self._peer_version > 1):
+        if self._parting or not (self._connected and self.node and self._peer_version > 1):
             self.leave(reason)
             return
         self._parting = reason

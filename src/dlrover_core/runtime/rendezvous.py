@@ -5,7 +5,8 @@ that node; what a scheduler would see of its machines is read off the agents' se
 
 * A goodbye, or a connection that the agent's kernel ended and that is not back within ``gone_s``: its process is dead, the
   node is gone. A living agent reconnects at once. Where more than half of all nodes go at one moment (the only one, too) it is
-  rather the network or this master, and they get as long as an agent that tries again needs at most.
+  rather the network or this master, and they get as long as an agent that tries again needs at most; counted anew from when
+  somebody is connected again, where nobody was left, not even a standby.
 * A second agent in the same seat proves that the first one is dead; across masters and restarts of whole hosts too.
 * Everything else is silence, and silence is not death: `dlrover_core.job.silence` judges it.
 
@@ -75,6 +76,8 @@ class Rendezvous:
         self._seats: dict[Seat, Sitter] = {}
         self._seated_from_log = False
         self._leaving: dict[str, asyncio.TimerHandle] = {}
+        # When somebody came though nobody else was connected, and some were missed.
+        self._found_at = -RETURN_S
         # Said to be gone, and not yet out of the state.
         self._gone: set[str] = set()
         self._news: asyncio.Queue[Changed] = asyncio.Queue()
@@ -106,12 +109,13 @@ class Rendezvous:
             self._part_in(node, wait_s, "it did not answer when it was told to leave")
 
     async def observe(self) -> AsyncIterator[Listed | Changed]:
-        """`Listed` at once; joined nodes whose agents have not come back to this master run, for all that is known."""
-        queue: asyncio.Queue[Changed] = asyncio.Queue()
-        self._news = queue
+        """`Listed` at once; joined nodes whose agents have not come back to this master run, for all that is known.
+
+        What happened before comes after it: nobody may have listened yet, and of a planned node its absence says nothing.
+        """
         yield Listed(tuple(self._listing()))
         while True:
-            yield await queue.get()
+            yield await self._news.get()
 
     async def room(self, group: str) -> int | None:
         """How many standbys wait that could be nodes of the group."""
@@ -178,6 +182,8 @@ class Rendezvous:
 
     def came(self, session: Session) -> None:
         """A standby waits for a node, or a node's agent is there."""
+        if self._leaving and len(self._sessions) == 1:
+            self._found_at = asyncio.get_running_loop().time()
         self._sit(session)
         node = session.node
         if not node:
@@ -204,27 +210,40 @@ class Rendezvous:
         if session.parted:
             self._part(node, f"its agent left: {session.parted}")
         elif ended:
-            self._part_in(node, self._master.state.job.spec.gone_s, "its agent died: the kernel ended its connection")
+            why = "its agent died: the kernel ended its connection"
+            self._part_in(node, self._master.state.job.spec.gone_s, why, doubt=True)
         elif known is None or known.released or known.state not in COMING or not known.joined:
             self._part_in(node, RETURN_S, "its agent is away, and nothing is expected of it")
 
     # ---- who goes
 
-    def _part_in(self, node: str, seconds: float, why: str, *, last: bool = False) -> None:
-        """Unless its agent is back by then, the node is gone; ``last``: however many others are."""
+    def _part_in(self, node: str, seconds: float, why: str, *, doubt: bool = False) -> None:
+        """Unless its agent is back by then, the node is gone; with ``doubt`` only where it is likely that it died."""
         loop = asyncio.get_running_loop()
         self._stay(node)
-        self._leaving[node] = loop.call_later(seconds, self._due, node, why, loop.time(), seconds, last)
+        self._leaving[node] = loop.call_later(seconds, self._due, node, why, loop.time(), seconds, doubt)
 
-    def _due(self, node: str, why: str, since: float, seconds: float, last: bool) -> None:
+    def _due(self, node: str, why: str, since: float, seconds: float, doubt: bool) -> None:
         waited = asyncio.get_running_loop().time() - since
+        doubt = doubt and self._expected(node)
         if waited > seconds + LATE_S:
             # This master was stopped meanwhile: whoever came back then is still waiting at the door.
-            self._part_in(node, RETURN_S, why, last=True)
-        elif waited < RETURN_S and not last and self._too_many():
-            self._part_in(node, RETURN_S - waited, f"{why}; so did most others", last=True)
+            self._part_in(node, RETURN_S, why, doubt=doubt)
+        elif doubt and self._deserted():
+            self._part_in(node, RETURN_S, why, doubt=True)
+        elif doubt and seconds < RETURN_S and self._too_many():
+            self._part_in(node, RETURN_S, f"{why}; so did most others", doubt=True)
         else:
             self._part(node, why)
+
+    def _expected(self, node: str) -> bool:
+        """Is it, for all that the log knows, at work?"""
+        known = self._master.state.nodes.nodes.get(node)
+        return self._master.state.job.live and known is not None and known.joined and not known.released
+
+    def _deserted(self) -> bool:
+        """Is nobody connected, or was nobody a moment ago? Then who is away says nothing of who is dead: silence will."""
+        return not len(self._sessions) or asyncio.get_running_loop().time() - self._found_at < RETURN_S
 
     def _too_many(self) -> bool:
         """Are more than half of all nodes going at once?"""

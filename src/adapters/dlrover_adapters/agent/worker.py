@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import types
 from typing import Any
 
 from . import wire
@@ -107,11 +108,26 @@ def _become(argv: tuple[str, ...]) -> int:
     return 127  # as a shell says it
 
 
+def _hide_our_frames(error: BaseException) -> None:
+    """Let the interpreter show this exception as the program's own launch would. Re-raising it adds our frames again."""
+    hook, trace = sys.excepthook, program_traceback(error)
+
+    def show(kind: type[BaseException], value: BaseException, raised: types.TracebackType | None) -> None:
+        if value is error:
+            value, raised = error.with_traceback(trace), trace  # the traceback of the value is what is printed
+        hook(kind, value, raised)
+
+    sys.excepthook = show
+
+
 def _run(mode: Mode, argv: tuple[str, ...], framework: Framework) -> int:
     try:
         execute(mode, argv)
-    except (SystemExit, KeyboardInterrupt):
-        raise  # the interpreter knows what they mean
+    except SystemExit:
+        raise  # the interpreter knows what it means
+    except KeyboardInterrupt as error:
+        _hide_our_frames(error)
+        raise  # the interpreter dies of SIGINT, as its parents expect it to
     except BaseException as error:  # noqa: BLE001 - this is the program's outermost frame
         framework.record_error(error)
         trace = program_traceback(error)

@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from dlrover_adapters.agent.config import LaunchConfig
 from dlrover_adapters.agent.launcher import LinuxLauncher
 from dlrover_adapters.agent.process import set_name, set_title
 from dlrover_adapters.agent.spawn import Spawned
+from dlrover_adapters.http import tls
 from dlrover_adapters.http.client import HttpDialer
 from dlrover_adapters.telemetry.logs import set_up
 from dlrover_core.errors import CoreError, TokenRefused
 from dlrover_core.runtime.agent import Agent
-from dlrover_core.runtime.launcher import WorkersLaunch
+from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkersLaunch
 from dlrover_core.spec import JobSpec
 
 EX_OK, EX_FAULT = 0, 1
@@ -32,6 +33,7 @@ LOOK_S, ALONE_S = 1.0, 10.0
 """How often it is looked whether a master is heard, and after what silence that is worth a word."""
 
 WORDS_BYTES_MAX = 64 * 1024
+LINE_CHARS_MAX = 300
 
 log = structlog.get_logger("dlrover.agent")
 
@@ -59,15 +61,44 @@ class _Name:
 
 
 class _Launcher(LinuxLauncher):
-    """Tells which node it is that begins to work."""
+    """Tells which node it is that begins to work; and people, once per generation, that a worker of this node failed."""
 
     def __init__(self, config: LaunchConfig, first: Spawned | None, starting: Callable[[str], None]) -> None:
         super().__init__(config, first)
         self._starting = starting
+        self._node, self._told = config.node, 0
 
     async def start(self, launch: WorkersLaunch) -> None:
+        self._node = launch.node or self._node
         self._starting(launch.node)
         await super().start(launch)
+
+    async def notices(self) -> AsyncIterator[Notice]:
+        async for notice in super().notices():
+            if isinstance(notice, WorkerExit) and _failed(notice) and notice.generation > self._told:
+                self._told = notice.generation
+                _say(failure(self._node, notice))
+            yield notice
+
+
+def _failed(end: WorkerExit) -> bool:
+    return not end.asked and end.exit_code != 0
+
+
+def failure(node: str, end: WorkerExit) -> str:
+    """What people are told at once: a worker that was killed has said nothing itself, and its restart may be all one sees."""
+    from dlrover_core.history.phrases import exit_of, one_line  # a failure is rare, and an agent's start should be fast
+
+    said = [line for line in end.error.splitlines() if line.strip()]
+    about = f": {one_line(said[-1], LINE_CHARS_MAX)}" if said else ""
+    return f"rank {end.rank} on {node} failed: {exit_of(end.exit_code)} (generation {end.generation}){about}"
+
+
+def _say(words: str) -> None:
+    """A whole line in one write: workers' output goes to the same place."""
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        sys.stderr.write(f"dlrover-run: {words}\n")
+        sys.stderr.flush()
 
 
 class _Process:
@@ -83,7 +114,7 @@ class _Process:
         self._agent = Agent(
             "",
             launcher=self._launcher,
-            dialer=HttpDialer(os.environ["DLROVER_TOKEN"], job=config.job),
+            dialer=HttpDialer(os.environ["DLROVER_TOKEN"], job=config.job, tls=tls.dialled(raw["tls_ca"])),
             masters=raw["masters"],
             boot=secrets.randbits(62),
             host=socket.gethostname(),
@@ -162,6 +193,9 @@ class _Process:
 
     def _opened(self, opening: asyncio.Future[None]) -> None:
         if not opening.cancelled() and opening.exception() is None:
+            for preload, reason in self._launcher.refused.items():
+                what = f"--preload {preload} is left out" if preload else "workers are not forked but started afresh"
+                _say(f"{what}: {reason}")
             self._tell(warm=True)
 
     def _tell(self, **words: object) -> None:

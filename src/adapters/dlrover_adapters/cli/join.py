@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from dlrover_adapters.cli.kept import OVER, RELEASED, Ended, Kept
 from dlrover_adapters.cli.meeting import Meeting
 from dlrover_adapters.cli.settings import Settings
 from dlrover_adapters.cli.torchrun_flags import Options
+from dlrover_adapters.http.tls import Untrusted, check, dialled
 from dlrover_backends.local.process import LocalCommand, Started
 from dlrover_core.errors import ConnectionLost, SpecError, TokenRefused
 from dlrover_core.spec import JobSpec
@@ -47,7 +49,7 @@ def run(
     named = not meeting.masters or bool(options.job_id) or options.rdzv_id not in ("", "none")
     with hosts.seat(Path(settings.directory)) as seat:
         try:
-            met = asyncio.run(_meet(meeting, settings.job if named else None, token, settings.job.launch_s))
+            met = asyncio.run(_meet(meeting, settings.job if named else None, token, settings.job.launch_s, settings.tls_ca))
             host = _Host(settings, meeting, met, token, first, seat, where)
             return host.lead(options) if met.port is not None else host.follow()
         except Refused as refused:
@@ -58,12 +60,12 @@ def run(
 # ---- finding the masters
 
 
-async def _meet(meeting: Meeting, job: JobSpec | None, token: str, wait_s: float) -> Met:
+async def _meet(meeting: Meeting, job: JobSpec | None, token: str, wait_s: float, ca: str = "") -> Met:
     """Be the host of the masters, or find those of ``job``; None: of any.
 
     Raises `SpecError`, `Refused`, and `ConnectionLost` when there are none within ``wait_s``.
     """
-    addresses = meeting.masters or (meeting.endpoint,)
+    addresses, tls = meeting.masters or (meeting.endpoint,), dialled(ca)
     ours = hosts.is_this_machine(meeting.host) if meeting.hosts is None else meeting.hosts
     loop = asyncio.get_running_loop()
     began, say_at = loop.time(), loop.time() + SAY_FIRST_S
@@ -73,7 +75,7 @@ async def _meet(meeting: Meeting, job: JobSpec | None, token: str, wait_s: float
         reason = ""
         for address in addresses:
             try:
-                return Met(addresses, job=await _ask(address, token, job.job if job else ""))
+                return Met(addresses, job=await _ask(address, token, job.job if job else "", tls))
             except ConnectionLost as lost:
                 reason = str(lost)
         waited = loop.time() - began
@@ -84,7 +86,7 @@ async def _meet(meeting: Meeting, job: JobSpec | None, token: str, wait_s: float
             )
         if loop.time() >= say_at:
             say_at = loop.time() + SAY_S
-            _tell(f"waiting for a master at {', '.join(addresses)} ... {waited:.0f} s")
+            _tell(f"waiting for a master at {', '.join(addresses)} ... {waited:.0f} s: {reason}")
         await asyncio.sleep(AGAIN_S)
 
 
@@ -106,14 +108,16 @@ def _own(meeting: Meeting, port: socket.socket) -> str:
     return meeting.endpoint if any(hosts.is_ours(one) for one in found) else local_address(port)
 
 
-async def _ask(address: str, token: str, job: str) -> str:
+async def _ask(address: str, token: str, job: str, tls: ssl.SSLContext | None) -> str:
     """The job that a master leads there. Raises `ConnectionLost`, `Refused` and `SpecError`."""
     from dlrover_adapters.http.client import NotAMaster, fetch_status
 
     try:
-        status = await fetch_status(address, token, timeout_s=ASK_S)
+        status = await fetch_status(address, token, timeout_s=ASK_S, tls=tls)
     except TokenRefused as error:
         raise Refused(str(error)) from error
+    except Untrusted as error:
+        raise SpecError("tls-ca", str(error)) from error
     except NotAMaster as error:
         raise SpecError("rdzv-endpoint", f"{error}; give the masters another port, the same on every host") from error
     told = str(status.get("job", ""))
@@ -148,7 +152,8 @@ class _Host:
         self._place = hosts.place(meeting.endpoint if meeting.host else met.addresses[0], meeting.local_addr)
 
     def lead(self, options: Options) -> int:
-        """With the masters."""
+        """With the masters. Raises `SpecError`."""
+        self._check_tls()
         directory, job = Path(self._settings.directory), self._settings.job.job
         assert self._met.port is not None
         with (
@@ -157,6 +162,16 @@ class _Host:
             scratch.folder(self._settings.mark, claim, self._seat.lock) as folder,
         ):
             return asyncio.run(self._lead(self._met.port, self._settings.placed(folder), options))
+
+    def _check_tls(self) -> None:
+        """May agents trust what our masters will show?"""
+        certificate, key, ca = self._settings.tls_cert, self._settings.tls_key, self._settings.tls_ca
+        if ca and not certificate:
+            raise SpecError(
+                "tls-cert", f"missing: this host runs the masters, of {self._met.addresses[0]}; --tls-key belongs to it"
+            )
+        if certificate:
+            check(certificate, key, ca, hosts.split(self._met.addresses[0])[0])
 
     async def _lead(self, port: socket.socket, settings: Settings, options: Options) -> int:
         from dlrover_adapters.cli import lead
@@ -202,7 +217,7 @@ class _Host:
             loop.add_signal_handler(number, stop, number)
         async with kept:
             ended = await kept.ended()
-        return _say(settings.job.job, ended, asked[0] if asked else None)
+        return _say(settings.job.job, self._met.addresses[0], ended, asked[0] if asked else None)
 
     def _agents(self, settings: Settings) -> Callable[[int], LocalCommand]:
         """How this host's agents are started; the first, which is there already, is told its settings."""
@@ -232,14 +247,15 @@ async def _tell_release(kept: Kept) -> None:
         _tell(f"no node runs here any more ({ended.outcome}: {ended.reason}); the masters do, until the job is over")
 
 
-def _say(job: str, ended: Ended, asked: signal.Signals | None) -> int:
-    """How it ended for this host, the root cause of a failure first; the exit status."""
+def _say(job: str, master: str, ended: Ended, asked: signal.Signals | None) -> int:
+    """How it ended for this host, the root cause of a failure first; the exit status. The log is where the masters are."""
     why = f" ({ended.reason})" if ended.reason else ""
     if ended.outcome == "succeeded":
         _tell(f"job {job} succeeded")
         return EX_OK
     if ended.outcome == "failed":
         _tell(f"root cause: {ended.root or ended.reason}")
+        _tell(f"next, on the host of {master}, which said the rest and has the log: dlrover explain {job}")
         _tell(f"job {job} failed")
         return EX_FAILED
     if ended.outcome == "stopped":

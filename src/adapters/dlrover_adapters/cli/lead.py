@@ -43,8 +43,9 @@ async def supervise(settings: Settings, token: str, port: socket.socket, nodes: 
         line = Line(settings.job.job)
         supervisor = Supervisor(settings, token, port, nodes, how.command)
         listen_to_signals(settings, supervisor)
-        address = local_address(port)
-        watching = asyncio.ensure_future(watch(address, token, line.show, PERIOD_S)) if how.progress else None
+        # A certificate names what the others dial.
+        at, ca = settings.masters[0] if settings.tls_ca else local_address(port), settings.tls_ca
+        watching = asyncio.ensure_future(watch(at, token, ca, line.show, PERIOD_S)) if how.progress else None
         try:
             await supervisor.run()
         except MastersFailed as error:

@@ -22,6 +22,7 @@ import structlog
 
 from dlrover_adapters.cli.collector import settle
 from dlrover_adapters.cli.settings import EX_AGAIN, EX_FATAL, EX_OVER, Settings
+from dlrover_adapters.http import tls
 from dlrover_adapters.http.server import HttpListener
 from dlrover_adapters.telemetry.logs import set_up
 from dlrover_backends.local import LocalBackend
@@ -87,6 +88,10 @@ async def _run(settings: Settings, fd: int, holder: str) -> int:
                 await asyncio.gather(stopper, return_exceptions=True)
             log.info("job is over", state=outcome.state, reason=outcome.reason)
             return EX_OVER
+    except tls.BadFile as error:
+        # They were good when the job began: somebody is about to put new ones there.
+        log.error("master cannot encrypt", error=str(error))
+        return EX_AGAIN
     except (SchemaTooNew, LogCorrupt, SpecError) as error:
         print(f"dlrover master: {error}", file=sys.stderr)
         log.error("master cannot lead", error=f"{type(error).__name__}: {error}")
@@ -98,8 +103,9 @@ async def _run(settings: Settings, fd: int, holder: str) -> int:
 
 def _listener(settings: Settings, fd: int) -> HttpListener:
     advertise = settings.masters[0] if settings.joining else ""
+    shown = tls.shown(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
     return HttpListener(
-        socket.socket(fileno=fd), os.environ["DLROVER_TOKEN"], job=settings.job.job, advertise=advertise
+        socket.socket(fileno=fd), os.environ["DLROVER_TOKEN"], job=settings.job.job, advertise=advertise, tls=shown
     )
 
 

@@ -79,10 +79,12 @@ def parse_endpoint(field_: str, text: str, port: int = PORT) -> tuple[str, int]:
 
 def read(options: argparse.Namespace, nodes_max: int) -> Meeting:
     """The meeting that the options describe, of a job with at most ``nodes_max`` nodes. Raises `SpecError`."""
+    _check_backend(options.rdzv_backend)
     conf = parse_conf(options.rdzv_conf)
     durations, unused = _durations(conf)
     masters = tuple(_master(one) for one in (options.master or "").split(",") if one.strip())
     if masters:
+        unused += _given(options, "tls_cert", "tls_key")
         return Meeting(
             joining=True,
             backend="masters",
@@ -98,16 +100,19 @@ def read(options: argparse.Namespace, nodes_max: int) -> Meeting:
     return _joining(options, conf, durations, unused)
 
 
-def _joining(
-    options: argparse.Namespace, conf: Mapping[str, str], durations: dict[str, float], unused: list[str]
-) -> Meeting:
-    backend = options.rdzv_backend
+def _check_backend(backend: str) -> None:
     if backend in _REFUSED:
         raise SpecError("rdzv-backend", f"{backend} is not supported: {_REFUSED[backend]}")
     if backend not in JOINING:
         raise SpecError(
             "rdzv-backend", f"{backend!r} is not known; there are: c10d, static (torchrun's default), dlrover"
         )
+
+
+def _joining(
+    options: argparse.Namespace, conf: Mapping[str, str], durations: dict[str, float], unused: list[str]
+) -> Meeting:
+    backend = options.rdzv_backend
     if conf.get("store_type", "tcp") != "tcp":
         raise SpecError(
             "rdzv-conf", "store_type: nodes meet over TCP here; say --rdzv-endpoint HOST:PORT instead of a file"
@@ -190,7 +195,8 @@ def _bool(key: str, value: str) -> bool:
 
 
 def _unused_alone(options: argparse.Namespace) -> list[str]:
-    return _given(options, "rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port", "local_addr")
+    met = ("rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port", "local_addr")
+    return _given(options, *met, "tls_cert", "tls_key", "tls_ca")
 
 
 def _given(options: argparse.Namespace, *names: str) -> list[str]:

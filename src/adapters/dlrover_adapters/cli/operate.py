@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from dlrover_adapters.cli.places import FAILED, LATE, OK, find_job, log_arguments, log_url
 
 if TYPE_CHECKING:
+    import ssl
+
     from dlrover_core.job.state import JobState
     from dlrover_core.kernel.events import Event
     from dlrover_core.kernel.log import EventLog
@@ -83,6 +85,9 @@ def _common(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the job's token (default: $DLROVER_TOKEN, else what the launcher keeps for a job on this host)",
     )
+    parser.add_argument(
+        "--tls-ca", metavar="FILE", help="the CA of the masters' certificate, for a job that was started with one"
+    )
     parser.add_argument("--reason", metavar="TEXT", help="why, for the log (default: who asked)")
     parser.add_argument(
         "--wait",
@@ -90,7 +95,13 @@ def _common(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="return when it is so, not when it is asked for (default for stop)",
     )
-    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=math.inf, help="wait no longer than this")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=math.inf,
+        help="wait no longer than this, also for somebody to lead",
+    )
 
 
 def size(text: str) -> tuple[str, int, int]:
@@ -139,7 +150,7 @@ async def _ask(args: argparse.Namespace, arguments: Mapping[str, Any], lacks: La
 
     asked = {"command": args.command, "job": args.job, "reason": args.reason or _who(args.command), **arguments}
     if args.master is not None and not args.wait:
-        seq = await send_command(args.master, token(args), asked)
+        seq = await send_command(args.master, token(args), asked, tls=tls(args))
         print(f"job {args.job}: {args.command} is done as event {seq}, and takes its course")
         return OK
     url = log_url(args.log, args.state_dir)
@@ -172,21 +183,30 @@ def token(args: argparse.Namespace) -> str:
     return load_token({}, kept) if kept.exists() else ""
 
 
+def tls(args: argparse.Namespace) -> ssl.SSLContext | None:
+    """How masters are checked; None: they are not. Raises `SpecError`."""
+    from dlrover_adapters.http.tls import dialled
+
+    return dialled(args.tls_ca or "")
+
+
 async def _tell(args: argparse.Namespace, log: EventLog, asked: Mapping[str, Any]) -> int:
     """Let whoever leads do it; between two leaders, wait for the next one. Never asks again what may have been done."""
     from dlrover_adapters.http.client import Unanswered, send_command
+    from dlrover_adapters.http.tls import Untrusted
     from dlrover_core.errors import ConnectionLost
 
+    encryption = tls(args)
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + LEADER_S
+    deadline = loop.time() + min(LEADER_S, args.timeout)
     while True:
         why = f"nobody leads job {args.job!r}; 'dlrover status {args.job}' shows how it stands"
         leader = await log.leader(args.job)
         address = args.master or (leader.address if leader is not None else "")
         if address:
             try:
-                return await send_command(address, token(args), asked)
-            except Unanswered:
+                return await send_command(address, token(args), asked, tls=encryption)
+            except (Unanswered, Untrusted):
                 raise
             except ConnectionLost as lost:
                 why = f"nobody leads job {args.job!r} now: {lost}"

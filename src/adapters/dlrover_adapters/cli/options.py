@@ -85,6 +85,7 @@ def job_arguments(group: argparse._ArgumentGroup) -> None:
     torchrun_flags.names(group)
     _policy(group)
     _token(group)
+    _tls(group)
     _places(group)
 
 
@@ -139,6 +140,16 @@ def _hosts(ours: argparse._ArgumentGroup) -> None:
         help="only an agent here: the masters run there (dlrover master), port 29400 unless said",
     )
     _token(ours)
+    _tls(ours)
+
+
+def _tls(ours: argparse._ArgumentGroup) -> None:
+    for name, text in (
+        ("cert", "certificate (PEM) that masters show, and its intermediate CAs; agents dial a name that it names"),
+        ("key", "its private key, if that is not in the same file"),
+        ("ca", "CA (PEM) that masters are checked by; with it all hosts encrypt what they say to masters"),
+    ):
+        ours.add_argument(f"--tls-{name}", action=Given, default=None, metavar="FILE", help=text)
 
 
 def _token(ours: argparse._ArgumentGroup) -> None:
@@ -330,6 +341,41 @@ def size(options: Options) -> Nodes:
 def meeting(options: Options) -> meetings.Meeting:
     """Where this host's nodes meet the others. Raises `SpecError`."""
     return meetings.read(options, size(options).most)
+
+
+class TlsFiles(NamedTuple):
+    """The files of TLS as masters and agents find them; empty: none."""
+
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
+
+
+def tls_files(options: Options, *, shows: bool, dials: bool) -> TlsFiles:
+    """What is given, looked into: by a host that may run masters, which ``shows``, and one that ``dials``. Raises `SpecError`."""
+    told = (options.tls_cert, options.tls_key, options.tls_ca)
+    found = TlsFiles(*(str(Path(path).absolute()) if path else "" for path in told))
+    if not shows:
+        found = TlsFiles(ca=found.ca)
+    elif not found.cert and (found.key or (found.ca and not dials)):
+        raise SpecError("tls-cert", "missing: the masters need --tls-cert, and --tls-key, to encrypt")
+    elif dials and found.cert and not found.ca:
+        raise SpecError("tls-ca", "missing: this host's agent, too, checks masters by a CA; a self-signed one is its own")
+    _look_into(found)
+    return found
+
+
+def _look_into(found: TlsFiles) -> None:
+    if not any(found):
+        return
+    from dlrover_adapters.http import tls  # only where it is asked for
+
+    if found.cert and found.ca:
+        tls.check(*found)
+    elif found.cert:
+        tls.shown(found.cert, found.key)
+    else:
+        tls.trusting(found.ca)
 
 
 def job_name(options: Options) -> str:

@@ -143,16 +143,22 @@ def prepare(options: Options) -> Settings:
     how["log_dir"] = workers.log_dir(how)
     if how["log_dir"] and not options.log_dir:
         print(f"dlrover-run: output is kept in {how['log_dir']}", file=sys.stderr)
-    job = cli_options.job_name(options)
+    job, met = cli_options.job_name(options), cli_options.meeting(options)
     spec = cli_options.spec(options, job, how["nproc"])
     state, directory = directories(options.state_dir, job)
+    tls = cli_options.TlsFiles()
+    if met.joining:
+        tls = cli_options.tls_files(options, shows=not met.masters, dials=True)
     run = secrets.token_hex(6)
     return Settings(
         spec=spec.to_json(),
         run=run,
         mark=run,
         joining=spec.joining,
-        place=cli_options.meeting(options).place,
+        place=met.place,
+        tls_cert=tls.cert,
+        tls_key=tls.key,
+        tls_ca=tls.ca,
         log=log_url(options.log, state),
         directory=str(directory),
         **how,

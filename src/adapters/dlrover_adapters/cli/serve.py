@@ -71,6 +71,7 @@ def _settings(options: Options) -> Settings:
     nproc = cli_options.workers(options.nproc_per_node)
     job = cli_options.job_name(options)
     spec = cli_options.spec(options, job, nproc)
+    tls = cli_options.tls_files(options, shows=True, dials=False)
     state, directory = directories(options.state_dir, job)
     return Settings(
         spec=spec.to_json(),
@@ -82,6 +83,8 @@ def _settings(options: Options) -> Settings:
         nproc=nproc,
         mode="script",
         joining=True,
+        tls_cert=tls.cert,
+        tls_key=tls.key,
         signals=tuple(int(one) for one in cli_options.signals(options.signals_to_handle)),
         log_level=options.log_level,
         control_log=str(directory / "control.log"),
@@ -90,9 +93,11 @@ def _settings(options: Options) -> Settings:
 
 def _say(job: str, options: Options, address: str) -> None:
     size = cli_options.size(options)
+    tls = f" --tls-ca {options.tls_ca or 'CA.pem'}" if options.tls_cert else ""
     print(
         f"dlrover master: run this on each host, with the same token:\n"
-        f"  dlrover-run --master {address} --rdzv-id {job} --nnodes {size} --nproc-per-node {options.nproc_per_node} SCRIPT",
+        f"  dlrover-run --master {address} --rdzv-id {job} --nnodes {size} --nproc-per-node {options.nproc_per_node}"
+        f"{tls} SCRIPT",
         file=sys.stderr,
     )
 

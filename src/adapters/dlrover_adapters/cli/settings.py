@@ -20,6 +20,7 @@ class Settings:
 
     ``mark`` is what everything bears in its environment that this launcher starts. ``address`` is where other hosts reach this
     one's stores, which listen at ``store_bind``. ``joining``, ``seat`` and ``place``: as in `JobSpec` and `Agent`.
+    ``tls_...``: what masters show, and what agents check it by.
     """
 
     spec: str
@@ -51,6 +52,9 @@ class Settings:
     joining: bool = False
     seat: str = ""
     place: int = -1
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
     mark: str = ""
     log_level: str = "info"
     control_log: str = field(default="")

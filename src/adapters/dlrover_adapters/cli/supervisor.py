@@ -168,12 +168,16 @@ class Supervisor:
             self._over.set()
 
 
-async def watch(address: str, token: str, show: Callable[[Mapping[str, Any], float], None], period_s: float) -> None:
+async def watch(
+    address: str, token: str, ca: str, show: Callable[[Mapping[str, Any], float], None], period_s: float
+) -> None:
     """Show the leader's status now and again, until cancelled; while nobody leads, the last one stays."""
     from dlrover_adapters.http.client import fetch_status
+    from dlrover_adapters.http.tls import dialled
     from dlrover_core.errors import CoreError
 
+    tls = dialled(ca)
     while True:
         with contextlib.suppress(CoreError, OSError, asyncio.TimeoutError):
-            show(await fetch_status(address, token), time.monotonic())
+            show(await fetch_status(address, token, tls=tls), time.monotonic())
         await asyncio.sleep(period_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import ssl
 from collections.abc import Mapping
 from typing import Any, cast
@@ -12,6 +13,7 @@ from urllib.parse import quote
 import aiohttp
 import structlog
 
+from dlrover_adapters.http import tls as encryption
 from dlrover_adapters.http import token as tokens
 from dlrover_adapters.http.connection import MESSAGE_BYTES_LIMIT, HttpConnection, HttpLimits
 from dlrover_core.errors import ConnectionLost, MalformedMessage, Refused, TokenRefused
@@ -66,7 +68,11 @@ class HttpDialer:
         except asyncio.TimeoutError as error:
             raise ConnectionLost(f"nobody answered at {address} within {self._limits.handshake_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ConnectionLost(f"{address} cannot be reached: {error}") from error
+            untrusted = await _untrusted(address, error, self._tls)
+            if untrusted is not None:
+                self._complaints.warning("master not trusted", master=address, reason=str(untrusted))
+                raise untrusted from error
+            raise ConnectionLost(f"{address} cannot be reached: {_why(error)}") from error
         return HttpConnection(ws, address, self._limits, self._complaints)
 
     async def close(self) -> None:
@@ -87,7 +93,8 @@ async def fetch_status(
     except aiohttp.ClientResponseError as error:
         raise NotAMaster(f"what listens at {address} is no dlrover master: {error.message}") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise ConnectionLost(f"the master at {address} cannot be asked: {error}") from error
+        found = await _untrusted(address, error, tls)
+        raise found or ConnectionLost(f"the master at {address} cannot be asked: {_why(error)}") from error
 
 
 async def _fetch(address: str, token: str, tls: ssl.SSLContext | None) -> Mapping[str, Any]:
@@ -115,9 +122,11 @@ async def send_command(
     except asyncio.TimeoutError as error:
         raise Unanswered(f"the master at {address} did not answer within {timeout_s:g} s") from error
     except aiohttp.ClientConnectorError as error:
-        raise ConnectionLost(f"nobody answers at {address}: {error}") from error
+        found = await _untrusted(address, error, tls)
+        raise found or ConnectionLost(f"nobody answers at {address}: {_why(error)}") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise Unanswered(f"the master at {address} gave no answer: {error}") from error
+        found = await _untrusted(address, error, tls)
+        raise found or Unanswered(f"the master at {address} gave no answer: {error}") from error
 
 
 async def _send(address: str, token: str, asked: Mapping[str, Any], tls: ssl.SSLContext | None) -> int:
@@ -134,6 +143,22 @@ async def _send(address: str, token: str, asked: Mapping[str, Any], tls: ssl.SSL
         if response.status == _UNAVAILABLE:
             raise Unanswered(f"the master at {address} says: {reason}")
         raise MalformedMessage(reason)
+
+
+async def _untrusted(address: str, error: Exception, tls: ssl.SSLContext | None) -> encryption.Untrusted | None:
+    """Was it TLS that failed, or TLS that we did not speak?"""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return encryption.untrusted(address, error)
+    hung_up = tls is None and isinstance(error, (aiohttp.ServerDisconnectedError, ConnectionResetError))
+    return encryption.encrypted(address) if hung_up and await encryption.encrypts(address) else None
+
+
+def _why(error: BaseException) -> str:
+    """The kernel's reason or the resolver's, where there is one: our callers name the address, aiohttp would say it twice."""
+    if not isinstance(error, aiohttp.ClientConnectorError):
+        return str(error)
+    cause = error.os_error
+    return os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or str(error)
 
 
 def _session(token: str) -> aiohttp.ClientSession:

@@ -18,12 +18,14 @@ import resource
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, cast
 
 import structlog
 from aiohttp import web
 
 from dlrover_adapters.http import command
+from dlrover_adapters.http import tls as encryption
 from dlrover_adapters.http import token as tokens
 from dlrover_adapters.http.client import AGENT_PATH, COMMAND_PATH, STATUS_PATH
 from dlrover_adapters.http.connection import MESSAGE_BYTES_LIMIT, HttpConnection, HttpLimits
@@ -105,7 +107,8 @@ class HttpListener:
         limits = self._limits._replace(connections_max=_room(self._limits.connections_max))
         self._gate = _Gate(self._route, limits, self._complaints)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._gate, sock=self._sock, ssl=self._tls, backlog=ACCEPTS_AT_ONCE)
+        enter = self._gate if self._tls is None else partial(_Door, self._gate, self._tls)
+        self._server = await loop.create_server(enter, sock=self._sock, backlog=ACCEPTS_AT_ONCE)
         # asyncio has told the kernel the same number, which is far too few to wait.
         self._sock.listen(BACKLOG)
         log.debug("listening", address=self._address)
@@ -198,7 +201,7 @@ class _Gate(web.Server):
         super().__init__(cast(Any, handler))
         self._limits, self.complaints = limits, complaints
         # By age: the first is the oldest.
-        self._waiting: dict[web.RequestHandler, tuple[asyncio.TimerHandle, asyncio.Transport]] = {}
+        self._waiting: dict[asyncio.BaseProtocol, tuple[asyncio.TimerHandle, asyncio.Transport]] = {}
         self._open = 0
         self._full = False
 
@@ -208,6 +211,18 @@ class _Gate(web.Server):
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
+        self.came(handler, transport)
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        if isinstance(exc, ssl.SSLError) and handler in self._waiting:
+            # Whoever does not trust us may say so when our end is through with the handshake.
+            transport = self._waiting[handler][1]
+            self.refused(transport, exc)
+        self.gone(handler)
+        super().connection_lost(handler, exc)
+
+    def came(self, who: asyncio.BaseProtocol, transport: asyncio.Transport) -> None:
+        """A connection that is nobody's yet."""
         self._open += 1
         if self._open > self._limits.connections_max:
             if not self._full:
@@ -218,27 +233,76 @@ class _Gate(web.Server):
         self._full = False
         if len(self._waiting) >= self._limits.strangers_max:
             self._cut(next(iter(self._waiting)), "too many others wait")
-        timer = self._loop.call_later(self._limits.handshake_s, self._cut, handler, "it took too long")
-        self._waiting[handler] = (timer, transport)
+        timer = self._loop.call_later(self._limits.handshake_s, self._cut, who, "it took too long")
+        self._waiting[who] = (timer, transport)
 
-    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+    def gone(self, who: asyncio.BaseProtocol) -> None:
+        """It is over, or goes on under another name."""
         self._open -= 1
-        self.admitted(handler)
-        super().connection_lost(handler, exc)
+        self.admitted(who)
 
-    def admitted(self, handler: web.RequestHandler) -> None:
+    def admitted(self, who: asyncio.BaseProtocol) -> None:
         """The connection is an agent's, or over."""
-        timer, _ = self._waiting.pop(handler, (None, None))
+        timer, _ = self._waiting.pop(who, (None, None))
         if timer is not None:
             timer.cancel()
 
-    def _cut(self, handler: web.RequestHandler, reason: str) -> None:
-        timer, transport = self._waiting.pop(handler)
+    def refused(self, transport: asyncio.BaseTransport, error: BaseException) -> None:
+        """No encryption came about."""
+        peer = _host_port(transport.get_extra_info("peername"))
+        self.complaints.warning("no TLS", peer=peer, reason=encryption.refused(error))
+
+    def waits(self, who: asyncio.BaseProtocol) -> bool:
+        """Is it still to be heard, that is, neither cut nor admitted?"""
+        return who in self._waiting
+
+    def _cut(self, who: asyncio.BaseProtocol, reason: str) -> None:
+        timer, transport = self._waiting.pop(who)
         timer.cancel()
         peer = _host_port(transport.get_extra_info("peername"))
         limit_s = self._limits.handshake_s
         self.complaints.warning("connection cut: no handshake", peer=peer, reason=reason, limit_s=limit_s)
         transport.abort()
+
+
+class _Door(asyncio.Protocol):
+    """A connection until it is encrypted: counted and cut like any other, which asyncio's own TLS servers do not do."""
+
+    def __init__(self, gate: _Gate, context: ssl.SSLContext) -> None:
+        self._gate, self._context = gate, context
+        self._early: list[bytes] = []
+        self._error: BaseException | None = None
+        self._opening: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        raw = cast(asyncio.Transport, transport)
+        self._gate.came(self, raw)
+        self._opening = asyncio.ensure_future(self._open(raw))
+
+    async def _open(self, raw: asyncio.Transport) -> None:
+        """Encrypt, and go on as what came through an open door."""
+        secure = None
+        try:
+            secure = await asyncio.get_running_loop().start_tls(raw, self, self._context, server_side=True)
+        except (OSError, RuntimeError) as error:
+            self._error = self._error or error
+        heard = self._gate.waits(self)
+        self._gate.gone(self)
+        if secure is not None and not raw.is_closing():
+            handler = self._gate()
+            secure.set_protocol(handler)
+            handler.connection_made(secure)
+            for data in self._early:
+                handler.data_received(data)
+        elif heard and self._error is not None:
+            self._gate.refused(raw, self._error)
+
+    def data_received(self, data: bytes) -> None:
+        # Of a peer that is quicker than our loop.
+        self._early.append(data)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._error = exc or self._error
 
 
 class _Protocol(web.RequestHandler):
