@@ -811,6 +811,21 @@ def test_a_host_parts() -> None:
     assert state.failures.relaunches == {}
 
 
+def test_a_host_that_parted_comes_back() -> None:
+    """Nobody wanted its host free: started again, it is as good as any other, at once."""
+
+    async def story(cluster: HostsCluster) -> None:
+        parting = cluster.on("worker-1-0")
+        assert parting.agent is not None
+        parting.agent.part("Ctrl-C")
+        await cluster.until(lambda: parting.done)
+        cluster.start_host(parting.name)
+        assert await next_step(cluster) <= cluster.boot_s + 1
+
+    _, state = tell(story)
+    assert state.failures.number == 0
+
+
 @pytest.mark.parametrize("how", ["no master", "silent master", "refused"])
 def test_a_host_parts_whatever_the_answer(how: str) -> None:
     """Where nobody can drain it, or will, a host that is told to go goes all the same, soon."""

@@ -82,7 +82,10 @@ def test_static_ranks_and_the_root_cause_everywhere(hosts: list[Host]) -> None:
     assert "cannot be asked: Connection refused" in b.said()
     a.start(*at, "--node-rank", "0", "--max-restarts", "0", FAILS)
     assert (a.ended(), b.ended()) == (1, 1)
-    assert f"on the host of {a.address}:{a.net.port}, which said the rest and has the log: dlrover explain many" in b.said()
+    assert (
+        f"on the host of {a.address}:{a.net.port}, which said the rest and has the log: dlrover explain many"
+        in b.said()
+    )
     assert (a.folder / "ran-0").exists()
     assert (b.folder / "ran-1").exists()
     for host in (a, b):

@@ -14,7 +14,7 @@ import pytest
 from dlrover_adapters.http import HttpLimits, HttpListener, bind
 from dlrover_adapters.http.client import Unanswered, send_command
 from dlrover_adapters.http.command import BODY_BYTES_MAX
-from dlrover_core.errors import ConnectionLost, NotLeading, Refused, TokenRefused
+from dlrover_core.errors import ConnectionLost, MalformedMessage, NotLeading, Refused, TokenRefused
 from dlrover_core.job.state import CODEC
 from dlrover_core.logs.memory import MemoryLog
 from dlrover_core.runtime.master import Master
@@ -94,6 +94,8 @@ def test_each_command_is_done_and_durable() -> None:
                 await send_command(address, TOKEN, {"command": "resume"})
             with pytest.raises(Refused, match="this master leads job 'j', not 'other'"):
                 await send_command(address, TOKEN, {"command": "stop", "job": "other"})
+            with pytest.raises(MalformedMessage, match="hop"):
+                await send_command(address, TOKEN, {"command": "hop"})
             await send_command(address, TOKEN, {"command": "stop", "reason": "enough"})
             assert master.state.job.reason == "enough"
 

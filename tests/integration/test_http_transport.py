@@ -244,9 +244,9 @@ def test_nobody_there() -> None:
         with bind() as closed:
             address = f"127.0.0.1:{closed.getsockname()[1]}"
         async with dialer() as here:
-            with pytest.raises(ConnectionLost, match="cannot be reached: Connection refused$"):
+            with pytest.raises(ConnectionLost, match=r"cannot be reached: Connection refused$"):
                 await here.connect(address)
-            with pytest.raises(ConnectionLost, match="cannot be asked: Connection refused$"):
+            with pytest.raises(ConnectionLost, match=r"cannot be asked: Connection refused$"):
                 await fetch_status(address, TOKEN)
             with pytest.raises(ConnectionLost):
                 await here.connect("not an address")

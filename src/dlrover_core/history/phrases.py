@@ -194,7 +194,11 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     job.JobSuspended: lambda fact: f"somebody suspended the job: {fact.reason}",
     job.JobResumed: lambda fact: f"somebody let the job go on: {fact.reason}",
     job.GroupScaled: _scaled,
-    scaling.NodeDrained: lambda fact: f"somebody wants {fact.host or 'the host'} free of {fact.node}: {fact.reason}",
+    scaling.NodeDrained: lambda fact: (
+        f"somebody wants {fact.host} free of {fact.node}: {fact.reason}"
+        if fact.host
+        else f"{fact.node} leaves: {fact.reason}"
+    ),
     job.JobStopped: lambda _: "every worker is gone, as asked",
     job.JobSucceeded: lambda fact: f"every worker of generation {fact.generation} ended with exit code 0",
     job.JobFailed: lambda fact: f"{f'incident {fact.incident}: ' if fact.incident else ''}{fact.root}; {fact.reason}",

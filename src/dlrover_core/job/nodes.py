@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 QUARANTINES_MAX = 1024
 # Why a node is released that has done nothing wrong: its workers have the grace of a planned stop.
-DRAINED, SCALED_DOWN = "drained", "scaled down"
-BY_PLAN = (DRAINED, SCALED_DOWN)
+DRAINED, SCALED_DOWN, LEAVING = "drained", "scaled down", "leaving"
+BY_PLAN = (DRAINED, SCALED_DOWN, LEAVING)
 TEXT_MAX = 500
 NAME_MAX, NPROC_MAX = 255, 65_536
 # Exit reasons that speak against the host rather than against the program.

@@ -28,7 +28,10 @@ NAMED_MAX = 20
 
 @event(93)
 class NodeDrained(NamedTuple):
-    """A person wants the node's host free: its workers stop with their grace, and a successor keeps off the host."""
+    """A person wants the node's ``host`` free: its workers stop with their grace, and a successor keeps off the host.
+
+    Without a host nobody does: the node leaves by itself, and whoever comes next may be on the same one.
+    """
 
     node: str
     host: str
@@ -46,6 +49,13 @@ class ScaleGroup(NamedTuple):
 
 class DrainNode(NamedTuple):
     """Free a node's host. ``node`` may be a place, as ``worker-1``: then whoever is in it now."""
+
+    node: str
+    reason: str
+
+
+class LeaveNode(NamedTuple):
+    """A node's own agent was told to go, and asks to be let go in order."""
 
     node: str
     reason: str
@@ -82,7 +92,7 @@ def sizes(nodes_min: int, nodes_max: int) -> str:
     return f"{several} node{'' if nodes_max == 1 else 's'}"
 
 
-def _drain(state: JobState, command: DrainNode, now: int) -> Iterator[Event]:
+def _drain(state: JobState, command: DrainNode | LeaveNode, now: int) -> Iterator[Event]:
     _refuse_unless_live(state)
     node = _named(state, command.node)
     if node.released:
@@ -92,7 +102,7 @@ def _drain(state: JobState, command: DrainNode, now: int) -> Iterator[Event]:
     if node.state not in ALIVE:
         raise Refused(f"node {node.node} is {node.state}: there is nothing left to drain")
     job.refuse_while_failing(state)
-    yield NodeDrained(node.node, node.host, command.reason)
+    yield NodeDrained(node.node, node.host if isinstance(command, DrainNode) else "", command.reason)
 
 
 def _named(state: JobState, name: str) -> nodes.Node:
@@ -155,8 +165,9 @@ def _outgrown(state: JobState, fact: job.GroupScaled, record: Record) -> Iterato
 def _clear(state: JobState, fact: NodeDrained, record: Record) -> Iterator[Event]:
     node = state.nodes.nodes[fact.node]
     done = state.world.of(node.node).done(node.node)
-    yield from _without(state, node.group, [node], f"node {node.node} is drained")
-    yield from nodes.release(state, node, nodes.DRAINED)
+    reason = nodes.DRAINED if fact.host else nodes.LEAVING
+    yield from _without(state, node.group, [node], f"node {node.node} is {reason}")
+    yield from nodes.release(state, node, reason)
     if not done:
         yield from nodes.plan(state, node.group, node.index)
         yield from _recall(state, node.group)
@@ -186,7 +197,7 @@ def _go_on(state: JobState, fact: job.JobResumed, record: Record) -> Iterator[Ev
 CONCERN = Concern(
     name="job",
     events=(NodeDrained,),
-    decide={ScaleGroup: _scale, DrainNode: _drain},
+    decide={ScaleGroup: _scale, DrainNode: _drain, LeaveNode: _drain},
     react={
         job.GroupScaled: _resize,
         NodeDrained: _clear,

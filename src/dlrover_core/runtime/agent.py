@@ -75,8 +75,8 @@ class Ending(NamedTuple):
     """Why an agent went, for whoever keeps it.
 
     ``outcome``: "succeeded", "failed" (with its ``root`` cause) or "stopped": the job is over. "drained", "scaled down",
-    "given up", "replaced", "lost", "left": this node is released and the job goes on; a fresh agent may take its seat. Empty:
-    its own signal, or turned away for good.
+    "given up", "replaced", "lost", "leaving", "left": this node is released and the job goes on; a fresh agent may take its
+    seat. Empty: its own signal, or turned away for good.
     """
 
     outcome: str = ""
@@ -223,7 +223,7 @@ class Agent:
             self.leave(reason)
             return
         self._parting = reason
-        self._parting_number = self._outbox.add(scaling.DrainNode(self.node, reason[:REASON_MAX]))
+        self._parting_number = self._outbox.add(scaling.LeaveNode(self.node, reason[:REASON_MAX]))
         asyncio.get_running_loop().call_later(LAST_WORD_S, self._part_unanswered)
 
     def _part_unanswered(self) -> None:
@@ -256,7 +256,7 @@ class Agent:
 
     def _ending_of(self, order: Order) -> Ending:
         """What an order to leave means; who asked for it goes for its own reason."""
-        if self._parting and order.outcome == nodes.DRAINED:
+        if self._parting and order.outcome in (nodes.DRAINED, nodes.LEAVING):
             return Ending("", self._parting)
         return Ending(order.outcome, order.reason, order.root)
 

@@ -149,7 +149,7 @@ COMMANDS: Mapping[int, type] = {
     10: progress.ReportFirstStep,
     11: job.StopJob,
     12: budget.SpendRestarts,
-    13: scaling.DrainNode,
+    13: scaling.LeaveNode,
 }
 _FRAME_KIND = {cls: kind for kind, cls in _FRAMES.items()}
 _COMMAND_KIND = {cls: kind for kind, cls in COMMANDS.items()}

@@ -109,12 +109,13 @@ class _Process:
     ) -> None:
         self._config, self._control, self._name = config, control, name
         self._joining = bool(raw["joining"])
-        self._patience_s = JobSpec.from_json(raw["spec"]).launch_s
+        spec = JobSpec.from_json(raw["spec"])
+        self._patience_s = spec.launch_s
         self._launcher = _Launcher(config, first, self._begins)
         self._agent = Agent(
             "",
             launcher=self._launcher,
-            dialer=HttpDialer(os.environ["DLROVER_TOKEN"], job=config.job, tls=tls.dialled(raw["tls_ca"])),
+            dialer=HttpDialer(os.environ["DLROVER_TOKEN"], job=spec.job, tls=tls.dialled(raw["tls_ca"])),
             masters=raw["masters"],
             boot=secrets.randbits(62),
             host=socket.gethostname(),

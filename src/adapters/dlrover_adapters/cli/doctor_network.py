@@ -274,7 +274,8 @@ def _master(where: Endpoint, address: str, connect_s: float, environ: Mapping[st
     if health is None or health.status != 200 or health.body.strip() != "ok":
         return fail(
             f"something listens on {where} that is no dlrover master",
-            f"who is it: ss -ltnp 'sport = :{where.port}' there; choose another port if it is another program's",
+            f"who is it: ss -ltnp 'sport = :{where.port}' there; choose another port if it is another program's. "
+            "A master that was given certificates looks like this, too: TLS is not looked behind here",
         )
     said = f"a dlrover master answers at {where} (connected in {connect_s * 1e3:.1f} ms)"
     values: dict[str, object] = {"connect_s": connect_s}

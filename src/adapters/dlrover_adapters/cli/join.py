@@ -49,7 +49,9 @@ def run(
     named = not meeting.masters or bool(options.job_id) or options.rdzv_id not in ("", "none")
     with hosts.seat(Path(settings.directory)) as seat:
         try:
-            met = asyncio.run(_meet(meeting, settings.job if named else None, token, settings.job.launch_s, settings.tls_ca))
+            met = asyncio.run(
+                _meet(meeting, settings.job if named else None, token, settings.job.launch_s, settings.tls_ca)
+            )
             host = _Host(settings, meeting, met, token, first, seat, where)
             return host.lead(options) if met.port is not None else host.follow()
         except Refused as refused:

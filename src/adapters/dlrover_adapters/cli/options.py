@@ -360,7 +360,9 @@ def tls_files(options: Options, *, shows: bool, dials: bool) -> TlsFiles:
     elif not found.cert and (found.key or (found.ca and not dials)):
         raise SpecError("tls-cert", "missing: the masters need --tls-cert, and --tls-key, to encrypt")
     elif dials and found.cert and not found.ca:
-        raise SpecError("tls-ca", "missing: this host's agent, too, checks masters by a CA; a self-signed one is its own")
+        raise SpecError(
+            "tls-ca", "missing: this host's agent, too, checks masters by a CA; a self-signed one is its own"
+        )
     _look_into(found)
     return found
 

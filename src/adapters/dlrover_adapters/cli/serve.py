@@ -31,7 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help=f"where the masters listen (default: port {PORT} of every address)",
     )
     # A job that nobody launches, met at this very command.
-    parser.set_defaults(master="here", local_nodes=None, standalone=False, node_rank=0, local_addr=None)
+    parser.set_defaults(master="here", rdzv_backend="dlrover", node_rank=0, local_addr=None)
+    parser.set_defaults(local_nodes=None, standalone=False)
     parser.set_defaults(shutdown_timeout=None, signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT", script="job")
 
 

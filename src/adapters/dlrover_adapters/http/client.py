@@ -119,6 +119,8 @@ async def send_command(
     """
     try:
         return await within(timeout_s, _send(address, token, asked, tls))
+    except MalformedMessage:  # a ValueError, and an answer
+        raise
     except asyncio.TimeoutError as error:
         raise Unanswered(f"the master at {address} did not answer within {timeout_s:g} s") from error
     except aiohttp.ClientConnectorError as error:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import ssl
 from pathlib import Path
-
-import aiohttp
+from typing import TYPE_CHECKING
 
 from dlrover_core.errors import ConnectionLost, SpecError
 from dlrover_core.runtime.within import within
+
+if TYPE_CHECKING:
+    import aiohttp
 
 PROBE_S = 2.0
 _ROUNDS = 8
@@ -120,7 +122,7 @@ def why(error: ssl.SSLError) -> str:
 def refused(error: BaseException) -> str:
     """The same for the master: why a peer did not get in."""
     if not isinstance(error, ssl.SSLError):
-        return str(error) or type(error).__name__
+        return "it hung up; where it does not trust our certificate, its own words say why"
     reason = error.reason or str(error)
     if reason in _PLAIN_CLIENT:
         return "it does not encrypt; it needs --tls-ca"
