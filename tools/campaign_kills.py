@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import shutil
 import statistics
 import sys
@@ -46,6 +47,7 @@ AGAIN_S = 0.15
 NODES = 2
 SEGMENTS = ("dlrover", "psm_", "torch_", "sem.")
 LOADER = ("--loader",)
+PROBE = re.compile("[a-z0-9_]{8}")
 
 
 class Kill(NamedTuple):
@@ -201,8 +203,12 @@ def hunt(
 
 
 def _momentary(path: Path) -> bool:
-    """Is it what `ctypes.util` makes for a moment while libraries are imported? A SIGKILL in that moment leaves it."""
-    return path.name.startswith("tmp") and path.is_file() and not path.stat().st_size
+    """Is it an empty file that `ctypes.util` (tmp...) or `tempfile` (eight letters: may I write here?) makes for a moment?
+
+    A SIGKILL in that moment leaves it, and no code of ours can know of it.
+    """
+    theirs = path.name.startswith("tmp") or PROBE.fullmatch(path.name)
+    return bool(theirs) and path.is_file() and not path.stat().st_size
 
 
 def _segments() -> set[str]:
