@@ -8,7 +8,17 @@ from typing import Any
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 PAGE = BENCHMARKS / "README.md"
-NAMES = ("killed_worker", "killed_master", "heartbeats", "join_2000", "idle", "commands", "replay", "import")
+NAMES = (
+    "killed_worker",
+    "killed_master",
+    "overhead",
+    "heartbeats",
+    "join_2000",
+    "idle",
+    "commands",
+    "replay",
+    "import",
+)
 HEAD, TAIL = "## Latest results", "## Reading them"
 
 
