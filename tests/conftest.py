@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -33,6 +34,13 @@ SHARED_MEMORY = Path("/dev/shm")
 OUR_SEGMENTS = ("dlrover", "psm_", "torch_", "sem.")
 # Python's own servants live as long as the test process and serve all tests.
 SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+def pytest_configure() -> None:
+    """Whoever runs tests in the background ignores signals, and what tests start would inherit that."""
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def _suite(path: Path) -> str:
