@@ -10,7 +10,10 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 PAGE = BENCHMARKS / "README.md"
 NAMES = (
     "killed_worker",
+    "killed_node",
     "killed_master",
+    "cold_start",
+    "join",
     "overhead",
     "heartbeats",
     "join_2000",
