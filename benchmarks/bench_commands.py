@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 import structlog
 from _bench import BROKEN, Result, Row, options, quantile, say
+from _leading import leading
 
-from dlrover_core import GroupSpec, JobSpec, Master, open_log
+from dlrover_core import GroupSpec, JobSpec, open_log
 from dlrover_core.job import job, nodes, world
 from dlrover_core.job.state import CODEC, MODEL
 from dlrover_core.kernel.engine import Accepted, Command, Engine, Reply
@@ -110,28 +111,12 @@ async def closed_loop(submit: Submit, log: EventLog, turns: int) -> Trial:
 
 async def with_master(folder: Path, turns: int) -> Trial:
     """Into `Master.submit`."""
-    async with open_log(f"sqlite://{folder}/log.db") as log:
-        listener = Network().listener("master:1")
-        master = Master(
-            SPEC,
-            event_log=log,
-            listener=listener,
-            backend=None,
-            wall=lambda: time.time_ns() // 1000,
-            holder="bench",
-            run_id="run-1",
-        )
-        running = asyncio.ensure_future(master.run())
-        leads = asyncio.ensure_future(master.led.wait())
-        await asyncio.wait({running, leads}, return_when=asyncio.FIRST_COMPLETED)
-        try:
-            if running.done():
-                running.result()
-            await populate(master.submit)
-            return await closed_loop(master.submit, log, turns)
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+    async with (
+        open_log(f"sqlite://{folder}/log.db") as log,
+        leading(SPEC, log, Network().listener("master:1")) as master,
+    ):
+        await populate(master.submit)
+        return await closed_loop(master.submit, log, turns)
 
 
 async def one_by_one(folder: Path, turns: int) -> Trial:

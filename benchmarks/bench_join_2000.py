@@ -26,10 +26,11 @@ from typing import NamedTuple
 import structlog
 from _agents import Broken, Joining, Swarm, dialled, node, room_for
 from _bench import BROKEN, Result, Row, options, say
+from _leading import leading
 from _master import started
 
 from dlrover_adapters.cli.collector import settle
-from dlrover_core import GroupSpec, JobSpec, Master, open_log
+from dlrover_core import GroupSpec, JobSpec, open_log
 from dlrover_core.job import nodes, world
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.messages import Answer, Hello, Level, Welcome, numbered
@@ -74,28 +75,11 @@ def in_memory(agents: int, folder: Path) -> float:
     async def story() -> float:
         network = Network(delay_s=0.0)
         spec = JobSpec("bench", (GroupSpec(nodes_min=agents, nodes_max=agents),))
-        async with open_log(f"sqlite://{folder}/log.db") as log:
-            listener = network.listener("master:1")
-            master = Master(
-                spec,
-                event_log=log,
-                listener=listener,
-                backend=None,
-                wall=lambda: time.time_ns() // 1000,
-                holder="bench",
-                run_id="run-1",
-            )
-            running = asyncio.ensure_future(master.run())
-            leads = asyncio.ensure_future(master.led.wait())
-            await asyncio.wait({running, leads}, return_when=asyncio.FIRST_COMPLETED)
+        async with open_log(f"sqlite://{folder}/log.db") as log, leading(spec, log, network.listener("master:1")):
             connections = [network.connect(f"host-{number}", "master:1") for number in range(agents)]
             began = time.perf_counter()
             await asyncio.gather(*(_join(number, connection) for number, connection in enumerate(connections)))
-            took = time.perf_counter() - began
-            leads.cancel()
-            running.cancel()
-            await asyncio.gather(running, leads, return_exceptions=True)
-            return took
+            return time.perf_counter() - began
 
     return asyncio.run(story())
 

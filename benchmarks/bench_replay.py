@@ -33,8 +33,9 @@ from typing import Any
 import msgpack
 import structlog
 from _bench import BROKEN, Result, Row, options, say
+from _leading import leading
 
-from dlrover_core import GroupSpec, JobSpec, Master, open_log
+from dlrover_core import GroupSpec, JobSpec, open_log
 from dlrover_core.job import failures, job, nodes, progress, world
 from dlrover_core.job.state import CODEC, MODEL, JobState
 from dlrover_core.kernel.engine import Command, Engine, NotDone
@@ -235,27 +236,8 @@ def _hide_snapshots(log: EventLog) -> None:
 async def lead(url: str) -> dict[str, Any]:
     """A master from nothing to leading."""
     began = time.perf_counter()
-    async with open_log(url) as log:
-        listener = Network().listener("master:1")
-        master = Master(
-            SPEC,
-            event_log=log,
-            listener=listener,
-            backend=None,
-            wall=lambda: time.time_ns() // 1000,
-            holder="bench",
-            run_id="run-1",
-        )
-        running = asyncio.ensure_future(master.run())
-        leads = asyncio.ensure_future(master.led.wait())
-        await asyncio.wait({running, leads}, return_when=asyncio.FIRST_COMPLETED)
-        took = time.perf_counter() - began
-        if running.done():
-            running.result()
-        seq = master.state.seq
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        return {"s": took, "events": seq}
+    async with open_log(url) as log, leading(SPEC, log, Network().listener("master:1")) as master:
+        return {"s": time.perf_counter() - began, "events": master.state.seq}
 
 
 def floor(path: Path) -> dict[str, Any]:

@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
+VERBS = (
+    *("status", "events", "explain", "report"),
+    *("scale", "drain", "stop", "suspend", "resume"),
+    *("master", "doctor"),
+)
 COMMANDS = (
     ("dlrover-run", "dlrover_adapters.cli.run", ()),
     ("dlrover", "dlrover_adapters.cli.main", ()),
-    *(
-        (f"dlrover {verb}", "dlrover_adapters.cli.main", (verb,))
-        for verb in ("status", "events", "explain", "report", "scale", "drain", "stop", "suspend", "resume", "doctor")
-    ),
+    *((f"dlrover {verb}", "dlrover_adapters.cli.main", (verb,)) for verb in VERBS),
 )
 INTRODUCTION = (
     "# Commands\n\nGenerated from `--help` by `python -m tools.help_texts`; a test fails when this page is stale.\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import os
 import secrets
@@ -39,6 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Lead the job until it is over; Ctrl-C stops it."""
     from dlrover_adapters.cli import hosts, lead, scratch
+    from dlrover_adapters.cli.supervisor import NoNodes
     from dlrover_adapters.http.token import require_token
     from dlrover_adapters.telemetry.logs import set_up
 
@@ -63,7 +63,7 @@ async def run(args: argparse.Namespace) -> int:
         address = hosts.joined(hosts.outside(host), port.getsockname()[1])
         settings = dataclasses.replace(settings, masters=(address,))
         _say(settings.job.job, options, address)
-        return await lead.supervise(settings, token, port, _Nobody(), lead.How(command="dlrover master"))
+        return await lead.supervise(settings, token, port, NoNodes(), lead.How(command="dlrover master"))
 
 
 def _settings(options: Options) -> Settings:
@@ -101,20 +101,3 @@ def _say(job: str, options: Options, address: str) -> None:
         f"{tls} SCRIPT",
         file=sys.stderr,
     )
-
-
-class _Nobody:
-    """No node is here."""
-
-    async def __aenter__(self) -> None:
-        """Nothing to open."""
-
-    async def __aexit__(self, *_: object) -> None:
-        """Nothing to end."""
-
-    async def warm(self) -> None:
-        """Nothing needs the processor."""
-        await asyncio.sleep(0)
-
-    def kill(self) -> None:
-        """Nothing to kill."""

@@ -52,6 +52,23 @@ class Nodes(Protocol):
         ...
 
 
+class NoNodes:
+    """For launchers of masters alone: nodes come by themselves, from elsewhere."""
+
+    async def __aenter__(self) -> object:
+        """Nothing to open."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing to end."""
+
+    async def warm(self) -> None:
+        """Nothing needs the processor."""
+
+    def kill(self) -> None:
+        """Nothing to kill."""
+
+
 class Supervisor:
     """One run, from start to end."""
 

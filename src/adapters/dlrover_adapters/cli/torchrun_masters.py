@@ -74,22 +74,6 @@ class Masters:
             self._process.wait()
 
 
-class _Nobody:
-    """Nodes are not started here: they come by themselves."""
-
-    async def __aenter__(self) -> object:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        return
-
-    async def warm(self) -> None:
-        """Nothing is to be made warm."""
-
-    def kill(self) -> None:
-        """Nobody is here."""
-
-
 def main() -> int:
     """Keep masters until the job is over, or torchrun is."""
     parser = argparse.ArgumentParser(prog="dlrover-masters")
@@ -115,7 +99,7 @@ async def _keep(settings: Settings, fd: int, life: int) -> int:
     from dlrover_adapters.agent.process import set_name
     from dlrover_adapters.cli import scratch
     from dlrover_adapters.cli.lead import probed
-    from dlrover_adapters.cli.supervisor import MastersFailed, Supervisor
+    from dlrover_adapters.cli.supervisor import MastersFailed, NoNodes, Supervisor
     from dlrover_adapters.http.token import kept
     from dlrover_adapters.telemetry.logs import set_up
 
@@ -131,7 +115,7 @@ async def _keep(settings: Settings, fd: int, life: int) -> int:
         settings = await probed(replace(settings, run_dir=str(folder)))
         settings.write()
         port.set_inheritable(False)
-        supervisor = Supervisor(settings, token, port, _Nobody(), "torchrun")
+        supervisor = Supervisor(settings, token, port, NoNodes(), "torchrun")
         running = asyncio.ensure_future(supervisor.run())
         gone = asyncio.ensure_future(_closed(life))
         try:
