@@ -10,10 +10,11 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.installed
 # Workers of the unit tests; the integration tests are serial, because they measure what is left behind.
 JOBS ?= 2
+ETCD_JOBS ?= 3
 # More options for pytest: make unit ARGS="-k world -x"
 ARGS ?=
 
-.PHONY: help demo test check unit integration bench chaos campaign format clean
+.PHONY: help demo test check unit etcd integration bench chaos campaign format clean
 
 help: ## these lines
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -21,10 +22,11 @@ help: ## these lines
 demo: $(READY) ## train a real model through three kinds of death
 	$(PY) examples/demo.py
 
-test: ## everything CI runs: check, unit, chaos, integration
+test: ## everything CI runs: check, unit, chaos, etcd, integration
 	$(MAKE) --no-print-directory check
 	$(MAKE) --no-print-directory unit
 	$(MAKE) --no-print-directory chaos
+	$(MAKE) --no-print-directory etcd
 	$(MAKE) --no-print-directory integration
 
 check: $(READY) ## lint, format, types, import rules
@@ -37,7 +39,10 @@ unit: $(READY) ## fast tests, in parallel
 	$(PY) -m pytest tests/unit -n $(JOBS) $(ARGS)
 
 integration: $(READY) ## tests with real processes, one after the other
-	$(PY) -m pytest tests/integration $(ARGS)
+	$(PY) -m pytest tests/integration --ignore-glob='*etcd*' $(ARGS)
+
+etcd: $(READY) ## tests with a real etcd: mostly they wait for leases and elections, so side by side
+	$(PY) -m pytest tests/integration/test_*etcd*.py -n $(ETCD_JOBS) $(ARGS)
 
 bench: $(READY) ## every number we promise, ours and the peer's in turn
 	@shopt -s nullglob; for one in benchmarks/bench_*.py; do echo "== $$one"; $(PY) "$$one" || echo "== $$one: exit $$?"; done
@@ -61,5 +66,5 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.11 ...")'
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade "pip>=25.1" --constraint constraints.txt
-	$(PY) -m pip install --quiet --editable ".[http,torch]" --group dev --constraint constraints.txt
+	$(PY) -m pip install --quiet --editable ".[http,torch,etcd,archive]" --group dev --constraint constraints.txt
 	@touch $@

@@ -42,7 +42,7 @@ from dlrover_core.kernel.engine import Command, Engine, NotDone
 from dlrover_core.kernel.events import Origin
 from dlrover_core.kernel.log import Appended, EventLog, Leadership, Snapshot
 from dlrover_core.kernel.state import digest
-from dlrover_core.runtime import master as masters
+from dlrover_core.runtime import restoring
 from dlrover_core.testing.network import Network
 
 NODES, NPROC = 64, 8
@@ -222,7 +222,7 @@ async def restore(url: str, use_snapshot: bool) -> dict[str, Any]:
     async with open_log(url) as log:
         if not use_snapshot:
             _hide_snapshots(log)
-        state = await masters._restore(log, SPEC.job)
+        state = await restoring.restored(log, SPEC.job)
         return {"s": time.perf_counter() - began, "digest": digest(state), "events": state.seq}
 
 

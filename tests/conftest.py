@@ -10,8 +10,10 @@ what else the process has loaded, torch for one.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -25,6 +27,8 @@ import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from tools.etcd_cluster import Cluster
 
 TESTS = Path(__file__).parent
 SLOW_S = 0.050
@@ -41,6 +45,12 @@ def pytest_configure() -> None:
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Tests that run side by side see each only what they themselves leave behind.
+        tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
+        os.environ["TMPDIR"] = tempfile.tempdir
+        atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 
 def _suite(path: Path) -> str:
@@ -172,6 +182,14 @@ def _sockets() -> set[str]:
     return found
 
 
+def _sockets_left(before: set[str]) -> set[str]:
+    """Those that stay open: grpc closes its own in a thread, a moment after their channel is closed."""
+    deadline = time.monotonic() + DYING_S
+    while (left := _sockets() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
 def _files() -> set[Path]:
     """Shared memory, and runtime files (sockets, locks) that lie in the temporary folder itself."""
     segments = (one for one in SHARED_MEMORY.glob("*") if one.name.startswith(OUR_SEGMENTS))
@@ -207,7 +225,25 @@ def nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         yield
     left = _processes_left(mark, pids)
     gc.collect()  # what is merely unreachable is closed here, and pytest reports its ResourceWarning
-    left += [f"open {one}" for one in sorted(_sockets() - sockets)]
+    left += [f"open {one}" for one in sorted(_sockets_left(sockets))]
     left += [f"file {one}" for one in sorted(_files() - files) if not _in_use(one)]
     if left:
         pytest.fail("left behind:\n  " + "\n  ".join(left))
+
+
+# ---- a real etcd
+
+
+@pytest.fixture(scope="session")
+def etcd_server() -> Iterator[Cluster]:
+    """A real etcd of one member for all tests of this process, each under an `etcd_prefix` of its own."""
+    from tools.etcd_cluster import Cluster
+
+    with Cluster() as etcd:
+        yield etcd
+
+
+@pytest.fixture
+def etcd_prefix() -> str:
+    """A prefix nobody else uses."""
+    return f"t/{uuid.uuid4().hex}"

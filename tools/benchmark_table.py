@@ -20,6 +20,11 @@ NAMES = (
     "idle",
     "commands",
     "replay",
+    "etcd_append",
+    "etcd_latency",
+    "etcd_read",
+    "failover",
+    "etcd_growth",
     "import",
 )
 HEAD, TAIL = "## Latest results", "## Reading them"

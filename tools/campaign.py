@@ -9,6 +9,10 @@ campaigns:
            the same for jobs whose hosts come by themselves: deaths, power cuts, silence, and who takes over
   kills    one real job, and 200 (--trials) times SIGKILL for one of our processes at seeded moments; the loss curve must be an
            undisturbed run's, and nothing may be left; about ten minutes
+  etcd_log a new etcd for each of 570 trials: its members are killed, stopped and cut off, its leases revoked, its space used up,
+           while candidates write and others follow; nothing acknowledged is lost or doubled; about an hour
+  masters  a real etcd of three members, masters on three hosts, training on two: members and masters are killed, stopped and
+           cut off, 200 times, and 100 times two masters start at once; the logs of all must be one; about an hour
 """
 
 from __future__ import annotations
@@ -47,15 +51,33 @@ def _joining_seeds(seed: int) -> dict[str, Any]:
     return told
 
 
-CAMPAIGNS: dict[str, tuple[Trial, int]] = {"seeds": (_seeds, 10_000), "joining_seeds": (_joining_seeds, 10_000)}
-WHOLE = ("kills",)
-"""Campaigns that are one long trial, and save themselves."""
+def _etcd_log(seed: int) -> dict[str, Any]:
+    from tools.campaign_etcd import trial
+
+    return trial(seed)
 
 
-def _whole(seed: int, trials: int) -> int:
+CAMPAIGNS: dict[str, tuple[Trial, int]] = {
+    "seeds": (_seeds, 10_000),
+    "joining_seeds": (_joining_seeds, 10_000),
+    "etcd_log": (_etcd_log, 570),
+}
+
+
+def _kills(seed: int, trials: int) -> int:
     from tools.campaign_kills import KILLS, campaign
 
     return campaign(seed, trials or KILLS, machine())
+
+
+def _masters(seed: int, trials: int) -> int:
+    from tools.campaign_masters import TRIALS, campaign
+
+    return campaign(seed, trials or TRIALS, machine())
+
+
+WHOLE: dict[str, Callable[[int, int], int]] = {"kills": _kills, "masters": _masters}
+"""Campaigns that are one long trial, and save themselves."""
 
 
 def machine() -> dict[str, Any]:
@@ -121,7 +143,7 @@ def main() -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
         if options.name in WHOLE:
-            return _whole(options.seed, options.trials)
+            return WHOLE[options.name](options.seed, options.trials)
         campaign = Campaign(options.name, options.seed, options.trials or CAMPAIGNS[options.name][1])
         return 1 if campaign.run() else 0
     except KeyboardInterrupt:

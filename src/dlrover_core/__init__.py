@@ -16,6 +16,9 @@ if TYPE_CHECKING:
         CoreError as CoreError,
     )
     from dlrover_core.errors import (
+        HandedOver as HandedOver,
+    )
+    from dlrover_core.errors import (
         IllegalTransition as IllegalTransition,
     )
     from dlrover_core.errors import (
@@ -164,6 +167,7 @@ _HOME = {
     "Engine": "kernel.engine",
     "EventLog": "kernel.log",
     "GroupSpec": "spec",
+    "HandedOver": "errors",
     "IllegalTransition": "errors",
     "JobSpec": "spec",
     "JobState": "job.state",

@@ -65,11 +65,33 @@ class SchemaTooNew(LogError):
 class NotLeading(LogError):
     """Somebody else leads this job. ``holder`` and ``address`` say who and where, as far as known."""
 
-    def __init__(self, job: str, holder: str = "", address: str = "") -> None:
+    def __init__(
+        self, job: str, holder: str = "", address: str = "", *, remedy: str = "stop it, or use another --job-id"
+    ) -> None:
         where = f" at {address}" if address else ""
         who = holder or "another process"
-        super().__init__(f"job {job!r} is led by {who}{where}; stop it, or use another --job-id")
+        super().__init__(f"job {job!r} is led by {who}{where}; {remedy}")
         self.job, self.holder, self.address = job, holder, address
+
+
+class StandsBy(NotLeading):
+    """A master that does not lead was asked. Nothing was done, and nothing will be: ask ``address``, or again later."""
+
+
+class HandedOver(CoreError):
+    """This master was asked to go, and has left the job to the next one. ``reason`` is who asked, or why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"handed over: {reason}")
+        self.reason = reason
+
+
+class OtherRun(CoreError):
+    """The job is at another run than the one that this master serves, which is no more. ``run`` is ours, ``now`` the job's."""
+
+    def __init__(self, job: str, run: str, now: str) -> None:
+        super().__init__(f"job {job!r} is at run {now or '(none)'}, and run {run}, which was led here, is no more")
+        self.job, self.run, self.now = job, run, now
 
 
 class ConnectionLost(CoreError):

@@ -48,6 +48,7 @@ class Plan(NamedTuple):
     warm_s: float
     cascade_s: float | None
     reserve: bool
+    answers: bool
     faults: tuple[Fault, ...]
 
 
@@ -55,6 +56,8 @@ WHATS = (
     "agent", "agent", "two agents", "host", "power", "reset", "reset all", "silence", "stop", "worker", "master", "leader",
     "master and host", "suspend", "late host",
 )  # fmt: skip
+# Drawn after everything else: masters of several hosts, of which the leader is asked to go.
+MASTERS = ("hand over", "hand over", "leader")
 
 
 def plan(seed: int) -> Plan:
@@ -63,7 +66,7 @@ def plan(seed: int) -> Plan:
     nodes_max = dice.randrange(1, 5)
     surplus = dice.choice([0, 0, 1, 2])
     steps = sorted(dice.randrange(STEPS - 5) for _ in range(dice.randrange(1, FAULTS_MAX)))
-    return Plan(
+    drawn = Plan(
         nodes=nodes_max,
         fewest=dice.randrange(1, nodes_max + 1) if dice.random() < 0.5 else nodes_max,
         hosts=nodes_max + surplus,
@@ -74,8 +77,13 @@ def plan(seed: int) -> Plan:
         warm_s=dice.choice([0.0, 0.5, 5.0]),
         cascade_s=dice.choice([None, 0.0, 0.005, 0.2]),
         reserve=dice.random() < 0.5,
+        answers=False,
         faults=tuple(Fault(step, dice.choice(WHATS), dice.randrange(100), dice.randrange(1, 60)) for step in steps),
     )
+    if dice.random() >= 0.3:
+        return drawn
+    turns = [Fault(dice.randrange(STEPS - 5), dice.choice(MASTERS), 0, 1) for _ in range(dice.randrange(1, 5))]
+    return drawn._replace(answers=True, faults=tuple(sorted((*drawn.faults, *turns), key=lambda one: one.step)))
 
 
 def _host(cluster: HostsCluster, which: int) -> Host | None:
@@ -87,10 +95,12 @@ async def _strike(cluster: HostsCluster, fault: Fault) -> None:
     if fault.what in ("master", "leader", "master and host"):
         leads = any(master.leading for master in cluster.masters)
         cluster.kill_leader() if fault.what == "leader" and leads else cluster.kill_master()
+    elif fault.what == "hand over":
+        await cluster.hand_over()
     host = _host(cluster, fault.which)
     if host is not None:
         await _strike_host(cluster, host, fault)
-    if fault.what in ("master", "leader", "master and host"):
+    if fault.what in ("master", "leader", "master and host", "hand over"):
         cluster.start_master()
     elif fault.what == "suspend":
         cluster.jump(fault.seconds)
@@ -159,7 +169,8 @@ def _check_agents(cluster: HostsCluster, records: list[Any]) -> None:
 async def _run(run: Plan) -> dict[str, Any]:
     log = MemoryLog(CODEC)
     training = Training(STEPS, cascade_s=run.cascade_s)
-    async with HostsCluster(_spec(run), training=training, event_log=log, warm_s=run.warm_s) as cluster:
+    ports: dict[str, Any] = {"training": training, "event_log": log, "warm_s": run.warm_s, "answers": run.answers}
+    async with HostsCluster(_spec(run), **ports) as cluster:
         for number in range(run.hosts):
             cluster.host(f"host{number}", place=number if run.placed and number < run.nodes else -1)
         if run.reserve:

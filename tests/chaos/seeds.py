@@ -50,11 +50,14 @@ class Plan(NamedTuple):
     log_faults: tuple[tuple[int, str], ...]
     faults: tuple[Fault, ...]
     patience_s: float
+    answers: bool
 
 
 WHATS = ("worker", "worker", "node", "master", "leader", "cut", "suspend", "relist", "two workers")
 # What people ask of the job, in the midst of it all. Drawn after everything else: plans of old seeds are as they were.
 ASKS = ("scale", "scale", "drain", "pause", "pause")
+# Drawn after those: masters of several hosts, of which the leader is asked to go.
+MASTERS = ("hand over", "hand over", "leader")
 
 
 def plan(seed: int) -> Plan:
@@ -80,12 +83,18 @@ def plan(seed: int) -> Plan:
         ),
         faults=tuple(Fault(step, dice.choice(WHATS), dice.randrange(100)) for step in steps),
         patience_s=0.0,
+        answers=False,
     )
     asked = [
         Fault(dice.randrange(1, STEPS - 5), dice.choice(ASKS), dice.randrange(100)) for _ in range(dice.randrange(4))
     ]
-    faults = tuple(sorted((*drawn.faults, *asked), key=lambda one: one.step))
-    return drawn._replace(faults=faults, patience_s=dice.choice([0.0, 0.5, 10.0]))
+    patience_s, answers = dice.choice([0.0, 0.5, 10.0]), dice.random() < 0.3
+    turns = [
+        Fault(dice.randrange(1, STEPS - 5), dice.choice(MASTERS), dice.randrange(100))
+        for _ in range(dice.randrange(1, 5) if answers else 0)
+    ]
+    faults = tuple(sorted((*drawn.faults, *asked, *turns), key=lambda one: one.step))
+    return drawn._replace(faults=faults, patience_s=patience_s, answers=answers)
 
 
 async def _strike(cluster: Cluster, fault: Fault, skew_us: int) -> None:
@@ -102,6 +111,10 @@ async def _strike(cluster: Cluster, fault: Fault, skew_us: int) -> None:
         # Where nobody leads at this moment there is no leader to kill: then all masters die.
         leads = any(master.leading for master in cluster.masters)
         cluster.kill_leader() if fault.what == "leader" and leads else cluster.kill_master()
+        cluster.start_master()
+    elif fault.what == "hand over":
+        await cluster.hand_over()
+        cluster.skew_us = skew_us
         cluster.start_master()
     elif fault.what == "cut" and living:
         host = living[fault.which % len(living)]
@@ -155,7 +168,9 @@ async def _run(run: Plan) -> dict[str, Any]:
         for number, kind in run.log_faults
     }
     log = MemoryLog(CODEC, Faults(script))
-    async with Cluster(spec, training=Training(STEPS, cascade_s=run.cascade_s), event_log=log) as cluster:
+    async with Cluster(
+        spec, training=Training(STEPS, cascade_s=run.cascade_s), event_log=log, answers=run.answers
+    ) as cluster:
         if run.standby:
             cluster.start_master()
         cluster.patience_s = run.patience_s

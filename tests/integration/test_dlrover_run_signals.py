@@ -89,6 +89,25 @@ def test_grace_has_an_end(tmp_path: Path) -> None:
         assert "job e2e stopped (dlrover-run got SIGTERM)" in job.said()
 
 
+def test_a_master_that_gets_sigterm_hands_over(tmp_path: Path) -> None:
+    """Not the launcher but the leading master is asked to go, by a person or a batch system: the reserve leads, nothing stops."""
+    with Job(tmp_path, *COLD, STEPS) as job:
+        job.trains(1)
+        eventually(lambda: len(job.processes("dlrover-master")) == 2, "the reserve")
+        first = job.until(lambda status: status["role"] == "leader", "a leader")
+        leader = next(one for one in job.processes("dlrover-master") if f"/{one.pid}/" in first["leader"])
+        leader.kill(signal.SIGTERM)
+        leader.ends()
+        then = job.until(lambda status: status["leader"] != first["leader"], "another leader")
+        job.trains(1, beyond=then["step"] + 20)
+        eventually(lambda: len(job.processes("dlrover-master")) == 2, "another reserve")
+        job.finish()
+        assert job.ended() == 0
+        assert "handing over" in job.control_log()
+        assert (job.events("JobStopping"), job.events("IncidentOpened")) == ([], [])
+        assert job.left() == []
+
+
 def test_a_signal_before_masters_listen_is_not_lost(tmp_path: Path) -> None:
     """Ctrl-C in the first moments ends the job as any other does, without a traceback."""
     with Job(tmp_path, *COLD, STEPS) as job:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dlrover_adapters.http import HttpLimits, HttpListener, bind
-from dlrover_adapters.http.client import Unanswered, send_command
+from dlrover_adapters.http.client import Unanswered, fetch_status, send_command
 from dlrover_adapters.http.command import BODY_BYTES_MAX
 from dlrover_core.errors import ConnectionLost, MalformedMessage, NotLeading, Refused, TokenRefused
 from dlrover_core.job.state import CODEC
@@ -34,12 +34,12 @@ def run(story: Callable[[], Awaitable[None]]) -> None:
 
 
 @asynccontextmanager
-async def leading(**limits: Any) -> AsyncIterator[tuple[Master, str]]:
+async def leading(event_log: MemoryLog | None = None, **limits: Any) -> AsyncIterator[tuple[Master, str]]:
     """A master that leads a job of two nodes, which nobody launches, and where it listens."""
     listener = HttpListener(bind(), TOKEN, limits=HttpLimits(close_s=0.3, **limits))
     master = Master(
         JobSpec("j", (GroupSpec(nodes_min=1, nodes_max=2),)),
-        event_log=MemoryLog(CODEC),
+        event_log=event_log if event_log is not None else MemoryLog(CODEC),
         listener=listener,
         backend=None,
         wall=lambda: time.time_ns() // 1000,
@@ -98,6 +98,46 @@ def test_each_command_is_done_and_durable() -> None:
                 await send_command(address, TOKEN, {"command": "hop"})
             await send_command(address, TOKEN, {"command": "stop", "reason": "enough"})
             assert master.state.job.reason == "enough"
+
+    run(story)
+
+
+def test_a_standby_is_asked() -> None:
+    """A master that stands by does nothing, says so for certain, and where the leader is; its status says the same."""
+
+    async def story() -> None:
+        event_log = MemoryLog(CODEC)
+        async with leading(event_log) as (leader, there):
+            listener = HttpListener(bind(), TOKEN, limits=HttpLimits(close_s=0.3))
+            standby = Master(
+                JobSpec("j", (GroupSpec(nodes_min=1, nodes_max=2),)),
+                event_log=event_log,
+                listener=listener,
+                backend=None,
+                wall=lambda: time.time_ns() // 1000,
+                holder="other",
+                run_id="run-1",
+                answers=True,
+            )
+            task = asyncio.ensure_future(standby.run())
+            here = listener.address
+            try:
+                while (told := await fetch_status(here, TOKEN))["leader"] != "test":
+                    assert not task.done()
+                assert (told["role"], told["leader_address"]) == ("standby", there)
+                status, answer = await post(here, b'{"command": "suspend"}')
+                assert (status, answer["done"], answer["leader"]) == (503, False, there)
+                with pytest.raises(ConnectionLost, match=f"stands by: .*{there}; ask there") as caught:
+                    await send_command(here, TOKEN, {"command": "suspend"})
+                assert not isinstance(caught.value, Unanswered)
+                leader.hand_over("enough")
+                await asyncio.wait_for(standby.led.wait(), 5)
+                await send_command(here, TOKEN, {"command": "suspend"})
+                assert standby.state.job.state == "suspended"
+                assert (await fetch_status(here, TOKEN))["role"] == "leader"
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
     run(story)
 

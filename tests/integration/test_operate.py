@@ -63,7 +63,7 @@ def test_a_whole_life_by_hand(tmp_path: Path) -> None:
         job.trains(4, beyond=3000)
         assert "only a suspended one" in tell(job, "resume", code=5)
 
-        assert "generation 5, 1 node, 1 ranks" in tell(job, "scale", "worker=1", "--wait")
+        assert "generation 5, 1 node, 1 rank" in tell(job, "scale", "worker=1", "--wait")
         job.trains(5, beyond=4000)
 
         assert "stopped (enough)" in tell(job, "stop", "--reason", "enough")

@@ -123,7 +123,7 @@ def test_version(python: Path, tmp_path: Path) -> None:
     assert f"dlrover-core {importlib.metadata.version('dlrover-core')}" in shown
 
 
-@pytest.mark.parametrize("group", ["dlrover.backends", "dlrover.transports", "dlrover.logs"])
+@pytest.mark.parametrize("group", ["dlrover.backends", "dlrover.transports", "dlrover.logs", "dlrover.stores"])
 def test_entry_points(group: str) -> None:
     """Every implementation we register under an entry point can be loaded where its extra is installed."""
     points = [

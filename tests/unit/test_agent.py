@@ -13,6 +13,7 @@ from dlrover_core.job import failures, nodes, world
 from dlrover_core.job.state import Order
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.agent import Agent, Ending
+from dlrover_core.runtime.masters import Masters
 from dlrover_core.runtime.messages import (
     Again,
     Answer,
@@ -203,6 +204,56 @@ def test_workers_run_on_without_a_master() -> None:
         assert hello.generation == 1
         await asyncio.sleep(1)
         assert stage.training.done > made
+        assert stage.training.starts == [(NODE, 1)]
+
+    tell(story)
+
+
+@pytest.mark.parametrize("word", ["level", "beat seen", "assigned"])
+def test_an_older_leader_is_not_heeded(word: str) -> None:
+    """Whoever speaks under an older token than the newest seen is hung up on, and nothing that it says is done."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        stage.token = 5
+        connection, _hello = await stage.greet()
+        await stage.order(connection, run_order(1))
+        await asyncio.sleep(2)
+        stale = {
+            "level": messages.level(4, run_order(7)),
+            "beat seen": BeatSeen(4),
+            "assigned": Assigned(4, "worker-9-0"),
+        }[word]
+        await connection.send(messages.encode(stale))
+        _, hello = await stage.greet()
+        assert (hello.node, hello.generation, hello.token) == (NODE, 1, 5)
+        await asyncio.sleep(1)
+        assert stage.training.starts == [(NODE, 1)]
+
+    tell(story)
+
+
+def test_a_leader_hands_over() -> None:
+    """A goodbye that names another master is followed at once, in the midst of a conversation; workers run on."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        came: list[Connection] = []
+
+        async def accept(connection: Connection) -> None:
+            came.append(connection)
+            await stage.accept(connection)
+
+        await stage.network.listener("n").serve(accept, dict)
+        connection, _hello = await stage.greet()
+        await stage.order(connection, run_order(1))
+        await asyncio.sleep(2)
+        began = asyncio.get_running_loop().time()
+        await connection.send(messages.encode(Goodbye("I go", leave=False, address="n")))
+        there, hello = await stage.greet()
+        assert came == [there]
+        assert asyncio.get_running_loop().time() - began <= 0.01
+        assert hello.generation == 1
+        await there.close()
+        await asyncio.sleep(1)
         assert stage.training.starts == [(NODE, 1)]
 
     tell(story)
@@ -524,6 +575,61 @@ def test_standby_that_cannot_be_one(error: Exception, monkeypatch: pytest.Monkey
         )
         await stage.listener.serve(stage.accept, dict)
         with pytest.raises(type(error)):
+            await asyncio.wait_for(stage.agent.run(), 10)
+
+    virtual_loop.run(story())
+
+
+def test_a_master_with_another_token_is_passed_by() -> None:
+    """Whoever took us in knows us: a standby that was started with another token is not the end of a node that trains."""
+
+    class Refusing:
+        """The dialer of an agent whose second master does not know it."""
+
+        def __init__(self, dialer: Any) -> None:
+            self._dialer, self.refused = dialer, 0
+
+        async def connect(self, address: str) -> Connection:
+            if address == "other":
+                self.refused += 1
+                raise TokenRefused("the token is wrong")
+            return await self._dialer.connect(address)
+
+        async def close(self) -> None:
+            await self._dialer.close()
+
+    async def story(listed: list[str]) -> bool:
+        stage = Stage()
+        stage.agent._masters = Masters(listed)
+        dialer = stage.agent._dialer = Refusing(stage.agent._dialer)
+        await stage.listener.serve(stage.accept, dict)
+        running = virtual_loop.spawn("agent", stage.agent.run())
+        try:
+            connection, _ = await asyncio.wait_for(stage.greet(), 5)
+            await asyncio.sleep(2)
+            await connection.send(messages.encode(Goodbye("m hands over", leave=False)))
+            again = asyncio.ensure_future(stage.greet())
+            await asyncio.wait([again, running], timeout=10, return_when=asyncio.FIRST_COMPLETED)
+            assert dialer.refused
+            return again.done()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    assert virtual_loop.run(story(["m", "other"]))
+
+
+def test_a_token_refused_by_the_first_master() -> None:
+    """Nobody has taken it in: an agent with the wrong token ends, however many masters there are."""
+
+    async def refuse(_address: str) -> Connection:
+        raise TokenRefused("the token is wrong")
+
+    async def story() -> None:
+        stage = Stage()
+        stage.agent._masters = Masters(["m", "other"])
+        stage.agent._dialer.connect = refuse  # type: ignore[method-assign]
+        with pytest.raises(TokenRefused):
             await asyncio.wait_for(stage.agent.run(), 10)
 
     virtual_loop.run(story())

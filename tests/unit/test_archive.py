@@ -12,7 +12,7 @@ import pytest
 
 from dlrover_core.errors import LogCorrupt, LogError, LogUnavailable
 from dlrover_core.kernel.events import Batch
-from dlrover_core.logs import sqlite, tables
+from dlrover_core.logs import tables
 from dlrover_core.logs.archive import Archive, LocalStore, Segment
 from dlrover_core.logs.sqlite import SqliteLog
 from dlrover_core.logs.tail import RepairKind
@@ -111,6 +111,60 @@ def test_an_exchanged_file_breaks_the_chain(tmp_path: Path) -> None:
         archive_in(tmp_path / "a").verify()
 
 
+def test_a_reader_notices_an_exchanged_file(tmp_path: Path) -> None:
+    """Reading on, without verifying anything, the file behind an exchanged one tells that the chain is broken."""
+    segments = archive_in(tmp_path / "a").write(itertools.islice(history(), 12))
+    archive_in(tmp_path / "b").write([make_batch(1, 99, 1, 12, size=9)])
+    (tmp_path / "a" / segments[0].name).write_bytes((tmp_path / "b" / segments[0].name).read_bytes())
+    with pytest.raises(LogCorrupt, match="does not follow") as found:
+        list(archive_in(tmp_path / "a").batches())
+    assert found.value.seq == 13
+    assert len(list(archive_in(tmp_path / "a").batches(after=12))) == 8
+
+
+def test_a_file_of_another_log_does_not_begin_an_archive(tmp_path: Path) -> None:
+    """The first file follows nothing; one that follows something, under its name, is a foreign one."""
+    other = archive_in(tmp_path)
+    other._write([make_batch(1, 1, 1, 12)], b"x" * 32)
+    with pytest.raises(LogCorrupt, match="does not follow"):
+        other.page(0)
+
+
+def test_what_was_written_and_not_told_comes_first(tmp_path: Path) -> None:
+    """A writer that knows what stands in the log gets every file beyond: those first that a dead one left, each checked."""
+    archive_in(tmp_path).write(itertools.islice(history(), 9))
+    segments = archive_in(tmp_path).verify()
+    assert archive_in(tmp_path).write(itertools.islice(history(25), 5), noted=12)[0] == segments[1]
+    assert archive_in(tmp_path).write([], noted=12) == archive_in(tmp_path).verify()[1:]
+    assert archive_in(tmp_path).write([], noted=36) == []
+    (tmp_path / segments[1].name).write_bytes(b"torn")
+    with pytest.raises(LogCorrupt) as found:
+        archive_in(tmp_path).write(itertools.islice(history(37), 9), noted=12)
+    assert found.value.seq == 13
+    assert archive_in(tmp_path).last() == 36
+
+
+def test_what_may_be_deleted(tmp_path: Path) -> None:
+    """Only what the archive holds byte for byte, and in an unbroken chain, from wherever the log still begins."""
+    batches = list(itertools.islice(history(), 12))
+    segments = archive_in(tmp_path).write(batches)
+    for first in range(12):
+        archive_in(tmp_path).require(36, batches[first:])
+        archive_in(tmp_path).require(batches[first].last_seq, batches[: first + 1])
+    archive_in(tmp_path).require(36, [])
+    with pytest.raises(LogError, match="37-39 are not archived"):
+        archive_in(tmp_path).require(39, [])
+    other = [*batches[:7], make_batch(1, 8, 22, 3, size=9), *batches[8:]]
+    with pytest.raises(LogCorrupt, match="something else") as found:
+        archive_in(tmp_path).require(36, other)
+    assert found.value.seq == 22
+    (tmp_path / segments[1].name).unlink()
+    with pytest.raises(LogCorrupt) as found:
+        archive_in(tmp_path).require(36, batches[6:])
+    assert found.value.seq == 13
+    archive_in(tmp_path).require(12, batches[:4])
+
+
 def test_verify_of_the_end_only(tmp_path: Path) -> None:
     """Verification can begin behind what was verified before, and still checks the link."""
     segments = archive_in(tmp_path).write(itertools.islice(history(), 12))
@@ -147,20 +201,10 @@ def test_a_store_that_fails(tmp_path: Path) -> None:
 # ---- archive and log as one stream
 
 
-@pytest.fixture(autouse=True)
-def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten events fill a file."""
-
-    def archive_of(self: SqliteLog, job: str) -> Archive:
-        return archive_in(self._archives / job)
-
-    monkeypatch.setattr(sqlite.SqliteLog, "archive_of", archive_of)
-
-
 @contextlib.asynccontextmanager
 async def led(place: Path, appends: int = 20) -> AsyncIterator[tuple[SqliteLog, Pen]]:
     """A log with batches of three events, and its leader."""
-    log = await SqliteLog.open(place / "log.db", CODEC, reserve_bytes=0)
+    log = await SqliteLog.open(place / "log.db", CODEC, reserve_bytes=0, segment_events=10)
     pen = Pen(await log.lead(JOB, "a"))
     for _ in range(appends):
         await pen.write(events=3)

@@ -103,13 +103,15 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 
 def test_all_checks_are_made() -> None:
-    """An endpoint and a GPU are looked for only when asked for; the clock comes last, to see how far both clocks went."""
-    plain = argparse.Namespace(gpu=False, state_dir=None, preload="none", endpoint=None)
+    """An endpoint, a log and a GPU are looked for only when asked for; the clock comes last, to see how far both clocks went."""
+    plain = argparse.Namespace(gpu=False, state_dir=None, preload="none", endpoint=None, log=None)
     names = [one.name for one in doctor.checks(plain)]
     assert names[-1] == "clock"
-    full = argparse.Namespace(gpu=True, state_dir=Path("/x"), preload="a, b", endpoint=network.Endpoint("h", 1))
+    full = argparse.Namespace(
+        gpu=True, state_dir=Path("/x"), preload="a, b", endpoint=network.Endpoint("h", 1), log="etcd://h/p"
+    )
     more = {one.name for one in doctor.checks(full)}
-    assert more - set(names) == {"gpu", "endpoint"}
+    assert more - set(names) == {"gpu", "endpoint", "log"}
     assert all(one.bound_s <= 180 for one in doctor.checks(full))
     assert doctor.modules("a, b") == ("a", "b")
     assert doctor.modules("") == ()

@@ -122,6 +122,15 @@ def test_report_of_the_last_run() -> None:
     assert told.goodput.wall_us == 0
 
 
+def test_the_first_master_takes_nothing_over() -> None:
+    """Where a launcher begins the run, its first master is no successor; the next one is."""
+    life = Life(TWO_NODES)
+    life.do(1, job.TakeOver("master-1", "v"))
+    assert report_of(life.records).take_overs == ()
+    life.do(2, job.TakeOver("master-2", "v"))
+    assert [one.holder for one in report_of(life.records).take_overs] == ["master-2"]
+
+
 def test_report_grows_with_the_log() -> None:
     """A report may be asked for after every record: that is how a live view is made."""
     builder = ReportBuilder()

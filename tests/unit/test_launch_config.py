@@ -69,8 +69,9 @@ def test_omp_num_threads_is_torchruns(nproc: int, inherited: dict[str, str], thr
 
 def test_workers_are_born_without_our_secrets() -> None:
     """The job's token stays with the agent; what the user sets arrives."""
-    env = birth_environment(LaunchConfig(("train.py",), env={"MINE": "1"}), {"DLROVER_TOKEN": "x", "HOME": "/root"})
-    assert "DLROVER_TOKEN" not in env
+    born = {"DLROVER_TOKEN": "x", "DLROVER_ETCD_PASSWORD": "y", "HOME": "/root"}
+    env = birth_environment(LaunchConfig(("train.py",), env={"MINE": "1"}), born)
+    assert not {"DLROVER_TOKEN", "DLROVER_ETCD_PASSWORD"} & env.keys()
     assert (env["MINE"], env["HOME"], env["PYTORCH_NVML_BASED_CUDA_CHECK"]) == ("1", "/root", "1")
 
 

@@ -10,7 +10,9 @@ import pytest
 from drive import Drive
 
 from dlrover_adapters.cli import main, operate
+from dlrover_adapters.http import client
 from dlrover_adapters.http.token import kept
+from dlrover_core.errors import ConnectionLost
 from dlrover_core.job import job, nodes, scaling, world
 
 
@@ -49,6 +51,7 @@ def asked(drive: Drive, command: Any) -> Any:
 def test_waiting_for_a_size() -> None:
     """It lacks nodes, then a world, then workers that run; then nothing."""
     drive = Drive(nodes_max=1, nproc=1).up()
+    assert operate.outcome(drive.state).endswith(", 1 node, 1 rank")
     fact = asked(drive, scaling.ScaleGroup("worker", 0, 2, "x"))
     assert operate.lacks_size(drive.state, fact) == "1 of 2 nodes train, 1 of 2 nodes joined"
     drive.join("worker-1-0")
@@ -136,3 +139,25 @@ def test_where_the_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert operate.token(args) == ""
     with kept("next-token", folder, directory / "token"):
         assert operate.token(args) == "next-token"
+
+
+def test_whoever_leads_of_several_masters_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that cannot have done it are passed over; where one may have done it, no other is asked. --timeout bounds it."""
+    asked: list[tuple[str, float]] = []
+
+    async def send(address: str, token: str, what: object, *, timeout_s: float, tls: object) -> int:
+        asked.append((address, timeout_s))
+        if address == "a:1":
+            raise ConnectionLost("it stands by")
+        if address == "b:1":
+            raise client.Unanswered("it may have done it")
+        return 7
+
+    monkeypatch.setattr(client, "send_command", send)
+    monkeypatch.setenv("DLROVER_TOKEN", "of-the-job")
+    words = ("stop", "many", "--no-wait", "--timeout", "5", "--master")
+    assert main.main([*words, "a:1, c:1,d:1"]) == 0
+    assert asked == [("a:1", 5.0), ("c:1", 5.0)]
+    asked.clear()
+    assert main.main([*words, "a:1,b:1,c:1"]) == 6
+    assert [one for one, _ in asked] == ["a:1", "b:1"]

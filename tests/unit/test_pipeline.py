@@ -31,6 +31,14 @@ class Lead:
         self.batches: list[Batch] = []
         self.in_flight = 0
 
+    def valid(self) -> bool:
+        """It leads."""
+        return True
+
+    def trouble(self) -> str:
+        """Nobody has noticed any."""
+        return ""
+
     async def append(self, batch: Batch) -> Outcome:
         """Answer as scripted, after a while."""
         self.in_flight += 1
@@ -70,6 +78,23 @@ def test_group_commit() -> None:
         assert [len(batch.records) for batch in committed] == [2, 100]
         line.stop()
         await running
+
+    tell(Lead(), story)
+
+
+def test_the_next_leader_gets_the_rest() -> None:
+    """Once it takes nothing more a pipeline does what is queued, and what comes later is for whoever leads next."""
+
+    async def story(line: Pipeline, committed: list[Batch]) -> None:
+        running = asyncio.ensure_future(line.run())
+        first = line.submit(CREATE)
+        await asyncio.sleep(0.05)
+        second = line.submit(NotePause(1))
+        line.stop(taking=False)
+        assert line.submit(NotePause(2)).cancelled()
+        await running
+        assert (first.result(), second.result()) == (Accepted(1), Accepted(3))
+        assert [len(batch.records) for batch in committed] == [2, 1]
 
     tell(Lead(), story)
 

@@ -13,7 +13,7 @@ from dlrover_core.diagnosis import ladder
 from dlrover_core.history.goodput import Goodput, goodput_of
 from dlrover_core.history.incidents import IncidentsBuilder, Story
 from dlrover_core.history.timeline import Timeline, TimelineBuilder
-from dlrover_core.job import job, scaling
+from dlrover_core.job import job, nodes, scaling
 from dlrover_core.job.state import MODEL
 from dlrover_core.kernel.engine import CommandFailed
 from dlrover_core.kernel.events import Record
@@ -86,6 +86,7 @@ class ReportBuilder:
         self._asked: list[Record] = []
         self._alarms = 0
         self._runs = 0
+        self._led = False
 
     def feed(self, record: Record) -> None:
         """Take in the next record."""
@@ -95,10 +96,12 @@ class ReportBuilder:
             self._new_run()
         self._timeline.feed(record)
         self._incidents.feed(self.state, record)
+        self._led = self._led or not isinstance(fact, (job.JobCreated, nodes.NodePlanned, job.LeaderStarted))
         if isinstance(fact, job.LeaderStarted):
-            # The first leader of a run creates it and says no more; whoever follows begins with this event.
-            if self._runs and not self.state.job.over:
+            # The first leader of a run creates it and says no more, or is the first one after a launcher that did no more.
+            if self._led and not self.state.job.over:
                 self._take_overs.append(TakeOver(record.seq, record.at, fact.holder, record.at - before))
+            self._led = True
         elif isinstance(fact, ASKED):
             self._asked.append(record)
         elif isinstance(fact, CommandFailed):
@@ -111,6 +114,7 @@ class ReportBuilder:
         self._asked.clear()
         self._alarms = 0
         self._runs += 1
+        self._led = False
 
     def report(self, now: int | None = None) -> Report:
         """What is known so far. ``now`` as in `TimelineBuilder.timeline`."""

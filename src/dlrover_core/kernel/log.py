@@ -2,36 +2,42 @@
 
 Leases are liveness, the fence is safety: `Leadership.append` either lands whole under the newest token, or says exactly why
 not. The outcome of a lost acknowledgement is never guessed: the same batch sent again is recognised by its identity.
+Outcomes are no tuples: `Appended(2)` does not equal `AlreadyAppended(2)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Union, runtime_checkable
 
 from dlrover_core.kernel.events import Batch, Record
 
 
-class Appended(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Appended:
     """The batch is durable; ``seq`` is its last sequence number."""
 
     seq: int
 
 
-class AlreadyAppended(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class AlreadyAppended:
     """The same batch was durable before: an earlier acknowledgement was lost."""
 
     seq: int
 
 
-class Fenced(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Fenced:
     """A newer leader exists. Drop all working state and stop deciding. ``current`` is its token."""
 
     mine: int
     current: int
 
 
-class Conflict(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Conflict:
     """The head is not where this leader believes it is though nobody newer leads: a bug, to be loud about."""
 
     expected: int
@@ -74,6 +80,10 @@ class Leadership(Protocol):
         """May orders still be given? By the local clock alone, without I/O."""
         ...
 
+    def trouble(self) -> str:
+        """Why the log cannot be reached or written, as far as was noticed; empty: all is well. Without I/O."""
+        ...
+
     async def append(self, batch: Batch) -> Outcome:
         """Append whole or not at all. Raises `LogUnavailable` (send the same batch again) and `LogFull`."""
         ...
@@ -108,16 +118,38 @@ class Segment(NamedTuple):
 class Archiving(Protocol):
     """A log that can copy what is old to an archive. Nothing is deleted that is not archived."""
 
-    async def archive(self, job: str, upto: int | None = None) -> Sequence[Segment]:
-        """Copy what fills whole files, up to ``upto``; nothing where no archive is configured."""
+    async def archive(self, job: str, upto: int | None = None, noted: int | None = None) -> Sequence[Segment]:
+        """Copy what fills whole files, up to ``upto``; nothing where no archive is configured.
+
+        Returns the new files. With ``noted``, the last event whose file stands in the log: all files beyond it, checked, those
+        included that an earlier leader wrote and could not tell of. Raises `LogError`.
+        """
+        ...
+
+    async def trim(self, job: str, upto: int) -> int:
+        """Delete what is archived up to ``upto`` and what this log does not keep for ever; returns how many batches.
+
+        Called by the leader once the segments stand in the log. Whoever takes over must not need the archive: nothing goes
+        that the older of two snapshots does not cover. Raises `LogError` for what the archive does not hold whole.
+        """
         ...
 
 
 class EventLog(Protocol):
     """All jobs' logs at one URL."""
 
-    async def lead(self, job: str, holder: str, ttl_s: float = 10.0, *, wait: bool = True) -> Leadership:
-        """Become the leader of ``job``; with ``wait`` stand by until the present one is gone, else raise `NotLeading`."""
+    @property
+    def shared(self) -> bool:
+        """May masters of several hosts lead here?"""
+        ...
+
+    async def lead(
+        self, job: str, holder: str, ttl_s: float = 5.0, *, wait: bool = True, after: str = ""
+    ) -> Leadership:
+        """Become the leader of ``job``; with ``wait`` stand by until the present one is gone, else raise `NotLeading`.
+
+        ``after`` is a holder that the caller knows to be dead: if it is the present one, its lease is not waited for.
+        """
         ...
 
     async def leader(self, job: str) -> LeaderInfo | None:

@@ -28,7 +28,8 @@ def open_log(url: str, codec: Codec | None = None) -> Opening:
     ``async with open_log(url) as log:``, or ``log = await open_log(url)`` and in the end ``await log.close()``.
 
     ``memory:``; ``sqlite:///absolute/path``, ``sqlite:relative/path``, ``sqlite:`` for the default place, each with
-    ``?archive=DIRECTORY`` if need be; or a scheme of an installed distribution. ``codec`` is by default that of jobs.
+    ``?archive=URL`` if need be (a directory, or what `stores` knows); or a scheme of an installed distribution. ``codec`` is
+    by default that of jobs.
     Raises `SpecError` for a URL that no log understands.
     """
     return Opening(url, codec)

@@ -5,27 +5,29 @@ the BLAKE2b hash of the file before it, so that a file that was changed, lost or
 newest one is for the master to keep, in an event. A file is ``magic, length and crc of the header, header`` and then
 entries as in a tail file.
 
-The archive needs little of where it lies: a `Store` lists, reads, and writes whole files. `LocalStore` is a directory.
+The archive needs little of where it lies: a `Store` lists, reads, and writes whole files (`stores`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
+import itertools
+import logging
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgpack
 
-from dlrover_core.errors import LogCorrupt, LogError, LogUnavailable, SchemaTooNew
+from dlrover_core.errors import LogCorrupt, LogError, LogUnavailable, SchemaTooNew, SpecError
 from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.events import Batch
 from dlrover_core.kernel.log import Segment
 from dlrover_core.logs import tail
-from dlrover_core.logs.place import private_dir, private_file
+from dlrover_core.logs.stores import LocalStore, Store, open_store
+
+__all__ = ["DIGEST_BYTES", "SEGMENT_EVENTS", "Archive", "LocalStore", "Segment", "Store", "open_store"]
 
 SEGMENT_EVENTS = 10_000
 DIGEST_BYTES = 32
@@ -34,74 +36,36 @@ _MAGIC = b"DLRARCH1"
 _HEAD = struct.Struct("<8sII")
 _SUFFIX = ".seg"
 _GENESIS = b"\0" * DIGEST_BYTES
+# Written by every leader under the same name with the same words: proof that the store takes and keeps files.
+_MARK = (".archive", b"Events of one job, archived by dlrover-core: never to be changed.\n")
 
-
-class Store(Protocol):
-    """Where the files of one job's archive lie. Calls block; they are made off the event loop."""
-
-    def names(self) -> list[str]:
-        """The names of all files; none where there is no archive yet."""
-        ...
-
-    def read(self, name: str) -> bytes:
-        """A whole file. Raises `OSError`."""
-        ...
-
-    def write(self, name: str, content: bytes) -> None:
-        """Write a file durably, whole or not at all; never over another one. Raises `OSError`."""
-        ...
-
-
-class LocalStore:
-    """A directory of this host, made when first written to."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def names(self) -> list[str]:
-        """The names of all files."""
-        try:
-            return os.listdir(self.directory)
-        except FileNotFoundError:
-            return []
-
-    def read(self, name: str) -> bytes:
-        """A whole file."""
-        return (self.directory / name).read_bytes()
-
-    def write(self, name: str, content: bytes) -> None:
-        """Temporary name, sync, link to the final name, sync the directory."""
-        private_dir(self.directory)
-        draft = self.directory / f".{name}.{os.getpid()}"
-        fd = private_file(draft, os.O_WRONLY | os.O_TRUNC)
-        try:
-            try:
-                view = memoryview(content)
-                while view:
-                    view = view[os.write(fd, view) :]
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            # A link, where rename would silently replace a file that must never change.
-            os.link(draft, self.directory / name)
-        except FileExistsError:
-            if self.read(name) != content:
-                raise
-        finally:
-            draft.unlink(missing_ok=True)
-        directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+_logger = logging.getLogger(__name__)
 
 
 class Archive:
-    """The archive of one job. Calls block; one writer at a time."""
+    """The archive of one job. Calls block; one writer at a time, any number of readers."""
 
     def __init__(self, store: Store, job: str, codec: Codec, segment_events: int = SEGMENT_EVENTS) -> None:
         self.store, self.job, self.codec, self.segment_events = store, job, codec, segment_events
-        self._recent: tuple[str, tuple[Batch, ...]] = ("", ())
+        self._link: tuple[int, bytes] = (0, _GENESIS)  # the last event of the file read last, and that file's hash
+
+    def check(self) -> None:
+        """Try to list and to write, for a job that is about to begin: one that has begun must not end for want of an archive.
+
+        Raises `SpecError` for a store that refuses, or that holds another job's events under this job's name. One that does
+        not answer may do so later: that is a warning.
+        """
+        try:
+            found = [name for name in self.store.names() if _span(name) is not None]
+            if found:
+                raise SpecError(
+                    "archive", f"it holds events of an earlier job {self.job!r}; take another name, or move them away"
+                )
+            self.store.write(*_MARK)
+        except OSError as error:
+            if not isinstance(error, (TimeoutError, ConnectionError)):
+                raise SpecError("archive", f"job {self.job!r}: it cannot be listed and written: {error}") from error
+            _logger.warning("job %r: the archive cannot be used now, events stay in the log: %s", self.job, error)
 
     def spans(self) -> list[tuple[int, int]]:
         """First and last sequence number of every file, in order. Contents are not looked at."""
@@ -116,12 +80,20 @@ class Archive:
         spans = self.spans()
         return spans[-1][1] if spans else 0
 
-    def write(self, batches: Iterable[Batch]) -> list[Segment]:
+    def write(self, batches: Iterable[Batch], noted: int | None = None) -> list[Segment]:
         """Archive batches that follow the last archived one; what does not fill a file is left for the next time.
 
-        Raises `ValueError` for batches that leave a gap, `LogUnavailable` where the store cannot be written.
+        Returns the files that were written. With ``noted``, the last event whose file stands in the log, it returns all files
+        beyond, read back and checked: those come first that a writer left who died before it could tell.
+        Raises `ValueError` for batches that leave a gap, `LogUnavailable` where the store cannot be written, `LogCorrupt`.
         """
         spans = self.spans()
+        last = spans[-1][1] if spans else 0
+        found = self.verify(noted) if noted is not None and last > noted else []
+        written = self._extend(batches, spans)
+        return found + (written if noted is None or not written else self.verify(max(last, noted)))
+
+    def _extend(self, batches: Iterable[Batch], spans: list[tuple[int, int]]) -> list[Segment]:
         last = spans[-1][1] if spans else 0
         previous = _digest(self._read(_name(*spans[-1]))) if spans else _GENESIS
         written: list[Segment] = []
@@ -144,23 +116,28 @@ class Archive:
 
         Raises `LogCorrupt` at the first fault.
         """
-        spans = self.spans()
-        old = [span for span in spans if span[1] <= after]
-        previous, expected, found = _GENESIS, 1, []
-        if old:
-            previous, expected = _digest(self._read(_name(*old[-1]))), old[-1][1] + 1
-        for first, last in spans[len(old) :]:
-            name = _name(first, last)
-            content = self._read(name)
-            header = self._header(content, first)
-            if first != expected:
-                raise LogCorrupt(self.job, expected, f"the archive goes on with {name}; restore the file between")
-            if header.previous != previous:
-                raise LogCorrupt(self.job, first, f"{name} does not follow the file before it: one of them was changed")
-            self._batches(content, first, last)
-            previous, expected = _digest(content), last + 1
-            found.append(Segment(first, last, previous.hex()))
-        return found
+        return [segment for segment, _ in self._walk(after)]
+
+    def require(self, upto: int, batches: Iterable[Batch]) -> None:
+        """Before ``batches``, in order and none beyond ``upto``, are deleted: the archive must hold the same bytes, chained.
+
+        Raises `LogError` for what is not archived, `LogCorrupt` for what is archived otherwise.
+        """
+        archived = self.last()
+        if archived < upto:
+            raise LogError(
+                f"job {self.job!r}: events {archived + 1}-{upto} are not archived; archive them before truncating"
+            )
+        rest = iter(batches)
+        first = next(rest, None)
+        if first is None:
+            return
+        files = self._walk(first.first_seq - 1)
+        copies = (copy for _, held in files for copy in held if copy.first_seq >= first.first_seq)
+        for batch in itertools.chain((first,), rest):
+            copy = next(copies, None)
+            if copy is None or copy.payload != batch.payload:
+                raise LogCorrupt(self.job, batch.first_seq, "the archive holds something else in its place")
 
     def batches(self, after: int = 0) -> Iterator[Batch]:
         """Every archived batch whose last record is beyond ``after``, in order. Raises `LogCorrupt`."""
@@ -169,18 +146,42 @@ class Archive:
             after = page[-1].last_seq
 
     def page(self, after: int) -> list[Batch]:
-        """The batches beyond ``after`` of the one file that holds the next event; none where no file does."""
+        """The batches beyond ``after`` of the one file that holds the next event; none where no file does.
+
+        Page by page the chain is followed: a file that was exchanged for another whole one is found when the next is read.
+        """
         for first, last in self.spans():
             if first <= after + 1 <= last:
-                return [batch for batch in self._segment(first, last) if batch.last_seq > after]
+                content = self._read(_name(first, last))
+                end, digest = self._link
+                if first == end + 1:
+                    self._require_link(content, first, last, digest)
+                batches = self._batches(content, first, last)
+                self._link = (last, _digest(content))
+                return [batch for batch in batches if batch.last_seq > after]
         return []
 
-    def _segment(self, first: int, last: int) -> tuple[Batch, ...]:
-        name, batches = self._recent
-        if name != _name(first, last):
-            batches = self._batches(self._read(_name(first, last)), first, last)
-            self._recent = (_name(first, last), batches)
-        return batches
+    def _walk(self, after: int) -> Iterator[tuple[Segment, tuple[Batch, ...]]]:
+        spans = self.spans()
+        old = [span for span in spans if span[1] <= after]
+        previous, expected = _GENESIS, 1
+        if old:
+            previous, expected = _digest(self._read(_name(*old[-1]))), old[-1][1] + 1
+        for first, last in spans[len(old) :]:
+            content = self._read(_name(first, last))
+            if first != expected:
+                raise LogCorrupt(
+                    self.job, expected, f"the archive goes on with {_name(first, last)}; restore the file between"
+                )
+            self._require_link(content, first, last, previous)
+            batches = self._batches(content, first, last)
+            previous, expected = _digest(content), last + 1
+            yield Segment(first, last, previous.hex()), batches
+
+    def _require_link(self, content: bytes, first: int, last: int, previous: bytes) -> None:
+        if self._header(content, first).previous != previous:
+            name = _name(first, last)
+            raise LogCorrupt(self.job, first, f"{name} does not follow the file before it: one of them was changed")
 
     def _write(self, batches: list[Batch], previous: bytes) -> bytes:
         first, last = batches[0].first_seq, batches[-1].last_seq

@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import NamedTuple, Union
 
-from dlrover_core.errors import LogFull, LogUnavailable, NotLeading
+from dlrover_core.errors import LogCorrupt, LogFull, LogUnavailable, NotLeading
 from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.events import Batch, Record
-from dlrover_core.kernel.log import AlreadyAppended, Appended, Conflict, Fenced, LeaderInfo, Outcome, Snapshot
+from dlrover_core.kernel.log import AlreadyAppended, Appended, Conflict, Fenced, LeaderInfo, Outcome, Segment, Snapshot
+from dlrover_core.logs.archive import SEGMENT_EVENTS, Archive
 from dlrover_core.logs.doorbell import Doorbell
+from dlrover_core.logs.stores import Store
 
 
 class LostAck(NamedTuple):
@@ -54,13 +56,14 @@ class Faults:
     """What goes wrong: by the number of the append (from 1, over all jobs), or for as long as a switch is on.
 
     ``Faults({3: LostAck()})``; ``faults.unavailable = True`` lets every call fail until it is False again, ``faults.full`` every
-    append. ``tripped`` lists what has happened so far.
+    append. While ``unsure`` is True no leader can be sure that it still leads. ``tripped`` lists what has happened so far.
     """
 
     def __init__(self, script: Mapping[int, Fault] | None = None) -> None:
         self.script: dict[int, Fault] = dict(script or {})
         self.unavailable = False
         self.full = False
+        self.unsure = False
         self.appends = 0
         self.tripped: list[tuple[int, Fault]] = []
 
@@ -97,14 +100,30 @@ class _Job:
 
 
 class MemoryLog:
-    """An `EventLog` in memory. With a codec every batch read is decoded from its bytes; without, handed out as it came."""
+    """An `EventLog` in memory. With a codec every batch read is decoded from its bytes; without, handed out as it came.
 
-    def __init__(self, codec: Codec | None = None, faults: Faults | None = None) -> None:
+    ``archive`` is for the one job that is archived, and needs a codec; the store is called on the loop.
+    """
+
+    def __init__(
+        self,
+        codec: Codec | None = None,
+        faults: Faults | None = None,
+        archive: Store | None = None,
+        segment_events: int = SEGMENT_EVENTS,
+    ) -> None:
         self.codec = codec
         self.faults = faults if faults is not None else Faults()
+        self.store, self.segment_events = archive, segment_events
+        self._archives: dict[str, Archive] = {}
         self._jobs: dict[str, _Job] = {}
         self._bell = Doorbell()
         self._closed = False
+
+    @property
+    def shared(self) -> bool:
+        """It lives and dies with its process."""
+        return False
 
     @classmethod
     async def open_url(cls, _url: str, codec: Codec) -> MemoryLog:
@@ -115,9 +134,10 @@ class MemoryLog:
         self,
         job: str,
         holder: str,
-        ttl_s: float = 10.0,  # noqa: ARG002  # the port's; nobody dies here unannounced
+        ttl_s: float = 5.0,  # noqa: ARG002  # the port's; nobody dies here unannounced
         *,
         wait: bool = True,
+        after: str = "",  # noqa: ARG002  # as above
     ) -> MemoryLeadership:
         """Become the leader, in the order of asking. Raises `NotLeading` without ``wait``."""
         self._check()
@@ -160,6 +180,11 @@ class MemoryLog:
             if kept is None or index == len(kept.lasts):
                 return
             batch = kept.batches[index]
+            if batch.first_seq > after + 1:
+                for old in self._archived(job, after, batch.first_seq):
+                    yield old
+                    after = old.last_seq
+                continue
             yield batch if self.codec is None else self.codec.decode(batch.payload)
             after = batch.last_seq
 
@@ -189,6 +214,27 @@ class MemoryLog:
             (kept_one for kept_one, whole in reversed(kept.snapshots) if whole and kept_one.seq <= kept.head), None
         )
 
+    async def archive(self, job: str, upto: int | None = None, noted: int | None = None) -> list[Segment]:
+        """Copy what fills whole files, up to ``upto``; nothing without an archive."""
+        self._check()
+        archive = self._archive_of(job)
+        if archive is None:
+            return []
+        new = [one async for one in self.batches(job, archive.last()) if upto is None or one.last_seq <= upto]
+        return archive.write(new, noted)
+
+    async def trim(self, job: str, upto: int) -> int:
+        """Delete what is archived up to ``upto`` and to the older of two snapshots; returns how many."""
+        self._check()
+        archive, kept = self._archive_of(job), self._jobs.get(job)
+        if archive is None or kept is None or len(kept.snapshots) < 2:
+            return 0
+        upto = min(upto, kept.snapshots[-2][0].seq)
+        old = kept.batches[: min(bisect_right(kept.lasts, upto), len(kept.batches) - 1)]
+        archive.require(upto, old)
+        del kept.batches[: len(old)], kept.lasts[: len(old)]
+        return len(old)
+
     async def close(self) -> None:
         """Resign everywhere. Idempotent."""
         for kept in self._jobs.values():
@@ -212,6 +258,18 @@ class MemoryLog:
             raise LogUnavailable("the log in memory is closed")
         if self.faults.unavailable:
             raise LogUnavailable("the log in memory is unavailable: its fault script says so")
+
+    def _archive_of(self, job: str) -> Archive | None:
+        if self.store is None or self.codec is None:
+            return None
+        return self._archives.setdefault(job, Archive(self.store, job, self.codec, self.segment_events))
+
+    def _archived(self, job: str, after: int, found: int) -> list[Batch]:
+        archive = self._archive_of(job)
+        page = archive.page(after) if archive is not None else []
+        if not page:
+            raise LogCorrupt(job, after + 1, f"the log goes on with {found}, and the archive does not hold it")
+        return page
 
     async def _turn(self, kept: _Job) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -284,7 +342,14 @@ class MemoryLeadership:
 
     def valid(self) -> bool:
         """May orders still be given?"""
-        return self.kept.leader is self
+        return self.kept.leader is self and not self._log.faults.unsure
+
+    def trouble(self) -> str:
+        """What the faults' switches say."""
+        faults = self._log.faults
+        if faults.unavailable:
+            return "LogUnavailable: its fault script says so"
+        return "LogFull: its fault script says so" if faults.full else ""
 
     async def append(self, batch: Batch) -> Outcome:
         """Append whole or not at all, or suffer what the script says."""
@@ -319,7 +384,7 @@ class MemoryLeadership:
     async def announce(self, address: str) -> None:
         """Publish where this leader can be reached."""
         self._log._check()
-        if self.valid():
+        if self.kept.leader is self:
             self.kept.address = address
 
     async def resign(self) -> None:

@@ -28,7 +28,7 @@ from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.events import Batch, Record
 from dlrover_core.kernel.log import AlreadyAppended, Appended, Fenced, LeaderInfo, Outcome, Segment, Snapshot
 from dlrover_core.logs import tables
-from dlrover_core.logs.archive import Archive, LocalStore
+from dlrover_core.logs.archive import SEGMENT_EVENTS, Archive, open_store
 from dlrover_core.logs.doorbell import Doorbell
 from dlrover_core.logs.lock import JobLock, Mark, read_mark, try_take, wait_take
 from dlrover_core.logs.place import (
@@ -65,11 +65,14 @@ _logger = logging.getLogger(__name__)
 class SqliteLog:
     """An `EventLog` in one SQLite file. Use `open`. ``repairs`` tells what was found damaged and mended, oldest first."""
 
-    def __init__(self, path: Path, codec: Codec, archive: Path, reserve_bytes: int) -> None:
+    def __init__(
+        self, path: Path, codec: Codec, archive: str | None, reserve_bytes: int, segment_events: int = SEGMENT_EVENTS
+    ) -> None:
         self.path, self.codec = path, codec
         self.repairs: list[Repair] = []
         self.reserve = Reserve(path.with_name(path.name + ".reserve"), reserve_bytes)
-        self._archives = archive
+        self._archive_url, self._segment_events = archive, segment_events
+        self._archives: dict[str, Archive] = {}
         self._bell = Doorbell()
         self._reader = Reader(path, codec, self.archive_of, self._note)
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="dlrover-log-read")
@@ -80,13 +83,29 @@ class SqliteLog:
         self._unmoved_bytes = 0
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    @property
+    def shared(self) -> bool:
+        """One host leads here: the lock is its kernel's."""
+        return False
+
     @classmethod
     async def open(
-        cls, path: str | Path, codec: Codec, *, archive: str | Path | None = None, reserve_bytes: int = RESERVE_BYTES
+        cls,
+        path: str | Path,
+        codec: Codec,
+        *,
+        archive: str | Path | None = None,
+        reserve_bytes: int = RESERVE_BYTES,
+        segment_events: int = SEGMENT_EVENTS,
     ) -> SqliteLog:
-        """Open a log; the file is made by the first leader. Raises `SpecError` on a network or FUSE file system."""
-        where = _host_local(path)
-        return cls(where, codec, Path(archive or f"{where}-archive"), reserve_bytes)
+        """Open a log; the file is made by the first leader. ``archive``: as `open_store` takes it; else beside the database.
+
+        Raises `SpecError` on a network or FUSE file system, and for an archive that no store understands.
+        """
+        if archive:
+            # In a thread: it may import a package that takes its time.
+            await asyncio.get_running_loop().run_in_executor(None, open_store, str(archive), "any")
+        return cls(_host_local(path), codec, str(archive) if archive else None, reserve_bytes, segment_events)
 
     @classmethod
     async def open_url(cls, url: str, codec: Codec) -> SqliteLog:
@@ -94,7 +113,7 @@ class SqliteLog:
         parts = urlsplit(url)
         options = parse_qs(parts.query)
         if parts.netloc or set(options) - {"archive"}:
-            known = "sqlite:///absolute/path, sqlite:relative/path or sqlite:, with ?archive=DIRECTORY if need be"
+            known = "sqlite:///absolute/path, sqlite:relative/path or sqlite:, with ?archive=URL if need be"
             raise SpecError("log", f"{url!r} is not {known}")
         path = unquote(parts.path) or default_state_dir() / "log.db"
         return await cls.open(path, codec, archive=options.get("archive", [None])[0])
@@ -103,9 +122,10 @@ class SqliteLog:
         self,
         job: str,
         holder: str,
-        ttl_s: float = 10.0,  # noqa: ARG002  # the port's; here the kernel knows who lives
+        ttl_s: float = 5.0,  # noqa: ARG002  # the port's; here the kernel knows who lives
         *,
         wait: bool = True,
+        after: str = "",  # noqa: ARG002  # as above
     ) -> SqliteLeadership:
         """Take the job's lock, mend what needs mending, raise the token.
 
@@ -124,6 +144,8 @@ class SqliteLog:
 
     async def _lead(self, job: str, holder: str, *, wait: bool) -> SqliteLeadership:
         writer = await self._ready(job)
+        if self._archive_url is not None:
+            await self._read(self._check_archive, job)
         path = lock_path(self.path, job)
         lock = _now(path)
         if lock is None:
@@ -198,9 +220,9 @@ class SqliteLog:
         """The newest snapshot that is whole, or None."""
         return await self._read(self._reader.of_job, job, lambda db, row: tables.newest_snapshot(db, row.id), None)
 
-    async def archive(self, job: str, upto: int | None = None) -> list[Segment]:
+    async def archive(self, job: str, upto: int | None = None, noted: int | None = None) -> list[Segment]:
         """Copy to the archive what fills whole files, up to ``upto``. The leader then appends an event for each segment."""
-        return await self._read(self._write_archive, job, upto)
+        return await self._read(self._write_archive, job, upto, noted)
 
     async def truncate(self, job: str, upto: int) -> int:
         """Delete the batches up to ``upto`` from the database, but for the last one; reading finds them in the archive.
@@ -215,6 +237,10 @@ class SqliteLog:
             return tables.truncate(self.connection, row.id, upto) if row is not None else 0
 
         return await writer.call(lambda: self.with_room(job, delete))
+
+    async def trim(self, job: str, upto: int) -> int:  # noqa: ARG002  # the port's
+        """Nothing: a file of one's own is kept whole. `truncate` is for who needs the room."""
+        return 0
 
     async def close(self) -> None:
         """Resign everywhere, end the threads, close the files. Idempotent."""
@@ -241,7 +267,10 @@ class SqliteLog:
 
     def archive_of(self, job: str) -> Archive:
         """The archive of a job."""
-        return Archive(LocalStore(self._archives / file_name(job)), job, self.codec)
+        if job not in self._archives:
+            store = open_store(self._archive_url or f"{self.path}-archive", job)
+            self._archives.setdefault(job, Archive(store, job, self.codec, self._segment_events))
+        return self._archives[job]
 
     def in_place(self, opened: sqlite3.Connection | None) -> bool:
         """Is the file that ``opened`` has open still the one at the path? Writer's thread."""
@@ -350,9 +379,13 @@ class SqliteLog:
         self._require_open()
         return await asyncio.get_running_loop().run_in_executor(self._readers, functools.partial(question, *what))
 
-    def _write_archive(self, job: str, upto: int | None) -> list[Segment]:
+    def _write_archive(self, job: str, upto: int | None, noted: int | None) -> list[Segment]:
         archive = self.archive_of(job)
-        return archive.write(self._stored(job, archive.last(), upto))
+        return archive.write(self._stored(job, archive.last(), upto), noted)
+
+    def _check_archive(self, job: str) -> None:
+        if not self._reader.of_job(job, lambda db, row: tables.head(db, row.id), 0):
+            self.archive_of(job).check()
 
     def _stored(self, job: str, after: int, upto: int | None) -> Iterator[Batch]:
         while page := self._reader.page(job, after):
@@ -363,14 +396,9 @@ class SqliteLog:
             after = page[-1].last_seq
 
     def _require_archived(self, job: str, upto: int) -> None:
-        archive = self.archive_of(job)
-        archived = archive.last()
-        if archived < upto:
-            raise LogError(
-                f"job {job!r}: events {archived + 1}-{upto} are not archived; archive them before truncating"
-            )
         first = self._reader.of_job(job, lambda db, row: tables.row_from(db, row.id, 1), None)
-        archive.verify(first.first_seq - 1 if first is not None else 0)
+        stored = self._stored(job, first.first_seq - 1, upto) if first is not None else ()
+        self.archive_of(job).require(upto, stored)
 
 
 class SqliteLeadership:
@@ -400,6 +428,10 @@ class SqliteLeadership:
     def valid(self) -> bool:
         """May orders still be given? The lock is held until the process dies or says otherwise."""
         return not self._over
+
+    def trouble(self) -> str:
+        """Nothing between appends: what is wrong, an append finds out."""
+        return ""
 
     async def append(self, batch: Batch) -> Outcome:
         """Append whole or not at all. Raises `LogUnavailable` (send the same batch again) and `LogFull`."""

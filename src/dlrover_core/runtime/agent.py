@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import structlog
@@ -23,6 +21,7 @@ from dlrover_core.errors import ConnectionLost, LaunchFailed, MalformedMessage, 
 from dlrover_core.job import budget, failures, nodes, progress, scaling, world
 from dlrover_core.job.state import Order
 from dlrover_core.runtime import messages
+from dlrover_core.runtime.granted import Granted
 from dlrover_core.runtime.launcher import (
     Launcher,
     StoreGone,
@@ -33,6 +32,7 @@ from dlrover_core.runtime.launcher import (
     WorkersStuck,
     WorkerStep,
 )
+from dlrover_core.runtime.masters import Masters
 from dlrover_core.runtime.messages import (
     Again,
     Answer,
@@ -48,7 +48,6 @@ from dlrover_core.runtime.outbox import SECOND_US, Outbox
 from dlrover_core.runtime.transport import Connection, Dialer, receive_within
 from dlrover_core.runtime.within import within
 
-RETRY_FIRST_S, RETRY_MAX_S = 0.05, 2.0
 STEADY_S = 1.0
 LAST_WORD_S = 5.0
 PART_S = 1.0
@@ -56,19 +55,6 @@ REASON_MAX = 500
 NOTHING = Order(leave=False, reason="no master has spoken yet", grace_us=0)
 
 log = structlog.get_logger("dlrover.agent")
-
-
-@dataclass(slots=True)
-class Settings:
-    """What a master tells its agents; until one has, the defaults."""
-
-    run: str = ""
-    heartbeat_s: float = 1.0
-    silence_s: float = 15.0
-    unreachable_s: float = 300.0
-    kill_wait_s: float = 30.0
-    max_restarts: int = 0
-    stop_grace_s: float = 30.0
 
 
 class Ending(NamedTuple):
@@ -114,8 +100,8 @@ class Agent:
         self._named = asyncio.Event()
         if node:
             self._named.set()
-        self._masters, self._boot, self._host, self._address = list(masters), boot, host, address
-        self._settings = Settings(run=run)
+        self._masters, self._boot, self._host, self._address = Masters(masters), boot, host, address
+        self._settings = Granted(run=run)
         self._outbox = Outbox()
         self._order, self._token = NOTHING, 0
         self._levelled = asyncio.Event()
@@ -129,6 +115,8 @@ class Agent:
         self._stepped_at = self._mastered_at = 0.0
         self._reported_first = self._told_over = 0
         self._connected = self._stranger = False
+        # The goodbye that ended the last conversation, if one did.
+        self._sent_away: Goodbye | None = None
         self._gave_up = self._seen = 0
         self._stores: list[str] = []
         self._lag_us = 0
@@ -413,34 +401,44 @@ class Agent:
     # ---- the master
 
     async def _talk(self) -> None:
-        loop, attempt, target = asyncio.get_running_loop(), 0, 0
+        loop, masters = asyncio.get_running_loop(), self._masters
         if not self._dial_before_name:
             await self._named.wait()
         while True:
-            address, began = self._masters[target % len(self._masters)], loop.time()
+            address, began = masters.address, loop.time()
+            masters.dials(began)
+            self._sent_away = None
             try:
-                connection = await self._dialer.connect(address)
+                connection = await self._dial(address)
                 try:
                     await self._converse(connection)
                 finally:
                     await connection.close()
-            except TokenRefused:
-                raise
+            except TokenRefused as refused:
+                if not self._token or len(masters.known) == 1:
+                    raise
+                # One master was started with another token. Those that took us in know us.
+                log.warning("a master refuses our token, the others are asked", address=address, reason=str(refused))
             except (ConnectionLost, MalformedMessage) as lost:
                 log.debug("no master", address=address, reason=str(lost))
             steady = self._connected and loop.time() - began >= STEADY_S
             self._connected = False
-            if steady:
-                # At once to whoever leads now; only then with growing pauses.
-                attempt = 0
-                continue
-            await asyncio.sleep(self._pause(attempt))
-            attempt, target = attempt + 1, target + 1
+            pause_s = masters.lost(
+                loop.time(), steady=steady, away=self._parted(), jitter_of=self.node or str(self._boot)
+            )
+            if pause_s:
+                await asyncio.sleep(pause_s)
 
-    def _pause(self, attempt: int) -> float:
-        """Growing pauses with a jitter that is this node's own."""
-        jitter = zlib.crc32(f"{self.node or self._boot}:{attempt}".encode()) / 2**32
-        return min(RETRY_MAX_S, RETRY_FIRST_S * 2.0 ** min(attempt, 10)) * (0.5 + jitter / 2)
+    def _parted(self) -> Goodbye | None:
+        """The goodbye that ended the last conversation, if one did."""
+        return self._sent_away
+
+    async def _dial(self, address: str) -> Connection:
+        wait_s = self._masters.answer_s(self._settings.silence_s)
+        try:
+            return await within(wait_s, self._dialer.connect(address))
+        except asyncio.TimeoutError as error:
+            raise ConnectionLost(f"{address} did not answer within {wait_s:g} s") from error
 
     async def _converse(self, connection: Connection) -> None:
         await connection.send(self._hello(self.node))
@@ -476,7 +474,7 @@ class Agent:
 
     async def _first(self, connection: Connection) -> bytes:
         try:
-            return await receive_within(connection, self._settings.silence_s)
+            return await receive_within(connection, self._masters.answer_s(self._settings.silence_s))
         except ConnectionLost as lost:
             if self._seat or not self.node:
                 log.warning(
@@ -488,9 +486,8 @@ class Agent:
             raise
 
     def _turned_away(self, goodbye: Goodbye) -> None:
-        log.info("turned away", reason=goodbye.reason, leave=goodbye.leave)
-        if goodbye.address and goodbye.address not in self._masters:
-            self._masters.insert(0, goodbye.address)
+        log.info("turned away", reason=goodbye.reason, leave=goodbye.leave, address=goodbye.address)
+        self._sent_away = goodbye
         if goodbye.leave:
             # Nobody here takes the word of a stranger: there is nothing to wait for.
             self._stranger = True
@@ -503,15 +500,7 @@ class Agent:
         self._token = welcome.token
         self._connected, self._peer_version = True, welcome.version
         self._mastered_at = asyncio.get_running_loop().time()
-        self._settings = Settings(
-            welcome.run,
-            welcome.heartbeat_us / SECOND_US,
-            welcome.silence_us / SECOND_US,
-            welcome.unreachable_us / SECOND_US,
-            welcome.kill_wait_us / SECOND_US,
-            welcome.max_restarts,
-            welcome.stop_grace_us / SECOND_US,
-        )
+        self._settings = Granted.by(welcome)
 
     async def _beat(self, connection: Connection) -> None:
         loop = asyncio.get_running_loop()

@@ -122,7 +122,7 @@ class Leveller:
 
     def _pass(self) -> None:
         """One levelling pass, begun by asking the local clock whether this master still leads."""
-        if not self._known or not self._master.leading:
+        if not self._known or not self._master.may_order():
             return
         desired, now = self._master.desired, asyncio.get_running_loop().time()
         for node in desired.launch:
@@ -144,6 +144,9 @@ class Leveller:
         loop = asyncio.get_running_loop()
         try:
             async with self._limit:
+                if not self._master.may_order():
+                    # It waited for its turn too long.
+                    return
                 await action()
             self._failures.pop(call, None)
             # Accepted is not done: if nothing comes of it, it is asked again.

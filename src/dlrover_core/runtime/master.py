@@ -1,32 +1,37 @@
 """The master of one job: leads the log, decides, levels backends and agents to what is desired.
 
 A master holds nothing that the log does not: kill it at any record and the next one takes over from there, with no worker
-restarted and no decision lost or doubled. It waits for leadership, folds the log, appends `LeaderStarted`, and serves.
+restarted and no decision lost or doubled. It stands by (`standby`), leads with the state that it has folded meanwhile, appends
+`LeaderStarted`, and serves; until the job is over, another master leads, or it is asked to hand over.
+
+Orders leave only while this master surely leads (`Master.may_order`). What was held back is levelled again when it surely does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
-from dlrover_core.errors import CoreError, LogUnavailable, NotLeading, Refused
+from dlrover_core.errors import CoreError, HandedOver, LogError, NotLeading, OtherRun, Refused, StandsBy
 from dlrover_core.job import job, nodes, progress, silence
 from dlrover_core.job.state import CODEC, LEVELLING, MODEL, Desired, JobState, Order, deletion_grace_s, desired
 from dlrover_core.kernel.engine import Accepted, Command, CommandFailed, Engine, NotDone, Reply, Resend, Tick
 from dlrover_core.kernel.events import Batch, Origin
 from dlrover_core.kernel.log import Archiving, EventLog, Leadership, Snapshot
-from dlrover_core.kernel.state import unpack
 from dlrover_core.runtime import operations
 from dlrover_core.runtime.backend import Backend
 from dlrover_core.runtime.levelling import Leveller
-from dlrover_core.runtime.pipeline import RETRY_S, Deposed, Pipeline
+from dlrover_core.runtime.messages import Goodbye, Hello
+from dlrover_core.runtime.pipeline import Deposed, Pipeline
 from dlrover_core.runtime.rendezvous import Rendezvous
 from dlrover_core.runtime.sessions import Sessions
+from dlrover_core.runtime.shown import shown
+from dlrover_core.runtime.standby import Standby, patiently
 from dlrover_core.runtime.transport import Listener
 from dlrover_core.runtime.within import within
 from dlrover_core.spec import JobSpec, us
@@ -38,9 +43,12 @@ LATE_S = 2.0
 TICK_S = 1.0
 LEAVE_S = 10.0
 FLUSH_S = 5.0
+# Of a hand-over: the log's part, and the agents' to hang up by themselves.
+RESIGN_S = 2.0
+FAREWELL_S = 1.0
+KEEP_S = 300.0  # an archive may be far away; one that hangs must not keep the next snapshot from being taken
 SECOND_US = 1_000_000
 
-T = TypeVar("T")
 log = structlog.get_logger("dlrover.master")
 
 
@@ -57,8 +65,11 @@ class Master:
     """One candidate for leading one job. ``wall`` gives microseconds since the epoch; without a ``backend`` nobody launches
     nodes: those of a `JobSpec.joining` job come by themselves, and the master's own `Rendezvous` gives them their names.
 
-    ``run_id`` names the run that this master serves: it begins it where the log does not have it yet. Masters of one run bear
-    the same; an empty one serves whatever run is live.
+    ``run_id`` names the run that this master serves: it begins it where the log does not have it yet, unless it ``begins`` none.
+    Masters of one run bear the same; an empty one serves whatever run is live.
+
+    One that ``answers`` serves its listener from the beginning: while another one leads it says so, and where. Where several
+    masters share one listening socket, none of them may. ``after`` is the holder of a master that is known to be dead.
     """
 
     version = VERSION
@@ -73,10 +84,16 @@ class Master:
         wall: Callable[[], int],
         holder: str,
         run_id: str,
-        ttl_s: float = 10.0,
+        ttl_s: float = 5.0,
+        snapshot_events: int = SNAPSHOT_EVENTS,
+        begins: bool = True,
+        answers: bool = False,
+        after: str = "",
     ) -> None:
         self._spec, self._log, self._listener, self._wall = spec, event_log, listener, wall
-        self._holder, self._run_id, self._ttl_s = holder, run_id, ttl_s
+        self._holder, self._run_id, self._ttl_s, self._after = holder, run_id, ttl_s, after
+        self._begins, self._answers = begins, answers
+        self._standby = Standby(event_log, spec.job, holder=holder, address=listener.address, wall=wall, looks=answers)
         self.sessions = Sessions(self)
         if backend is None and spec.joining:
             backend = Rendezvous(self)
@@ -89,10 +106,17 @@ class Master:
         self.present: frozenset[str] = frozenset()
         self._offset = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._snapshot_events = snapshot_events
         self._since_snapshot = self._bytes_since_snapshot = 0
         self._snapshot_task: asyncio.Task[None] | None = None
         self._calmed_at = 0.0
         self._over = asyncio.Event()
+        self._serving = False
+        self._asked_to_go = asyncio.Event()
+        self._why_go = ""
+        # Since when it is not known whether this master still leads; has anything been held back meanwhile?
+        self._unsure_since: float | None = None
+        self._held_back = self._dismissed = False
         self.led = asyncio.Event()
         self.left = asyncio.Event()
 
@@ -109,9 +133,25 @@ class Master:
         return self._lead.token if self._lead is not None else 0
 
     @property
+    def address(self) -> str:
+        """Where agents and people reach it."""
+        return self._listener.address
+
+    @property
     def leading(self) -> bool:
         """May orders be given? By the local clock alone."""
         return self._lead is not None and self._engine is not None and self._lead.valid()
+
+    def may_order(self) -> bool:
+        """May something new be said to agents or backends now? Whoever asks in vain is levelled again when it may."""
+        if self.leading:
+            return True
+        self._held_back = True
+        return False
+
+    async def sent_on(self, hello: Hello) -> Goodbye | None:
+        """Where an agent finds who leads; None: it is served here."""
+        return None if self._serving else await self._standby.sent_on(hello.boot)
 
     @property
     def orders(self) -> Mapping[str, Order]:
@@ -144,56 +184,110 @@ class Master:
     # ---- life
 
     async def run(self) -> Outcome:
-        """Lead until the job is over and nothing of it is left. Raises `Deposed` when another master has taken over."""
-        self._lead = await _patiently(lambda: self._log.lead(self._spec.job, self._holder, self._ttl_s))
+        """Lead until the job is over and nothing of it is left.
+
+        Raises `Deposed` when another master has taken over, `HandedOver` when it was asked to go, and `OtherRun`.
+        """
+        asked = asyncio.ensure_future(self._until_asked_to_go())
         try:
-            await self._take_over(self._lead)
-            return await self._serve()
+            if self._answers:
+                await self._listener.serve(self.sessions.accept, self.status, self.obey)
+            lead = await self._stand_by(asked)
+            await _while(self._take_over(lead), [asked])
+            return await self._serve(lead, asked)
         finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
             if self._timer is not None:
                 self._timer.cancel()
             await self._listener.close()
             self.sessions.close()
-            await self._lead.resign()
+            if self._lead is not None:
+                await self._lead.resign()
+
+    def hand_over(self, reason: str) -> None:
+        """Finish what is queued, leave the job to the next master, send the agents there, and end `run`. Idempotent."""
+        self._why_go = self._why_go or reason
+        self._asked_to_go.set()
+
+    async def _until_asked_to_go(self) -> None:
+        await self._asked_to_go.wait()
+        raise HandedOver(self._why_go)
+
+    async def _stand_by(self, asked: asyncio.Future[None]) -> Leadership:
+        standing = asyncio.ensure_future(self._standby.run())
+        try:
+            await _while(self._become_leader(), [standing, asked])
+        finally:
+            standing.cancel()
+            await asyncio.gather(standing, return_exceptions=True)
+        assert self._lead is not None
+        return self._lead
+
+    async def _become_leader(self) -> None:
+        name, holder, ttl_s, after = self._spec.job, self._holder, self._ttl_s, self._after
+        self._lead = await patiently(lambda: self._log.lead(name, holder, ttl_s, after=after))
 
     async def _take_over(self, lead: Leadership) -> None:
-        state = await _patiently(lambda: _restore(self._log, self._spec.job))
+        state = await patiently(self._standby.restored)
         self._offset = max(self._wall(), state.at + 1) - int(asyncio.get_running_loop().time() * SECOND_US)
         self._engine = Engine(MODEL, CODEC, state, lead.token)
-        self._pipeline = Pipeline(self._engine, lead, self.now, self._committed)
+        self._pipeline = Pipeline(self._engine, lead, self.now, self._committed, self.sessions.calm)
         self._derive(state)
         self.sessions.calm()
 
-    async def _serve(self) -> Outcome:
+    async def _serve(self, lead: Leadership, asked: asyncio.Future[None]) -> Outcome:
         assert self._pipeline is not None
-        assert self._lead is not None
-        watched: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(self._pipeline.run()),
-            asyncio.ensure_future(_until_lost(self._lead)),
-        ]
+        deciding = asyncio.ensure_future(self._pipeline.run())
+        watched: list[asyncio.Future[Any]] = [deciding, asyncio.ensure_future(_until_lost(lead)), asked]
         try:
             await _while(self._opened(), watched)
-            await self._listener.serve(self.sessions.accept, self.status, self.obey)
-            lead, address = self._lead, self._listener.address
-            await _patiently(lambda: lead.announce(address))
-            watched.append(asyncio.ensure_future(self._listen_to_silence()))
+            self._serving = True
+            self._standby.over()
+            if not self._answers:
+                await self._listener.serve(self.sessions.accept, self.status, self.obey)
+            address = self._listener.address
+            await _while(patiently(lambda: lead.announce(address)), watched)
+            watched.append(asyncio.ensure_future(self._listen_to_silence(lead)))
             if self._leveller is not None:
                 watched.append(asyncio.ensure_future(self._leveller.run()))
             self.led.set()
-            log.info(
-                "leading", job=self._spec.job, token=self.token, seq=self.state.seq, address=self._listener.address
-            )
+            log.info("leading", job=self._spec.job, token=self.token, seq=self.state.seq, address=address)
             await _while(self._until_over(), watched)
             # The last words about who has gone belong into the log too; a log that is down does not keep us.
             self._pipeline.stop()
-            await asyncio.wait({watched[0]}, timeout=FLUSH_S)
-            if self._snapshot_task is not None:
-                await self._snapshot_task
+            last = {deciding} if self._snapshot_task is None else {deciding, self._snapshot_task}
+            await asyncio.wait(last, timeout=FLUSH_S)
             return Outcome(self.state.job.state, self.state.job.reason, self.state.job.root)
+        except HandedOver as going:
+            await self._go(lead, deciding, going.reason)
+            raise
         finally:
+            if self._snapshot_task is not None:
+                watched.append(self._snapshot_task)
             for task in watched:
                 task.cancel()
             await asyncio.gather(*watched, return_exceptions=True)
+
+    async def _go(self, lead: Leadership, deciding: asyncio.Future[None], reason: str) -> None:
+        """Hand over: nothing new is taken, what is queued gets done, then the next master may lead, and agents go and look.
+
+        What could not be committed is cancelled; agents say it again to whoever leads.
+        """
+        assert self._pipeline is not None
+        log.info("handing over", job=self._spec.job, token=self.token, seq=self.state.seq, reason=reason)
+        self._pipeline.stop(taking=False)
+        await asyncio.wait({deciding}, timeout=FLUSH_S)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await within(RESIGN_S, lead.resign())
+        self.sessions.dismiss(f"{self._holder} hands over: {reason}")
+        with contextlib.suppress(asyncio.TimeoutError):
+            await within(FAREWELL_S, self._until_alone())
+
+    async def _until_alone(self) -> None:
+        while len(self.sessions):
+            self.left.clear()
+            await self.left.wait()
 
     async def _opened(self) -> None:
         """The first words of this leadership; for a new log, the first of the job."""
@@ -201,6 +295,8 @@ class Master:
             # The run ended under the last leader: there is nothing to lead, only leavings to wait for.
             self._over.set()
             return
+        if self._run_id not in ("", self.state.job.run) and not self._begins:
+            raise OtherRun(self._spec.job, self._run_id, self.state.job.run)
         if self.state.seq:
             await self.submit(job.TakeOver(self._holder, VERSION))
         if self.state.job.run != self._run_id and (self._run_id or self.state.job.state == "new"):
@@ -233,18 +329,21 @@ class Master:
                 log.error("a command failed: our bug", seq=record.seq, **record.event._asdict())
         if any(type(record.event) in LEVELLING for record in batch.records):
             self._derive(state)
-            self.sessions.level(self.token, self.desired.orders)
+            self._level()
             self.sessions.forget_absent()
-            if self._leveller is not None:
-                self._leveller.wake()
         if state.job.over and self._run_id in ("", state.job.run):
             # The end of an earlier run of this name is not ours: we are about to begin the next one.
             self._over.set()
         self._schedule()
         self._since_snapshot += len(batch.records)
         self._bytes_since_snapshot += len(batch.payload)
-        if self._since_snapshot >= SNAPSHOT_EVENTS or self._bytes_since_snapshot >= SNAPSHOT_BYTES:
+        if self._since_snapshot >= self._snapshot_events or self._bytes_since_snapshot >= SNAPSHOT_BYTES:
             self._snapshot()
+
+    def _level(self) -> None:
+        self.sessions.level(self.token, self.desired.orders)
+        if self._leveller is not None:
+            self._leveller.wake()
 
     def _derive(self, state: JobState) -> None:
         """What others may see. While an append is in flight the state runs ahead of the log, and this does not."""
@@ -296,16 +395,35 @@ class Master:
     async def _keep(self, lead: Leadership, snapshot: Snapshot) -> None:
         """A snapshot is a cache and an archive a copy: without them the next take-over folds more, and nothing is lost."""
         try:
-            await lead.snapshot(snapshot)
-            if isinstance(self._log, Archiving):
-                for segment in await self._log.archive(self._spec.job, snapshot.seq):
-                    self.tell(job.NoteArchived(segment.first, segment.last, segment.digest))
-        except CoreError as error:
-            log.warning("snapshot or archive failed", seq=snapshot.seq, error=str(error))
+            await within(KEEP_S, self._keep_all(lead, snapshot))
+        except (CoreError, asyncio.TimeoutError) as error:
+            log.warning("snapshot or archive failed, the next one tries again", seq=snapshot.seq, error=str(error))
+
+    async def _keep_all(self, lead: Leadership, snapshot: Snapshot) -> None:
+        """Snapshot; archive what came before it; say so in the log; and only then delete what the log need not keep."""
+        await lead.snapshot(snapshot)
+        if not isinstance(self._log, Archiving):
+            return
+        name, noted = self._spec.job, self.state.job.archived
+        for segment in await self._log.archive(name, snapshot.seq, noted):
+            reply = self.submit(job.NoteArchived(segment.first, segment.last, segment.digest))
+            await asyncio.wait({reply})
+            if reply.cancelled():
+                return  # whoever leads next finds the file
+            match reply.result():
+                case Accepted():
+                    noted = segment.last
+                case refused:
+                    raise LogError(
+                        f"events {segment.first}-{segment.last} are archived, and that is refused: {refused}"
+                    )
+        if noted:
+            await self._log.trim(name, noted)
 
     # ---- silence and progress: levels become edges here
 
-    async def _listen_to_silence(self) -> None:
+    async def _listen_to_silence(self, lead: Leadership) -> None:
+        assert self._pipeline is not None
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -316,9 +434,12 @@ class Master:
             if late > LATE_S:
                 due = loop.time()
                 self._note_lateness(late)
-            for node in list(self.state.nodes.nodes.values()):
-                self._weigh(node, spec.silence_s)
-            self._note_progress()
+            self._pipeline.look()
+            self._mind_lease(sure=lead.valid())
+            if not self._pipeline.degraded:
+                for node in list(self.state.nodes.nodes.values()):
+                    self._weigh(node, spec.silence_s)
+                self._note_progress()
 
     def _weigh(self, node: nodes.Node, silence_s: float) -> None:
         if not node.joined:
@@ -332,6 +453,23 @@ class Master:
             and self.sessions.heard_since(node.node, self._suspected_at(node))
         ):
             self.tell(silence.NoteHeard(node.node))
+
+    def _mind_lease(self, *, sure: bool) -> None:
+        """Where it is not known whether this master still leads nothing new is said; before long, agents are to look around."""
+        now = asyncio.get_running_loop().time()
+        if sure:
+            if self._held_back:
+                self._held_back = False
+                self.sessions.reception.resumed()
+                self._level()
+            self._unsure_since, self._dismissed = None, False
+            return
+        if self._unsure_since is None:
+            self._unsure_since = now
+        if now - self._unsure_since >= self._ttl_s and not self._dismissed:
+            # Cut off from the log alone, it would keep them from whoever leads by now.
+            self._dismissed = True
+            self.sessions.dismiss(f"{self._holder} does not know whether it still leads")
 
     def _suspected_at(self, node: nodes.Node) -> float:
         return (node.suspect_at - self._offset) / SECOND_US
@@ -348,15 +486,20 @@ class Master:
     async def obey(self, asked: object) -> int:
         """Do what a person asks, in plain values (`operations`); returns the record of it, once that is durable.
 
-        Raises `MalformedMessage`, `Refused`, and `NotLeading` where it is not known, and will not be, whether it was done.
+        Raises `MalformedMessage`, `Refused`, `StandsBy` where whoever leads must be asked, and `NotLeading` where it is not
+        known, and will not be, whether it was done.
         """
         command, name = operations.command_of(asked), operations.job_of(asked)
-        if name not in ("", self.state.job.name):
-            raise Refused(f"this master leads job {self.state.job.name!r}, not {name!r}")
+        if name not in ("", self._spec.job):
+            raise Refused(f"this master leads job {self._spec.job!r}, not {name!r}")
+        if not self._serving:
+            self._standby.refuse()
+        if self._asked_to_go.is_set():
+            raise StandsBy(self._spec.job, "the next master: this one hands over", remedy="ask again")
         reply = self.submit(command)
         await asyncio.wait({reply})
         if reply.cancelled():
-            raise NotLeading(self.state.job.name)
+            raise NotLeading(self._spec.job, remedy="ask whoever leads now whether it was done")
         match reply.result():
             case Accepted(seq):
                 return seq
@@ -366,36 +509,21 @@ class Master:
                 raise AssertionError("only numbered commands are asked for again")
 
     def status(self) -> Mapping[str, Any]:
-        """What is so right now, levels included, as plain values."""
-        state = self.state
-        group, world = next(iter(state.world.worlds.items()), ("", None))
-        generation = world.generation if world else 0
-        # Between two worlds the last one's steps are the newest that is known.
-        steps = self.sessions.steps_of(group, generation) or self.sessions.steps_of(group)
-        incidents = list(state.failures.incidents.values())
-        last = incidents[-1] if incidents else None
-        return {
-            "job": state.job.name,
-            "run": state.job.run,
-            "state": state.job.state,
-            "seq": state.seq,
+        """What is so right now, levels included, as plain values; of a standby, as far as it has followed."""
+        if not self._serving:
+            return shown(self._standby.state or MODEL.new(), self.sessions) | self._standby.status()
+        if self._pipeline is not None:
+            # One that was stopped for longer than its lease says so at once.
+            self._pipeline.look()
+        degraded, since = (self._pipeline.degraded, self._pipeline.degraded_since) if self._pipeline else ("", 0)
+        return shown(self.state, self.sessions) | {
             "token": self.token,
+            "role": "leader",
             "leader": self._holder,
+            "leader_address": self._listener.address,
             "alarms": self.alarms,
-            "degraded": self._pipeline.degraded if self._pipeline else "",
-            "generation": generation,
-            "world_size": world.size if world and world.active else 0,
-            "step": max([*steps, state.progress.of(group).step]),
-            "agents": len(self.sessions),
-            "standbys": len(self.sessions.standbys),
-            "nodes": {
-                node.node: {"state": node.state, "host": node.host, "joined": node.joined}
-                for node in state.nodes.nodes.values()
-            },
-            "incidents": state.failures.number,
-            "open_incidents": [one.number for one in incidents if not one.closed],
-            "last_incident": f"{last.number}: {last.signature} -> {last.action}" if last else "",
-            "root": state.job.root,
+            "degraded": degraded,
+            "degraded_since": since,
         }
 
 
@@ -413,34 +541,9 @@ async def _while(main: Coroutine[Any, Any, None], watched: list[asyncio.Future[A
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _patiently(call: Callable[[], Awaitable[T]]) -> T:
-    """What the log answers, once it can be reached: taking over waits for it, as decisions do."""
-    attempt = 0
-    while True:
-        try:
-            return await call()
-        except LogUnavailable as error:
-            log.warning("taking over waits for the log", reason=str(error))
-            await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
-            attempt += 1
-
-
 async def _until_lost(lead: Leadership) -> None:
     await lead.lost
     raise Deposed(f"the leadership of token {lead.token} is lost")
-
-
-async def _restore(event_log: EventLog, name: str) -> JobState:
-    """The state of a job: the newest snapshot of this schema, and what came after it."""
-    snapshot = await event_log.latest_snapshot(name)
-    state = MODEL.new()
-    if snapshot is not None and snapshot.schema == MODEL.schema:
-        state = unpack(JobState, snapshot.state)
-    elif snapshot is not None:
-        log.warning("snapshot ignored", reason="taken by a version with another state", seq=snapshot.seq)
-    async for batch in event_log.batches(name, state.seq):
-        MODEL.fold((record for record in batch.records if record.seq > state.seq), state)
-    return state
 
 
 def _swallow(done: asyncio.Future[Reply]) -> None:

@@ -12,20 +12,20 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-import structlog
-
 from dlrover_core.errors import CoreError, LogError, LogFull, LogUnavailable
+from dlrover_core.job.job import NotePause
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Command, Engine, Reply
 from dlrover_core.kernel.events import GROUP_BYTES_MAX, Batch, Origin
 from dlrover_core.kernel.log import AlreadyAppended, Appended, Conflict, Fenced, Leadership
+from dlrover_core.runtime.trouble import Trouble
 
 QUEUE_MAX = 65_536
 # Deciding holds the loop: in between it is the heartbeats' turn.
 GROUP_COMMANDS_MAX = 512
+# Decisions that waited for longer than this were away, as a master is whose process was stopped.
+PAUSE_US = 2_000_000
 RETRY_S = (0.05, 0.2, 0.5, 1.0, 2.0)
-
-log = structlog.get_logger("dlrover.master")
 
 
 class Deposed(CoreError):
@@ -43,22 +43,37 @@ class _Waiting(NamedTuple):
 
 
 class Pipeline:
-    """One engine, one leadership, one append in flight. ``degraded`` says why decisions wait; empty: they do not."""
+    """One engine, one leadership, one append in flight. ``calm`` is called when decisions were possible again after a while."""
 
     def __init__(
-        self, engine: Engine[JobState], lead: Leadership, now: Callable[[], int], committed: Callable[[Batch], None]
+        self,
+        engine: Engine[JobState],
+        lead: Leadership,
+        now: Callable[[], int],
+        committed: Callable[[Batch], None],
+        calm: Callable[[], None] = lambda: None,
     ) -> None:
+        self._calm = calm
         self._engine, self._lead, self._now, self._committed = engine, lead, now, committed
         self._queue: deque[_Waiting] = deque()
         self._wake = asyncio.Event()
-        self._stopping = self._ended = False
-        self.degraded = ""
-        self.degraded_at = 0
+        self._stopping = self._closed = self._ended = self._failing = False
+        self._trouble = Trouble(now)
+
+    @property
+    def degraded(self) -> str:
+        """Why decisions wait; empty: they do not."""
+        return self._trouble.reason
+
+    @property
+    def degraded_since(self) -> int:
+        """Since when they wait, by the leader's clock; 0: they do not."""
+        return self._trouble.since
 
     def submit(self, command: Command, origin: Origin | None = None) -> asyncio.Future[Reply]:
         """Queue a command; the future is done when its outcome is durable, cancelled when `run` has ended before."""
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        if self._ended:
+        if self._ended or self._closed:
             future.cancel()
             return future
         if len(self._queue) >= QUEUE_MAX:
@@ -81,9 +96,28 @@ class Pipeline:
         finally:
             self._fail_rest()
 
-    def stop(self) -> None:
-        """Finish what is queued, then end `run`."""
-        self._stopping = True
+    def stop(self, *, taking: bool = True) -> None:
+        """Finish what is queued, then end `run`; unless ``taking``, whatever is submitted from now on is for the next leader."""
+        self._stopping, self._closed = True, not taking
+        self._wake.set()
+
+    def look(self) -> None:
+        """Notice by what the leadership knows, though nothing is appended, that decisions would wait, or no longer."""
+        wrong = self._lead.trouble() or (
+            "" if self._lead.valid() else "it is not known whether this master still leads"
+        )
+        # An append that fails again and again knows better.
+        if wrong and not self._failing:
+            self._trouble.begin(wrong)
+        elif not wrong and not self._failing:
+            self._resume(self._trouble.end())
+
+    def _resume(self, lasted_us: int) -> None:
+        """Nobody's silence counts while nothing could be recorded: that is decided before whatever has queued up since."""
+        if lasted_us < PAUSE_US:
+            return
+        self._calm()
+        self._queue.appendleft(_Waiting(NotePause(lasted_us), None, asyncio.get_running_loop().create_future()))
         self._wake.set()
 
     async def _group(self) -> None:
@@ -112,13 +146,16 @@ class Pipeline:
             try:
                 outcome = await self._lead.append(batch)
             except (LogUnavailable, LogFull) as error:
-                self._degrade(error)
+                self._failing = True
+                self._trouble.begin(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
                 attempt += 1
                 continue
             match outcome:
                 case Appended() | AlreadyAppended():
-                    self._recover()
+                    if self._failing:
+                        self._failing = False
+                        self.look()
                     return
                 case Fenced(mine, current):
                     raise Deposed(f"token {mine} is older than {current}: another master leads")
@@ -126,19 +163,6 @@ class Pipeline:
                     raise LogError(
                         f"the log's head is {found}, this leader believed {expected}: a bug; its working state is void"
                     )
-
-    def _degrade(self, error: LogError) -> None:
-        if not self.degraded:
-            self.degraded_at = self._now()
-            log.error(
-                "control plane degraded", reason=str(error), remedy="training goes on; decisions wait for the log"
-            )
-        self.degraded = f"{type(error).__name__}: {error}"
-
-    def _recover(self) -> None:
-        if self.degraded:
-            log.warning("control plane back", after_us=self._now() - self.degraded_at)
-            self.degraded = ""
 
     def _fail_rest(self) -> None:
         self._ended = True

@@ -25,8 +25,8 @@ import structlog
 
 from dlrover_core.job.node_lifecycle import COMING
 from dlrover_core.job.state import STRANGER, Desired, NodeLaunch, farewell, full_name
-from dlrover_core.runtime.agent import RETRY_MAX_S
 from dlrover_core.runtime.backend import Changed, Listed, Observation
+from dlrover_core.runtime.masters import RETRY_MAX_S
 from dlrover_core.runtime.messages import Assigned, Goodbye, Hello
 from dlrover_core.runtime.sessions import GREETING_S, Session
 
@@ -76,6 +76,8 @@ class Rendezvous:
         self._seats: dict[Seat, Sitter] = {}
         self._seated_from_log = False
         self._leaving: dict[str, asyncio.TimerHandle] = {}
+        # Who is to go, and why, once it is known again that this master leads.
+        self._held_back: dict[str, str] = {}
         # When somebody came though nobody else was connected, and some were missed.
         self._found_at = -RETURN_S
         # Said to be gone, and not yet out of the state.
@@ -226,7 +228,10 @@ class Rendezvous:
     def _due(self, node: str, why: str, since: float, seconds: float, doubt: bool) -> None:
         waited = asyncio.get_running_loop().time() - since
         doubt = doubt and self._expected(node)
-        if waited > seconds + LATE_S:
+        if not self._master.may_order():
+            self._stay(node)
+            self._held_back[node] = why
+        elif waited > seconds + LATE_S:
             # This master was stopped meanwhile: whoever came back then is still waiting at the door.
             self._part_in(node, RETURN_S, why, doubt=doubt)
         elif doubt and self._deserted():
@@ -252,6 +257,7 @@ class Rendezvous:
         return going * 2 > len(joined)
 
     def _stay(self, node: str) -> None:
+        self._held_back.pop(node, None)
         timer = self._leaving.pop(node, None)
         if timer is not None:
             timer.cancel()
@@ -326,7 +332,7 @@ class Rendezvous:
                 best = merit, session
             if not any(merit):
                 break
-        if best is not None and self._master.leading:
+        if best is not None and self._master.may_order():
             self._assign(launch.node, best[1])
             return
         self._wishes[launch.node] = at
@@ -359,7 +365,7 @@ class Rendezvous:
                 self._look_again(at)
         for node in stale:
             del self._wishes[node]
-        if chosen and self._master.leading:
+        if chosen and self._master.may_order():
             del self._wishes[chosen]
             self._assign(chosen, session)
 
@@ -376,7 +382,15 @@ class Rendezvous:
             loop = asyncio.get_running_loop()
             self._again = loop.call_at(at + self._master.state.job.spec.last_call_s + 1e-6, self._retry)
 
+    def resumed(self) -> None:
+        """What was held back comes due: who is to go gets the time to come back once more, wishes meet who waits."""
+        for node, why in list(self._held_back.items()):
+            self._part_in(node, RETURN_S, why, doubt=True)
+        self._retry()
+
     def _retry(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
         self._again = None
         for session in [one for waiting in self._waiting.values() for one in waiting.values()]:
             self._offer(session)

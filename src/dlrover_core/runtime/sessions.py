@@ -114,6 +114,10 @@ class Reception(Protocol):
         """Its connection is over; ``ended``: its kernel ended it."""
         ...
 
+    def resumed(self) -> None:
+        """Orders may be given again, after a while in which it was not known whether this master still leads."""
+        ...
+
 
 class NoStandbys:
     """The reception of a job whose scheduler launches its nodes: it tells of deaths by itself."""
@@ -131,6 +135,9 @@ class NoStandbys:
 
     def went(self, session: Session, ended: bool) -> None:
         """Nothing follows."""
+
+    def resumed(self) -> None:
+        """Nothing was held back."""
 
 
 class Sessions:
@@ -187,7 +194,7 @@ class Sessions:
         hello = messages.decode(await receive_within(connection, GREETING_S))
         if not isinstance(hello, Hello):
             raise MalformedMessage(f"the first frame must be Hello, not {type(hello).__name__}")
-        refusal = self._refusal(hello)
+        refusal = await self._master.sent_on(hello) or self._refusal(hello)
         if refusal is not None:
             await connection.send(messages.encode(refusal, hello.version))
             return None
@@ -212,8 +219,10 @@ class Sessions:
                 f"install dlrover-core {self._master.version} on its host, as on this master's",
                 True,
             )
-        if hello.token > token or not self._master.leading:
+        if hello.token > token:
             return Goodbye("another master leads", False)
+        if not self._master.may_order():
+            return Goodbye("this master does not lead, or does not know whether it still does", False)
         if hello.run and hello.run != state.job.run:
             return Goodbye(f"run {hello.run} is over: this is run {state.job.run}", True, outcome=STRANGER.outcome)
         if hello.node and hello.node not in self._master.present:
@@ -310,7 +319,7 @@ class Sessions:
     def _remind(self, session: Session) -> None:
         """The answer to a beat says what is desired, where that is not what the agent was told last."""
         order = self._master.orders.get(session.node)
-        if order is not None and order is not session.told:
+        if order is not None and order is not session.told and self._master.may_order():
             session.tell(self._master.token, order)
 
     def _command(self, session: Session, message: Numbered) -> None:
@@ -366,7 +375,9 @@ class Sessions:
         ]
 
     def level(self, token: int, orders: Mapping[str, Order]) -> None:
-        """Tell everybody connected what they should be doing now."""
+        """Tell everybody connected what they should be doing now; later, where it is not known whether we still lead."""
+        if not self._master.may_order():
+            return
         state = self._master.state
         for node, session in list(self._by_node.items()):
             order = orders.get(node)
@@ -378,6 +389,12 @@ class Sessions:
                 session.tell(token, STRANGER)
         for session in list(self.standbys.values()) if not state.job.live else ():
             session.tell(token, farewell(state))
+
+    def dismiss(self, reason: str) -> None:
+        """Send everybody away, to look for whoever leads."""
+        for session in [*self._by_node.values(), *self.standbys.values()]:
+            session.push(Goodbye(reason, False))
+            session.end(reason)
 
     def close(self) -> None:
         """Nobody comes any more: tell how many complaints were not told."""

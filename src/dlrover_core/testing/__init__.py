@@ -1,5 +1,6 @@
 """What proves us, and whatever is built on us: virtual time, in-memory ports, a cluster of real masters and agents in one
-loop, and conformance kits for logs and backends. None of it needs pytest; the classes are written for it.
+loop, a TCP proxy that breaks networks, and conformance kits for logs and backends. None of it needs pytest; the classes are
+written for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from dlrover_core.testing.cluster import Cluster as Cluster
     from dlrover_core.testing.log_conformance import LogConformance as LogConformance
     from dlrover_core.testing.network import Network as Network
+    from dlrover_core.testing.proxy import Proxy as Proxy
     from dlrover_core.testing.training import MemoryLauncher as MemoryLauncher
     from dlrover_core.testing.training import Training as Training
 
@@ -22,6 +24,7 @@ _HOME = {
     "LogConformance": "log_conformance",
     "MemoryLauncher": "training",
     "Network": "network",
+    "Proxy": "proxy",
     "Stand": "backend_conformance",
     "Training": "training",
 }

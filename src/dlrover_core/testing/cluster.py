@@ -18,12 +18,13 @@ from collections.abc import AsyncIterator, Callable
 from contextvars import Context
 from types import TracebackType
 
+from dlrover_core.errors import HandedOver
 from dlrover_core.job.state import CODEC, MODEL, JobState, NodeLaunch, fold
 from dlrover_core.kernel.events import Record
 from dlrover_core.logs.memory import MemoryLog
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.backend import Changed, Listed, Observation
-from dlrover_core.runtime.master import Master, Outcome
+from dlrover_core.runtime.master import SNAPSHOT_EVENTS, Master, Outcome
 from dlrover_core.runtime.pipeline import Deposed
 from dlrover_core.spec import JobSpec
 from dlrover_core.testing import virtual_loop
@@ -31,6 +32,7 @@ from dlrover_core.testing.network import Network
 from dlrover_core.testing.training import MemoryLauncher, Training
 
 ADDRESS = "master:1"
+ADDRESSES = ("master-a:1", "master-b:1", "master-c:1")
 BOOT_S = 2.0
 
 
@@ -168,6 +170,9 @@ class MemoryBackend:
 class Cluster:
     """One job with its master, its agents, its log. ``skew_us`` shifts the wall clock of masters started from now on.
 
+    Masters share one address, as those of one host do, and only the leader is reached there. With ``answers`` they are on
+    several hosts: agents know three addresses, and standbys answer.
+    ``snapshot_events`` is every how many events masters keep a snapshot, and archive what came before it.
     ``patience_s`` is how long workers of nodes that boot from now on take to stop, if they are given so long.
     """
 
@@ -178,8 +183,12 @@ class Cluster:
         training: Training | None = None,
         event_log: MemoryLog | None = None,
         boot_s: float = BOOT_S,
+        snapshot_events: int = SNAPSHOT_EVENTS,
+        answers: bool = False,
     ) -> None:
-        self.spec = spec
+        self.answers = answers
+        self.addresses = list(ADDRESSES) if answers else [ADDRESS]
+        self.spec, self.snapshot_events = spec, snapshot_events
         self.training = training if training is not None else Training()
         self.log = event_log if event_log is not None else MemoryLog(CODEC)
         self.network = Network()
@@ -191,6 +200,8 @@ class Cluster:
         self.run = "run-1"
         self.masters: list[Master] = []
         self.deposed: list[str] = []
+        self.handed_over: list[str] = []
+        self._killed: set[str] = set()
         self._tasks: list[asyncio.Task[Outcome]] = []
         self._boots = 0
         self._outcome: asyncio.Future[Outcome] | None = None
@@ -218,17 +229,27 @@ class Cluster:
         master = Master(
             self.spec,
             event_log=self.log,
-            listener=self.network.listener(ADDRESS),
+            listener=self.network.listener(self._free_address()),
             backend=self.backend if not self.spec.joining else None,
             wall=lambda: int(loop.time() * 1_000_000) + 1_700_000_000_000_000 + skew,
             holder=f"master-{len(self.masters)}",
             run_id=self.run,
+            snapshot_events=self.snapshot_events,
+            answers=self.answers,
         )
         self.masters.append(master)
         task = virtual_loop.spawn(master._holder, master.run())
         self._tasks.append(task)
         task.add_done_callback(lambda task: self._ended(master, task), context=Context())
         return master
+
+    def _free_address(self) -> str:
+        """Where no living master listens; beyond those that agents know, one that they do not."""
+        if not self.answers:
+            return ADDRESS
+        taken = {master.address for master in self.masters if self.alive(master)}
+        unlisted = f"master-{len(self.masters)}:1"
+        return next((address for address in self.addresses if address not in taken), unlisted)
 
     def _ended(self, master: Master, task: asyncio.Task[Outcome]) -> None:
         assert self._outcome is not None
@@ -237,6 +258,8 @@ class Cluster:
         error = task.exception()
         if isinstance(error, Deposed):
             self.deposed.append(master._holder)
+        elif isinstance(error, HandedOver):
+            self.handed_over.append(master._holder)
         elif self._outcome.done():
             return
         elif error is not None:
@@ -254,7 +277,7 @@ class Cluster:
             node.node,
             launcher=launcher,
             dialer=self.network.dialer(node.node),
-            masters=[ADDRESS],
+            masters=self.addresses,
             boot=self._boots,
             host=host,
             address=node.node,
@@ -268,6 +291,17 @@ class Cluster:
     def master(self) -> Master:
         """The newest master."""
         return self.masters[-1]
+
+    def alive(self, master: Master) -> bool:
+        """Does its process live?"""
+        return master._holder not in self._killed and not self._tasks[self.masters.index(master)].done()
+
+    async def hand_over(self) -> None:
+        """Ask whoever leads to go, and wait until it has gone."""
+        going = [master for master in self.masters if master.leading]
+        for master in going:
+            master.hand_over("somebody asked")
+        await self.until(lambda: not any(self.alive(master) for master in going))
 
     @property
     def leader(self) -> Master:
@@ -333,6 +367,7 @@ class Cluster:
 
     def _kill(self, masters: list[Master]) -> None:
         for master in masters:
+            self._killed.add(master._holder)
             self._tasks[self.masters.index(master)].cancel()
             master._listener.drop()  # type: ignore[attr-defined]  # a death closes sockets, whoever holds the port
         with contextlib.suppress(KeyError):

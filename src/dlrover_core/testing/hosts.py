@@ -21,7 +21,7 @@ from dlrover_core.logs.memory import MemoryLog
 from dlrover_core.runtime.agent import Agent, Ending
 from dlrover_core.spec import JobSpec
 from dlrover_core.testing import virtual_loop
-from dlrover_core.testing.cluster import ADDRESS, BOOT_S, Cluster
+from dlrover_core.testing.cluster import BOOT_S, Cluster
 from dlrover_core.testing.training import MemoryLauncher, Training
 
 # The job is over, or this host was told that it is not needed any more.
@@ -132,8 +132,9 @@ class HostsCluster(Cluster):
         event_log: MemoryLog | None = None,
         boot_s: float = BOOT_S,
         warm_s: float = 0.5,
+        answers: bool = False,
     ) -> None:
-        super().__init__(spec, training=training, event_log=event_log, boot_s=boot_s)
+        super().__init__(spec, training=training, event_log=event_log, boot_s=boot_s, answers=answers)
         self.boot_s, self.warm_s = boot_s, warm_s
         self.hosts: dict[str, Host] = {}
         self.broken: list[str] = []
@@ -168,7 +169,7 @@ class HostsCluster(Cluster):
             "",
             launcher=launcher,
             dialer=self.network.dialer(host.name),
-            masters=[ADDRESS],
+            masters=self.addresses,
             boot=self._boots,
             host=host.name,
             address=host.name,

@@ -133,6 +133,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _process_events(self, event_list: object) -> None:
         """There are none."""
 
+    def _asyncgen_finalizer_hook(self, generator: Any) -> None:
+        """Close a generator that nobody holds any more; asyncio's own way is for garbage of other threads, and there are none."""
+        cast(Any, self)._asyncgens.discard(generator)
+        if not self.is_closed():
+            self.call_soon(self.create_task, generator.aclose())
+
     def _write_to_self(self) -> None:
         raise RuntimeError("a thread tried to wake a virtual-time loop")
 

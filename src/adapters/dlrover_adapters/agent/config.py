@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Torchrun's default of those that stop a job."""
 
 # The agent's own secrets: workers talk to their agent over a socket of its user, never to the master.
-SECRETS = ("DLROVER_TOKEN",)
+SECRETS = ("DLROVER_TOKEN", "DLROVER_ETCD_PASSWORD")
 
 
 class Mode(enum.Enum):

@@ -33,6 +33,7 @@ EXAMPLES = """\
   dlrover doctor --preload transformers,datasets        may these modules be imported once for all workers?
   dlrover doctor --gpu                                  and CUDA, NCCL, pinned memory (under a minute)
   dlrover doctor --endpoint node0:29400                 before a job of several hosts, on each of them
+  dlrover doctor --log etcd://e1:2379,e2:2379,e3:2379   on hosts with masters whose log will be there
   dlrover doctor --json | jq '.checks[] | select(.verdict != "OK")'
 
   here 1 means that some check ended with FAIL; with nothing worse than WARN it is 0"""
@@ -59,8 +60,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=_endpoint,
         help="the rendezvous point of a job of several hosts (port 29400 unless said)",
     )
+    parser.add_argument(
+        "--log",
+        metavar="URL",
+        help="the event log that jobs will use, if not in the state directory: etcd://HOST:2379/PREFIX",
+    )
     parser.add_argument("--json", action="store_true", help="for programs: one object, with the numbers of each check")
-    parser.set_defaults(log=None)
 
 
 def _endpoint(text: str) -> Endpoint:
@@ -145,6 +150,10 @@ def checks(args: argparse.Namespace) -> list[Check]:
         Check("hostname", partial(network.hostname, several), 20.0, slow_names),
         Check("interface", network.interface),
     ]
+    if args.log is not None:
+        from dlrover_adapters.cli import doctor_log
+
+        asked.append(Check("log", partial(doctor_log.log, args.log), doctor_log.BOUND_S, doctor_log.STUCK))
     if args.endpoint is not None:
         asked.append(Check("endpoint", partial(network.rendezvous, args.endpoint), 30.0, slow_names))
     asked.append(Check("preload", partial(workers.preload, preload), PRELOAD_S, _SLOW_IMPORT))

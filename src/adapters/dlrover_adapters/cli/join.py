@@ -181,7 +181,9 @@ class _Host:
         from dlrover_adapters.telemetry.logs import set_up
 
         set_up(Path(settings.control_log), settings.log_level, role="launcher")
-        settings = replace(await lead.probed(settings), masters=self._met.addresses)
+        settings = await lead.probed(settings)
+        await lead.check_token(settings, self._token, dialled(settings.tls_ca))
+        settings = replace(settings, masters=self._met.addresses)
         kept = Kept(self._agents(settings), self._first, _tell)
         how = lead.How(shows_progress(options), self._where)
         watching = asyncio.ensure_future(_tell_release(kept))

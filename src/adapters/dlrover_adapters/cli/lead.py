@@ -3,35 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
 import socket
+import ssl
 import sys
+import time
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from dlrover_adapters.cli import ending
+from dlrover_adapters.cli import ending, settle
 from dlrover_adapters.cli.line import Line
+from dlrover_adapters.cli.places import said_when_slow, shown
 from dlrover_adapters.cli.settings import Settings
+from dlrover_adapters.cli.settle import LOOK_AGAIN_S
+from dlrover_adapters.cli.standing import Standing
 from dlrover_adapters.cli.supervisor import MastersFailed, Nodes, Supervisor, watch
 from dlrover_adapters.http.token import kept
-from dlrover_core.errors import LogUnavailable, SpecError
-from dlrover_core.job.state import JobState, fold
-from dlrover_core.kernel.log import EventLog
+from dlrover_core.errors import CoreError, LogFull, LogUnavailable, NotLeading, SpecError, TokenRefused
+from dlrover_core.job.state import fold
+from dlrover_core.kernel.log import EventLog, LeaderInfo, Leadership
 from dlrover_core.logs import open_log
 from dlrover_core.runtime.within import within
 
 EX_OK, EX_FAILED, EX_SOFTWARE = 0, 1, 70
 PERIOD_S = 0.5
 PROBE_S = 10.0
+SUCCESSOR_S = 3.0
+ANSWER_S = 2.0
 
 
 class How(NamedTuple):
-    """How a job is led: whether its progress is shown, the options that lead `dlrover` to its log, the command's name."""
+    """How a job is led: whether its progress is shown, the options that lead `dlrover` to its log, the command's name.
+
+    One that ``leaves`` hands the job over at a signal where its log is shared: its nodes are all elsewhere.
+    """
 
     progress: bool = False
     where: str = ""
     command: str = "dlrover-run"
+    leaves: bool = False
 
 
 async def supervise(settings: Settings, token: str, port: socket.socket, nodes: Nodes, how: How) -> int:
@@ -40,23 +54,44 @@ async def supervise(settings: Settings, token: str, port: socket.socket, nodes: 
     with kept(token, folder, link):
         settings.write()
         print(f"{how.command}: job {settings.job.job}", file=sys.stderr)
-        line = Line(settings.job.job)
-        supervisor = Supervisor(settings, token, port, nodes, how.command)
+        supervisor = Supervisor(settings, token, port, nodes, how.command, leaves=how.leaves and settings.shared)
         listen_to_signals(settings, supervisor)
-        # A certificate names what the others dial.
-        at, ca = settings.masters[0] if settings.tls_ca else local_address(port), settings.tls_ca
-        watching = asyncio.ensure_future(watch(at, token, ca, line.show, PERIOD_S)) if how.progress else None
         try:
-            await supervisor.run()
+            async with _shown(settings, token, port, how):
+                await supervisor.run()
         except MastersFailed as error:
             print(f"{how.command}: {error}", file=sys.stderr)
             return EX_SOFTWARE
-        finally:
-            if watching is not None:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
-                line.end()
+    if supervisor.left:
+        return await _left(settings, how)
     return await _conclude(settings, supervisor.stopped_by, how)
+
+
+@contextlib.asynccontextmanager
+async def _shown(settings: Settings, token: str, port: socket.socket, how: How) -> AsyncIterator[None]:
+    """Meanwhile tell people what our master says: as a live line, and, with masters on other hosts, whatever changes."""
+    if not (how.progress or settings.shared):
+        yield
+        return
+    from dlrover_adapters.http.tls import pinned
+
+    line, standing = Line(settings.job.job), Standing(settings.job.job, settings.masters[0])
+
+    def show(status: Mapping[str, Any], now: float) -> None:
+        if settings.shared:
+            for words in standing.news(status, time.time_ns() // 1000):
+                line.end()
+                print(f"{how.command}: {words}", file=sys.stderr)
+        if how.progress:
+            line.show(status, now)
+
+    watching = asyncio.ensure_future(watch(local_address(port), token, pinned(settings.tls_cert), show, PERIOD_S))
+    try:
+        yield
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        line.end()
 
 
 def local_address(port: socket.socket) -> str:
@@ -82,49 +117,114 @@ def to_handle(settings: Settings) -> list[signal.Signals]:
 async def probed(settings: Settings) -> Settings:
     """Lead the job for a moment: what keeps masters from leading it is told before anything is started. Raises `SpecError`.
 
-    Returned are the settings, with the run to continue where a joining job of this very spec is alive in the log: its nodes
-    are elsewhere, and have not ended with the launcher that led them.
+    Returned are the settings, with the run to continue where a joining job of this very spec is alive in the log. In a shared
+    log, that run has begun by then, whoever's it is (`settle`).
     """
     if settings.log.startswith("memory:"):
         raise SpecError(
             "log", "a log in memory ends with its process, and masters are processes of their own; say sqlite"
         )
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            with said_when_slow(f"job {settings.job.job}", f"no answer yet from {shown(settings.log)}"):
+                event_log = await stack.enter_async_context(open_log(settings.log))
+            settings = replace(settings, shared=event_log.shared)
+            if settings.shared and settings.joining:
+                return await settle.settled(settings, event_log)
+            with said_when_slow(f"job {settings.job.job}", "somebody may still lead this job"):
+                lead = await _led(settings, event_log)
+            if settings.shared or settings.joining:
+                return await settle.taken_up(settings, event_log, lead) or _refuse(settings, "another launcher")
+            await lead.resign()
+            return settings
+    except (LogUnavailable, LogFull) as error:
+        raise SpecError(
+            "log", f"{error} ({shown(settings.log)}); name another place with --log or --state-dir"
+        ) from error
+
+
+async def check_token(settings: Settings, token: str, encryption: ssl.SSLContext | None) -> None:
+    """Raises `SpecError` where the leader that `probed` has found has another token: once we led, agents would be refused."""
+    from dlrover_adapters.http.client import fetch_status
+
+    for address in settings.masters:
+        try:
+            await fetch_status(address, token, timeout_s=ANSWER_S, tls=encryption)
+        except TokenRefused as error:
+            raise SpecError(
+                "DLROVER_TOKEN",
+                f"not that of the master at {address}, which leads job {settings.job.job!r}: all masters of a job, and its "
+                "agents, need the same",
+            ) from error
+        except (CoreError, OSError):  # it may be going just now
+            continue
+
+
+async def _led(settings: Settings, event_log: EventLog) -> Leadership:
+    """The leadership of a job that nobody leads. Raises `SpecError` where somebody does."""
     name = settings.job.job
+    with contextlib.suppress(NotLeading):  # a full log says so at once where nobody waits for it
+        return await event_log.lead(name, settings.holder(os.getpid()), PROBE_S, wait=False)
+    try:
+        return await within(PROBE_S, event_log.lead(name, settings.holder(os.getpid()), PROBE_S))
+    except asyncio.TimeoutError:
+        leader = await event_log.leader(name)
+        if leader is None:  # it is not led: asked without patience, the log says what keeps us from leading it
+            return await within(PROBE_S, event_log.lead(name, settings.holder(os.getpid()), wait=False))
+        return _refuse(settings, f"{leader.holder}{f' at {leader.address}' if leader.address else ''}")
+
+
+def _refuse(settings: Settings, leader: str) -> NoReturn:
+    raise SpecError(
+        "job-id",
+        f"a job {settings.job.job!r} in {shown(settings.log)} is led by {leader}; give this one another --job-id or --log",
+    )
+
+
+async def _left(settings: Settings, how: How) -> int:
+    """Say how the job fares now that we have handed it over."""
+    name, say = settings.job.job, f"{how.command}: job {settings.job.job}"
     try:
         async with open_log(settings.log) as event_log:
-            try:
-                lead = await within(PROBE_S, event_log.lead(name, "dlrover-run", PROBE_S))
-            except asyncio.TimeoutError as error:
-                raise SpecError(
-                    "job-id",
-                    f"a job {name!r} in {settings.log} is led by {await event_log.leader(name)}; "
-                    "give this one another --job-id or --log",
-                ) from error
-            await lead.resign()
-            return await _continued(settings, event_log) if settings.joining else settings
-    except LogUnavailable as error:
-        raise SpecError("log", f"{error} ({settings.log}); name another place with --log or --state-dir") from error
+            leader = await _successor(settings, event_log)
+    except CoreError as error:
+        print(f"{say} goes on; who leads it now is not known: {error}", file=sys.stderr)
+        return EX_OK
+    if leader is not None:
+        print(f"{say} goes on, led by {leader.address or leader.holder}", file=sys.stderr)
+        return EX_OK
+    print(
+        f"{say} trains on, but nobody stands by to lead it: start another dlrover master, and end the job, if that was meant, "
+        f"with: dlrover stop {name}{how.where}",
+        file=sys.stderr,
+    )
+    return EX_OK
 
 
-async def _continued(settings: Settings, event_log: EventLog) -> Settings:
-    job = (await _state(settings, event_log)).job
-    if not job.live or job.spec_json != settings.spec:
-        return settings
-    print(f"job {job.name} is alive in the log: its run goes on", file=sys.stderr)
-    return replace(settings, run=job.run)
-
-
-async def _state(settings: Settings, event_log: EventLog) -> JobState:
-    return fold([record async for record in event_log.read(settings.job.job)])
+async def _successor(settings: Settings, event_log: EventLog) -> LeaderInfo | None:
+    """Who leads, once it is none of our masters and can be reached; None: nobody within a moment."""
+    deadline = time.monotonic() + SUCCESSOR_S
+    while True:
+        leader = await event_log.leader(settings.job.job)
+        if leader is not None and leader.address and not settings.is_ours(leader.holder):
+            return leader
+        if time.monotonic() > deadline:
+            return None
+        await asyncio.sleep(LOOK_AGAIN_S)
 
 
 async def _conclude(settings: Settings, stopped_by: signal.Signals | None, how: How) -> int:
     """Say how it ended, the root cause of a failure first."""
-    async with open_log(settings.log) as event_log:
-        records = [record async for record in event_log.read(settings.job.job)]
+    interrupted = 128 + stopped_by if stopped_by is not None else None
+    try:
+        async with open_log(settings.log) as event_log:
+            records = [record async for record in event_log.read(settings.job.job)]
+    except LogUnavailable as error:
+        print(f"{how.command}: job {settings.job.job}: how it ended is not known: {error}", file=sys.stderr)
+        return interrupted or EX_SOFTWARE
     state = fold(records)
     for words in ending.words(records, state, how.where, ending.kept_by(settings)):
         print(words, file=sys.stderr)
-    if stopped_by is not None and state.job.state not in ("succeeded", "failed"):
-        return 128 + stopped_by
+    if interrupted and state.job.state not in ("succeeded", "failed"):
+        return interrupted
     return EX_OK if state.job.state == "succeeded" else EX_FAILED

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from dlrover_adapters.cli import doctor, operate, read, serve
@@ -26,6 +27,7 @@ from dlrover_adapters.cli.places import (
     USAGE,
     NotFound,
     log_url,
+    shown,
 )
 from dlrover_adapters.cli.whose import version_lines
 from dlrover_core.errors import ConnectionLost, CoreError, NotLeading, Refused, SpecError, TokenRefused
@@ -54,7 +56,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("status", "how a job stands now", read.STATUS_EXAMPLES, read.common_arguments, read.status),
+    Command("status", "how a job stands now", read.STATUS_EXAMPLES, read.status_arguments, read.status),
     Command(
         "events", "everything that happened, one line each", read.EVENTS_EXAMPLES, read.events_arguments, read.events
     ),
@@ -139,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _guarded(args: argparse.Namespace) -> int:
+    _speak(args.command)
     try:
         code: int = asyncio.run(args.run(args))
         sys.stdout.flush()
@@ -157,8 +160,27 @@ def _guarded(args: argparse.Namespace) -> int:
     except (ConnectionLost, TokenRefused, NotLeading) as error:
         return _say(args, error, NO_MASTER)
     except CoreError as error:
-        return _say(args, f"{error} ({log_url(args.log, args.state_dir)})", UNREADABLE)
+        return _say(
+            args,
+            f"{error} ({shown(log_url(args.log, args.state_dir))}; --log or --state-dir names another)",
+            UNREADABLE,
+        )
     return code
+
+
+def _speak(command: str) -> None:
+    """Let what logs have to say come out on stderr, in this command's name, and never between its results."""
+    import structlog
+
+    def line(_logger: object, _method: str, words: MutableMapping[str, Any]) -> str:
+        why = words.get("error") or words.get("reason")
+        return f"dlrover {command}: {words['event']}{f': {why}' if why else ''}"
+
+    structlog.configure(
+        processors=[line],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
 
 
 def _say(args: argparse.Namespace, error: object, code: int) -> int:

@@ -1,8 +1,10 @@
 """A master's process: ``python -m dlrover_adapters.cli.master --config FILE --fd N``.
 
-It leads or stands by; the launcher of the job owns the listening socket, hands it to every master, and keeps one in reserve.
-SIGTERM means: stop the job, as Ctrl-C does. Exit 0: the job is over. Exit 75: another master leads, or this one lost the
-log: start it again. Exit 78: this log cannot be led by anybody like us (corrupt, too new): starting again is pointless.
+It leads or stands by; the launcher of the job owns the listening socket, hands it to every master, and keeps one in reserve,
+here or, where the log is shared, on another host. SIGTERM means: hand over to that one; where the launcher has written down
+that the job is to stop, as at Ctrl-C: stop it. Exit 0: the job is over. Exit 75: another master leads, or this one lost the
+log: start it again. Exit 78: this log cannot be led by anybody like us (corrupt, too new, at another run): starting again is
+pointless.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import argparse
 import asyncio
 import ctypes
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -23,15 +24,18 @@ import structlog
 from dlrover_adapters.cli.collector import settle
 from dlrover_adapters.cli.settings import EX_AGAIN, EX_FATAL, EX_OVER, Settings
 from dlrover_adapters.http import tls
+from dlrover_adapters.http.client import send_command
 from dlrover_adapters.http.server import HttpListener
 from dlrover_adapters.telemetry.logs import set_up
 from dlrover_backends.local import LocalBackend
-from dlrover_core.errors import CoreError, LogCorrupt, SchemaTooNew, SpecError
+from dlrover_core.errors import CoreError, LogCorrupt, OtherRun, Refused, SchemaTooNew, SpecError
 from dlrover_core.job.job import StopJob
+from dlrover_core.kernel.log import EventLog
 from dlrover_core.logs import open_log
 from dlrover_core.runtime.master import Master
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+ASK_AGAIN_S = 0.5
 
 log = structlog.get_logger("dlrover.master")
 
@@ -43,15 +47,17 @@ def main() -> int:
     parser.add_argument("--job", required=True)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--number", type=int, required=True)
+    parser.add_argument("--after", default="")
     options = parser.parse_args()
     _die_with(options.parent)
     settings = Settings.read(options.config)
-    holder = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
+    holder = settings.holder(os.getpid(), options.number)
     set_up(Path(settings.control_log), settings.log_level, role="master", holder=holder)
     # Ctrl-C reaches the whole foreground group; only the launcher decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settle()
-    return asyncio.run(_run(settings, options.fd, holder))
+    return asyncio.run(_run(settings, options.fd, holder, options.after))
 
 
 def _die_with(parent: int) -> None:
@@ -63,7 +69,7 @@ def _die_with(parent: int) -> None:
         sys.exit(EX_AGAIN)
 
 
-async def _run(settings: Settings, fd: int, holder: str) -> int:
+async def _run(settings: Settings, fd: int, holder: str, after: str) -> int:
     try:
         async with open_log(settings.log) as event_log:
             master = Master(
@@ -74,13 +80,16 @@ async def _run(settings: Settings, fd: int, holder: str) -> int:
                 wall=lambda: time.time_ns() // 1000,
                 holder=holder,
                 run_id=settings.run,
+                begins=not settings.shared,
+                answers=settings.shared,
+                after=after,
             )
             loop = asyncio.get_running_loop()
-            stopping = asyncio.Event()
-            loop.add_signal_handler(signal.SIGTERM, stopping.set)
+            told = asyncio.Event()
+            loop.add_signal_handler(signal.SIGTERM, told.set)
             if settings.stop_file.exists():
-                stopping.set()
-            stopper = asyncio.ensure_future(_stop_when(stopping, master, settings))
+                told.set()
+            stopper = asyncio.ensure_future(_end_when(told, master, event_log, settings))
             try:
                 outcome = await master.run()
             finally:
@@ -92,7 +101,11 @@ async def _run(settings: Settings, fd: int, holder: str) -> int:
         # They were good when the job began: somebody is about to put new ones there.
         log.error("master cannot encrypt", error=str(error))
         return EX_AGAIN
-    except (SchemaTooNew, LogCorrupt, SpecError) as error:
+    except (SchemaTooNew, LogCorrupt, OtherRun, SpecError) as error:
+        if after and settings.shared and isinstance(error, SpecError) and error.field == "log":
+            # A master before us led in this very log: a password was changed since then, or a member. Training goes on.
+            log.error("master cannot lead now", error=str(error))
+            return EX_AGAIN
         print(f"dlrover master: {error}", file=sys.stderr)
         log.error("master cannot lead", error=f"{type(error).__name__}: {error}")
         return EX_FATAL
@@ -109,14 +122,40 @@ def _listener(settings: Settings, fd: int) -> HttpListener:
     )
 
 
-async def _stop_when(stopping: asyncio.Event, master: Master, settings: Settings) -> None:
-    await stopping.wait()
-    await master.led.wait()
+async def _end_when(told: asyncio.Event, master: Master, event_log: EventLog, settings: Settings) -> None:
+    await told.wait()
     try:
         reason = settings.stop_file.read_text()
     except FileNotFoundError:
-        reason = "a master got SIGTERM"
-    master.tell(StopJob(reason))
+        master.hand_over("it got SIGTERM")
+        return
+    led = asyncio.ensure_future(master.led.wait())
+    try:
+        while not led.done():
+            if settings.shared and await _leader_stops(event_log, settings, reason):
+                return
+            await asyncio.wait({led}, timeout=ASK_AGAIN_S)
+        master.tell(StopJob(reason))
+    finally:
+        led.cancel()
+
+
+async def _leader_stops(event_log: EventLog, settings: Settings, reason: str) -> bool:
+    """Has the master of another host been told to stop the job?"""
+    try:
+        leader = await event_log.leader(settings.job.job)
+        if leader is None or not leader.address or leader.address in settings.masters[:1]:
+            return False
+        asked = {"command": "stop", "job": settings.job.job, "reason": reason}
+        seq = await send_command(leader.address, os.environ["DLROVER_TOKEN"], asked, tls=tls.dialled(settings.tls_ca))
+    except Refused as refused:
+        log.info("the leader need not stop the job", reason=str(refused))
+        return True
+    except CoreError as error:
+        log.warning("the leader cannot be told to stop the job", error=str(error))
+        return False
+    log.info("the leader stops the job", leader=leader.address, seq=seq)
+    return True
 
 
 if __name__ == "__main__":

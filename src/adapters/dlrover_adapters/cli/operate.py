@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import getpass
 import math
 import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlrover_adapters.cli.places import FAILED, LATE, OK, find_job, log_arguments, log_url
+from dlrover_adapters.cli.places import (
+    FAILED,
+    LATE,
+    OK,
+    QUIET_S,
+    find_job,
+    log_arguments,
+    log_url,
+    said_when_slow,
+    shown,
+)
 
 if TYPE_CHECKING:
     import ssl
@@ -47,8 +58,8 @@ RESUME_EXAMPLES = """\
   dlrover resume digits --wait            return when all workers run again"""
 
 LEADER_S = 10.0
+ANSWER_S = 30.0
 LOOK_AGAIN_S = 0.2
-QUIET_S = 2.0
 _SIZE = re.compile(r"(?:(?P<group>[a-z][a-z0-9]*)=)?(?:(?P<min>\d+):)?(?P<max>\d+)")
 
 # What is still lacking before a command has its effect; empty: it is there. It is given the record that the command led to.
@@ -79,7 +90,11 @@ def drain_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _common(parser: argparse.ArgumentParser) -> None:
     log_arguments(parser)
-    parser.add_argument("--master", metavar="HOST:PORT", help="ask this master (default: whoever leads, by the log)")
+    parser.add_argument(
+        "--master",
+        metavar="HOST:PORT[,HOST:PORT]",
+        help="ask whoever leads of these masters (default: whoever leads, by the log)",
+    )
     parser.add_argument(
         "--token-file",
         metavar="FILE",
@@ -145,17 +160,18 @@ async def resume(args: argparse.Namespace) -> int:
 
 
 async def _ask(args: argparse.Namespace, arguments: Mapping[str, Any], lacks: Lacks) -> int:
-    from dlrover_adapters.http.client import send_command
     from dlrover_core.logs import open_log
 
     asked = {"command": args.command, "job": args.job, "reason": args.reason or _who(args.command), **arguments}
     if args.master is not None and not args.wait:
-        seq = await send_command(args.master, token(args), asked, tls=tls(args))
+        seq = await _send(args, masters(args), asked)
         print(f"job {args.job}: {args.command} is done as event {seq}, and takes its course")
         return OK
     url = log_url(args.log, args.state_dir)
-    async with open_log(url) as log:
-        await find_job(log, url, args.job)
+    async with contextlib.AsyncExitStack() as stack:
+        with said_when_slow(f"dlrover {args.command}", f"no answer yet from {shown(url)}"):
+            log = await stack.enter_async_context(open_log(url))
+            await find_job(log, url, args.job)
         seq = await _tell(args, log, asked)
         if not args.wait:
             print(f"job {args.job}: {args.command} is done as event {seq}, and takes its course")
@@ -183,6 +199,11 @@ def token(args: argparse.Namespace) -> str:
     return load_token({}, kept) if kept.exists() else ""
 
 
+def masters(args: argparse.Namespace) -> list[str]:
+    """The masters that ``--master`` names."""
+    return [one.strip() for one in (args.master or "").split(",") if one.strip()]
+
+
 def tls(args: argparse.Namespace) -> ssl.SSLContext | None:
     """How masters are checked; None: they are not. Raises `SpecError`."""
     from dlrover_adapters.http.tls import dialled
@@ -192,20 +213,20 @@ def tls(args: argparse.Namespace) -> ssl.SSLContext | None:
 
 async def _tell(args: argparse.Namespace, log: EventLog, asked: Mapping[str, Any]) -> int:
     """Let whoever leads do it; between two leaders, wait for the next one. Never asks again what may have been done."""
-    from dlrover_adapters.http.client import Unanswered, send_command
+    from dlrover_adapters.http.client import Unanswered
     from dlrover_adapters.http.tls import Untrusted
     from dlrover_core.errors import ConnectionLost
 
-    encryption = tls(args)
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + min(LEADER_S, args.timeout)
+    began = loop.time()
+    quiet_until, deadline = began + QUIET_S, began + min(LEADER_S, args.timeout)
     while True:
         why = f"nobody leads job {args.job!r}; 'dlrover status {args.job}' shows how it stands"
         leader = await log.leader(args.job)
-        address = args.master or (leader.address if leader is not None else "")
-        if address:
+        addresses = masters(args) or ([leader.address] if leader is not None and leader.address else [])
+        if addresses:
             try:
-                return await send_command(address, token(args), asked, tls=encryption)
+                return await _send(args, addresses, asked)
             except (Unanswered, Untrusted):
                 raise
             except ConnectionLost as lost:
@@ -214,7 +235,29 @@ async def _tell(args: argparse.Namespace, log: EventLog, asked: Mapping[str, Any
         await _refuse_if_over(log, args.job)
         if loop.time() > deadline:
             raise ConnectionLost(why)
+        if loop.time() > quiet_until:
+            print(f"dlrover {args.command}: waiting: {why}", file=sys.stderr)
+            quiet_until = deadline
         await asyncio.sleep(LOOK_AGAIN_S)
+
+
+async def _send(args: argparse.Namespace, addresses: Sequence[str], asked: Mapping[str, Any]) -> int:
+    """Let the first of these masters do it that leads; never asks another one where one may have done it."""
+    from dlrover_adapters.http.client import Unanswered, send_command
+    from dlrover_adapters.http.tls import Untrusted
+    from dlrover_core.errors import ConnectionLost
+
+    encryption, timeout_s = tls(args), min(ANSWER_S, args.timeout)
+    lost = ConnectionLost("no master was named")
+    for address in addresses:
+        try:
+            with said_when_slow(f"dlrover {args.command}", f"the master at {address} has not answered yet"):
+                return await send_command(address, token(args), asked, timeout_s=timeout_s, tls=encryption)
+        except (Unanswered, Untrusted):
+            raise
+        except ConnectionLost as error:
+            lost = error
+    raise lost
 
 
 async def _refuse_if_over(log: EventLog, name: str) -> None:
@@ -271,10 +314,12 @@ async def _wait(args: argparse.Namespace, log: EventLog, seq: int, lacks: Lacks)
 
 def outcome(state: JobState) -> str:
     """How the job stands after the command, in a line."""
+    from dlrover_core.history.phrases import count
+
     if state.job.over or state.job.state == "suspended":
         return f"{state.job.state} ({state.job.root or state.job.reason or 'as asked'})"
     worlds = [
-        f"{group}: generation {one.generation}, {_nodes(len(one.members))}, {one.size} ranks"
+        f"{group}: generation {one.generation}, {_nodes(len(one.members))}, {count(one.size, 'rank')}"
         for group, one in state.world.worlds.items()
         if one.active
     ]

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 import secrets
+import shlex
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 from dlrover_adapters.cli import meeting as meetings
 from dlrover_adapters.cli import torchrun_flags
+from dlrover_adapters.cli.places import shown
 from dlrover_adapters.cli.torchrun_flags import Given, Nodes, Options
 from dlrover_core.errors import SpecError
 from dlrover_core.spec import NAME_BYTES_MAX, GroupSpec, JobSpec
@@ -249,7 +251,7 @@ def _places(ours: argparse._ArgumentGroup) -> None:
         action=Given,
         default=None,
         metavar="URL",
-        help="the event log (default: sqlite in the state directory)",
+        help="the event log (default: sqlite in the state directory); etcd://HOST:2379,HOST:2379/PREFIX is shared by hosts",
     )
     ours.add_argument(
         "--state-dir",
@@ -482,6 +484,12 @@ def _duration(text: str) -> tuple[str, float]:
         return name, float(value)
     except ValueError as error:
         raise SpecError("set", f"{text!r} is not NAME=SECONDS") from error
+
+
+def where(options: Options) -> str:
+    """The options that lead `dlrover` to this log and this job, for people: without a password."""
+    log = f" --log {shlex.quote(shown(options.log))}" if options.log else ""
+    return log + (f" --state-dir {shlex.quote(options.state_dir)}" if options.state_dir else "")
 
 
 def check(options: Options) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -18,6 +22,9 @@ OK, FAILED, USAGE, NOT_FOUND, UNREADABLE, REFUSED, NO_MASTER, LATE, INTERRUPTED,
 )  # fmt: skip
 
 JOBS_SHOWN_MAX = 20
+QUIET_S = 2.0
+"""How long a command may say nothing: then it says what it waits for."""
+_PASSWORD = re.compile(r"^([a-z][\w+.-]*://[^/@:]*):[^/]*@")
 
 
 class NotFound(CoreError):
@@ -26,15 +33,17 @@ class NotFound(CoreError):
 
 def log_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the log is."""
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--log", metavar="URL", help="the log: sqlite:///path/log.db, or what an installed log understands"
+    parser.add_argument(
+        "--log",
+        metavar="URL",
+        help="the log: sqlite:///path/log.db, etcd://HOST:2379,HOST:2379/PREFIX, or what an installed log understands "
+        "(default: log.db in the state directory)",
     )
-    where.add_argument(
+    parser.add_argument(
         "--state-dir",
         metavar="DIR",
         type=Path,
-        help="the directory that holds log.db (default: $XDG_STATE_HOME/dlrover, else ~/.local/state/dlrover)",
+        help="the state directory that dlrover-run was given (default: $XDG_STATE_HOME/dlrover, else ~/.local/state/dlrover)",
     )
 
 
@@ -49,9 +58,27 @@ def log_url(log: str | None, state_dir: Path | None) -> str:
     return "sqlite://" + quote(str(state_dir.absolute() / "log.db"))
 
 
+def shown(url: str) -> str:
+    """A log's URL for people: without a password, which whoever runs the line that it stands in has in the environment."""
+    return _PASSWORD.sub(r"\1@", url)
+
+
+@contextlib.contextmanager
+def said_when_slow(command: str, what: str, quiet_s: float = QUIET_S) -> Iterator[None]:
+    """Say once, in the name of ``command``, what it waits for, if this takes longer than ``quiet_s``."""
+    import asyncio  # a launcher's start is in a hurry
+
+    words = f"{command}: waiting: {what}"
+    timer = asyncio.get_running_loop().call_later(quiet_s, lambda: print(words, file=sys.stderr, flush=True))
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 async def find_job(log: EventLog, url: str, name: str | None) -> str:
     """The job of that name; without one the job whose log has the newest event. Raises `NotFound`."""
-    jobs = await log.jobs()
+    jobs, url = await log.jobs(), shown(url)
     if name is not None and name in jobs:
         return name
     if not jobs:

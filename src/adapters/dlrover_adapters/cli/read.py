@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import sys
 import time
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dlrover_adapters.cli.places import FAILED, OK, NotFound, find_job, log_arguments, log_url
+from dlrover_adapters.cli.places import FAILED, OK, NotFound, find_job, log_arguments, log_url, said_when_slow, shown
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -19,11 +21,15 @@ STATUS_EXAMPLES = """\
   dlrover status                          the only job, or the one with the newest event
   dlrover status digits --state-dir /data/dlrover
   dlrover status digits --json | jq .step
+  dlrover status digits --log etcd://e1:2379,e2:2379 --master head1:29400,head2:29400
+                                          asks the masters, even while the log is out of reach
   until dlrover status digits --json | jq -e '.ended_at > 0'; do sleep 5; done"""
 EVENTS_EXAMPLES = """\
   dlrover events digits                   the whole log
   dlrover events digits --since 120       what came after event 120
   dlrover events digits --follow          and whatever comes, until Ctrl-C
+  dlrover events digits --follow --log etcd://e1:2379,e2:2379,e3:2379
+                                          through changes of leaders, here and there, from any host
   dlrover events digits --json | jq 'select(.event == "WorkerExited")'"""
 EXPLAIN_EXAMPLES = """\
   dlrover explain digits                  the end of a failed job, else the last action chosen
@@ -33,6 +39,14 @@ REPORT_EXAMPLES = """\
   dlrover report digits
   dlrover report digits --json | jq .goodput.ratio
   dlrover report --log sqlite:///data/log.db"""
+
+
+PATIENCE_S = 3.0
+"""How long `status` waits for the log before it asks the masters: while the log is out of reach, they are what people need."""
+
+
+ASK_MASTERS = "dlrover status: --master HOST:PORT[,HOST:PORT] asks the masters themselves, with the job's token"
+NOBODY_LEADS = "nobody leads it now: nothing is decided until a master of this job is started again"
 
 
 class Source(NamedTuple):
@@ -52,6 +66,14 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", metavar="JOB", nargs="?", help="default: the only job, or the one with the newest event")
     log_arguments(parser)
     parser.add_argument("--json", action="store_true", help="for programs: every field named, times in microseconds")
+
+
+def status_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `status` takes."""
+    from dlrover_adapters.cli import live
+
+    common_arguments(parser)
+    live.arguments(parser)
 
 
 def events_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,24 +106,79 @@ async def opened(args: argparse.Namespace) -> AsyncIterator[Source]:
     from dlrover_core.logs import open_log
 
     url = log_url(args.log, args.state_dir)
-    async with open_log(url) as log:
-        yield Source(log, await find_job(log, url, args.job))
+    async with AsyncExitStack() as stack:
+        with said_when_slow(f"dlrover {args.command}", f"no answer yet from {shown(url)}"):
+            log = await stack.enter_async_context(open_log(url))
+            job = await find_job(log, url, args.job)
+        yield Source(log, job)
 
 
 async def status(args: argparse.Namespace) -> int:
-    """`dlrover status`."""
+    """`dlrover status`. What the log tells, and the leader of whether it can decide; or the masters alone, without the log."""
+    from dlrover_core.errors import LogUnavailable
+
+    async with AsyncExitStack() as stack:
+        opening = asyncio.ensure_future(stack.enter_async_context(opened(args)))
+        await asyncio.wait({opening}, timeout=PATIENCE_S)
+        try:
+            if not opening.done() and await _status_without_log(args, f"no answer within {PATIENCE_S:g} s"):
+                return OK
+            return await _status(args, await opening)
+        except LogUnavailable as error:
+            if await _status_without_log(args, str(error), says=True):
+                return OK
+            if not args.master and args.log and not args.log.startswith("sqlite:"):
+                print(ASK_MASTERS, file=sys.stderr)
+            raise
+        finally:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+
+
+async def _status(args: argparse.Namespace, source: Source) -> int:
+    from dlrover_adapters.cli import live
+    from dlrover_adapters.cli.standing import degraded
     from dlrover_core.history import render, status_of
     from dlrover_core.history.plain import plain
     from dlrover_core.job.state import MODEL
 
-    async with opened(args) as source:
-        state, last = MODEL.new(), None
-        async for record in source.log.read(source.job):
-            MODEL.apply(state, record)
-            last = record
-        told = status_of(state, last)
-        print(as_json(plain(told)) if args.json else render.status(told, await source.now()))
+    state, last = MODEL.new(), None
+    async for record in source.log.read(source.job):
+        MODEL.apply(state, record)
+        last = record
+    told, leader = status_of(state, last), await source.log.leader(source.job)
+    address = args.master or (leader.address if leader is not None else "")
+    said = await live.leader_says(args, source.job, address) if address and not told.over else None
+    if args.json:
+        print(as_json({**plain(told), "control_plane": said.control_plane if said is not None else None}))
+    else:
+        now = time.time_ns() // 1000
+        print(render.status(told, now if leader is not None else None))
+        if said is not None and said.status.get("degraded"):
+            print(degraded(said.status, now))
+        if leader is None and not told.over:
+            print(NOBODY_LEADS)
     return FAILED if told.failed else OK
+
+
+async def _status_without_log(args: argparse.Namespace, why: str, *, says: bool = False) -> bool:
+    """Show what masters say while the log is out of reach; False where they are, too: why, it ``says`` of those asked for."""
+    from dlrover_adapters.cli import live
+    from dlrover_core.errors import CoreError
+
+    try:
+        said = await live.masters_say(args)
+    except CoreError as error:
+        if says and args.master:
+            print(f"dlrover status: the masters cannot be asked: {error}", file=sys.stderr)
+        return False
+    remark = f"the log cannot be read: {why} ({shown(log_url(args.log, args.state_dir))})"
+    if args.json:
+        print(as_json({**said.status, "control_plane": said.control_plane, "log_error": remark}))
+    else:
+        print("\n".join(live.lines(said)))
+        print(f"dlrover status: {remark}", file=sys.stderr)
+    return True
 
 
 async def events(args: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -67,7 +66,7 @@ def _run(options: Options) -> int:
         if meeting.joining:
             from dlrover_adapters.cli import join
 
-            return join.run(options, settings, meeting, token, first, _where(options))
+            return join.run(options, settings, meeting, token, first, cli_options.where(options))
         return _run_here(options, settings, token, first)
 
 
@@ -96,7 +95,9 @@ async def _lead(options: Options, settings: Settings, token: str, first: list[St
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as port:
         settings = replace(settings, masters=(lead.local_address(port),))
         nodes = _node_host(settings, settings.write(), token, first, options.standby)
-        return await lead.supervise(settings, token, port, nodes, lead.How(shows_progress(options), _where(options)))
+        return await lead.supervise(
+            settings, token, port, nodes, lead.How(shows_progress(options), cli_options.where(options))
+        )
 
 
 def say_unused(options: Options) -> None:
@@ -112,13 +113,6 @@ def _token(options: Options, *, shared: bool) -> str:
     if shared:
         return require_token(os.environ, options.token_file)
     return load_token(os.environ, options.token_file) or make_token()
-
-
-def _where(options: Options) -> str:
-    """The options that lead `dlrover report` to this log."""
-    if options.log:
-        return f" --log {shlex.quote(options.log)}"
-    return f" --state-dir {shlex.quote(options.state_dir)}" if options.state_dir else ""
 
 
 def _version() -> int:

@@ -17,7 +17,10 @@ from dlrover_core.errors import SpecError
 
 EXAMPLES = """\
   dlrover master --nnodes 2:4 --nproc-per-node 8 --job-id pretrain
-  dlrover master --nnodes 2 --job-id pretrain --bind 10.0.0.1:29400 --token-file job.token"""
+  dlrover master --nnodes 2 --job-id pretrain --bind 10.0.0.1:29400 --token-file job.token
+  dlrover master --nnodes 2:4 --nproc-per-node 8 --job-id pretrain --log etcd://e1:2379,e2:2379,e3:2379
+                                          the same on two or three hosts: one leads, the others stand by;
+                                          Ctrl-C hands over, and only 'dlrover stop' ends the job"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,9 +39,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Lead the job until it is over; Ctrl-C stops it."""
+    """Lead the job, or stand by for it, until it is over. Ctrl-C stops it; where its log is shared, it hands it over."""
     from dlrover_adapters.cli import hosts, lead, scratch
     from dlrover_adapters.cli.supervisor import NoNodes
+    from dlrover_adapters.http.tls import dialled
     from dlrover_adapters.http.token import require_token
     from dlrover_adapters.telemetry.logs import set_up
 
@@ -60,10 +64,14 @@ async def run(args: argparse.Namespace) -> int:
     ):
         set_up(Path(settings.control_log), settings.log_level, role="launcher")
         settings = await lead.probed(settings.placed(folder))
+        await lead.check_token(settings, token, dialled(options.tls_ca or ""))
         address = hosts.joined(hosts.outside(host), port.getsockname()[1])
-        settings = dataclasses.replace(settings, masters=(address,))
-        _say(settings.job.job, options, address)
-        return await lead.supervise(settings, token, port, NoNodes(), lead.How(command="dlrover master"))
+        settings = dataclasses.replace(settings, masters=(address, *settings.masters))
+        _say(settings, options)
+        where = cli_options.where(options)
+        return await lead.supervise(
+            settings, token, port, NoNodes(), lead.How(where=where, command="dlrover master", leaves=True)
+        )
 
 
 def _settings(options: Options) -> Settings:
@@ -92,12 +100,17 @@ def _settings(options: Options) -> Settings:
     )
 
 
-def _say(job: str, options: Options, address: str) -> None:
-    size = cli_options.size(options)
+def _say(settings: Settings, options: Options) -> None:
+    size, masters = cli_options.size(options), ",".join(settings.masters)
     tls = f" --tls-ca {options.tls_ca or 'CA.pem'}" if options.tls_cert else ""
     print(
         f"dlrover master: run this on each host, with the same token:\n"
-        f"  dlrover-run --master {address} --rdzv-id {job} --nnodes {size} --nproc-per-node {options.nproc_per_node}"
-        f"{tls} SCRIPT",
+        f"  dlrover-run --master {masters} --rdzv-id {settings.job.job} --nnodes {size} "
+        f"--nproc-per-node {options.nproc_per_node}{tls} SCRIPT",
         file=sys.stderr,
     )
+    if settings.shared:
+        print(
+            "  --master takes all masters, comma separated: those of other hosts, started with the same --log, stand by",
+            file=sys.stderr,
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,8 @@ class Settings:
 
     ``mark`` is what everything bears in its environment that this launcher starts. ``address`` is where other hosts reach this
     one's stores, which listen at ``store_bind``. ``joining``, ``seat`` and ``place``: as in `JobSpec` and `Agent`.
-    ``tls_...``: what masters show, and what agents check it by.
+    ``tls_...``: what masters show, and what agents check it by. ``shared``: masters of other hosts may lead in this log, too, so
+    its run has begun before any of them starts.
     """
 
     spec: str
@@ -56,6 +58,7 @@ class Settings:
     tls_key: str = ""
     tls_ca: str = ""
     mark: str = ""
+    shared: bool = False
     log_level: str = "info"
     control_log: str = field(default="")
 
@@ -63,6 +66,14 @@ class Settings:
     def stop_file(self) -> Path:
         """Where the launcher says that the job is to stop, and why, before it tells masters: for those that cannot hear yet."""
         return Path(self.run_dir or self.directory) / "stop"
+
+    def holder(self, pid: int, number: int = 0) -> str:
+        """The name under which a process of this launcher leads, its ``number``-th; nobody else ever bears it."""
+        return f"{socket.gethostname()}/{pid}/{self.mark}-{number}"
+
+    def is_ours(self, holder: str) -> bool:
+        """Is it the name of a process of this launcher?"""
+        return holder.rpartition("/")[2].rpartition("-")[0] == self.mark
 
     @property
     def job(self) -> JobSpec:

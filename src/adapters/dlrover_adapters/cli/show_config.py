@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli import workers
-from dlrover_adapters.cli.places import log_url
+from dlrover_adapters.cli.places import log_url, shown
 from dlrover_adapters.cli.torchrun_flags import UNUSED, Options
 from dlrover_core.spec import GroupSpec, JobSpec
 
@@ -135,7 +135,7 @@ def _host(options: Options, job: str, standard: Options) -> Iterator[Row]:
     state = Path(options.state_dir).absolute() if options.state_dir else default_state_dir()
     yield Row("host", "state_dir", str(state), "folder", str(default_state_dir()), options.origin("state_dir"))
     yield Row("host", "directory", str(state / "jobs" / job), "folder", None, "derived", "control log, settings")
-    yield Row("host", "log", log_url(options.log, state), "url", log_url(None, state), options.origin("log"))
+    yield Row("host", "log", shown(log_url(options.log, state)), "url", log_url(None, state), options.origin("log"))
     yield from _plain("host", options, standard, _HOST)
     source = "DLROVER_TOKEN" if os.environ.get("DLROVER_TOKEN") else "default"
     yield Row("host", "token", "made for this run" if source == "default" else "set", "", "made for this run", source)

@@ -1,7 +1,9 @@
 """A job's masters and their launcher: it owns the port, the node processes and two masters, one leading and one in reserve.
 
 Masters may die at any moment: the reserve has the log's lock within a millisecond and the port is still open, because it is
-ours. We ourselves hold no state; when we are killed, everything we started is killed with us by the kernel.
+ours. In a log that hosts share there is one master here, and the reserve is on another host; the successor of one that died
+knows that, and does not wait for a dead one's lease. We ourselves hold no state; when we are killed, everything we started is
+killed with us by the kernel.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dlrover_adapters.agent import signals
 from dlrover_adapters.agent.spawn import module_command
@@ -21,9 +24,13 @@ from dlrover_adapters.cli.scratch import MARK
 from dlrover_adapters.cli.settings import EX_FATAL, EX_OVER, Settings
 from dlrover_core.runtime.within import within
 
+if TYPE_CHECKING:
+    import ssl
+
 CRASHES_MAX, CRASH_WINDOW_S = 20, 10.0
 BACK_OFF_S = 0.5
 LEAVE_S = 10.0
+SAY_S = 2.0
 RESERVE_S, RESERVE_MAX_S = 1.0, 30.0
 """The reserve starts this long after the first agents are warm, and no later than this: the start needs the processor first."""
 
@@ -70,30 +77,43 @@ class NoNodes:
 
 
 class Supervisor:
-    """One run, from start to end."""
+    """One run, from start to end. One that ``leaves`` is asked by a signal to hand the job over, not to stop it."""
 
     def __init__(
-        self, settings: Settings, token: str, port: socket.socket, host: Nodes, command: str = "dlrover-run"
+        self,
+        settings: Settings,
+        token: str,
+        port: socket.socket,
+        host: Nodes,
+        command: str = "dlrover-run",
+        *,
+        leaves: bool = False,
     ) -> None:
         self._settings, self._token, self._port, self._host = settings, token, port, host
-        self._command = command
+        self._command, self._leaves = command, leaves
         self._config = os.path.join(settings.directory, "settings.json")
         self._masters: dict[int, asyncio.subprocess.Process] = {}
         self._over = asyncio.Event()
         self._crashes: list[float] = []
-        self._asked = 0
+        self._asked = self._number = 0
+        self._failure = ""
+        self.left = False
         self.stopped_by: signal.Signals | None = None
 
     async def run(self) -> None:
         """Until the job is over. Raises `MastersFailed`."""
         async with self._host:
-            keepers = [asyncio.ensure_future(self._keep_one()), asyncio.ensure_future(self._keep_reserve())]
+            keepers = [asyncio.ensure_future(self._keep_one())]
+            if not self._settings.shared:
+                keepers.append(asyncio.ensure_future(self._keep_reserve()))
             over = asyncio.ensure_future(self._over.wait())
             try:
                 await asyncio.wait({over, *keepers}, return_when=asyncio.FIRST_COMPLETED)
                 for keeper in keepers:
                     if keeper.done():
                         keeper.result()
+                if self._failure:
+                    raise MastersFailed(self._failure)
             finally:
                 for task in (over, *keepers):
                     task.cancel()
@@ -108,11 +128,13 @@ class Supervisor:
 
     async def _keep_one(self) -> None:
         """Keep one master's place filled until the job is over."""
-        loop = asyncio.get_running_loop()
+        loop, after = asyncio.get_running_loop(), ""
         while not self._over.is_set():
             began = loop.time()
-            code = await self._one_master()
-            if code == EX_OVER:
+            self._number += 1
+            code, after = await self._one_master(self._number, after)
+            if code == EX_OVER or (self._leaves and self._asked):
+                self.left = code != EX_OVER
                 self._over.set()
                 return
             if self._asked and code == -signal.SIGTERM:
@@ -127,7 +149,8 @@ class Supervisor:
             if loop.time() - began < BACK_OFF_S:
                 await asyncio.sleep(BACK_OFF_S)
 
-    async def _one_master(self) -> int:
+    async def _one_master(self, number: int, after: str) -> tuple[int, str]:
+        """The exit code of a master that knows that ``after`` is dead, and as whom it led."""
         fd = self._port.fileno()
         process = await asyncio.create_subprocess_exec(
             *module_command("dlrover_adapters.cli.master"),
@@ -139,14 +162,19 @@ class Supervisor:
             str(fd),
             "--parent",
             str(os.getpid()),
+            "--number",
+            str(number),
+            *(["--after", after] if after else []),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(fd,),
             env={**os.environ, "DLROVER_TOKEN": self._token, MARK: self._settings.mark},
             start_new_session=True,
         )
         self._masters[process.pid] = process
+        if self._leaves and self._asked:
+            self._ask(process)
         try:
-            return await process.wait()
+            return await process.wait(), self._settings.holder(process.pid, number)
         finally:
             del self._masters[process.pid]
             if process.returncode is None:
@@ -164,17 +192,25 @@ class Supervisor:
                 process.kill()
             await process.wait()
 
+    def fail(self, why: str) -> None:
+        """End all masters: `run` raises `MastersFailed`."""
+        self._failure = why
+        self._over.set()
+
     def stop(self, number: signal.Signals) -> None:
         """The first time: let the job stop in its own time. The second: kill its nodes. The third: leave it."""
         loop, spec = asyncio.get_running_loop(), self._settings.job
         self._asked += 1
-        if self._asked == 1:
+        if self._leaves:
+            self._leave()
+        elif self._asked == 1:
             self.stopped_by = number
             if self._settings.run_dir is not None:
                 signals.tell(self._settings.run_dir, number)
             self._settings.stop_file.write_text(f"{self._command} got {signal.Signals(number).name}")
             for process in self._masters.values():
                 self._ask(process)
+            loop.call_later(SAY_S, self._say_stopping)
             # No master may be able to lead; then nobody stops anything.
             loop.call_later(spec.stop_grace_s + spec.kill_wait_s + LEAVE_S, self._over.set)
         elif self._asked == 2:
@@ -184,16 +220,34 @@ class Supervisor:
         else:
             self._over.set()
 
+    def _say_stopping(self) -> None:
+        if not self._over.is_set() and self._asked == 1:
+            clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+            wait = "workers have their grace, and a master must be able to decide it; once more kills them"
+            print(f"{clear}{self._command}: job {self._settings.job.job} stops: {wait}", file=sys.stderr)
+
+    def _leave(self) -> None:
+        """The first time: let our master hand over, and go. The second: do not wait for it."""
+        self.left = True
+        if self._asked > 1:
+            self._over.set()
+            return
+        for process in self._masters.values():
+            self._ask(process)
+        asyncio.get_running_loop().call_later(LEAVE_S, self._over.set)
+
 
 async def watch(
-    address: str, token: str, ca: str, show: Callable[[Mapping[str, Any], float], None], period_s: float
+    address: str,
+    token: str,
+    tls: ssl.SSLContext | None,
+    show: Callable[[Mapping[str, Any], float], None],
+    period_s: float,
 ) -> None:
-    """Show the leader's status now and again, until cancelled; while nobody leads, the last one stays."""
+    """Show our masters' status now and again, until cancelled; while nobody answers, the last one stays."""
     from dlrover_adapters.http.client import fetch_status
-    from dlrover_adapters.http.tls import dialled
     from dlrover_core.errors import CoreError
 
-    tls = dialled(ca)
     while True:
         with contextlib.suppress(CoreError, OSError, asyncio.TimeoutError):
             show(await fetch_status(address, token, tls=tls), time.monotonic())

@@ -142,6 +142,8 @@ async def _send(address: str, token: str, asked: Mapping[str, Any], tls: ssl.SSL
         reason = str(told.get("reason", ""))
         if response.status == _CONFLICT:
             raise Refused(reason)
+        if response.status == _UNAVAILABLE and told.get("done") is False:
+            raise ConnectionLost(f"the master at {address} stands by: {reason}")
         if response.status == _UNAVAILABLE:
             raise Unanswered(f"the master at {address} says: {reason}")
         raise MalformedMessage(reason)

@@ -2,6 +2,7 @@
 
 200 ``{"seq": n}``: done, and durable as record n. Else ``{"reason": ...}``: 409, the job's state forbids it; 400, no command;
 413, more than `BODY_BYTES_MAX`; 503, nobody can say whether it was done: the log is away, or another master leads now.
+With ``"done": false`` nothing was, for a standby was asked: ``"leader"`` is where the leader is, if that is known.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import structlog
 from aiohttp import web
 
-from dlrover_core.errors import CoreError, MalformedMessage, Refused
+from dlrover_core.errors import CoreError, MalformedMessage, Refused, StandsBy
 from dlrover_core.runtime.transport import Obey
 from dlrover_core.runtime.within import within
 
@@ -51,6 +52,8 @@ async def answer_to(body: bytes, obey: Obey | None, peer: str) -> tuple[int, str
     except Refused as refused:
         log.info("command refused", peer=peer, command=asked["command"], reason=refused.reason)
         return _not(409, refused.reason)
+    except StandsBy as elsewhere:
+        return 503, json.dumps({"reason": str(elsewhere), "done": False, "leader": elsewhere.address})
     except asyncio.TimeoutError:
         return _not(503, f"not recorded within {ANSWER_S:g} s; it is done as soon as the log can be reached")
     except CoreError as error:

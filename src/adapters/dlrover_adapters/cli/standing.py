@@ -1,0 +1,56 @@
+"""What a launcher's masters say of themselves, told to people in a line whenever it changes: who leads, can it decide?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+REASON_CHARS_MAX = 300
+
+
+class Standing:
+    """Turns what a master says of itself into the lines that are news. ``address`` is where its host's masters are reached."""
+
+    def __init__(self, job: str, address: str) -> None:
+        self._job, self._address = job, address
+        self._role = ""
+        self._degraded_since = 0
+
+    def news(self, status: Mapping[str, Any], now_us: int) -> Iterator[str]:
+        """The lines to say now, mostly none."""
+        from dlrover_core.history.phrases import duration, one_line  # a launcher's start is in a hurry
+
+        role = self._role_of(status)
+        if role and role != self._role:
+            self._role = role
+            yield role
+        if status.get("degraded"):
+            if not self._degraded_since:
+                self._degraded_since = int(status.get("degraded_since", 0)) or now_us
+                why = one_line(status["degraded"], REASON_CHARS_MAX)
+                yield f"control plane degraded: {why}; training goes on, decisions wait"
+        elif self._degraded_since and role:  # a master that has only just started knows nothing yet
+            yield f"control plane is back, after {duration(max(0, now_us - self._degraded_since))}"
+            self._degraded_since = 0
+
+    def _role_of(self, status: Mapping[str, Any]) -> str:
+        if status.get("role") == "leader":
+            return f"leads job {self._job} at {self._address}"
+        # Between its election and its first words a leader has a name, and no address yet: that comes in a moment.
+        leader = status.get("leader_address")
+        if status.get("role") != "standby" or not leader:
+            return ""
+        return f"stands by for job {self._job}; {leader} leads"
+
+
+def degraded(status: Mapping[str, Any], now_us: int) -> str:
+    """Since when the control plane is degraded, and why; empty: it is not."""
+    from dlrover_core.history.phrases import duration, one_line
+
+    if not status.get("degraded"):
+        return ""
+    since = int(status.get("degraded_since", 0))
+    when = f" since {datetime.fromtimestamp(since / 1e6).astimezone():%Y-%m-%d %H:%M:%S}" if since else ""
+    lasts = f" (for {duration(max(0, now_us - since))})" if since else ""
+    return f"control plane degraded{when}{lasts}: {one_line(status['degraded'], REASON_CHARS_MAX)}"

@@ -1,0 +1,35 @@
+"""What a master tells its agents about times and limits, in seconds; until one has, the defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dlrover_core.runtime.messages import Welcome
+
+SECOND_US = 1_000_000
+
+
+@dataclass(slots=True)
+class Granted:
+    """The job's settings that an agent lives by, and the ``run`` that it is an agent of."""
+
+    run: str = ""
+    heartbeat_s: float = 1.0
+    silence_s: float = 15.0
+    unreachable_s: float = 300.0
+    kill_wait_s: float = 30.0
+    max_restarts: int = 0
+    stop_grace_s: float = 30.0
+
+    @classmethod
+    def by(cls, welcome: Welcome) -> Granted:
+        """As a master's greeting says."""
+        return cls(
+            welcome.run,
+            welcome.heartbeat_us / SECOND_US,
+            welcome.silence_us / SECOND_US,
+            welcome.unreachable_us / SECOND_US,
+            welcome.kill_wait_us / SECOND_US,
+            welcome.max_restarts,
+            welcome.stop_grace_us / SECOND_US,
+        )

@@ -1,0 +1,37 @@
+"""A job as a master's status shows it: its state, and the levels that agents have reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlrover_core.job.state import JobState
+from dlrover_core.runtime.sessions import Sessions
+
+
+def shown(state: JobState, sessions: Sessions) -> dict[str, Any]:
+    """What is so right now, as plain values."""
+    group, world = next(iter(state.world.worlds.items()), ("", None))
+    generation = world.generation if world else 0
+    # Between two worlds the last one's steps are the newest that is known.
+    steps = sessions.steps_of(group, generation) or sessions.steps_of(group)
+    incidents = list(state.failures.incidents.values())
+    last = incidents[-1] if incidents else None
+    return {
+        "job": state.job.name,
+        "run": state.job.run,
+        "state": state.job.state,
+        "seq": state.seq,
+        "generation": generation,
+        "world_size": world.size if world and world.active else 0,
+        "step": max([*steps, state.progress.of(group).step]),
+        "agents": len(sessions),
+        "standbys": len(sessions.standbys),
+        "nodes": {
+            node.node: {"state": node.state, "host": node.host, "joined": node.joined}
+            for node in state.nodes.nodes.values()
+        },
+        "incidents": state.failures.number,
+        "open_incidents": [one.number for one in incidents if not one.closed],
+        "last_incident": f"{last.number}: {last.signature} -> {last.action}" if last else "",
+        "root": state.job.root,
+    }

@@ -1,0 +1,742 @@
+"""Stories told to an etcd log while it writes: what happens to etcd, and to the network before it, at seeded moments.
+
+`Candidate`s lead whenever they can and append batch after batch, noting each that was acknowledged; `Follower`s note what they
+are given. After each story the `Stand` judges: sequence numbers contiguous, tokens never falling, every acknowledged batch there
+exactly once, nothing there that nobody wrote, followers given exactly the log, and at no election an older leader that still
+believed in itself.
+
+etcd 3.5.0 to 3.5.2 can lose data when it is killed under load. Then its members differ, and the trial is `Void`: it says nothing
+about us. ``python -m tests.chaos.etcd_stories STORY SEED`` tells one again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+from tools.etcd_cluster import Cluster
+
+from dlrover_adapters.etcd import EtcdLog
+from dlrover_core.errors import LogFull, LogUnavailable, NotLeading
+from dlrover_core.kernel.events import Batch
+from dlrover_core.kernel.log import AlreadyAppended, Appended, Fenced, Leadership
+from dlrover_core.testing import Proxy
+from dlrover_core.testing.log_conformance import CODEC, make_batch
+
+T = TypeVar("T")
+
+JOB = "chaos"
+PREFIX = "t"
+TTL_S = 2.0
+RETRY_S = 0.02
+LOOK_S = 0.01
+BOUND_S = 20.0
+PROGRESS_S = 9.0  # etcd may need two elections of up to 2 s, and whoever asked a dead member asks again
+ELECTED_S = 2 * TTL_S + 3.0
+STORY_S = 90.0
+SHARE_LARGE, LARGE_BYTES = 0.05, 20_000
+ROUNDS = 3
+TOGETHER = 5
+AGAIN = 1_000_000
+QUOTA_BYTES, JUNK_BYTES = 16 * 1024 * 1024, 1_000_000
+
+
+class Void(Exception):
+    """etcd's members differ: its own known fault, and no trial of ours."""
+
+
+class Written(NamedTuple):
+    """A batch that was handed to the log."""
+
+    token: int
+    counter: int
+    first: int
+    last: int
+    payload: bytes
+
+    @classmethod
+    def of(cls, batch: Batch) -> Written:
+        """What identifies a batch and what is in it."""
+        return cls(batch.token, batch.counter, batch.first_seq, batch.last_seq, batch.payload)
+
+
+class Candidate:
+    """Leads whenever it can, and writes while it leads."""
+
+    def __init__(self, stand: Stand, name: str, url: str) -> None:
+        self.stand, self.name, self.url = stand, name, url
+        self.lead: Leadership | None = None
+        self.acknowledged: list[Written] = []
+        self.unsure: list[Written] = []
+        self.fenced: list[Fenced] = []
+        self.again = self.full = self.elected = 0
+        self.elected_at = 0.0
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+        self._dice = random.Random(f"{stand.seed}.{name}")
+
+    @property
+    def token(self) -> int:
+        """Of the leadership it has, 0 for none."""
+        return self.lead.token if self.lead is not None else 0
+
+    @property
+    def valid(self) -> bool:
+        """Does it believe that it leads?"""
+        return self.lead is not None and self.lead.valid()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        log = await open_log(self.url)
+        try:
+            while True:
+                lead = await insist(lambda: log.lead(JOB, self.name, TTL_S))
+                self.stand.note_election(self, lead)
+                self.lead, self.elected, self.elected_at = lead, self.elected + 1, time.monotonic()
+                await self.may_write.wait()
+                await self._write(lead, await insist(lambda: log.head(JOB)))
+        finally:
+            await log.close()
+
+    async def _write(self, lead: Leadership, head: int) -> None:
+        counter = 0
+        while True:
+            counter += 1
+            events, size = self._dice.randint(1, 8), self._dice.randint(8, 200)
+            if self._dice.random() < SHARE_LARGE:
+                events, size = 1, LARGE_BYTES
+            batch = make_batch(lead.token, counter, head + 1, events, size)
+            self.unsure.append(Written.of(batch))
+            outcome = await self._append(lead, batch)
+            if isinstance(outcome, Fenced):
+                self.fenced.append(outcome)
+                return
+            assert isinstance(outcome, (Appended, AlreadyAppended)), (
+                f"{self.name}: {outcome} for {Written.of(batch)[:4]}"
+            )
+            assert outcome.seq == batch.last_seq, f"{self.name}: {outcome} for {Written.of(batch)[:4]}"
+            self.again += isinstance(outcome, AlreadyAppended)
+            self.acknowledged.append(self.unsure.pop())
+            head = batch.last_seq
+
+    async def _append(self, lead: Leadership, batch: Batch) -> object:
+        while True:
+            try:
+                return await lead.append(batch)
+            except LogFull:
+                self.full += 1
+            except LogUnavailable:
+                pass
+            await asyncio.sleep(RETRY_S)
+
+
+class Follower:
+    """Follows the log, and is given what it is given."""
+
+    def __init__(self, name: str, url: str, after: int) -> None:
+        self.name, self.url, self.after = name, url, after
+        self.given: list[tuple[int, int, object]] = []
+
+    @property
+    def seq(self) -> int:
+        """How far it has come."""
+        return self.after + len(self.given)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        log = await open_log(self.url)
+        try:
+            async for record in log.follow(JOB, self.after):
+                assert record.seq == self.seq + 1, f"follower {self.name} was given {record.seq} after {self.seq}"
+                self.given.append((record.seq, record.token, record.event))
+        finally:
+            await log.close()
+
+
+class Stand:
+    """One etcd, those who use it, and the verdict."""
+
+    def __init__(self, etcd: Cluster, seed: int) -> None:
+        self.etcd, self.seed = etcd, seed
+        self.dice = random.Random(seed)
+        self.candidates: list[Candidate] = []
+        self.followers: list[Follower] = []
+        self.may_overlap = False
+        self.told: dict[str, int] = {}
+        self._flaws: list[str] = []
+        self._tasks: dict[asyncio.Task[None], str] = {}
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Stand:  # noqa: PYI034  # Self needs 3.11
+        """Nobody is there yet."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Everybody leaves."""
+        await self._leave(list(self._tasks))
+        await self._stack.aclose()
+
+    # ---- who takes part
+
+    async def proxies(self) -> list[Proxy]:
+        """A proxy before every member."""
+        return [await self._stack.enter_async_context(Proxy(one)) for one in self.etcd.endpoints]
+
+    def candidate(self, name: str = "a", through: list[Proxy] | None = None) -> Candidate:
+        """Somebody who wants to lead begins."""
+        one = Candidate(self, name, self._url(through))
+        self.candidates.append(one)
+        self._begin(one.run(), f"candidate {name}")
+        return one
+
+    def follower(self, name: str = "f", through: list[Proxy] | None = None, after: int = 0) -> Follower:
+        """Somebody who follows begins."""
+        one = Follower(name, self._url(through), after)
+        self.followers.append(one)
+        self._begin(one.run(), f"follower {name}")
+        return one
+
+    async def writing(self, through: list[Proxy] | None = None) -> Candidate:
+        """A candidate that leads and writes, and two followers of which one joined later."""
+        one = self.candidate("a", through)
+        self.follower("from the first")
+        await self.progress()
+        self.follower("from the middle", after=self.dice.randint(1, self._newest))
+        await self.progress()
+        return one
+
+    def _url(self, through: list[Proxy] | None) -> str:
+        return self.etcd.url(PREFIX, endpoints=[one.address for one in through or ()])
+
+    def _begin(self, run: Any, name: str) -> None:
+        self._tasks[asyncio.ensure_future(run)] = name
+
+    async def _leave(self, tasks: list[asyncio.Task[None]]) -> None:
+        for one in tasks:
+            one.cancel()
+            self._tasks.pop(one, None)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- what is waited for
+
+    async def until(self, holds: Callable[[], object], what: str, bound_s: float = BOUND_S) -> None:
+        """Wait until it ``holds``; somebody who broke off meanwhile is an error."""
+        end = time.monotonic() + bound_s
+        while not holds():
+            self._alive()
+            trouble = [one.lead.trouble() for one in self.candidates if one.lead is not None]
+            assert time.monotonic() < end, f"not within {bound_s} s: {what}; troubles: {trouble}"
+            await asyncio.sleep(LOOK_S)
+
+    def _alive(self) -> None:
+        for task, name in self._tasks.items():
+            if task.done():
+                raise AssertionError(f"{name} broke off: {task.exception()!r}") from task.exception()
+
+    async def progress(self, batches: int = 0, by: Candidate | None = None) -> None:
+        """Until so many more batches were acknowledged (a seeded number of them by default)."""
+        goal = self._count(by) + (batches or self.dice.randint(5, 60))
+        await self.until(lambda: self._count(by) >= goal, f"{goal} acknowledged batches", PROGRESS_S)
+
+    def _count(self, by: Candidate | None) -> int:
+        return sum(len(one.acknowledged) for one in ([by] if by is not None else self.candidates))
+
+    @property
+    def _newest(self) -> int:
+        return max((one.acknowledged[-1].last for one in self.candidates if one.acknowledged), default=0)
+
+    async def renewed(self, one: Candidate) -> None:
+        """Until what a leader believes in is no longer its first lease."""
+        await self.until(lambda: time.monotonic() - one.elected_at > TTL_S and one.valid, "the lease is renewed")
+
+    async def reaches(self, one: Follower, seq: int) -> None:
+        """Until a follower was given ``seq``."""
+        await self.until(lambda: one.seq >= seq, f"follower {one.name} at {seq}")
+
+    async def healthy(self) -> None:
+        """Until all members are well."""
+        await asyncio.to_thread(self.etcd.wait_healthy)
+
+    async def leader(self) -> int:
+        """The member that leads."""
+        return await asyncio.to_thread(self.etcd.leader)
+
+    async def leaderless(self) -> None:
+        """Until etcd too has given up the leader."""
+        end = time.monotonic() + ELECTED_S
+        while await asyncio.to_thread(self.etcd.lease_of, f"{PREFIX}/v1/jobs/{JOB}/leader"):
+            assert time.monotonic() < end, f"the leader's lease lives on after {ELECTED_S} s"
+
+    async def start(self, *members: int) -> None:
+        """Start members again, and wait until all are well."""
+        for one in members:
+            await asyncio.to_thread(self.etcd.start, one)
+        await self.healthy()
+
+    async def kill(self, *members: int) -> None:
+        """SIGKILL."""
+        for one in members:
+            await asyncio.to_thread(self.etcd.kill, one)
+
+    @contextlib.contextmanager
+    def paused(self, *members: int) -> Iterator[None]:
+        """Stopped for the time of the block."""
+        for one in members:
+            self.etcd.pause(one)
+        try:
+            yield
+        finally:
+            for one in members:
+                self.etcd.resume(one)
+
+    def note_election(self, who: Candidate, lead: Leadership) -> None:
+        """Whoever led before must have ceased to believe in it by itself."""
+        for other in self.candidates:
+            if other.token >= lead.token:
+                self._flaws.append(
+                    f"{who.name} was elected with token {lead.token} after {other.name} with {other.token}"
+                )
+            if other is not who and other.valid and not self.may_overlap:
+                self._flaws.append(
+                    f"{who.name} leads with {lead.token} while {other.name} believes in its {other.token}"
+                )
+
+    # ---- the verdict
+
+    async def verdict(self) -> dict[str, int]:
+        """Raises AssertionError for every broken promise; else what the story came to."""
+        await self.healthy()
+        self._alive()
+        await self._leave([task for task, name in self._tasks.items() if name.startswith("candidate")])
+        log = await open_log(self.etcd.url(PREFIX))
+        try:
+            batches = [one async for one in log.batches(JOB)]
+            self._judge(batches)
+            head = await log.head(JOB)
+            assert head == (batches[-1].last_seq if batches else 0)
+            for one in self.followers:
+                await self.reaches(one, head)
+        finally:
+            await log.close()
+        records = [(one.seq, one.token, one.event) for batch in batches for one in batch.records]
+        for one in self.followers:
+            if one.given != records[one.after :]:
+                self._flaws.append(f"follower {one.name} was given something else than the log has")
+        assert not self._flaws, "; ".join(self._flaws[:5])
+        counts = {
+            "batches": len(batches),
+            "events": head,
+            "elections": sum(one.elected for one in self.candidates),
+            "fenced": sum(len(one.fenced) for one in self.candidates),
+            "already_appended": sum(one.again for one in self.candidates),
+        }
+        return counts | self.told
+
+    def _judge(self, batches: list[Batch]) -> None:
+        flaws, seq, token = self._flaws, 0, 0
+        there: dict[tuple[int, int], Written] = {}
+        for batch in batches:
+            if batch.first_seq != seq + 1:
+                flaws.append(f"{batch.first_seq} follows {seq}")
+            if batch.token < token:
+                flaws.append(f"token {batch.token} follows {token} at {batch.first_seq}")
+            if batch[:2] in there:
+                flaws.append(f"batch {batch[:2]} is there twice")
+            seq, token = batch.last_seq, batch.token
+            there[batch[:2]] = Written.of(batch)
+        known = {one[:2]: one for who in self.candidates for one in (*who.acknowledged, *who.unsure)}
+        for who in self.candidates:
+            for one in who.acknowledged:
+                if there.get(one[:2]) != one:
+                    flaws.append(
+                        f"acknowledged and not there: {one[:4]} of {who.name}, but {there.get(one[:2], ())[:4]}"
+                    )
+        flaws += [f"nobody wrote {one[:4]}" for key, one in there.items() if known.get(key) != one]
+
+
+async def open_log(url: str) -> EtcdLog:
+    """Open it, however long etcd cannot be reached."""
+    return await insist(lambda: EtcdLog.open_url(url, CODEC))
+
+
+async def insist(call: Callable[[], Awaitable[T]]) -> T:
+    """Again and again while etcd cannot be reached or is full."""
+    while True:
+        try:
+            return await call()
+        except (LogUnavailable, LogFull):
+            await asyncio.sleep(RETRY_S)
+
+
+# ---- stories
+
+Tale = Callable[[Stand], Awaitable[None]]
+
+
+class Story(NamedTuple):
+    """A story, and the etcd it needs. ``kills``: it kills members, so its trial may be void."""
+
+    tale: Tale
+    members: int
+    quota_bytes: int
+    kills: bool
+
+
+STORIES: dict[str, Story] = {}
+
+
+def story(*, members: int = 3, quota_bytes: int = 0, kills: bool = False) -> Callable[[Tale], Tale]:
+    """Add one to `STORIES`, under its function's name."""
+
+    def add(tale: Tale) -> Tale:
+        STORIES[tale.__name__] = Story(tale, members, quota_bytes, kills)
+        return tale
+
+    return add
+
+
+async def followers_of(stand: Stand, count: int) -> list[int]:
+    """The numbers of some members that do not lead."""
+    leader = await stand.leader()
+    return stand.dice.sample([one for one in range(3) if one != leader], count)
+
+
+@story(kills=True)
+async def leader_killed(stand: Stand) -> None:
+    """The leading member dies, twice, and comes back; writing goes on without it."""
+    await stand.writing()
+    for _ in range(2):
+        victim = await stand.leader()
+        await stand.kill(victim)
+        await stand.progress()
+        await stand.start(victim)
+        await stand.progress()
+
+
+@story()
+async def leader_stopped(stand: Stand) -> None:
+    """The leading member is stopped with all its connections open, and goes on as if nothing had been."""
+    await stand.writing()
+    with stand.paused(await stand.leader()):
+        await stand.progress()
+    await stand.progress()
+
+
+@story(kills=True)
+async def follower_killed(stand: Stand) -> None:
+    """A member that does not lead dies and comes back."""
+    await stand.writing()
+    for _ in range(2):
+        (victim,) = await followers_of(stand, 1)
+        await stand.kill(victim)
+        await stand.progress()
+        await stand.start(victim)
+        await stand.progress()
+
+
+@story()
+async def follower_stopped(stand: Stand) -> None:
+    """A member that does not lead is stopped; whoever was speaking to it goes to another."""
+    await stand.writing()
+    for member in await followers_of(stand, 2):
+        with stand.paused(member):
+            await stand.progress()
+    await stand.progress()
+
+
+@story(kills=True)
+async def two_killed(stand: Stand) -> None:
+    """Two of three die: nothing can be decided, and that is said; when they are back, writing goes on."""
+    one = await stand.writing()
+    victims = stand.dice.sample(range(3), 2)
+    await stand.kill(*victims)
+    await _without_quorum(stand, one)
+    await stand.start(*victims)
+    await stand.progress()
+
+
+@story()
+async def two_stopped(stand: Stand) -> None:
+    """Two of three are stopped for longer than the lease; when they go on, so does writing."""
+    one = await stand.writing()
+    with stand.paused(*stand.dice.sample(range(3), 2)):
+        await _without_quorum(stand, one)
+    await stand.progress()
+
+
+async def _without_quorum(stand: Stand, one: Candidate) -> None:
+    assert one.lead is not None
+    lead = one.lead
+    await stand.until(lead.trouble, "a leader without etcd says so")
+    count = len(one.acknowledged)
+    await stand.until(lambda: not lead.valid(), "a leader without etcd gives no orders")
+    assert len(one.acknowledged) == count, "something was acknowledged without a majority"
+
+
+@story(kills=True)
+async def all_restarted(stand: Stand) -> None:
+    """All members die at once and are started again."""
+    await stand.writing()
+    await stand.kill(*stand.dice.sample(range(3), 3))
+    await stand.start(*range(3))
+    await stand.progress()
+
+
+async def _partition(stand: Stand, *, up: bool, down: bool) -> None:
+    """First shorter than the lease, then longer."""
+    proxies = await stand.proxies()
+    one = await stand.writing(proxies)
+    await stand.renewed(one)
+    token = one.token
+    for proxy in proxies:
+        proxy.block(up=up, down=down)
+    lead = one.lead
+    assert lead is not None
+    await stand.until(lead.trouble, "a leader without etcd says so")
+    for proxy in proxies:
+        proxy.heal()
+    await stand.progress()
+    assert one.token == token, "the leadership was lost in a partition shorter than the lease"
+    for proxy in proxies:
+        proxy.block(up=up, down=down)
+    await stand.until(lambda: not lead.valid(), "a leader without etcd gives no orders")
+    await stand.leaderless()
+    for proxy in proxies:
+        proxy.heal()
+    await stand.progress()
+    assert one.elected > 1, "the leadership outlived its lease"
+
+
+@story()
+async def partition(stand: Stand) -> None:
+    """The leader is cut off from all of etcd."""
+    await _partition(stand, up=True, down=True)
+
+
+@story()
+async def partition_up(stand: Stand) -> None:
+    """What the leader sends does not arrive."""
+    await _partition(stand, up=True, down=False)
+
+
+@story()
+async def partition_down(stand: Stand) -> None:
+    """What the leader sends arrives, and it never learns of it."""
+    await _partition(stand, up=False, down=True)
+
+
+async def _zombie(stand: Stand, *, up: bool, down: bool, mute: bool = False) -> None:
+    """While the leader is cut off somebody else takes over; what it held comes too late, and it finds out."""
+    proxies = await stand.proxies()
+    old = await stand.writing(proxies)
+    await stand.renewed(old)
+    new = stand.candidate("b")
+    if mute:
+        new.may_write.clear()
+    for proxy in proxies:
+        proxy.block(up=up, down=down)
+    await stand.until(lambda: new.lead, "a new leader", ELECTED_S)
+    if not mute:
+        await stand.progress(by=new)
+    acknowledged, fenced = len(old.acknowledged), len(old.fenced)
+    for proxy in proxies:
+        proxy.heal()
+    await stand.until(lambda: len(old.fenced) > fenced, "the old leader finds out")
+    assert len(old.acknowledged) <= acknowledged + 1, "the old leader went on writing"
+    assert old.fenced[-1].current >= new.token > old.fenced[-1].mine
+    new.may_write.set()
+    await stand.progress(by=new)
+
+
+@story()
+async def zombie(stand: Stand) -> None:
+    """Cut off both ways past its lease."""
+    await _zombie(stand, up=True, down=True)
+
+
+@story()
+async def zombie_before_the_first_word(stand: Stand) -> None:
+    """The same, and the new leader has not written yet: only the fence keeps out what comes too late."""
+    await _zombie(stand, up=True, down=True, mute=True)
+
+
+@story()
+async def zombie_unheard(stand: Stand) -> None:
+    """Not heard past its lease, though it hears."""
+    await _zombie(stand, up=True, down=False)
+
+
+@story()
+async def zombie_deaf(stand: Stand) -> None:
+    """It hears nothing past its lease, but what it sends arrives: its renewals must not keep the others waiting for ever."""
+    await _zombie(stand, up=False, down=True)
+
+
+@story()
+async def acknowledgements_lost(stand: Stand) -> None:
+    """Again and again an append arrives and its acknowledgement does not."""
+    proxies = await stand.proxies()
+    one = await stand.writing(proxies)
+    for _ in range(ROUNDS):
+        before = one.again
+        lost = [proxy.cut_after_request(at_least_bytes=LARGE_BYTES // 2) for proxy in proxies]
+        await stand.until(lambda: any(each.done() for each in lost), "an acknowledgement gets lost")  # noqa: B023
+        for proxy in proxies:
+            proxy.heal()
+        await stand.progress()
+        stand.told["lost"] = stand.told.get("lost", 0) + 1
+        assert one.again > before, "an append whose acknowledgement got lost was not recognised"
+
+
+@story()
+async def compaction_under_a_follower(stand: Stand) -> None:
+    """The whole history is compacted while a follower is cut off, once silently and once by a reset."""
+    proxies = await stand.proxies()
+    await stand.writing()
+    behind = stand.follower("behind", proxies)
+    for break_it in (Proxy.block, Proxy.refuse):
+        await stand.reaches(behind, stand._newest)
+        for proxy in proxies:
+            break_it(proxy)
+        await stand.progress()
+        await asyncio.to_thread(stand.etcd.compact)
+        await stand.progress()
+        await asyncio.to_thread(stand.etcd.compact)
+        for proxy in proxies:
+            proxy.heal()
+        await stand.reaches(behind, stand._newest)
+
+
+@story()
+async def lease_revoked(stand: Stand) -> None:
+    """etcd, or an operator, ends the lease early: the leader is fenced whatever it believes."""
+    stand.may_overlap = True
+    one = await stand.writing()
+    stand.candidate("b")
+    for _ in range(ROUNDS):
+        before = sum(each.elected for each in stand.candidates)
+        lease = await asyncio.to_thread(stand.etcd.lease_of, f"{PREFIX}/v1/jobs/{JOB}/leader")
+        assert lease, "the leader's key hangs on no lease"
+        await asyncio.to_thread(stand.etcd.revoke, lease)
+        await stand.until(lambda: sum(each.elected for each in stand.candidates) > before, "a new leader")  # noqa: B023
+        await stand.progress()
+    assert one.fenced, "a leader whose lease was revoked was not fenced"
+
+
+@story(members=1, quota_bytes=QUOTA_BYTES)
+async def out_of_space(stand: Stand) -> None:
+    """Full, the log says so and can be read; when there is room again it goes on, under the same leader."""
+    one = await stand.writing()
+    token = one.token
+    await _fill(stand)
+    await stand.until(lambda: one.full, "the log is full")
+    assert one.lead is not None
+    assert "LogFull" in one.lead.trouble()
+    log = await open_log(stand.etcd.url(PREFIX))
+    try:
+        newest = stand._newest
+        assert await log.head(JOB) >= newest
+        assert [each.seq async for each in log.read(JOB, newest - 1)][:1] == [newest]
+    finally:
+        await log.close()
+    await asyncio.to_thread(stand.etcd.delete, "junk")
+    await asyncio.to_thread(stand.etcd.make_room)
+    await stand.progress()
+    assert one.lead.trouble() == ""
+    assert one.token == token, "the leadership was lost for want of space"
+
+
+async def _fill(stand: Stand) -> None:
+    """Somebody else fills the etcd."""
+    with contextlib.suppress(OSError):
+        for number in range(QUOTA_BYTES // JUNK_BYTES + 1):
+            await asyncio.to_thread(stand.etcd.put, f"junk{number}", "x" * JUNK_BYTES)
+
+
+@story()
+async def at_the_same_instant(stand: Stand) -> None:
+    """Two campaign at the same instant: one leads, the other is told who; many times over."""
+    logs = [await open_log(stand.etcd.url(PREFIX)) for _ in range(2)]
+    head, token = 0, 0
+    one = Candidate(stand, "pen", "")
+    stand.candidates.append(one)
+    try:
+        for _ in range(TOGETHER):
+            found = await asyncio.gather(
+                *(log.lead(JOB, f"m{number}", TTL_S, wait=False) for number, log in enumerate(logs)),
+                return_exceptions=True,
+            )
+            leads = [each for each in found if not isinstance(each, BaseException)]
+            losers = [each for each in found if isinstance(each, NotLeading)]
+            assert (len(leads), len(losers)) == (1, 1), found
+            assert losers[0].holder == f"m{found.index(leads[0])}"
+            assert leads[0].token > token
+            token = leads[0].token
+            for counter in range(1, stand.dice.randint(2, 5)):
+                batch = make_batch(token, counter, head + 1)
+                assert await leads[0].append(batch) == Appended(head + 1)
+                one.acknowledged.append(Written.of(batch))
+                head += 1
+            await leads[0].resign()
+            stand.told["rounds"] = stand.told.get("rounds", 0) + 1
+    finally:
+        for log in logs:
+            await log.close()
+
+
+# ---- a trial
+
+
+def trial(name: str, seed: int) -> dict[str, int]:
+    """Tell a story to a new etcd. Raises `Void`, or AssertionError for every broken promise; else what it came to."""
+    tale, members, quota_bytes, kills = STORIES[name]
+    with Cluster(members, quota_bytes=quota_bytes) as etcd:
+
+        async def told() -> dict[str, int]:
+            async with Stand(etcd, seed) as stand:
+                await tale(stand)
+                return await stand.verdict()
+
+        try:
+            counts = asyncio.run(asyncio.wait_for(told(), STORY_S))
+        except Exception as error:
+            if kills and not _agree(etcd):
+                raise Void(f"{name} {seed}: etcd {etcd.version}: members differ: {etcd.hash_kv()}") from error
+            raise
+        if not etcd.members_agree():
+            said = f"{name} {seed}: etcd {etcd.version}: members differ: {etcd.hash_kv()}"
+            raise Void(said) if kills else AssertionError(said)
+    return counts
+
+
+def insist_on(name: str, seed: int, voids: list[str]) -> dict[str, int]:
+    """A trial that is done again, once, where it is void; what was void is added to ``voids``. Raises as `trial` does."""
+    try:
+        return trial(name, seed)
+    except Void as void:
+        voids.append(str(void))
+        return trial(name, seed + AGAIN)
+
+
+def _agree(etcd: Cluster) -> bool:
+    """For a story that broke off: the members are made to run first."""
+    for member in range(len(etcd.endpoints)):
+        with contextlib.suppress(Exception):
+            etcd.resume(member)
+        with contextlib.suppress(Exception):
+            etcd.start(member)
+    etcd.wait_healthy()
+    return etcd.members_agree()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"python -m tests.chaos.etcd_stories STORY SEED; stories: {', '.join(STORIES)}")
+    began = time.monotonic()
+    told = trial(sys.argv[1], int(sys.argv[2]))
+    sys.stdout.write(f"{told} {time.monotonic() - began:.1f} s\n")

@@ -1,0 +1,700 @@
+"""Calls to etcd: members that stop, lie or are none; certificates, users and passwords; closing. Real ones where they exist.
+
+What no etcd here can be, an old version, an imitation, a proxy, a member that lives in the past, is a small server of our own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tools.etcd_cluster import Cluster, certificates
+
+from dlrover_adapters.etcd import checks
+from dlrover_adapters.etcd.address import parse
+from dlrover_adapters.etcd.client import ATTEMPT_S, Closed, Denied, Etcd
+from dlrover_adapters.etcd.log import EtcdLog
+from dlrover_adapters.etcd.protocol import load
+from dlrover_core.errors import LogUnavailable, SpecError
+from dlrover_core.testing.log_conformance import CODEC, JOB, Pen, seqs
+
+STORY_S = 60.0
+RPC = load().rpc
+
+
+def run(story: Coroutine[object, object, None]) -> None:
+    """Tell a story in an event loop of its own; it leaves no task behind."""
+
+    async def told() -> None:
+        await asyncio.wait_for(story, STORY_S)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.wait(left, timeout=1) if left else None
+        assert not [one for one in left if not one.done()]
+
+    asyncio.run(told())
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str) -> AsyncIterator[Etcd]:
+    """A client to be closed."""
+    etcd = Etcd(parse(url))
+    try:
+        yield etcd
+    finally:
+        await etcd.close()
+
+
+async def refusal(url: str) -> str:
+    """What opening a log says that cannot be opened."""
+    with pytest.raises(SpecError) as refused:
+        await (await EtcdLog.open_url(url, CODEC)).close()
+    return str(refused.value)
+
+
+# ---- members that stop
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Cluster]:
+    """A cluster of three for the tests that leave it healthy."""
+    with Cluster(members=3) as etcd:
+        yield etcd
+
+
+def test_a_stopped_member_costs_one_attempt(three: Cluster) -> None:
+    """Of a member that is stopped, and still connected, the next one takes over, and calls after that never ask it."""
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        leader = await asyncio.to_thread(three.leader)
+        stopped = (leader + 1) % 3
+        async with connected(three.url("stopped")) as etcd:
+            request = etcd.range("stopped/key")
+            etcd._members._opened()
+            etcd._members._at = stopped
+            await etcd.call("Range", request)
+            three.pause(stopped)
+            try:
+                began = loop.time()
+                await asyncio.gather(*(etcd.call("Range", request) for _ in range(50)))
+                assert ATTEMPT_S * 0.9 < loop.time() - began < ATTEMPT_S * 2
+                began = loop.time()
+                for _ in range(20):
+                    await etcd.call("Range", request)
+                assert loop.time() - began < ATTEMPT_S
+                # Another failure does not lead back to it either.
+                etcd._members.leave(etcd._members.now())
+                assert etcd._members.now().endpoint != three.endpoints[stopped]
+            finally:
+                three.resume(stopped)
+        await asyncio.to_thread(three.wait_healthy)
+
+    run(story())
+
+
+def test_a_killed_member_costs_nothing() -> None:
+    """A member that is gone refuses at once: the next one answers within the same call."""
+
+    async def story(server: Cluster) -> None:
+        loop = asyncio.get_running_loop()
+        killed = (await asyncio.to_thread(server.leader) + 1) % 3
+        async with connected(server.url()) as etcd:
+            etcd._members._opened()
+            etcd._members._at = killed
+            await etcd.call("Range", etcd.range("x"))
+            server.kill(killed)
+            began = loop.time()
+            await etcd.call("Range", etcd.range("x"))
+            assert loop.time() - began < ATTEMPT_S
+
+    with Cluster(members=3) as server:
+        run(story(server))
+
+
+def test_a_leader_outlives_its_members_one_by_one(three: Cluster) -> None:
+    """A leadership lives through the stop of each member in turn, and each batch lands once."""
+
+    async def story() -> None:
+        log = await EtcdLog.open_url(three.url("turns"), CODEC)
+        try:
+            pen = Pen(await log.lead(JOB, "a", 5.0))
+            for member in range(3):
+                three.pause(member)
+                try:
+                    batch = pen.draft()
+                    while True:
+                        with contextlib.suppress(LogUnavailable):
+                            outcome = await pen.lead.append(batch)
+                            break
+                    assert type(outcome).__name__ in ("Appended", "AlreadyAppended")
+                    pen.head = batch.last_seq
+                finally:
+                    three.resume(member)
+                await asyncio.to_thread(three.wait_healthy)
+            assert await seqs(log.read(JOB)) == [1, 2, 3]
+            while pen.lead.trouble():  # noqa: ASYNC110  # until the next renewal, which is a matter of time
+                await asyncio.sleep(0.01)
+            assert pen.lead.valid()
+        finally:
+            await log.close()
+
+    run(story())
+
+
+def test_opening_does_not_wait_for_a_stopped_member(three: Cluster) -> None:
+    """With one of three stopped a log is opened and led as if it were not there, or nearly."""
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        stopped = (await asyncio.to_thread(three.leader) + 1) % 3
+        three.pause(stopped)
+        try:
+            began = loop.time()
+            log = await EtcdLog.open_url(three.url("opening"), CODEC)
+            await Pen(await log.lead(JOB, "a")).write()
+            await log.close()
+            assert loop.time() - began < 2 * ATTEMPT_S + 1
+        finally:
+            three.resume(stopped)
+        await asyncio.to_thread(three.wait_healthy)
+
+    run(story())
+
+
+# ---- closing
+
+
+def test_closing_while_calls_run(etcd_server: Cluster, etcd_prefix: str) -> None:
+    """Calls and streams under way end with `Closed`, no task stays, no warning is given; closing twice is fine."""
+
+    async def story() -> None:
+        etcd = Etcd(parse(etcd_server.url(etcd_prefix)))
+        watching = asyncio.Event()
+
+        async def watch() -> None:
+            async for _ in etcd.watch(etcd_prefix, 0):
+                watching.set()
+
+        stream = asyncio.ensure_future(watch())
+        await watching.wait()
+        calls = [asyncio.ensure_future(etcd.call("Range", etcd.range("x"))) for _ in range(50)]
+        await asyncio.sleep(0)
+        await etcd.close()
+        await etcd.close()
+        told = await asyncio.gather(stream, *calls, return_exceptions=True)
+        assert isinstance(told[0], Closed)
+        # What had its answer keeps it; a call is never cancelled by anybody but its caller.
+        assert all(isinstance(one, (Closed, RPC.RangeResponse)) for one in told[1:])
+        with pytest.raises(Closed):
+            await etcd.call("Range", etcd.range("x"))
+        with pytest.raises(Closed):
+            await etcd.keep_alive(1, timeout_s=1)
+
+    run(story())
+
+
+def test_closing_while_a_watch_is_being_made() -> None:
+    """A watch that never got as far as a connection ends as closed too, and not as a member that is slow."""
+
+    async def story() -> None:
+        server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+        async with server:
+            etcd = Etcd(parse(f"etcd://127.0.0.1:{server.sockets[0].getsockname()[1]}/t"))
+            beginning = asyncio.ensure_future(anext_of(etcd.watch("x/", 0, silence_s=0.5)))
+            await asyncio.sleep(0)
+            await etcd.close()
+            with pytest.raises(Closed):
+                await beginning
+
+    async def anext_of(responses: AsyncGenerator[object, None]) -> None:
+        async with aclosing(responses):
+            async for _ in responses:
+                return
+
+    run(story())
+
+
+def test_a_channel_closed_under_a_call_is_a_cut(etcd_server: Cluster, etcd_prefix: str) -> None:
+    """Certificates change, or the log is closed, while a call authenticates: it is tried elsewhere, and no bug of ours."""
+
+    async def story() -> None:
+        async with connected(etcd_server.url(etcd_prefix)) as etcd:
+            await etcd.call("Range", etcd.range("x"))
+            member = etcd._members.now()
+            await member.channel.close()
+            with pytest.raises(LogUnavailable, match="was cut"):
+                await etcd._attempt(member, "Range", etcd.range("x"), 1.0, quorum=True)
+            with pytest.raises(LogUnavailable, match="was cut"):
+                await etcd._keep_alive(member, 1, 1.0)
+
+    run(story())
+
+
+def test_grpcs_settings_are_not_left_to_children(
+    etcd_server: Cluster, etcd_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a launcher tells its own grpc, the workers that it starts do not inherit."""
+    for name in ("GRPC_ENABLE_FORK_SUPPORT", "GRPC_VERBOSITY"):
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    load.__wrapped__()
+
+    async def story() -> None:
+        async with connected(etcd_server.url(etcd_prefix)) as etcd:
+            await etcd.call("Range", etcd.range("x"))
+            assert dict(os.environ) == before
+
+    run(story())
+
+
+def test_a_cancelled_call_is_cancelled(etcd_server: Cluster, etcd_prefix: str) -> None:
+    """Cancelling a caller is not taken for trouble of a member."""
+
+    async def story() -> None:
+        async with connected(etcd_server.url(etcd_prefix)) as etcd:
+            call = asyncio.ensure_future(etcd.call("Range", etcd.range("x")))
+            await asyncio.sleep(0)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert (await etcd.call("Range", etcd.range("x"))).count == 0
+
+    run(story())
+
+
+# ---- users and passwords
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Cluster]:
+    """An etcd that wants passwords; `reader` may read what `writer` may write, both only under ``mine``."""
+    with Cluster(user="root", password="secret") as etcd:
+        etcd.add_user("writer", "pen", "mine/")
+        etcd.add_user("reader", "glasses", "elsewhere/")
+        end = base64_of("mine0")
+        permission = {"permType": "READ", "key": base64_of("mine/"), "range_end": end}
+        etcd._any("auth/role/grant", {"name": "reader", "perm": permission})
+        yield etcd
+
+
+def base64_of(text: str) -> str:
+    """As etcd's gateway wants its bytes."""
+    import base64
+
+    return base64.b64encode(text.encode()).decode()
+
+
+def test_wrong_credentials_say_which(locked: Cluster) -> None:
+    """No user, a wrong password and a missing permission are three different errors, each with its remedy."""
+
+    async def story() -> None:
+        host = locked.endpoints[0]
+        assert "user or password is wrong" in await refusal(f"etcd://root:wrong@{host}/t")
+        assert "user or password is wrong" in await refusal(f"etcd://nobody:secret@{host}/t")
+        assert "DLROVER_ETCD_PASSWORD" in await refusal(f"etcd://{host}/t")
+        assert "grant it a role" in await refusal(f"etcd://writer:pen@{host}/other")
+
+    run(story())
+
+
+def test_a_user_who_may_only_read_reads(locked: Cluster) -> None:
+    """Who may read and not write opens and follows the log; only leading says that it may not."""
+
+    async def story() -> None:
+        host = locked.endpoints[0]
+        writer = await EtcdLog.open_url(f"etcd://writer:pen@{host}/mine", CODEC)
+        reader = await EtcdLog.open_url(f"etcd://reader:glasses@{host}/mine", CODEC)
+        try:
+            pen = Pen(await writer.lead(JOB, "a"))
+            await pen.write()
+            following = asyncio.ensure_future(seqs(reader.follow(JOB), upto=2))
+            await pen.write()
+            assert await following == [1, 2]
+            with pytest.raises(SpecError, match="grant it a role"):
+                await reader.lead("theirs", "b")
+        finally:
+            await reader.close()
+            await writer.close()
+
+    run(story())
+
+
+def test_a_token_that_is_over_is_renewed(locked: Cluster) -> None:
+    """Tokens die with the member that gave them: calls and watches go on with a new one."""
+
+    async def story() -> None:
+        async with connected(locked.url("mine")) as etcd:
+            for question in (
+                lambda: etcd.call("Range", etcd.range("mine/x")),
+                lambda: etcd.progress("mine/x", 5.0),
+            ):
+                old, etcd._token = etcd._token, "made-up.1"
+                etcd._metadata = (("token", "made-up.1"),)
+                # A call goes on by itself; a stream finds out the first time, and has a new one the second.
+                assert await question() or await question()
+                assert etcd._token not in (None, "made-up.1", old)
+
+    run(story())
+
+
+def test_many_calls_authenticate_once(locked: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred first calls at once ask for one token: etcd compares passwords slowly."""
+
+    async def story() -> None:
+        async with connected(locked.url("mine")) as etcd:
+            asked = []
+            authenticate = Etcd._authenticate
+
+            async def counted(self: Etcd, member: Any) -> None:
+                asked.append(member.endpoint)
+                await authenticate(self, member)
+
+            monkeypatch.setattr(Etcd, "_authenticate", counted)
+            await asyncio.gather(*(etcd.call("Range", etcd.range("mine/x")) for _ in range(100)))
+            assert len(asked) == 1
+
+    run(story())
+
+
+def test_a_password_that_nobody_asks_for(etcd_server: Cluster, etcd_prefix: str) -> None:
+    """A user given to an etcd without authentication does no harm."""
+
+    async def story() -> None:
+        host = etcd_server.endpoints[0]
+        log = await EtcdLog.open_url(f"etcd://root:secret@{host}/{etcd_prefix}", CODEC)
+        try:
+            await Pen(await log.lead(JOB, "a")).write()
+        finally:
+            await log.close()
+
+    run(story())
+
+
+# ---- certificates
+
+
+@pytest.fixture(scope="module")
+def sealed() -> Iterator[Cluster]:
+    """An etcd that serves TLS and wants a certificate of every client."""
+    with Cluster(mutual=True) as etcd:
+        yield etcd
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Any:
+    """A CA of somebody else, and a certificate of it."""
+    return certificates(tmp_path)
+
+
+def test_certificates_of_both_sides(sealed: Cluster) -> None:
+    """With the right three files a log is led, written and read."""
+
+    async def story() -> None:
+        log = await EtcdLog.open_url(sealed.url("t"), CODEC)
+        try:
+            await Pen(await log.lead(JOB, "a")).write()
+            assert await seqs(log.read(JOB)) == [1]
+        finally:
+            await log.close()
+
+    run(story())
+
+
+def test_wrong_certificates_say_which(sealed: Cluster, foreign: Any, etcd_server: Cluster, tmp_path: Path) -> None:
+    """CA, name, client certificate, key, no TLS on either side: each has an error of its own."""
+
+    async def story() -> None:
+        assert sealed.certificates is not None
+        host, (ca, cert, key) = sealed.endpoints[0], sealed.certificates
+        mine = f"cert={cert}&key={key}"
+        assert "not of the CA we were given" in await refusal(f"etcd://{host}/t?cacert={foreign.cacert}&{mine}")
+        named = host.replace("127.0.0.1", "127.1")
+        assert "is not for '127.1'" in await refusal(f"etcd://{named}/t?cacert={ca}&{mine}")
+        assert "wants a client certificate" in await refusal(f"etcd://{host}/t?cacert={ca}")
+        theirs = f"cert={foreign.cert}&key={foreign.key}"
+        assert "does not accept our client certificate" in await refusal(f"etcd://{host}/t?cacert={ca}&{theirs}")
+        mixed = f"cert={cert}&key={foreign.key}"
+        assert "belongs to another certificate" in await refusal(f"etcd://{host}/t?cacert={ca}&{mixed}")
+        assert "holds no certificate" in await refusal(f"etcd://{host}/t?cacert={key}&{mine}")
+        assert "does not speak TLS" in await refusal(f"etcd://{etcd_server.endpoints[0]}/t?cacert={ca}&{mine}")
+        assert "wants TLS" in await refusal(f"etcd://{host}/t")
+
+    run(story())
+
+
+def test_renewed_certificates_are_taken_up(sealed: Cluster, foreign: Any, tmp_path: Path) -> None:
+    """Files that were replaced are read again when a call fails: short-lived certificates need no restart."""
+
+    async def story() -> None:
+        assert sealed.certificates is not None
+        ca, cert, key = (tmp_path / name for name in ("mine-ca.pem", "mine.pem", "mine.key"))
+        for mine, theirs in zip((ca, cert, key), foreign, strict=True):
+            shutil.copy(theirs, mine)
+        async with connected(f"etcd://{sealed.endpoints[0]}/t?cacert={ca}&cert={cert}&key={key}") as etcd:
+            with pytest.raises(LogUnavailable):
+                await etcd.call("Range", etcd.range("x"), timeout_s=0.5)
+            for mine, right in zip((ca, cert, key), sealed.certificates, strict=True):
+                shutil.copy(right, mine)
+                os.utime(mine, (1, 1))
+            assert (await etcd.call("Range", etcd.range("x"))).count == 0
+
+    run(story())
+
+
+# ---- nobody there
+
+
+def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody answers, the error comes within its bound and says of every endpoint why."""
+    monkeypatch.setattr(checks, "OPEN_S", 0.5)
+
+    async def story() -> None:
+        with pytest.raises(LogUnavailable) as refused:
+            await EtcdLog.open_url("etcd://127.0.0.1:1,no-such-host.invalid:2379/t", CODEC)
+        assert "127.0.0.1:1: no connection: Connection refused" in str(refused.value)
+        assert "there is no host 'no-such-host.invalid'" in str(refused.value)
+
+    run(story())
+
+
+def test_a_stopped_etcd_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an etcd that accepts connections and says nothing, just that is said."""
+    monkeypatch.setattr(checks, "OPEN_S", 0.5)
+
+    async def story(server: Cluster) -> None:
+        with pytest.raises(LogUnavailable, match="accepts connections and says nothing"):
+            await EtcdLog.open_url(server.url(), CODEC)
+
+    with Cluster() as server:
+        server.pause(0)
+        run(story(server))
+        server.resume(0)
+
+
+def test_something_else_there() -> None:
+    """What answers and does not speak HTTP/2 is no etcd."""
+
+    async def story() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1)
+            writer.write(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            assert "that is no etcd" in await refusal(f"etcd://127.0.0.1:{port}/t")
+
+    run(story())
+
+
+# ---- what only looks like an etcd
+
+
+class Pretender:
+    """A grpc server that answers some of etcd's methods, each as it is told."""
+
+    def __init__(self, **answers: Callable[[Any], Any]) -> None:
+        self.header = RPC.ResponseHeader(cluster_id=7, member_id=1, revision=5, raft_term=2)
+        self.answers: dict[str, Callable[[Any], Any]] = {
+            "Status": lambda _: RPC.StatusResponse(header=self.header, version="3.5.13"),
+            "Range": lambda _: RPC.RangeResponse(header=self.header),
+            "LeaseGrant": lambda asked: RPC.LeaseGrantResponse(header=self.header, ID=1, TTL=asked.TTL),
+            "LeaseRevoke": lambda _: RPC.LeaseRevokeResponse(header=self.header),
+            **answers,
+        }
+        self.tells_progress = True
+
+    async def __aenter__(self) -> str:
+        """Serve; the address."""
+        import grpc
+
+        services: dict[str, dict[str, Any]] = {}
+        for method, answer in self.answers.items():
+            service = {"Status": "Maintenance", "LeaseGrant": "Lease", "LeaseRevoke": "Lease"}.get(method, "KV")
+            asked = getattr(RPC, {"Txn": "TxnRequest"}.get(method, f"{method}Request"))
+            services.setdefault(service, {})[method] = grpc.unary_unary_rpc_method_handler(
+                self._answer(answer), asked.FromString, lambda reply: reply.SerializeToString()
+            )
+        services["Watch"] = {
+            "Watch": grpc.stream_stream_rpc_method_handler(
+                self._watch, RPC.WatchRequest.FromString, lambda reply: reply.SerializeToString()
+            )
+        }
+        self._server = grpc.aio.server()
+        for service, handlers in services.items():
+            handler = grpc.method_handlers_generic_handler(f"etcdserverpb.{service}", handlers)
+            self._server.add_generic_rpc_handlers((handler,))
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return f"127.0.0.1:{port}"
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop."""
+        await self._server.stop(None)
+
+    def _answer(self, answer: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+        async def handle(request: Any, context: Any) -> Any:
+            import grpc
+
+            reply = answer(request)
+            if isinstance(reply, str):
+                await context.abort(grpc.StatusCode.UNKNOWN, reply)
+            return reply
+
+        return handle
+
+    async def _watch(self, requests: Any, _context: Any) -> AsyncIterator[Any]:
+        first = True
+        async for _ in requests:
+            if first or self.tells_progress:
+                yield RPC.WatchResponse(header=self.header, created=first)
+            first = False
+
+
+def told_by(pretender: Pretender, *, lead: bool = False) -> str:
+    """Why a pretender is refused."""
+    words = []
+
+    async def story() -> None:
+        async with pretender as host:
+            if not lead:
+                words.append(await refusal(f"etcd://{host}/t"))
+                return
+            log = await EtcdLog.open_url(f"etcd://{host}/t", CODEC)
+            try:
+                with pytest.raises(SpecError) as refused:
+                    await log.lead(JOB, "a")
+                words.append(str(refused.value))
+            finally:
+                await log.close()
+
+    run(story())
+    return words[0]
+
+
+def test_old_etcds_are_refused() -> None:
+    """Before 3.4 a watch does not tell its progress."""
+    pretender = Pretender()
+    pretender.answers["Status"] = lambda _: RPC.StatusResponse(header=pretender.header, version="3.3.27")
+    assert "3.3.27: 3.4 is the oldest" in told_by(pretender)
+
+
+def test_stores_without_a_version_are_refused() -> None:
+    """An imitation that does not even say what it imitates."""
+    pretender = Pretender()
+    pretender.answers["Status"] = lambda _: RPC.StatusResponse(header=pretender.header)
+    assert "only imitates etcd" in told_by(pretender)
+
+
+def test_proxies_without_progress_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As etcd's own grpc-proxy: it swallows the question for progress."""
+    monkeypatch.setattr(checks, "PROGRESS_S", 0.1)
+    pretender = Pretender()
+    pretender.tells_progress = False
+    assert "grpc-proxy" in told_by(pretender)
+
+
+def test_stores_that_refuse_our_transaction_are_refused() -> None:
+    """As kine: it knows the transactions Kubernetes sends, and says of others that it does not."""
+    pretender = Pretender(Txn=lambda _: "unsupported transaction: compare:<...>")
+    assert "unsupported transaction" in told_by(pretender, lead=True)
+
+
+def test_stores_that_ignore_conditions_are_refused() -> None:
+    """A store whose transactions always land would fence nobody."""
+    pretender = Pretender()
+
+    def land(_: Any) -> Any:
+        return RPC.TxnResponse(header=pretender.header, succeeded=True)
+
+    pretender.answers["Txn"] = land
+    assert "lands though its condition fails" in told_by(pretender, lead=True)
+
+
+def test_stores_with_an_empty_else_branch_are_refused() -> None:
+    """A store whose else-branch does not answer all its ranges cannot tell why a batch did not land."""
+    pretender = Pretender()
+    landed = []
+
+    def land_once(_: Any) -> Any:
+        landed.append(1)
+        return RPC.TxnResponse(header=pretender.header, succeeded=len(landed) == 1)
+
+    pretender.answers["Txn"] = land_once
+    assert "does not tell what lies there" in told_by(pretender, lead=True)
+
+
+def test_a_member_that_lives_in_the_past_is_not_believed() -> None:
+    """An answer under an older raft term than was seen is not taken, and its member left alone; alone, it says so."""
+
+    async def story() -> None:
+        past, now = Pretender(), Pretender()
+        now.header.raft_term = 9
+        async with past as old, now as new, connected(f"etcd://{old},{new}/t") as etcd:
+            etcd._members._opened()
+            etcd._members._at = 1
+            await etcd.call("Range", etcd.range("x"))
+            etcd._members._at = 0
+            assert (await etcd.call("Range", etcd.range("x"))).header.raft_term == 9
+            assert etcd._members.now().endpoint == new
+            with pytest.raises(LogUnavailable, match="raft term 2, 9 was seen"):
+                await etcd.ask(old, "Range", etcd.range("x"))
+
+    run(story())
+
+
+def test_members_of_two_clusters_are_not_mixed() -> None:
+    """Endpoints of different clusters are noticed by their answers, before a log is written in two places."""
+
+    async def story() -> None:
+        one, two = Pretender(), Pretender()
+        two.header.cluster_id = 8
+        async with one as first, two as second, connected(f"etcd://{first},{second}/t") as etcd:
+            await etcd.ask(first, "Range", etcd.range("x"))
+            with pytest.raises(LogUnavailable, match="another cluster"):
+                await etcd.ask(second, "Range", etcd.range("x"))
+
+    run(story())
+
+
+def test_refusals_of_one_member_are_not_asked_of_the_next() -> None:
+    """A wrong password is wrong everywhere: the first answer is the answer."""
+
+    async def story() -> None:
+        asked = []
+
+        def refuse(_: Any) -> str:
+            asked.append(1)
+            return "etcdserver: permission denied"
+
+        one, two = Pretender(Range=refuse), Pretender(Range=refuse)
+        async with one as first, two as second, connected(f"etcd://{first},{second}/t") as etcd:
+            with pytest.raises(Denied):
+                await etcd.call("Range", etcd.range("x"))
+            assert len(asked) == 1
+
+    run(story())
+
+
+def test_a_member_that_only_learns_is_not_asked_again() -> None:
+    """A member that was added and not promoted yet serves nobody: the next one is asked, and the log can be opened."""
+
+    async def story() -> None:
+        def refuse(_: Any) -> str:
+            return "etcdserver: rpc not supported for learner"
+
+        learner, voter = Pretender(Range=refuse), Pretender()
+        async with learner as first, voter as second, connected(f"etcd://{first},{second}/t") as etcd:
+            etcd._members._opened()
+            etcd._members._at = 0
+            await etcd.call("Range", etcd.range("x"))
+            assert etcd._members.now().endpoint == second
+
+    run(story())
