@@ -348,8 +348,9 @@ def test_a_failing_script_ends_all_with_torchs_own_summary(stage: Stage) -> None
         assert run.wait(BOUND_S) == 1
         assert "ChildFailedError" in stage.said(node)
         assert "Root Cause (first observed failure)" in stage.said(node)
-    state = fold(stage.records())
-    assert (state.job.state, state.failures.restarts) == ("failed", 0)
+    records = stage.records()
+    state = fold(records)
+    assert (state.job.state, state.failures.restarts) == ("failed", 0), [record.event for record in records]
     assert "rank 1" in state.job.root
 
 

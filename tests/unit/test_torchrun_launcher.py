@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from dlrover_adapters.cli import torchrun
+from dlrover_adapters.torch import torchrun_workers
 from dlrover_adapters.torch.torchrun_desk import ENDED, FINISHED, RUNNING, WAITING, Death, Desk, Seen
 from dlrover_adapters.torch.torchrun_launcher import STORES_KEPT, TorchrunLauncher, Words
 from dlrover_core.errors import LaunchFailed, SpecError
@@ -68,7 +70,7 @@ class Stage:
         async for notice in self.launcher.notices():
             self.notices.append(notice)
 
-    async def begin(self, generation: int = 1, *, last: bool = False) -> WorkersLaunch:
+    async def begin(self, generation: int = 1, *, last: bool | None = False) -> WorkersLaunch:
         """The elastic agent comes, takes the generation and starts two workers."""
         launch = launch_of(generation)
         self.desk.come()
@@ -235,6 +237,37 @@ def test_the_exit_that_torch_will_not_answer_is_the_last() -> None:
             await stage.launcher.start(launch_of(2))
 
     play(story)
+
+
+def test_an_exit_is_held_where_nobody_knows_whether_torch_will_answer_it() -> None:
+    """It died before it could be asked how many restarts are left: to guess would charge one that torch does not have."""
+
+    async def answered(stage: Stage) -> None:
+        await stage.begin(last=None)
+        stage.dying[1](7)
+        assert brief(await stage.settle()) == []
+        stage.desk.come()
+        assert brief(await stage.settle()) == [(1, 7, False, False), ("WorkersGone", 1)]
+
+    async def given_up(stage: Stage) -> None:
+        await stage.begin(last=None)
+        stage.dying[1](7)
+        assert brief(await stage.settle()) == []
+        stage.desk.fail((Death(1, 7),))
+        assert brief(await stage.settle()) == [(1, 7, False, True), ("WorkersGone", 1)]
+
+    play(answered)
+    play(given_up)
+
+
+def test_who_has_no_environment_does_not_say_whether_it_was_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A zombie, on older kernels: its rank can be told, its restarts cannot."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        monkeypatch.setattr(torchrun_workers, "_children", lambda: [torchrun_workers._Child(child.pid, 1, {})])
+        (found,) = torchrun_workers.find("run", 5)
+        os.close(found.pidfd)
+        child.kill()
+    assert (found.rank, found.last) == (5, None)
 
 
 def test_torchs_last_words_count_where_nothing_was_seen() -> None:

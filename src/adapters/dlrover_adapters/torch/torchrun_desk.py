@@ -30,12 +30,14 @@ class Took(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """One worker of its own. ``last``: the elastic agent has no restarts left after this one. ``pidfd`` -1: not watched."""
+    """One worker of its own. ``last``: the elastic agent has no restarts left after this one; None: it died before it could
+    be asked, and torch's next move will show. ``pidfd`` -1: not watched.
+    """
 
     pid: int
     pidfd: int
     rank: int
-    last: bool = False
+    last: bool | None = False
     error_file: str = ""
 
 

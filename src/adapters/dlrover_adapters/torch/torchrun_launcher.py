@@ -258,9 +258,10 @@ class TorchrunLauncher:
         by_torch = gone.exit_code in ITS_SIGNALS or gone.exit_code == -signal.SIGKILL
         if self._asked or (self._told and by_torch):
             self._notices.put_nowait(gone._replace(asked=True))
-        elif gone.exit_code in ITS_SIGNALS:
-            # Somebody may have stopped torchrun, which passes the signal on; its next step will tell.
-            self._held.append(gone._replace(last=seen.last))
+        elif gone.exit_code in ITS_SIGNALS or seen.last is None:
+            # Somebody may have stopped torchrun, which passes the signal on, or torch may have no restarts left: its next
+            # step will tell.
+            self._held.append(gone._replace(last=bool(seen.last)))
         else:
             self._tell(gone._replace(last=seen.last))
 

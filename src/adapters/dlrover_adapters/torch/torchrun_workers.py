@@ -30,7 +30,8 @@ class _Child(NamedTuple):
 def find(run: str, first_rank: int) -> tuple[Seen, ...]:
     """The workers of this process that belong to ``run``, each with a pidfd that the caller owns.
 
-    One that died before it could be looked at has no environment any more: it gets the rank that is missing, or ``first_rank``.
+    One that died before it could be looked at has no environment any more: it gets the rank that is missing, or ``first_rank``,
+    and where no sibling knows whether it was the last, nobody does.
     """
     children = sorted(_children(), key=lambda child: child.born)
     known = [
@@ -44,7 +45,7 @@ def find(run: str, first_rank: int) -> tuple[Seen, ...]:
     dead = [child for child in children if not child.environment]
     # The youngest: older ones are not of this generation.
     for child, rank in zip(dead[-len(missing) :] if missing else (), missing, strict=False):
-        last = bool(known) and _last(known[0])
+        last = _last(known[0]) if known else None
         found.append(_watched(Seen(child.pid, -1, rank, last)))
     return tuple(one for one in found if one.pidfd >= 0)
 
