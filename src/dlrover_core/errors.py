@@ -18,6 +18,10 @@ class SpecError(CoreError, ValueError):
         self.field = field
 
 
+class PlanError(CoreError, ValueError):
+    """A simulation or a test of faults is described in a way that could never run."""
+
+
 class IllegalTransition(CoreError):
     """A lifecycle forbids this trigger in this state."""
 
