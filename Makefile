@@ -8,13 +8,13 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.installed
-# Workers of the unit tests; the integration tests are serial, because they measure what is left behind.
+# Workers of the unit tests, and of the integration tests: those mostly wait for other processes.
 JOBS ?= 2
-ETCD_JOBS ?= 3
+SIDE_JOBS ?= 3
 # More options for pytest: make unit ARGS="-k world -x"
 ARGS ?=
 
-.PHONY: help demo test check unit etcd integration bench chaos campaign format clean
+.PHONY: help demo test check unit stories etcd integration bench chaos campaign format clean
 
 help: ## these lines
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -22,11 +22,10 @@ help: ## these lines
 demo: $(READY) ## train a real model through three kinds of death
 	$(PY) examples/demo.py
 
-test: ## everything CI runs: check, unit, chaos, etcd, integration
+test: ## everything CI runs: check, unit, stories, integration
 	$(MAKE) --no-print-directory check
 	$(MAKE) --no-print-directory unit
-	$(MAKE) --no-print-directory chaos
-	$(MAKE) --no-print-directory etcd
+	$(MAKE) --no-print-directory stories
 	$(MAKE) --no-print-directory integration
 
 check: $(READY) ## lint, format, types, import rules
@@ -38,17 +37,22 @@ check: $(READY) ## lint, format, types, import rules
 unit: $(READY) ## fast tests, in parallel
 	$(PY) -m pytest tests/unit -n $(JOBS) $(ARGS)
 
-integration: $(READY) ## tests with real processes, one after the other
-	$(PY) -m pytest tests/integration --ignore-glob='*etcd*' $(ARGS)
+# Where ARGS chooses none of a half, pytest says so by 5.
+integration: $(READY) ## tests with real processes: side by side, then those that must be alone
+	$(PY) -m pytest tests/integration -m "not alone" -n $(SIDE_JOBS) --dist loadgroup $(ARGS) || test $$? = 5
+	$(PY) -m pytest tests/integration -m alone $(ARGS) || test $$? = 5
 
-etcd: $(READY) ## tests with a real etcd: mostly they wait for leases and elections, so side by side
-	$(PY) -m pytest tests/integration/test_*etcd*.py -n $(ETCD_JOBS) $(ARGS)
+etcd: $(READY) ## those with a real etcd
+	$(PY) -m pytest tests/integration/test_*etcd*.py -n $(SIDE_JOBS) $(ARGS)
 
 bench: $(READY) ## every number we promise, ours and the peer's in turn
 	@shopt -s nullglob; for one in benchmarks/bench_*.py; do echo "== $$one"; $(PY) "$$one" || echo "== $$one: exit $$?"; done
 
-chaos: $(READY) ## stories of faults in virtual time, and fixed seeds
+stories: $(READY) ## stories of faults in virtual time, and fixed seeds
 	$(PY) -m pytest tests/chaos -n $(JOBS) $(ARGS)
+
+chaos: stories ## the same, then 1,000 seeds of 64 nodes: every night
+	$(PY) -m tools.campaign chaos
 
 campaign: $(READY) ## a long hunt for faults: make campaign NAME=seeds
 	@test -n "$(NAME)" || { $(PY) -m tools.campaign --help; exit 2; }

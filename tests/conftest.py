@@ -40,7 +40,7 @@ OUR_SEGMENTS = ("dlrover", "psm_", "torch_", "sem.")
 SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Whoever runs tests in the background ignores signals, and what tests start would inherit that."""
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -50,6 +50,7 @@ def pytest_configure() -> None:
         # Tests that run side by side see each only what they themselves leave behind.
         tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
         os.environ["TMPDIR"] = tempfile.tempdir
+        config.option.basetemp = f"{tempfile.tempdir}/t"  # pytest's own is too long for the path of a socket
         atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 
@@ -196,6 +197,16 @@ def _files() -> set[Path]:
     return {*segments, *Path(tempfile.gettempdir()).glob("dlrover*")}
 
 
+def _files_left(before: set[Path]) -> set[Path]:
+    """Those that stay though nobody uses them: shared memory is one for all, and others' may be on its way in or out."""
+    deadline = time.monotonic() + DYING_S
+    while left := {one for one in _files() - before if not _in_use(one) and one.exists()}:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return left
+
+
 def _in_use(path: Path) -> bool:
     """Whether a living process maps or holds ``path``: then it is another test run's, ours have all ended."""
     for process in Path("/proc").glob("[0-9]*"):
@@ -217,6 +228,9 @@ def nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     if _suite(request.path) != "integration":
         yield
         return
+    alone = request.node.get_closest_marker("alone")
+    if alone is not None and not alone.kwargs.get("reason"):
+        pytest.fail('say why: @pytest.mark.alone(reason="...")')
     mark = uuid.uuid4().hex
     pids = {one.pid for one in psutil.Process().children(recursive=True)}
     sockets, files = _sockets(), _files()
@@ -226,7 +240,7 @@ def nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     left = _processes_left(mark, pids)
     gc.collect()  # what is merely unreachable is closed here, and pytest reports its ResourceWarning
     left += [f"open {one}" for one in sorted(_sockets_left(sockets))]
-    left += [f"file {one}" for one in sorted(_files() - files) if not _in_use(one)]
+    left += [f"file {one}" for one in sorted(_files_left(files))]
     if left:
         pytest.fail("left behind:\n  " + "\n  ".join(left))
 

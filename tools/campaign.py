@@ -4,11 +4,18 @@ Each trial is one seed. The result grows in benchmarks/results/NAME.json after e
 to go on where it stopped (Ctrl-C is fine). Exit 1 when any trial broke a promise; its seed and error are in the result.
 
 campaigns:
+  chaos    1,000 simulated jobs of 64 nodes under drawn faults, every promise asked after every event; what breaks one is shrunk;
+           on all cores, some minutes
   seeds    random jobs and faults in virtual time, every invariant checked, each tenth seed told twice; thousands a minute
   joining_seeds
            the same for jobs whose hosts come by themselves: deaths, power cuts, silence, and who takes over
   kills    one real job, and 200 (--trials) times SIGKILL for one of our processes at seeded moments; the loss curve must be an
            undisturbed run's, and nothing may be left; about ten minutes
+  local_chaos
+           50 real jobs, each under three to six faults of real processes, links and disks; every step has its value, the
+           log keeps every promise, nothing is left; about fifteen minutes
+  planted  bugs are planted in our code, one at a time, and up to 1,000 seeds each have to find them; how each was found, and what
+           was left of it when it was shrunk, is in the result; about ten minutes
   etcd_log a new etcd for each of 570 trials: its members are killed, stopped and cut off, its leases revoked, its space used up,
            while candidates write and others follow; nothing acknowledged is lost or doubled; about an hour
   masters  a real etcd of three members, masters on three hosts, training on two: members and masters are killed, stopped and
@@ -57,10 +64,17 @@ def _etcd_log(seed: int) -> dict[str, Any]:
     return trial(seed)
 
 
+def _local_chaos(seed: int) -> dict[str, Any]:
+    from tools.campaign_local import trial
+
+    return trial(seed)
+
+
 CAMPAIGNS: dict[str, tuple[Trial, int]] = {
     "seeds": (_seeds, 10_000),
     "joining_seeds": (_joining_seeds, 10_000),
     "etcd_log": (_etcd_log, 570),
+    "local_chaos": (_local_chaos, 50),
 }
 
 
@@ -76,8 +90,22 @@ def _masters(seed: int, trials: int) -> int:
     return campaign(seed, trials or TRIALS, machine())
 
 
-WHOLE: dict[str, Callable[[int, int], int]] = {"kills": _kills, "masters": _masters}
-"""Campaigns that are one long trial, and save themselves."""
+def _chaos(seed: int, trials: int) -> int:
+    from tools.campaign_chaos import TRIALS, campaign
+
+    return campaign(seed, trials or TRIALS, machine())
+
+
+def _planted(seed: int, trials: int) -> int:
+    from tests.chaos.planted import TRIALS, campaign
+
+    return campaign(seed, trials or TRIALS, RESULTS / "planted.json", machine())
+
+
+WHOLE: dict[str, Callable[[int, int], int]] = {
+    "chaos": _chaos, "kills": _kills, "masters": _masters, "planted": _planted,
+}  # fmt: skip
+"""Campaigns that save themselves."""
 
 
 def machine() -> dict[str, Any]:

@@ -28,6 +28,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 # ---- the command line
 
 
+@pytest.mark.alone(reason="compares durations")
 def test_help_has_examples_and_is_instant(tmp_path: Path) -> None:
     """`--help` shows examples and exit statuses, and imports nothing slow: it answers in the time of a few interpreters."""
     began = time.perf_counter()

@@ -13,6 +13,8 @@ from running import SCRIPTS, Job, Process, eventually
 
 STEPS = str(SCRIPTS / "steps.py")
 
+pytestmark = pytest.mark.alone(reason="another master has to lead within a few seconds")
+
 
 def leader(status: dict[str, Any]) -> int:
     """The pid of the master that leads."""

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -341,7 +342,7 @@ async def main():
     folder = sys.argv[1]
     env = {"FOLDER": folder, "PYTHONPATH": os.environ["PYTHONPATH"]}
     config = LaunchConfig((folder + "/script.py",), nproc=2, framework="bare", stores=False, env=env)
-    launcher = LinuxLauncher(config._replace(run_dir=folder + "/run2"))
+    launcher = LinuxLauncher(config._replace(run_dir=sys.argv[2]))
     await launcher.open()
     await launcher.start(WorkersLaunch("run", 1, 0, 2, 2, 0, 1, "h:1", 0, 3))
     print(launcher.pids["zygote"], flush=True)
@@ -362,20 +363,21 @@ def test_nothing_outlives_a_killed_agent(rig: Make, gone: Gone, tmp_path: Any) -
     """
 
     async def test() -> None:
-        async with rig(script) as one:
-            (tmp_path / "agent.py").write_text(AGENT)
-            env = {**os.environ, "PYTHONPATH": one.launcher._config.env["PYTHONPATH"]}
-            agent = await asyncio.create_subprocess_exec(
-                sys.executable, str(tmp_path / "agent.py"), str(tmp_path), env=env, stdout=asyncio.subprocess.PIPE
-            )
-            assert agent.stdout is not None
-            zygote = int(await agent.stdout.readline())
-            pids = [zygote, *[(await one.told())[1] for _ in range(4)]]
-            pids += [child.pid for child in psutil.Process(agent.pid).children(recursive=True)]
-            agent.kill()
-            await agent.wait()
-            for pid in pids:
-                await gone(pid)
+        # The path of a socket is short.
+        with tempfile.TemporaryDirectory() as place:
+            async with rig(script) as one:
+                (tmp_path / "agent.py").write_text(AGENT)
+                line = [sys.executable, str(tmp_path / "agent.py"), str(tmp_path), place]
+                env = {**os.environ, "PYTHONPATH": one.launcher._config.env["PYTHONPATH"]}
+                agent = await asyncio.create_subprocess_exec(*line, env=env, stdout=asyncio.subprocess.PIPE)
+                assert agent.stdout is not None
+                zygote = int(await agent.stdout.readline())
+                pids = [zygote, *[(await one.told())[1] for _ in range(4)]]
+                pids += [child.pid for child in psutil.Process(agent.pid).children(recursive=True)]
+                agent.kill()
+                await agent.wait()
+                for pid in pids:
+                    await gone(pid)
 
     run(test())
 
@@ -384,12 +386,12 @@ def test_close_leaves_nothing(rig: Make) -> None:
     """After close there is no process, no file, no descriptor and no thread of the launcher's."""
 
     async def test() -> None:
-        fds = descriptors()
+        fds, others = descriptors(), psutil.Process().children(recursive=True)
         async with rig("tell(); forever()", nproc=2) as one:
             await one.start()
             await one.all_told()
         assert descriptors() == fds
-        assert psutil.Process().children(recursive=True) == []
+        assert psutil.Process().children(recursive=True) == others
         ends = [notice for notice in one.notices if isinstance(notice, WorkerExit)]
         assert [(end.asked, end.exit_code) for end in ends] == [(True, -9)] * 2, "and every exit was told"
 
@@ -512,12 +514,13 @@ def test_closing_amid_forks(rig: Make, after: int) -> None:
     """A launcher that is closed while its zygote forks, or is being replaced, leaves nothing either."""
 
     async def test() -> None:
+        others = psutil.Process().children(recursive=True)
         async with rig("", nproc=4) as one:
             if after >= 2:
                 os.kill(zygote_of(one), signal.SIGKILL)
             for _ in range(after % 2):
                 await one.run()
-        assert psutil.Process().children(recursive=True) == []
+        assert psutil.Process().children(recursive=True) == others
 
     run(test())
 

@@ -43,6 +43,9 @@ FACTS_DIFFER = {
 }
 GLIBC_SIGNALS = 0b11 << 31
 
+# They share what they launch, which the first of them waits for.
+pytestmark = [pytest.mark.xdist_group("parity"), pytest.mark.timeout(300)]
+
 
 class Launch(NamedTuple):
     """One line for both launchers."""

@@ -35,6 +35,8 @@ TWO_NODES = ("--local-nodes", "2", "--max-restarts", "100", "--preload", "")
 ONE_NODE = ("--nproc-per-node", "2", "--max-restarts", "100")
 PACED = ("--pause", "0.02")
 
+pytestmark = pytest.mark.alone(reason="kills aim at moments, and silence is told by the clock")
+
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Curve:

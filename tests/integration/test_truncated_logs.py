@@ -37,6 +37,8 @@ from dlrover_core.testing.training import Training
 JOB = "long"
 SEGMENT_EVENTS = 20
 JOINED = 23
+
+pytestmark = pytest.mark.xdist_group("truncated_logs")  # they share one log
 Log = SqliteLog | EtcdLog
 
 

@@ -20,6 +20,8 @@ PACKAGES = {
 }
 TIMEOUT_S = 100
 
+pytestmark = pytest.mark.xdist_group("wheel")  # they share one, and where it is installed
+
 IMPORT_ALL_OF_CORE = """
 import importlib, pkgutil, dlrover_core
 for one in pkgutil.walk_packages(dlrover_core.__path__, "dlrover_core."):

@@ -32,6 +32,13 @@ def test_benchmark_table_is_fresh() -> None:
     assert PAGE.read_text() == page()
 
 
+def test_chaos_page_is_fresh() -> None:
+    """The tables in docs/chaos.md are what the code says (else: python -m tools.chaos_tables)."""
+    from tools.chaos_tables import PAGE, page
+
+    assert PAGE.read_text() == page(PAGE.read_text())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page: Path) -> None:
     """Every relative link in a page names a file that exists."""

@@ -10,7 +10,9 @@ from pathlib import Path
 SETTINGS = """
 [pytest]
 addopts = --strict-markers --import-mode=importlib -p no:cacheprovider -rA
-markers = slow_loop(reason): as ours
+markers =
+    slow_loop(reason): as ours
+    alone(reason): as ours
 """
 
 UNIT = """
@@ -42,6 +44,7 @@ def test_unexplained():
 
 INTEGRATION = """
 import os, pathlib, socket, subprocess, sys
+import pytest
 
 KEPT = []
 
@@ -58,8 +61,13 @@ def test_socket():
 def test_segment(segment):
     segment.touch()
 
+@pytest.mark.alone(reason="to see")
 def test_clean():
     subprocess.run([sys.executable, "-c", ""], check=True)
+
+@pytest.mark.alone
+def test_unexplained():
+    pass
 """
 
 
@@ -96,7 +104,10 @@ def test_slow_callbacks(tmp_path: Path) -> None:
 
 
 def test_leftovers(tmp_path: Path) -> None:
-    """A process, an orphan, an open socket and a shared-memory segment each fail the test that left them."""
+    """A process, an orphan, an open socket and a shared-memory segment each fail the test that left them.
+
+    One that none may run beside says why.
+    """
     segment = Path("/dev/shm") / f"dlrover-gate-{tmp_path.name}"
     fixture = f"import pathlib, pytest\n\n@pytest.fixture\ndef segment():\n    return pathlib.Path({str(segment)!r})\n"
     folder = _tree(tmp_path, "integration", INTEGRATION)
@@ -107,4 +118,4 @@ def test_leftovers(tmp_path: Path) -> None:
         segment.unlink(missing_ok=True)
     bad = {"PASSED", "ERROR"}
     expected = {f"test_{name}": bad for name in ("process", "orphan", "socket", "segment")}
-    assert seen == {**expected, "test_clean": {"PASSED"}}, output
+    assert seen == {**expected, "test_clean": {"PASSED"}, "test_unexplained": {"ERROR"}}, output

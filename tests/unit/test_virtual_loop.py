@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dlrover_core.testing import virtual_loop
-from dlrover_core.testing.virtual_loop import Deadlock, VirtualLoop, spawn
+from dlrover_core.testing.virtual_loop import Deadlock, Runaway, ThreadHop, VirtualLoop, spawn
 
 
 def test_time_jumps() -> None:
@@ -148,3 +148,112 @@ def test_cleans_up() -> None:
 
     virtual_loop.run(story())
     assert sorted(ended) == ["one", "two"]
+
+
+def test_deadlock_names_everybody() -> None:
+    """A deadlock names every task that waits, whose it is, in which function of its own it waits, and who is frozen."""
+
+    async def inner() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def outer() -> None:
+        await inner()
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        tasks = [spawn("one", outer()), spawn("two", inner()), spawn("three", asyncio.sleep(5))]
+        await asyncio.sleep(0)
+        loop.freeze("three")
+        await asyncio.wait(tasks)
+
+    loop = VirtualLoop()
+    try:
+        with pytest.raises(Deadlock) as found:
+            loop.run_until_complete(story())
+    finally:
+        virtual_loop._clean_up(loop)
+    assert [line.partition(":")[0] for line in found.value.waiting] == ["-", "one", "three (frozen)", "two"]
+    assert all(line in str(found.value) for line in found.value.waiting)
+    assert "outer > " in found.value.waiting[1]
+    assert "inner at test_virtual_loop.py:" in found.value.waiting[1]
+
+
+def test_no_work_for_threads() -> None:
+    """Work for a thread is refused where it is asked for, and nothing of it is done: not a look-up of a name either."""
+
+    async def story() -> list[str]:
+        loop, done = asyncio.get_running_loop(), list[str]()
+        with pytest.raises(ThreadHop, match="thread"):
+            await asyncio.to_thread(done.append, "in a thread")
+        with pytest.raises(ThreadHop, match="thread"):
+            await loop.getaddrinfo("localhost", 80)
+        with pytest.raises(ThreadHop, match="thread"):
+            loop.call_soon_threadsafe(done.append, "from a thread")
+        await asyncio.sleep(1)
+        return done
+
+    assert virtual_loop.run(story()) == []
+
+
+def test_runaway() -> None:
+    """What goes on for ever at one moment is an error that names it."""
+
+    async def spins() -> None:
+        while True:  # noqa: ASYNC110  # that is the mistake
+            await asyncio.sleep(0)
+
+    async def story() -> None:
+        await spawn("spinner", spins())
+
+    with pytest.raises(Runaway, match=r"spinner: .*spins"):
+        virtual_loop.run(story())
+
+
+def test_clock_of_an_owner() -> None:
+    """Who has a fast clock finds more time gone by, and its timers are over sooner; nobody else notices."""
+
+    async def naps(seconds: float) -> tuple[float, float]:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await asyncio.sleep(seconds)
+        return began, loop.time()
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        long = spawn("fast", naps(30))
+        await asyncio.sleep(10)
+        loop.skew("fast", 2.0)
+        again, other = spawn("fast", naps(6)), spawn("slow", naps(6))
+        assert await again == (10, 16)
+        assert loop.time() == 13
+        assert await other == (10, 16)
+        assert await long == (0, 30)
+        assert loop.time() == 20
+
+    virtual_loop.run(story())
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.999999, 1.0000001, 1 / 3, 7.3, 1e4])
+def test_timers_of_a_skewed_clock_never_fire_early(rate: float) -> None:
+    """By the clock of whoever set it, no timer fires before its moment: who then waits for the rest does not spin."""
+
+    async def waits() -> None:
+        loop = asyncio.get_running_loop()
+        for moment in (0.1, 1 / 3, 1.0, 1e3 + 0.1, 1e6 / 7):
+            due = loop.time() + moment
+            turns = 0
+            while loop.time() < due:
+                turns += 1
+                await asyncio.sleep(due - loop.time())
+            assert turns == 1
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        await asyncio.sleep(1e5 / 3)
+        loop.skew("one", rate)
+        await spawn("one", waits())
+
+    virtual_loop.run(story(), limit_s=1e9)

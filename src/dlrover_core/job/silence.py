@@ -10,7 +10,7 @@ there a place that was given up, because whoever took it died again and again, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover_core.job import failures, job, nodes, world
@@ -109,12 +109,13 @@ def _patience(state: JobState, node: nodes.Node) -> int | None:
     return None
 
 
-def _waited_for(state: JobState) -> list[nodes.Node]:
-    """Nodes whose silence matters. A stopping job waits for those alone that should say that they have left."""
+def _waited_for(state: JobState, names: Iterable[str]) -> list[nodes.Node]:
+    """Those of these nodes whose silence matters. A stopping job waits for those alone that should say that they have left."""
+    here = state.nodes.nodes
     if state.job.live:
-        return list(state.nodes.nodes.values())
+        return [here[name] for name in names]
     if state.job.state == "stopping":
-        return [node for node in state.nodes.nodes.values() if node.joined and node.state == "suspect"]
+        return [here[name] for name in names if here[name].joined and here[name].state == "suspect"]
     return []
 
 
@@ -151,7 +152,7 @@ def _closed_places(state: JobState) -> Iterator[tuple[str, int, int]]:
 
 
 def _due(state: JobState) -> int | None:
-    times = [_patience(state, node) for node in _waited_for(state)]
+    times = [_patience(state, node) for node in _waited_for(state, state.nodes.tally.loose)]
     times += [deadline for _, deadline in _short(state)]
     times += [at for _, _, at in _closed_places(state)]
     return min((time for time in times if time is not None), default=None)
@@ -164,7 +165,7 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
         return
     for group, index in [(group, index) for group, index, at in _closed_places(state) if at <= now]:
         yield nodes.PlaceReopened(group, index)
-    for node in _waited_for(state):
+    for node in _waited_for(state, list(state.nodes.nodes)):
         deadline = _patience(state, node)
         if deadline is not None and deadline <= now:
             if node.state == "running" and not node.released:

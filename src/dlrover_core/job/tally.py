@@ -23,14 +23,16 @@ T = TypeVar("T")
 class Tally:
     """Of the nodes: how many of each group are ``ready``, how many have a living agent, how many of those are silent.
 
-    ``given_up`` holds the indexes of each group's places that are not wanted any more. ``changes`` grows with every node that
-    becomes ready or ceases to be; ``seats`` is who would sit where, as long as neither that nor the world changes.
+    ``loose`` are those that do not simply run: only of them something may be due. ``given_up`` holds the indexes of each
+    group's places that are not wanted any more. ``changes`` grows with every node that becomes ready or ceases to be;
+    ``seats`` is who would sit where, as long as neither that nor the world changes.
     """
 
     ready: dict[str, int] = field(default_factory=dict)
     alive: int = 0
     suspects: int = 0
     shunned: int = 0
+    loose: set[str] = field(default_factory=set)
     given_up: dict[str, set[int]] = field(default_factory=dict)
     changes: int = 0
     seats: dict[str, tuple[tuple[int, int, int], list[Node]]] = field(default_factory=dict)
@@ -44,6 +46,10 @@ class Tally:
             self.alive += by
             self.suspects += by * (node.state == "suspect")
         self.shunned += by * node.shunned
+        if by > 0 and not (node.ready and node.state == "running"):
+            self.loose.add(node.node)
+        else:
+            self.loose.discard(node.node)
 
     def note_place(self, group: str, index: int, *, given_up: bool) -> None:
         """A place is wanted, or is not."""
@@ -121,12 +127,14 @@ class Remembering:
 
     def recall(self, what: str, work_out: Callable[[], T]) -> T:
         """What ``work_out`` gave when it was first asked."""
-        memory = getattr(self, "_memory", None)
-        if memory is None:
-            memory = self._memory = {}
-        if what not in memory:
-            memory[what] = work_out()
-        return cast(T, memory[what])
+        try:
+            return cast(T, self._memory[what])
+        except AttributeError:
+            self._memory = {}
+        except KeyError:
+            pass
+        found = self._memory[what] = work_out()
+        return found
 
     def listed(self, names: str, name: str) -> bool:
         """Is ``name`` in the list of that field, which only ever grows?"""

@@ -132,6 +132,7 @@ class Model(Generic[St]):
         for concern in concerns:
             self._add(concern)
         self.events = (CommandRefused, CommandFailed, *(cls for concern in concerns for cls in concern.events))
+        self.reacts = frozenset(self._react)
 
     def _add(self, concern: Concern) -> None:
         slice_of = attrgetter(concern.name)
@@ -289,11 +290,12 @@ class Engine(Generic[St]):
         return NotDone(seq, reason) if reason else Accepted(seq)
 
     def _run(self, command: Command, now: int, origin: Origin | None) -> None:
-        waiting: deque[Record] = deque()
+        reacts = self.model.reacts
         for fact in self.model.decide(self.state, command, now):
-            waiting.append(self._emit(fact, now, 0, origin))
+            record = self._emit(fact, now, 0, origin)
             origin = None
-            self._settle(waiting, now)
+            if type(fact) in reacts:
+                self._settle(deque((record,)), now)
 
     def _settle(self, waiting: deque[Record], now: int) -> None:
         for _ in range(REACTIONS_MAX):

@@ -11,6 +11,8 @@ import dataclasses
 import hashlib
 import typing
 from collections.abc import Callable
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import msgpack
@@ -19,20 +21,21 @@ S = TypeVar("S")
 Unplain = Callable[[Any], Any]
 
 
-def plain(value: Any) -> Any:
-    """``value`` as msgpack can hold it: dataclasses as arrays of their fields."""
-    if value is None or isinstance(value, (int, str, bytes, float)):
-        return value
-    if isinstance(value, (tuple, list)):
-        return [plain(one) for one in value]
-    if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
-    return [plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
-
-
 def pack(state: object) -> bytes:
     """A state as bytes."""
-    return cast(bytes, msgpack.packb(plain(state)))
+    return cast(bytes, msgpack.packb(state, default=_values))
+
+
+def _values(value: Any) -> Any:
+    """What msgpack does not know by itself: a dataclass, as the array of its fields."""
+    cls: Any = type(value)
+    return _values_of(cls)(value)
+
+
+@lru_cache(maxsize=256)
+def _values_of(cls: type) -> Callable[[Any], Any]:
+    names = [field.name for field in dataclasses.fields(cls)]
+    return attrgetter(*names) if len(names) > 1 else lambda value: [getattr(value, name) for name in names]
 
 
 def unpack(cls: type[S], data: bytes) -> S:

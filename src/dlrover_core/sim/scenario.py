@@ -61,10 +61,12 @@ class Scenario:
         default=0.05, metadata={"doc": "from a worker's death to its peers' errors; below 0: they only wait"}
     )
     cascade_ranks: int = field(default=8, metadata={"doc": "how many peers say so before they are stopped"})
+    finish_s: float = field(default=0.0, metadata={"doc": "how far apart nodes end well, simulated engine only"})
     network_s: float = field(default=0.0005, metadata={"doc": "one frame, one way"})
     append_s: float = field(default=0.002, metadata={"doc": "one append to the log"})
     failover_s: float = field(default=1.0, metadata={"doc": "from a master's death to its successor's lead"})
     notice_s: float = field(default=5.0, metadata={"doc": "from a node's end to the scheduler's word"})
+    snapshot_events: int = field(default=10_000, metadata={"doc": "records between two snapshots of the state"})
     settings: tuple[tuple[str, Any], ...] = field(
         default=(), metadata={"doc": "further settings of the JobSpec, by name"}
     )
@@ -80,8 +82,8 @@ class Scenario:
                 and spot.name != "cascade_s"
             ):
                 raise PlanError(f"{spot.name} cannot be negative, got {value}")
-        if self.steps < 1 or self.step_s <= 0 or self.hosts_per_rack < 1 or self.checkpoint_steps < 1:
-            raise PlanError("steps, step_s, hosts_per_rack and checkpoint_steps must be more than 0")
+        if min(self.steps, self.hosts_per_rack, self.checkpoint_steps, self.snapshot_events) < 1 or self.step_s <= 0:
+            raise PlanError("steps, step_s, hosts_per_rack, checkpoint_steps and snapshot_events must be more than 0")
         try:
             self.spec()
         except (CoreError, TypeError) as error:

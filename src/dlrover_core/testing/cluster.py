@@ -14,49 +14,43 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import Context
 from types import TracebackType
 
-from dlrover_core.errors import HandedOver
+from dlrover_core.errors import HandedOver, LaunchRefused
 from dlrover_core.job.state import CODEC, MODEL, JobState, NodeLaunch, fold
 from dlrover_core.kernel.events import Record
 from dlrover_core.logs.memory import MemoryLog
+from dlrover_core.runtime import messages
 from dlrover_core.runtime.agent import Agent
-from dlrover_core.runtime.backend import Changed, Listed, Observation
+from dlrover_core.runtime.backend import Backend, Changed, Listed, Observation
 from dlrover_core.runtime.master import SNAPSHOT_EVENTS, Master, Outcome
 from dlrover_core.runtime.pipeline import Deposed
 from dlrover_core.spec import JobSpec
 from dlrover_core.testing import virtual_loop
-from dlrover_core.testing.network import Network
+from dlrover_core.testing.network import DELAY_S, Network
+from dlrover_core.testing.platform import BOOT_S, Machine, NameTaken, NoQuota, Platform
 from dlrover_core.testing.training import MemoryLauncher, Training
 
 ADDRESS = "master:1"
 ADDRESSES = ("master-a:1", "master-b:1", "master-c:1")
-BOOT_S = 2.0
+EPOCH_US = 1_700_000_000_000_000
 
 
 class MemoryBackend:
-    """Nodes as agents in this loop. They outlive masters; each starts ``boot_s`` after its launch.
+    """The nodes of a `Platform`. One instance serves all masters that come.
 
-    A node runs on ``host-<index>`` unless it must avoid it. ``blind`` names nodes whose host the scheduler cannot reach:
-    nothing new is seen of them, and their deletion waits. Calls under a token older than the newest seen are refused and
-    kept in ``refused``; ``unwilling`` is raised by every launch while it is set.
+    Calls under a token older than the newest seen are refused and kept in ``refused``; ``unwilling`` is raised by every launch
+    while it is set.
     """
 
-    def __init__(self, cluster: Cluster, boot_s: float = BOOT_S) -> None:
-        self._cluster, self._boot_s = cluster, boot_s
-        self._nodes: dict[str, Observation] = {}
-        self._used: set[str] = set()
-        self._agents: dict[str, asyncio.Task[str]] = {}
-        self._deleting: dict[str, asyncio.Task[None]] = {}
-        self._followers: list[asyncio.Queue[Changed | None]] = []
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
         self._token = 0
-        self.launched: list[str] = []
+        self.launched, self.ended, self.blind = platform.launched, platform.ended, platform.blind
         self.refused: list[str] = []
-        self.blind: set[str] = set()
         self.unwilling: Exception | None = None
-        self.ended: dict[str, str] = {}
 
     def _fence(self, token: int, what: str) -> None:
         if token < self._token:
@@ -69,106 +63,63 @@ class MemoryBackend:
         self._fence(token, f"launch {node.node}")
         if self.unwilling is not None:
             raise self.unwilling
-        if node.name in self._used:
+        try:
+            await self._platform.start(node.name, node)
+        except NameTaken:
             return
-        self._used.add(node.name)
-        self.launched.append(node.node)
-        self._change(Observation(node.name, "pending"))
-        task = self._agents[node.name] = virtual_loop.spawn(node.node, self._live(node))
-        task.add_done_callback(lambda task: self._ended(node.name, task), context=Context())
-
-    async def _live(self, node: NodeLaunch) -> str:
-        await asyncio.sleep(self._boot_s)
-        host = f"host-{node.index}"
-        if host in node.avoid:
-            host = f"spare-{node.index}-{node.incarnation}"
-        self._change(Observation(node.name, "running", host=host))
-        return await self._cluster.agent(node, host).run()
-
-    def _ended(self, name: str, task: asyncio.Task[str]) -> None:
-        if task.cancelled():
-            self._change(Observation(name, "failed", -9, "SIGKILL"))
-        elif task.exception() is not None:
-            self._change(Observation(name, "failed", 1, str(task.exception())))
-        else:
-            self.ended[name.split("-", 1)[1]] = task.result()
-            self._change(Observation(name, "succeeded"))
-
-    def _change(self, seen: Observation) -> None:
-        if seen.name.split("-", 1)[1] in self.blind:
-            return
-        self._nodes[seen.name] = seen
-        if seen.phase == "gone":
-            del self._nodes[seen.name]
-        for follower in self._followers:
-            follower.put_nowait(Changed(seen))
+        except NoQuota as refused:
+            raise LaunchRefused(str(refused), permanent=False) from refused
 
     async def delete(self, name: str, token: int, grace_s: float) -> None:
         """End an agent: by itself within the grace, else by force."""
         self._fence(token, f"delete {name}")
-        if name in self._nodes and name not in self._deleting:
-            self._deleting[name] = virtual_loop.spawn("backend", self._end(name, grace_s))
-
-    async def _end(self, name: str, grace_s: float) -> None:
-        task = self._agents[name]
-        while name.split("-", 1)[1] in self.blind:  # noqa: ASYNC110  # a set that tests change; time is virtual
-            await asyncio.sleep(1.0)
-        await asyncio.wait({task}, timeout=grace_s)
-        if not task.done():
-            self.kill(name)
-            await asyncio.gather(task, return_exceptions=True)
-        self._change(Observation(name, "gone"))
+        await self._platform.stop(name, grace_s)
 
     async def observe(self) -> AsyncIterator[Listed | Changed]:
         """Everything, then every change."""
-        queue: asyncio.Queue[Changed | None] = asyncio.Queue()
-        self._followers.append(queue)
-        try:
-            yield Listed(tuple(self._nodes.values()))
-            while True:
-                seen = await queue.get()
-                if seen is None:
-                    return
-                yield seen
-        finally:
-            self._followers.remove(queue)
+        version, machines = self._platform.snapshot()
+        yield Listed(tuple(_seen(machine) for machine in machines))
+        async for machine in self._platform.changes(version):
+            yield Changed(_seen(machine))
 
     async def room(self, group: str) -> int | None:  # noqa: ARG002  # the port's
-        """Unknown."""
-        return None
+        """How many hosts are free."""
+        return self._platform.free
 
     def relist(self) -> None:
         """Let every follower list again."""
-        for follower in self._followers:
-            follower.put_nowait(None)
+        self._platform.break_streams()
 
     def lose(self, name: str) -> None:
         """Forget a node without its having ended: somebody deleted it behind our back."""
-        self._change(Observation(name, "gone"))
+        self._platform.lose(name)
 
     def kill(self, name: str) -> None:
-        """SIGKILL an agent: its workers die with it. SIGKILL does not wait for a stopped process either."""
-        node = name.split("-", 1)[1]
-        if node in self._cluster.launchers:
-            self._cluster.launchers[node].crash()
-        self._agents[name].cancel()
-        self._cluster.thaw(node)
+        """SIGKILL an agent: its workers die with it."""
+        self._platform.kill(name)
 
     @property
     def living(self) -> list[str]:
         """The nodes whose agents have not ended."""
-        return [name.split("-", 1)[1] for name, task in self._agents.items() if not task.done()]
+        return self._platform.living
 
-    async def close(self) -> None:
-        """End every agent."""
-        tasks = [*self._agents.values(), *self._deleting.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+
+def _seen(machine: Machine) -> Observation:
+    return Observation(
+        machine.name,
+        machine.phase,
+        machine.exit_code,
+        machine.reason,
+        machine.host,
+        notice=machine.notice,
+        notice_us=machine.notice_us,
+    )
 
 
 class Cluster:
     """One job with its master, its agents, its log. ``skew_us`` shifts the wall clock of masters started from now on.
+
+    Its nodes run in a `Platform`. A ``backend`` is made for each master, over that; without one, `MemoryBackend` serves all.
 
     Masters share one address, as those of one host do, and only the leader is reached there. With ``answers`` they are on
     several hosts: agents know three addresses, and standbys answer.
@@ -185,17 +136,25 @@ class Cluster:
         boot_s: float = BOOT_S,
         snapshot_events: int = SNAPSHOT_EVENTS,
         answers: bool = False,
+        hosts: Sequence[str] = (),
+        notice_s: float = 0.0,
+        network_s: float = DELAY_S,
+        backend: Callable[[Platform], Backend] | None = None,
     ) -> None:
         self.answers = answers
         self.addresses = list(ADDRESSES) if answers else [ADDRESS]
         self.spec, self.snapshot_events = spec, snapshot_events
         self.training = training if training is not None else Training()
         self.log = event_log if event_log is not None else MemoryLog(CODEC)
-        self.network = Network()
-        self.backend = MemoryBackend(self, boot_s)
+        self.network = Network(network_s)
+        self.platform = Platform(self._live, crash=self._crash, hosts=hosts, boot_s=boot_s, notice_s=notice_s)
+        self.backend = MemoryBackend(self.platform)
+        self._make_backend = backend
         self.launchers: dict[str, MemoryLauncher] = {}
         self.agents: dict[str, Agent] = {}
         self.skew_us = 0
+        self.jumped_us: dict[str, int] = {}
+        self.agent_version = messages.VERSION
         self.patience_s = 0.0
         self.run = "run-1"
         self.masters: list[Master] = []
@@ -220,19 +179,20 @@ class Cluster:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.backend.close()
+        await self.platform.close()
 
     def start_master(self) -> Master:
         """One more master; it stands by while another leads."""
         loop = asyncio.get_running_loop()
-        skew = self.skew_us
+        skew, holder = self.skew_us, f"master-{len(self.masters)}"
+        backend = self._make_backend(self.platform) if self._make_backend is not None else self.backend
         master = Master(
             self.spec,
             event_log=self.log,
             listener=self.network.listener(self._free_address()),
-            backend=self.backend if not self.spec.joining else None,
-            wall=lambda: int(loop.time() * 1_000_000) + 1_700_000_000_000_000 + skew,
-            holder=f"master-{len(self.masters)}",
+            backend=backend if not self.spec.joining else None,
+            wall=lambda: int(loop.time() * 1_000_000) + EPOCH_US + skew + self.jumped_us.get(holder, 0),
+            holder=holder,
             run_id=self.run,
             snapshot_events=self.snapshot_events,
             answers=self.answers,
@@ -276,7 +236,7 @@ class Cluster:
         agent = Agent(
             node.node,
             launcher=launcher,
-            dialer=self.network.dialer(node.node),
+            dialer=self.network.dialer(node.node, version=self.agent_version),
             masters=self.addresses,
             boot=self._boots,
             host=host,
@@ -284,6 +244,17 @@ class Cluster:
         )
         self.agents[node.node] = agent
         return agent
+
+    async def _live(self, node: NodeLaunch, host: str) -> str:
+        return await self.agent(node, host).run()
+
+    def _crash(self, node: str, told: bool) -> None:
+        """Its workers die with an agent. SIGKILL does not wait for a stopped process either."""
+        if not told:
+            self.network.cut(node, silent=True)
+        if node in self.launchers:
+            self.launchers[node].crash(told=told)
+        self.thaw(node)
 
     # ---- looking
 

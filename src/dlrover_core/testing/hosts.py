@@ -21,7 +21,8 @@ from dlrover_core.logs.memory import MemoryLog
 from dlrover_core.runtime.agent import Agent, Ending
 from dlrover_core.spec import JobSpec
 from dlrover_core.testing import virtual_loop
-from dlrover_core.testing.cluster import BOOT_S, Cluster
+from dlrover_core.testing.cluster import Cluster
+from dlrover_core.testing.platform import BOOT_S
 from dlrover_core.testing.training import MemoryLauncher, Training
 
 # The job is over, or this host was told that it is not needed any more.

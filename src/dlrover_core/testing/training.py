@@ -1,13 +1,14 @@
 """Training as the control plane sees it: workers in lockstep that die, resume, hang and report. In memory, in virtual time.
 
 A world makes a step every ``step_s`` while all of its ranks live; when one dies the others fail ``cascade_s`` later, as a
-collective does; a new generation resumes after the last step that all had made. The `Launcher` over it obeys the port.
+collective does; a new generation resumes after the last step whose state was kept. One rank that hangs, or is slow, holds up
+all. The `Launcher` over it obeys the port.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from dlrover_core.errors import LaunchFailed
@@ -29,6 +30,7 @@ START_S = 0.02
 REAP_S = 0.001
 BURY_S = 0.002
 CASCADE = "RuntimeError: [gloo] Connection closed by peer"
+TIMED_OUT = "RuntimeError: NCCL watchdog: Timed out waiting for a collective"
 
 
 @dataclass(slots=True)
@@ -38,13 +40,44 @@ class _Generation:
     running: asyncio.Task[None] | None = None
 
 
-class Training:
-    """All worlds of one job. ``steps`` is how many the whole job makes; ``log`` every (generation, step) made, in order."""
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What workers take for what they do besides steps, in seconds; and how often, in steps, their state is kept.
 
-    def __init__(self, steps: int = 50, step_s: float = 0.1, cascade_s: float | None = 0.005) -> None:
+    With a ``size`` a world of fewer ranks takes proportionally longer for a step. ``cascade_ranks``: how many peers of a dead
+    rank say so; 0: all. A collective that never ends raises after ``collective_s``; 0: never.
+    """
+
+    start_s: float = START_S
+    load_s: float = 0.0
+    stop_s: float = REAP_S
+    exit_s: float = BURY_S
+    keep_steps: int = 1
+    keep_s: float = 0.0
+    size: int = 0
+    cascade_ranks: int = 0
+    collective_s: float = 0.0
+
+
+class Training:
+    """All worlds of one job. ``steps`` is how many the whole job makes; ``log`` every (generation, step) made, in order.
+
+    ``stepped`` is called after each. ``astray`` is what older generations made after a newer one had begun: of no use to anybody.
+    Of `hung` ranks their world makes no step; `slow` is by node and local rank.
+    """
+
+    def __init__(
+        self, steps: int = 50, step_s: float = 0.1, cascade_s: float | None = 0.005, times: Times | None = None
+    ) -> None:
         self.steps, self.step_s, self.cascade_s = steps, step_s, cascade_s
-        self.done = 0
+        self.times = times if times is not None else Times()
+        self.done = self.kept = self.newest = 0
         self.log: list[tuple[int, int]] = []
+        self.astray: list[tuple[int, int]] = []
+        self.stepped: Callable[[int], None] = lambda _: None
+        self.hung: set[tuple[int, int]] = set()
+        self.slow: dict[tuple[str, int], list[float]] = {}
+        self._moves = asyncio.Event()
         self.starts: list[tuple[str, int]] = []
         self._generations: dict[int, _Generation] = {}
         self.network = Network()
@@ -63,17 +96,37 @@ class Training:
         world = self._generations.get(generation)
         if world is None or world.ranks.pop(rank, None) is None:
             return
+        stood = world.running is not None
         if world.running is not None:
             world.running.cancel()
             world.running = None
         if cascades and self.cascade_s is not None:
-            virtual_loop.spawn("training", self._cascade(generation, world, self.cascade_s))
+            virtual_loop.spawn("training", self._cascade(generation, world, self.cascade_s, CASCADE))
+        elif stood and self.times.collective_s:
+            virtual_loop.spawn("training", self._cascade(generation, world, self.times.collective_s, TIMED_OUT))
 
-    async def _cascade(self, generation: int, world: _Generation, after_s: float) -> None:
+    async def _cascade(self, generation: int, world: _Generation, after_s: float, error: str) -> None:
         others = list(world.ranks.items())
         await asyncio.sleep(after_s)
-        for other, launcher in others:
-            launcher.die(generation, other, 1, CASCADE)
+        for other, launcher in others[: self.times.cascade_ranks or None]:
+            launcher.die(generation, other, 1, error)
+
+    def hang(self, generation: int, rank: int) -> None:
+        """A worker makes no step from now on; after their own patience its peers raise."""
+        self.hung.add((generation, rank))
+        if self.times.collective_s:
+            virtual_loop.spawn("training", self._weary(generation, rank))
+
+    async def _weary(self, generation: int, rank: int) -> None:
+        await asyncio.sleep(self.times.collective_s)
+        world = self._generations.get(generation)
+        if world is not None and (generation, rank) in self.hung and rank in world.ranks:
+            await self._cascade(generation, world, 0.0, TIMED_OUT)
+
+    def go_on(self, generation: int, rank: int) -> None:
+        """It does again."""
+        self.hung.discard((generation, rank))
+        self._moves.set()
 
     async def agent(self, master: str, node: NodeLaunch) -> str:
         """Serve a node of this training in this loop, until its master tells it to leave; returns why."""
@@ -89,19 +142,45 @@ class Training:
         ).run()
 
     async def _run(self, number: int, generation: _Generation) -> None:
-        first = True
+        first, self.newest = True, max(self.newest, number)
+        self.done = min(self.done, self.kept)
+        if self.times.load_s:
+            await asyncio.sleep(self.times.load_s)
         while self.done < self.steps:
-            await asyncio.sleep(self.step_s)
+            await self._step(number, generation)
+            if number < self.newest:
+                # Its master has given it up, and it does not know: what it makes counts for nothing, and is noted.
+                self.astray.append((number, self.done))
+                continue
             self.done += 1
             self.log.append((number, self.done))
             for rank, launcher in generation.ranks.items():
                 launcher.stepped(number, rank, self.done, first)
             first = False
+            self.stepped(self.done)
+            if self.done % self.times.keep_steps == 0:
+                if self.times.keep_s:
+                    await asyncio.sleep(self.times.keep_s)
+                self.kept = self.done
         await asyncio.sleep(self.step_s)
         generation.running = None
         for rank, launcher in list(generation.ranks.items()):
             generation.ranks.pop(rank)
             launcher.die(number, rank, 0, "")
+
+    async def _step(self, number: int, generation: _Generation) -> None:
+        """As slowly as the slowest, and not before those that hang go on."""
+        takes_s = self.step_s
+        if self.times.size > generation.size:
+            takes_s *= self.times.size / generation.size
+        if self.slow:
+            takes_s *= max(
+                max(self.slow.get(launcher.place(rank), (1.0,))) for rank, launcher in generation.ranks.items()
+            )
+        await asyncio.sleep(takes_s)
+        while any((number, rank) in self.hung for rank in generation.ranks):
+            self._moves.clear()
+            await self._moves.wait()
 
 
 class MemoryLauncher:
@@ -116,7 +195,7 @@ class MemoryLauncher:
         self.warm_s = 0.0
         self.unable = ""
         self.patience_s = 0.0
-        self.bury_s = BURY_S
+        self.bury_s = training.times.exit_s
         self._notices: asyncio.Queue[Notice | None] = asyncio.Queue()
         self._launch: WorkersLaunch | None = None
         self._living: dict[int, int] = {}
@@ -148,7 +227,7 @@ class MemoryLauncher:
         if self.unable:
             raise LaunchFailed(self.unable)
         self._launch, self._asked = launch, False
-        await asyncio.sleep(START_S)
+        await asyncio.sleep(self._training.times.start_s)
         self._training.starts.append((launch.node or self.node, launch.generation))
         self._living = {launch.first_rank + one: one for one in range(launch.nproc)}
         for rank in list(self._living):
@@ -162,7 +241,7 @@ class MemoryLauncher:
             return False
         self._asked = True
         if self._living:
-            await asyncio.sleep(min(grace_s, self.patience_s) + REAP_S)
+            await asyncio.sleep(min(grace_s, self.patience_s) + self._training.times.stop_s)
         self._end(-9 if grace_s == 0 else -15)
         return True
 
@@ -177,7 +256,7 @@ class MemoryLauncher:
             return
         local = self._living.pop(rank)
         self._training.left(generation, rank, cascades=not self._asked and code != 0)
-        now_us = int(asyncio.get_running_loop().time() * 1_000_000)
+        now_us = self._now_us()
         step = self._training.done
         gone = WorkerExit(generation, local, rank, code, self._asked, now_us, step, error, error, now_us)
         # Its last words are read before anybody hears of its death.
@@ -198,11 +277,22 @@ class MemoryLauncher:
         """The global ranks that live here."""
         return list(self._living)
 
+    @property
+    def generation(self) -> int:
+        """Of the workers that were started last; 0: none were."""
+        return self._launch.generation if self._launch is not None else 0
+
+    def place(self, rank: int) -> tuple[str, int]:
+        """Where a rank of ours lives: the node, and which of its workers it is."""
+        return self.node, self._living.get(rank, -1)
+
     def stepped(self, generation: int, rank: int, step: int, first: bool) -> None:
         """A worker made a step."""
-        self._notices.put_nowait(
-            WorkerStep(generation, rank, step, first, int(asyncio.get_running_loop().time() * 1_000_000), told=True)
-        )
+        self._notices.put_nowait(WorkerStep(generation, rank, step, first, self._now_us(), told=True))
+
+    def _now_us(self) -> int:
+        # By its own host's clock, whoever's doing it is.
+        return int(virtual_loop.time_of(self.node) * 1_000_000)
 
     async def notices(self) -> AsyncIterator[Notice]:
         """Everything that happens."""
@@ -212,12 +302,12 @@ class MemoryLauncher:
                 return
             yield notice
 
-    def crash(self) -> None:
-        """The whole node is gone: its workers die with it and nobody is told."""
+    def crash(self, *, told: bool = True) -> None:
+        """The whole node is gone: its workers die with it and no agent is told; unless ``told``, their peers are not either."""
         if self._launch is not None:
             for rank in list(self._living):
                 self._living.pop(rank)
-                self._training.left(self._launch.generation, rank, cascades=True)
+                self._training.left(self._launch.generation, rank, cascades=told)
 
     async def close(self) -> None:
         """Kill what is left."""

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Coroutine, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
-from dlrover_adapters.cli import doctor, operate, read, serve
+from dlrover_adapters.cli import conformance, doctor, operate, read, serve, simulate
 from dlrover_adapters.cli.places import (
     FAILED,
     INTERRUPTED,
@@ -34,7 +34,7 @@ from dlrover_core.errors import ConnectionLost, CoreError, NotLeading, Refused, 
 
 EXIT_CODES = f"""exit codes:
   {OK:<3}  done
-  {FAILED:<3}  the job has failed; doctor: a check has
+  {FAILED:<3}  the job has failed; doctor: a check has; conformance: a promise is broken
   {USAGE:<3}  wrong usage
   {NOT_FOUND:<3}  no such job, or no such event
   {UNREADABLE:<3}  the log cannot be read: unreachable, damaged, or written by a newer version
@@ -46,13 +46,16 @@ EXIT_CODES = f"""exit codes:
 
 
 class Command(NamedTuple):
-    """One subcommand: its one-line summary, examples for --help, its arguments, and what it does. Returns an exit code."""
+    """One subcommand: its one-line summary, examples for --help, its arguments, and what it does. Returns an exit code.
+
+    One that is no coroutine has the main thread without a loop to itself.
+    """
 
     name: str
     summary: str
     examples: str
     arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], Coroutine[Any, Any, int]]
+    run: Callable[[argparse.Namespace], Coroutine[Any, Any, int] | int]
 
 
 COMMANDS = (
@@ -99,6 +102,20 @@ COMMANDS = (
     Command("resume", "let a suspended job go on", operate.RESUME_EXAMPLES, operate.job_arguments, operate.resume),
     Command("master", "lead a job whose hosts come by themselves", serve.EXAMPLES, serve.arguments, serve.run),
     Command("doctor", "is this machine fit, and what to do if not", doctor.EXAMPLES, doctor.arguments, doctor.run),
+    Command(
+        "simulate",
+        "how a job would fare, if it failed as others' do",
+        simulate.EXAMPLES,
+        simulate.arguments,
+        simulate.run,
+    ),
+    Command(
+        "conformance",
+        "does a backend or a log of your own keep its contract",
+        conformance.EXAMPLES,
+        conformance.arguments,
+        conformance.run,
+    ),
 )
 
 
@@ -143,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _guarded(args: argparse.Namespace) -> int:
     _speak(args.command)
     try:
-        code: int = asyncio.run(args.run(args))
+        done = args.run(args)
+        code: int = done if isinstance(done, int) else asyncio.run(done)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -1,0 +1,580 @@
+"""Promises about failures: what is done about each, what it may cost, and that it ends. See `promises`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from dlrover_core.diagnosis import ladder
+from dlrover_core.diagnosis.classify import PLAT
+from dlrover_core.job import budget, failures, job, nodes, progress, scaling, world
+from dlrover_core.job.haste import AT_ONCE, EARLY_S, FIRST_PAUSE_S
+from dlrover_core.job.state import CODEC, JobState
+from dlrover_core.kernel.engine import STRANGERS_MAX, UNANSWERED_MAX
+from dlrover_core.kernel.events import Record
+from dlrover_core.sim.faults import KINDS, Fault, amount
+from dlrover_core.sim.striking import REPAIR_S
+from dlrover_core.spec import JobSpec, us
+from dlrover_core.testing.promises import Look, Promise
+
+# How long a fault lasts that says how much, or how often, and not how long.
+LASTS_S = 60.0
+
+
+class Incidents(Promise):
+    """Incidents count on, close once, and have at most one action in force: another needs a new verdict or a final one.
+
+    A worker's death opens one for its own generation alone. The first step of a later generation closes it, at once.
+    """
+
+    name = "incidents"
+
+    def __init__(self) -> None:
+        self._opened = 0
+        self._verdicts: dict[int, int] = {}
+        self._actions: dict[int, list[str]] = {}
+        self._open: dict[int, tuple[str, int]] = {}
+        self._exit: tuple[int, failures.WorkerExited | None] = (0, None)
+        self._mended: set[int] = set()
+
+    def __call__(self, state: JobState, record: Record) -> None:
+        """See the class."""
+        if self._mended and record.cause == 0:
+            self._unclosed(record.seq)
+        super().__call__(state, record)
+
+    def _unclosed(self, seq: int) -> None:
+        assert not self._mended, f"{seq}: steps are made again, and incidents {sorted(self._mended)} are open"
+
+    def _created(self, _state: JobState, _fact: job.JobCreated, _record: Record) -> None:
+        self._open.clear()
+
+    def _exited(self, _state: JobState, fact: failures.WorkerExited, record: Record) -> None:
+        self._exit = (record.seq, fact)
+
+    def _open_one(self, _state: JobState, fact: failures.IncidentOpened, record: Record) -> None:
+        assert fact.incident == self._opened + 1, f"{record.seq}: incident {fact.incident} after {self._opened}"
+        self._opened = fact.incident
+        self._open[fact.incident] = world.group_of(fact.node), fact.generation
+        seq, died = self._exit
+        if fact.ranks:
+            assert died is not None and seq == record.cause, (
+                f"{record.seq}: nobody's death opens incident {fact.incident}"
+            )
+            assert died.generation == fact.generation and not died.asked, f"{record.seq}: {died} opens {fact}"
+
+    def _stepped(self, _state: JobState, fact: progress.FirstStep, _record: Record) -> None:
+        group = world.group_of(fact.node)
+        self._mended = {
+            one for one, (its, generation) in self._open.items() if its == group and generation < fact.generation
+        }
+
+    def _judged(self, _state: JobState, fact: failures.Diagnosed, record: Record) -> None:
+        assert fact.incident in self._open or fact.revises, f"{record.seq}: a closed incident is judged"
+        self._verdicts[fact.incident] = self._verdicts.get(fact.incident, 0) + 1
+
+    def _chosen(self, _state: JobState, fact: failures.ActionChosen, record: Record) -> None:
+        taken = self._actions.setdefault(fact.incident, [])
+        final = taken[-1:] == [ladder.AWAIT_EVIDENCE]
+        assert fact.incident in self._open, f"{record.seq}: {fact.action} for incident {fact.incident}, which is over"
+        assert len(taken) < self._verdicts.get(fact.incident, 0) or final, (
+            f"{record.seq}: {fact.action} on top of {taken}"
+        )
+        taken.append(fact.action)
+
+    def _closed(self, _state: JobState, fact: failures.IncidentClosed, record: Record) -> None:
+        assert fact.incident in self._open, f"{record.seq}: incident {fact.incident} closes twice"
+        assert fact.down_us >= 0 and fact.steps_lost >= failures.UNKNOWN, f"{record.seq}: {fact}"
+        self._open.pop(fact.incident, None)
+        self._mended.discard(fact.incident)
+        for kept in (self._verdicts, self._actions):
+            kept.pop(fact.incident, None)
+
+    def end(self, run: Any) -> None:
+        """See the class."""
+        self._unclosed(run.state.seq)
+        if run.outcome == "succeeded":
+            assert not self._open, f"the job succeeded and incidents {sorted(self._open)} are open"
+
+    looks: ClassVar[Mapping[type, Look]] = {
+        job.JobCreated: _created,
+        failures.WorkerExited: _exited,
+        progress.FirstStep: _stepped,
+        failures.IncidentOpened: _open_one,
+        failures.Diagnosed: _judged,
+        failures.ActionChosen: _chosen,
+        failures.IncidentClosed: _closed,
+    }
+
+
+class Effects(Promise):
+    """Every action that is chosen is done: what it stands for is decided in the same batch, because of it."""
+
+    name = "effects"
+
+    def __init__(self) -> None:
+        self._due: dict[int, failures.ActionChosen] = {}
+
+    def __call__(self, state: JobState, record: Record) -> None:
+        """See the class."""
+        fact = record.event
+        if self._due:
+            if record.cause == 0:
+                self._missing()
+            action = self._due.get(record.cause)
+            if action is not None and _does(action, fact):
+                del self._due[record.cause]
+        if type(fact) is failures.ActionChosen:
+            restarts = fact.action in (ladder.RESTART_PROCESSES, ladder.AWAIT_EVIDENCE)
+            if not restarts or state.world.of(fact.node).active:
+                self._due[record.seq] = fact
+
+    def _missing(self) -> None:
+        assert not self._due, "; ".join(
+            f"{seq}: {fact.action} on {fact.node} is not done" for seq, fact in self._due.items()
+        )
+
+    def end(self, run: Any) -> None:  # noqa: ARG002  # the promise's
+        """See the class."""
+        self._missing()
+
+
+def _does(action: failures.ActionChosen, fact: Any) -> bool:
+    """Is this what the action stands for?"""
+    what, kind = action.action, type(fact)
+    if kind is world.WorldDissolved:
+        return what in (ladder.RESTART_PROCESSES, ladder.AWAIT_EVIDENCE)
+    if kind is nodes.NodePlanned:
+        return what == ladder.RELAUNCH_NODE and action.node.rsplit("-", 1)[0] == f"{fact.group}-{fact.index}"
+    if kind is nodes.NodeReleased:
+        return what == ladder.GO_ON_SMALLER and (fact.node, fact.reason) == (action.node, "given up")
+    return kind is _EFFECT.get(what)
+
+
+_EFFECT = {ladder.RESTART_PROCESSES: world.WorldFormed, ladder.FAIL_JOB: job.JobFailed}
+
+
+class Budgets(Promise):
+    """Each failure costs one unit of one budget at most, no budget is overdrawn, and the job is given up when one is spent only.
+
+    A node's death that explains the restarts of its group since gives them back. Counted here once more, from the log alone.
+    """
+
+    name = "budgets"
+
+    def __init__(self) -> None:
+        self._spec = JobSpec("none")
+        self._restarted: dict[int, str] = {}
+        self._charged: set[int] = set()
+        self._relaunched: set[str] = set()
+        self._restarts = 0
+        self._spent: set[str] = set()
+
+    def _created(self, _state: JobState, fact: job.JobCreated, _record: Record) -> None:
+        self._spec = JobSpec.from_json(fact.spec)
+        self._restarts = 0
+        for kept in (self._restarted, self._charged, self._relaunched, self._spent):
+            kept.clear()
+
+    def _say_spent(self, _state: JobState, fact: budget.RestartsSpent, _record: Record) -> None:
+        self._spent.add(fact.node)
+
+    def _chosen(self, state: JobState, fact: failures.ActionChosen, record: Record) -> None:
+        seq, node = record.seq, fact.node
+        group = world.group_of(node)
+        assert fact.budget_left >= 0, f"{seq}: the budget is overdrawn"
+        if fact.action in (ladder.RELAUNCH_NODE, ladder.GO_ON_SMALLER):
+            for incident in [one for one, its in self._restarted.items() if its == group]:
+                del self._restarted[incident]
+                self._restarts -= 1
+        if fact.action == ladder.RESTART_PROCESSES:
+            assert fact.incident not in self._charged, f"{seq}: incident {fact.incident} restarts twice"
+            self._charged.add(fact.incident)
+            self._restarted[fact.incident] = group
+            self._restarts += 1
+            left = self._spec.max_restarts - self._restarts
+            assert left >= 0 and left == fact.budget_left, f"{seq}: {fact.budget_left} restarts are left, not {left}"
+        elif fact.action == ladder.RELAUNCH_NODE:
+            assert node not in self._relaunched, f"{seq}: {node} is relaunched twice"
+            self._relaunched.add(node)
+            most, used = self._spec.group(group).relaunch_max, state.failures.relaunches.get(node.rsplit("-", 1)[0], 0)
+            assert 0 < used <= most and used == most - fact.budget_left, f"{seq}: {used} of {most} relaunches, {fact}"
+        elif fact.action == ladder.AWAIT_EVIDENCE:
+            self._given_up(state, fact, record)
+        assert state.failures.restarts == self._restarts, (
+            f"{seq}: {state.failures.restarts} restarts are charged, of which {self._restarts} for a reason"
+        )
+
+    def _given_up(self, state: JobState, fact: failures.ActionChosen, record: Record) -> None:
+        place, group = fact.node.rsplit("-", 1)[0], self._spec.group(world.group_of(fact.node))
+        spent = {
+            "workers.exhausted": self._restarts >= self._spec.max_restarts,
+            "node.exhausted": state.failures.relaunches.get(place, 0) >= group.relaunch_max,
+            "node.refused": True,
+        }[fact.rule.split(":")[0]]
+        assert spent or fact.node in self._spent, f"{record.seq}: {fact.rule}, and budgets are left"
+
+    def _closed(self, _state: JobState, fact: failures.IncidentClosed, _record: Record) -> None:
+        self._restarted.pop(fact.incident, None)
+        self._charged.discard(fact.incident)
+
+    looks: ClassVar[Mapping[type, Look]] = {
+        job.JobCreated: _created,
+        budget.RestartsSpent: _say_spent,
+        failures.ActionChosen: _chosen,
+        failures.IncidentClosed: _closed,
+    }
+
+
+class Pauses(Promise):
+    """A program that fails at once, again and again, is not restarted at once: the pause doubles, restarts are few."""
+
+    name = "pauses"
+
+    def __init__(self) -> None:
+        self._formed: dict[str, tuple[int, bool]] = {}
+        self._early: dict[str, int] = {}
+        self._failed_at: dict[str, int] = {}
+        self._verdict = ""
+        self._pause_max_s = 0.0
+
+    def _created(self, _state: JobState, fact: job.JobCreated, _record: Record) -> None:
+        self._pause_max_s = JobSpec.from_json(fact.spec).restart_pause_s
+        for kept in (self._formed, self._early, self._failed_at):
+            kept.clear()
+
+    def _judged(self, _state: JobState, fact: failures.Diagnosed, _record: Record) -> None:
+        self._verdict = fact.verdict
+
+    def _chosen(self, _state: JobState, fact: failures.ActionChosen, record: Record) -> None:
+        if fact.action != ladder.RESTART_PROCESSES:
+            return
+        group = world.group_of(fact.node)
+        formed_at, stepped = self._formed.get(group, (0, False))
+        early = not stepped and self._verdict != PLAT and record.at - formed_at < us(EARLY_S)
+        self._early[group] = self._early.get(group, 0) + 1 if early else 0
+        self._failed_at[group] = record.at
+
+    def _stepped(self, _state: JobState, fact: progress.FirstStep, _record: Record) -> None:
+        group = world.group_of(fact.node)
+        self._early[group] = 0
+        self._formed[group] = (self._formed.get(group, (0, True))[0], True)
+
+    def _form(self, _state: JobState, fact: world.WorldFormed, record: Record) -> None:
+        beyond = self._early.get(fact.group, 0) - AT_ONCE
+        if beyond > 0:
+            pause_s = min(FIRST_PAUSE_S * 2.0 ** min(beyond - 1, 30), self._pause_max_s)
+            waited_s = (record.at - self._failed_at[fact.group]) / 1_000_000
+            assert waited_s >= pause_s, f"{record.seq}: early failure {beyond + AT_ONCE} is answered after {waited_s} s"
+        self._formed[fact.group] = (record.at, False)
+
+    looks: ClassVar[Mapping[type, Look]] = {
+        job.JobCreated: _created,
+        failures.Diagnosed: _judged,
+        failures.ActionChosen: _chosen,
+        progress.FirstStep: _stepped,
+        world.WorldFormed: _form,
+    }
+
+
+# ---- ends and bounds
+
+
+class Absorbing(Promise):
+    """What is over stays over: once a job stops or has ended, nothing new is planned, formed or judged.
+
+    Only a new run leaves that state. What was under way may still be reported, and refused.
+    """
+
+    name = "absorbing"
+
+    BEGINS = (
+        job.JobStarted, job.JobStopping, job.JobSuspended, job.JobResumed, job.GroupScaled, nodes.NodePlanned,
+        nodes.PlaceReopened, world.WorldFormed, world.WorldDissolved, world.WorldPlanned, failures.IncidentOpened,
+        failures.Diagnosed, failures.ActionChosen, scaling.NodeDrained,
+    )  # fmt: skip
+    ENDS = (job.JobSucceeded, job.JobFailed, job.JobStopped, job.JobAbandoned)
+
+    def __init__(self) -> None:
+        self._over = ""
+
+    def _created(self, _state: JobState, _fact: job.JobCreated, record: Record) -> None:
+        assert not self._over or self._over in _OVER, f"{record.seq}: a run begins while another is {self._over}"
+        self._over = ""
+
+    def _begins(self, _state: JobState, fact: object, record: Record) -> None:
+        assert not self._over, f"{record.seq}: {type(fact).__name__} after {self._over}"
+
+    def _stopping(self, state: JobState, fact: object, record: Record) -> None:
+        self._begins(state, fact, record)
+        self._over = "JobStopping"
+
+    def _ends(self, state: JobState, fact: object, record: Record) -> None:
+        assert self._over not in _OVER, f"{record.seq}: {type(fact).__name__} after {self._over}"
+        late = self._over == "JobStopping" and not isinstance(fact, (job.JobStopped, job.JobAbandoned))
+        assert not late, f"{record.seq}: {type(fact).__name__} of a job that was stopped"
+        assert state.job.over, f"{record.seq}: the job is {state.job.state} after {type(fact).__name__}"
+        self._over = type(fact).__name__
+
+    looks: ClassVar[Mapping[type, Look]] = {
+        **dict.fromkeys(BEGINS, _begins),
+        **dict.fromkeys(ENDS, _ends),
+        job.JobStopping: _stopping,
+        job.JobCreated: _created,
+    }
+
+
+_OVER = tuple(cls.__name__ for cls in Absorbing.ENDS)
+
+
+class Bounded(Promise):
+    """Nothing grows without end: what is remembered of senders, stores, quarantines and incidents, and what an hour writes.
+
+    The log's bytes are those of every 16th record, times 16.
+    """
+
+    name = "bounded"
+    GENERATIONS_PER_HOUR = 3600
+    BYTES_PER_HOUR = 4 << 20
+    BYTES_PER_NODE_HOUR = 64 << 10
+    SAMPLE = 16
+    INCARNATIONS = 64
+
+    def __init__(self) -> None:
+        self._hour = 0
+        self._bytes = self._generations = 0
+
+    def __call__(self, state: JobState, record: Record) -> None:
+        """See the class."""
+        if record.origin is not None:
+            self._sender(state, record.origin.sender, record)
+        look = _BOUNDS.get(type(record.event))
+        if look is not None:
+            look(self, state, record.event, record)
+        if record.seq % self.SAMPLE == 0:
+            self._hourly(state, record)
+
+    @staticmethod
+    def _sender(state: JobState, sender: str, record: Record) -> None:
+        known = state.senders.get(sender)
+        assert known is None or len(known.replies) <= UNANSWERED_MAX, (
+            f"{record.seq}: {len(known.replies)} replies are kept"
+        )
+
+    def _hourly(self, state: JobState, record: Record) -> None:
+        hour = record.at // us(3600.0)
+        if hour != self._hour:
+            self._hour, self._bytes, self._generations = hour, 0, 0
+        self._bytes += len(CODEC.entry(record, record.at)) * self.SAMPLE
+        most = len(state.nodes.slots) + len(state.nodes.nodes) + STRANGERS_MAX
+        assert len(state.senders) <= most, f"{record.seq}: {len(state.senders)} senders are remembered"
+        most = self.BYTES_PER_HOUR + self.BYTES_PER_NODE_HOUR * len(state.nodes.slots)
+        assert self._bytes <= most, f"{record.seq}: {self._bytes} bytes of log in this hour, {most} are enough"
+
+    def _offered(self, state: JobState, fact: world.StoreOffered, record: Record) -> None:
+        offers = state.world.offers.get(fact.node, ())
+        assert len(offers) <= world.STORES_MAX, f"{record.seq}: {fact.node} offers {offers}"
+        most = len(state.nodes.nodes)
+        assert len(state.world.offers) <= most, f"{record.seq}: {len(state.world.offers)} nodes offer, {most} are there"
+
+    def _quarantined(self, state: JobState, _fact: object, record: Record) -> None:
+        kept = len(state.nodes.quarantine)
+        assert kept <= nodes.QUARANTINES_MAX, f"{record.seq}: {kept} hosts in quarantine"
+
+    def _planned(self, state: JobState, _fact: object, record: Record) -> None:
+        # Every place has the node that is wanted, and those before it whose end is not seen yet.
+        most = len(state.nodes.slots) * self.INCARNATIONS + 1
+        assert len(state.nodes.nodes) <= most, f"{record.seq}: {len(state.nodes.nodes)} nodes in {most} places"
+
+    def _exited(self, _state: JobState, fact: failures.WorkerExited, record: Record) -> None:
+        size = len(fact.tail.encode(errors="replace"))
+        assert size <= failures.TAIL_BYTES_MAX and len(fact.error) <= failures.ERROR_MAX, (
+            f"{record.seq}: {size} bytes of tail"
+        )
+
+    def _closed(self, state: JobState, _fact: object, record: Record) -> None:
+        closed = sum(one.closed for one in state.failures.incidents.values())
+        assert closed <= failures.CLOSED_KEPT, f"{record.seq}: {closed} closed incidents are remembered"
+
+    def _judged(self, _state: JobState, fact: failures.Diagnosed, record: Record) -> None:
+        assert len(fact.evidence) <= failures.EVIDENCE_MAX, f"{record.seq}: {len(fact.evidence)} pieces of evidence"
+
+    def _formed(self, _state: JobState, _fact: object, record: Record) -> None:
+        self._generations += 1
+        assert self._generations <= self.GENERATIONS_PER_HOUR, (
+            f"{record.seq}: {self._generations} generations this hour"
+        )
+
+
+_BOUNDS: Mapping[type, Look] = {
+    world.StoreOffered: Bounded._offered,
+    nodes.HostQuarantined: Bounded._quarantined,
+    nodes.NodePlanned: Bounded._planned,
+    failures.WorkerExited: Bounded._exited,
+    failures.IncidentClosed: Bounded._closed,
+    failures.Diagnosed: Bounded._judged,
+    world.WorldFormed: Bounded._formed,
+}
+
+
+class Prompt(Promise):
+    """Enough nodes are there, with a store: then a world forms before the last call is over, or a pause.
+
+    Where everybody of the last world is there nobody waits for a last call. Who comes for the first time may prolong it.
+    """
+
+    name = "prompt"
+    MARGIN_S = 5.0
+
+    def __init__(self) -> None:
+        self._groups: tuple[str, ...] = ()
+        self._able_since: dict[str, int] = {}
+        self._until: dict[str, int] = {}
+        self._again_at = 0
+
+    def __call__(self, state: JobState, record: Record) -> None:
+        """See the class."""
+        again = type(record.event) in _CALLS_AGAIN
+        for group, until in self._until.items():
+            late_s = (record.at - until) / 1e6
+            assert again or record.cause or late_s <= 0, (
+                f"{record.seq}: no world of {group} formed, {late_s:.1f} s after it could"
+            )
+        if again:
+            self._groups = tuple(group.name for group in state.job.spec.groups)
+            self._again_at = record.at
+        for group in self._groups:
+            current = state.world.worlds.get(group) or world.World()
+            if current.active or not self._able(group, state):
+                if self._until:
+                    self._able_since.pop(group, None)
+                    self._until.pop(group, None)
+            else:
+                since = self._able_since.setdefault(group, record.at)
+                self._until[group] = self._latest(group, current, max(since, self._again_at), state)
+
+    def _latest(self, group: str, last: world.World, since: int, state: JobState) -> int:
+        spec = state.job.spec
+        waits_s = 0.0 if self._whole(group, last, state) else spec.last_call_s
+        return max(since, state.haste.not_before(group, spec.restart_pause_s)) + us(waits_s + self.MARGIN_S)
+
+    @staticmethod
+    def _able(group: str, state: JobState) -> bool:
+        spec = state.job.spec.group(group)
+        if not state.job.forms or state.nodes.tally.ready.get(group, 0) < spec.floor:
+            return False
+        ready = [node.node for node in state.nodes.nodes.values() if node.group == group and node.ready]
+        held = any(one.held and one.group == group for one in state.failures.incidents.values())
+        return (
+            not held
+            and len(ready) // spec.unit * spec.unit >= spec.floor
+            and any(state.world.offers.get(node) for node in ready)
+        )
+
+    @staticmethod
+    def _whole(group: str, last: world.World, state: JobState) -> bool:
+        """Is everybody there who was in the last world, and who leads it?"""
+        most = state.job.spec.group(group).nodes_max
+        there = [state.nodes.nodes.get(member.node) for member in last.members]
+        whole = all(node is not None and node.ready and node.index < most for node in there)
+        return whole and bool(there) and bool(state.world.offers.get(last.members[0].node))
+
+
+_CALLS_AGAIN = frozenset(
+    (job.JobCreated, job.LeaderStarted, job.MasterPaused, job.JobResumed, job.GroupScaled, nodes.NodeJoined)
+)
+
+
+class Liveness(Promise):
+    """Once the last fault is over, the job trains again within ``within_s``, or has ended.
+
+    ``within_s`` is, unless set, every patience of the spec once: a node that nobody hears of, one whose launch was lost, a last
+    call, a pause. While a job is suspended nobody waits for it.
+    """
+
+    name = "liveness"
+    within_s: float = 0.0
+
+    def __init__(self) -> None:
+        self._began = 0
+        self._idle_since = -1
+        self._groups: dict[str, bool] = {}
+        self._idle: list[tuple[int, int]] = []
+        self._halted = True
+
+    def _stands(self, at: int) -> None:
+        """From now on nobody trains, though somebody should."""
+        if self._idle_since < 0 and not self._halted:
+            self._idle_since = at
+
+    def _goes(self, at: int) -> None:
+        if self._idle_since >= 0:
+            self._idle.append((self._idle_since, at))
+            self._idle_since = -1
+
+    def _created(self, _state: JobState, fact: job.JobCreated, record: Record) -> None:
+        self._groups = {group.name: False for group in JobSpec.from_json(fact.spec).groups}
+        self._began = self._began or record.at
+        self._halted = False
+        self._goes(record.at)
+        self._stands(record.at)
+
+    def _stops(self, _state: JobState, fact: Any, record: Record) -> None:
+        self._groups[fact.group] = False
+        self._stands(record.at)
+
+    def _steps(self, _state: JobState, fact: progress.FirstStep, record: Record) -> None:
+        self._groups[world.group_of(fact.node)] = True
+        if all(self._groups.values()):
+            self._goes(record.at)
+
+    def _halts(self, _state: JobState, _fact: object, record: Record) -> None:
+        self._goes(record.at)
+        self._halted = True
+
+    def _resumes(self, _state: JobState, _fact: object, record: Record) -> None:
+        self._halted = False
+        self._stands(record.at)
+
+    looks: ClassVar[Mapping[type, Look]] = {
+        job.JobCreated: _created,
+        world.WorldFormed: _stops,
+        world.WorldDissolved: _stops,
+        progress.FirstStep: _steps,
+        **dict.fromkeys((*Absorbing.ENDS, job.JobStopping, job.JobSuspended), _halts),
+        job.JobResumed: _resumes,
+    }
+
+    def end(self, run: Any) -> None:
+        """See the class."""
+        over_s = max(self._began / 1e6, *(self._heals_s(run, fault, seq) for fault, seq in run.struck), 0.0)
+        last = self._began + us(run.virtual_s)
+        idle = [*self._idle, *([(self._idle_since, max(last, self._idle_since))] if self._idle_since >= 0 else [])]
+        # Waiting is measured on the leaders' clocks, and what makes those jump may do so in the midst of it.
+        jumps_s = sum(abs(amount(fault)) for fault, _ in run.struck if fault.kind in ("clock_jump", "clock_skew"))
+        within_s = (self.within_s or _patience_s(run)) + jumps_s
+        for since, until in idle:
+            waited_s = until / 1e6 - max(since / 1e6, over_s)
+            assert waited_s <= within_s, (
+                f"nobody trained for {waited_s:.1f} s after the last fault was over; {within_s:g} s are enough"
+            )
+
+    def _heals_s(self, run: Any, fault: Fault, seq: int) -> float:
+        """When a fault is over, on the leader's clock."""
+        at = run.records[seq - 1].at if 0 < seq <= len(run.records) else self._began
+        lasts_s = amount(fault) if KINDS[fault.kind].unit == "s" else LASTS_S
+        if fault.kind == "lose_host":
+            lasts_s += REPAIR_S
+        elif fault.kind == "create_stuck":
+            # All of them, one after the other, in the same place.
+            stuck = sum(amount(one) for one, _ in run.struck if one.kind == fault.kind)
+            lasts_s = stuck * run.state.job.spec.launch_s
+        return float(at / 1e6 + lasts_s)
+
+
+def _patience_s(run: Any) -> float:
+    """Every patience that the job has, once."""
+    spec, scenario = run.state.job.spec, run.plan.scenario
+    waits = spec.silence_s + spec.unreachable_s + spec.mass_silence_s + spec.launch_s + spec.last_call_s
+    works = scenario.boot_s + scenario.start_s + scenario.load_s + scenario.notice_s + 2 * scenario.step_s
+    return float(waits + spec.stop_grace_s + spec.kill_wait_s + spec.restart_pause_s + works)

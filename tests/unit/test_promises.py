@@ -1,0 +1,504 @@
+"""Promises that can be broken: each is shown a history that breaks it, and it alone notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import msgpack
+import pytest
+from drive import Drive
+
+from dlrover_core.diagnosis import ladder
+from dlrover_core.job import failures, job, nodes, progress, scaling, silence, world
+from dlrover_core.job.state import CODEC, MODEL, JobState
+from dlrover_core.kernel.engine import STRANGERS_MAX, CommandFailed, CommandRefused, Sender
+from dlrover_core.kernel.events import Event, Origin, Record
+from dlrover_core.sim.faults import Fault
+from dlrover_core.sim.run import Broken
+from dlrover_core.sim.scenario import Scenario
+from dlrover_core.testing import invariants
+from dlrover_core.testing.promises import Promise, Together
+
+HISTORIES = sorted((Path(__file__).parent / "histories").glob("*.msgpack"))
+Shown = Callable[[Record], Record]
+BLANK = "nobody"
+
+
+def blank(drive: Drive) -> Drive:
+    """A command is refused: a record in whose place anything else can be shown."""
+    drive.do(nodes.ReportLeft(BLANK))
+    assert drive.names() == ["CommandRefused"]
+    return drive
+
+
+def shown(records: list[Record], show: Shown) -> set[str]:
+    """Which promises break first, when they are shown this instead. The state is that of the true history.
+
+    But for the reference: that one notices that the state is of another history, whatever the difference.
+    """
+    promises = [cls() for cls in invariants.OF_LOGS if cls is not invariants.Reference]
+    state = MODEL.new()
+    for record in records:
+        MODEL.apply(state, record)
+        broken = {promise.name for promise in promises if _breaks(promise, state, show(record))}
+        if broken:
+            return broken
+    return {promise.name for promise in promises if _ends_badly(promise, state)}
+
+
+def _breaks(promise: Promise, state: JobState, record: Record) -> bool:
+    try:
+        promise(state, record)
+    except AssertionError:
+        return True
+    return False
+
+
+def _ends_badly(promise: Promise, state: JobState) -> bool:
+    try:
+        promise.end(SimpleNamespace(state=state, outcome=state.job.state, events=state.seq))
+    except AssertionError:
+        return True
+    return False
+
+
+def instead(records: list[Record], fact: Event, origin: Origin | None = None, **more: Any) -> set[str]:
+    """What breaks when the last blank is this event."""
+    place = max(record.seq for record in records if isinstance(record.event, CommandRefused))
+    changes = {"event": fact, "origin": origin, **more}
+    return shown(records, lambda record: record._replace(**changes) if record.seq == place else record)
+
+
+def altered(records: list[Record], cls: type, nth: int = -1, **fields: Any) -> set[str]:
+    """What breaks when the nth event of a kind has other fields."""
+    place = [record.seq for record in records if isinstance(record.event, cls)][nth]
+
+    def show(record: Record) -> Record:
+        return record._replace(event=record.event._replace(**fields)) if record.seq == place else record  # type: ignore[attr-defined]
+
+    return shown(records, show)
+
+
+def moved(records: list[Record], place: int, **fields: Any) -> set[str]:
+    """What breaks when a record has another place."""
+    return shown(records, lambda record: record._replace(**fields) if record.seq == place else record)
+
+
+# ---- the histories
+
+
+def running() -> Drive:
+    """Two nodes train; their agents number what they say."""
+    return blank(Drive(numbered=True).up())
+
+
+def restarted() -> Drive:
+    """A worker died, everybody was restarted, and training goes on."""
+    drive = Drive(numbered=True).up()
+    drive.wait(60)
+    drive.exit("worker-1-0", 3, step=60)
+    return blank(drive.run(61))
+
+
+def relaunched() -> Drive:
+    """A node died twice and has its third incarnation."""
+    drive = Drive(numbered=True).up()
+    for number in range(2):
+        drive.wait(60)
+        drive.observe(f"worker-1-{number}", "failed", -9)
+        drive.observe(f"worker-1-{number}", "gone")
+        drive.join(f"worker-1-{number + 1}")
+        drive.run(61 + number)
+    return blank(drive)
+
+
+def waiting() -> Drive:
+    """A node died, and its successor is not there yet: there is no world."""
+    drive = Drive(numbered=True).up()
+    drive.observe("worker-1-0", "failed", -9)
+    return blank(drive)
+
+
+def silent() -> Drive:
+    """A node has been silent for a second."""
+    drive = Drive(numbered=True).up()
+    drive.do(silence.NoteSilence("worker-1-0", 15_000_000))
+    drive.wait(1)
+    return blank(drive)
+
+
+def hasty() -> Drive:
+    """A program that fails at once has done so three times, and is not started again yet."""
+    drive = Drive(max_restarts=9).up()
+    for _ in range(3):
+        drive.exit("worker-1-0", 3, 1, "Traceback\nValueError: no")
+        for node in ("worker-0-0", "worker-1-0"):
+            drive.offer(node)
+        if drive.world.active:
+            for node in ("worker-0-0", "worker-1-0"):
+                drive.do(world.ReportStarted(node, drive.world.generation))
+    return blank(drive)
+
+
+def hasty_without_a_step() -> Drive:
+    """The same, of a program that never made one."""
+    drive = Drive(max_restarts=9)
+    for node in ("worker-0-0", "worker-1-0"):
+        drive.observe(node, "running")
+        drive.join(node)
+    for _ in range(3):
+        drive.exit("worker-1-0", 3, 1, "Traceback\nValueError: no")
+        for node in ("worker-0-0", "worker-1-0"):
+            drive.offer(node)
+    assert not drive.world.active
+    return blank(drive)
+
+
+def over() -> Drive:
+    """The job has succeeded."""
+    drive = restarted()
+    for node in ("worker-0-0", "worker-1-0"):
+        drive.say(world.ReportFinished(node, 2))
+    return blank(drive)
+
+
+def departed() -> Drive:
+    """A node is gone and will not come back; its successor is not there yet."""
+    drive = waiting()
+    drive.observe("worker-1-0", "gone")
+    return blank(drive)
+
+
+STORIES = (running, restarted, relaunched, waiting, silent, hasty, hasty_without_a_step, over, departed)
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_good_histories_keep_every_promise(story: Callable[[], Drive]) -> None:
+    """Nothing is broken by what is as it should be."""
+    drive = story()
+    assert invariants.check_history(drive.records) == drive.state
+    assert shown(drive.records, lambda record: record) == set()
+
+
+@pytest.mark.parametrize("path", HISTORIES, ids=lambda path: path.stem)
+def test_recorded_histories_keep_every_promise(path: Path) -> None:
+    """Nor by what was recorded when the promises were younger."""
+    payloads = msgpack.unpackb(path.read_bytes())
+    records = [record for payload in payloads for record in CODEC.decode(payload).records]
+    assert invariants.check_history(records).seq == len(records)
+
+
+class Case(NamedTuple):
+    """A history, what is shown in it, and the promise that breaks."""
+
+    promise: str
+    story: Callable[[], Drive]
+    breaks: Callable[[list[Record]], set[str]]
+
+
+def form(**fields: Any) -> Callable[[list[Record]], set[str]]:
+    """What breaks when the second world is another one."""
+    return lambda records: altered(records, world.WorldFormed, 1, **fields)
+
+
+def show(fact: Event, origin: Origin | None = None) -> Callable[[list[Record]], set[str]]:
+    """What breaks when this is in the blank's place."""
+    return lambda records: instead(records, fact, origin)
+
+
+def change(cls: type, nth: int = -1, **fields: Any) -> Callable[[list[Record]], set[str]]:
+    """What breaks when an event has other fields."""
+    return lambda records: altered(records, cls, nth, **fields)
+
+
+def misplace(place: int, **fields: Any) -> Callable[[list[Record]], set[str]]:
+    """What breaks when a record has another place."""
+    return partial(_misplaced, place, fields)
+
+
+def _misplaced(place: int, fields: dict[str, Any], records: list[Record]) -> set[str]:
+    return moved(records, place if place > 0 else len(records) + 1 + place, **fields)
+
+
+def dropped(records: list[Record]) -> set[str]:
+    """What breaks when a record is left out."""
+    return shown(records, lambda record: record._replace(seq=record.seq + (record.seq > 9)))
+
+
+def without_effect(records: list[Record]) -> set[str]:
+    """What breaks when a restart's world has another cause."""
+    place = next(r.seq for r in records if isinstance(r.event, world.WorldFormed) and r.event.generation == 2)
+    return moved(records, place, cause=records[place - 1].cause - 1)
+
+
+def unclosed(records: list[Record]) -> set[str]:
+    """What breaks when an incident is not closed by the first step after it."""
+    place = next(record.seq for record in records if isinstance(record.event, failures.IncidentClosed))
+    return moved(records, place, event=job.Archived(1, 1, ""))
+
+
+FORMED = world.WorldFormed("worker", 4, ((0, 2, 0, 2),), "worker-0-0:7", "too soon")
+GIVE_UP = {"action": ladder.AWAIT_EVIDENCE, "rule": "workers.exhausted: none left", "budget_left": 0}
+BIG = "x" * (failures.TAIL_BYTES_MAX + 1)
+
+CASES = {
+    "a number twice": Case("order", running, misplace(9, seq=8)),
+    "a number left out": Case("order", running, dropped),
+    "time goes back": Case("order", running, misplace(-1, at=1)),
+    "a token goes back": Case("order", running, misplace(-1, token=0)),
+    "an effect before its cause": Case("order", running, misplace(-1, cause=10**6)),
+    "an effect long after its cause": Case("order", restarted, misplace(-1, cause=1)),
+    "two leaders with one token": Case(
+        "order",
+        lambda: blank(_led_twice()),
+        show(job.LeaderStarted("another", "0")),
+    ),
+    "a command twice": Case("commands", running, show(nodes.NodePending("worker-0-0"), Origin("worker-0-0", 7, 1))),
+    "a command left out": Case("commands", running, show(nodes.NodePending("worker-0-0"), Origin("worker-0-0", 7, 99))),
+    "a decision that raised": Case("commands", running, show(CommandFailed("Tick", "ValueError", "here:1"))),
+    "a word of the gone": Case("commands", departed, show(nodes.NodePending("worker-0-0"), Origin("worker-1-0", 7, 1))),
+    "a generation is left out": Case("worlds", restarted, form(generation=3)),
+    "a place twice": Case("worlds", restarted, form(members=((0, 1, 0, 2), (0, 1, 0, 2)))),
+    "a stranger": Case("worlds", restarted, form(members=((0, 1, 0, 2), (5, 1, 0, 2)))),
+    "other ranks": Case("worlds", restarted, form(members=((0, 2, 0, 1),))),
+    "a store twice": Case("worlds", restarted, form(store="worker-0-0:1")),
+    "a store of nobody": Case("worlds", restarted, form(store="worker-9-9:1")),
+    "a store of another node": Case("worlds", restarted, form(store="worker-1-0:3")),
+    "an older world dissolved": Case("worlds", restarted, change(world.WorkersStarted, -1, generation=1)),
+    "started twice": Case("worlds", running, show(world.WorkersStarted("worker-0-0", 1))),
+    "started as a stranger": Case("worlds", running, show(world.WorkersStarted("worker-7-0", 1))),
+    "a second first step": Case("worlds", running, show(progress.FirstStep(1, 9, "worker-0-0"))),
+    "a step of the past": Case("worlds", restarted, change(progress.FirstStep, -1, generation=1)),
+    "a store of the departed": Case("worlds", waiting, show(world.StoreOffered("worker-1-0", "a:1"))),
+    "a store withdrawn that was not there": Case("worlds", running, show(world.StoreWithdrawn("worker-0-0", "a:1"))),
+    "smaller than allowed": Case(
+        "sizes", restarted, change(job.JobCreated, spec=Drive(nodes_min=3, nodes_max=4).spec.to_json())
+    ),
+    "formed while suspended": Case("sizes", lambda: _then_restarted(running()), show(job.JobSuspended("lunch"))),
+    "stopped for nothing": Case("provoked", running, show(world.WorldDissolved("worker", 1, "a new leader"))),
+    "planned beside the living": Case("places", running, show(nodes.NodePlanned("worker-1-1", "worker", 1, 1))),
+    "an incarnation left out": Case("places", relaunched, change(nodes.NodePlanned, node="worker-1-3", incarnation=3)),
+    "no patience": Case("patience", silent, show(nodes.NodeLost("worker-1-0", "silent"))),
+    "an incident left out": Case("incidents", restarted, change(failures.IncidentOpened, incident=5)),
+    "closed twice": Case("incidents", restarted, show(failures.IncidentClosed(1, 1, 0))),
+    "judged when closed": Case("incidents", restarted, show(failures.Diagnosed(1, "USER", "x", (1,), 0.5))),
+    "an action too many": Case(
+        "incidents", waiting, show(failures.ActionChosen(1, ladder.FAIL_JOB, "worker-1-0", "x", 0))
+    ),
+    "mended before it broke": Case("incidents", over, change(failures.IncidentClosed, incident=1, down_us=-1)),
+    "opened by nobody's death": Case("incidents", restarted, change(failures.IncidentOpened, generation=2)),
+    "mended and not closed": Case("incidents", restarted, unclosed),
+    "released and not told": Case("told", running, show(nodes.NodeReleased("worker-0-0", "drained"))),
+    "silent for ever": Case("patience", silent, misplace(-1, at=10**11)),
+    "no world though one could form": Case("prompt", hasty_without_a_step, misplace(-1, at=10**11)),
+    "an action without effect": Case("effects", restarted, without_effect),
+    "a job that is not failed": Case("effects", relaunched, change(failures.ActionChosen, action=ladder.FAIL_JOB)),
+    "a restart for nothing": Case("budgets", restarted, change(failures.ActionChosen, budget_left=3)),
+    "overdrawn": Case("budgets", restarted, change(failures.ActionChosen, budget_left=-1)),
+    "one node relaunched twice": Case("budgets", relaunched, change(failures.ActionChosen, node="worker-1-0")),
+    "given up too early": Case("budgets", restarted, change(failures.ActionChosen, **GIVE_UP)),
+    "no pause": Case("pauses", hasty_without_a_step, show(FORMED)),
+    "planned after the end": Case("absorbing", over, show(nodes.NodePlanned("worker-9-0", "worker", 9, 0))),
+    "suspended after the end": Case("absorbing", over, show(job.JobSuspended("late"))),
+    "ended twice": Case("absorbing", over, show(job.JobFailed("x", 1, "y"))),
+    "a tail without end": Case("bounded", restarted, change(failures.WorkerExited, tail=BIG)),
+    "evidence without end": Case("bounded", restarted, change(failures.Diagnosed, evidence=tuple(range(99)))),
+}
+
+
+def _led_twice() -> Drive:
+    drive = running()
+    drive.take_over()
+    return drive
+
+
+def _then_restarted(drive: Drive) -> Drive:
+    drive.exit("worker-1-0", 3)
+    return drive
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_each_promise_can_be_broken(what: str) -> None:
+    """A history that breaks one promise breaks that one, and no other notices it first."""
+    case = CASES[what]
+    assert case.breaks(case.story().records) == {case.promise}
+
+
+def test_every_promise_is_broken_once() -> None:
+    """There is no promise that nothing here breaks."""
+    beside = {"reference", "liveness"}
+    assert {case.promise for case in CASES.values()} | beside == {cls.name for cls in invariants.DEFAULT}
+
+
+@pytest.mark.parametrize(
+    ("hurt", "fact"),
+    [
+        (lambda state: state.senders["worker-0-0"].replies.extend([(1, "")] * 99), None),
+        (lambda state: state.senders.update({f"s/{n}": Sender(1, 1, []) for n in range(STRANGERS_MAX + 9)}), None),
+        (lambda state: state.nodes.quarantine.update({f"h{n}": 1 for n in range(2000)}), nodes.HostQuarantined("h", 9, "")),
+        (lambda state: state.world.offers.update({"worker-0-0": ("a",) * 9}), world.StoreOffered("worker-0-0", "a")),
+    ],
+    ids=["replies", "senders", "quarantine", "stores"],
+)  # fmt: skip
+def test_what_is_remembered_is_bounded(hurt: Callable[[JobState], None], fact: Event | None) -> None:
+    """A state that remembers too much of something breaks the promise that it is bounded."""
+    drive = running()
+    promise = invariants.Bounded()
+    record = drive.records[-1]._replace(origin=Origin("worker-0-0", 7, 99), seq=16 * 9)
+    promise(drive.state, record)
+    hurt(drive.state)
+    with pytest.raises(AssertionError):
+        promise(drive.state, record if fact is None else record._replace(event=fact))
+
+
+def test_an_hour_writes_so_much_and_no_more() -> None:
+    """Bytes of log and generations per hour have bounds, counted anew each hour."""
+
+    class Tight(invariants.Bounded):
+        BYTES_PER_HOUR, BYTES_PER_NODE_HOUR = 0, 300
+
+    class Steady(invariants.Bounded):
+        GENERATIONS_PER_HOUR = 2
+
+    drive = relaunched()
+    with pytest.raises(Broken, match="bytes of log in this hour"):
+        invariants.watched(drive.records, Tight)
+    with pytest.raises(Broken, match="3 generations this hour"):
+        invariants.watched(drive.records, Steady)
+
+
+@pytest.mark.parametrize(
+    "hurt",
+    [
+        lambda state: setattr(state.nodes.nodes["worker-0-0"], "joined", False),
+        lambda state: state.nodes.nodes.pop("worker-0-0"),
+        lambda state: setattr(state.nodes.tally, "alive", 7),
+        lambda state: state.nodes.tally.ready.update(worker=1),
+        lambda state: state.nodes.tally.loose.add("worker-0-0"),
+        lambda state: state.nodes.tally.given_up.setdefault("worker", set()).add(1),
+        lambda state: setattr(state.world.worlds["worker"], "active", False),
+        lambda state: state.world.worlds["worker"].places.update({"worker-9-0": 9}),
+        lambda state: state.world.worlds["worker"].finished.append("worker-0-0"),
+        lambda state: state.world.offers.pop("worker-0-0"),
+    ],
+    ids=["joined", "gone", "alive", "ready", "loose", "given up", "active", "places", "finished", "offers"],
+)
+def test_the_reference_finds_what_differs(hurt: Callable[[Any], object]) -> None:
+    """A node, a count or a world of the real state that says something else than the plain one is found."""
+    drive = restarted()
+    promise = invariants.Reference()
+    state = MODEL.new()
+    for record in drive.records:
+        MODEL.apply(state, record)
+        promise(state, record)
+    assert state.nodes.tally.alive == 2
+    assert len(state.world.worlds["worker"].places) == 2
+    promise.end(SimpleNamespace(state=state))
+    hurt(state)
+    with pytest.raises(AssertionError):
+        promise.end(SimpleNamespace(state=state))
+
+
+def test_the_reference_looks_every_so_often() -> None:
+    """It need not wait for the end: what differs is found while the job runs."""
+
+    class Eager(invariants.Reference):
+        every = 1
+
+    def miscounted(state: JobState, _record: Record) -> None:
+        state.nodes.tally.alive = 5
+
+    with pytest.raises(Broken, match=r"reference: at .* is counted, and should be"):
+        invariants.watched(restarted().records, miscounted, Eager)
+
+
+def _run_of(drive: Drive, virtual_s: float, *struck: tuple[Fault, int]) -> Any:
+    plan = SimpleNamespace(scenario=Scenario())
+    return SimpleNamespace(
+        records=drive.records,
+        state=drive.state,
+        plan=plan,
+        virtual_s=virtual_s,
+        struck=list(struck),
+        outcome="succeeded",
+    )
+
+
+def _lives(run: Any, within_s: float) -> bool:
+    class Quick(invariants.Liveness):
+        pass
+
+    Quick.within_s = within_s
+    promise, state = Quick(), MODEL.new()
+    for record in run.records:
+        MODEL.apply(state, record)
+        promise(state, record)
+    return not _ends_badly_with(promise, run)
+
+
+def _ends_badly_with(promise: Promise, run: Any) -> bool:
+    try:
+        promise.end(run)
+    except AssertionError:
+        return True
+    return False
+
+
+def test_liveness() -> None:
+    """A job that does not train again in time is not alive: counted from the end of the last fault, unless it is suspended."""
+    stuck = waiting()
+    died = next(record.seq for record in stuck.records if isinstance(record.event, nodes.NodeFailed))
+    assert _lives(_run_of(stuck, 10.0), 20.0)
+    assert not _lives(_run_of(stuck, 30.0), 20.0)
+    assert not _lives(_run_of(stuck, 10_000.0), 0.0), "every patience of the spec together is not as long"
+    assert _lives(_run_of(stuck, 30.0, (Fault("step 1", "kill_host", 1, 15.0), died)), 20.0)
+    assert not _lives(_run_of(stuck, 60.0, (Fault("step 1", "kill_host", 1, 15.0), died)), 20.0)
+    paused = running()
+    paused.do(job.SuspendJob("for long"))
+    assert _lives(_run_of(paused, 1e6), 20.0)
+    assert _lives(_run_of(over(), 1e6), 20.0)
+
+
+def test_invariants_of_users() -> None:
+    """A function, a class, and tuples of them are all asked; what breaks is named with the record and the event."""
+
+    def nobody_leads(state: JobState, record: Record) -> None:
+        assert state.token < 2, "somebody leads"
+
+    class NoNodeTwice(Promise):
+        name = "no node is planned twice"
+
+        def __init__(self) -> None:
+            self.planned = 0
+
+        def _planned(self, _state: JobState, fact: nodes.NodePlanned, _record: Record) -> None:
+            assert fact.node
+            self.planned += 1
+
+        looks = {nodes.NodePlanned: _planned}  # noqa: RUF012  # as a user writes it
+
+    drive = restarted()
+    watch = Together(NoNodeTwice, (invariants.DEFAULT, (nobody_leads,)))
+    assert invariants.watched(drive.records, NoNodeTwice, nobody_leads) == drive.state
+    assert [type(part) for part in watch.parts[:2]] == [NoNodeTwice, invariants.Order]
+    drive.take_over()
+    with pytest.raises(Broken, match=r"(?s)^nobody_leads: somebody leads.*\(record \d+: LeaderStarted") as broken:
+        invariants.watched(drive.records, NoNodeTwice, nobody_leads)
+    assert broken.value.seq == len(drive.records)
+
+
+def test_a_promise_asked_by_itself_answers_alike() -> None:
+    """Called as one watcher among others, without `Together`, a promise sees and says the same."""
+    drive = blank(Drive().up())
+    drive.do(scaling.ScaleGroup("worker", 1, 3, "more"))
+    for cls in invariants.OF_LOGS:
+        promise, state = cls(), MODEL.new()
+        for record in drive.records:
+            MODEL.apply(state, record)
+            promise(state, record)
+    with pytest.raises(AssertionError, match="for nothing"):
+        invariants.Provoked()(drive.state, drive.records[-1]._replace(event=world.WorldDissolved("worker", 1, "x")))
