@@ -1,10 +1,15 @@
-"""What the unit tests share: `drive.py` on the path, and Hypothesis without chance: the same examples on every run."""
+"""What the unit tests share: `drive.py` on the path, logs as they were, and Hypothesis without chance: the same examples on
+every run.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 HERE = str(Path(__file__).parent)
@@ -21,3 +26,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 settings.load_profile("bounded")
+
+
+@pytest.fixture(autouse=True)
+def logs_as_they_were() -> Iterator[None]:
+    """A command that is run in this process sends logs to the stderr of its own test, which is closed after it."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)

@@ -104,4 +104,6 @@ def check_steps(cluster: Cluster) -> None:
     training = cluster.training
     assert [step for _, step in training.log] == list(range(1, training.done + 1)), "a step was lost or made twice"
     generations = [generation for generation, _ in training.log]
-    assert generations == sorted(generations) and not training.astray, "an older generation made a step after a newer one"
+    assert generations == sorted(generations) and not training.astray, (
+        "an older generation made a step after a newer one"
+    )

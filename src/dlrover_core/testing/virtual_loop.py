@@ -235,8 +235,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._owners[task] = how["context"].get(_OWNER, "") if how.get("context") is not None else _OWNER.get()
         return task
 
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]  # noqa: ARG002  # as above
-        """Never: before anything is queued."""
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
+        """From the loop's own thread as `call_soon`; from another never, and that is said before anything is queued."""
+        if asyncio._get_running_loop() is self:
+            return self.call_soon(callback, *args, context=context)
         raise ThreadHop(f"a thread tried to wake a virtual-time loop with {callback!r}")
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]  # noqa: ARG002  # as above
