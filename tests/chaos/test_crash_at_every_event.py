@@ -223,3 +223,9 @@ def test_finds_a_run_that_ends_otherwise() -> None:
 
     with pytest.raises(Broken, match="crash_before_append at event 1 changes how the run ends: restarts: 1, not 0"):
         crash_at_every_index(SMOKE, play=clumsy)
+
+
+def test_the_same_fault_several_times() -> None:
+    """Faults that read alike are each before or behind the crash as they struck; one whose moment never comes is no more."""
+    done = crash_at_every_index(SMOKE, (Fault("all running", "kill_worker", 0),) * 3, runs=50)
+    assert done.runs == 50

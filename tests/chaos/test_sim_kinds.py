@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dlrover_core.errors import PlanError
+from dlrover_core.job.failures import WorkerExited
+from dlrover_core.job.world import WorkersStopped
 from dlrover_core.sim.faults import ENGINE, Fault, kinds
 from dlrover_core.sim.run import Run
 from dlrover_core.sim.scenario import Plan, Scenario
@@ -48,6 +52,26 @@ def test_each_kind_is_survived(kind: str, at: str) -> None:
     assert len(done.struck) + len(done.missed) == 1
     if at == "step 100":
         assert done.hits == {(kind, "training"): 1}
+
+
+def test_whoever_says_that_it_has_stopped_has_told_every_exit() -> None:
+    """As a real agent does, however long its exits take to be noticed: the last word of a generation is that it is over."""
+    scenario = replace(SCENARIO, workers_per_node=1, exit_s=0.1, notice_s=0.1)
+    done = run(Fault("step 100", "kill_node", 0), scenario=scenario)
+    facts = [record.event for record in done.records]
+    for node in ("worker-1-0", "worker-2-0", "worker-3-0"):
+        told = [type(one) for one in facts if isinstance(one, (WorkerExited, WorkersStopped)) and one.node == node]
+        assert told == [WorkerExited, WorkersStopped]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_state_after_a_fault_is_one_that_came_after_it(seed: int) -> None:
+    """Faults strike in the order of the plan, and a state is looked for once the fault before has struck, whatever the seed."""
+    kinds_ = ("kill_worker", "crash_master", "kill_node", "kill_worker")
+    faults = tuple(Fault("all running", kind, nth) for nth, kind in enumerate(kinds_))
+    done = run(*faults, seed=seed)
+    assert [fault for fault, _ in done.struck] == list(faults)
+    assert len({seq for _, seq in done.struck}) == len(faults)
 
 
 @pytest.mark.parametrize(

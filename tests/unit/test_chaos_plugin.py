@@ -283,7 +283,32 @@ def test_two_logs_of_one_plan(inner: pytest.Pytester) -> None:
     )
     result = run(inner, "--chaos-check-determinism")
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*one plan, two logs: *"])
+    result.stdout.fnmatch_lines(["*one plan, two logs: *", "replay: pytest *::test_differs --chaos-replay * --chaos-*"])
+    test, _, token, option = re.findall(r"^replay: pytest (\S+) (\S+) (\S+) (\S+)$", result.stdout.str(), re.MULTILINE)[
+        0
+    ]
+    run(inner, test, "--chaos-replay", token, option).assert_outcomes(failed=1)
+
+
+def test_what_writes_its_own_plan(inner: pytest.Pytester) -> None:
+    """A story that fails says why in one line, and which command tells it again: the same test, under the same seeds."""
+    inner.makepyfile(
+        """
+        def test_story(chaos):
+            with chaos.story(nodes=1, steps=5) as story:
+                story.at("step 9").kill_worker()
+        """
+    )
+    result = run(inner, "--chaos-seed", "7")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*- chaos -*",
+            "broken: the story goes otherwise: step 9: kill_worker 0: its moment never came",
+            "  at record *: *",
+            "replay: pytest test_*.py::test_story --chaos-seed 7",
+        ]
+    )
 
 
 def test_budget(inner: pytest.Pytester) -> None:
@@ -324,6 +349,17 @@ def test_kept(inner: pytest.Pytester) -> None:
     assert token_of(result) in (folder / "plan.txt").read_text()
     assert (folder / "timeline.mmd").read_text().startswith("gantt\n")
     assert [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()] == []
+
+
+def test_not_kept(inner: pytest.Pytester) -> None:
+    """Where nothing can be written, the failure is told all the same."""
+    inner.makepyfile(test_it=SURVIVES)
+    inner.path.joinpath("kept").write_text("a file")
+    result = run(inner, "--chaos-keep", "kept")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*Broken: of 2 faults two are bad*", "replay: *", "not kept: *kept*"])
+    result.stdout.no_fnmatch_line("*FileExistsError*")
+    result.stdout.no_fnmatch_line("E *NotADirectoryError*")
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,28 @@ def test_policies_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert told["policies"][1]["lost_s"] > told["policies"][0]["lost_s"]
 
 
+def test_policies_of_one_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that are called the same, or as a policy of ours, are told by their paths: none hides another's settings."""
+    files = [tmp_path / one for one in ("a/mine.json", "b/mine.json", "default.json", "alone.json")]
+    for number, file in enumerate(files):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps({"boot_s": 10.0 + number}))
+    words = [word for file in files for word in ("--policy", str(file))]
+    assert main.main([*SMALL, "--policy", "default", *words, "--json"]) == OK
+    told = json.loads(capsys.readouterr().out)
+    names = [*map(str, files[:3]), "alone"]
+    assert [one["policy"] for one in told["policies"]] == ["default", *names, "restart-all"]
+    assert told["policies_set"] == {name: {"boot_s": 10.0 + number} for number, name in enumerate(names)}
+
+
+def test_a_wrong_policy_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is wrong in a file is told with its name."""
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps({"boot_s": "soon"}))
+    assert simulate("--policy", str(mine)) == USAGE
+    assert f"{mine}: boot_s: a number is needed" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="older Pythons cannot read TOML")
 def test_a_policy_in_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A TOML file does, too."""
@@ -99,6 +121,7 @@ def test_wrong_options(words: tuple[str, ...], says: str, capsys: pytest.Capture
     ("words", "says"),
     [
         (("--set", "boot_z=3"), "did you mean boot_s"),
+        (("--set", "qqqq=3"), "nothing is called 'qqqq'. There are "),
         (("--set", "boot_s=soon"), "boot_s: a number is needed"),
         (("--set", "rate=often"), "rate: failures per 1000 node-days"),
         (("--set", "silence_s=0.1"), "no such job: silence_s"),

@@ -63,6 +63,7 @@ class Agent:
 
     __slots__ = (
         "_clock",
+        "_exits_by",
         "_first_told",
         "_gave_up",
         "_held",
@@ -117,7 +118,7 @@ class Agent:
         self.mastered_at = self._stepped_at = self._clock.now
         self._outbox: deque[tuple[int, Command, int]] = deque()
         self._next, self._sent = 1, 0
-        self._told_over = self._first_told = self._gave_up = self.seen = 0
+        self._told_over = self._first_told = self._gave_up = self.seen = self._exits_by = 0
         self._stores: list[str] = []
         self._stores_made = self._rounds = 0
         self._watching = False
@@ -246,8 +247,10 @@ class Agent:
         self.busy, self.asked = "stopping", True
         self._sim.training.left(self, self.generation)
         self._sim.meter.stopping(self.node, busy=True)
-        alive = len(self.dead) < self.nproc
-        self._clock.later(self._sim.stop_us if alive else 0, self.key, self._stopped, order)
+        # Whoever hears that we have stopped must have heard every exit before.
+        told_us = max(0, self._exits_by - self._clock.now)
+        stop_us = self._sim.stop_us if len(self.dead) < self.nproc else 0
+        self._clock.later(max(stop_us, told_us), self.key, self._stopped, order)
 
     def _stopped(self, order: Order) -> None:
         if self._stopped_by_signal(self._stopped, order):
@@ -310,6 +313,7 @@ class Agent:
         cascades = "closed by peer" not in error and error != TIMED_OUT
         self._sim.training.died(self, generation, cascades=cascades)
         exit_us = self._sim.exit_us
+        self._exits_by = self._clock.now + exit_us
         self._clock.later(exit_us, self.key, self._exited, generation, self.first_rank + one, code, step, error)
         return 1
 

@@ -275,9 +275,9 @@ DATASETS = {one.name: one for one in (LLAMA3, RSC, ACME, BYTEROBUST, UNICRON, B2
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``, did you mean ...?``; empty where nothing is near."""
+    """``, did you mean ...?``; a full stop where nothing is near."""
     near = difflib.get_close_matches(name, list(known), 3, 0.6)
-    return f", did you mean {' or '.join(near)}?" if near else ""
+    return f", did you mean {' or '.join(near)}?" if near else "."
 
 
 def dataset(name: str) -> Dataset:

@@ -29,6 +29,8 @@ DELAYED_S = 60.0
 REPAIR_S = 3600.0
 ASK_AGAIN_S = 1.0
 FAILED = "RuntimeError: chaos"
+# Faults that wait for each other strike in the order of the plan, whatever the seed.
+_KEY = key_of("faults")
 _T = TypeVar("_T")
 
 
@@ -43,7 +45,7 @@ class Strikes:
         self.newest = ""
         self.healed_at = 0
         self._triggers = [triggers.parse(fault.at) for fault in sim.plan.faults]
-        self._next = 0
+        self._next = self._coming = 0
         self._gone: set[int] = set()
         self._wishes: list[tuple[object, ...]] = []
         self._by_kind: dict[str, Callable[[Fault], bool]] = {kind: getattr(self, f"_{kind}") for kind in kinds(ENGINE)}
@@ -73,7 +75,7 @@ class Strikes:
         elif awaited is not None and awaited.kind == "seq" and self._sim.log.seq >= awaited.number:
             self._hit()
         elif awaited is not None and awaited.kind == "state":
-            self._clock.later(0, 0, self.look)
+            self._clock.later(0, _KEY, self.look)
 
     def step_made(self) -> None:
         """Training has made the step that was awaited."""
@@ -96,7 +98,8 @@ class Strikes:
     def look(self, state: JobState | None = None) -> None:
         """The state has changed."""
         awaited = self._awaited
-        if awaited is not None and awaited.kind == "state":
+        # What held before the last fault struck says nothing about what it has led to.
+        if awaited is not None and awaited.kind == "state" and not self._coming:
             leader = self._sim.leader
             here = state if state is not None else leader.state if leader is not None else None
             # Training itself knows first that it does not run any more.
@@ -108,8 +111,13 @@ class Strikes:
         """The moment of the next fault is there. It strikes in a turn of its own; the one after it is awaited from here on."""
         place = self._next
         self._gone.add(place)
-        self._clock.later(0, key_of(f"fault {self._sim.plan.faults[place]}"), self._strike, place)
+        self._coming += 1
+        self._clock.later(0, _KEY, self._come, place)
         self._arm()
+
+    def _come(self, place: int) -> None:
+        self._coming -= 1
+        self._strike(place)
 
     def rest(self) -> list[Fault]:
         """Those whose moment never came, and those that found nobody."""

@@ -276,9 +276,16 @@ def _text(item: pytest.Function, found: Found, old: Regression | None) -> list[s
     """What a failure prints."""
     lines = [f"a regression is back: {old.why or old.token}"] if old is not None else []
     lines += found.lines()
-    if found.token:
-        test = shlex.quote(item.nodeid)
-        lines += [f"replay: pytest {test} --chaos-replay {found.token}"]
+    command = f"pytest {shlex.quote(item.nodeid)}"
+    asked = item.config.option
+    twice = " --chaos-check-determinism" if asked.chaos_check_determinism else ""
+    if not found.token:
+        # A story or a local job, which writes its own plan: the same seeds tell it again.
+        command += f" --chaos-seed {asked.chaos_seed}" if asked.chaos_seed else ""
+        command += f" --chaos-seeds {asked.chaos_seeds}" if asked.chaos_seeds else ""
+        lines += [f"replay: {command}{twice}"]
+    else:
+        lines += [f"replay: {command} --chaos-replay {found.token}{twice}"]
         if old is None and not item.config.option.chaos_replay:
             from dlrover_core.testing.regressions import FILE, line
 
@@ -307,8 +314,12 @@ def _once_more(
     if place:
         name = re.sub(r"[^\w.-]+", "_", item.nodeid)[-100:]
         folder = Path(place) / f"{name}-{found.seed}"
-        keep(folder, item.stash[_TOLD]["text"], chaos.records or [])
-        told.append(f"kept: {folder}")
+        try:
+            keep(folder, item.stash[_TOLD]["text"], chaos.records or [])
+        except OSError as error:  # what was found is told all the same
+            told.append(f"not kept: {error}")
+        else:
+            told.append(f"kept: {folder}")
     return told
 
 

@@ -253,6 +253,7 @@ class Story:
     def _broken(self, why: str, lines: Sequence[str], seq: int = 0, event: str = "") -> Broken:
         told = "\n".join(["the story goes otherwise:", *lines, f"  {why}", f"replay: {self.plan.token()}"])
         broken = Broken(told)
+        broken.promise = f"the story goes otherwise: {why}"
         broken.seq, broken.event = seq, event
         return broken
 

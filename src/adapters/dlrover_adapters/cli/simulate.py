@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -147,16 +148,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> Comparison:
+    from dlrover_core.errors import PlanError
     from dlrover_core.sim.constants import Constants
     from dlrover_core.sim.policies import RESTART_ALL, answer
     from dlrover_core.sim.report import Comparison
 
-    policies = [_policy(one) for one in dict.fromkeys([*(args.policy or ["default"]), RESTART_ALL])]
+    named = list(dict.fromkeys([*(args.policy or ["default"]), RESTART_ALL]))
+    policies = _told_apart(named, [_policy(one) for one in named])
     changes = dict(args.set)
     question = _question(args, changes)
     constants = Constants.default().set(changes)
-    for one in policies:
-        constants.set(one.changes)
+    for name, one in zip(named, policies, strict=True):
+        try:
+            constants.set(one.changes)
+        except PlanError as error:
+            raise _Wrong(f"{name}: {error}") from error
     reports: list[Report] = []
     ranges: list[Range | None] = []
     with _progress() as progress, _trace(args.trace) as trace:
@@ -222,6 +228,14 @@ def _policy(text: str) -> Policy:
     if not isinstance(changes, dict) or flat.keys() != changes.keys():
         raise _Wrong(f"{text}: a policy file holds lines as checkpoint_every_s = 300.0, and nothing nested")
     return Policy(Path(text).stem, True, flat)
+
+
+def _told_apart(named: Sequence[str], policies: Sequence[Policy]) -> list[Policy]:
+    """A file's policy is called after it, and by its whole path where something else is called so."""
+    from dlrover_core.sim.policies import POLICIES
+
+    many = Counter([*POLICIES, *(one.name for text, one in zip(named, policies, strict=True) if text not in POLICIES)])
+    return [one._replace(name=text) if many[one.name] > 1 else one for text, one in zip(named, policies, strict=True)]
 
 
 def _read(path: Path) -> Mapping[str, Any]:
