@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import logging
 import signal
 import sys
 import threading
@@ -385,7 +386,9 @@ def _try(kit: Kit, promise: Promise, story_s: float | None) -> Verdict:
             getattr(one, f"test_{promise.name}")()
     except SkipTest as skipped:
         return verdict(SKIPPED, str(skipped))
-    except (Exception, Blocked, SystemExit) as error:  # noqa: BLE001  # it is the verdict
+    except (Exception, Blocked, SystemExit) as error:
+        if alarm.interrupted:
+            raise KeyboardInterrupt from error
         late = isinstance(error, asyncio.TimeoutError) and time.monotonic() - began >= one.story_s
         words = [f"not done within {one.story_s:g} s"] if late or alarm.rang else []
         return verdict(FAILED, ": ".join([*words, alarm.rang or reason_of(error, kit)]))
@@ -393,11 +396,15 @@ def _try(kit: Kit, promise: Promise, story_s: float | None) -> Verdict:
 
 
 class Alarm:
-    """Raises `Blocked` in what does not end by itself: asyncio's own bounds need a loop that runs. ``rang`` tells where."""
+    """Raises `Blocked` in what does not end by itself: asyncio's own bounds need a loop that runs. ``rang`` tells where.
+
+    Ctrl-C is for it too: asyncio's answer to that is to cancel a task, which one that blocks does not hear.
+    """
 
     def __init__(self, kit: Kit) -> None:
         self._kit = kit
         self.rang = ""
+        self.interrupted = False
 
     @contextlib.contextmanager
     def after(self, bound_s: float) -> Iterator[None]:
@@ -406,12 +413,20 @@ class Alarm:
             yield
             return
         before = signal.signal(signal.SIGALRM, self._ring)
+        asked = signal.signal(signal.SIGINT, self._interrupt)
         others = signal.setitimer(signal.ITIMER_REAL, bound_s, ENDING_S)
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, *others)
+            signal.signal(signal.SIGINT, asked)
             signal.signal(signal.SIGALRM, before)
+
+    def _interrupt(self, _number: int, _frame: FrameType | None) -> NoReturn:
+        self.interrupted = True
+        signal.setitimer(signal.ITIMER_REAL, ENDING_S, ENDING_S)  # clearing up may block as well
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # what is cut off in the midst has nothing to add
+        raise KeyboardInterrupt
 
     def _ring(self, _number: int, frame: FrameType | None) -> NoReturn:
         while frame is not None and not is_foreign(frame, self._kit):
