@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from dlrover_core.job import job, nodes, world
-from dlrover_core.job.state import MODEL
+from dlrover_core.job.state import MODEL, JobState
 from dlrover_core.kernel import engine
+from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.log import Appended
 from dlrover_core.logs.memory import MemoryLog
 from dlrover_core.sim.faults import Fault
 from dlrover_core.sim.run import Broken, Input, Run
-from dlrover_core.sim.scenario import Plan, Scenario
+from dlrover_core.sim.scenario import Plan, Scenario, plan_of
 from dlrover_core.sim.simulation import simulate
 from dlrover_core.testing.crashes import Crashes, crash_at_every_index, kept, walk
 
@@ -229,3 +230,15 @@ def test_the_same_fault_several_times() -> None:
     """Faults that read alike are each before or behind the crash as they struck; one whose moment never comes is no more."""
     done = crash_at_every_index(SMOKE, (Fault("all running", "kill_worker", 0),) * 3, runs=50)
     assert done.runs == 50
+
+
+def test_a_broken_promise_says_where_the_master_was_crashed() -> None:
+    """And names the very run, so that it can be had again."""
+
+    def one_leader(state: JobState, record: Record) -> None:
+        assert record.token == 1, "one master leads from beginning to end"
+
+    with pytest.raises(Broken, match=r"(?s)one_leader.*, with crash_before_append at event 1, which is chaos1-") as found:
+        crash_at_every_index(Scenario.smoke(), watch=(one_leader,))
+    token = str(found.value).partition("which is ")[2].split()[0]
+    assert plan_of(token).faults == (Fault("event 1", "crash_before_append"),)

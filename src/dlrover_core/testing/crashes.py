@@ -323,7 +323,12 @@ def crash_at_every_index(
     if runs is None:
         runs = min(max(RUN_EVENTS // run.events, RUNS_MIN), RUNS_MAX)
     for index, kind in _choices(len(run.records), runs):
-        crashed = _played(plan._replace(faults=_with_crash(run, Fault(f"event {index}", kind), index)), watch, play)
+        with_crash = plan._replace(faults=_with_crash(run, Fault(f"event {index}", kind), index))
+        try:
+            crashed = _played(with_crash, watch, play)
+        except Broken as broken:
+            told = f"{broken.promise}, with {kind} at event {index}, which is {with_crash.token()}"
+            raise type(broken)(told, broken.seq, broken.event) from broken
         done.runs += 1
         done.indices.append(index)
         _compare(run, crashed, f"{kind} at event {index}")
