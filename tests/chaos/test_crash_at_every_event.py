@@ -238,7 +238,9 @@ def test_a_broken_promise_says_where_the_master_was_crashed() -> None:
     def one_leader(state: JobState, record: Record) -> None:
         assert record.token == 1, "one master leads from beginning to end"
 
-    with pytest.raises(Broken, match=r"(?s)one_leader.*, with crash_before_append at event 1, which is chaos1-") as found:
+    with pytest.raises(
+        Broken, match=r"(?s)one_leader.*, with crash_before_append at event 1, which is chaos1-"
+    ) as found:
         crash_at_every_index(Scenario.smoke(), watch=(one_leader,))
     token = str(found.value).partition("which is ")[2].split()[0]
     assert plan_of(token).faults == (Fault("event 1", "crash_before_append"),)
