@@ -23,8 +23,7 @@ demo: $(READY) ## train a real model through three kinds of death
 	$(PY) examples/demo.py
 
 test: ## everything CI runs: check, unit, stories, integration
-	$(MAKE) --no-print-directory check
-	$(MAKE) --no-print-directory unit
+	$(MAKE) --no-print-directory -j2 --output-sync=line check unit
 	$(MAKE) --no-print-directory stories
 	$(MAKE) --no-print-directory integration
 

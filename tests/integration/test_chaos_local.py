@@ -21,6 +21,9 @@ from dlrover_core.testing import local
 from dlrover_core.testing.invariants import check_history
 from dlrover_core.testing.local import LocalJob
 
+# Whoever looks on reads the log and /proc in one go; the loop is its own, and no job waits for it.
+pytestmark = pytest.mark.slow_loop(reason="the loop is the onlooker's alone")
+
 PACED = SCRIPTS / "paced.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "chaos" / "real_processes.py"
 
