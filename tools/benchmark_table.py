@@ -25,6 +25,9 @@ NAMES = (
     "etcd_read",
     "failover",
     "etcd_growth",
+    "simulate",
+    "crashes",
+    "goodput",
     "import",
 )
 HEAD, TAIL = "## Latest results", "## Reading them"
