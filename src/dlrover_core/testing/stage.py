@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlrover_core.errors import PlanError
-from dlrover_core.history import timeline
 from dlrover_core.history.report import ReportBuilder
 from dlrover_core.job import failures, job
 from dlrover_core.job.state import CODEC, MODEL
@@ -32,12 +31,11 @@ from dlrover_core.logs.memory import Faults, MemoryLeadership, MemoryLog, SlowAc
 from dlrover_core.runtime.backend import Backend
 from dlrover_core.runtime.master import Master
 from dlrover_core.runtime.master import Outcome as End
-from dlrover_core.sim import run as runs
 from dlrover_core.sim import triggers
 from dlrover_core.sim.faults import KINDS, LOOP, Fault, amount
 from dlrover_core.sim.run import Broken, Run, Stalled, Watcher, kept
 from dlrover_core.sim.scenario import Plan, Scenario
-from dlrover_core.testing import virtual_loop
+from dlrover_core.testing import accounts, virtual_loop
 from dlrover_core.testing.cluster import Cluster
 from dlrover_core.testing.loop_strikes import REPAIR_S, LoopStrikes
 from dlrover_core.testing.platform import Platform
@@ -55,11 +53,6 @@ PATIENCE_S = 2000.0
 DISRUPTIVE = ("kill_worker", "fail_worker", "kill_node", "kill_host", "lose_host", "preempt_now")
 """After one of these, a state such as "all running" is one that came after an incident."""
 LIES = ("flap_node", "stale_list")
-_CLASSES = {
-    timeline.RUNNING: runs.TRAINING, timeline.REWORK: runs.REPLAY, timeline.STARTING: runs.STARTUP,
-    timeline.DETECTING: runs.DETECT, timeline.DECIDING: runs.STOP, timeline.FORMING: runs.FORM,
-    timeline.RESTARTING: runs.LOAD, timeline.WAITING: runs.WAIT,
-}  # fmt: skip
 
 
 def play(
@@ -309,9 +302,7 @@ class Stage:
             record_at=self.record_at, struck_at=self.struck_at, step_at=self.step_at,
         )  # fmt: skip
         run.goodput = training.done * scenario.step_s / virtual_s
-        for kind, length_us in self._report.report().goodput.by_class.items():
-            name = _CLASSES.get(kind, kind)
-            run.by_class[name] = run.by_class.get(name, 0.0) + length_us / 1e6
+        run.by_class = accounts.by_class(self._report.report().goodput)
         return run
 
     # ---- what becomes durable

@@ -11,7 +11,6 @@ from collections import Counter
 from typing import NamedTuple
 
 from dlrover_core.errors import LogCorrupt, LogUnavailable, PlanError
-from dlrover_core.history import timeline
 from dlrover_core.history.report import Report, ReportBuilder
 from dlrover_core.job import failures, progress, world
 from dlrover_core.job.state import MODEL
@@ -22,7 +21,7 @@ from dlrover_core.sim import run as runs
 from dlrover_core.sim import triggers
 from dlrover_core.sim.faults import Fault
 from dlrover_core.sim.scenario import Plan
-from dlrover_core.testing import processes
+from dlrover_core.testing import accounts, processes
 from dlrover_core.testing.processes import Process, Steps
 from dlrover_core.testing.strikes import FATAL, Site, Strikes
 
@@ -33,11 +32,6 @@ Other processes ring no bell here; a fault strikes this much late at most.
 """
 
 ALL_RUNNING = triggers.parse("all running")
-_CLASSES = {
-    timeline.RUNNING: runs.TRAINING, timeline.REWORK: runs.REPLAY, timeline.STARTING: runs.STARTUP,
-    timeline.DETECTING: runs.DETECT, timeline.DECIDING: runs.STOP, timeline.FORMING: runs.FORM,
-    timeline.RESTARTING: runs.LOAD, timeline.WAITING: runs.WAIT,
-}  # fmt: skip
 
 
 class Launched(NamedTuple):
@@ -211,9 +205,7 @@ class Watch:
         )  # fmt: skip
         if report is not None:
             run.virtual_s, run.goodput = report.goodput.wall_us / 1e6, report.goodput.ratio
-            for kind, length_us in report.goodput.by_class.items():
-                name = _CLASSES.get(kind, kind)
-                run.by_class[name] = run.by_class.get(name, 0.0) + length_us / 1e6
+            run.by_class = accounts.by_class(report.goodput)
         return run
 
     def _outcome(self) -> str:

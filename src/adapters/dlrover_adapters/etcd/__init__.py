@@ -1,4 +1,4 @@
-"""The event log on etcd: several hosts' masters share one log, of which one leads (DESIGN section 6, `docs/etcd.md`).
+"""The event log on etcd: several hosts' masters share one log, of which one leads (`docs/etcd.md`).
 
 Names resolve lazily: whoever only reads an address, or lists the logs there are, needs neither grpc nor protobuf.
 """
