@@ -166,6 +166,13 @@ def over() -> Drive:
     return blank(drive)
 
 
+def _booted_anew() -> Drive:
+    """An agent's process died and another one speaks for its node."""
+    drive = Drive(numbered=True).up()
+    drive.do(nodes.ReportLeft(BLANK), origin=Origin("worker-0-0", 8, 1))
+    return blank(drive)
+
+
 def departed() -> Drive:
     """A node is gone and will not come back; its successor is not there yet."""
     drive = waiting()
@@ -268,7 +275,11 @@ CASES = {
     "a store twice": Case("worlds", restarted, form(store="worker-0-0:1")),
     "a store of nobody": Case("worlds", restarted, form(store="worker-9-9:1")),
     "a store of another node": Case("worlds", restarted, form(store="worker-1-0:3")),
-    "an older world dissolved": Case("worlds", restarted, change(world.WorkersStarted, -1, generation=1)),
+    "an older world started": Case("worlds", restarted, change(world.WorkersStarted, -1, generation=1)),
+    "an older world dissolved": Case("worlds", waiting, change(world.WorldDissolved, -1, generation=0)),
+    "an older boot again": Case(
+        "commands", _booted_anew, show(nodes.NodePending("worker-0-0"), Origin("worker-0-0", 7, 1))
+    ),
     "started twice": Case("worlds", running, show(world.WorkersStarted("worker-0-0", 1))),
     "started as a stranger": Case("worlds", running, show(world.WorkersStarted("worker-7-0", 1))),
     "a second first step": Case("worlds", running, show(progress.FirstStep(1, 9, "worker-0-0"))),
