@@ -20,6 +20,7 @@ from dlrover_adapters.etcd.errors import at_start
 from dlrover_core.errors import CoreError, LogError, LogUnavailable, SpecError
 
 OPEN_S = 10.0
+LOOK_AGAIN_S = 2.0
 PROGRESS_S = 2.0
 PAUSE_S = 0.1
 OLDEST = (3, 4)
@@ -60,7 +61,7 @@ async def writing(etcd: Etcd) -> None:
 async def _answering(etcd: Etcd) -> Mapping[str, Status | CoreError]:
     """What the members say, as soon as one does; the majority answers too."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + OPEN_S
+    deadline, again = loop.time() + OPEN_S, loop.time()
     request = etcd.range(_key(etcd, "open"), keys_only=True)
     found: dict[str, probe.Finding] = {}
     while True:
@@ -76,8 +77,9 @@ async def _answering(etcd: Etcd) -> Mapping[str, Status | CoreError]:
                 why = error
             else:
                 return statuses
-        elif not found:
+        elif loop.time() >= again:
             found = await _findings(etcd)
+            again = loop.time() + LOOK_AGAIN_S
             for endpoint, finding in found.items():
                 if finding.ours:
                     raise SpecError("log", f"etcd at {endpoint} cannot be spoken to: {finding.reason}")

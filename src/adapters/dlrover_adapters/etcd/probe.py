@@ -18,8 +18,9 @@ PROBE_S = 2.0
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _UNTRUSTED = {18, 19, 20, 21}  # X509_V_ERR_: self-signed, or no way to an issuer we know
 _OVER = {9, 10}  # not yet, or not any more, valid
-# How OpenSSL calls an answer that is none of TLS; the empty one is an end without an answer.
-_NO_TLS = {"", "WRONG_VERSION_NUMBER", "UNEXPECTED_EOF_WHILE_READING", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"}
+# How OpenSSL calls an answer that is none of TLS, and an end without an answer.
+_NO_TLS = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"}
+_NO_ANSWER = {"", "UNEXPECTED_EOF_WHILE_READING"}
 _NAMES = {62, 64}  # host name, IP address
 
 
@@ -28,6 +29,9 @@ class Finding(NamedTuple):
 
     reason: str
     ours: bool = False
+
+
+_PLAIN = Finding("it does not speak TLS: leave out ?cacert=, ?cert= and ?key=, or have etcd serve TLS", ours=True)
 
 
 def certificates(address: Address) -> ssl.SSLContext | None:
@@ -52,13 +56,11 @@ def certificates(address: Address) -> ssl.SSLContext | None:
 
 
 def find(address: Address, endpoint: str) -> Finding | None:
-    """What keeps us from an endpoint; None: nothing that can be seen from outside. Blocks for up to twice `PROBE_S`."""
-    host, _, port = endpoint.rpartition(":")
-    host = host.strip("[]")
+    """What keeps us from an endpoint; None: nothing that can be seen from outside. Blocks for a few times `PROBE_S`."""
     try:
-        connection = socket.create_connection((host, int(port)), PROBE_S)
+        connection = _connected(endpoint)
     except socket.gaierror as error:
-        return Finding(f"there is no host {host!r} ({error.strerror})")
+        return Finding(f"there is no host {_host(endpoint)!r} ({error.strerror})")
     except TimeoutError:
         return Finding("no connection within 2 s: nobody there, or a firewall between")
     except OSError as error:
@@ -67,10 +69,19 @@ def find(address: Address, endpoint: str) -> Finding | None:
         context = certificates(address)
         if context is None:
             return _plain(connection, endpoint)
-        return _encrypted(connection, context, host, bool(address.cert))
+        return _encrypted(connection, context, endpoint, bool(address.cert))
 
 
-def _encrypted(connection: socket.socket, context: ssl.SSLContext, host: str, shown: bool) -> Finding | None:
+def _host(endpoint: str) -> str:
+    return endpoint.rpartition(":")[0].strip("[]")
+
+
+def _connected(endpoint: str) -> socket.socket:
+    return socket.create_connection((_host(endpoint), int(endpoint.rpartition(":")[2])), PROBE_S)
+
+
+def _encrypted(connection: socket.socket, context: ssl.SSLContext, endpoint: str, shown: bool) -> Finding | None:
+    host = _host(endpoint)
     try:
         with context.wrap_socket(connection, server_hostname=host) as channel:
             # With TLS 1.3 a server that misses our certificate, or dislikes it, says so only now.
@@ -79,11 +90,30 @@ def _encrypted(connection: socket.socket, context: ssl.SSLContext, host: str, sh
     except ssl.SSLCertVerificationError as error:
         return _unverified(error, host)
     except ssl.SSLError as error:
+        if (error.reason or "") in _NO_ANSWER:
+            return _hung_up(endpoint, "end of the stream")
         return _alerted(error, shown)
     except TimeoutError:
         return Finding("it accepts connections and says nothing: stopped, or overloaded")
     except OSError as error:
-        return Finding(f"it ended the connection during the TLS handshake: {error.strerror or error}")
+        return _hung_up(endpoint, error.strerror or str(error))
+
+
+def _hung_up(endpoint: str, how: str) -> Finding:
+    """It ended the connection in our handshake, by an end or a reset as the kernel sees it: a plain server, or a dying one."""
+    try:
+        with _connected(endpoint) as connection:
+            if _speaks_plainly(connection):
+                return _PLAIN
+    except OSError:
+        pass
+    return Finding(f"it ended the connection during the TLS handshake: {how}")
+
+
+def _speaks_plainly(connection: socket.socket) -> bool:
+    """HTTP/2 without TLS: its settings come, which begin with their length."""
+    connection.sendall(_PREFACE)
+    return connection.recv(1) == b"\0"
 
 
 def _unverified(error: ssl.SSLCertVerificationError, host: str) -> Finding:
@@ -101,7 +131,7 @@ def _alerted(error: ssl.SSLError, shown: bool) -> Finding:
     """What an alert means; ``shown``: we have a certificate of our own to show."""
     said = error.reason or str(error)
     if said in _NO_TLS:
-        return Finding("it does not speak TLS: leave out ?cacert=, ?cert= and ?key=, or have etcd serve TLS", ours=True)
+        return _PLAIN
     # Servers say with any of these that a certificate is missing, or that they do not trust it.
     if any(one in said for one in ("CERTIFICATE", "UNKNOWN_CA", "HANDSHAKE_FAILURE")):
         if not shown:
@@ -118,7 +148,7 @@ def _plain(connection: socket.socket, endpoint: str) -> Finding | None:
         return Finding("it accepts connections and says nothing: stopped, or overloaded")
     except OSError:
         answer = b""
-    if answer == b"\0":  # the length of its settings
+    if answer == b"\0":
         return None
     if _wants_tls(endpoint):
         return Finding("it wants TLS: give ?cacert=FILE, the CA of its certificate", ours=True)
@@ -126,15 +156,13 @@ def _plain(connection: socket.socket, endpoint: str) -> Finding | None:
 
 
 def _wants_tls(endpoint: str) -> bool:
-    host, _, port = endpoint.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        connection = socket.create_connection((host.strip("[]"), int(port)), PROBE_S)
-        with connection, context.wrap_socket(connection):
+        with _connected(endpoint) as connection, context.wrap_socket(connection):
             return True
     except ssl.SSLError as error:
-        return (error.reason or "") not in _NO_TLS
+        return (error.reason or "") not in _NO_TLS | _NO_ANSWER
     except OSError:
         return False
 
