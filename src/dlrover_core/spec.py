@@ -107,6 +107,7 @@ class JobSpec:
     kill_wait_s: float = field(
         default=30.0, metadata={"doc": "a worker that survives SIGKILL this long makes its node faulty"}
     )
+    signatures: str = field(default="", metadata={"doc": "the user's own signatures of failures, as JSON"})
     progress_s: float = field(default=60.0, metadata={"doc": "how often the step reached goes into the log"})
     heartbeat_s: float = field(default=1.0, metadata={"doc": "how often an agent reports to the master"})
 

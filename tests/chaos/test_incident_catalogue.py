@@ -18,7 +18,7 @@ from dlrover_core.job.state import CODEC, MODEL, JobState
 from dlrover_core.kernel.engine import Engine
 from dlrover_core.kernel.state import pack
 from dlrover_core.logs.memory import Faults, MemoryLog, Stuck
-from dlrover_core.runtime.agent import Ending
+from dlrover_core.runtime.ending import Ending
 from dlrover_core.spec import GroupSpec, JobSpec, us
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.cluster import Cluster

@@ -15,7 +15,7 @@ from dlrover_core.job import job, nodes, silence, world
 from dlrover_core.job.scaling import DrainNode, NodeDrained, ScaleGroup
 from dlrover_core.job.state import JobState
 from dlrover_core.runtime import messages
-from dlrover_core.runtime.agent import Ending
+from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.messages import Assigned, Goodbye, Hello, Welcome
 from dlrover_core.runtime.rendezvous import RETURN_S
 from dlrover_core.spec import GroupSpec, JobSpec

@@ -12,7 +12,8 @@ from dlrover_core.errors import ConnectionLost, LaunchFailed, TokenRefused
 from dlrover_core.job import failures, nodes, world
 from dlrover_core.job.state import Order
 from dlrover_core.runtime import messages
-from dlrover_core.runtime.agent import Agent, Ending
+from dlrover_core.runtime.agent import Agent
+from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.masters import Masters
 from dlrover_core.runtime.messages import (
     Again,

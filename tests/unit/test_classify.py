@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_core.diagnosis.classify import Death, exception_name, node_death, root, worker_death
+from dlrover_core.diagnosis.classify import exception_name, node_death, root, worker_death
+from dlrover_core.diagnosis.evidence import Evidence
 
 TRACEBACK = "Traceback (most recent call last):\n  File 'train.py', line 3\nValueError: bad batch"
 
@@ -72,8 +73,8 @@ def test_the_exceptions_name(text: str, name: str) -> None:
     assert exception_name(text) == name
 
 
-def _death(seq: int, at: int, rank: int, verdict: str) -> Death:
-    return Death(seq, at, f"worker-{rank}-0", rank, -9, 5, "", verdict, f"{verdict}.{rank}", 0.5)
+def _death(seq: int, at: int, rank: int, verdict: str) -> Evidence:
+    return Evidence(seq, at, f"worker-{rank}-0", rank, -9, 5, "", verdict, f"{verdict}.{rank}", 0.5)
 
 
 CASES = [
@@ -90,7 +91,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("first", "others"), CASES)
-def test_the_root_in_any_order(first: Death, others: list[Death]) -> None:
+def test_the_root_in_any_order(first: Evidence, others: list[Evidence]) -> None:
     """The likeliest first cause is the same in whatever order the deaths are known."""
     for order in itertools.permutations([first, *others]):
         assert root(tuple(order)) == first

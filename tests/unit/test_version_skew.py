@@ -13,7 +13,8 @@ from dlrover_core.errors import ConnectionLost
 from dlrover_core.job import nodes
 from dlrover_core.job.state import Order
 from dlrover_core.runtime import messages
-from dlrover_core.runtime.agent import Agent, Ending
+from dlrover_core.runtime.agent import Agent
+from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.transport import Connection
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop

@@ -10,25 +10,11 @@ import re
 import signal
 from typing import NamedTuple
 
+from dlrover_core.diagnosis.evidence import CASC, PLAT, RES, SOFT, USER, Evidence
+
 # How a backend's final refusal of a node begins, and its signature.
 REFUSED_WORD = "refused for good"
 REFUSED = "node.refused"
-USER, PLAT, RES, SOFT, CASC = "USER", "PLAT", "RES", "SOFT", "CASC"
-
-
-class Death(NamedTuple):
-    """One worker's or node's end, as far as it is known. ``at`` is microseconds by the leader's clock; ``rank`` -1: a node."""
-
-    seq: int
-    at: int
-    node: str
-    rank: int
-    exit_code: int
-    step: int
-    error: str
-    verdict: str
-    signature: str
-    confidence: float
 
 
 class Verdict(NamedTuple):
@@ -102,16 +88,16 @@ def node_death(how: str, exit_code: int, reason: str) -> Verdict:
     return Verdict(PLAT, f"node.{how}", 0.8)
 
 
-def root(deaths: tuple[Death, ...]) -> Death:
+def root(deaths: tuple[Evidence, ...]) -> Evidence:
     """The likeliest first cause: a node's death before any worker's, a cascade after anything else, then the earliest."""
     return min(deaths, key=lambda death: (death.verdict == CASC, death.rank >= 0, death.at, death.seq))
 
 
-def describe(death: Death) -> str:
+def describe(death: Evidence) -> str:
     """One line about a death, for people."""
     who = f"rank {death.rank} on {death.node}" if death.rank >= 0 else f"node {death.node}"
-    if death.error:
-        what = death.error.strip().splitlines()[-1][:500]
+    if death.text:
+        what = death.text.strip().splitlines()[-1][:500]
     elif death.exit_code < 0:
         what = f"killed by {signal_name(-death.exit_code)}"
     else:

@@ -1,30 +1,22 @@
 """Incidents: one failure from first evidence to recovery, its verdict, its actions, its cost.
 
-Exits are facts about a generation. One that we asked for, or of an older generation than desired, opens nothing. The first
-unasked exit of a generation opens the incident; whatever else that generation yields joins it as evidence, in any order. A
-node that dies while an incident of its world is still unmended belongs to it too: then the verdict is revised, and the
-budgets follow: the restart is given back and the relaunch charged.
+What is done about them: `recovery`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.diagnosis.classify import REFUSED, Death, Verdict, describe, node_death, root, worker_death
-from dlrover_core.errors import Refused
-from dlrover_core.job import job, nodes, progress, world
+from dlrover_core.diagnosis.classify import Verdict, node_death, root, worker_death
+from dlrover_core.diagnosis.evidence import OPENING, Evidence
+from dlrover_core.job import evidence, job, nodes, world
 from dlrover_core.job.incident_lifecycle import INCIDENT, Action
-from dlrover_core.job.node_lifecycle import ALIVE
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern
-from dlrover_core.kernel.events import Event, Record, event
+from dlrover_core.kernel.events import Record, event
 from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.job.state import JobState
 
 TAIL_BYTES_MAX = 4096
 ERROR_MAX = 2048
@@ -126,7 +118,7 @@ class Incident:
     node: str
     generation: int
     opened_at: int
-    cause: Death
+    cause: Evidence
     evidence: list[int]
     step: int = -1
     diagnosed_seq: int = 0
@@ -169,7 +161,7 @@ class FailureSlice:
     number: int = 0
     restarts: int = 0
     relaunches: dict[str, int] = field(default_factory=dict)
-    last: Death | None = None
+    last: Evidence | None = None
     joined: dict[str, int] = field(default_factory=dict)
 
     def relaunched(self, place: str, now: int) -> int:
@@ -186,258 +178,6 @@ class FailureSlice:
         """The newest open incident of a group that broke a world."""
         found = [one for one in self.incidents.values() if not one.closed and one.group == group and one.generation]
         return found[-1] if found else None
-
-
-# ---- decide
-
-
-def _exit(state: JobState, command: ReportExit, now: int) -> Iterator[Event]:
-    nodes.present(state, command.node)
-    newest = state.world.of(command.node).generation
-    if command.generation > newest or command.generation < 1:
-        raise Refused(f"generation {command.generation} does not exist: generation {newest} is the newest")
-    yield WorkerExited(
-        command.node,
-        command.generation,
-        command.rank,
-        command.exit_code,
-        command.asked,
-        command.step,
-        # Nobody died before there was time, whatever clock its agent has.
-        min(max(command.age_us, 0), now),
-        _last_bytes(command.tail),
-        command.error[:ERROR_MAX],
-    )
-
-
-def _last_bytes(tail: str) -> str:
-    raw = tail.encode(errors="replace")
-    return tail if len(raw) <= TAIL_BYTES_MAX else raw[-TAIL_BYTES_MAX:].decode(errors="ignore")
-
-
-def _tick(state: JobState, now: int) -> Iterator[Event]:
-    if not state.job.live:
-        return
-    for incident in list(state.failures.incidents.values()):
-        deadline = _deadline(state, incident)
-        if deadline is not None and now >= deadline:
-            if incident.held:
-                yield _final(incident)
-            else:
-                formed_at = state.world.of(incident.node).formed_at
-                yield IncidentClosed(incident.number, max(0, formed_at - incident.cause.at), UNKNOWN)
-
-
-def _due(state: JobState) -> int | None:
-    if not state.job.live:
-        return None
-    times = [_deadline(state, incident) for incident in state.failures.incidents.values()]
-    return min((time for time in times if time is not None), default=None)
-
-
-def _deadline(state: JobState, incident: Incident) -> int | None:
-    """When a held end is carried out, and when a world that tells no steps counts as mended."""
-    if incident.closed or incident.state == "fatal":
-        return None
-    if incident.held:
-        return _evidence_deadline(state, incident)
-    current = state.world.of(incident.node)
-    runs = current.active and len(current.started) == len(current.members)
-    if incident.generation != ASIDE and runs and incident.generation < current.generation:
-        return current.formed_at + us(state.job.spec.evidence_s)
-    return None
-
-
-def _evidence_deadline(state: JobState, incident: Incident) -> int:
-    return incident.opened_at + us(state.job.spec.evidence_s)
-
-
-# ---- react: evidence -> incident -> verdict
-
-
-def _on_exit(state: JobState, fact: WorkerExited, record: Record) -> Iterator[Event]:
-    if not state.job.live:
-        return
-    newest = state.world.of(fact.node)
-    if newest.active and fact.generation == newest.generation and not fact.asked:
-        yield IncidentOpened(state.failures.number + 1, fact.node, fact.generation, (fact.rank,))
-        return
-    incident = state.failures.of_generation(group_of(fact.node), fact.generation)
-    if incident is not None:
-        yield from _rejudge(incident)
-
-
-def _rejudge(incident: Incident) -> Iterator[Event]:
-    """A verdict of its own for evidence that changes it. A worker's word never outweighs a node's death."""
-    cause = incident.cause
-    if (
-        cause.rank >= 0
-        and not any(one.action in FOR_NODES for one in incident.actions)
-        and cause.signature != incident.signature
-    ):
-        yield _diagnosis(incident, incident.diagnosed_seq)
-
-
-def _diagnosis(incident: Incident, revises: int = 0, blamed: str = "") -> Diagnosed:
-    cause = incident.cause
-    return Diagnosed(
-        incident.number, cause.verdict, cause.signature, tuple(incident.evidence), cause.confidence, revises, blamed
-    )
-
-
-def _on_node(
-    state: JobState, fact: nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost, record: Record
-) -> Iterator[Event]:
-    if not state.job.live or not _counts(state, fact):
-        return
-    current = state.world.of(fact.node)
-    if current.done(fact.node):
-        return
-    if current.active and current.member(fact.node) is None:
-        # A late or booting node: nothing is broken that anybody trains in.
-        yield IncidentOpened(state.failures.number + 1, fact.node, ASIDE, ())
-        return
-    incident = state.failures.unmended(group_of(fact.node))
-    if incident is not None:
-        yield _diagnosis(incident, incident.diagnosed_seq, fact.node)
-        return
-    # While the job is suspended nobody trains in what is left of the last world.
-    generation = ASIDE if state.job.state == "suspended" else current.generation
-    yield IncidentOpened(state.failures.number + 1, fact.node, generation, ())
-
-
-def _counts(state: JobState, fact: nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost) -> bool:
-    """Was this death unexpected, and of a node that we still wanted?"""
-    if isinstance(fact, nodes.NodeGone):
-        return not fact.expected
-    node = state.nodes.nodes[fact.node]
-    return node.released == ("lost" if isinstance(fact, nodes.NodeLost) else "")
-
-
-def _judge(state: JobState, fact: IncidentOpened, record: Record) -> Iterator[Event]:
-    incident = state.failures.incidents[fact.incident]
-    yield _diagnosis(incident, blamed="" if fact.ranks else fact.node)
-
-
-# ---- react: verdict -> action
-
-
-def _choose(state: JobState, fact: Diagnosed, record: Record) -> Iterator[Event]:
-    incident = state.failures.incidents[fact.incident]
-    if fact.blamed and not _doomed(state, incident, fact.blamed):
-        yield _chosen(incident, fact.blamed, _for_node(state, fact.blamed, fact.signature))
-    elif fact.blamed:
-        yield from _finish_held(state, fact, record)
-    elif not incident.action:
-        left = 0 if incident.node in state.budget.spent else state.job.spec.max_restarts - state.failures.restarts
-        yield _chosen(incident, incident.node, ladder.for_workers(left))
-
-
-def _doomed(state: JobState, incident: Incident, blamed: str) -> bool:
-    """Does the end wait because of another node that is dead and cannot be replaced? Nothing done for this one would help."""
-    waiting = next((one.node for one in incident.actions if one.state == "waiting"), blamed)
-    node = state.nodes.nodes.get(waiting)
-    return waiting != blamed and (node is None or node.state not in ALIVE)
-
-
-def _chosen(incident: Incident, node: str, choice: ladder.Choice) -> ActionChosen:
-    return ActionChosen(incident.number, choice.action, node, choice.rule, choice.budget_left)
-
-
-def _for_node(state: JobState, name: str, signature: str) -> ladder.Choice:
-    group = state.job.spec.group(group_of(name))
-    relaunches = state.failures.relaunched(name.rsplit("-", 1)[0], state.at)
-    left = 0 if name in state.budget.spent else group.relaunch_max - relaunches
-    others = nodes.wanted(state, group.name) - 1
-    return ladder.for_node(left, others, group.floor, refused=signature == REFUSED)
-
-
-def _act(state: JobState, fact: ActionChosen, record: Record) -> Iterator[Event]:
-    incident = state.failures.incidents[fact.incident]
-    why = f"incident {incident.number}: {incident.signature}"
-    if fact.action == ladder.RESTART_PROCESSES:
-        yield from nodes.complete(state, incident.group)
-        yield from world.reform(state, incident.group, record.at, why)
-    elif fact.action == ladder.RELAUNCH_NODE:
-        yield from nodes.replace(state, fact.node)
-        yield from _complete(state, incident)
-    elif fact.action == ladder.GO_ON_SMALLER:
-        yield from nodes.give_up(state, fact.node)
-        yield from _complete(state, incident)
-        if incident.generation == ASIDE:
-            yield _closed_aside(incident, record)
-    elif fact.action == ladder.AWAIT_EVIDENCE:
-        yield from world.dissolve(state, incident.group, why)
-        if _all_spoke(state, incident):
-            yield _final(incident)
-    elif fact.action == ladder.FAIL_JOB:
-        yield job.JobFailed(incident.rule, incident.number, describe(incident.cause))
-
-
-def _complete(state: JobState, incident: Incident) -> Iterator[Event]:
-    """Whoever had finished and gone is needed again when the world must re-form."""
-    if not state.world.of(incident.node).active:
-        yield from nodes.complete(state, incident.group)
-
-
-def _all_spoke(state: JobState, incident: Incident) -> bool:
-    """Has every member of the broken world stopped its workers, or gone?"""
-    broken = state.world.worlds.get(incident.group) or world.World()
-    return all(_spoke(state, broken, member.node) for member in broken.members)
-
-
-def _spoke(state: JobState, broken: world.World, name: str) -> bool:
-    node = state.nodes.nodes.get(name)
-    return name in broken.stopped or name in broken.finished or node is None or not node.joined
-
-
-def _finish_held(state: JobState, fact: object, record: Record) -> Iterator[Event]:
-    if state.job.live:
-        for incident in list(state.failures.incidents.values()):
-            if incident.held and not incident.closed and _all_spoke(state, incident):
-                yield _final(incident)
-
-
-def _final(incident: Incident) -> ActionChosen:
-    return ActionChosen(incident.number, ladder.FAIL_JOB, incident.node, incident.rule, 0)
-
-
-# ---- react: mended
-
-
-def _mended(state: JobState, fact: progress.FirstStep, record: Record) -> Iterator[Event]:
-    group = group_of(fact.node)
-    for incident in list(state.failures.incidents.values()):
-        if not incident.closed and incident.group == group and incident.generation < fact.generation:
-            yield IncidentClosed(
-                incident.number, max(0, record.at - fact.age_us - incident.cause.at), _steps_lost(incident, fact)
-            )
-
-
-def _replaced(state: JobState, fact: nodes.NodeJoined, record: Record) -> Iterator[Event]:
-    """An incident that broke no world is over when the place is filled again."""
-    place = fact.node.rsplit("-", 1)[0]
-    for incident in list(state.failures.incidents.values()):
-        if incident.generation == ASIDE and not incident.closed and incident.node.rsplit("-", 1)[0] == place:
-            yield _closed_aside(incident, record)
-
-
-def _closed_aside(incident: Incident, record: Record) -> IncidentClosed:
-    return IncidentClosed(incident.number, max(0, record.at - incident.cause.at), 0)
-
-
-def _steps_lost(incident: Incident, fact: progress.FirstStep) -> int:
-    """Steps begun before the death and made again: the one in the making, and those since what was restored."""
-    if not fact.told or incident.step < 0:
-        return UNKNOWN
-    return max(0, incident.step + 1 - (fact.step - 1))
-
-
-def _close_all(state: JobState, fact: object, record: Record) -> Iterator[Event]:
-    """A script that signals no steps mends its incidents by ending well."""
-    for incident in list(state.failures.incidents.values()):
-        if not incident.closed:
-            yield IncidentClosed(incident.number, record.at - incident.cause.at, 0)
 
 
 # ---- evolve
@@ -463,7 +203,7 @@ def _note_exit(slice_: FailureSlice, fact: WorkerExited, record: Record) -> None
     code = 1 if fact.asked else fact.exit_code
     verdict = worker_death(code, fact.error, fact.tail)
     died = record.at - fact.age_us
-    death = Death(record.seq, died, fact.node, fact.rank, code, fact.step, _brief(fact), *verdict)
+    death = Evidence(record.seq, died, fact.node, fact.rank, code, fact.step, _brief(fact), *verdict)
     _note(slice_, death, slice_.of_generation(group_of(fact.node), fact.generation))
 
 
@@ -480,13 +220,18 @@ def _note_node(slice_: FailureSlice, fact: nodes.NodeFailed | nodes.NodeGone | n
     how = {nodes.NodeFailed: "failed", nodes.NodeGone: "gone", nodes.NodeLost: "lost"}[type(fact)]
     code = fact.exit_code if isinstance(fact, nodes.NodeFailed) else 0
     verdict: Verdict = node_death(how, code, fact.reason)
-    death = Death(
+    death = Evidence(
         record.seq, record.at, fact.node, -1, code, -1, f"{how}: {fact.reason}" if fact.reason else how, *verdict
     )
     _note(slice_, death, slice_.unmended(group_of(fact.node)))
 
 
-def _note(slice_: FailureSlice, death: Death, incident: Incident | None) -> None:
+def _note_evidence(slice_: FailureSlice, fact: evidence.EvidenceSeen, record: Record) -> None:
+    if fact.source in OPENING:
+        _note(slice_, evidence.of(fact, record), slice_.of_generation(group_of(fact.node), fact.generation))
+
+
+def _note(slice_: FailureSlice, death: Evidence, incident: Incident | None) -> None:
     slice_.last = death
     if incident is None:
         return
@@ -561,39 +306,21 @@ def _on_closed(slice_: FailureSlice, fact: IncidentClosed, record: Record) -> No
         del slice_.incidents[number]
 
 
-CONCERN = Concern(
-    name="failures",
-    events=(WorkerExited, IncidentOpened, Diagnosed, ActionChosen, IncidentClosed),
-    evolve={
-        job.JobCreated: _on_created,
-        job.GroupScaled: _on_scaled,
-        nodes.PlaceReopened: lambda slice_, fact, record: slice_.relaunches.pop(f"{fact.group}-{fact.index}", None),
-        nodes.NodeJoined: lambda slice_, fact, record: slice_.joined.update({fact.node.rsplit("-", 1)[0]: record.at}),
-        WorkerExited: _note_exit,
-        nodes.NodeFailed: _note_node,
-        nodes.NodeGone: _note_node,
-        nodes.NodeLost: _note_node,
-        world.WorkersStopped: _note_step,
-        IncidentOpened: _on_opened,
-        Diagnosed: _on_diagnosed,
-        ActionChosen: _on_chosen,
-        IncidentClosed: _on_closed,
-    },
-    decide={ReportExit: _exit},
-    react={
-        WorkerExited: _on_exit,
-        nodes.NodeFailed: _on_node,
-        nodes.NodeGone: _on_node,
-        nodes.NodeLost: _on_node,
-        nodes.NodeLeft: _finish_held,
-        nodes.NodeJoined: _replaced,
-        IncidentOpened: _judge,
-        Diagnosed: _choose,
-        ActionChosen: _act,
-        world.WorkersStopped: _finish_held,
-        progress.FirstStep: _mended,
-        job.JobSucceeded: _close_all,
-    },
-    due=_due,
-    tick=_tick,
-)
+EVENTS = (WorkerExited, IncidentOpened, Diagnosed, ActionChosen, IncidentClosed)
+
+EVOLVE: Mapping[type, Callable[[Any, Any, Record], None]] = {
+    job.JobCreated: _on_created,
+    job.GroupScaled: _on_scaled,
+    nodes.PlaceReopened: lambda slice_, fact, record: slice_.relaunches.pop(f"{fact.group}-{fact.index}", None),
+    nodes.NodeJoined: lambda slice_, fact, record: slice_.joined.update({fact.node.rsplit("-", 1)[0]: record.at}),
+    WorkerExited: _note_exit,
+    evidence.EvidenceSeen: _note_evidence,
+    nodes.NodeFailed: _note_node,
+    nodes.NodeGone: _note_node,
+    nodes.NodeLost: _note_node,
+    world.WorkersStopped: _note_step,
+    IncidentOpened: _on_opened,
+    Diagnosed: _on_diagnosed,
+    ActionChosen: _on_chosen,
+    IncidentClosed: _on_closed,
+}

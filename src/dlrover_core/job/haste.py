@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.diagnosis.classify import PLAT
+from dlrover_core.diagnosis.evidence import PLAT
 from dlrover_core.job import failures, job, progress, world
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.engine import Concern

@@ -10,8 +10,21 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from dlrover_core.diagnosis.classify import CASC
-from dlrover_core.job import budget, failures, haste, job, laggards, nodes, progress, scaling, silence, world
+from dlrover_core.diagnosis.evidence import CASC
+from dlrover_core.job import (
+    budget,
+    evidence,
+    failures,
+    haste,
+    job,
+    laggards,
+    nodes,
+    progress,
+    recovery,
+    scaling,
+    silence,
+    world,
+)
 from dlrover_core.job.node_lifecycle import COMING
 from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.engine import BaseState, Model
@@ -26,6 +39,7 @@ class JobState(BaseState):
     job: job.JobSlice = field(default_factory=job.JobSlice)
     nodes: nodes.NodeSlice = field(default_factory=nodes.NodeSlice)
     world: world.WorldSlice = field(default_factory=world.WorldSlice)
+    evidence: evidence.EvidenceSlice = field(default_factory=evidence.EvidenceSlice)
     failures: failures.FailureSlice = field(default_factory=failures.FailureSlice)
     progress: progress.ProgressSlice = field(default_factory=progress.ProgressSlice)
     budget: budget.BudgetSlice = field(default_factory=budget.BudgetSlice)
@@ -39,7 +53,8 @@ MODEL: Model[JobState] = Model(
         job.CONCERN,
         nodes.CONCERN,
         silence.CONCERN,
-        failures.CONCERN,
+        evidence.CONCERN,
+        recovery.CONCERN,
         world.CONCERN,
         progress.CONCERN,
         scaling.CONCERN,

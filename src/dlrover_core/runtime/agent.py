@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 
@@ -21,14 +21,15 @@ from dlrover_core.errors import ConnectionLost, LaunchFailed, MalformedMessage, 
 from dlrover_core.job import budget, failures, nodes, progress, scaling, world
 from dlrover_core.job.state import Order
 from dlrover_core.runtime import messages
-from dlrover_core.runtime.granted import Granted
+from dlrover_core.runtime.duties import Desk, Duty
+from dlrover_core.runtime.ending import Ending
+from dlrover_core.runtime.granted import Granted, launch_of
 from dlrover_core.runtime.launcher import (
     Launcher,
     StoreGone,
     StoreReady,
     WorkerExit,
     WorkersGone,
-    WorkersLaunch,
     WorkersStuck,
     WorkerStep,
 )
@@ -57,19 +58,6 @@ NOTHING = Order(leave=False, reason="no master has spoken yet", grace_us=0)
 log = structlog.get_logger("dlrover.agent")
 
 
-class Ending(NamedTuple):
-    """Why an agent went, for whoever keeps it.
-
-    ``outcome``: "succeeded", "failed" (with its ``root`` cause) or "stopped": the job is over. "drained", "scaled down",
-    "given up", "replaced", "lost", "leaving", "left": this node is released and the job goes on; a fresh agent may take its
-    seat. Empty: its own signal, or turned away for good.
-    """
-
-    outcome: str = ""
-    reason: str = ""
-    root: str = ""
-
-
 class Agent:
     """One node's agent. ``boot`` is drawn once per process by whoever starts it; ``address`` is where peers reach this host.
 
@@ -93,10 +81,12 @@ class Agent:
         place: int = -1,
         dial_before_name: bool = True,
         steps_told: bool = True,
+        duties: Sequence[Duty] = (),
     ) -> None:
         self.node, self._launcher, self._dialer = node, launcher, dialer
         self._seat, self._place, self._dial_before_name = seat, place, dial_before_name
-        self._steps_told = steps_told
+        self._steps_told, self._duties = steps_told, duties
+        self._desk: Desk | None = None
         self._named = asyncio.Event()
         if node:
             self._named.set()
@@ -178,8 +168,18 @@ class Agent:
         joined = nodes.ReportJoined(self.node, self._host, self._address, self._launcher.nproc, self._seat)
         self._outbox.add(joined)
         tasks.append(asyncio.ensure_future(self._watch()))
+        self._desk = Desk(self.node, self._settings.run, self._order, self._duty_sends)
+        tasks.extend(asyncio.ensure_future(duty.run(self._desk)) for duty in self._duties)
         if self._steps_told:
             tasks.append(asyncio.ensure_future(self._mind_silence()))
+
+    def _tell_generation(self) -> None:
+        if self._desk is not None:
+            self._desk.generation = self._generation
+
+    def _duty_sends(self, command: messages.Message) -> None:
+        if self._peer_version >= messages.DUTIES_VERSION:
+            self._outbox.add(command)
 
     async def _last_word(self, talking: asyncio.Future[Any], reason: str) -> None:
         """Let the outbox empty and say goodbye, for a bounded time: nobody may be listening any more."""
@@ -284,6 +284,7 @@ class Agent:
             return True
         stopped = await self._launcher.stop(order.grace_us / SECOND_US, self._settings.kill_wait_s)
         self._generation = self._living = 0
+        self._tell_generation()
         if not stopped:
             self._outbox.add(
                 nodes.ReportFault(self.node, f"workers survived SIGKILL for {self._settings.kill_wait_s:g} s")
@@ -294,9 +295,10 @@ class Agent:
         self._generation, self._living, self._finished = order.generation, order.nproc, set()
         self._step, self._stepped_at = -1, asyncio.get_running_loop().time()
         self._launched = order.generation
+        self._tell_generation()
         self._gone.clear()
         try:
-            await self._launcher.start(self._launch(order))
+            await self._launcher.start(launch_of(self.node, order, self._settings))
         except LaunchFailed as error:
             self._gone.set()
             log.error("workers cannot be started", generation=order.generation, error=str(error))
@@ -304,26 +306,12 @@ class Agent:
             return
         self._outbox.add(world.ReportStarted(self.node, order.generation))
 
-    def _launch(self, order: Order) -> WorkersLaunch:
-        return WorkersLaunch(
-            run=self._settings.run,
-            generation=order.generation,
-            first_rank=order.first_rank,
-            nproc=order.nproc,
-            world_size=order.world_size,
-            node_rank=order.node_rank,
-            nodes=order.nodes,
-            store=order.store,
-            restart_count=order.restarts,
-            max_restarts=self._settings.max_restarts,
-            resume_step=order.resume_step,
-            node=self.node,
-        )
-
     # ---- what happens to them
 
     async def _watch(self) -> None:
         async for notice in self._launcher.notices():
+            for duty in self._duties:
+                duty.noticed(notice)
             match notice:
                 case WorkerExit():
                     self._exited(notice)
@@ -560,6 +548,10 @@ class Agent:
     def _ordered(self, token: int, order: Order) -> None:
         self._fence(token)
         self._order = order
+        if self._desk is not None:
+            self._desk.order = order
+        for duty in self._duties:
+            duty.ordered(order)
         self._count_worlds(order)
         if order.store:
             self._launcher.spend_store(order.store)

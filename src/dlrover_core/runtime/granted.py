@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dlrover_core.job.state import Order
+from dlrover_core.runtime.launcher import WorkersLaunch
 from dlrover_core.runtime.messages import Welcome
 
 SECOND_US = 1_000_000
@@ -33,3 +35,21 @@ class Granted:
             welcome.max_restarts,
             welcome.stop_grace_us / SECOND_US,
         )
+
+
+def launch_of(node: str, order: Order, settings: Granted) -> WorkersLaunch:
+    """What an order means for a launcher."""
+    return WorkersLaunch(
+        run=settings.run,
+        generation=order.generation,
+        first_rank=order.first_rank,
+        nproc=order.nproc,
+        world_size=order.world_size,
+        node_rank=order.node_rank,
+        nodes=order.nodes,
+        store=order.store,
+        restart_count=order.restarts,
+        max_restarts=settings.max_restarts,
+        resume_step=order.resume_step,
+        node=node,
+    )

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple, Union, cast
 import msgpack
 
 from dlrover_core.errors import MalformedMessage
-from dlrover_core.job import budget, failures, job, nodes, progress, scaling, world
+from dlrover_core.job import budget, evidence, failures, job, nodes, progress, scaling, world
 from dlrover_core.job.state import Order
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
 
-VERSION = 2
+VERSION = 3
 OLDEST_VERSION = 1
+# What duties report is unknown to older masters.
+DUTIES_VERSION = 3
 INTEGER_MAX = 2**62
 # No message has more fields, and none has maps or extensions: what announces them costs nothing to refuse.
 FIELDS_MAX = 64
@@ -150,13 +152,18 @@ COMMANDS: Mapping[int, type] = {
     11: job.StopJob,
     12: budget.SpendRestarts,
     13: scaling.LeaveNode,
+    # From version 3 on.
+    14: evidence.ReportEvidence,
 }
 _FRAME_KIND = {cls: kind for kind, cls in _FRAMES.items()}
 _COMMAND_KIND = {cls: kind for kind, cls in COMMANDS.items()}
 
 
 # How many fields the kinds that have grown since had in an older version: its peers refuse any further one.
-_WIDTHS: Mapping[int, Mapping[type, int]] = {1: {Hello: 6, Goodbye: 3, Order: 14, nodes.ReportJoined: 4}}
+_WIDTHS: Mapping[int, Mapping[type, int]] = {
+    1: {Hello: 6, Goodbye: 3, Order: 14, nodes.ReportJoined: 4, Beat: 3, Welcome: 9, failures.ReportExit: 9},
+    2: {Order: 17, Beat: 3, Welcome: 9, failures.ReportExit: 9},
+}
 
 
 def fields_for(message: Message, version: int) -> Message:

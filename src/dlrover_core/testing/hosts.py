@@ -18,7 +18,8 @@ from contextvars import Context
 from types import TracebackType
 
 from dlrover_core.logs.memory import MemoryLog
-from dlrover_core.runtime.agent import Agent, Ending
+from dlrover_core.runtime.agent import Agent
+from dlrover_core.runtime.ending import Ending
 from dlrover_core.spec import JobSpec
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.cluster import Cluster

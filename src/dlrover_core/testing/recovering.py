@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.diagnosis.classify import PLAT
+from dlrover_core.diagnosis.evidence import PLAT
 from dlrover_core.job import budget, failures, job, nodes, progress, scaling, world
 from dlrover_core.job.haste import AT_ONCE, EARLY_S, FIRST_PAUSE_S
 from dlrover_core.job.state import CODEC, JobState

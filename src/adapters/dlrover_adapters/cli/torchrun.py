@@ -117,7 +117,7 @@ def _spec(params: Any, port: int) -> JobSpec:
         raise ValueError(
             f"--rdzv-conf: the backend dlrover has no {', '.join(unknown)}; it has {known}, and the job's durations"
         )
-    given = {name: _seconds(name, params.get(name)) for name in durations & set(params.config)}
+    given: dict[str, Any] = {name: _seconds(name, params.get(name)) for name in durations & set(params.config)}
     given.setdefault("launch_s", _seconds("join_timeout", params.get("join_timeout", JOIN_S)))
     given.setdefault("last_call_s", _seconds("last_call_timeout", params.get("last_call_timeout", 30)))
     group = GroupSpec(nodes_min=params.min_nodes, nodes_max=params.max_nodes, nproc=1, relaunch_max=WITHOUT_END)

@@ -24,7 +24,8 @@ from torch.distributed.elastic.rendezvous import (
 
 from dlrover_core.errors import ConnectionLost, CoreError, TokenRefused
 from dlrover_core.job.job import StopJob
-from dlrover_core.runtime.agent import Agent, Ending
+from dlrover_core.runtime.agent import Agent
+from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.transport import Connection, Dialer
 
 from .torchrun_desk import ENDED, FINISHED, WAITING, Desk
