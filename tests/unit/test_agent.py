@@ -64,6 +64,7 @@ class Stage:
         self.got: list[tuple[int, Message]] = []
         self.listener = self.network.listener("m")
         self.token = 1
+        self.version = messages.OLDEST_VERSION
 
     async def accept(self, connection: Connection) -> None:
         """Keep a new connection for `greet`."""
@@ -75,7 +76,7 @@ class Stage:
         hello = messages.decode(await connection.receive())
         assert isinstance(hello, Hello)
         await connection.send(
-            messages.encode(Welcome(1, "run-1", self.token, 10**6, 15 * 10**6, 60 * 10**6, 5 * 10**6, 3))
+            messages.encode(Welcome(self.version, "run-1", self.token, 10**6, 15 * 10**6, 60 * 10**6, 5 * 10**6, 3))
         )
         virtual_loop.spawn("master", self.listen(connection, answers=answers))
         return connection, hello

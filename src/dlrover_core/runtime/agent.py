@@ -489,6 +489,8 @@ class Agent:
         self._connected, self._peer_version = True, welcome.version
         self._mastered_at = asyncio.get_running_loop().time()
         self._settings = Granted.by(welcome)
+        if self._desk is not None:
+            self._desk.run = welcome.run
 
     async def _beat(self, connection: Connection) -> None:
         loop = asyncio.get_running_loop()
