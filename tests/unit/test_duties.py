@@ -62,6 +62,7 @@ def test_a_duty_hears_orders_and_notices() -> None:
         assert (desk.node, desk.run, desk.generation, desk.order.generation) == (NODE, "run-1", 1, 1)
         stage.launcher.kill(0)
         await asyncio.sleep(1)
+        assert any(isinstance(one, WorkerExit) for one in watch.notices)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         assert watch.ended
