@@ -11,6 +11,8 @@ campaigns:
            the same for jobs whose hosts come by themselves: deaths, power cuts, silence, and who takes over
   kills    one real job, and 200 (--trials) times SIGKILL for one of our processes at seeded moments; the loss curve must be an
            undisturbed run's, and nothing may be left; about ten minutes
+  hangs    200 hangs of one rank in real jobs: in a receive, in a lock, with Python's lock held, stopped; each must be found,
+           named and recovered from without help; about twenty minutes
   local_chaos
            50 real jobs, each under three to six faults of real processes, links and disks; every step has its value, the
            log keeps every promise, nothing is left; about fifteen minutes
@@ -84,6 +86,12 @@ def _kills(seed: int, trials: int) -> int:
     return campaign(seed, trials or KILLS, machine())
 
 
+def _hangs(seed: int, trials: int) -> int:
+    from tools.campaign_hangs import TRIALS, campaign
+
+    return campaign(seed, trials or TRIALS, machine())
+
+
 def _masters(seed: int, trials: int) -> int:
     from tools.campaign_masters import TRIALS, campaign
 
@@ -103,7 +111,7 @@ def _planted(seed: int, trials: int) -> int:
 
 
 WHOLE: dict[str, Callable[[int, int], int]] = {
-    "chaos": _chaos, "kills": _kills, "masters": _masters, "planted": _planted,
+    "chaos": _chaos, "hangs": _hangs, "kills": _kills, "masters": _masters, "planted": _planted,
 }  # fmt: skip
 """Campaigns that save themselves."""
 

@@ -11,7 +11,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
 VERBS = (
     *("status", "events", "explain", "report"),
     *("scale", "drain", "stop", "suspend", "resume"),
-    *("master", "doctor", "simulate", "conformance"),
+    *("master", "diagnose", "signatures", "doctor", "simulate", "conformance"),
 )
 COMMANDS = (
     ("dlrover-run", "dlrover_adapters.cli.run", ()),

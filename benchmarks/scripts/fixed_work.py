@@ -29,13 +29,16 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="not used")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--work", type=int, required=True, help="matrix products a step")
+    parser.add_argument("--lines", type=int, default=0, help="lines printed a step")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     model = DistributedDataParallel(nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     rows, matrix, ends = torch.randn(16, 64), torch.randn(SIDE, SIDE), list[int]()
-    for _ in range(options.steps):
+    for step in range(options.steps):
+        for line in range(options.lines):
+            print(f"[rank{dist.get_rank()}] step {step} loss {1 / (step + 1):.6f} lr 1.0e-03 line {line}")
         work(options.work, matrix)
         optimizer.zero_grad()
         model(rows).square().mean().backward()

@@ -57,6 +57,12 @@ if TYPE_CHECKING:
     from dlrover_core.errors import (
         TokenRefused as TokenRefused,
     )
+    from dlrover_core.job.hosts import (
+        QuarantineHost as QuarantineHost,
+    )
+    from dlrover_core.job.hosts import (
+        ReleaseHost as ReleaseHost,
+    )
     from dlrover_core.job.job import (
         ResumeJob as ResumeJob,
     )
@@ -192,9 +198,11 @@ _HOME = {
     "NotLeading": "errors",
     "Observation": "runtime.backend",
     "Outcome": "runtime.master",
+    "QuarantineHost": "job.hosts",
     "Record": "kernel.events",
     "Refused": "errors",
     "Registry": "kernel.events",
+    "ReleaseHost": "job.hosts",
     "ResumeJob": "job.job",
     "ScaleGroup": "job.scaling",
     "SchemaTooNew": "errors",

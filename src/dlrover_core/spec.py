@@ -35,6 +35,7 @@ class GroupSpec:
     nproc: int = field(default=1, metadata={"doc": "workers per node"})
     unit: int = field(default=1, metadata={"doc": "the world size, in nodes, is a multiple of this"})
     relaunch_max: int = field(default=3, metadata={"doc": "relaunches of one node before it is given up"})
+    memory_mib: int = field(default=0, metadata={"doc": "memory of a node, in MiB; 0: whatever its backend gives"})
 
     def __post_init__(self) -> None:
         """Refuse what could never run."""
@@ -48,6 +49,8 @@ class GroupSpec:
             raise SpecError("unit", f"nodes_max {self.nodes_max} is not a multiple of {self.unit}")
         if self.relaunch_max < 0:
             raise SpecError("relaunch_max", f"cannot be negative, got {self.relaunch_max}")
+        if self.memory_mib < 0:
+            raise SpecError("memory_mib", f"cannot be negative, got {self.memory_mib}")
 
     @property
     def floor(self) -> int:
@@ -90,7 +93,11 @@ class JobSpec:
         metadata={"doc": "a failing job's ranks may end by themselves this long: who knows why may be slow"},
     )
     quarantine_s: float = field(
-        default=86_400.0, metadata={"doc": "a host that failed its node check is avoided this long"}
+        default=86_400.0, metadata={"doc": "a host that failed its check, or again and again, is avoided this long"}
+    )
+    quarantine_max_s: float = field(
+        default=7 * 86_400.0,
+        metadata={"doc": "each failure after a quarantine doubles the next one, up to this"},
     )
     broken_grace_s: float = field(
         default=0.0, metadata={"doc": "between SIGTERM and SIGKILL for workers of a broken world"}
@@ -108,6 +115,40 @@ class JobSpec:
         default=30.0, metadata={"doc": "a worker that survives SIGKILL this long makes its node faulty"}
     )
     signatures: str = field(default="", metadata={"doc": "the user's own signatures of failures, as JSON"})
+    policy: str = field(default="", metadata={"doc": "the user's own numbers for what is done about failures, as JSON"})
+    hang_s: float = field(
+        default=60.0,
+        metadata={"doc": "no rank has finished a step for this long, at least: it is looked for a hang; 0: never"},
+    )
+    hang_first_step_s: float = field(
+        default=1800.0, metadata={"doc": "the same before the first two steps of a generation are made"}
+    )
+    hang_phase_s: float = field(
+        default=1800.0, metadata={"doc": "the same in a phase that the script announces, until one has ended"}
+    )
+    hang_collect_s: float = field(
+        default=15.0, metadata={"doc": "ranks may take this long to show their stacks before one is named without"}
+    )
+    hang_action: str = field(
+        default="restart", metadata={"doc": "what is done about a rank that hangs: restart or report"}
+    )
+    precheck: str = field(
+        default="off", metadata={"doc": "check nodes before they train: off, basic (each alone), full (in pairs too)"}
+    )
+    check_s: float = field(default=120.0, metadata={"doc": "one round of a node check may take this long"})
+    check_fresh_s: float = field(
+        default=86_400.0, metadata={"doc": "a node that passed its check is not checked again for this long"}
+    )
+    check_slow: str = field(
+        default="report", metadata={"doc": "what is done about a node whose check was slow: report or replace"}
+    )
+    slow_action: str = field(
+        default="report",
+        metadata={"doc": "what is done about a rank that computes slower than it did: report or replace"},
+    )
+    slow_replace_s: float = field(
+        default=300.0, metadata={"doc": "what replacing a node is taken to cost before this job has done it once"}
+    )
     progress_s: float = field(default=60.0, metadata={"doc": "how often the step reached goes into the log"})
     heartbeat_s: float = field(default=1.0, metadata={"doc": "how often an agent reports to the master"})
 
@@ -124,10 +165,20 @@ class JobSpec:
             raise SpecError("max-restarts", f"cannot be negative, got {self.max_restarts}")
         if self.on_join not in ("restart", "never"):
             raise SpecError("on-join", f"'restart' or 'never', got {self.on_join!r}")
+        if self.hang_action not in ("restart", "report"):
+            raise SpecError("hang-action", f"'restart' or 'report', got {self.hang_action!r}")
+        if self.precheck not in ("off", "basic", "full"):
+            raise SpecError("precheck", f"'off', 'basic' or 'full', got {self.precheck!r}")
+        if self.check_slow not in ("report", "replace"):
+            raise SpecError("check-slow", f"'report' or 'replace', got {self.check_slow!r}")
+        if self.slow_action not in ("report", "replace"):
+            raise SpecError("slow-action", f"'report' or 'replace', got {self.slow_action!r}")
         for spot in fields(self):
             value = getattr(self, spot.name)
             if spot.name.endswith("_s") and not (isinstance(value, (int, float)) and 0 <= value < 10**9):
                 raise SpecError(spot.name, f"not a number of seconds: {value!r}")
+        if self.check_s <= 0:
+            raise SpecError("check_s", f"must be more than 0, got {self.check_s}")
         if self.heartbeat_s <= 0:
             raise SpecError("heartbeat_s", f"must be more than 0, got {self.heartbeat_s}")
         if self.heartbeat_s * 3 > self.silence_s:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import failures, haste, job, layout, nodes, progress, silence, state, world
+from dlrover_core.job import failures, haste, job, layout, nodes, progress, recovery, silence, state, world
 from dlrover_core.job.state import MODEL, JobState
 from dlrover_core.kernel import engine
 from dlrover_core.kernel import state as kernel_state
@@ -309,7 +309,7 @@ def _budget_not_given_back() -> Patches:
 @_bug("incident_never_closed")
 def _incident_never_closed() -> Patches:
     """The first step after a restart ends no incident."""
-    yield _reacts(progress.FirstStep, failures._mended, _nothing)
+    yield _reacts(progress.FirstStep, recovery._mended, _nothing)
 
 
 @_bug("old_exit_opens")
@@ -319,9 +319,9 @@ def _old_exit_opens() -> Patches:
     def on_exit(whole: JobState, fact: failures.WorkerExited, record: Record) -> Iterator[Any]:
         newest = whole.world.of(fact.node)
         late = fact._replace(generation=newest.generation) if newest.active else fact
-        yield from failures._on_exit(whole, late, record)
+        yield from recovery._on_exit(whole, late, record)
 
-    yield _reacts(failures.WorkerExited, failures._on_exit, on_exit)
+    yield _reacts(failures.WorkerExited, recovery._on_exit, on_exit)
 
 
 @_bug("pause_skipped")

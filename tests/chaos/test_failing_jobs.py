@@ -294,11 +294,12 @@ def test_cut_off_rank_zero_while_worlds_pass_by() -> None:
             cluster.network.cut("worker-0-0")
             await asyncio.sleep(0.2)
             before = cluster.state.world.worlds["worker"].generation
-            cluster.kill_worker(2)
+            # By errors of their own: killed again and again without a word, they would speak against their host.
+            cluster.kill_worker(2, 1, "RuntimeError: it broke")
             await cluster.until(lambda before=before: cluster.state.world.worlds["worker"].generation > before)
             await asyncio.sleep(0.1)
             before += 1
-            cluster.launchers["worker-1-0"].kill(2)
+            cluster.launchers["worker-1-0"].kill(2, 1, "RuntimeError: it broke")
             await cluster.until(lambda before=before: cluster.state.world.worlds["worker"].generation > before)
             cluster.network.heal()
             made = cluster.training.done

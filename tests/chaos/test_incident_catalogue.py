@@ -141,11 +141,13 @@ class Restarts:
             self.engine.rebase()
 
     def come(self, name: str) -> None:
-        """A node runs, joins, and offers a store."""
+        """A node runs on one of eight hosts, joins, and offers a store."""
         self.stores += 1
-        here = nodes.Observed(name, "running", host=f"host-{self.stores}")
+        here = nodes.Observed(name, "running", host=f"host-{self.stores % 8}")
         self.do(
-            nodes.ObserveNodes((here,)), nodes.ReportJoined(name, here.host, "a", 1), world.OfferStore(name, here.host)
+            nodes.ObserveNodes((here,)),
+            nodes.ReportJoined(name, here.host, "a", 1),
+            world.OfferStore(name, f"store-{self.stores}"),
         )
 
     def train(self) -> None:
@@ -161,7 +163,9 @@ class Restarts:
         current = self.engine.state.world.worlds["worker"]
         self.stores += 1
         self.do(world.OfferStore(current.members[0].node, f"store-{self.stores}"))
-        self.do(failures.ReportExit(current.members[1].node, current.generation, 1, -9))
+        # On both nodes alike: none of them stands out, and is left for another host.
+        rank = current.generation % 2
+        self.do(failures.ReportExit(current.members[rank].node, current.generation, rank, -9))
         self.train()
 
     def lose_node(self) -> None:
@@ -196,7 +200,8 @@ def test_ghost_members_leave_nothing_behind(lose: Callable[[Restarts], None]) ->
     But for the digits of its numbers. The same held for 100,000 restarts, which take too long to be told every day.
     """
     before, after = grown(2_000, lose)
-    assert after - before < 200
+    # Of hosts the strikes of a day are kept, of incidents the newest roots: their numbers have more digits.
+    assert after - before < 400
 
 
 def test_two_rooms() -> None:
@@ -428,7 +433,7 @@ def test_global_nan(errors: Sequence[str]) -> None:
     (incident,) = state.failures.incidents.values()
     assert incident.action == "RESTART_PROCESSES"
     assert len(cluster.backend.launched) == 4
-    assert (state.nodes.quarantine, state.failures.relaunches, facts(cluster, nodes.NodeReleased)) == ({}, {}, [])
+    assert (state.hosts.hosts, state.failures.relaunches, facts(cluster, nodes.NodeReleased)) == ({}, {}, [])
 
 
 def test_global_nan_again_and_again() -> None:

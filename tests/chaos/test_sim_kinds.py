@@ -8,6 +8,8 @@ import pytest
 
 from dlrover_core.errors import PlanError
 from dlrover_core.job.failures import WorkerExited
+from dlrover_core.job.hangs import HangNamed
+from dlrover_core.job.pace import SlowRank
 from dlrover_core.job.world import WorkersStopped
 from dlrover_core.sim.faults import ENGINE, Fault, kinds
 from dlrover_core.sim.run import Run
@@ -146,9 +148,11 @@ def test_a_power_cut_is_found_by_silence_and_by_the_scheduler() -> None:
     assert done.by_class["detect"] == pytest.approx(60.0, abs=0.1)
 
 
-def test_a_hang_ends_by_torchs_own_patience() -> None:
-    """A worker that hangs for ever is outlived: its peers' collectives time out. One that goes on costs its time only."""
-    assert run(Fault("step 100", "hang_worker", 1)).by_class["detect"] == pytest.approx(600.0, abs=0.1)
+def test_a_hang_is_found_named_and_ended() -> None:
+    """A worker that hangs for ever is found after `hang_s`, and its rank is named. One that goes on costs its time only."""
+    done = run(Fault("step 100", "hang_worker", 5))
+    assert done.by_class["detect"] == pytest.approx(60.5, abs=0.2)
+    assert [one.event.ranks for one in done.records if isinstance(one.event, HangNamed)] == [(5,)]
     for_a_while = run(Fault("step 100", "hang_worker", 1, 30.0))
     assert names(for_a_while).count("WorldFormed") == 1
     assert for_a_while.by_class["detect"] == pytest.approx(30.0)
@@ -157,6 +161,17 @@ def test_a_hang_ends_by_torchs_own_patience() -> None:
 def test_a_slow_worker_slows_the_world_for_a_while() -> None:
     """Twice the time per step for 60 s."""
     assert run(Fault("step 100", "slow_worker", 1)).by_class["degraded"] == pytest.approx(30.0, abs=1.0)
+
+
+def test_a_slow_worker_is_named_where_it_lasts_long_enough() -> None:
+    """Sixty steps of evidence after four hundred of normal ones: its rank is named, and then that it has recovered."""
+    scenario = replace(SCENARIO, steps=900, step_s=0.4)
+    done = run(Fault("step 450", "slow_worker", 5), scenario=scenario)
+    slow = [one.event for one in done.records if isinstance(one.event, SlowRank)]
+    assert [(one.rank, one.now_us / one.before_us) for one in slow] == [(5, 2.0)]
+    assert names(done).count("SlowEnded") == 1
+    early = run(Fault("step 100", "slow_worker", 5), scenario=scenario)
+    assert "SlowRank" not in names(early)
 
 
 def test_a_sick_host_kills_its_workers_until_it_is_cured() -> None:

@@ -116,6 +116,34 @@ def test_explain(state: str) -> None:
     assert "bad sample" in dlrover("explain", "broken", "--state-dir", state).stdout
 
 
+def test_explain_an_incident(state: str) -> None:
+    """`explain JOB` tells the newest incident as a story, `--incident N` another one; there is no story of one that is not."""
+    assert told_of(dlrover("explain", "digits", "--state-dir", state).stdout) == "incident 2 of job digits"
+    assert (
+        told_of(dlrover("explain", "digits", "--incident", "1", "--state-dir", state).stdout)
+        == "incident 1 of job digits"
+    )
+    assert "no incident 9" in dlrover("explain", "digits", "--incident", "9", "--state-dir", state, expect=3).stderr
+    values = json.loads(dlrover("explain", "digits", "--incident", "1", "--state-dir", state, "--json").stdout)
+    assert values["incident"]["story"]["signature"] == "exit.sigkill"
+    assert [one["event"] for one in values["before"]][-1] == "ActionChosen"
+
+
+def told_of(text: str) -> str:
+    """What a story is about, by its first words."""
+    return text.partition(",")[0]
+
+
+def test_hosts(state: str) -> None:
+    """`hosts` says who runs where and what failed there, for people and for programs."""
+    text = dlrover("hosts", "digits", "--state-dir", state).stdout
+    assert "host-worker-1-0  -     2 (PLAT 2; last node.sigkill)" in text
+    told = json.loads(dlrover("hosts", "digits", "--state-dir", state, "--json").stdout)
+    assert {one["host"]: one["failures_24h"] for one in told["hosts"]}["host-worker-0-0"] == 0
+    assert "is no length of time" in dlrover("hosts", "digits", "--for", "soon", "--state-dir", state, expect=2).stderr
+    assert "name the job" in dlrover("hosts", "--release", "x", "--state-dir", state, expect=3).stderr
+
+
 def test_report(state: str) -> None:
     """`report` tells incidents and goodput; the classes sum to wall-clock time."""
     assert "goodput 88.90 % of wall-clock time" in dlrover("report", "digits", "--state-dir", state).stdout
@@ -147,7 +175,7 @@ def test_damaged_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["status", "events", "explain", "report", "scale", "drain", "stop", "suspend", "resume"]
+    "command", ["status", "events", "explain", "report", "hosts", "scale", "drain", "stop", "suspend", "resume"]
 )
 def test_help(command: str) -> None:
     """Every command's help has examples and says what its exit codes mean."""

@@ -278,7 +278,9 @@ def test_fewer_nodes_may_be_enough(tmp_path: Path) -> None:
 
 
 def test_the_log_tells_what_was_done(tmp_path: Path) -> None:
-    """After a killed worker `explain` leads from the action by its rule to the exit, `report` adds up, and `status` agrees."""
+    """After a killed worker the run says so in a line, `explain` leads from the exit to the action by its rule and to what that
+    cost, `report` adds up, and `status` agrees.
+    """
     with Job(tmp_path, *COLD, "--nproc-per-node", "2", "--progress", "on", STEPS) as job:
         job.trains(1, beyond=10)
         job.one("worker-1").kill()
@@ -293,8 +295,13 @@ def test_the_log_tells_what_was_done(tmp_path: Path) -> None:
         exited = next(one["seq"] for one in job.events("WorkerExited"))
         lines = [line for line in explained.splitlines() if re.search(r"#\d+ +\+", line)]
         assert f"#{exited} " in lines[0]
-        assert "WorkerExited" in lines[0]
+        assert "killed by SIGKILL" in lines[0]
         assert "RESTART_PROCESSES" in explained
+        assert "budget restarts: 3 before, 2 after" in explained
+        said = re.findall(r"\] incident 1: (.*)", job.said())
+        assert re.fullmatch(r"worker-0, rank 1: .*\(signature exit.sigkill\) -> restart the processes", said[0])
+        assert re.fullmatch(re.escape(said[0]) + r"; back in \d.*", said[1])
+        assert len(said) == 2
         assert "workers.restart" in explained
 
         report = json.loads(job.dlrover("report", "--json"))

@@ -35,9 +35,13 @@ def test_who_is_done_waits_for_the_others(tmp_path: Path, where: tuple[str, ...]
 
 
 def test_a_script_that_fails_at_once_does_not_spin(tmp_path: Path) -> None:
-    """Two restarts at once, then pauses that double; the budget ends it, and the root cause is told first."""
+    """Two restarts at once, then pauses that double; the budget ends it, and the root cause is told first.
+
+    So it is under a policy that takes no error for final; `test_a_typo_ends_the_job_at_once` is without one.
+    """
     (tmp_path / "typo.py").write_text("import os\nprnt(os.environ['RANK'])\n")
-    options = (*COLD, "--max-restarts", "4", "--set", "restart_pause_s=0.6")
+    (tmp_path / "policy.toml").write_text("user_repeats = 0\nfail_at_once = []\n")
+    options = (*COLD, "--max-restarts", "4", "--set", "restart_pause_s=0.6", "--policy", str(tmp_path / "policy.toml"))
     with Job(tmp_path, *options, str(tmp_path / "typo.py")) as job:
         assert job.ended() == 1
         formed = [one["at_us"] for one in job.events("WorldFormed")]
@@ -50,6 +54,29 @@ def test_a_script_that_fails_at_once_does_not_spin(tmp_path: Path) -> None:
         assert "NameError: name 'prnt' is not defined" in summary.splitlines()[0]
         assert "  attempt  : 4 (generation 5)" in summary
         assert "tried: restart of the processes 4 times" in summary
+
+
+def test_a_typo_ends_the_job_at_once(tmp_path: Path) -> None:
+    """What cannot run is not started again: the job fails at the first NameError before any step, and says by which rule."""
+    (tmp_path / "typo.py").write_text("import os\nprnt(os.environ['RANK'])\n")
+    with Job(tmp_path, *COLD, "--max-restarts", "4", str(tmp_path / "typo.py")) as job:
+        assert job.ended() == 1
+        assert len(job.events("WorldFormed")) == 1
+        assert "NameError: name 'prnt' is not defined" in job.said()
+        assert "user.at_once: NameError before the first step ever" in job.said()
+
+
+def test_a_job_without_progress_ends_with_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    """Cycles that reach no new step end the job with 93, so that whoever starts jobs again can leave this one alone."""
+    (tmp_path / "stuck.py").write_text(
+        "import sys\nfrom dlrover_adapters.torch import step\n"
+        "step(5)\nstep(6)\nprint('OSError: [Errno 98] Address already in use', file=sys.stderr)\nsys.exit(1)\n"
+    )
+    (tmp_path / "policy.toml").write_text("no_progress_cycles = 2\n")
+    with Job(tmp_path, *COLD, "--policy", str(tmp_path / "policy.toml"), str(tmp_path / "stuck.py")) as job:
+        assert job.ended() == 93
+        assert len(job.events("WorldFormed")) == 3
+        assert "2 cycles in a row have reached no new step" in job.said()
 
 
 def test_a_full_log_directory_does_not_stop_training(tmp_path: Path) -> None:

@@ -47,6 +47,11 @@ def test_a_whole_life_by_hand(tmp_path: Path) -> None:
         assert "group worker has 1 to 2 nodes already" in tell(job, "scale", "2", code=5)
 
         assert "there are: worker-0-0, worker-1-0" in tell(job, "drain", "worker-7", code=5)
+        assert "quarantine is done as event" in tell(job, "hosts", "--quarantine", "gpu-17", "--for", "2h")
+        assert "gpu-17  -     -                 quarantine for 2 h 00 min more, as asked" in tell(job, "hosts")
+        assert "release is done as event" in tell(job, "hosts", "--release", "gpu-17", "--reason", "mended")
+        assert "nothing is known against a host" in tell(job, "hosts", "--release", "gpu-17", code=5)
+
         said = tell(job, "drain", "worker-1-0", "--wait")
         assert "2 nodes" in said
         job.trains(3, beyond=2000)

@@ -14,6 +14,7 @@ from dlrover_core.job.state import Order
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.ending import Ending
+from dlrover_core.runtime.launcher import WorkerExit
 from dlrover_core.runtime.masters import Masters
 from dlrover_core.runtime.messages import (
     Again,
@@ -307,6 +308,26 @@ def test_end_of_a_generation_is_reported_once() -> None:
             await asyncio.sleep(1)
         assert stage.commands(world.ReportStopped) == [world.ReportStopped(NODE, 1, stage.training.done)]
         assert stage.launcher.ranks == []
+
+    tell(story)
+
+
+def test_what_a_death_is_known_by_is_passed_on() -> None:
+    """Signature and place of an exit, which the launcher has found, are in the report."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        stage.version = messages.VERSION
+        connection, _hello = await stage.greet()
+        await stage.order(connection, run_order(1))
+        await asyncio.sleep(1)
+        known = ("exception.KeyError", "KeyError at train.py:7 in step")
+        stage.launcher._notices.put_nowait(
+            WorkerExit(1, 0, 0, 1, asked=False, died_us=0, signature=known[0], place=known[1])
+        )
+        await asyncio.sleep(1)
+        (told,) = stage.commands(failures.ReportExit)
+        assert isinstance(told, failures.ReportExit)
+        assert (told.signature, told.place) == known
 
     tell(story)
 

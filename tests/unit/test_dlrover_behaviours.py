@@ -128,7 +128,7 @@ def test_behaviour_11_a_host_that_failed_its_check_is_avoided() -> None:
     drive.join("worker-0-0", "10.0.0.7")
     drive.observe("worker-0-0", "failed", 1, "check_failed")
     drive.wait(0)
-    assert list(drive.state.nodes.quarantine) == ["10.0.0.7"]
+    assert drive.state.hosts.quarantined(drive.now) == ["10.0.0.7"]
     assert [one.avoid for one in desired(drive.state).launch] == [("10.0.0.7",)]
 
 
@@ -234,8 +234,8 @@ def test_behaviour_17_a_restart_has_one_node_per_rank() -> None:
         (143, "OOMKilled", "RES", False),
         (137, "", "PLAT", False),
         (1, "Error", "PLAT", False),
-        (201, "hardware: driver", "PLAT", True),
-        (202, "hardware: residue", "PLAT", True),
+        (201, "hardware: driver", "HW", True),
+        (202, "hardware: residue", "HW", True),
         (999, "", "PLAT", False),
     ],
 )
@@ -248,7 +248,7 @@ def test_behaviour_18_exit_reasons(code: int, reason: str, verdict: str, *, quar
     assert node_death("failed", code, reason).verdict == verdict
     drive = Drive(nodes_max=1).up()
     drive.observe("worker-0-0", "failed", code, reason)
-    assert bool(drive.state.nodes.quarantine) == quarantined
+    assert bool(drive.state.hosts.quarantined(drive.now)) == quarantined
 
 
 def test_behaviour_19_success_is_kept() -> None:
@@ -259,7 +259,7 @@ def test_behaviour_19_success_is_kept() -> None:
     drive.observe("worker-0-0", "failed", 1, "check_failed")
     assert isinstance(drive.do(nodes.ReportFault("worker-0-0", "late")), NotDone)
     assert drive.state.nodes.nodes["worker-0-0"].state == "succeeded"
-    assert drive.state.nodes.quarantine == {}
+    assert drive.state.hosts.quarantined(drive.now) == []
     drive.exit("worker-1-0", 2)
     successor = drive.state.nodes.nodes["worker-0-1"]
     assert (successor.state, successor.joined, successor.released) == ("planned", False, "")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_adapters.cli import doctor, doctor_state
+from dlrover_adapters.cli import doctor, doctor_evidence, doctor_state
 from dlrover_adapters.cli import doctor_machine as machine
 from dlrover_adapters.cli import doctor_network as network
 from dlrover_adapters.cli.doctor_check import Check, Finding, Result, Verdict, examine, fail, ok, size, warn
@@ -235,6 +235,25 @@ def test_inotify(tmp_path: Path) -> None:
     root = tree(tmp_path, {"proc/sys/fs/inotify/max_user_instances": "128\n"})
     said(machine.watches(root, Exhausted()), "WARN", "max_user_instances 128", "only 0 left")  # type: ignore[arg-type]
     said(machine.watches(root), "OK")
+
+
+def test_evidence(tmp_path: Path) -> None:
+    """It says which sources of evidence there are, and that none is needed: neither a kernel log nor a memory group."""
+    bare = doctor_evidence.evidence(tmp_path, str(tmp_path / "none"))
+    said(bare, "OK", "not the kernel's log", "No such file", "no memory control group")
+    said(doctor_evidence.evidence(tmp_path, ""), "OK", "is off (DLROVER_KERNEL_LOG)")
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.events": "oom_kill 0\n",
+            "sys/fs/cgroup/memory.max": "1000000\n",
+            "kmsg": "",
+        },
+    )
+    full = doctor_evidence.evidence(root, str(root / "kmsg"))
+    said(full, "OK", f"the kernel's log ({root / 'kmsg'})", "cgroup version 2, a limit", "matched by")
+    assert (full.values["kernel_log"], full.values["cgroup"], full.values["limited"]) == (True, 2, True)
 
 
 @pytest.mark.parametrize(

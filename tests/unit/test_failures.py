@@ -34,7 +34,8 @@ def test_the_walk_through_of_the_design() -> None:
     assert [record.cause - first for record in drive.new[1:]] == [0, 1, 2, 3]
     _, opened, diagnosed, chosen, formed = (record.event for record in drive.new)
     assert opened == failures.IncidentOpened(1, "worker-1-0", 1, (3,))
-    assert diagnosed == failures.Diagnosed(1, "PLAT", "exit.sigkill", (first,), 0.6)
+    assert diagnosed[:7] == (1, "PLAT", "exit.sigkill", (first,), 0.6, 0, "")
+    assert (diagnosed.rank, diagnosed.node, diagnosed.budget) == (3, "worker-1-0", "restarts")
     assert (chosen.action, chosen.budget_left) == ("RESTART_PROCESSES", 2)
     assert formed.generation == 2
     drive.now += 80_000
@@ -350,7 +351,7 @@ def test_too_few_nodes_end_the_job() -> None:
     assert drive.incident.held
     drive.do(world.ReportStopped("worker-0-0", 1, 7))
     assert drive.state.job.state == "failed"
-    assert drive.state.job.root == "node worker-1-0: failed: OOMKilled (node.oom)"
+    assert drive.state.job.root == "node worker-1-0: failed: OOMKilled (k8s.oom)"
 
 
 def test_an_incident_is_decided_by_the_next_master_too() -> None:
@@ -418,7 +419,8 @@ def test_what_is_remembered_is_bounded() -> None:
     """Sixteen closed incidents and 64 pieces of evidence each are kept in state; the log has all."""
     drive = Drive(max_restarts=50, nproc=1).up()
     for step in range(30):
-        drive.exit("worker-1-0", 1)
+        # On both nodes alike: none of them stands out.
+        drive.exit(f"worker-{step % 2}-0", step % 2)
         drive.run(step + 2)
     assert len(drive.state.failures.incidents) == 16
     generation = drive.world.generation

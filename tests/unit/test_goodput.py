@@ -79,7 +79,7 @@ def test_report_names_the_first_cause_of_an_incident() -> None:
     (story,) = report_of(life.records).incidents
     assert story.cause == "rank 2 on worker-1-0: killed by SIGKILL (exit.sigkill)"
     assert [(one.signature, one.revises > 0) for one in story.judgements] == [
-        ("peer.lost", False),
+        ("gloo.peer", False),
         ("exit.sigkill", True),
     ]
     assert [measure.action for measure in story.measures] == ["RESTART_PROCESSES"]

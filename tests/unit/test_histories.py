@@ -175,7 +175,7 @@ def test_the_story_of_a_node_death(hashes: dict[str, Any]) -> None:
         "worker-1-0",
         "worker-2-1",
     ]
-    assert list(state.nodes.quarantine) == ["host-of-worker-2-0"]
+    assert list(state.hosts.hosts) == ["host-of-worker-2-0"]
 
 
 def test_the_story_of_a_failed_job(hashes: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_adapters.agent.last_words import read_error, read_tail
+from dlrover_adapters.agent.last_words import read_error, read_tail, read_trace
 from dlrover_core.runtime.launcher import TAIL_BYTES_MAX
 
 
@@ -54,6 +54,21 @@ def test_torchs_error_file_is_understood(tmp_path: Path) -> None:
     assert message == "ValueError: bad batch"
     # The kernel's file times tick every few milliseconds.
     assert before_us - 20_000 <= at_us <= time.monotonic_ns() // 1000
+
+
+def test_the_traceback_is_torchs(tmp_path: Path) -> None:
+    """The traceback that torch writes beside the message is there, and nothing else is ever taken for one."""
+    told: Any = {"message": {"message": "m", "extraInfo": {"py_callstack": "Traceback ..."}}}
+    assert read_trace(error_file(tmp_path / "error.json", told)) == "Traceback ..."
+    for strange in (
+        {"message": "m"},
+        [1],
+        {"message": {"extraInfo": 3}},
+        "no json",
+        {"message": {"extraInfo": {"py_callstack": 1}}},
+    ):
+        assert read_trace(error_file(tmp_path / "error.json", strange)) == ""
+    assert read_trace(str(tmp_path / "none")) == ""
 
 
 def test_a_copied_error_file_keeps_its_time(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_other_reasons_do_not_blame_the_host(reason: str) -> None:
     """What speaks against the program or the platform puts no host in quarantine."""
     drive = Drive().up()
     drive.observe("worker-1-0", "failed", 1, reason)
-    assert drive.state.nodes.quarantine == {}
+    assert drive.state.hosts.quarantined(drive.now) == []
 
 
 # ---- joining and leaving

@@ -282,6 +282,7 @@ def test_every_option_is_shown() -> None:
         "rdzv_id",
     }
     own |= {"nnodes", "nproc_per_node", "max_restarts", "on_join", "relaunch_max", "local_nodes", "shutdown_timeout"}
+    own |= {"hang_action", "hang_timeout", "slow_action", "check_slow", "precheck", "signatures", "policy"}
     own |= {"rdzv_backend", "rdzv_endpoint", "rdzv_conf", "node_rank", "master_addr", "master_port", "master", "log"}
     shown = {*show_config._WORKERS, *show_config._HOST, "state_dir", "local_addr"}
     assert {action.dest for action in cli_options.parser()._actions} - own == shown
@@ -299,3 +300,17 @@ def test_the_forms_of_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(table) == len(rows) + 1
     assert table[0].split() == ["SETTING", "VALUE", "UNIT", "DEFAULT", "ORIGIN"]
     assert [one["name"] for one in json.loads(show_config.text(rows, "json"))] == [row.name for row in rows]
+
+
+def test_hangs_are_looked_for_as_told() -> None:
+    """``--hang-timeout`` is the floor of the rule, 0 turns it off, and ``--hang-action`` says what follows."""
+    for words, expected in (
+        ([], (60.0, "restart")),
+        (["--hang-timeout", "0"], (0.0, "restart")),
+        (["--hang-timeout", "2.5", "--hang-action", "report"], (2.5, "report")),
+    ):
+        spec = cli_options.spec(cli_options.parse([*words, "x.py"]), "j", 1)
+        assert (spec.hang_s, spec.hang_action) == expected
+    for wrong in ("-1", "soon", "nan"):
+        with pytest.raises(SystemExit):
+            cli_options.parse(["--hang-timeout", wrong, "x.py"])

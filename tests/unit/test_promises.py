@@ -13,7 +13,7 @@ import pytest
 from drive import Drive
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import failures, job, nodes, progress, scaling, silence, world
+from dlrover_core.job import failures, hosts, job, nodes, progress, scaling, silence, world
 from dlrover_core.job.state import CODEC, MODEL, JobState
 from dlrover_core.kernel.engine import STRANGERS_MAX, CommandFailed, CommandRefused, Sender
 from dlrover_core.kernel.events import Event, Origin, Record
@@ -350,7 +350,10 @@ def test_every_promise_is_broken_once() -> None:
     [
         (lambda state: state.senders["worker-0-0"].replies.extend([(1, "")] * 99), None),
         (lambda state: state.senders.update({f"s/{n}": Sender(1, 1, []) for n in range(STRANGERS_MAX + 9)}), None),
-        (lambda state: state.nodes.quarantine.update({f"h{n}": 1 for n in range(2000)}), nodes.HostQuarantined("h", 9, "")),
+        (
+            lambda state: state.hosts.hosts.update({f"h{n}": hosts.HostMemory() for n in range(2000)}),
+            hosts.HostQuarantined("h", 9, ""),
+        ),
         (lambda state: state.world.offers.update({"worker-0-0": ("a",) * 9}), world.StoreOffered("worker-0-0", "a")),
     ],
     ids=["replies", "senders", "quarantine", "stores"],

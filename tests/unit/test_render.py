@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import re
 from datetime import timezone
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -67,13 +67,19 @@ def test_exit_of() -> None:
     assert (exit_of(-9), exit_of(-99), exit_of(3)) == ("killed by SIGKILL", "killed by signal 99", "exit code 3")
 
 
+def sample(hint: Any) -> object:
+    """Some value of a field's type."""
+    inner = get_args(hint)
+    if inner:
+        return tuple(sample(one) for one in inner if one is not Ellipsis)
+    return {str: NASTY, int: 1, bool: True, float: 0.5}[hint]
+
+
 @pytest.mark.parametrize("cls", MODEL.events, ids=lambda cls: cls.__name__)
 def test_every_event_can_be_told(cls: type) -> None:
     """Every kind of event has a line for people and an object for programs, whatever its fields."""
     hints = get_type_hints(cls)
-    samples: dict[Any, object] = {str: NASTY, int: 1, bool: True, float: 0.5}
-    samples |= {tuple[str, ...]: (NASTY,), tuple[int, ...]: (1, 2), world.Ranges: ((0, 1, 0, 1),)}
-    values = [samples[hint] for hint in hints.values()]
+    values = [sample(hint) for hint in hints.values()]
     if cls is job.JobCreated:
         values[-1] = TWO_NODES.to_json()
     record = Record(2, us(1), 1, 1, cls(*values))

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from dlrover_core.errors import ConnectionLost
-from dlrover_core.job import nodes
+from dlrover_core.job import failures, nodes, scaling
 from dlrover_core.job.state import Order
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.agent import Agent
@@ -124,7 +124,7 @@ def test_older_agents_are_turned_away_readably(change: dict[str, str], says: str
     virtual_loop.run(story())
 
 
-@pytest.mark.parametrize("version", [0, 3])
+@pytest.mark.parametrize("version", [0, messages.VERSION + 1])
 def test_foreign_versions_are_refused(version: int) -> None:
     """A version that is not served hears what to install, in words that version 1 can read; the log has one line of it."""
 
@@ -139,7 +139,10 @@ def test_foreign_versions_are_refused(version: int) -> None:
                 raw = await connection.receive()
             _, fields = readable(raw) if version == 0 else msgpack.unpackb(raw)
             assert fields[1] is True
-            assert f"protocol {version} is not served here: 1 to 2 are; install dlrover-core " in fields[0]
+            assert (
+                f"protocol {version} is not served here: 1 to {messages.VERSION} are; install dlrover-core "
+                in fields[0]
+            )
             assert [line["log_level"] for line in lines if "turned away" in line["event"]] == ["warning"]
             await cluster.outcome()
 
@@ -185,7 +188,7 @@ def test_older_master_refuses_us() -> None:
         running = await stage.run()
         connection = await stage.connections.get()
         kind, fields = readable(await connection.receive())
-        assert (kind, fields[0]) == (1, 2)
+        assert (kind, fields[0]) == (1, messages.VERSION)
         await connection.send(frame("refusal"))
         assert await running == "protocol 2 is not served here: 1 to 1 are"
         assert stage.agent.ending == Ending("", "protocol 2 is not served here: 1 to 1 are")
@@ -235,11 +238,25 @@ def test_older_master_cannot_read_a_standby() -> None:
     virtual_loop.run(story())
 
 
+# How many fields version 2 had of what has grown since; beside these and the kinds of version 1 nothing has grown.
+GROWN_SINCE_2 = {Order: 16, messages.Beat: 3, failures.ReportExit: 9}
+
+
 def test_widths_are_those_of_version_1() -> None:
     """What is cut for version 1 is what has grown since, and nothing else."""
     grown = {messages.Hello: 6, messages.Goodbye: 3, Order: ORDER_WIDTH, nodes.ReportJoined: JOINED_WIDTH}
+    grown = {**GROWN_SINCE_2, **grown}
     assert dict(messages._WIDTHS[1]) == grown
     for cls, width in grown.items():
         assert len(cls._fields) > width
     for kind, cls in messages._FRAMES.items():
         assert cls in grown or kind not in WIDTHS or len(cls._fields) == WIDTHS[kind]  # type: ignore[attr-defined]
+
+
+def test_widths_are_those_of_version_2() -> None:
+    """So it is for version 2; and the commands that duties send are of version 3, so that none goes to an older master."""
+    assert dict(messages._WIDTHS[2]) == GROWN_SINCE_2
+    for cls, width in GROWN_SINCE_2.items():
+        assert len(cls._fields) > width
+    assert sorted(messages.COMMANDS) == list(range(1, len(messages.COMMANDS) + 1))
+    assert messages.COMMANDS[13] is scaling.LeaveNode, "the last of version 2"

@@ -1,20 +1,35 @@
-"""What one death was: a class, a signature, and how sure that is.
+"""What one end was, by the table of signatures: a worker's, from its words and its exit code, or a node's, from its platform's.
 
-Classes are those of the field's failure studies: USER (the program), PLAT (the platform took it), RES (a resource ran out),
-NET, HW, SOFT (transient), and CASC: a consequence of somebody else's death, never a root while any other evidence exists.
+Words come before codes: a process that says why it ends is believed, one that is killed says nothing. Of a worker's words the
+exception that ended it comes first, then whatever else in its last lines the table knows; an exception that came earlier was
+handled. Everything is a function of the table and the texts, so that the same end is judged once (`_CACHE`).
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import signal
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from dlrover_core.diagnosis.evidence import CASC, PLAT, RES, SOFT, USER, Evidence
+from dlrover_core.diagnosis import signatures
+from dlrover_core.diagnosis.evidence import CASC, ERROR, LOG, PLATFORM, Evidence
+from dlrover_core.diagnosis.matching import Hit, Matcher, matcher
+from dlrover_core.diagnosis.signatures import PRIORITY_CASC, Signature, Table
 
 # How a backend's final refusal of a node begins, and its signature.
 REFUSED_WORD = "refused for good"
 REFUSED = "node.refused"
+
+_CACHE = 1024
+_WORDS_MAX = 16 * 1024
+_PLACE_MAX = 200
+_UNSAID = (-signal.SIGKILL, -signal.SIGTERM)
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
+_FRAME = re.compile(r'File "([^"\n]{1,500})", line (\d{1,7})(?:, in ([^\n]{1,120}))?')
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<|/ray/_private/|/torch/|/bin/[\w.-]+$")
+_NAME = re.compile(r"(?:\[[^\]\n]{1,40}\]:?\s*|\([^)\n]{1,60}\)\s*|[|>+ ]+)*([A-Za-z_][\w.]*)(:|$)")
 
 
 class Verdict(NamedTuple):
@@ -25,40 +40,95 @@ class Verdict(NamedTuple):
     confidence: float
 
 
-# A survivor's word about a peer that died: gloo's and NCCL's own texts (torch 2.13), and the store's.
-_CASCADE = re.compile(
-    r"Connection (reset|closed|refused)|closed by peer|Broken pipe|DistBackendError|DistNetworkError|DistStoreError"
-    r"|ncclRemoteError|NCCL communicator was aborted|Timed out waiting|socket has timed out"
-    r"|Application timeout caused pair closure"
-    r"|gloo.*(timed out|timeout|unexpected)|Rank .* is not healthy",
-    re.IGNORECASE | re.DOTALL,
-)
-_MEMORY = re.compile(
-    r"out of memory|OutOfMemoryError|MemoryError|DefaultCPUAllocator: can't allocate memory", re.IGNORECASE
-)
+class Found(NamedTuple):
+    """What it was by the table.
 
-_BY_SIGNAL = {
-    signal.SIGKILL: Verdict(PLAT, "exit.sigkill", 0.6),
-    signal.SIGTERM: Verdict(PLAT, "exit.sigterm", 0.7),
-    signal.SIGSEGV: Verdict(SOFT, "exit.sigsegv", 0.5),
-    signal.SIGBUS: Verdict(RES, "exit.sigbus", 0.6),
-    signal.SIGABRT: Verdict(SOFT, "exit.sigabrt", 0.4),
-}
+    ``place``: where in the user's program; ``subject``: what else the words name; ``line``: the words.
+    """
+
+    signature: str
+    verdict: str
+    confidence: float
+    place: str = ""
+    subject: str = ""
+    line: str = ""
 
 
-def worker_death(exit_code: int, error: str, tail: str) -> Verdict:
-    """The verdict on one worker's exit. ``error`` is its error file's message, ``tail`` the last lines it wrote."""
-    text = error or tail
-    if _CASCADE.search(text):
-        return Verdict(CASC, "peer.lost", 0.8)
-    if _MEMORY.search(text):
-        return Verdict(RES, "memory.exhausted", 0.8)
-    if exit_code < 0:
-        known = _BY_SIGNAL.get(signal.Signals(-exit_code)) if -exit_code in set(signal.Signals) else None
-        return known or Verdict(SOFT, f"exit.signal{-exit_code}", 0.4)
-    if error or "Traceback (most recent call last)" in tail:
-        return Verdict(USER, f"exception.{exception_name(text)}", 0.8)
-    return Verdict(USER, f"exit.code{exit_code}", 0.5)
+@functools.lru_cache(maxsize=_CACHE)
+def of_exit(table: Table, exit_code: int, error: str, tail: str) -> Found:
+    """A worker's end. ``error``: its error file's message; ``tail``: the last lines it wrote."""
+    error, tail = error[-_WORDS_MAX:], tail[-_WORDS_MAX:]
+    said = of_exception(table, error) if error else None
+    if said is not None and said.verdict != CASC:
+        return said._replace(place=said.place or place_of(tail))
+    hit = _last_words(matcher(table), exit_code, tail, raised=said is None) if tail else None
+    if hit is not None and (said is None or hit.signature.verdict != CASC):
+        return _found(hit.signature, place_of(tail) if _raised(hit) else "", hit)
+    if said is not None:
+        return said
+    if exit_code > 0 and _TRACEBACK.search(tail):
+        return _of_name(table, tail)
+    return _found(_by_code(table, exit_code))
+
+
+def of_exception(table: Table, text: str) -> Found | None:
+    """An exception, by its message or its whole traceback; None where ``text`` is empty."""
+    if not text.strip():
+        return None
+    last = _last_traceback(text)
+    hit = _telling(matcher(table).scan(last, ERROR), 0)
+    if hit is None and last is not text:
+        hit = _telling(matcher(table).scan(text, ERROR), 0)
+    if hit is None:
+        return _of_name(table, text)
+    return _found(hit.signature, place_of(text), hit)
+
+
+@functools.lru_cache(maxsize=_CACHE)
+def of_platform(table: Table, phase: str, exit_code: int, reason: str) -> Found:
+    """A node's end, as its backend tells of it. ``phase``: failed, gone or lost; ``exit_code``: the node's, 0 if unknown."""
+    if reason.startswith(REFUSED_WORD):
+        return _found(_row(table, REFUSED))
+    word = re.match(r"[\w./-]*", reason)
+    coded = table.coded("reason", reason.strip()) or (table.coded("reason", word[0]) if word else None)
+    hits = matcher(table).scan(reason, PLATFORM) if reason else []
+    hit = _telling(hits, 0)
+    if hit is not None and (coded is None or hit.signature.rank > coded.rank):
+        return _found(hit.signature, "", hit)
+    if coded is not None:
+        return _found(coded)._replace(line=reason)
+    by_code = table.coded("exit", exit_code) if exit_code not in (0, 1) and phase != "lost" else None
+    if by_code is not None:
+        return _found(by_code)
+    name = "node.silent" if phase == "lost" else f"node.{phase}"
+    return _found(table.get(name) or _row(table, "node.failed"))
+
+
+def place_of(text: str) -> str:
+    """Where an exception was raised: its type and the last frame that is the user's, without what differs between hosts.
+
+    Empty where there is no traceback. A line number stays: the same place is the same line of the same code.
+    """
+    last = _last_traceback(text)
+    frames: Sequence[tuple[str, str, str]] = _FRAME.findall(last) or _FRAME.findall(text)
+    if not frames:
+        return ""
+    own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
+    if not own and last is not text:
+        own = [frame for frame in _FRAME.findall(text) if not _LIBRARY.search(frame[0])]
+    path, line, function = (own or frames)[-1]
+    short = "/".join(path.replace("\\", "/").split("/")[-2:])
+    where = f"{short}:{line} in {function.strip()}" if function else f"{short}:{line}"
+    return f"{exception_name(last)} at {where}"[:_PLACE_MAX]
+
+
+def exception_name(text: str) -> str:
+    """The exception's class, without its package: of the last line that begins with a name and a colon, or 'unknown'."""
+    for line in reversed(text.strip().splitlines()):
+        found = _NAME.match(line.strip())
+        if found and not line.strip().startswith("File "):
+            return found.group(1).rsplit(".", 1)[-1]
+    return "unknown"
 
 
 def signal_name(number: int) -> str:
@@ -66,26 +136,16 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-def exception_name(text: str) -> str:
-    """The exception's class: the word before the last ``Name: message`` line, or 'unknown'."""
-    for line in reversed(text.strip().splitlines()):
-        found = re.match(r"([A-Za-z_][\w.]*)(:|$)", line.strip())
-        if found:
-            return found.group(1).rsplit(".", 1)[-1]
-    return "unknown"
+def worker_death(exit_code: int, error: str, tail: str) -> Verdict:
+    """`of_exit` by our own table."""
+    found = of_exit(signatures.table(), exit_code, error, tail)
+    return Verdict(found.verdict, found.signature, found.confidence)
 
 
 def node_death(how: str, exit_code: int, reason: str) -> Verdict:
-    """The verdict on a node: ``how`` is failed, gone or lost."""
-    if reason.startswith(REFUSED_WORD):
-        return Verdict(USER, REFUSED, 0.9)
-    if how == "lost":
-        return Verdict(PLAT, "node.silent", 0.6)
-    if "OOM" in reason:
-        return Verdict(RES, "node.oom", 0.9)
-    if how == "failed" and exit_code == -signal.SIGKILL:
-        return Verdict(PLAT, "node.sigkill", 0.8)
-    return Verdict(PLAT, f"node.{how}", 0.8)
+    """`of_platform` by our own table."""
+    found = of_platform(signatures.table(), how, exit_code, reason)
+    return Verdict(found.verdict, found.signature, found.confidence)
 
 
 def root(deaths: tuple[Evidence, ...]) -> Evidence:
@@ -103,3 +163,73 @@ def describe(death: Evidence) -> str:
     else:
         what = f"exit code {death.exit_code}"
     return f"{who}: {what} ({death.signature})"
+
+
+def _last_words(known: Matcher, exit_code: int, tail: str, *, raised: bool) -> Hit | None:
+    """What the tail tells: the exception that ended the process, else whatever is no handled exception.
+
+    ``raised``: an exception may be why it ended. One that a kill came after was not, and its words must be a failure's own.
+    """
+    least = PRIORITY_CASC if exit_code in _UNSAID else 0
+    last = _last_traceback(tail)
+    ending = _telling(known.scan(last, LOG), least) if last is not tail and raised else None
+    if ending is not None and ending.signature.verdict != CASC:
+        return ending
+    others = known.scan(tail, LOG)
+    if last is not tail:
+        others = [hit for hit in others if not _raised(hit)]
+    return _telling(others, least) or ending
+
+
+def _telling(hits: Sequence[Hit], least: int) -> Hit | None:
+    """The hit that tells most; of exceptions the last one, which went uncaught."""
+    failures = [hit for hit in hits if hit.signature.action != "obs" or hit.signature.verdict == CASC]
+    failures = [hit for hit in failures if hit.signature.verdict and hit.signature.priority >= least]
+    best = Matcher.best(failures)
+    if best is not None and _raised(best):
+        return [hit for hit in failures if hit.signature.rank == best.signature.rank][-1]
+    return best
+
+
+def _raised(hit: Hit) -> bool:
+    return hit.signature.id.startswith("exception.")
+
+
+def _last_traceback(text: str) -> str:
+    """From the last traceback on; the same object if there is none, or only one at the start."""
+    starts = [found.start() for found in _TRACEBACK.finditer(text)]
+    return text[starts[-1] :] if starts else text
+
+
+def _of_name(table: Table, text: str) -> Found:
+    """An exception of whose words the table knows none: by its type."""
+    name = exception_name(text)
+    known = table.coded("exception", name) or table.get(f"exception.{name}") or _row(table, "exception")
+    last = text.strip().splitlines()[-1:]
+    return _found(known)._replace(place=place_of(text), subject=name, line=last[0][:500] if last else "")
+
+
+def _by_code(table: Table, exit_code: int) -> Signature:
+    known = table.coded("exit", exit_code)
+    if known is not None:
+        return known
+    number = -exit_code if exit_code < 0 else exit_code - 128 if 128 < exit_code <= 128 + 64 else 0
+    named = f"exit.signal{number}" if number else f"exit.code{exit_code}"
+    return table.get(named) or _row(table, "exit.code")
+
+
+def _row(table: Table, name: str) -> Signature:
+    known = table.get(name)
+    assert known is not None, f"the table has no row {name}"
+    return known
+
+
+def _found(signature: Signature, place: str = "", hit: Hit | None = None) -> Found:
+    return Found(
+        signature.id,
+        signature.verdict,
+        signature.confidence,
+        place,
+        hit.subject if hit is not None else "",
+        hit.line.strip()[:500] if hit is not None else "",
+    )

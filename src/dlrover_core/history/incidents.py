@@ -17,7 +17,10 @@ from dlrover_core.kernel.events import Record
 
 
 class Judgement(NamedTuple):
-    """One `Diagnosed`. ``revises`` is the seq of the one that it replaces, 0 for the first."""
+    """One `Diagnosed`. ``revises`` is the seq of the one that it replaces, 0 for the first.
+
+    ``rank`` and ``host``: whose fault, as far as known; ``discarded``: evidence that is no cause; ``why``: by which rule.
+    """
 
     seq: int
     at: int
@@ -27,10 +30,14 @@ class Judgement(NamedTuple):
     evidence: tuple[int, ...]
     revises: int
     blamed: str
+    rank: int = -1
+    host: str = ""
+    discarded: tuple[int, ...] = ()
+    why: str = ""
 
 
 class Measure(NamedTuple):
-    """One `ActionChosen`: what was done to which node, by which rule, and what was left of the budget."""
+    """One `ActionChosen`: what was done to which node, by which rule; the budget's name, what was left of it after and before."""
 
     seq: int
     at: int
@@ -38,6 +45,9 @@ class Measure(NamedTuple):
     node: str
     rule: str
     budget_left: int
+    budget: str = ""
+    budget_before: int = -1
+    host: str = ""
 
 
 @dataclass(slots=True)
@@ -115,12 +125,10 @@ class IncidentsBuilder:
         elif isinstance(fact, (job.JobSuspended, job.JobResumed)):
             self._paused(isinstance(fact, job.JobSuspended), record.at)
         elif isinstance(fact, failures.Diagnosed) and fact.incident in self.stories:
-            row = (fact.verdict, fact.signature, fact.confidence, fact.evidence, fact.revises, fact.blamed)
-            self.stories[fact.incident].judgements.append(Judgement(record.seq, record.at, *row))
+            self.stories[fact.incident].judgements.append(_judgement(fact, record))
             self._name_cause(state, self.stories[fact.incident])
         elif isinstance(fact, failures.ActionChosen) and fact.incident in self.stories:
-            row_of_action = (fact.action, fact.node, fact.rule, fact.budget_left)
-            self.stories[fact.incident].measures.append(Measure(record.seq, record.at, *row_of_action))
+            self.stories[fact.incident].measures.append(_measure(fact, record))
         elif isinstance(fact, failures.IncidentClosed) and fact.incident in self.stories:
             story = self.stories[fact.incident]
             story.closed_at, story.steps_lost = record.at, max(story.steps_lost, fact.steps_lost)
@@ -194,6 +202,16 @@ class IncidentsBuilder:
             story.cause_seq, story.cause = known.cause.seq, describe(known.cause)
             if not story.closed_at:
                 story.died_at = known.cause.at
+
+
+def _judgement(fact: failures.Diagnosed, record: Record) -> Judgement:
+    what = (fact.verdict, fact.signature, fact.confidence, fact.evidence, fact.revises, fact.blamed)
+    return Judgement(record.seq, record.at, *what, fact.rank, fact.host, fact.discarded, fact.why)
+
+
+def _measure(fact: failures.ActionChosen, record: Record) -> Measure:
+    what = (fact.action, fact.node, fact.rule, fact.budget_left, fact.budget, fact.budget_before, fact.host)
+    return Measure(record.seq, record.at, *what)
 
 
 def is_death(event: object) -> bool:

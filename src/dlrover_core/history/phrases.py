@@ -9,11 +9,25 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
 from typing import Any
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.history.plain import fields_of
-from dlrover_core.job import budget, failures, job, nodes, progress, scaling, silence, world
+from dlrover_core.job import (
+    budget,
+    evidence,
+    failures,
+    health,
+    hosts,
+    job,
+    nodes,
+    pace,
+    progress,
+    scaling,
+    silence,
+    world,
+)
 from dlrover_core.job.world import from_ranges
 from dlrover_core.kernel.engine import CommandFailed, CommandRefused
 from dlrover_core.kernel.events import Event
@@ -28,11 +42,18 @@ VERDICTS = {
     "NET": "the network",
     "HW": "the hardware",
     "SOFT": "transient",
+    "DATA": "the data",
     "CASC": "a consequence of another death",
 }
+CHECKED = {"unclear": "not told apart from its partners"}
+SHOWN_GROUPS_MAX = 16
 ACTIONS = {
     ladder.RESTART_PROCESSES: "restart the processes",
+    ladder.RETRY: "restart the processes after a pause",
     ladder.RELAUNCH_NODE: "relaunch the node",
+    ladder.RELAUNCH_MORE_MEMORY: "relaunch the node with more memory",
+    ladder.ISOLATE_HOST: "isolate the host and relaunch the node elsewhere",
+    ladder.SUSPECTS: "report whom it suspects",
     ladder.GO_ON_SMALLER: "go on with fewer nodes",
     ladder.AWAIT_EVIDENCE: "wait for all evidence, then fail the job",
     ladder.FAIL_JOB: "fail the job",
@@ -132,6 +153,8 @@ def _opened(fact: failures.IncidentOpened) -> str:
 def _diagnosed(fact: failures.Diagnosed) -> str:
     revised = f", revising #{fact.revises}" if fact.revises else ""
     blamed = f", blaming node {fact.blamed}" if fact.blamed else ""
+    blamed += f" on {fact.host}" if fact.host else ""
+    blamed += f", rank {fact.rank}" if fact.rank >= 0 else ""
     evidence = ", ".join(f"#{seq}" for seq in fact.evidence)
     return (
         f"incident {fact.incident}: {fact.signature} ({fact.verdict}: {verdict(fact.verdict)}; confidence "
@@ -140,10 +163,28 @@ def _diagnosed(fact: failures.Diagnosed) -> str:
 
 
 def _chosen(fact: failures.ActionChosen) -> str:
+    host = f" of host {fact.host}" if fact.host else ""
+    budget = f"budget {fact.budget}: " if fact.budget else "budget left "
+    before = f"{fact.budget_before} -> " if fact.budget_before >= 0 else ""
     return (
-        f"incident {fact.incident}: {fact.action} ({action(fact.action)}) for {fact.node}; "
-        f"rule {fact.rule}; budget left {fact.budget_left}"
+        f"incident {fact.incident}: {fact.action} ({action(fact.action)}) for {fact.node}{host}; "
+        f"rule {fact.rule}; {budget}{before}{fact.budget_left}"
     )
+
+
+def _seen(fact: evidence.EvidenceSeen) -> str:
+    who = f"rank {fact.rank} on {fact.node}" if fact.rank >= 0 else f"node {fact.node}"
+    late = f", {duration(fact.age_us)} earlier" if fact.age_us >= 1000 else ""
+    return f"{who} ({fact.source}{late}): {one_line(fact.text)} ({fact.signature}, {fact.verdict})"
+
+
+def _quarantined(fact: hosts.HostQuarantined) -> str:
+    return f"host {fact.host} is kept off until {stamp(fact.until)}{', as asked' if fact.asked else ''}: {fact.reason}"
+
+
+def stamp(at: int) -> str:
+    """Microseconds since the epoch as UTC, to the second: the same wherever it is read."""
+    return f"{datetime.fromtimestamp(at // 1_000_000, timezone.utc):%Y-%m-%d %H:%M:%S}Z"
 
 
 def _formed(fact: world.WorldFormed) -> str:
@@ -179,6 +220,24 @@ def _scaled(fact: job.GroupScaled) -> str:
     return f"{fact.group} is to have {scaling.sizes(fact.nodes_min, fact.nodes_max)}{again} ({fact.reason})"
 
 
+def _check(fact: health.CheckStarted) -> str:
+    names = [one.node for part in (fact.nodes, fact.partners) for one in from_ranges(fact.group, part)]
+    said = [" with ".join(names[one] for one in group) for group in fact.groups[:SHOWN_GROUPS_MAX]]
+    more = f", and {len(fact.groups) - len(said)} more" if len(fact.groups) > len(said) else ""
+    return f"node check {fact.number} ({fact.kind}), round {fact.round}: {', '.join(said)}{more} ({fact.why})"
+
+
+def _check_word(fact: health.CheckReported) -> str:
+    how = f"passed in {duration(fact.took_us)}" if fact.ok else f"failed: {fact.what}"
+    return f"node check {fact.number}, round {fact.round}: {fact.node} {how}"
+
+
+def _check_end(fact: health.CheckJudged) -> str:
+    passed = sum(many for _, many, _, _ in fact.passed)
+    found = "; ".join(f"{node} is {CHECKED.get(kind, kind)}: {why}" for node, kind, why in fact.found)
+    return f"node check {fact.number}: {count(passed, 'node')} passed{'; ' + found if found else ''}"
+
+
 def _planned(fact: nodes.NodePlanned) -> str:
     avoid = f", not on {', '.join(fact.avoid)}" if fact.avoid else ""
     return f"node {fact.node} should exist{avoid}"
@@ -206,6 +265,12 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     job.MasterPaused: lambda fact: f"the master's loop was {duration(fact.late_us)} late; nobody's silence counts",
     job.Archived: lambda fact: f"events {fact.first}-{fact.last} are in the archive",
     nodes.NodePlanned: _planned,
+    health.CheckStarted: _check,
+    health.CheckReported: _check_word,
+    health.CheckJudged: _check_end,
+    health.CheckAsked: lambda fact: (
+        f"{', '.join(fact.nodes) or f'all of {fact.group}'} are to be checked before the next world: {fact.why}"
+    ),
     nodes.NodePending: lambda fact: f"node {fact.node} was accepted by its backend",
     nodes.NodeRunning: lambda fact: f"node {fact.node} runs{' on ' + fact.host if fact.host else ''}",
     nodes.NodeJoined: lambda fact: (
@@ -241,11 +306,29 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     budget.RestartsSpent: lambda fact: (
         f"{fact.node}: whoever starts its workers has no restarts left (generation {fact.generation})"
     ),
+    evidence.EvidenceSeen: _seen,
+    hosts.HostQuarantined: _quarantined,
+    hosts.HostReleased: lambda fact: f"host {fact.host} may be used again ({fact.how}): {fact.reason}",
     failures.Diagnosed: _diagnosed,
     failures.ActionChosen: _chosen,
     failures.IncidentClosed: _closed,
     progress.FirstStep: lambda fact: (
         f"generation {fact.generation} made its first step, step {fact.step}, on {fact.node}"
+    ),
+    pace.SlowRank: lambda fact: (
+        f"rank {fact.rank} on {fact.node} computes {fact.now_us / max(1, fact.before_us):.2f}x slower than it did: "
+        f"{fact.now_us / 1000:.3g} ms a step, {fact.before_us / 1000:.3g} ms before"
+    ),
+    pace.SlowEnded: lambda fact: (
+        f"rank {fact.rank} on {fact.node} computes as it did again, after {duration(fact.slow_us)}"
+    ),
+    pace.SlowReplaced: lambda fact: (
+        f"{fact.node} is replaced: its slow rank {fact.rank} has cost {duration(fact.lost_us)}, as much as replacing it: "
+        f"{duration(fact.cost_us)}, {'measured' if fact.measured else 'by the spec'}"
+    ),
+    pace.LossBroken: lambda fact: (
+        f"no finite loss from step {fact.step} on: {count(fact.ranks, 'rank')} of {fact.reporting} had it first, "
+        f"rank {fact.rank} on {fact.node} among them"
     ),
     progress.Progressed: lambda fact: f"generation {fact.generation} reached step {fact.step}",
 }

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlrover_core.history.explain import Explanation
 from dlrover_core.history.incidents import Story
 from dlrover_core.history.report import Report
 from dlrover_core.job.job import JobCreated
 from dlrover_core.kernel.events import Event, Record, kind_of
+
+if TYPE_CHECKING:
+    from dlrover_core.history.story import IncidentTold  # which speaks in phrases, which need us
 
 
 def plain(value: Any) -> Any:
@@ -64,6 +67,13 @@ def explanation_values(told: Explanation) -> dict[str, Any]:
         "left_out": told.left_out,
         "end": plain(told.end),
     }
+
+
+def incident_values(told: IncidentTold) -> dict[str, Any]:
+    """An incident's story: the evidence in order, verdicts and actions within ``story``, what followed, how it ended."""
+    values: dict[str, Any] = plain(told)
+    values["story"] = _story_values(told.story)
+    return values
 
 
 def report_values(told: Report) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, tzinfo
 
 from dlrover_core.history.explain import Explanation, Fact
+from dlrover_core.history.headline import Headline
 from dlrover_core.history.incidents import Story
 from dlrover_core.history.phrases import action, count, duration, key_values, one_line, safe, say, verdict
 from dlrover_core.history.plain import name_of
@@ -35,6 +36,7 @@ from dlrover_core.kernel.events import Record
 
 TAIL_LINES_MAX = 20
 NODE_ROWS_MAX = 64
+HEADLINES_MAX = 5
 
 MEANINGS = {
     STARTING: "from creation to the first step",
@@ -82,9 +84,10 @@ def offset(at: int, began: int) -> str:
 # ---- events
 
 
-def event_line(record: Record, began: int, zone: tzinfo | None = None) -> str:
-    """One record in one line: seq, local time, offset in seconds, name, fields, cause."""
+def event_line(record: Record, began: int, zone: tzinfo | None = None, news: Headline | None = None) -> str:
+    """One record in one line: seq, local time, offset in seconds, name, fields, cause; and what it means for its incident."""
     cause = f"  <- #{record.cause}" if record.cause else ""
+    cause += f"  = {news.text}" if news is not None else ""
     fields = key_values(record.event)
     name = name_of(record.event)
     return f"{record.seq:>6}  {clock(record.at, zone)}  {offset(record.at, began):>10}  {name:<15} {fields}{cause}".rstrip()
@@ -304,6 +307,9 @@ def status(told: Status, now: int | None = None, zone: tzinfo | None = None) -> 
         lines += table(
             [(str(one.number), one.signature, one.action, one_line(one.cause)) for one in told.incidents], right=(0,)
         )
+    if told.headlines:
+        lines += ["", "incidents"]
+        lines += table([(str(one.incident), one.text) for one in told.headlines[-HEADLINES_MAX:]], right=(0,))
     lines += ["", _budgets(told)]
     if told.last is not None:
         lines.append(

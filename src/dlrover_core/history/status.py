@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dlrover_core.diagnosis.classify import describe
+from dlrover_core.history.headline import Headline, Headlines
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 
@@ -47,7 +48,10 @@ class IncidentRow(NamedTuple):
 
 
 class Status(NamedTuple):
-    """Everything that `dlrover status` shows. Times are microseconds by the leader's clock; ``step`` -1: none known."""
+    """Everything that `dlrover status` shows. Times are microseconds by the leader's clock; ``step`` -1: none known.
+
+    ``headlines``: the newest incidents in a line each, those that are over with the time that they took.
+    """
 
     job: str
     run: str
@@ -64,6 +68,7 @@ class Status(NamedTuple):
     restarts_left: int
     relaunches_left: dict[str, int]
     last: Record | None
+    headlines: tuple[Headline, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -76,8 +81,8 @@ class Status(NamedTuple):
         return self.ended_at > 0
 
 
-def status_of(state: JobState, last: Record | None = None) -> Status:
-    """The status of a folded history; ``last`` is its newest record."""
+def status_of(state: JobState, last: Record | None = None, headlines: Headlines | None = None) -> Status:
+    """The status of a folded history; ``last`` is its newest record, ``headlines`` have been fed all of them."""
     known = state.job.state != "new"
     return Status(
         job=state.job.name,
@@ -95,6 +100,7 @@ def status_of(state: JobState, last: Record | None = None) -> Status:
         restarts_left=state.job.spec.max_restarts - state.failures.restarts if known else 0,
         relaunches_left=_relaunches_left(state) if known else {},
         last=last,
+        headlines=tuple(headlines.lines.values()) if headlines is not None else (),
     )
 
 

@@ -22,7 +22,7 @@ from dlrover_core.spec import us
 if TYPE_CHECKING:
     from dlrover_core.job.state import JobState
 
-WINDOW_S = 600.0
+WINDOW_S = 660.0
 KEPT_MAX = 256
 TEXT_MAX = 500
 SUBJECT_MAX = 200

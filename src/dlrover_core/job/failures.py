@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.diagnosis.classify import Verdict, node_death, root, worker_death
-from dlrover_core.diagnosis.evidence import OPENING, Evidence
-from dlrover_core.job import evidence, job, nodes, world
+from dlrover_core.diagnosis.evidence import CASC, ERROR, EXIT, LOG, NODE, OPENING, Evidence
+from dlrover_core.job import evidence, job, nodes, older, progress, world
+from dlrover_core.job.cycles import Cycles
 from dlrover_core.job.incident_lifecycle import INCIDENT, Action
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.events import Record, event
@@ -22,19 +22,24 @@ TAIL_BYTES_MAX = 4096
 ERROR_MAX = 2048
 CLOSED_KEPT = 16
 EVIDENCE_MAX = 64
+# Of what was seen so much is kept to be judged again, each with one line; copies are not kept.
+KNOWN_MAX = 96
+LINE_MAX = 500
+LATE_S = 5.0
+HISTORY_MAX = 64
 UNKNOWN = -1
 # The generation of an incident that broke no world.
 ASIDE = 0
 # Relaunches before a node that was there for so long are forgiven: reboots weeks apart would spend any budget.
 SERVED_S = 3600.0
 
-# What a node's death is answered with: these take the place of a restart that was charged before the death was known.
-FOR_NODES = (ladder.RELAUNCH_NODE, ladder.GO_ON_SMALLER)
 
-
-@event(60)
+@event(60, version=2, upcast={1: older.exit_1})
 class WorkerExited(NamedTuple):
-    """A worker is dead. ``exit_code`` negative: a signal; ``tail``: its last lines; ``error``: its error file's message."""
+    """A worker is dead. ``exit_code`` negative: a signal; ``tail``: its last lines; ``error``: its error file's message.
+
+    ``signature``, ``verdict`` and ``confidence``: what that was by the table of then; ``place``: where in the user's program.
+    """
 
     node: str
     generation: int
@@ -45,6 +50,10 @@ class WorkerExited(NamedTuple):
     age_us: int
     tail: str
     error: str = ""
+    signature: str = ""
+    place: str = ""
+    verdict: str = ""
+    confidence: float = 0.0
 
 
 @event(61)
@@ -57,11 +66,14 @@ class IncidentOpened(NamedTuple):
     ranks: tuple[int, ...]
 
 
-@event(62)
+@event(62, version=2, upcast={1: lambda fields: (*fields, -1, "", (), "", "", "", "", "", "")})
 class Diagnosed(NamedTuple):
-    """A verdict, from the evidence so far.
+    """A verdict, from the evidence so far; the first of the ``evidence`` is the root.
 
-    ``revises`` is the seq of the one it replaces; ``blamed`` a node, where its own death is the cause.
+    ``revises``: the seq of the one it replaces; ``blamed``: a node that is dead, or at fault. ``rank``, ``host``: whose fault, as
+    far as known. ``discarded``: evidence that is no cause; ``why``: by which rule of the procedure. ``hint``: what usually
+    suffices; ``place``: where in the user's program. ``node`` and ``text``: the root's own, the text where it is no death.
+    ``budget``: what a restart in place for this is charged to; one that was charged to another is charged anew.
     """
 
     incident: int
@@ -71,17 +83,35 @@ class Diagnosed(NamedTuple):
     confidence: float
     revises: int = 0
     blamed: str = ""
+    rank: int = -1
+    host: str = ""
+    discarded: tuple[int, ...] = ()
+    why: str = ""
+    hint: str = ""
+    place: str = ""
+    node: str = ""
+    text: str = ""
+    budget: str = ""
 
 
-@event(63)
+@event(63, version=2, upcast={1: older.action_1})
 class ActionChosen(NamedTuple):
-    """What is done about it, by which rule, and what is left of the budget it draws on."""
+    """What is done about it, by which rule, and what is left of the budget it draws on.
+
+    ``budget``: that one's name; ``budget_before``: what was left of it, -1: unknown; ``host``: that is isolated. ``memory_mib``:
+    what the group's nodes get from now on, 0: as before; ``pause_us``: how long the next world waits.
+    """
 
     incident: int
     action: str
     node: str
     rule: str
     budget_left: int
+    budget: str = ""
+    budget_before: int = -1
+    host: str = ""
+    memory_mib: int = 0
+    pause_us: int = 0
 
 
 @event(64)
@@ -97,7 +127,7 @@ class IncidentClosed(NamedTuple):
 
 
 class ReportExit(NamedTuple):
-    """An agent's worker died, ``age_us`` ago."""
+    """An agent's worker died, ``age_us`` ago. ``signature`` and ``place``: what its agent knows it by; empty: nothing."""
 
     node: str
     generation: int
@@ -108,11 +138,17 @@ class ReportExit(NamedTuple):
     age_us: int = 0
     tail: str = ""
     error: str = ""
+    signature: str = ""
+    place: str = ""
 
 
 @dataclass(slots=True)
 class Incident:
-    """An incident as far as decisions need it; ``state`` by `INCIDENT`."""
+    """An incident as far as decisions need it; ``state`` by `INCIDENT`.
+
+    ``known``: what was seen of it, to be judged again; ``evidence``: the numbers of all of it, as far as they are remembered.
+    ``over_at``: when the next world formed, 0: it has not. The rest is the newest verdict's.
+    """
 
     number: int
     node: str
@@ -127,6 +163,14 @@ class Incident:
     state: str = INCIDENT.initial
     actions: list[Action] = field(default_factory=list)
     rule: str = ""
+    known: list[Evidence] = field(default_factory=list)
+    over_at: int = 0
+    hint: str = ""
+    place: str = ""
+    host: str = ""
+    blamed: str = ""
+    confidence: float = 0.0
+    why: str = ""
 
     @property
     def action(self) -> str:
@@ -143,6 +187,18 @@ class Incident:
         """Does training go on?"""
         return self.state == "closed"
 
+    def covers(self, one: Evidence) -> bool:
+        """May this be about it? What happens once the next world has formed is about the next failure.
+
+        A node's kernel and its platform tell of a death a moment after it.
+        """
+        return not self.over_at or one.at <= self.over_at + (us(LATE_S) if one.rank < 0 else 0)
+
+    def tells(self, seq: int) -> bool:
+        """May this newest observation change the verdict? Not one that was no news, nor a cascade where a cause is known."""
+        newest = self.known[-1] if self.known else None
+        return newest is not None and newest.seq == seq and (newest.verdict != CASC or self.verdict in ("", CASC))
+
     def fire(self, trigger: str) -> None:
         """Move by `INCIDENT`."""
         self.state = INCIDENT.fire(f"incident {self.number}", self.state, trigger)
@@ -155,7 +211,11 @@ class Incident:
 
 @dataclass(slots=True)
 class FailureSlice:
-    """Open incidents and the last closed ones by number; budgets used; ``last``: the newest death; ``joined``: when, by place."""
+    """Open incidents and the last closed ones by number; budgets used; ``last``: the newest death; ``joined``: when, by place.
+
+    ``software``: when restarts were charged to that budget; ``memory``: what a group's nodes get, in MiB; ``history``: the roots
+    of the newest incidents, by number; ``cycles``: what led to steps, by group.
+    """
 
     incidents: dict[int, Incident] = field(default_factory=dict)
     number: int = 0
@@ -163,6 +223,18 @@ class FailureSlice:
     relaunches: dict[str, int] = field(default_factory=dict)
     last: Evidence | None = None
     joined: dict[str, int] = field(default_factory=dict)
+    software: list[int] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+    history: dict[int, Evidence] = field(default_factory=dict)
+    cycles: dict[str, Cycles] = field(default_factory=dict)
+
+    def of(self, group: str) -> Cycles:
+        """What led to steps in a group."""
+        return self.cycles.get(group) or Cycles()
+
+    def software_used(self, now: int) -> int:
+        """Restarts of the last hour that were charged to the system's own failures."""
+        return sum(at > now - us(3600.0) for at in self.software)
 
     def relaunched(self, place: str, now: int) -> int:
         """How many relaunches of a place count: none once its node has served."""
@@ -172,6 +244,11 @@ class FailureSlice:
     def of_generation(self, group: str, generation: int) -> Incident | None:
         """The incident that a generation opened, if it is still remembered."""
         found = [one for one in self.incidents.values() if one.generation == generation and one.group == group]
+        return found[-1] if found else None
+
+    def newest(self, group: str) -> Incident | None:
+        """The newest remembered incident of a group."""
+        found = [one for one in self.incidents.values() if one.group == group]
         return found[-1] if found else None
 
     def unmended(self, group: str) -> Incident | None:
@@ -184,11 +261,14 @@ class FailureSlice:
 
 
 def _on_created(slice_: FailureSlice, fact: job.JobCreated, record: Record) -> None:
-    """A new run has its budgets whole."""
+    """A new run has its budgets whole; what spoke against a host speaks on."""
     slice_.incidents.clear()
     slice_.relaunches.clear()
     slice_.joined.clear()
     slice_.restarts = 0
+    slice_.software.clear()
+    slice_.memory.clear()
+    slice_.cycles.clear()
 
 
 def _on_scaled(slice_: FailureSlice, fact: job.GroupScaled, record: Record) -> None:
@@ -197,21 +277,33 @@ def _on_scaled(slice_: FailureSlice, fact: job.GroupScaled, record: Record) -> N
 
 
 def _note_exit(slice_: FailureSlice, fact: WorkerExited, record: Record) -> None:
+    _step(slice_, group_of(fact.node), fact.step)
     if fact.asked and not fact.error:
         return
     # Who was killed by us while it told its own error had failed before: its exit code says nothing.
     code = 1 if fact.asked else fact.exit_code
-    verdict = worker_death(code, fact.error, fact.tail)
-    died = record.at - fact.age_us
-    death = Evidence(record.seq, died, fact.node, fact.rank, code, fact.step, _brief(fact), *verdict)
+    bare = fact.signature.startswith("exit.")
+    source = ERROR if fact.error and not bare else EXIT if bare else LOG
+    death = Evidence(
+        record.seq,
+        record.at - fact.age_us,
+        fact.node,
+        fact.rank,
+        code,
+        fact.step,
+        _brief(fact),
+        fact.verdict,
+        fact.signature,
+        fact.confidence,
+        source,
+        place=fact.place,
+    )
     _note(slice_, death, slice_.of_generation(group_of(fact.node), fact.generation))
 
 
 def _brief(fact: WorkerExited) -> str:
-    if fact.error:
-        return fact.error[-ERROR_MAX:]
-    lines = [line for line in fact.tail.strip().splitlines() if line.strip()]
-    return lines[-1][:500] if lines and fact.exit_code > 0 else ""
+    lines = [line for line in (fact.error or fact.tail).strip().splitlines() if line.strip()]
+    return lines[-1][:LINE_MAX] if lines and (fact.error or fact.exit_code > 0) else ""
 
 
 def _note_node(slice_: FailureSlice, fact: nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost, record: Record) -> None:
@@ -219,16 +311,20 @@ def _note_node(slice_: FailureSlice, fact: nodes.NodeFailed | nodes.NodeGone | n
         return
     how = {nodes.NodeFailed: "failed", nodes.NodeGone: "gone", nodes.NodeLost: "lost"}[type(fact)]
     code = fact.exit_code if isinstance(fact, nodes.NodeFailed) else 0
-    verdict: Verdict = node_death(how, code, fact.reason)
-    death = Evidence(
-        record.seq, record.at, fact.node, -1, code, -1, f"{how}: {fact.reason}" if fact.reason else how, *verdict
-    )
+    text = f"{how}: {fact.reason}" if fact.reason else how
+    verdict = older.node_death(how, code, fact.reason)
+    death = Evidence(record.seq, record.at, fact.node, -1, code, -1, text, *verdict, NODE)
     _note(slice_, death, slice_.unmended(group_of(fact.node)))
 
 
 def _note_evidence(slice_: FailureSlice, fact: evidence.EvidenceSeen, record: Record) -> None:
+    one = evidence.of(fact, record)
     if fact.source in OPENING:
-        _note(slice_, evidence.of(fact, record), slice_.of_generation(group_of(fact.node), fact.generation))
+        _note(slice_, one, slice_.of_generation(group_of(fact.node), fact.generation))
+        return
+    incident = slice_.newest(group_of(fact.node))
+    if incident is not None and fact.generation in (0, incident.generation) and incident.covers(one):
+        _remember(incident, one)
 
 
 def _note(slice_: FailureSlice, death: Evidence, incident: Incident | None) -> None:
@@ -237,17 +333,53 @@ def _note(slice_: FailureSlice, death: Evidence, incident: Incident | None) -> N
         return
     earliest = min(incident.cause.at, death.at)
     # The cause may change with new evidence; when it began to hurt does not.
-    incident.cause = root((incident.cause, death))._replace(at=earliest)
+    if not incident.why:
+        incident.cause = older.root((incident.cause, death))
+    incident.cause = incident.cause._replace(at=earliest)
     incident.step = max(incident.step, death.step)
+    _remember(incident, death)
+
+
+def _remember(incident: Incident, one: Evidence) -> None:
+    """Keep it to be judged. Where there is no more room a cascade gives way to what is none."""
     if len(incident.evidence) < EVIDENCE_MAX:
-        incident.evidence.append(death.seq)
+        incident.evidence.append(one.seq)
+    copies = one.verdict == CASC and any(
+        (other.node, other.signature, other.subject) == (one.node, one.signature, one.subject)
+        for other in incident.known
+    )
+    if copies:
+        return
+    if len(incident.known) >= KNOWN_MAX:
+        spare = [place for place, other in enumerate(incident.known) if other.verdict == CASC]
+        if not spare or one.verdict == CASC:
+            return
+        del incident.known[spare[-1]]
+    incident.known.append(one)
 
 
 def _note_step(slice_: FailureSlice, fact: world.WorkersStopped, record: Record) -> None:
     """Survivors of a dead node know how far the broken generation had come."""
+    _step(slice_, group_of(fact.node), fact.step)
     incident = slice_.of_generation(group_of(fact.node), fact.generation)
     if incident is not None:
         incident.step = max(incident.step, fact.step)
+
+
+def _step(slice_: FailureSlice, group: str, step: int) -> None:
+    known = slice_.cycles.get(group)
+    if known is not None:
+        known.reach(step)
+
+
+def _on_first(slice_: FailureSlice, fact: progress.FirstStep, record: Record) -> None:
+    slice_.cycles.setdefault(group_of(fact.node), Cycles()).first(fact.generation, fact.step, told=fact.told)
+
+
+def _on_formed(slice_: FailureSlice, fact: world.WorldFormed, record: Record) -> None:
+    for incident in slice_.incidents.values():
+        if incident.group == fact.group and incident.generation != ASIDE:
+            incident.over_at = incident.over_at or record.at
 
 
 def _on_opened(slice_: FailureSlice, fact: IncidentOpened, record: Record) -> None:
@@ -255,18 +387,65 @@ def _on_opened(slice_: FailureSlice, fact: IncidentOpened, record: Record) -> No
     if death is None:
         raise ValueError(f"incident {fact.incident} opens without a death")
     slice_.number = fact.incident
-    slice_.incidents[fact.incident] = Incident(
-        fact.incident, fact.node, fact.generation, record.at, death, [death.seq], death.step
-    )
+    opened = Incident(fact.incident, fact.node, fact.generation, record.at, death, [], death.step)
+    _remember(opened, death)
+    slice_.incidents[fact.incident] = opened
+    if fact.generation != ASIDE:
+        slice_.cycles.setdefault(opened.group, Cycles()).broke(fact.incident, fact.generation, counts=bool(fact.ranks))
 
 
 def _on_diagnosed(slice_: FailureSlice, fact: Diagnosed, record: Record) -> None:
     incident = slice_.incidents[fact.incident]
     incident.fire("diagnose")
     incident.diagnosed_seq, incident.verdict, incident.signature = record.seq, fact.verdict, fact.signature
+    if not fact.why:
+        return
+    incident.hint, incident.place, incident.host = fact.hint, fact.place, fact.host
+    incident.blamed, incident.confidence, incident.why = fact.blamed, fact.confidence, fact.why
+    known = next((one for one in incident.known if one.seq == fact.evidence[0]), None)
+    found = known or Evidence(fact.evidence[0], 0, fact.node, fact.rank, 0, -1, fact.text, "", "", 0.0)
+    incident.cause = found._replace(
+        at=incident.cause.at, verdict=fact.verdict, signature=fact.signature, confidence=fact.confidence
+    )
+    for seq in fact.evidence:
+        if seq not in incident.evidence and len(incident.evidence) < EVIDENCE_MAX:
+            incident.evidence.append(seq)
+    past = incident.cause._replace(text="", host=fact.host or incident.cause.host, place=fact.place)
+    slice_.history[fact.incident] = past
+    while len(slice_.history) > HISTORY_MAX:
+        del slice_.history[next(iter(slice_.history))]
+    slice_.cycles.setdefault(incident.group, Cycles()).judge(
+        fact.incident, fact.signature, fact.place, incident.step, free=fact.budget == ladder.PLATFORM
+    )
+    _charge_anew(slice_, incident, fact.budget, record)
+
+
+def _charge_anew(slice_: FailureSlice, incident: Incident, budget: str, record: Record) -> None:
+    """Budgets follow the verdict: what a restart in place was charged to is given back."""
+    for one in incident.actions:
+        if one.action in ladder.IN_PLACE and one.state != "superseded" and budget and one.budget != budget:
+            _give_back(slice_, one)
+            one.budget = budget
+            _charge(slice_, budget, record)
+
+
+def _charge(slice_: FailureSlice, budget: str, record: Record) -> None:
+    if budget == ladder.RESTARTS:
+        slice_.restarts += 1
+    elif budget == ladder.SOFTWARE:
+        slice_.software = [*(at for at in slice_.software if at > record.at - us(3600.0)), record.at]
+
+
+def _give_back(slice_: FailureSlice, action: Action) -> None:
+    if action.budget == ladder.RESTARTS:
+        slice_.restarts -= 1
+    elif action.budget == ladder.SOFTWARE and slice_.software:
+        slice_.software.pop()
 
 
 def _on_chosen(slice_: FailureSlice, fact: ActionChosen, record: Record) -> None:
+    if fact.action == ladder.SUSPECTS:
+        return
     incident = slice_.incidents[fact.incident]
     waits = fact.action == ladder.AWAIT_EVIDENCE
     incident.fire("fail" if fact.action == ladder.FAIL_JOB else "hold" if waits else "act")
@@ -274,31 +453,48 @@ def _on_chosen(slice_: FailureSlice, fact: ActionChosen, record: Record) -> None
     for one in incident.actions:
         if one.state == "waiting":
             one.fire("supersede")
-    if fact.action in FOR_NODES:
+    if fact.action in ladder.FOR_NODES:
         _give_back_restarts(slice_, incident.group)
-    chosen = Action(fact.action, fact.node)
+    if waits:
+        # Nothing is started again for this one after all.
+        for one in incident.actions:
+            if one.state == "in_force" and one.action in ladder.IN_PLACE:
+                one.fire("supersede")
+                _give_back(slice_, one)
+    chosen = Action(fact.action, fact.node, budget=fact.budget)
     chosen.fire("hold" if waits else "take")
     incident.actions.append(chosen)
-    if fact.action == ladder.RESTART_PROCESSES:
-        slice_.restarts += 1
-    elif fact.action == ladder.RELAUNCH_NODE:
-        place = fact.node.rsplit("-", 1)[0]
+    tried = slice_.cycles.setdefault(incident.group, Cycles())
+    if fact.action in ladder.IN_PLACE:
+        _charge(slice_, fact.budget, record)
+        tried.restart(incident.cause.node, retry=fact.action == ladder.RETRY)
+    elif fact.action in ladder.RELAUNCHES:
+        _relaunch(slice_, fact, record)
+        tried.fresh(fact.node.rsplit("-", 1)[0])
+
+
+def _relaunch(slice_: FailureSlice, fact: ActionChosen, record: Record) -> None:
+    place = fact.node.rsplit("-", 1)[0]
+    if fact.memory_mib:
+        slice_.memory[group_of(fact.node)] = fact.memory_mib
+    if fact.budget != ladder.PLATFORM:
         slice_.relaunches[place] = slice_.relaunched(place, record.at) + 1
-        slice_.joined.pop(place, None)
+    slice_.joined.pop(place, None)
 
 
 def _give_back_restarts(slice_: FailureSlice, group: str) -> None:
     """A node's death explains what its world suffered since: the restarts charged meanwhile were not the program's doing."""
     for incident in slice_.incidents.values():
         for one in incident.actions if incident.group == group and not incident.closed else ():
-            if one.state == "in_force" and one.action == ladder.RESTART_PROCESSES:
+            if one.state == "in_force" and one.action in ladder.IN_PLACE:
                 one.fire("supersede")
-                slice_.restarts -= 1
+                _give_back(slice_, one)
 
 
 def _on_closed(slice_: FailureSlice, fact: IncidentClosed, record: Record) -> None:
     incident = slice_.incidents[fact.incident]
     incident.fire("close")
+    incident.over_at = incident.over_at or record.at
     for one in incident.actions:
         one.fire("finish")
     closed = [number for number, incident in slice_.incidents.items() if incident.closed]
@@ -319,6 +515,9 @@ EVOLVE: Mapping[type, Callable[[Any, Any, Record], None]] = {
     nodes.NodeGone: _note_node,
     nodes.NodeLost: _note_node,
     world.WorkersStopped: _note_step,
+    world.WorldFormed: _on_formed,
+    progress.FirstStep: _on_first,
+    progress.Progressed: lambda slice_, fact, record: _step(slice_, fact.group, fact.step),
     IncidentOpened: _on_opened,
     Diagnosed: _on_diagnosed,
     ActionChosen: _on_chosen,

@@ -32,12 +32,16 @@ FIRST_PAUSE_S = 0.5
 
 @dataclass(slots=True)
 class Haste:
-    """One group: when its world formed, whether that has made a step, and how many in a row failed early."""
+    """One group: when its world formed, whether that has made a step, and how many in a row failed early.
+
+    ``pause_us``: how long the newest action asks the next world to wait.
+    """
 
     formed_at: int = 0
     stepped: bool = False
     early: int = 0
     failed_at: int = 0
+    pause_us: int = 0
 
 
 @dataclass(slots=True)
@@ -55,9 +59,9 @@ class HasteSlice:
         """When the next world of a group may form, in microseconds; 0 where nothing was hasty."""
         haste = self.of(group)
         doublings = haste.early - AT_ONCE - 1
-        if doublings < 0:
-            return 0
-        return haste.failed_at + us(min(FIRST_PAUSE_S * 2.0 ** min(doublings, 30), pause_max_s))
+        early = us(min(FIRST_PAUSE_S * 2.0 ** min(doublings, 30), pause_max_s)) if doublings >= 0 else 0
+        pause = max(early, haste.pause_us)
+        return haste.failed_at + pause if pause or doublings >= 0 else 0
 
 
 def _pausing(state: JobState) -> Iterator[tuple[str, int]]:
@@ -105,11 +109,12 @@ def _on_diagnosed(slice_: HasteSlice, fact: failures.Diagnosed, record: Record) 
 
 
 def _on_chosen(slice_: HasteSlice, fact: failures.ActionChosen, record: Record) -> None:
-    if fact.action != ladder.RESTART_PROCESSES:
+    if fact.action not in ladder.IN_PLACE:
         return
     haste = slice_.groups.setdefault(group_of(fact.node), Haste())
     early = not haste.stepped and slice_.verdict != PLAT and record.at - haste.formed_at < us(EARLY_S)
     haste.early, haste.failed_at = (haste.early + 1 if early else 0), record.at
+    haste.pause_us = fact.pause_us
 
 
 CONCERN = Concern(

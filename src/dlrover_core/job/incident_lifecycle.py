@@ -44,11 +44,12 @@ ACTION = Lifecycle(
 
 @dataclass(slots=True)
 class Action:
-    """One thing done about an incident, on ``node``; ``state`` by `ACTION`."""
+    """One thing done about an incident, on ``node``; ``state`` by `ACTION`; ``budget``: what it is charged to."""
 
     action: str
     node: str
     state: str = ACTION.initial
+    budget: str = ""
 
     def fire(self, trigger: str) -> None:
         """Move by `ACTION`."""

@@ -17,12 +17,10 @@ from dlrover_core.job.node_lifecycle import ALIVE, COMING, LIFECYCLE
 from dlrover_core.job.tally import Tallied, tallied
 from dlrover_core.kernel.engine import Concern
 from dlrover_core.kernel.events import Event, Record, event
-from dlrover_core.spec import us
 
 if TYPE_CHECKING:
     from dlrover_core.job.state import JobState
 
-QUARANTINES_MAX = 1024
 # Why a node is released that has done nothing wrong: its workers have the grace of a planned stop.
 DRAINED, SCALED_DOWN, LEAVING = "drained", "scaled down", "leaving"
 BY_PLAN = (DRAINED, SCALED_DOWN, LEAVING)
@@ -32,15 +30,16 @@ NAME_MAX, NPROC_MAX = 255, 65_536
 HOST_REASONS = ("check_failed", "hardware")
 
 
-@event(20)
+@event(20, version=2, upcast={1: lambda fields: (*fields, 0)})
 class NodePlanned(NamedTuple):
-    """This node should exist. ``avoid`` names hosts it must not run on."""
+    """This node should exist. ``avoid`` names hosts it must not run on; ``memory_mib`` is what it needs, 0: what there is."""
 
     node: str
     group: str
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on an event
     incarnation: int
     avoid: tuple[str, ...] = ()
+    memory_mib: int = 0
 
 
 @event(21)
@@ -50,12 +49,13 @@ class NodePending(NamedTuple):
     node: str
 
 
-@event(22)
+@event(22, version=2, upcast={1: lambda fields: (*fields, "")})
 class NodeRunning(NamedTuple):
-    """Its backend says it runs."""
+    """Its backend says it runs. ``rack``: its host's failure domain, where the backend knows it."""
 
     node: str
     host: str
+    rack: str = ""
 
 
 @event(23, version=2, upcast={1: lambda fields: (*fields, "")})
@@ -124,15 +124,6 @@ class NodeLeft(NamedTuple):
     node: str
 
 
-@event(34)
-class HostQuarantined(NamedTuple):
-    """Nothing of ours is launched on ``host`` until ``until`` (microseconds, leader's clock)."""
-
-    host: str
-    until: int
-    reason: str
-
-
 @event(36)
 class PlaceReopened(NamedTuple):
     """A place of a joining job that was given up is wanted again, its budget whole: another host may have come since."""
@@ -142,7 +133,7 @@ class PlaceReopened(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """What a backend sees of one node. ``phase``: pending, running, succeeded, failed or gone."""
+    """What a backend sees of one node. ``phase``: pending, running, succeeded, failed or gone; ``rack``: its failure domain."""
 
     node: str
     phase: str
@@ -150,6 +141,7 @@ class Observed(NamedTuple):
     reason: str = ""
     host: str = ""
     age_us: int = 0
+    rack: str = ""
 
 
 class ObserveNodes(NamedTuple):
@@ -201,6 +193,7 @@ class Node:
     suspect_at: int = 0
     avoid: tuple[str, ...] = ()
     seat: str = ""
+    memory_mib: int = 0
 
     @property
     def ready(self) -> bool:
@@ -226,11 +219,10 @@ class Slot:
 
 @dataclass(slots=True)
 class NodeSlice(Tallied):
-    """Nodes that are not gone, by name; places by ``group-index``; hosts in quarantine with their expiry."""
+    """Nodes that are not gone, by name; places by ``group-index``."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
     slots: dict[str, Slot] = field(default_factory=dict)
-    quarantine: dict[str, int] = field(default_factory=dict)
     mass_at: int = 0
 
     def of(self, group: str) -> list[Node]:
@@ -261,16 +253,18 @@ def plan(state: JobState, group: str, index: int) -> Iterator[Event]:
     """Plan the next incarnation in a place, clear of the hosts in quarantine, of those to be cleared, and of lost nodes."""
     slot = state.nodes.slots.get(f"{group}-{index}")
     incarnation = slot.incarnation + 1 if slot else 0
-    avoid = [host for host, until in state.nodes.quarantine.items() if until > state.at]
-    avoid += shunned(state)
-    yield NodePlanned(f"{group}-{index}-{incarnation}", group, index, incarnation, tuple(dict.fromkeys(avoid)))
+    avoid = [*state.hosts.quarantined(state.at), *shunned(state)]
+    memory_mib = state.failures.memory.get(group, state.job.spec.group(group).memory_mib)
+    name = f"{group}-{index}-{incarnation}"
+    yield NodePlanned(name, group, index, incarnation, tuple(dict.fromkeys(avoid)), memory_mib)
 
 
 def shunned(state: JobState) -> list[str]:
     """Hosts that are avoided until their node is seen gone."""
     if not state.nodes.tally.shunned:
         return []
-    return [node.host for node in state.nodes.nodes.values() if node.shunned]
+    # By the name that its backend gave it, where that is known still.
+    return [state.hosts.host_of(node.node) or node.host for node in state.nodes.nodes.values() if node.shunned]
 
 
 def release(state: JobState, node: Node, reason: str) -> Iterator[Event]:
@@ -337,7 +331,7 @@ def _seen(state: JobState, seen: Observed) -> Iterator[Event]:
     if trigger == "pend":
         yield NodePending(node.node)
     elif trigger == "run":
-        yield NodeRunning(node.node, seen.host)
+        yield NodeRunning(node.node, seen.host, seen.rack[:NAME_MAX])
     elif trigger == "succeed" and not _unfinished(state, node):
         yield NodeSucceeded(node.node)
     elif trigger == "succeed":
@@ -393,13 +387,6 @@ def _populate(state: JobState, fact: job.JobCreated, record: Record) -> Iterator
             yield from plan(state, group.name, index)
 
 
-def _blame_host_or_end(state: JobState, fact: NodeFailed, record: Record) -> Iterator[Event]:
-    node = state.nodes.nodes[fact.node]
-    if fact.reason.split(":")[0] in HOST_REASONS and node.host:
-        yield HostQuarantined(node.host, record.at + us(state.job.spec.quarantine_s), fact.reason)
-    yield from job.ended_by(state)
-
-
 def _maybe_ended(state: JobState, fact: object, record: Record) -> Iterator[Event]:
     yield from job.ended_by(state)
 
@@ -415,7 +402,7 @@ def move(slice_: NodeSlice, name: str, trigger: str) -> Node:
 
 
 def _on_created(slice_: NodeSlice, fact: job.JobCreated, record: Record) -> None:
-    """A new run: earlier nodes are strangers, but incarnations never go back and bad hosts stay bad."""
+    """A new run: earlier nodes are strangers, but incarnations never go back."""
     slice_.nodes.clear()
     slice_.mass_at = 0
     for slot in slice_.slots.values():
@@ -425,7 +412,9 @@ def _on_created(slice_: NodeSlice, fact: job.JobCreated, record: Record) -> None
 def _on_planned(slice_: NodeSlice, fact: NodePlanned, record: Record) -> None:
     slot = slice_.slots.setdefault(f"{fact.group}-{fact.index}", Slot(fact.group, fact.index))
     slot.incarnation = fact.incarnation
-    slice_.nodes[fact.node] = Node(fact.node, fact.group, fact.index, fact.incarnation, record.at, avoid=fact.avoid)
+    node = Node(fact.node, fact.group, fact.index, fact.incarnation, record.at, avoid=fact.avoid)
+    node.memory_mib = fact.memory_mib
+    slice_.nodes[fact.node] = node
 
 
 def _on_pending(slice_: NodeSlice, fact: NodePending, record: Record) -> None:
@@ -496,17 +485,9 @@ def _await_end(node: Node, record: Record) -> None:
         node.suspect_at = record.at
 
 
-def _on_quarantined(slice_: NodeSlice, fact: HostQuarantined, record: Record) -> None:
-    for host in [host for host, until in slice_.quarantine.items() if until <= record.at]:
-        del slice_.quarantine[host]
-    while len(slice_.quarantine) >= QUARANTINES_MAX:
-        del slice_.quarantine[next(iter(slice_.quarantine))]
-    slice_.quarantine[fact.host] = fact.until
-
-
 EVENTS = (
     NodePlanned, NodePending, NodeRunning, NodeJoined, NodeSucceeded, NodeFailed, NodeGone, NodeLost,
-    NodeReleased, NodeLeft, HostQuarantined, PlaceReopened,
+    NodeReleased, NodeLeft, PlaceReopened,
 )  # fmt: skip
 
 CONCERN = Concern(
@@ -526,7 +507,6 @@ CONCERN = Concern(
             NodeLost: _on_lost,
             NodeReleased: _on_released,
             NodeLeft: _on_left,
-            HostQuarantined: _on_quarantined,
             PlaceReopened: _on_reopened,
         }
     ),
@@ -540,7 +520,7 @@ CONCERN = Concern(
         job.JobCreated: _populate,
         NodeLeft: _maybe_ended,
         NodeGone: _maybe_ended,
-        NodeFailed: _blame_host_or_end,
+        NodeFailed: _maybe_ended,
         NodeLost: _maybe_ended,
         NodeSucceeded: _maybe_ended,
     },

@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dlrover_core.diagnosis import ladder, signatures
-from dlrover_core.diagnosis.classify import REFUSED, describe
+from dlrover_core.diagnosis import classify, ladder, signatures
+from dlrover_core.diagnosis.classify import describe
 from dlrover_core.diagnosis.evidence import OPENING
 from dlrover_core.errors import Refused
-from dlrover_core.job import evidence, job, nodes, progress, world
+from dlrover_core.job import choosing, evidence, health, job, judging, nodes, progress, world
 from dlrover_core.job.failures import (
     ASIDE,
     ERROR_MAX,
     EVENTS,
     EVOLVE,
-    FOR_NODES,
+    LINE_MAX,
     TAIL_BYTES_MAX,
     UNKNOWN,
     ActionChosen,
@@ -32,13 +32,13 @@ from dlrover_core.job.failures import (
     ReportExit,
     WorkerExited,
 )
-from dlrover_core.job.node_lifecycle import ALIVE
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.engine import Concern
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import us
 
 if TYPE_CHECKING:
+    from dlrover_core.diagnosis.policy import Hook
     from dlrover_core.job.state import JobState
 
 # ---- decide
@@ -60,7 +60,20 @@ def _exit(state: JobState, command: ReportExit, now: int) -> Iterator[Event]:
         min(max(command.age_us, 0), now),
         _last_bytes(command.tail),
         command.error[:ERROR_MAX],
+        *_known_by(state, command),
     )
+
+
+def _known_by(state: JobState, command: ReportExit) -> tuple[str, str, str, float]:
+    """Signature, place, class and confidence: as its agent says, else by the table. In the log from then on."""
+    table = signatures.table(state.job.spec.signatures)
+    said = table.get(command.signature)
+    if said is not None:
+        return said.id, command.place[:LINE_MAX], said.verdict, said.confidence
+    # Who was killed by us while it told its own error had failed before: its exit code says nothing.
+    code = 1 if command.asked else command.exit_code
+    found = classify.of_exit(table, code, command.error, command.tail)
+    return found.signature, (command.place or found.place)[:LINE_MAX], found.verdict, found.confidence
 
 
 def _last_bytes(tail: str) -> str:
@@ -116,26 +129,15 @@ def _on_exit(state: JobState, fact: WorkerExited, record: Record) -> Iterator[Ev
         yield IncidentOpened(state.failures.number + 1, fact.node, fact.generation, (fact.rank,))
         return
     incident = state.failures.of_generation(group_of(fact.node), fact.generation)
-    if incident is not None:
-        yield from _rejudge(incident)
+    if incident is not None and incident.tells(record.seq):
+        yield from _rejudge(state, incident)
 
 
-def _rejudge(incident: Incident) -> Iterator[Event]:
-    """A verdict of its own for evidence that changes it. A worker's word never outweighs a node's death."""
-    cause = incident.cause
-    if (
-        cause.rank >= 0
-        and not any(one.action in FOR_NODES for one in incident.actions)
-        and cause.signature != incident.signature
-    ):
-        yield _diagnosis(incident, incident.diagnosed_seq)
-
-
-def _diagnosis(incident: Incident, revises: int = 0, blamed: str = "") -> Diagnosed:
-    cause = incident.cause
-    return Diagnosed(
-        incident.number, cause.verdict, cause.signature, tuple(incident.evidence), cause.confidence, revises, blamed
-    )
+def _rejudge(state: JobState, incident: Incident) -> Iterator[Event]:
+    """A verdict of its own for evidence that changes it. It decides nothing about nodes that are dead: their ends did."""
+    found = judging.judge(state, incident)
+    if judging.changes(incident, found):
+        yield judging.diagnosis(state, incident, found, revises=incident.diagnosed_seq)
 
 
 def _on_node(
@@ -152,7 +154,8 @@ def _on_node(
         return
     incident = state.failures.unmended(group_of(fact.node))
     if incident is not None:
-        yield _diagnosis(incident, incident.diagnosed_seq, fact.node)
+        found = judging.judge(state, incident)
+        yield judging.diagnosis(state, incident, found, revises=incident.diagnosed_seq, dead=fact.node)
         return
     # While the job is suspended nobody trains in what is left of the last world.
     generation = ASIDE if state.job.state == "suspended" else current.generation
@@ -160,13 +163,21 @@ def _on_node(
 
 
 def _on_evidence(state: JobState, fact: evidence.EvidenceSeen, record: Record) -> Iterator[Event]:
-    """What does not die is a failure all the same: a hang, a failed check. It breaks the world that runs."""
-    known = signatures.table(state.job.spec.signatures).get(fact.signature)
-    if not state.job.live or fact.source not in OPENING or known is None or known.action == "obs":
+    """What does not die is a failure all the same: a hang, a failed check. It breaks the world that runs.
+
+    Whatever else is seen is judged with the incident that it belongs to, or waits for one.
+    """
+    if not state.job.live:
         return
+    known = signatures.table(state.job.spec.signatures).get(fact.signature)
     current = state.world.of(fact.node)
-    if current.active and fact.generation in (0, current.generation):
+    opens = fact.source in OPENING and known is not None and known.action != "obs"
+    if opens and current.active and fact.generation in (0, current.generation):
         yield IncidentOpened(state.failures.number + 1, fact.node, current.generation, (fact.rank,))
+        return
+    incident = state.failures.newest(group_of(fact.node))
+    if incident is not None and incident.why and incident.tells(record.seq):
+        yield from _rejudge(state, incident)
 
 
 def _counts(state: JobState, fact: nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost) -> bool:
@@ -179,49 +190,40 @@ def _counts(state: JobState, fact: nodes.NodeFailed | nodes.NodeGone | nodes.Nod
 
 def _judge(state: JobState, fact: IncidentOpened, record: Record) -> Iterator[Event]:
     incident = state.failures.incidents[fact.incident]
-    yield _diagnosis(incident, blamed="" if fact.ranks else fact.node)
+    found = judging.judge(state, incident)
+    yield judging.diagnosis(state, incident, found, dead="" if fact.ranks else fact.node)
+    if found.suspects:
+        yield judging.suspicion(incident, found)
 
 
 # ---- react: verdict -> action
 
 
-def _choose(state: JobState, fact: Diagnosed, record: Record) -> Iterator[Event]:
+def _choose(state: JobState, fact: Diagnosed, record: Record, hook: Hook | None = None) -> Iterator[Event]:
     incident = state.failures.incidents[fact.incident]
-    if fact.blamed and not _doomed(state, incident, fact.blamed):
-        yield _chosen(incident, fact.blamed, _for_node(state, fact.blamed, fact.signature))
-    elif fact.blamed:
-        yield from _finish_held(state, fact, record)
-    elif not incident.action:
-        left = 0 if incident.node in state.budget.spent else state.job.spec.max_restarts - state.failures.restarts
-        yield _chosen(incident, incident.node, ladder.for_workers(left))
-
-
-def _doomed(state: JobState, incident: Incident, blamed: str) -> bool:
-    """Does the end wait because of another node that is dead and cannot be replaced? Nothing done for this one would help."""
-    waiting = next((one.node for one in incident.actions if one.state == "waiting"), blamed)
-    node = state.nodes.nodes.get(waiting)
-    return waiting != blamed and (node is None or node.state not in ALIVE)
-
-
-def _chosen(incident: Incident, node: str, choice: ladder.Choice) -> ActionChosen:
-    return ActionChosen(incident.number, choice.action, node, choice.rule, choice.budget_left)
-
-
-def _for_node(state: JobState, name: str, signature: str) -> ladder.Choice:
-    group = state.job.spec.group(group_of(name))
-    relaunches = state.failures.relaunched(name.rsplit("-", 1)[0], state.at)
-    left = 0 if name in state.budget.spent else group.relaunch_max - relaunches
-    others = nodes.wanted(state, group.name) - 1
-    return ladder.for_node(left, others, group.floor, refused=signature == REFUSED)
+    if fact.blamed and not choosing.alive(state, fact.blamed):
+        if choosing.doomed(state, incident, fact.blamed):
+            yield from _finish_held(state, fact, record)
+        elif not choosing.settled(incident, fact.blamed):
+            yield choosing.action(state, incident, fact.blamed, hook, dead=True)
+        return
+    if incident.closed or incident.state == "fatal":
+        return
+    chosen = choosing.action(state, incident, choosing.target(state, incident, fact.blamed), hook)
+    if not incident.action or choosing.stronger(state, incident, chosen):
+        yield chosen
 
 
 def _act(state: JobState, fact: ActionChosen, record: Record) -> Iterator[Event]:
     incident = state.failures.incidents[fact.incident]
     why = f"incident {incident.number}: {incident.signature}"
-    if fact.action == ladder.RESTART_PROCESSES:
+    if fact.action in ladder.IN_PLACE:
+        if incident.hint == "check":
+            # Who is at fault cannot be told from words: nodes that agree to be checked are, before anybody trains again.
+            yield from health.ask(state, incident.group, why)
         yield from nodes.complete(state, incident.group)
         yield from world.reform(state, incident.group, record.at, why)
-    elif fact.action == ladder.RELAUNCH_NODE:
+    elif fact.action in ladder.RELAUNCHES:
         yield from nodes.replace(state, fact.node)
         yield from _complete(state, incident)
     elif fact.action == ladder.GO_ON_SMALLER:
@@ -239,7 +241,9 @@ def _act(state: JobState, fact: ActionChosen, record: Record) -> Iterator[Event]
 
 def _complete(state: JobState, incident: Incident) -> Iterator[Event]:
     """Whoever had finished and gone is needed again when the world must re-form."""
-    if not state.world.of(incident.node).active:
+    current = state.world.of(incident.node)
+    # A member that was let go while it lived takes its world with it.
+    if not current.active or incident.generation == current.generation:
         yield from nodes.complete(state, incident.group)
 
 
@@ -303,26 +307,35 @@ def _close_all(state: JobState, fact: object, record: Record) -> Iterator[Event]
             yield IncidentClosed(incident.number, record.at - incident.cause.at, 0)
 
 
-CONCERN = Concern(
-    name="failures",
-    events=EVENTS,
-    evolve=EVOLVE,
-    decide={ReportExit: _exit},
-    react={
-        WorkerExited: _on_exit,
-        evidence.EvidenceSeen: _on_evidence,
-        nodes.NodeFailed: _on_node,
-        nodes.NodeGone: _on_node,
-        nodes.NodeLost: _on_node,
-        nodes.NodeLeft: _finish_held,
-        nodes.NodeJoined: _replaced,
-        IncidentOpened: _judge,
-        Diagnosed: _choose,
-        ActionChosen: _act,
-        world.WorkersStopped: _finish_held,
-        progress.FirstStep: _mended,
-        job.JobSucceeded: _close_all,
-    },
-    due=_due,
-    tick=_tick,
-)
+def concern(hook: Hook | None = None) -> Concern:
+    """The concern, with a user's hook or without one. A hook is asked when something is decided, never when a log is read."""
+
+    def choose(state: JobState, fact: Diagnosed, record: Record) -> Iterator[Event]:
+        return _choose(state, fact, record, hook)
+
+    return Concern(
+        name="failures",
+        events=EVENTS,
+        evolve=EVOLVE,
+        decide={ReportExit: _exit},
+        react={
+            WorkerExited: _on_exit,
+            evidence.EvidenceSeen: _on_evidence,
+            nodes.NodeFailed: _on_node,
+            nodes.NodeGone: _on_node,
+            nodes.NodeLost: _on_node,
+            nodes.NodeLeft: _finish_held,
+            nodes.NodeJoined: _replaced,
+            IncidentOpened: _judge,
+            Diagnosed: choose,
+            ActionChosen: _act,
+            world.WorkersStopped: _finish_held,
+            progress.FirstStep: _mended,
+            job.JobSucceeded: _close_all,
+        },
+        due=_due,
+        tick=_tick,
+    )
+
+
+CONCERN = concern()

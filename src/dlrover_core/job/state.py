@@ -8,17 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import CASC
 from dlrover_core.job import (
     budget,
+    checking,
     evidence,
     failures,
+    hangs,
     haste,
+    health,
+    hosts,
     job,
     laggards,
     nodes,
+    pace,
     progress,
     recovery,
     scaling,
@@ -31,6 +37,9 @@ from dlrover_core.kernel.engine import BaseState, Model
 from dlrover_core.kernel.events import Record, Registry
 from dlrover_core.spec import us
 
+if TYPE_CHECKING:
+    from dlrover_core.diagnosis.policy import Hook
+
 
 @dataclass(slots=True)
 class JobState(BaseState):
@@ -38,33 +47,48 @@ class JobState(BaseState):
 
     job: job.JobSlice = field(default_factory=job.JobSlice)
     nodes: nodes.NodeSlice = field(default_factory=nodes.NodeSlice)
+    hosts: hosts.HostSlice = field(default_factory=hosts.HostSlice)
     world: world.WorldSlice = field(default_factory=world.WorldSlice)
     evidence: evidence.EvidenceSlice = field(default_factory=evidence.EvidenceSlice)
     failures: failures.FailureSlice = field(default_factory=failures.FailureSlice)
     progress: progress.ProgressSlice = field(default_factory=progress.ProgressSlice)
+    pace: pace.PaceSlice = field(default_factory=pace.PaceSlice)
+    hangs: hangs.HangSlice = field(default_factory=hangs.HangSlice)
     budget: budget.BudgetSlice = field(default_factory=budget.BudgetSlice)
     haste: haste.HasteSlice = field(default_factory=haste.HasteSlice)
+    health: health.HealthSlice = field(default_factory=health.HealthSlice)
     laggards: laggards.LaggardSlice = field(default_factory=laggards.LaggardSlice)
 
 
-MODEL: Model[JobState] = Model(
-    JobState,
-    (
-        job.CONCERN,
-        nodes.CONCERN,
-        silence.CONCERN,
-        evidence.CONCERN,
-        recovery.CONCERN,
-        world.CONCERN,
-        progress.CONCERN,
-        scaling.CONCERN,
-        budget.CONCERN,
-        haste.CONCERN,
-        laggards.CONCERN,
-    ),
-    # A sender is forgotten with its node; all of them with their run.
-    forgets=MappingProxyType({nodes.NodeGone: lambda fact: fact.node, job.JobCreated: lambda _: None}),
+_CONCERNS = (
+    job.CONCERN,
+    nodes.CONCERN,
+    silence.CONCERN,
+    # Before recovery: where a host is kept off because of a failure, whoever is planned in answer to it keeps off already.
+    hosts.CONCERN,
+    evidence.CONCERN,
+    recovery.CONCERN,
+    world.CONCERN,
+    progress.CONCERN,
+    pace.CONCERN,
+    hangs.CONCERN,
+    scaling.CONCERN,
+    budget.CONCERN,
+    haste.CONCERN,
+    checking.CONCERN,
+    laggards.CONCERN,
 )
+
+
+def model(hook: Hook | None = None) -> Model[JobState]:
+    """The concerns. With a ``hook``, a user's say in what is done about failures, it may decide otherwise, and folds alike."""
+    concerns = [recovery.concern(hook) if hook is not None and one is recovery.CONCERN else one for one in _CONCERNS]
+    # A sender is forgotten with its node; all of them with their run.
+    forgets = MappingProxyType({nodes.NodeGone: lambda fact: fact.node, job.JobCreated: lambda _: None})
+    return Model(JobState, concerns, forgets=forgets)
+
+
+MODEL: Model[JobState] = model()
 REGISTRY = Registry(MODEL.events)
 CODEC = Codec(REGISTRY)
 
@@ -72,9 +96,11 @@ CODEC = Codec(REGISTRY)
 LEVELLING: frozenset[type] = frozenset(
     {
         job.JobCreated, job.JobStopping, job.JobStopped, job.JobSucceeded, job.JobFailed, job.LeaderStarted,
-        job.JobSuspended, job.JobResumed, job.GroupScaled,
+        job.JobSuspended, job.JobResumed, job.GroupScaled, health.CheckStarted, health.CheckJudged,
         nodes.NodePlanned, nodes.NodeJoined, nodes.NodeFailed, nodes.NodeSucceeded, nodes.NodeGone, nodes.NodeLost,
-        nodes.NodeReleased, nodes.NodeLeft, world.WorldFormed, world.WorldDissolved, failures.Diagnosed,
+        nodes.NodeReleased, nodes.NodeLeft, hosts.HostQuarantined, hosts.HostReleased, world.WorldFormed, world.WorldDissolved,
+        failures.Diagnosed,
+        hangs.HangSuspected, hangs.HangDismissed, hangs.HangNamed,
     }
 )  # fmt: skip
 
@@ -86,7 +112,8 @@ class NodeLaunch(NamedTuple):
     """A node that should exist and does not yet. ``name`` is the backend's name for it, unique for ever.
 
     ``avoid`` names hosts that it should not run on while there are others. Which there are only the backend knows: one with a
-    single host starts the node there all the same, or draining a one-host job would end it.
+    single host starts the node there all the same, or draining a one-host job would end it. ``memory_mib`` is what it needs, 0:
+    what there is; a backend that cannot give memory leaves it out of account.
     """
 
     name: str
@@ -96,6 +123,7 @@ class NodeLaunch(NamedTuple):
     incarnation: int
     nproc: int
     avoid: tuple[str, ...]
+    memory_mib: int = 0
 
 
 class Order(NamedTuple):
@@ -104,7 +132,12 @@ class Order(NamedTuple):
     ``over`` is the generation whose end on this node the leader wants to hear of; 0: none. ``restarts`` counts the generations
     of this run before this one: scripts are told, and torch's store keys contain it, so all ranks must be told the same.
     For ``linger_us`` workers that are to be stopped may end by themselves. ``outcome`` says what to ``leave`` means: the job is
-    over (succeeded, failed with its ``root`` cause, stopped), or why this node alone is released.
+    over (succeeded, failed with its ``root`` cause, stopped), or why this node alone is released. ``probe`` is the number of a
+    hang: show what the ranks are at; 0: there is none.
+
+    ``check``: the number of the node check that it takes part in now; 0: none. Its round and kind; its place among the
+    ``check_size`` nodes that work together, ``check_with`` whom, over ``check_store``; for how long at most; and
+    when that was decided, by the leader's clock.
     """
 
     leave: bool
@@ -123,6 +156,16 @@ class Order(NamedTuple):
     linger_us: int = 0
     outcome: str = ""
     root: str = ""
+    probe: int = 0
+    check: int = 0
+    check_round: int = 0
+    check_kind: str = ""
+    check_rank: int = 0
+    check_size: int = 0
+    check_store: str = ""
+    check_with: tuple[str, ...] = ()
+    check_us: int = 0
+    check_at: int = 0
 
 
 class Desired(NamedTuple):
@@ -161,8 +204,10 @@ def desired(state: JobState) -> Desired:
         return Desired(frozenset(full_name(state, node.node) for node in staying), (), _orders(state))
     wanted = [node for node in state.nodes.nodes.values() if not node.released and node.state in COMING]
     taken = _taken(state)
+    # Since they were planned others may have been lost, and may run on where nobody can reach them; or been quarantined.
+    avoid = [*state.hosts.quarantined(state.at), *nodes.shunned(state)]
     launch = [
-        _launch(state, node)
+        _launch(state, node, avoid)
         for node in wanted
         if node.state == "planned" and taken.get((node.group, node.index), node.incarnation) >= node.incarnation
     ]
@@ -182,11 +227,12 @@ def _taken(state: JobState) -> dict[tuple[str, int], int]:
     return taken
 
 
-def _launch(state: JobState, node: nodes.Node) -> NodeLaunch:
+def _launch(state: JobState, node: nodes.Node, avoid: Iterable[str]) -> NodeLaunch:
     nproc = state.job.spec.group(node.group).nproc
-    # Since it was planned another may have been lost, and may run on where nobody can reach it.
-    avoid = tuple(dict.fromkeys([*node.avoid, *nodes.shunned(state)]))
-    return NodeLaunch(full_name(state, node.node), node.node, node.group, node.index, node.incarnation, nproc, avoid)
+    off = tuple(dict.fromkeys([*node.avoid, *avoid]))
+    return NodeLaunch(
+        full_name(state, node.node), node.node, node.group, node.index, node.incarnation, nproc, off, node.memory_mib
+    )
 
 
 def _orders(state: JobState) -> Mapping[str, Order]:
@@ -195,6 +241,7 @@ def _orders(state: JobState) -> Mapping[str, Order]:
         # Made once each: a member's for as long as its world stands, and one for all who wait or leave alike.
         working: dict[object, Order] = current.recall("orders", dict)
         alike: dict[object, Order] = {}
+        probe, checks = state.hangs.probe(group), health.orders(state, group)
         for node in state.nodes.of(group):
             # Who is released must hear it even where nobody counts on it any more: given up as lost, and back again.
             if not (node.joined or node.released):
@@ -202,11 +249,12 @@ def _orders(state: JobState) -> Mapping[str, Order]:
             place = current.places.get(node.node, -1)
             works = state.job.live and current.active and place >= 0 and not node.released
             known = working if works else alike
-            key: object = node.node if works else (node.released, place >= 0)
+            key: object = (node.node, probe) if works else (node.released, place >= 0)
             order = known.get(key)
             if order is None:
                 order = known[key] = _order(state, node, current, place)
-            orders[node.node] = order
+            checked = checks.get(node.node)
+            orders[node.node] = order._replace(**checked) if checked and not order.leave else order
     return orders
 
 
@@ -236,6 +284,7 @@ def _order(state: JobState, node: nodes.Node, current: world.World, place: int) 
         store=current.store,
         resume_step=current.resume_step,
         restarts=current.generation - current.before - 1,
+        probe=state.hangs.probe(node.group),
     )
 
 
@@ -244,7 +293,9 @@ def farewell(state: JobState) -> Order:
     grace = 0.0 if state.job.state == "failed" else state.job.spec.stop_grace_s
     outcome = "stopped" if state.job.state == "stopping" else state.job.state
     root = state.job.root or state.job.reason
-    return Order(True, f"the job is {state.job.state}", us(grace), outcome=outcome, root=root)
+    # A launcher's exit code tells this end from others.
+    why = f": {state.job.reason}" if state.job.reason.startswith(ladder.NO_PROGRESS) else ""
+    return Order(True, f"the job is {state.job.state}{why}", us(grace), outcome=outcome, root=root)
 
 
 def _linger_us(state: JobState, group: str) -> int:

@@ -239,12 +239,13 @@ def from_ranges(group: str, ranges: Ranges) -> tuple[Member, ...]:
 
 def ready_nodes(state: JobState, group: str) -> list[nodes.Node]:
     """Nodes of a group that could be members now."""
-    return [node for node in state.nodes.nodes.values() if node.group == group and node.ready]
+    admits = state.health.admits
+    return [one for one in state.nodes.nodes.values() if one.group == group and one.ready and admits(state, one)]
 
 
 def _count(state: JobState, group: str, *, last_call_over: bool) -> int:
     """How many nodes a world formed now would have; 0: not now."""
-    spec, ready = state.job.spec.group(group), state.nodes.tally.ready.get(group, 0)
+    spec, ready = state.job.spec.group(group), state.health.admitted(state, group)
     expected = nodes.wanted(state, group) // spec.unit * spec.unit
     if ready >= expected >= spec.floor:
         return expected
@@ -278,7 +279,8 @@ def form(state: JobState, group: str, now: int, reason: str, *, at_once: bool = 
 
 def _seats(state: JobState, group: str, world: World, count: int) -> list[nodes.Node]:
     """The layout of now. Worked out once for as long as only stores come and go: everybody's may come before rank 0's."""
-    tally, key = state.nodes.tally, (count, world.generation, state.nodes.tally.changes)
+    tally = state.nodes.tally
+    key = (count, world.generation, tally.changes + state.health.changes)
     known, ordered = tally.seats.get(group, (None, []))
     if known != key:
         ordered = layout([member.node for member in world.members], ready_nodes(state, group), count)

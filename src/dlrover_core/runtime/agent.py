@@ -26,6 +26,7 @@ from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.granted import Granted, launch_of
 from dlrover_core.runtime.launcher import (
     Launcher,
+    Pulsing,
     StoreGone,
     StoreReady,
     WorkerExit,
@@ -346,7 +347,17 @@ class Agent:
         age = max(0, int(asyncio.get_running_loop().time() * SECOND_US) - gone.died_us)
         self._outbox.add(
             failures.ReportExit(
-                self.node, gone.generation, gone.rank, gone.exit_code, gone.asked, gone.step, age, gone.tail, gone.error
+                self.node,
+                gone.generation,
+                gone.rank,
+                gone.exit_code,
+                gone.asked,
+                gone.step,
+                age,
+                gone.tail,
+                gone.error,
+                gone.signature,
+                gone.place,
             )
         )
 
@@ -500,7 +511,13 @@ class Agent:
             self._lag_us = int((loop.time() - due) * SECOND_US)
             if loop.time() - self._mastered_at > self._settings.silence_s:
                 raise ConnectionLost(f"the master has been silent for {self._settings.silence_s:g} s")
-            await connection.send(messages.encode(Beat(self._generation, self._step, max(0, self._lag_us))))
+            beat = Beat(self._generation, self._step, max(0, self._lag_us))
+            pulse = self._launcher.pulse() if isinstance(self._launcher, Pulsing) else None
+            if pulse is not None:
+                beat = Beat(beat.generation, max(beat.step, pulse.step), beat.lag_us, *pulse[1:])
+            if self._desk is not None:
+                beat = beat._replace(pace=self._desk.pace, losses=self._desk.losses)
+            await connection.send(messages.encode(beat, self._peer_version))
 
     async def _send(self, connection: Connection) -> None:
         while True:

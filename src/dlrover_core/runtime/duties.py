@@ -19,6 +19,9 @@ class Desk:
 
     def __init__(self, node: str, run: str, order: Order, send: Callable[[Message], None]) -> None:
         self.node, self.run, self.order, self.generation = node, run, order, 0
+        # What the next beats tell of ranks' paces and losses, as `paces` writes it.
+        self.pace: tuple[int, ...] = ()
+        self.losses: tuple[int, ...] = ()
         self._send = send
 
     def send(self, command: Message) -> None:

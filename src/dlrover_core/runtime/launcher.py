@@ -11,7 +11,9 @@ The agent's logic is core and knows no process, signal or file; whoever implemen
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import NamedTuple, Protocol, Union
+from typing import NamedTuple, Protocol, Union, runtime_checkable
+
+from dlrover_core.diagnosis.stall import Pulse
 
 TAIL_BYTES_MAX = 4096
 
@@ -41,7 +43,8 @@ class WorkersLaunch(NamedTuple):
 class WorkerExit(NamedTuple):
     """One worker is dead and reaped. ``exit_code`` is negative for a signal. ``died_us`` is the launcher's monotonic clock.
 
-    ``last``: whoever starts workers here will not do so again after this death, whatever is ordered.
+    ``last``: whoever starts workers here will not do so again after this death, whatever is ordered. ``signature`` and
+    ``place``: what the launcher knows the death by, as `Evidence` has them; empty: nothing.
     """
 
     generation: int
@@ -55,6 +58,8 @@ class WorkerExit(NamedTuple):
     error: str = ""
     error_at_us: int = 0
     last: bool = False
+    signature: str = ""
+    place: str = ""
 
 
 class WorkerStep(NamedTuple):
@@ -135,4 +140,13 @@ class Launcher(Protocol):
 
     async def close(self) -> None:
         """Kill what is left (SIGKILL) and release everything."""
+        ...
+
+
+@runtime_checkable
+class Pulsing(Protocol):
+    """What a launcher may have beside the port: it knows at any moment how long its workers have made no step."""
+
+    def pulse(self) -> Pulse | None:
+        """Of all living workers together; None where nobody can say."""
         ...

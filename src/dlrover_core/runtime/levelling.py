@@ -118,7 +118,9 @@ class Leveller:
 
     def _translate(self, seen: Observation) -> Observed:
         prefix = f"{self._master.state.job.name}-"
-        return Observed(seen.name.removeprefix(prefix), seen.phase, seen.exit_code, seen.reason, seen.host, seen.age_us)
+        return Observed(
+            seen.name.removeprefix(prefix), seen.phase, seen.exit_code, seen.reason, seen.host, seen.age_us, seen.domain
+        )
 
     def _pass(self) -> None:
         """One levelling pass, begun by asking the local clock whether this master still leads."""

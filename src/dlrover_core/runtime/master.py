@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from dlrover_core.errors import CoreError, HandedOver, LogError, NotLeading, OtherRun, Refused, StandsBy
-from dlrover_core.job import job, nodes, progress, silence
+from dlrover_core.job import choosing, failures, job, nodes, progress, silence
 from dlrover_core.job.state import CODEC, LEVELLING, MODEL, Desired, JobState, Order, deletion_grace_s, desired
-from dlrover_core.kernel.engine import Accepted, Command, CommandFailed, Engine, NotDone, Reply, Resend, Tick
-from dlrover_core.kernel.events import Batch, Origin
+from dlrover_core.kernel.engine import Accepted, Command, CommandFailed, Engine, Model, NotDone, Reply, Resend, Tick
+from dlrover_core.kernel.events import Batch, Origin, Record
 from dlrover_core.kernel.log import Archiving, EventLog, Leadership, Snapshot
 from dlrover_core.runtime import operations
 from dlrover_core.runtime.backend import Backend
@@ -70,6 +70,8 @@ class Master:
 
     One that ``answers`` serves its listener from the beginning: while another one leads it says so, and where. Where several
     masters share one listening socket, none of them may. ``after`` is the holder of a master that is known to be dead.
+    ``watch`` is given every batch that this master has committed, with the state at its end; it must not wait, nor raise.
+    ``model`` decides; another than the usual one is `job.state.model` with a user's hook.
     """
 
     version = VERSION
@@ -89,7 +91,10 @@ class Master:
         begins: bool = True,
         answers: bool = False,
         after: str = "",
+        watch: Callable[[JobState, Sequence[Record]], None] | None = None,
+        model: Model[JobState] = MODEL,
     ) -> None:
+        self._watch, self._model = watch, model
         self._spec, self._log, self._listener, self._wall = spec, event_log, listener, wall
         self._holder, self._run_id, self._ttl_s, self._after = holder, run_id, ttl_s, after
         self._begins, self._answers = begins, answers
@@ -231,7 +236,7 @@ class Master:
     async def _take_over(self, lead: Leadership) -> None:
         state = await patiently(self._standby.restored)
         self._offset = max(self._wall(), state.at + 1) - int(asyncio.get_running_loop().time() * SECOND_US)
-        self._engine = Engine(MODEL, CODEC, state, lead.token)
+        self._engine = Engine(self._model, CODEC, state, lead.token)
         self._pipeline = Pipeline(self._engine, lead, self.now, self._committed, self.sessions.calm)
         self._derive(state)
         self.sessions.calm()
@@ -323,10 +328,15 @@ class Master:
 
     def _committed(self, batch: Batch) -> None:
         state = self.state
+        if self._watch is not None:
+            self._watch(state, batch.records)
         for record in batch.records:
             if isinstance(record.event, CommandFailed):
                 self.alarms += 1
                 log.error("a command failed: our bug", seq=record.seq, **record.event._asdict())
+            elif isinstance(record.event, failures.ActionChosen) and choosing.UNHEARD in record.event.rule:
+                self.alarms += 1
+                log.error("the policy's hook failed", seq=record.seq, rule=record.event.rule)
         if any(type(record.event) in LEVELLING for record in batch.records):
             self._derive(state)
             self._level()
@@ -440,6 +450,7 @@ class Master:
                 for node in list(self.state.nodes.nodes.values()):
                     self._weigh(node, spec.silence_s)
                 self._note_progress()
+                self._note_paces()
 
     def _weigh(self, node: nodes.Node, silence_s: float) -> None:
         if not node.joined:
@@ -480,6 +491,13 @@ class Master:
             steps = self.sessions.steps_of(group, seen.generation)
             if steps and max(steps) > seen.step and self.now() - seen.at >= us(state.job.spec.progress_s):
                 self.tell(progress.NoteProgress(group, seen.generation, max(steps)))
+
+    def _note_paces(self) -> None:
+        state = self.state
+        if state.job.live:
+            now_s = asyncio.get_running_loop().time()
+            for found in self.sessions.paces.findings(state.world.worlds, state.pace.standing(), now_s):
+                self.tell(found)
 
     # ---- for people
 

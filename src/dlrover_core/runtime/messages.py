@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Union, cast
 import msgpack
 
 from dlrover_core.errors import MalformedMessage
-from dlrover_core.job import budget, evidence, failures, job, nodes, progress, scaling, world
+from dlrover_core.job import budget, evidence, failures, hangs, health, job, nodes, progress, scaling, world
 from dlrover_core.job.state import Order
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
 
@@ -104,11 +104,21 @@ class Level(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """An agent lives. ``step`` is the highest its workers have made (-1 unknown), ``lag_us`` its loop's lag."""
+    """An agent lives. ``step`` is the highest its workers have made (-1 unknown), ``lag_us`` its loop's lag.
+
+    What follows is a `diagnosis.stall.Pulse`, as of now. ``pace`` and ``losses``: what ranks compute and lose, as `runtime.paces`
+    writes it.
+    """
 
     generation: int
     step: int
     lag_us: int
+    idle_us: int = -1
+    step_us: int = 0
+    pause_us: int = 0
+    phase: int = 0
+    pace: tuple[int, ...] = ()
+    losses: tuple[int, ...] = ()
 
 
 class BeatSeen(NamedTuple):
@@ -154,6 +164,8 @@ COMMANDS: Mapping[int, type] = {
     13: scaling.LeaveNode,
     # From version 3 on.
     14: evidence.ReportEvidence,
+    15: hangs.ReportStacks,
+    16: health.ReportCheck,
 }
 _FRAME_KIND = {cls: kind for kind, cls in _FRAMES.items()}
 _COMMAND_KIND = {cls: kind for kind, cls in COMMANDS.items()}
@@ -161,8 +173,8 @@ _COMMAND_KIND = {cls: kind for kind, cls in COMMANDS.items()}
 
 # How many fields the kinds that have grown since had in an older version: its peers refuse any further one.
 _WIDTHS: Mapping[int, Mapping[type, int]] = {
-    1: {Hello: 6, Goodbye: 3, Order: 14, nodes.ReportJoined: 4, Beat: 3, Welcome: 9, failures.ReportExit: 9},
-    2: {Order: 17, Beat: 3, Welcome: 9, failures.ReportExit: 9},
+    1: {Hello: 6, Goodbye: 3, Order: 14, nodes.ReportJoined: 4, Beat: 3, failures.ReportExit: 9},
+    2: {Order: 16, Beat: 3, failures.ReportExit: 9},
 }
 
 

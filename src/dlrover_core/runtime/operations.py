@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from dlrover_core.errors import MalformedMessage
-from dlrover_core.job import job, scaling
+from dlrover_core.job import hosts, job, scaling
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.messages import Message
 
@@ -21,6 +21,8 @@ COMMANDS: Mapping[str, type] = {
     "stop": job.StopJob,
     "suspend": job.SuspendJob,
     "resume": job.ResumeJob,
+    "quarantine": hosts.QuarantineHost,
+    "release": hosts.ReleaseHost,
 }
 _DEFAULTS: Mapping[str, object] = {"group": "worker", "nodes_min": 0, "reason": "asked over HTTP"}
 

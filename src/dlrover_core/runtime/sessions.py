@@ -32,6 +32,8 @@ from dlrover_core.runtime.messages import (
     Numbered,
     Welcome,
 )
+from dlrover_core.runtime.paces import Paces
+from dlrover_core.runtime.stalls import Stalls
 from dlrover_core.runtime.transport import Connection, receive_within
 from dlrover_core.spec import us
 
@@ -152,6 +154,8 @@ class Sessions:
         self._calm = 0.0
         self._complaints = Complaints(log)
         self.steps: dict[str, tuple[int, int]] = {}
+        self.stalls = Stalls(master)
+        self.paces = Paces()
 
     def __len__(self) -> int:
         """How many agents are connected."""
@@ -302,9 +306,11 @@ class Sessions:
     def _take(self, session: Session, message: Message) -> None:
         self._hear(session)
         match message:
-            case Beat(generation, step, _):
+            case Beat(generation, step):
                 if session.node:
                     self.steps[session.node] = (generation, step)
+                    self.stalls.heard(session.node, message)
+                    self.paces.heard(session.node, generation, message.pace, message.losses)
                     self._remind(session)
                 session.seen(self._master.token)
             case Numbered():
@@ -398,6 +404,7 @@ class Sessions:
 
     def close(self) -> None:
         """Nobody comes any more: tell how many complaints were not told."""
+        self.stalls.close()
         self._complaints.close()
 
     def forget_absent(self) -> None:
@@ -406,6 +413,8 @@ class Sessions:
         for node in [node for node in self._heard if node not in present and node not in self._by_node]:
             del self._heard[node]
             self.steps.pop(node, None)
+            self.stalls.forget(node)
+            self.paces.forget(node)
 
 
 def _reply(number: int, reply: Reply) -> Message:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dlrover_core.job import failures, nodes, progress, world
+from dlrover_core.job import failures, hangs, health, nodes, progress, world
 from dlrover_core.job.state import NodeLaunch, Order
 from dlrover_core.kernel.engine import Command
 from dlrover_core.sim.clock import SECOND_US, key_of
@@ -28,6 +28,8 @@ UNANSWERED_MAX = 16
 RETRY_FIRST_S, RETRY_MAX_S = 0.05, 2.0
 LAST_WORD_S = 5.0
 STORES = 2
+SHOW_S = 0.45
+CHECK_S = 1.0
 
 NOTHING = Order(leave=False, reason="no master has spoken yet", grace_us=0)
 SICK = "RuntimeError: CUDA error: an illegal memory access was encountered"
@@ -62,6 +64,7 @@ class Agent:
     """
 
     __slots__ = (
+        "_checked",
         "_clock",
         "_exits_by",
         "_first_told",
@@ -71,6 +74,7 @@ class Agent:
         "_outbox",
         "_rounds",
         "_sent",
+        "_shown",
         "_sim",
         "_stepped_at",
         "_stores",
@@ -121,6 +125,8 @@ class Agent:
         self._told_over = self._first_told = self._gave_up = self.seen = self._exits_by = 0
         self._stores: list[str] = []
         self._stores_made = self._rounds = 0
+        self._shown = 0
+        self._checked = (0, 0)
         self._watching = False
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
@@ -201,8 +207,29 @@ class Agent:
         if order.store in self._stores:
             self._stores.remove(order.store)
             self._offer()
+        if order.probe > self._shown and self.running:
+            self._shown = order.probe
+            self._clock.later(us(SHOW_S), self.key, self._show, order.probe)
+        if order.check and (order.check, order.check_round) > self._checked:
+            self._checked = (order.check, order.check_round)
+            self._clock.later(us(CHECK_S), self.key, self._check, order)
         if not self.busy or self.busy == "lingering":
             self.level()
+
+    def _check(self, order: Order) -> None:
+        """Its part of a node check: a sick host shows alone, and drags its partners down."""
+        if self._stopped_by_signal(self._check, order) or self._checked != (self.order.check, self.order.check_round):
+            return
+        others = [self._sim.agents.of[one].host for one in order.check_with if one in self._sim.agents.of]
+        sick, dragged = self.host.sick_until > self._clock.now, any(one.sick_until > self._clock.now for one in others)
+        what = self.host.cause or SICK if sick else "its partner failed alone" if dragged else ""
+        took_us = us(CHECK_S)
+        self.add(health.ReportCheck(self.node, *self._checked, not what, not sick, took_us, took_us // 2, what))
+
+    def _show(self, hang: int) -> None:
+        """What its ranks are at, because the leader suspects a hang."""
+        if not self._stopped_by_signal(self._show, hang) and self.running:
+            self.add(hangs.ReportStacks(self.node, hang, self._sim.training.shown(self)))
 
     def _count_worlds(self, order: Order) -> None:
         seen, newest = self.seen, max(order.generation, order.over)

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dlrover_core.job import failures, job, progress, silence
+from dlrover_core.diagnosis.stall import Threshold
+from dlrover_core.job import failures, hangs, job, progress, silence
 from dlrover_core.job.nodes import Observed
 from dlrover_core.job.state import CODEC, LEVELLING, MODEL, STRANGER, Desired, JobState, Order, desired, farewell
 from dlrover_core.kernel.engine import Command, CommandFailed, Engine, Reply, Resend, Tick
@@ -24,6 +25,7 @@ from dlrover_core.spec import us
 
 if TYPE_CHECKING:
     from dlrover_core.sim.simulation import Simulation
+    from dlrover_core.sim.training import World
 
 # As in runtime/pipeline.py and runtime/master.py; tests/unit/test_sim_rules.py compares them.
 GROUP_COMMANDS_MAX = 512
@@ -365,7 +367,7 @@ class Leader:
         if node not in self.engine.state.nodes.nodes:
             self._sim.network.to_node(agent, agent.refused, self._estranged().outcome, True)
             return
-        if type(command) is failures.ReportExit:
+        if type(command) in (failures.ReportExit, hangs.ReportStacks):
             self._sim.meter.evidence()
         if not self._going:
             self._queue.append((command, Origin(node, agent.boot, number), (agent, connection, number)))
@@ -439,6 +441,14 @@ class Leader:
         if node.joined and node.state == "running" and silent > us(self._sim.spec.silence_s):
             self.submit(silence.NoteSilence(name, silent))
         return True
+
+    def stalled(self, world: World, step: int, idle_us: int, limit: Threshold) -> None:
+        """Nobody makes steps: a hang, if everybody is heard of and nobody is asked already."""
+        if self.paused or not self.serving or self._troubled_since >= 0:
+            return
+        heard = all(node in self._sessions and self._mind.get(node, -1) < 0 for node in world.members)
+        if heard and self.state.hangs.suspected(self._sim.group) is None:
+            self.submit(hangs.NoteStall(self._sim.group, world.generation, step, idle_us, limit.us, limit.budget))
 
     def await_progress(self) -> None:
         """Steps are made: the next word about them is due in a while."""

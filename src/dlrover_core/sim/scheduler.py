@@ -41,9 +41,8 @@ class Pod:
 
     def seen(self) -> Observed:
         """As an observer is told."""
-        return Observed(
-            self.launch.node, self.phase, self.exit_code, self.reason, self.host.name if self.host is not None else ""
-        )
+        host, rack = (self.host.name, f"rack-{self.host.rack}") if self.host is not None else ("", "")
+        return Observed(self.launch.node, self.phase, self.exit_code, self.reason, host, rack=rack)
 
 
 @dataclass(slots=True)

@@ -260,11 +260,17 @@ class Strikes:
 
     def _hang_worker(self, fault: Fault) -> bool:
         found = self._worker(fault.target)
-        return found is not None and self._sim.training.hang(found[0].generation, us(amount(fault)))
+        if found is None:
+            return False
+        agent, local = found
+        return self._sim.training.hang(agent.generation, us(fault.amount), agent.first_rank + local)
 
     def _slow_worker(self, fault: Fault) -> bool:
         found = self._worker(fault.target)
-        return found is not None and self._sim.training.slow(found[0].generation, amount(fault))
+        if found is None:
+            return False
+        agent, index = found
+        return self._sim.training.slow(agent.generation, amount(fault), agent.node, agent.first_rank + index)
 
     def _flap_node(self, fault: Fault) -> bool:
         agent = self._agent(fault.target)

@@ -10,6 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from dlrover_core.diagnosis import hanging, stall
+from dlrover_core.diagnosis.changepoint import BLOCK_STEPS, BLOCKS, SOUGHT, WINDOWS
+from dlrover_core.diagnosis.hanging import Facts
+from dlrover_core.diagnosis.stacks import Frame
+from dlrover_core.job import hangs, pace
 from dlrover_core.sim.clock import SECOND_US
 from dlrover_core.spec import us
 
@@ -22,6 +27,10 @@ TIMED_OUT = "RuntimeError: NCCL watchdog: Timed out waiting for a collective"
 # Torch's own default for NCCL: peers of a rank that neither dies nor comes raise after it.
 COLLECTIVE_S = 600.0
 SLOW_S = 60.0
+# What the agents' detector needs: steps before it knows what is normal, and steps of evidence (`diagnosis.changepoint`).
+BASELINE_STEPS, EVIDENCE_STEPS = 400, 53
+ELSEWHERE = Frame("train.py", 1, "step")
+WAITING = Frame("torch/distributed/distributed_c10d.py", 1, "all_reduce")
 
 
 class Position(NamedTuple):
@@ -80,7 +89,10 @@ class Stretch:
 
 @dataclass(slots=True)
 class World:
-    """One generation's workers. ``stretch`` while it steps; ``hung`` while somebody lives and makes no step."""
+    """One generation's workers. ``stretch`` while it steps.
+
+    ``hung`` counts the times that somebody lived and made no step, or did again; ``who`` it was last, ``hung_at`` since when.
+    """
 
     generation: int
     nodes: int
@@ -90,11 +102,14 @@ class World:
     cascaded: bool = False
     done: bool = False
     hung: int = 0
+    hung_at: int = 0
+    who: int = -1
     slowed: float = 1.0
     stretch: Stretch | None = None
     epoch: int = 0
     first_told: bool = False
     begun: bool = False
+    began: int = 0
 
 
 class Training:
@@ -169,7 +184,7 @@ class Training:
             again = self.made - self.saved
             self._sim.meter.trains(again * self._rate_us(world))
             self.lost += again
-            self.made = self.saved
+            self.made = world.began = self.saved
             self._go(world)
 
     def _rate_us(self, world: World) -> int:
@@ -272,14 +287,16 @@ class Training:
 
     # ---- hurt
 
-    def hang(self, generation: int, for_us: int) -> bool:
-        """A worker lives and makes no step, so nobody does; after torch's own patience its peers raise."""
+    def hang(self, generation: int, for_us: int, who: int) -> bool:
+        """A worker lives and makes no step, so nobody does; the leader looks for it; after torch's own patience peers raise."""
         world = self.world
         if world is None or world.generation != generation or world.done or world.broken or not world.full:
             return False
         self.settle()
         self._cut_short(world)
         world.hung += 1
+        world.hung_at, world.who = self._clock.now, who
+        self._mind_stall(world)
         world.stretch, self._settled = None, None
         world.epoch += 1
         self._sim.meter.hung()
@@ -287,6 +304,34 @@ class Training:
         if for_us:
             self._clock.later(for_us, 0, self._unhang, world, world.hung)
         return True
+
+    def _mind_stall(self, world: World) -> None:
+        """When nobody making steps is a hang, by the rule of the real leader: what heartbeats would tell it is known here."""
+        spec = self._sim.spec
+        if spec.hang_s:
+            step_us = self._rate_us(world) if world.first_told else 0
+            pulse = stall.Pulse(self.made, 0, step_us, us(self._scenario.checkpoint_s) + step_us)
+            limit = stall.threshold(hangs.limits(spec), pulse, 0)
+            self._clock.later(limit.us, 0, self._stalled, world, world.hung, limit)
+
+    def _stalled(self, world: World, hung: int, limit: stall.Threshold) -> None:
+        if world is not self.world or world.hung != hung or world.broken or world.done or world.stretch is not None:
+            return
+        leader = self._sim.leader
+        if leader is not None:
+            leader.stalled(world, self.made, self._clock.now - world.hung_at, limit)
+        # It may not lead yet, or not hear everybody.
+        self._clock.later(us(self._sim.spec.heartbeat_s), 0, self._stalled, world, hung, limit)
+
+    def shown(self, agent: Agent) -> tuple[str, ...]:
+        """What the ranks of a node are at, as its agent would show it while the world stands still."""
+        world = self.world
+        if world is None or world.generation != agent.generation:
+            return ()
+        idle_us = 0 if world.stretch is not None else self._clock.now - world.hung_at
+        ranks = range(agent.first_rank, agent.first_rank + agent.nproc)
+        found = (Facts(one, "S", "", idle_us, stack=(ELSEWHERE if one == world.who else WAITING,)) for one in ranks)
+        return tuple(hanging.to_text(one) for one in found)
 
     def _weary(self, world: World, hung: int) -> None:
         if world is self.world and world.hung == hung and not world.broken and world.stretch is None and not world.done:
@@ -301,14 +346,40 @@ class Training:
             else:
                 self._clock.later(us(self._scenario.load_s), 0, self._begin, world, world.epoch)
 
-    def slow(self, generation: int, times: float) -> bool:
-        """A worker is slow, so the whole world is, for a while."""
+    def slow(self, generation: int, times: float, node: str, rank: int) -> bool:
+        """A worker is slow, so the whole world is, for a while; who leads hears of it, if that lasts for enough steps."""
         world = self.world
         if world is None or world.generation != generation or world.broken:
             return False
+        normal_us = self._rate_us(world)
         self._at_rate(world, times)
         self._clock.later(round(SLOW_S * SECOND_US), 0, self._at_rate, world, 1.0 / times)
+        evidence_us = round(EVIDENCE_STEPS * normal_us * times)
+        if times >= SOUGHT and evidence_us < us(SLOW_S) and self.made - world.began >= BASELINE_STEPS:
+            steps = WINDOWS * BLOCKS * BLOCK_STEPS
+            seen = pace.NoteSlow(
+                node,
+                generation,
+                rank,
+                normal_us,
+                round(normal_us * times),
+                steps,
+                pace.PARTS,
+                self.made + EVIDENCE_STEPS,
+            )
+            ended = pace.NoteRecovered(node, generation, rank)
+            self._clock.later(evidence_us, 0, self._paced, world, seen)
+            self._clock.later(us(SLOW_S) + EVIDENCE_STEPS * normal_us, 0, self._paced, world, ended)
         return True
+
+    def _paced(self, world: World, note: pace.NoteSlow | pace.NoteRecovered) -> None:
+        """What beats would tell of a world that goes on; again, while nobody leads."""
+        if world is not self.world or world.broken or world.done:
+            return
+        if self._sim.leader is None:
+            self._clock.later(us(self._sim.spec.heartbeat_s), 0, self._paced, world, note)
+        else:
+            self._sim.leader.submit(note)
 
     def _at_rate(self, world: World, times: float) -> None:
         world.slowed *= times

@@ -29,9 +29,10 @@ from dlrover_core.runtime.master import SNAPSHOT_EVENTS, Master, Outcome
 from dlrover_core.runtime.pipeline import Deposed
 from dlrover_core.spec import JobSpec
 from dlrover_core.testing import virtual_loop
+from dlrover_core.testing.checks import CheckStub
 from dlrover_core.testing.network import DELAY_S, Network
 from dlrover_core.testing.platform import BOOT_S, Machine, NameTaken, NoQuota, Platform
-from dlrover_core.testing.training import MemoryLauncher, Training
+from dlrover_core.testing.training import MemoryLauncher, ShowHangs, Training
 
 ADDRESS = "master:1"
 ADDRESSES = ("master-a:1", "master-b:1", "master-c:1")
@@ -124,6 +125,7 @@ class Cluster:
     Masters share one address, as those of one host do, and only the leader is reached there. With ``answers`` they are on
     several hosts: agents know three addresses, and standbys answer.
     ``snapshot_events`` is every how many events masters keep a snapshot, and archive what came before it.
+    Nodes on ``sick`` hosts fail their check, where there is one; ``ill`` are those that have.
     ``patience_s`` is how long workers of nodes that boot from now on take to stop, if they are given so long.
     """
 
@@ -156,6 +158,8 @@ class Cluster:
         self.jumped_us: dict[str, int] = {}
         self.agent_version = messages.VERSION
         self.patience_s = 0.0
+        self.sick: set[str] = set()
+        self.ill: set[str] = set()
         self.run = "run-1"
         self.masters: list[Master] = []
         self.deposed: list[str] = []
@@ -233,6 +237,7 @@ class Cluster:
         launcher.patience_s = self.patience_s
         self.launchers[node.node] = launcher
         self._boots += 1
+        checks = [CheckStub(host, self.sick, self.ill)] if self.spec.precheck != "off" else []
         agent = Agent(
             node.node,
             launcher=launcher,
@@ -241,6 +246,7 @@ class Cluster:
             boot=self._boots,
             host=host,
             address=node.node,
+            duties=[ShowHangs(launcher), *checks],
         )
         self.agents[node.node] = agent
         return agent

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from dlrover_core.job.state import MODEL, JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.state import digest
+from dlrover_core.testing.liveness import Liveness, Prompt
 from dlrover_core.testing.promises import (
     Commands,
     Invariant,
@@ -25,7 +26,7 @@ from dlrover_core.testing.promises import (
     Told,
     Worlds,
 )
-from dlrover_core.testing.recovering import Absorbing, Bounded, Budgets, Effects, Incidents, Liveness, Pauses, Prompt
+from dlrover_core.testing.recovering import Absorbing, Bounded, Budgets, Effects, Incidents, Pauses
 from dlrover_core.testing.reference import Reference
 
 if TYPE_CHECKING:

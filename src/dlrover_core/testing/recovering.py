@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.diagnosis.evidence import PLAT
-from dlrover_core.job import budget, failures, job, nodes, progress, scaling, world
+from dlrover_core.diagnosis.evidence import OPENING, PLAT
+from dlrover_core.job import budget, evidence, failures, hosts, job, nodes, progress, scaling, world
 from dlrover_core.job.haste import AT_ONCE, EARLY_S, FIRST_PAUSE_S
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import STRANGERS_MAX, UNANSWERED_MAX
 from dlrover_core.kernel.events import Record
-from dlrover_core.sim.faults import KINDS, Fault, amount
-from dlrover_core.sim.striking import REPAIR_S
 from dlrover_core.spec import JobSpec, us
 from dlrover_core.testing.promises import Look, Promise
 
@@ -24,7 +22,8 @@ LASTS_S = 60.0
 class Incidents(Promise):
     """Incidents count on, close once, and have at most one action in force: another needs a new verdict or a final one.
 
-    A worker's death opens one for its own generation alone. The first step of a later generation closes it, at once.
+    A worker's death, or what is a failure without one (a hang), opens one for its own generation alone. The first step of a later
+    generation closes it, at once.
     """
 
     name = "incidents"
@@ -35,6 +34,7 @@ class Incidents(Promise):
         self._actions: dict[int, list[str]] = {}
         self._open: dict[int, tuple[str, int]] = {}
         self._exit: tuple[int, failures.WorkerExited | None] = (0, None)
+        self._seen: tuple[int, evidence.EvidenceSeen | None] = (0, None)
         self._mended: set[int] = set()
 
     def __call__(self, state: JobState, record: Record) -> None:
@@ -52,12 +52,19 @@ class Incidents(Promise):
     def _exited(self, _state: JobState, fact: failures.WorkerExited, record: Record) -> None:
         self._exit = (record.seq, fact)
 
+    def _told(self, _state: JobState, fact: evidence.EvidenceSeen, record: Record) -> None:
+        self._seen = (record.seq, fact)
+
     def _open_one(self, _state: JobState, fact: failures.IncidentOpened, record: Record) -> None:
         assert fact.incident == self._opened + 1, f"{record.seq}: incident {fact.incident} after {self._opened}"
         self._opened = fact.incident
         self._open[fact.incident] = world.group_of(fact.node), fact.generation
         seq, died = self._exit
-        if fact.ranks:
+        told, seen = self._seen
+        if told == record.cause and seen is not None:
+            assert seen.source in OPENING, f"{record.seq}: {seen} opens {fact}"
+            assert seen.generation in (0, fact.generation), f"{record.seq}: {seen} opens {fact}"
+        elif fact.ranks:
             assert died is not None and seq == record.cause, (
                 f"{record.seq}: nobody's death opens incident {fact.incident}"
             )
@@ -74,6 +81,8 @@ class Incidents(Promise):
         self._verdicts[fact.incident] = self._verdicts.get(fact.incident, 0) + 1
 
     def _chosen(self, _state: JobState, fact: failures.ActionChosen, record: Record) -> None:
+        if fact.action == ladder.SUSPECTS:
+            return
         taken = self._actions.setdefault(fact.incident, [])
         final = taken[-1:] == [ladder.AWAIT_EVIDENCE]
         assert fact.incident in self._open, f"{record.seq}: {fact.action} for incident {fact.incident}, which is over"
@@ -99,6 +108,7 @@ class Incidents(Promise):
     looks: ClassVar[Mapping[type, Look]] = {
         job.JobCreated: _created,
         failures.WorkerExited: _exited,
+        evidence.EvidenceSeen: _told,
         progress.FirstStep: _stepped,
         failures.IncidentOpened: _open_one,
         failures.Diagnosed: _judged,
@@ -124,8 +134,8 @@ class Effects(Promise):
             action = self._due.get(record.cause)
             if action is not None and _does(action, fact):
                 del self._due[record.cause]
-        if type(fact) is failures.ActionChosen:
-            restarts = fact.action in (ladder.RESTART_PROCESSES, ladder.AWAIT_EVIDENCE)
+        if type(fact) is failures.ActionChosen and fact.action != ladder.SUSPECTS:
+            restarts = fact.action in (*ladder.IN_PLACE, ladder.AWAIT_EVIDENCE)
             if not restarts or state.world.of(fact.node).active:
                 self._due[record.seq] = fact
 
@@ -143,28 +153,33 @@ def _does(action: failures.ActionChosen, fact: Any) -> bool:
     """Is this what the action stands for?"""
     what, kind = action.action, type(fact)
     if kind is world.WorldDissolved:
-        return what in (ladder.RESTART_PROCESSES, ladder.AWAIT_EVIDENCE)
+        return what in (*ladder.IN_PLACE, ladder.AWAIT_EVIDENCE)
     if kind is nodes.NodePlanned:
-        return what == ladder.RELAUNCH_NODE and action.node.rsplit("-", 1)[0] == f"{fact.group}-{fact.index}"
+        return what in ladder.RELAUNCHES and action.node.rsplit("-", 1)[0] == f"{fact.group}-{fact.index}"
     if kind is nodes.NodeReleased:
         return what == ladder.GO_ON_SMALLER and (fact.node, fact.reason) == (action.node, "given up")
     return kind is _EFFECT.get(what)
 
 
-_EFFECT = {ladder.RESTART_PROCESSES: world.WorldFormed, ladder.FAIL_JOB: job.JobFailed}
+_EFFECT = {
+    ladder.RETRY: world.WorldFormed,
+    ladder.RESTART_PROCESSES: world.WorldFormed,
+    ladder.FAIL_JOB: job.JobFailed,
+}
 
 
 class Budgets(Promise):
     """Each failure costs one unit of one budget at most, no budget is overdrawn, and the job is given up when one is spent only.
 
-    A node's death that explains the restarts of its group since gives them back. Counted here once more, from the log alone.
+    A node's death that explains the restarts of its group since gives them back; a verdict that is revised charges what was
+    done to the budget of the new one. Counted here once more, from the log alone.
     """
 
     name = "budgets"
 
     def __init__(self) -> None:
         self._spec = JobSpec("none")
-        self._restarted: dict[int, str] = {}
+        self._restarted: dict[int, tuple[str, str]] = {}
         self._charged: set[int] = set()
         self._relaunched: set[str] = set()
         self._restarts = 0
@@ -183,24 +198,38 @@ class Budgets(Promise):
         seq, node = record.seq, fact.node
         group = world.group_of(node)
         assert fact.budget_left >= 0, f"{seq}: the budget is overdrawn"
-        if fact.action in (ladder.RELAUNCH_NODE, ladder.GO_ON_SMALLER):
-            for incident in [one for one, its in self._restarted.items() if its == group]:
-                del self._restarted[incident]
-                self._restarts -= 1
-        if fact.action == ladder.RESTART_PROCESSES:
+        if fact.action in ladder.FOR_NODES:
+            for incident in [one for one, (its, _) in self._restarted.items() if its == group]:
+                self._restarts -= self._restarted.pop(incident)[1] == ladder.RESTARTS
+        if fact.action in ladder.IN_PLACE:
             assert fact.incident not in self._charged, f"{seq}: incident {fact.incident} restarts twice"
             self._charged.add(fact.incident)
-            self._restarted[fact.incident] = group
-            self._restarts += 1
-            left = self._spec.max_restarts - self._restarts
-            assert left >= 0 and left == fact.budget_left, f"{seq}: {fact.budget_left} restarts are left, not {left}"
-        elif fact.action == ladder.RELAUNCH_NODE:
+            self._restarted[fact.incident] = group, fact.budget
+            self._restarts += fact.budget == ladder.RESTARTS
+            if fact.budget == ladder.RESTARTS:
+                left = self._spec.max_restarts - self._restarts
+                assert left >= 0 and left == fact.budget_left, (
+                    f"{seq}: {fact.budget_left} restarts are left, not {left}"
+                )
+        elif fact.action in ladder.RELAUNCHES:
             assert node not in self._relaunched, f"{seq}: {node} is relaunched twice"
             self._relaunched.add(node)
             most, used = self._spec.group(group).relaunch_max, state.failures.relaunches.get(node.rsplit("-", 1)[0], 0)
-            assert 0 < used <= most and used == most - fact.budget_left, f"{seq}: {used} of {most} relaunches, {fact}"
+            counted = fact.budget == ladder.PLATFORM or (0 < used <= most and used == most - fact.budget_left)
+            assert counted, f"{seq}: {used} of {most} relaunches, {fact}"
         elif fact.action == ladder.AWAIT_EVIDENCE:
             self._given_up(state, fact, record)
+            self._restarts -= self._restarted.pop(fact.incident, ("", ""))[1] == ladder.RESTARTS
+        self._agreed(state, seq)
+
+    def _judged(self, state: JobState, fact: failures.Diagnosed, record: Record) -> None:
+        group, budget_ = self._restarted.get(fact.incident, ("", ""))
+        if group and fact.budget and fact.budget != budget_:
+            self._restarts += (fact.budget == ladder.RESTARTS) - (budget_ == ladder.RESTARTS)
+            self._restarted[fact.incident] = group, fact.budget
+        self._agreed(state, record.seq)
+
+    def _agreed(self, state: JobState, seq: int) -> None:
         assert state.failures.restarts == self._restarts, (
             f"{seq}: {state.failures.restarts} restarts are charged, of which {self._restarts} for a reason"
         )
@@ -210,8 +239,7 @@ class Budgets(Promise):
         spent = {
             "workers.exhausted": self._restarts >= self._spec.max_restarts,
             "node.exhausted": state.failures.relaunches.get(place, 0) >= group.relaunch_max,
-            "node.refused": True,
-        }[fact.rule.split(":")[0]]
+        }.get(fact.rule.split(":")[0], True)
         assert spent or fact.node in self._spent, f"{record.seq}: {fact.rule}, and budgets are left"
 
     def _closed(self, _state: JobState, fact: failures.IncidentClosed, _record: Record) -> None:
@@ -221,6 +249,7 @@ class Budgets(Promise):
     looks: ClassVar[Mapping[type, Look]] = {
         job.JobCreated: _created,
         budget.RestartsSpent: _say_spent,
+        failures.Diagnosed: _judged,
         failures.ActionChosen: _chosen,
         failures.IncidentClosed: _closed,
     }
@@ -247,7 +276,7 @@ class Pauses(Promise):
         self._verdict = fact.verdict
 
     def _chosen(self, _state: JobState, fact: failures.ActionChosen, record: Record) -> None:
-        if fact.action != ladder.RESTART_PROCESSES:
+        if fact.action not in ladder.IN_PLACE:
             return
         group = world.group_of(fact.node)
         formed_at, stepped = self._formed.get(group, (0, False))
@@ -378,8 +407,8 @@ class Bounded(Promise):
         assert len(state.world.offers) <= most, f"{record.seq}: {len(state.world.offers)} nodes offer, {most} are there"
 
     def _quarantined(self, state: JobState, _fact: object, record: Record) -> None:
-        kept = len(state.nodes.quarantine)
-        assert kept <= nodes.QUARANTINES_MAX, f"{record.seq}: {kept} hosts in quarantine"
+        kept = len(state.hosts.hosts)
+        assert kept <= hosts.HOSTS_MAX, f"{record.seq}: {kept} hosts are remembered"
 
     def _planned(self, state: JobState, _fact: object, record: Record) -> None:
         # Every place has the node that is wanted, and those before it whose end is not seen yet.
@@ -408,173 +437,10 @@ class Bounded(Promise):
 
 _BOUNDS: Mapping[type, Look] = {
     world.StoreOffered: Bounded._offered,
-    nodes.HostQuarantined: Bounded._quarantined,
+    hosts.HostQuarantined: Bounded._quarantined,
     nodes.NodePlanned: Bounded._planned,
     failures.WorkerExited: Bounded._exited,
     failures.IncidentClosed: Bounded._closed,
     failures.Diagnosed: Bounded._judged,
     world.WorldFormed: Bounded._formed,
 }
-
-
-class Prompt(Promise):
-    """Enough nodes are there, with a store: then a world forms before the last call is over, or a pause.
-
-    Where everybody of the last world is there nobody waits for a last call. Who comes for the first time may prolong it.
-    """
-
-    name = "prompt"
-    MARGIN_S = 5.0
-
-    def __init__(self) -> None:
-        self._groups: tuple[str, ...] = ()
-        self._able_since: dict[str, int] = {}
-        self._until: dict[str, int] = {}
-        self._again_at = 0
-
-    def __call__(self, state: JobState, record: Record) -> None:
-        """See the class."""
-        again = type(record.event) in _CALLS_AGAIN
-        for group, until in self._until.items():
-            late_s = (record.at - until) / 1e6
-            assert again or record.cause or late_s <= 0, (
-                f"{record.seq}: no world of {group} formed, {late_s:.1f} s after it could"
-            )
-        if again:
-            self._groups = tuple(group.name for group in state.job.spec.groups)
-            self._again_at = record.at
-        for group in self._groups:
-            current = state.world.worlds.get(group) or world.World()
-            if current.active or not self._able(group, state):
-                if self._until:
-                    self._able_since.pop(group, None)
-                    self._until.pop(group, None)
-            else:
-                since = self._able_since.setdefault(group, record.at)
-                self._until[group] = self._latest(group, current, max(since, self._again_at), state)
-
-    def _latest(self, group: str, last: world.World, since: int, state: JobState) -> int:
-        spec = state.job.spec
-        waits_s = 0.0 if self._whole(group, last, state) else spec.last_call_s
-        return max(since, state.haste.not_before(group, spec.restart_pause_s)) + us(waits_s + self.MARGIN_S)
-
-    @staticmethod
-    def _able(group: str, state: JobState) -> bool:
-        spec = state.job.spec.group(group)
-        if not state.job.forms or state.nodes.tally.ready.get(group, 0) < spec.floor:
-            return False
-        ready = [node.node for node in state.nodes.nodes.values() if node.group == group and node.ready]
-        held = any(one.held and one.group == group for one in state.failures.incidents.values())
-        return (
-            not held
-            and len(ready) // spec.unit * spec.unit >= spec.floor
-            and any(state.world.offers.get(node) for node in ready)
-        )
-
-    @staticmethod
-    def _whole(group: str, last: world.World, state: JobState) -> bool:
-        """Is everybody there who was in the last world, and who leads it?"""
-        most = state.job.spec.group(group).nodes_max
-        there = [state.nodes.nodes.get(member.node) for member in last.members]
-        whole = all(node is not None and node.ready and node.index < most for node in there)
-        return whole and bool(there) and bool(state.world.offers.get(last.members[0].node))
-
-
-_CALLS_AGAIN = frozenset(
-    (job.JobCreated, job.LeaderStarted, job.MasterPaused, job.JobResumed, job.GroupScaled, nodes.NodeJoined)
-)
-
-
-class Liveness(Promise):
-    """Once the last fault is over, the job trains again within ``within_s``, or has ended.
-
-    ``within_s`` is, unless set, every patience of the spec once: a node that nobody hears of, one whose launch was lost, a last
-    call, a pause. While a job is suspended nobody waits for it.
-    """
-
-    name = "liveness"
-    within_s: float = 0.0
-
-    def __init__(self) -> None:
-        self._began = 0
-        self._idle_since = -1
-        self._groups: dict[str, bool] = {}
-        self._idle: list[tuple[int, int]] = []
-        self._halted = True
-
-    def _stands(self, at: int) -> None:
-        """From now on nobody trains, though somebody should."""
-        if self._idle_since < 0 and not self._halted:
-            self._idle_since = at
-
-    def _goes(self, at: int) -> None:
-        if self._idle_since >= 0:
-            self._idle.append((self._idle_since, at))
-            self._idle_since = -1
-
-    def _created(self, _state: JobState, fact: job.JobCreated, record: Record) -> None:
-        self._groups = {group.name: False for group in JobSpec.from_json(fact.spec).groups}
-        self._began = self._began or record.at
-        self._halted = False
-        self._goes(record.at)
-        self._stands(record.at)
-
-    def _stops(self, _state: JobState, fact: Any, record: Record) -> None:
-        self._groups[fact.group] = False
-        self._stands(record.at)
-
-    def _steps(self, _state: JobState, fact: progress.FirstStep, record: Record) -> None:
-        self._groups[world.group_of(fact.node)] = True
-        if all(self._groups.values()):
-            self._goes(record.at)
-
-    def _halts(self, _state: JobState, _fact: object, record: Record) -> None:
-        self._goes(record.at)
-        self._halted = True
-
-    def _resumes(self, _state: JobState, _fact: object, record: Record) -> None:
-        self._halted = False
-        self._stands(record.at)
-
-    looks: ClassVar[Mapping[type, Look]] = {
-        job.JobCreated: _created,
-        world.WorldFormed: _stops,
-        world.WorldDissolved: _stops,
-        progress.FirstStep: _steps,
-        **dict.fromkeys((*Absorbing.ENDS, job.JobStopping, job.JobSuspended), _halts),
-        job.JobResumed: _resumes,
-    }
-
-    def end(self, run: Any) -> None:
-        """See the class."""
-        over_s = max(self._began / 1e6, *(self._heals_s(run, fault, seq) for fault, seq in run.struck), 0.0)
-        last = self._began + us(run.virtual_s)
-        idle = [*self._idle, *([(self._idle_since, max(last, self._idle_since))] if self._idle_since >= 0 else [])]
-        # Waiting is measured on the leaders' clocks, and what makes those jump may do so in the midst of it.
-        jumps_s = sum(abs(amount(fault)) for fault, _ in run.struck if fault.kind in ("clock_jump", "clock_skew"))
-        within_s = (self.within_s or _patience_s(run)) + jumps_s
-        for since, until in idle:
-            waited_s = until / 1e6 - max(since / 1e6, over_s)
-            assert waited_s <= within_s, (
-                f"nobody trained for {waited_s:.1f} s after the last fault was over; {within_s:g} s are enough"
-            )
-
-    def _heals_s(self, run: Any, fault: Fault, seq: int) -> float:
-        """When a fault is over, on the leader's clock."""
-        at = run.records[seq - 1].at if 0 < seq <= len(run.records) else self._began
-        lasts_s = amount(fault) if KINDS[fault.kind].unit == "s" else LASTS_S
-        if fault.kind == "lose_host":
-            lasts_s += REPAIR_S
-        elif fault.kind == "create_stuck":
-            # All of them, one after the other, in the same place.
-            stuck = sum(amount(one) for one, _ in run.struck if one.kind == fault.kind)
-            lasts_s = stuck * run.state.job.spec.launch_s
-        return float(at / 1e6 + lasts_s)
-
-
-def _patience_s(run: Any) -> float:
-    """Every patience that the job has, once."""
-    spec, scenario = run.state.job.spec, run.plan.scenario
-    waits = spec.silence_s + spec.unreachable_s + spec.mass_silence_s + spec.launch_s + spec.last_call_s
-    works = scenario.boot_s + scenario.start_s + scenario.load_s + scenario.notice_s + 2 * scenario.step_s
-    return float(waits + spec.stop_grace_s + spec.kill_wait_s + spec.restart_pause_s + works)

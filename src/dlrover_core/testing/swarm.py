@@ -150,7 +150,7 @@ def _at(dice: random.Random, moment: float, scenario: Scenario, before: Fault | 
 def _amount(dice: random.Random, kind: str, scenario: Scenario) -> float:
     """Mostly what is usual, else a fraction or a multiple of it."""
     if kind == "hang_worker":
-        # For ever, which is the default, is for ever: nobody looks for hangs yet.
+        # Less, about and more than what the leader takes for a hang.
         return dice.choice([5.0, 60.0, 600.0])
     if kind == "scale":
         return float(dice.randint(1, scenario.nodes // scenario.unit) * scenario.unit)

@@ -11,9 +11,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+from dlrover_core.diagnosis import hanging
+from dlrover_core.diagnosis.hanging import Facts
+from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.errors import LaunchFailed
-from dlrover_core.job.state import NodeLaunch
+from dlrover_core.job.hangs import ReportStacks
+from dlrover_core.job.state import NodeLaunch, Order
 from dlrover_core.runtime.agent import Agent
+from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.launcher import (
     Notice,
     StoreReady,
@@ -23,6 +28,8 @@ from dlrover_core.runtime.launcher import (
     WorkersStuck,
     WorkerStep,
 )
+from dlrover_core.sim.agents import SHOW_S
+from dlrover_core.sim.training import ELSEWHERE, WAITING
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.network import Network
 
@@ -131,14 +138,16 @@ class Training:
     async def agent(self, master: str, node: NodeLaunch) -> str:
         """Serve a node of this training in this loop, until its master tells it to leave; returns why."""
         self._boots += 1
+        launcher = MemoryLauncher(node.node, node.nproc, self)
         return await Agent(
             node.node,
-            launcher=MemoryLauncher(node.node, node.nproc, self),
+            launcher=launcher,
             dialer=self.network.dialer(node.node),
             masters=[master],
             boot=self._boots,
             host=node.node,
             address=node.node,
+            duties=[ShowHangs(launcher)],
         ).run()
 
     async def _run(self, number: int, generation: _Generation) -> None:
@@ -202,6 +211,8 @@ class MemoryLauncher:
         self._asked = False
         self._stores = 0
         self._spent: set[str] = set()
+        self._moved_us = self._usual_us = self._longest_us = 0
+        self._step = -1
 
     async def open(self) -> None:
         """Two stores on offer."""
@@ -227,6 +238,7 @@ class MemoryLauncher:
         if self.unable:
             raise LaunchFailed(self.unable)
         self._launch, self._asked = launch, False
+        self._moved_us, self._usual_us, self._longest_us, self._step = self._now_us(), 0, 0, -1
         await asyncio.sleep(self._training.times.start_s)
         self._training.starts.append((launch.node or self.node, launch.generation))
         self._living = {launch.first_rank + one: one for one in range(launch.nproc)}
@@ -288,7 +300,27 @@ class MemoryLauncher:
 
     def stepped(self, generation: int, rank: int, step: int, first: bool) -> None:
         """A worker made a step."""
+        now_us = self._now_us()
+        if self._step >= 0 and step > self._step:
+            self._usual_us = now_us - self._moved_us
+            self._longest_us = max(self._longest_us, self._usual_us)
+        self._moved_us, self._step = now_us, step
         self._notices.put_nowait(WorkerStep(generation, rank, step, first, self._now_us(), told=True))
+
+    def pulse(self) -> Pulse | None:
+        """How long its workers have made no step."""
+        if not self._living:
+            return None
+        return Pulse(self._step, self._now_us() - self._moved_us, self._usual_us, self._longest_us)
+
+    def shown(self) -> tuple[str, ...]:
+        """What its ranks are at: those that hang are elsewhere, the others wait for them."""
+        hung, idle_us = self._training.hung, self._now_us() - self._moved_us
+        found = (
+            Facts(one, "S", "", idle_us, stack=(ELSEWHERE if (self.generation, one) in hung else WAITING,))
+            for one in self._living
+        )
+        return tuple(hanging.to_text(one) for one in found)
 
     def _now_us(self) -> int:
         # By its own host's clock, whoever's doing it is.
@@ -314,3 +346,33 @@ class MemoryLauncher:
         self._asked = True
         self._end(-9)
         self._notices.put_nowait(None)
+
+
+class ShowHangs:
+    """The duty of an agent in memory: shows what its ranks are at, as soon as the leader suspects a hang."""
+
+    def __init__(self, launcher: MemoryLauncher) -> None:
+        self._launcher = launcher
+        self._asked, self._shown = asyncio.Event(), 0
+        self._order: Order | None = None
+
+    def ordered(self, order: Order) -> None:
+        """A new order."""
+        self._order = order
+        if order.probe > self._shown:
+            self._asked.set()
+
+    def noticed(self, notice: Notice) -> None:
+        """Nothing follows."""
+
+    async def run(self, desk: Desk) -> None:
+        """Until cancelled."""
+        self.ordered(desk.order)
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            order = self._order
+            if order is not None and order.probe > self._shown:
+                self._shown = order.probe
+                await asyncio.sleep(SHOW_S)
+                desk.send(ReportStacks(desk.node, order.probe, self._launcher.shown()))

@@ -18,6 +18,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SECRETS = ("DLROVER_TOKEN", "DLROVER_ETCD_PASSWORD")
 
 
+FLIGHT_RECORDER_ENTRIES = "2000"
+
+
 class Mode(enum.Enum):
     """How the worker's program is named: as `python script`, `python -m module`, `runpy.run_path`, or any executable."""
 
@@ -163,6 +166,9 @@ def birth_environment(config: LaunchConfig, inherited: Mapping[str, str]) -> dic
     if config.nproc > 1:
         env.setdefault("OMP_NUM_THREADS", "1")  # torchrun's rule
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # torchrun's default
+    # What a hang is explained by, for some microseconds a collective; the other is its older name.
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:
+        env.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDER_ENTRIES)
     env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(signal.Signals(one).name for one in config.signals)
     # torch.cuda.is_available() must not initialise CUDA in the zygote: a CUDA context does not survive a fork.
     env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

@@ -1,13 +1,14 @@
-"""The agent's Unix socket, on which workers ring for their steps, and the shared memory that holds the exact ones."""
+"""The agent's Unix socket, on which workers ring for their steps, and on which they can be asked what they are at."""
 
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import socket
-import struct
 from collections.abc import Callable
+from typing import NamedTuple
+
+import msgpack
 
 from dlrover_core.errors import LaunchFailed, MalformedMessage
 
@@ -16,10 +17,16 @@ from . import wire
 PACKET_BYTES_MAX = 4096
 CONNECTIONS_MAX = 4096
 PATH_BYTES_MAX = 107  # sun_path, less its NUL
-_SLOT = struct.Struct("=q")
 
 Ring = Callable[[int, int, int, bool], None]
 """Called with generation, rank, step, and whether the step is the script's own number."""
+
+
+class Asked(NamedTuple):
+    """What a worker's witness was asked for: done when it ``answered`` at all, and when its recorder is ``recorded``."""
+
+    answered: asyncio.Future[None]
+    recorded: asyncio.Future[None]
 
 
 class Doorbell:
@@ -29,6 +36,8 @@ class Doorbell:
         self.path, self._ring = path, ring
         self._listener: socket.socket | None = None
         self._open: set[socket.socket] = set()
+        self._listening: dict[tuple[int, int], socket.socket] = {}
+        self._asked: dict[socket.socket, Asked] = {}
 
     def open(self) -> None:
         """Listen. Raises `LaunchFailed`."""
@@ -74,11 +83,11 @@ class Doorbell:
             return False
         except ConnectionError:
             payload = b""
-        if not payload or not self._understood(payload):
+        if not payload or not self._understood(caller, payload):
             self._hang_up(caller)
         return True
 
-    def _understood(self, payload: bytes) -> bool:
+    def _understood(self, caller: socket.socket, payload: bytes) -> bool:
         try:
             body = wire.unpack(payload)
         except MalformedMessage:
@@ -87,11 +96,40 @@ class Doorbell:
             case {"generation": int(generation), "rank": int(rank), "step": int(step), "told": bool(told)}:
                 self._ring(generation, rank, step, told)
                 return True
+            case {"listens": int(generation), "rank": int(rank)}:
+                self._listening[generation, rank] = caller
+                return True
+            case {"answers": int()} | {"recorded": int()}:
+                self._heard_from(caller, recorded="recorded" in body)
+                return True
         return False
+
+    def ask(self, generation: int, rank: int, probe: int, path: str) -> Asked | None:
+        """Ask a worker's witness to answer, and with a ``path`` to write its flight recorder there; None: it cannot be asked."""
+        caller = self._listening.get((generation, rank))
+        if caller is None:
+            return None
+        try:
+            caller.send(msgpack.packb({"probe": probe, "path": path}))
+        except OSError:
+            return None
+        loop = asyncio.get_running_loop()
+        self._asked[caller] = Asked(loop.create_future(), loop.create_future())
+        return self._asked[caller]
+
+    def _heard_from(self, caller: socket.socket, *, recorded: bool) -> None:
+        asked = self._asked.get(caller)
+        if asked is not None:
+            done = asked.recorded if recorded else asked.answered
+            if not done.done():
+                done.set_result(None)
 
     def _hang_up(self, caller: socket.socket) -> None:
         asyncio.get_running_loop().remove_reader(caller)
         self._open.discard(caller)
+        self._asked.pop(caller, None)
+        for who in [who for who, one in self._listening.items() if one is caller]:
+            del self._listening[who]
         caller.close()
 
     def close(self) -> None:
@@ -103,26 +141,3 @@ class Doorbell:
             self._listener.close()
             self._listener = None
             os.unlink(self.path)
-
-
-class StepSlot:
-    """Eight bytes that one worker writes its step into; anonymous memory, so nothing outlives its users."""
-
-    NONE = -1
-
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("dlrover-step", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, mmap.PAGESIZE)
-        self._memory = mmap.mmap(self.fd, _SLOT.size)
-        _SLOT.pack_into(self._memory, 0, self.NONE)
-
-    def read(self) -> int:
-        """The last step, `NONE` before the first."""
-        return int(_SLOT.unpack_from(self._memory, 0)[0])
-
-    def close(self) -> None:
-        """Give the memory back once the worker has, too."""
-        if self.fd >= 0:
-            self._memory.close()
-            os.close(self.fd)
-            self.fd = -1

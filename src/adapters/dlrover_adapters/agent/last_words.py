@@ -16,18 +16,19 @@ ERROR_FILE_BYTES_MAX = 256 * 1024
 
 
 class LastWords(NamedTuple):
-    """``error_at_us`` is on the monotonic clock, as `WorkerExit.died_us` is; 0 without an error."""
+    """``error_at_us`` is on the monotonic clock, as `WorkerExit.died_us` is; 0 without an error. ``trace``: its traceback."""
 
     tail: str
     error: str
     error_at_us: int
+    trace: str = ""
 
 
 def last_words(files: RankFiles) -> LastWords:
     """Read them. What cannot be read is empty: evidence is welcome, never required."""
     tail = read_tail(files.stderr.path) or read_tail(files.stdout.path)
     error, at_us = read_error(files.error)
-    return LastWords(tail, error, at_us)
+    return LastWords(tail, error, at_us, read_trace(files.error) if error else "")
 
 
 def read_tail(path: str) -> str:
@@ -72,6 +73,16 @@ def read_error(path: str) -> tuple[str, int]:
     wall_ns = written_ns if agree else timestamp_s * 1_000_000_000
     age_us = max(0, time.time_ns() - wall_ns) // 1000
     return bounded(message), max(1, time.monotonic_ns() // 1000 - age_us)
+
+
+def read_trace(path: str) -> str:
+    """The traceback in torch's error file, if it has one."""
+    told: Any = None
+    with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
+        told = json.loads(file.read(ERROR_FILE_BYTES_MAX))
+    for name in ("message", "extraInfo", "py_callstack"):
+        told = told.get(name) if isinstance(told, dict) else None
+    return told if isinstance(told, str) else ""
 
 
 def _parse(data: bytes) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 
 import structlog
 
+from dlrover_core.diagnosis import stall
 from dlrover_core.errors import LaunchFailed
 from dlrover_core.runtime.launcher import (
     Notice,
@@ -32,13 +33,16 @@ from . import signals, wire
 from .affinity import cpus_by_rank
 from .children import Child, wait_dead
 from .config import LaunchConfig, Mode
-from .doorbell import Doorbell, StepSlot
-from .last_words import last_words
+from .doorbell import Asked, Doorbell
+from .last_words import LastWords, last_words
 from .log_bounds import LogBounds, prune
+from .log_watch import Known, Output, OutputWatch
 from .logs import LogPump, RankFiles, StreamFile, attempts_dir, made, rank_files
 from .nursery import Nursery, Spare
+from .pace_watch import WorkerSlot
 from .process import await_sessions_end, become_subreaper, end_sessions, kill_group
 from .seat import seat_for, to_wire
+from .slot import StepSlot
 from .spawn import Spawned
 from .stores import Stores
 
@@ -60,6 +64,7 @@ class _Worker:
 
     def __init__(self, child: Child, launch: WorkersLaunch, local_rank: int, files: RankFiles, slot: StepSlot) -> None:
         self.child, self.launch, self.local_rank, self.files, self.slot = child, launch, local_rank, files, slot
+        self.begun_us = time.monotonic_ns() // 1000
         self.asked = False
         self.stepped = False
         self.note = ""
@@ -72,16 +77,40 @@ class _Worker:
         return self.launch.first_rank + self.local_rank
 
 
+class Rank:
+    """A worker to be looked at: ``stacks`` is the file into which it writes them when told to `show`."""
+
+    def __init__(self, worker: _Worker, stacks: str, bell: Doorbell) -> None:
+        self.rank, self.pid, self.stacks = worker.rank, worker.child.pid, stacks
+        self._worker, self._bell = worker, bell
+
+    def idle_us(self) -> int:
+        """Since its last step; -1: it has ended."""
+        worker = self._worker
+        return worker.slot.pulse(worker.begun_us, time.monotonic_ns() // 1000).idle_us if worker.slot.fd >= 0 else -1
+
+    def show(self) -> bool:
+        """Have it write its stacks, if it has said that it does so on a signal, and no handler of its script's is in between."""
+        number = self._worker.slot.shows_on if self._worker.slot.fd >= 0 else 0
+        if number and self._worker.child.alive:
+            self._worker.child.signal(number)
+        return number > 0
+
+    def ask(self, probe: int, path: str) -> Asked | None:
+        """As `Doorbell.ask`."""
+        return self._bell.ask(self._worker.launch.generation, self.rank, probe, path)
+
+
 class LinuxLauncher:
     """Starts, stops and watches the workers of one node. Make it and use it on one loop, in the process's main thread.
 
     ``first`` is a zygote from `spawn_zygote`, started before this module was even imported. From `open` on this process is
-    a child subreaper, and stays one.
+    a child subreaper, and stays one. ``watch`` is told of every file that workers write into.
     """
 
-    def __init__(self, config: LaunchConfig, first: Spawned | None = None) -> None:
+    def __init__(self, config: LaunchConfig, first: Spawned | None = None, watch: OutputWatch | None = None) -> None:
         self._config = config.checked()
-        self._first = first
+        self._first, self._watch = first, watch
         self._notices: asyncio.Queue[Notice | None] = asyncio.Queue()
         self._workers: list[_Worker] = []
         self._burials: set[asyncio.Task[None]] = set()
@@ -251,6 +280,8 @@ class LinuxLauncher:
                 self._bounds.watch(stream)
                 if stream.console:
                     self._pump.follow(stream)
+                if self._watch is not None:
+                    self._watch.follow(Output(stream.path, worker.launch.generation, worker.rank, worker.child.pid))
             worker.child.dead.add_done_callback(functools.partial(self._died, worker))
 
     def spend_store(self, address: str) -> None:
@@ -312,6 +343,29 @@ class LinuxLauncher:
                     self._refill_now()
                 return
 
+    def slots(self) -> tuple[WorkerSlot, ...]:
+        """The slots of the workers that run."""
+        return tuple(
+            WorkerSlot(one.launch.generation, one.local_rank, one.rank, one.slot.fd)
+            for one in self._workers
+            if one.child.alive and one.slot.fd >= 0
+        )
+
+    def pulse(self) -> stall.Pulse | None:
+        """How long the workers have made no step, exactly; None where they are no programs that could tell, or begin to end."""
+        now_us, workers = time.monotonic_ns() // 1000, self._workers
+        if not workers or not all(one.child.alive for one in workers) or self._config.mode is Mode.COMMAND:
+            return None
+        return stall.together([one.slot.pulse(one.begun_us, now_us) for one in workers])
+
+    def ranks(self, generation: int) -> list[Rank]:
+        """The living workers of a generation, to be looked at."""
+        found = [one for one in self._workers if one.child.alive and one.launch.generation == generation]
+        return [Rank(one, self._stacks(one), self._bell) for one in found if self._bell is not None]
+
+    def _stacks(self, worker: _Worker) -> str:
+        return os.path.join(self._run_dir, f"stacks-{worker.launch.generation}-{worker.rank}.txt")
+
     def _refill_now(self) -> None:
         """The generation runs: forking for the next one no longer competes with its start."""
         if self._refill is not None:
@@ -356,7 +410,10 @@ class LinuxLauncher:
         if worker.lingering is not None:
             await worker.lingering
             kill_group(worker.child.pid)
-        words = await asyncio.to_thread(last_words, worker.files)
+        if self._watch is not None:
+            self._watch.finish(worker.files.stdout.path)
+            self._watch.finish(worker.files.stderr.path)
+        words, known = await asyncio.to_thread(self._last_words, worker)
         launch = worker.launch
         if self._bell is not None:
             self._bell.catch_up()
@@ -372,6 +429,8 @@ class LinuxLauncher:
                 tail=words.tail,
                 error=words.error or worker.note,
                 error_at_us=words.error_at_us,
+                signature=known.signature,
+                place=known.place,
             )
         )
         self._unburied[launch.generation] -= 1
@@ -384,9 +443,18 @@ class LinuxLauncher:
             else:
                 await asyncio.to_thread(self._forget, one)
         worker.slot.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._stacks(worker))
         self._to_sweep.append(worker)
         if self._sweep is None:
             self._sweep = asyncio.create_task(self._sweep_all(), name="sweep of sessions")
+
+    def _last_words(self, worker: _Worker) -> tuple[LastWords, Known]:
+        """What it left behind, and what its death is known by, unless we ended it and know why. In a thread."""
+        words = last_words(worker.files)
+        if self._watch is None or worker.note or (worker.asked and not words.error):
+            return words, Known()
+        return words, self._watch.known(worker.child.dead.result(), words)
 
     async def _sweep_all(self) -> None:
         """End what dead workers left running, in as few passes over /proc as their deaths allow; then reap them."""

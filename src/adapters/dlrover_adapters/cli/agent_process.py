@@ -10,21 +10,30 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from dlrover_adapters.agent.config import LaunchConfig
+from dlrover_adapters.agent.checks.basic import Place
+from dlrover_adapters.agent.checks.duty import CheckDuty
+from dlrover_adapters.agent.config import LaunchConfig, birth_environment
+from dlrover_adapters.agent.hang_duty import HangDuty
 from dlrover_adapters.agent.launcher import LinuxLauncher
+from dlrover_adapters.agent.log_watch import OutputWatch
+from dlrover_adapters.agent.lookout import Lookout
+from dlrover_adapters.agent.pace_watch import PaceWatch
 from dlrover_adapters.agent.process import set_name, set_title
 from dlrover_adapters.agent.spawn import Spawned
+from dlrover_adapters.cli.scratch import MARK
 from dlrover_adapters.http import tls
 from dlrover_adapters.http.client import HttpDialer
 from dlrover_adapters.telemetry.logs import set_up
 from dlrover_core.errors import CoreError, TokenRefused
 from dlrover_core.runtime.agent import Agent
+from dlrover_core.runtime.duties import Duty
 from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkersLaunch
 from dlrover_core.spec import JobSpec
 
@@ -63,8 +72,10 @@ class _Name:
 class _Launcher(LinuxLauncher):
     """Tells which node it is that begins to work; and people, once per generation, that a worker of this node failed."""
 
-    def __init__(self, config: LaunchConfig, first: Spawned | None, starting: Callable[[str], None]) -> None:
-        super().__init__(config, first)
+    def __init__(
+        self, config: LaunchConfig, first: Spawned | None, starting: Callable[[str], None], watch: OutputWatch | None
+    ) -> None:
+        super().__init__(config, first, watch)
         self._starting = starting
         self._node, self._told = config.node, 0
 
@@ -101,6 +112,18 @@ def _say(words: str) -> None:
         sys.stderr.flush()
 
 
+def _checks(raw: dict[str, Any], config: LaunchConfig) -> CheckDuty:
+    run_dir = config.run_dir or tempfile.gettempdir()
+    mark = f"{MARK}={os.environ[MARK]}" if os.environ.get(MARK) else ""
+    place = Place((run_dir, tempfile.gettempdir()), config.nproc, tuple(raw["masters"]), mark=mark)
+    return CheckDuty(
+        place,
+        env=lambda: birth_environment(config, os.environ),
+        site=tuple(raw.get("check_scripts", ())),
+        folder=run_dir,
+    )
+
+
 class _Process:
     """One agent, from before it has a name to its last words."""
 
@@ -111,7 +134,10 @@ class _Process:
         self._joining = bool(raw["joining"])
         spec = JobSpec.from_json(raw["spec"])
         self._patience_s = spec.launch_s
-        self._launcher = _Launcher(config, first, self._begins)
+        lookout = Lookout.of_this_machine(spec.signatures) if raw.get("detect", True) else None
+        self._launcher = _Launcher(config, first, self._begins, lookout)
+        looking: list[Duty] = [] if lookout is None else [lookout, PaceWatch(self._launcher.slots)]
+        hangs = HangDuty(self._launcher, os.path.dirname(os.path.abspath(raw["control_log"])))
         self._agent = Agent(
             "",
             launcher=self._launcher,
@@ -124,6 +150,11 @@ class _Process:
             seat=raw["seat"],
             place=raw["place"],
             dial_before_name=self._joining,
+            duties=[
+                *looking,
+                hangs,
+                _checks(raw, config),
+            ],
         )
 
     async def run(self) -> int:

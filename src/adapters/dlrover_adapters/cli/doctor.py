@@ -120,6 +120,7 @@ async def _run(args: argparse.Namespace) -> int:
 
 def checks(args: argparse.Namespace) -> list[Check]:
     """All that these arguments ask for, in the order they are made: what is cheap and what others rest on comes first."""
+    from dlrover_adapters.cli import doctor_evidence as evidence
     from dlrover_adapters.cli import doctor_machine as machine
     from dlrover_adapters.cli import doctor_network as network
     from dlrover_adapters.cli import doctor_state as state
@@ -143,6 +144,7 @@ def checks(args: argparse.Namespace) -> list[Check]:
         Check("locked memory", machine.locked_memory),
         Check("inotify", machine.watches),
         Check("core files", machine.cores),
+        Check("evidence", evidence.evidence),
         Check("shared memory", partial(machine.shared_memory, count)),
         Check("sockets", state.sockets, stuck="set TMPDIR to a folder on a local disk"),
         Check("state directory", lambda: state.state_directory(state.where(args.state_dir)), 20.0, slow_disk),

@@ -22,10 +22,11 @@ from dlrover_adapters.cli.settings import Settings
 from dlrover_adapters.cli.torchrun_flags import Options
 from dlrover_adapters.http.tls import Untrusted, check, dialled
 from dlrover_backends.local.process import LocalCommand, Started
+from dlrover_core.diagnosis.ladder import NO_PROGRESS
 from dlrover_core.errors import ConnectionLost, SpecError, TokenRefused
 from dlrover_core.spec import JobSpec
 
-EX_OK, EX_FAILED, EX_SOFTWARE, EX_REFUSED = 0, 1, 70, 77
+EX_OK, EX_FAILED, EX_SOFTWARE, EX_REFUSED, EX_NO_PROGRESS = 0, 1, 70, 77, 93
 ASK_S, AGAIN_S = 2.0, 0.2
 SAY_FIRST_S, SAY_S = 2.0, 10.0
 
@@ -261,7 +262,7 @@ def _say(job: str, master: str, ended: Ended, asked: signal.Signals | None) -> i
         _tell(f"root cause: {ended.root or ended.reason}")
         _tell(f"next, on the host of {master}, which said the rest and has the log: dlrover explain {job}")
         _tell(f"job {job} failed")
-        return EX_FAILED
+        return EX_NO_PROGRESS if NO_PROGRESS in ended.reason else EX_FAILED
     if ended.outcome == "stopped":
         _tell(f"job {job} stopped ({ended.root or ended.reason})")
         return EX_FAILED if asked is None else 128 + asked

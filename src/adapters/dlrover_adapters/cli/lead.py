@@ -23,13 +23,14 @@ from dlrover_adapters.cli.settle import LOOK_AGAIN_S
 from dlrover_adapters.cli.standing import Standing
 from dlrover_adapters.cli.supervisor import MastersFailed, Nodes, Supervisor, watch
 from dlrover_adapters.http.token import kept
+from dlrover_core.diagnosis.ladder import NO_PROGRESS
 from dlrover_core.errors import CoreError, LogFull, LogUnavailable, NotLeading, SpecError, TokenRefused
 from dlrover_core.job.state import fold
 from dlrover_core.kernel.log import EventLog, LeaderInfo, Leadership
 from dlrover_core.logs import open_log
 from dlrover_core.runtime.within import within
 
-EX_OK, EX_FAILED, EX_SOFTWARE = 0, 1, 70
+EX_OK, EX_FAILED, EX_SOFTWARE, EX_NO_PROGRESS = 0, 1, 70, 93
 PERIOD_S = 0.5
 PROBE_S = 10.0
 SUCCESSOR_S = 3.0
@@ -227,4 +228,6 @@ async def _conclude(settings: Settings, stopped_by: signal.Signals | None, how: 
         print(words, file=sys.stderr)
     if interrupted and state.job.state not in ("succeeded", "failed"):
         return interrupted
+    if state.job.reason.startswith(NO_PROGRESS):
+        return EX_NO_PROGRESS
     return EX_OK if state.job.state == "succeeded" else EX_FAILED

@@ -13,7 +13,18 @@ import sys
 from collections.abc import Callable, Coroutine, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
-from dlrover_adapters.cli import conformance, doctor, operate, read, serve, simulate
+from dlrover_adapters.cli import (
+    conformance,
+    diagnose,
+    doctor,
+    host_memory,
+    operate,
+    read,
+    replay,
+    serve,
+    signatures,
+    simulate,
+)
 from dlrover_adapters.cli.places import (
     FAILED,
     INTERRUPTED,
@@ -34,9 +45,9 @@ from dlrover_core.errors import ConnectionLost, CoreError, NotLeading, Refused, 
 
 EXIT_CODES = f"""exit codes:
   {OK:<3}  done
-  {FAILED:<3}  the job has failed; doctor: a check has; conformance: a promise is broken
+  {FAILED:<3}  the job has failed; doctor: a check has; conformance: a promise is broken; replay: not as recorded
   {USAGE:<3}  wrong usage
-  {NOT_FOUND:<3}  no such job, or no such event
+  {NOT_FOUND:<3}  no such job, no such event, no such signature; diagnose: no failure that is known
   {UNREADABLE:<3}  the log cannot be read: unreachable, damaged, or written by a newer version
   {REFUSED:<3}  refused: as the job stands, it cannot do what was asked
   {NO_MASTER:<3}  no master leads the job, or it cannot be asked: network, token
@@ -71,11 +82,25 @@ COMMANDS = (
         read.explain,
     ),
     Command(
+        "replay",
+        "what another policy would have decided, from the same observations",
+        replay.EXAMPLES,
+        replay.arguments,
+        replay.run,
+    ),
+    Command(
         "report",
         "incidents, goodput, and where the rest of the time went",
         read.REPORT_EXAMPLES,
         read.common_arguments,
         read.report,
+    ),
+    Command(
+        "hosts",
+        "what is known against the hosts, and which are kept off",
+        host_memory.EXAMPLES,
+        host_memory.arguments,
+        host_memory.run,
     ),
     Command(
         "scale",
@@ -101,6 +126,14 @@ COMMANDS = (
     ),
     Command("resume", "let a suspended job go on", operate.RESUME_EXAMPLES, operate.job_arguments, operate.resume),
     Command("master", "lead a job whose hosts come by themselves", serve.EXAMPLES, serve.arguments, serve.run),
+    Command(
+        "diagnose",
+        "what failed, whose fault it was, from log files",
+        diagnose.EXAMPLES,
+        diagnose.arguments,
+        diagnose.run,
+    ),
+    Command("signatures", "the failures that are known", signatures.EXAMPLES, signatures.arguments, signatures.run),
     Command("doctor", "is this machine fit, and what to do if not", doctor.EXAMPLES, doctor.arguments, doctor.run),
     Command(
         "simulate",

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import structlog
 
+from dlrover_adapters.cli import policies, told
 from dlrover_adapters.cli.collector import settle
 from dlrover_adapters.cli.settings import EX_AGAIN, EX_FATAL, EX_OVER, Settings
 from dlrover_adapters.http import tls
@@ -30,6 +31,7 @@ from dlrover_adapters.telemetry.logs import set_up
 from dlrover_backends.local import LocalBackend
 from dlrover_core.errors import CoreError, LogCorrupt, OtherRun, Refused, SchemaTooNew, SpecError
 from dlrover_core.job.job import StopJob
+from dlrover_core.job.state import model
 from dlrover_core.kernel.log import EventLog
 from dlrover_core.logs import open_log
 from dlrover_core.runtime.master import Master
@@ -72,6 +74,7 @@ def _die_with(parent: int) -> None:
 async def _run(settings: Settings, fd: int, holder: str, after: str) -> int:
     try:
         async with open_log(settings.log) as event_log:
+            teller = told.on_stderr(settings.job.job)
             master = Master(
                 settings.job,
                 event_log=event_log,
@@ -83,13 +86,16 @@ async def _run(settings: Settings, fd: int, holder: str, after: str) -> int:
                 begins=not settings.shared,
                 answers=settings.shared,
                 after=after,
+                watch=teller.committed,
+                model=model(policies.hook(settings.job.policy)),
             )
             loop = asyncio.get_running_loop()
-            told = asyncio.Event()
-            loop.add_signal_handler(signal.SIGTERM, told.set)
+            loop.call_later(told.WARM_S, loop.run_in_executor, None, told.warm, settings.job.signatures)
+            asked = asyncio.Event()
+            loop.add_signal_handler(signal.SIGTERM, asked.set)
             if settings.stop_file.exists():
-                told.set()
-            stopper = asyncio.ensure_future(_end_when(told, master, event_log, settings))
+                asked.set()
+            stopper = asyncio.ensure_future(_end_when(asked, master, event_log, settings))
             try:
                 outcome = await master.run()
             finally:

@@ -90,6 +90,17 @@ def drain_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _common(parser: argparse.ArgumentParser) -> None:
     log_arguments(parser)
+    asking_arguments(parser)
+    parser.add_argument(
+        "--wait",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="return when it is so, not when it is asked for (default for stop)",
+    )
+
+
+def asking_arguments(parser: argparse.ArgumentParser) -> None:
+    """Whom to ask, with which token, how long, and why."""
     parser.add_argument(
         "--master",
         metavar="HOST:PORT[,HOST:PORT]",
@@ -104,12 +115,6 @@ def _common(parser: argparse.ArgumentParser) -> None:
         "--tls-ca", metavar="FILE", help="the CA of the masters' certificate, for a job that was started with one"
     )
     parser.add_argument("--reason", metavar="TEXT", help="why, for the log (default: who asked)")
-    parser.add_argument(
-        "--wait",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="return when it is so, not when it is asked for (default for stop)",
-    )
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
@@ -133,12 +138,12 @@ def size(text: str) -> tuple[str, int, int]:
 async def scale(args: argparse.Namespace) -> int:
     """`dlrover scale`."""
     group, fewest, most = args.size
-    return await _ask(args, {"group": group, "nodes_min": fewest, "nodes_max": most}, lacks_size)
+    return await ask(args, {"group": group, "nodes_min": fewest, "nodes_max": most}, lacks_size)
 
 
 async def drain(args: argparse.Namespace) -> int:
     """`dlrover drain`."""
-    return await _ask(args, {"node": args.node}, lacks_leave)
+    return await ask(args, {"node": args.node}, lacks_leave)
 
 
 async def stop(args: argparse.Namespace) -> int:
@@ -146,20 +151,21 @@ async def stop(args: argparse.Namespace) -> int:
     if args.wait is None:
         # A master far away may be all that we can reach.
         args.wait = args.master is None
-    return await _ask(args, {}, lacks_end)
+    return await ask(args, {}, lacks_end)
 
 
 async def suspend(args: argparse.Namespace) -> int:
     """`dlrover suspend`."""
-    return await _ask(args, {}, lacks_rest)
+    return await ask(args, {}, lacks_rest)
 
 
 async def resume(args: argparse.Namespace) -> int:
     """`dlrover resume`."""
-    return await _ask(args, {}, lambda state, _: lacks_workers(state))
+    return await ask(args, {}, lambda state, _: lacks_workers(state))
 
 
-async def _ask(args: argparse.Namespace, arguments: Mapping[str, Any], lacks: Lacks) -> int:
+async def ask(args: argparse.Namespace, arguments: Mapping[str, Any], lacks: Lacks) -> int:
+    """Let whoever leads do ``args.command`` with these arguments, and wait until nothing lacks, if asked to."""
     from dlrover_core.logs import open_log
 
     asked = {"command": args.command, "job": args.job, "reason": args.reason or _who(args.command), **arguments}

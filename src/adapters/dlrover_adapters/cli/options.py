@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dlrover_adapters.cli import check_flags, policies, torchrun_flags
 from dlrover_adapters.cli import meeting as meetings
-from dlrover_adapters.cli import torchrun_flags
 from dlrover_adapters.cli.places import shown
 from dlrover_adapters.cli.torchrun_flags import Given, Nodes, Options
 from dlrover_core.errors import SpecError
@@ -40,7 +40,8 @@ afterwards:
   dlrover explain JOB     why, down to the first evidence
 
 exit status: 0 the job succeeded; 1 it failed (the root cause is printed first); 2 wrong usage;
-  70 no master could run; 130 stopped by Ctrl-C; 143 by SIGTERM; 128 + N by signal N
+  70 no master could run; 93 it failed for want of progress, cycle after cycle; 130 stopped by Ctrl-C; 143 by SIGTERM;
+  128 + N by signal N
 
 Ctrl-C: once, and the workers get SIGINT and stop_grace_s (30 s) to end; twice, and they are killed.
 Flags of torchrun's are also read from PET_<FLAG>, for instance PET_NNODES, as torchrun does it.
@@ -180,6 +181,36 @@ def _policy(ours: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="relaunches of one node before it is given up (default 3)",
     )
+    check_flags.policy(ours)
+    ours.add_argument(
+        "--hang-timeout",
+        action=Given,
+        type=_seconds,
+        default=None,
+        metavar="SECONDS",
+        help="no rank makes a step for this long, at least: find who hangs, and restart; 0: never (default 60)",
+    )
+    ours.add_argument(
+        "--hang-action",
+        action=Given,
+        choices=("restart", "report"),
+        default="restart",
+        help="what is done about a rank that hangs: restart the processes (default), or only say so",
+    )
+    ours.add_argument(
+        "--signatures",
+        action=Given,
+        default=None,
+        metavar="FILE.toml",
+        help="failures of your own to be known by, beside those of 'dlrover signatures' (docs/diagnosis.md)",
+    )
+    ours.add_argument(
+        "--policy",
+        action=Given,
+        default=None,
+        metavar="FILE",
+        help="TOML with your own numbers for what is done about failures, and a hook; a name it does not have lists all it has",
+    )
     ours.add_argument(
         "--set",
         action="append",
@@ -230,6 +261,27 @@ def _ours(ours: argparse._ArgumentGroup) -> None:
         help="attempts whose logs are kept, the first and the newest; 0: all (default 10)",
     )
     ours.add_argument(
+        "--slow-action",
+        action=Given,
+        choices=("report", "replace"),
+        default="report",
+        help="what is done about a rank that computes slower than it did: only say so (default), or replace its node once "
+        "it has cost as much as that",
+    )
+    ours.add_argument(
+        "--watch-grads",
+        action="store_true",
+        help="look at the norm of the gradients now and again: one that is no number is a failure (default off)",
+    )
+    ours.add_argument(
+        "--detect",
+        action=Given,
+        choices=("on", "off"),
+        default="on",
+        help="look for signs of failures: in workers' output, costs and losses, the kernel's log, OOM counters (default on)",
+    )
+    check_flags.here(ours)
+    ours.add_argument(
         "--progress",
         action=Given,
         choices=("auto", "on", "off"),
@@ -267,6 +319,16 @@ def _places(ours: argparse._ArgumentGroup) -> None:
         default="info",
         help="detail of the control log (default info)",
     )
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from error
+    if not 0 <= found < 10**9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; 0 means never")
+    return found
 
 
 def _bytes(text: str) -> int:
@@ -412,6 +474,9 @@ def default_job(script: str) -> str:
     return f"{_stem(script)}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
+_AS_GIVEN = ("max_restarts", "on_join", "precheck", "check_slow", "hang_action", "slow_action")  # as in the spec
+
+
 class Setting(NamedTuple):
     """A field of the spec that somebody set: its value, and by what."""
 
@@ -433,9 +498,10 @@ def spec_settings(options: Options, job: str, nproc: int) -> tuple[dict[str, Set
     named = "job_id" if options.given("job_id") else "rdzv_id"
     job_set = {
         "job": Setting(job, options.origin(named)),
-        "max_restarts": Setting(options.max_restarts, options.origin("max_restarts")),
-        "on_join": Setting(options.on_join, options.origin("on_join")),
+        **{name: Setting(getattr(options, name), options.origin(name)) for name in _AS_GIVEN},
+        **_signatures(options),
         "joining": Setting(met.joining, by_size if not met.masters else "--master"),
+        **_policy_of(options),
         **_durations(options, met),
     }
     group_set = {
@@ -447,6 +513,21 @@ def spec_settings(options: Options, job: str, nproc: int) -> tuple[dict[str, Set
     return job_set, group_set
 
 
+def _signatures(options: Options) -> dict[str, Setting]:
+    """The user's own, read and checked here, where they lie."""
+    if options.signatures is None:
+        return {}
+    from dlrover_adapters.cli.signatures import own
+
+    return {"signatures": Setting(own(options.signatures), options.origin("signatures"))}
+
+
+def _policy_of(options: Options) -> dict[str, Setting]:
+    if options.policy is None:
+        return {}
+    return {"policy": Setting(policies.read(options.policy), options.origin("policy"))}
+
+
 def _durations(options: Options, met: meetings.Meeting) -> dict[str, Setting]:
     """Durations, the more particular way to set one after the less particular."""
     conf = options.origin("rdzv_conf")
@@ -454,6 +535,8 @@ def _durations(options: Options, met: meetings.Meeting) -> dict[str, Setting]:
     grace = _shutdown_timeout(options)
     if grace is not None:
         found["stop_grace_s"] = grace
+    if options.hang_timeout is not None:
+        found["hang_s"] = Setting(options.hang_timeout, options.origin("hang_timeout"))
     for text in options.set:
         name, seconds = _duration(text)
         found[name] = Setting(seconds, "--set")
@@ -514,4 +597,4 @@ def notes(options: Options) -> Mapping[str, str]:
     found = {f"--{dest.replace('_', '-')}": why for dest, why in torchrun_flags.UNUSED.items() if options.given(dest)}
     met = meeting(options)
     why = "several hosts only" if not met.joining else f"not with {met.backend}"
-    return {**found, **dict.fromkeys(met.unused, why)}
+    return {**found, **check_flags.notes(options), **dict.fromkeys(met.unused, why)}

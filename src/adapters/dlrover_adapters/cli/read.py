@@ -32,7 +32,8 @@ EVENTS_EXAMPLES = """\
                                           through changes of leaders, here and there, from any host
   dlrover events digits --json | jq 'select(.event == "WorkerExited")'"""
 EXPLAIN_EXAMPLES = """\
-  dlrover explain digits                  the end of a failed job, else the last action chosen
+  dlrover explain digits                  the incident that the job failed over, else the newest one, as a story
+  dlrover explain digits --incident 3     that incident
   dlrover explain digits 121              why event 121 happened, and what came of it
   dlrover explain 121                     the same of the newest job"""
 REPORT_EXAMPLES = """\
@@ -86,7 +87,9 @@ def events_arguments(parser: argparse.ArgumentParser) -> None:
 def explain_arguments(parser: argparse.ArgumentParser) -> None:
     """What `explain` takes."""
     common_arguments(parser)
-    parser.add_argument("seq", metavar="SEQ", nargs="?", type=seq, default=0, help="the event to explain")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("seq", metavar="SEQ", nargs="?", type=seq, default=0, help="the event to explain")
+    what.add_argument("--incident", metavar="N", type=incident, default=0, help="the incident to explain")
 
 
 def seq(text: str) -> int:
@@ -98,6 +101,13 @@ def seq(text: str) -> int:
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not the number of an event; 'dlrover events' shows them")
     return number
+
+
+def incident(text: str) -> int:
+    """The number of an incident: 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of an incident; 'dlrover report' shows them")
+    return int(text)
 
 
 @asynccontextmanager
@@ -138,15 +148,16 @@ async def status(args: argparse.Namespace) -> int:
 async def _status(args: argparse.Namespace, source: Source) -> int:
     from dlrover_adapters.cli import live
     from dlrover_adapters.cli.standing import degraded
-    from dlrover_core.history import render, status_of
+    from dlrover_core.history import Headlines, render, status_of
     from dlrover_core.history.plain import plain
     from dlrover_core.job.state import MODEL
 
-    state, last = MODEL.new(), None
+    state, headlines, last = MODEL.new(), Headlines(), None
     async for record in source.log.read(source.job):
         MODEL.apply(state, record)
+        headlines.feed(state, record)
         last = record
-    told, leader = status_of(state, last), await source.log.leader(source.job)
+    told, leader = status_of(state, last, headlines), await source.log.leader(source.job)
     address = args.master or (leader.address if leader is not None else "")
     said = await live.leader_says(args, source.job, address) if address and not told.over else None
     if args.json:
@@ -183,37 +194,51 @@ async def _status_without_log(args: argparse.Namespace, why: str, *, says: bool 
 
 async def events(args: argparse.Namespace) -> int:
     """`dlrover events`."""
-    from dlrover_core.history import render
+    from dlrover_core.history import Headlines, render
     from dlrover_core.history.plain import record_of
     from dlrover_core.job.job import JobCreated
+    from dlrover_core.job.state import MODEL
 
     async with opened(args) as source:
-        began = None
+        began, state, headlines = None, MODEL.new(), Headlines()
         # From the first event even with --since: offsets count from the beginning of the run.
         records = source.log.follow(source.job) if args.follow else source.log.read(source.job)
         async for record in records:
             if began is None or isinstance(record.event, JobCreated):
                 began = record.at
+            MODEL.apply(state, record)
+            news = headlines.feed(state, record)
             if record.seq > args.since:
-                line = as_line(record_of(record)) if args.json else render.event_line(record, began)
+                line = as_line(record_of(record)) if args.json else render.event_line(record, began, news=news)
                 print(line, flush=args.follow)
     return OK
 
 
 async def explain(args: argparse.Namespace) -> int:
     """`dlrover explain`."""
-    from dlrover_core.history import explanation_of, render
-    from dlrover_core.history.plain import explanation_values
+    from dlrover_core.history import explanation_of, incident_of, render, render_story
+    from dlrover_core.history.plain import explanation_values, incident_values
 
     if args.job is not None and args.job.removeprefix("#").isdecimal() and not args.seq:
         # A lone number is an event of the newest job: names of jobs may be numbers too, but then SEQ is there to tell.
         args.job, args.seq = None, seq(args.job)
     async with opened(args) as source:
         records = [record async for record in source.log.read(source.job)]
-        told = explanation_of(records, args.seq)
+        story = incident_of(records, args.incident) if not args.seq else None
+        if story is None and args.incident:
+            raise NotFound(
+                f"job {source.job!r} has no incident {args.incident}; 'dlrover report' shows those there are"
+            )
+        # Of an incident the last thing that was decided about it.
+        decided = story.story.measures[-1].seq if args.incident and story and story.story.measures else 0
+        told = explanation_of(records, args.seq or decided)
         if told is None:
             raise NotFound(f"job {source.job!r} has no event {args.seq}; its events are 1-{len(records)}")
-        print(as_json(explanation_values(told)) if args.json else render.explanation(told))
+        if args.json:
+            values = {"incident": incident_values(story) if story is not None else None}
+            print(as_json({**explanation_values(told), **values}))
+        else:
+            print(render_story.story(story) if story is not None else render.explanation(told))
     return OK
 
 

@@ -129,7 +129,7 @@ def shows_progress(options: Options) -> bool:
 
 def prepare(options: Options) -> Settings:
     """Check everything and write down what masters and agents need. Raises `SpecError`."""
-    from dlrover_adapters.cli import workers
+    from dlrover_adapters.cli import check_flags, workers
     from dlrover_adapters.cli.places import directories, log_url
     from dlrover_adapters.cli.settings import Settings
 
@@ -156,6 +156,9 @@ def prepare(options: Options) -> Settings:
         log=log_url(options.log, state),
         directory=str(directory),
         **how,
+        detect=options.detect == "on",
+        watch_grads=options.watch_grads,
+        check_scripts=check_flags.scripts(options),
         log_level=options.log_level,
         control_log=str(directory / "control.log"),
     )

@@ -22,7 +22,8 @@ class Settings:
     ``mark`` is what everything bears in its environment that this launcher starts. ``address`` is where other hosts reach this
     one's stores, which listen at ``store_bind``. ``joining``, ``seat`` and ``place``: as in `JobSpec` and `Agent`.
     ``tls_...``: what masters show, and what agents check it by. ``shared``: masters of other hosts may lead in this log, too, so
-    its run has begun before any of them starts.
+    its run has begun before any of them starts. ``detect``: do agents look for signs of failures? ``watch_grads``: do
+    workers look at their gradients' norm?
     """
 
     spec: str
@@ -59,6 +60,9 @@ class Settings:
     tls_ca: str = ""
     mark: str = ""
     shared: bool = False
+    detect: bool = True
+    watch_grads: bool = False
+    check_scripts: tuple[str, ...] = ()
     log_level: str = "info"
     control_log: str = field(default="")
 

@@ -34,6 +34,9 @@ _JOB_UNITS = {"max_restarts": "restarts"}
 # Options of ours that are neither in the job's spec nor in how workers are started.
 _HOST = {
     "standby": "agents",
+    "detect": "",
+    "watch_grads": "",
+    "check_script": "commands",
     "progress": "",
     "log_level": "",
     "token_file": "file",

@@ -108,6 +108,7 @@ def _spec(params: Any, port: int) -> JobSpec:
     """What the master is told. Torch counts restarts, and a torchrun may be started again as often as somebody likes."""
     from dataclasses import fields
 
+    from dlrover_core.diagnosis.policy import Policy
     from dlrover_core.spec import GroupSpec, JobSpec
 
     durations = {spot.name for spot in fields(JobSpec) if spot.name.endswith("_s")}
@@ -127,6 +128,8 @@ def _spec(params: Any, port: int) -> JobSpec:
         max_restarts=WITHOUT_END,
         on_join=str(params.get("on_join", "restart")),
         joining=True,
+        # Torch's own agent counts its restarts, and says when it has none left: errors of the program end nothing before that.
+        policy=Policy(user_repeats=0, fail_at_once=()).to_json(),
         **given,
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dlrover_adapters.agent.config import Mode, parse_streams
+from dlrover_core.diagnosis.slots import DETECT_VARIABLE, GRADS_VARIABLE
 from dlrover_core.errors import SpecError
 
 if TYPE_CHECKING:
@@ -73,6 +74,10 @@ def launch_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     found.update({name: tuple(raw[name]) for name in names if name in raw})
     if raw.get("show") is not None:
         found["show"] = tuple(raw["show"])
+    if raw.get("watch_grads"):
+        found["env"] = {**found.get("env", {}), GRADS_VARIABLE: "1"}
+    if not raw.get("detect", True):
+        found["env"] = {**found.get("env", {}), DETECT_VARIABLE: "off"}
     return {**found, "finish_s": json.loads(raw["spec"]).get("finish_s", 0.0)}
 
 

@@ -1,6 +1,6 @@
 """The step signal: tells the agent which training step this worker has done.
 
-Two channels. The *slot* is eight bytes of memory shared with the agent: always exact, read when the worker has died. The
+Two channels. The *slot* is a little memory shared with the agent (`slot`): always exact, read at any time. The
 *doorbell* is a packet on the agent's Unix socket: at once for the first step, then at most every `RING_S`. Neither may ever
 slow or break training: a full socket drops the packet (a newer one follows), a dead agent silences the signal.
 
@@ -13,18 +13,24 @@ import contextlib
 import mmap
 import os
 import socket
-import struct
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgpack
 
+from dlrover_core.diagnosis.slots import DETECT_VARIABLE, GRADS_VARIABLE, SLOT_BYTES
+
+from . import loss, meter
+from .loss import LossWatch
+from .meter import Meter
 from .pace import Pace
+from .slot import Slot
+from .witness import Witness
 
 RING_S = 0.5
 UNTOLD_MAX = 3
 """A script that imports `step` and has not called it by its third step counts as one that never will."""
-_SLOT = struct.Struct("=q")
 
 _signal: StepSignal | None = None
 _expected = False
@@ -38,8 +44,11 @@ class StepSignal:
         self._step, self._told, self._untold = 0, False, 0
         self._pace = Pace()
         self._next_ring = 0.0
-        self._slot: mmap.mmap | None = mmap.mmap(slot_fd, _SLOT.size)
+        self._slot: Slot | None = Slot(slot_fd)
         self._socket = _connect(agent_socket)
+        self._meter: Meter | None = None
+        self._losses: LossWatch | None = None
+        self._witness = Witness(generation, rank, agent_socket, self._slot)
 
     def optimizer_called(self, optimizer: object) -> None:
         """Count an optimizer's call, unless the script counts for itself, or may be about to."""
@@ -55,6 +64,19 @@ class StepSignal:
         self._told = True
         self._done(step)
 
+    def phase(self, name: str) -> int:
+        """Another phase begins; the number of the one that was."""
+        return self._slot.phase(name, _now_us()) if self._slot is not None else 0
+
+    def back(self, phase: int) -> None:
+        """It is over."""
+        if self._slot is not None:
+            self._slot.back(phase, _now_us())
+
+    def measured_by(self, meter: Meter, losses: LossWatch) -> None:
+        """These are told of every step."""
+        self._meter, self._losses = meter, losses
+
     def silence(self) -> None:
         """Never signal again; in a forked child the parent keeps its own copies."""
         self._told, self._slot = True, None
@@ -64,12 +86,16 @@ class StepSignal:
 
     def _done(self, step: int) -> None:
         self._step = step
-        if self._slot is not None:
-            _SLOT.pack_into(self._slot, 0, step)
+        if self._meter is not None and self._losses is not None:
+            self._meter.step_done()
+            self._losses.step = step
         now = time.monotonic()
+        if self._slot is not None:
+            self._slot.step(step, int(now * 1_000_000))
         if self._socket is not None and now >= self._next_ring:
             self._next_ring = now + RING_S
             self._ring(self._socket, step)
+            self._witness.look()
 
     def _ring(self, bell: socket.socket, step: int) -> None:
         try:
@@ -94,12 +120,19 @@ def _connect(path: str) -> socket.socket | None:
     return bell
 
 
+def _now_us() -> int:
+    return int(time.monotonic() * 1_000_000)
+
+
 def begin(generation: int, rank: int, agent_socket: str, slot_fd: int) -> None:
     """Signal every training step of this process from now on. Imports torch's optimizers."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     global _signal  # noqa: PLW0603 - a process is one rank; torch's hook registry is as global
     _signal = StepSignal(generation, rank, agent_socket, slot_fd)
+    if os.environ.get(DETECT_VARIABLE) != "off":
+        memory = mmap.mmap(slot_fd, SLOT_BYTES)
+        _signal.measured_by(meter.begin(memory), loss.begin(memory, os.environ.get(GRADS_VARIABLE) == "1"))
     register_optimizer_step_post_hook(_after_optimizer)
     os.register_at_fork(after_in_child=_forked)
 
@@ -116,11 +149,23 @@ def tell(step: int) -> None:
         _signal.told(int(step))
 
 
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """What `dlrover_adapters.torch.phase` does."""
+    before = _signal.phase(name) if _signal is not None else 0
+    try:
+        yield
+    finally:
+        if _signal is not None:
+            _signal.back(before)
+
+
 def _after_optimizer(optimizer: object, _args: tuple[Any, ...], _kwargs: dict[Any, Any]) -> None:
     import torch
 
     # In a compiled optimizer the hook would be traced: a graph break, or an error under fullgraph. Such scripts call `step`.
     if _signal is not None and not torch.compiler.is_compiling():
+        loss.applied(optimizer)
         _signal.optimizer_called(optimizer)
 
 
@@ -130,3 +175,5 @@ def _forked() -> None:
         with contextlib.suppress(OSError):
             _signal.silence()
         _signal = None
+        meter.end()
+        loss.end()

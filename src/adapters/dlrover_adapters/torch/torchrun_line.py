@@ -27,6 +27,7 @@ from dlrover_core.job.job import StopJob
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.transport import Connection, Dialer
+from dlrover_core.runtime.unchecked import Unchecked
 
 from .torchrun_desk import ENDED, FINISHED, WAITING, Desk
 from .torchrun_launcher import OpenStore, TorchrunLauncher, Words
@@ -166,6 +167,7 @@ class Line:
             seat=parts.seat,
             # Torch's workers tell none: without a master they train on all the same.
             steps_told=False,
+            duties=[Unchecked()],
         )
         minding = asyncio.ensure_future(self._mind(agent, noting))
         try:

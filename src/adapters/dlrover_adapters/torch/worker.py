@@ -79,7 +79,7 @@ def reseed() -> None:
 
 
 def begin(launch: WorkersLaunch, rank: int, agent_socket: str, slot_fd: int) -> None:
-    """Signal steps from here on."""
+    """Signal steps from here on, and be ready to show where this process is."""
     steps.begin(launch.generation, rank, agent_socket, slot_fd)
 
 

@@ -1,0 +1,222 @@
+"""Showing what ranks are at, when the leader suspects a hang: stacks, the kernel's view, torch's flight recorder.
+
+Everything is looked at twice, a moment apart, because whoever moves or works does not hang. Nothing here needs the worker's own
+help, so it works however the worker is stuck: `faulthandler` writes stacks in a signal handler in C; /proc tells of a process
+that is stopped; and one whose witness thread does not answer holds Python's lock, for the thread needs it to answer.
+
+What is found out of each rank goes to the leader in a few lines; all of it stays in a file on this host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from typing import NamedTuple, Protocol
+
+import structlog
+
+from dlrover_core.diagnosis import flight, hanging, stacks
+from dlrover_core.diagnosis.hanging import Facts
+from dlrover_core.job.hangs import ReportStacks
+from dlrover_core.job.state import Order
+from dlrover_core.runtime.duties import Desk
+from dlrover_core.runtime.launcher import Notice
+
+from . import looks
+from .launcher import Rank
+
+APART_S = 0.3
+"""Between the two looks."""
+ANSWER_S = 1.0
+"""Whoever's witness does not answer for so long holds Python's lock."""
+SHOWN_S = 0.6
+SETTLED_S = 0.03
+POLL_S = 0.01
+BUSY_SHARE, MOVING_SHARE, BUSY_BYTES = 0.2, 0.02, 64 * 1024
+STACKS_BYTES_MAX = 256 * 1024
+KEPT_MAX = 20
+
+_log = structlog.get_logger("dlrover.agent")
+
+
+class Ranks(Protocol):
+    """Where the ranks are: a launcher."""
+
+    def ranks(self, generation: int) -> list[Rank]:
+        """The living workers of a generation."""
+        ...
+
+
+class _Seen(NamedTuple):
+    facts: Facts
+    text: str
+
+
+class HangDuty:
+    """Shows this node's ranks whenever an order asks for it; ``folder`` keeps the whole of what was seen."""
+
+    def __init__(self, launcher: Ranks, folder: str) -> None:
+        self._launcher, self._folder = launcher, folder
+        self._order: Order | None = None
+        self._shown = 0
+        self._asked = asyncio.Event()
+
+    def ordered(self, order: Order) -> None:
+        """A new order; one with a number of a hang is for us."""
+        self._order = order
+        if order.probe > self._shown:
+            self._asked.set()
+
+    def noticed(self, notice: Notice) -> None:
+        """Nothing follows."""
+
+    async def run(self, desk: Desk) -> None:
+        """Until cancelled."""
+        if desk.order.probe > self._shown:
+            self.ordered(desk.order)
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            order = self._order
+            if order is None or order.probe <= self._shown:
+                continue
+            self._shown = order.probe
+            try:
+                command = await self._show(desk.node, order)
+            except OSError as error:
+                _log.warning("ranks cannot be looked at", hang=order.probe, error=str(error))
+                command = ReportStacks(desk.node, order.probe, ())
+            desk.send(command)
+
+    async def _show(self, node: str, order: Order) -> ReportStacks:
+        ranks = self._launcher.ranks(order.generation)
+        seen = await asyncio.gather(*(_seen(one, order.probe) for one in ranks))
+        path = await asyncio.to_thread(self._keep, node, order.probe, [one.text for one in seen])
+        return ReportStacks(node, order.probe, tuple(hanging.to_text(one.facts) for one in seen), path)
+
+    def _keep(self, node: str, probe: int, texts: list[str]) -> str:
+        """Write it all down; where there is no room, it is the leader's few lines only."""
+        path = os.path.join(self._folder, f"hang-{probe}-{node}.txt")
+        try:
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)
+            with open(path, "w", encoding="utf-8", opener=_private) as file:
+                file.write("\n".join(texts))
+            old = sorted(entry.path for entry in os.scandir(self._folder) if entry.name.startswith("hang-"))
+            for one in sorted(old, key=os.path.getmtime)[:-KEPT_MAX]:
+                os.unlink(one)
+        except OSError as error:
+            _log.warning("stacks are not kept", path=path, error=str(error))
+            return ""
+        return path
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+async def _seen(rank: Rank, probe: int) -> _Seen:
+    """One rank, from outside and by its own witness."""
+    size = _size(rank.stacks)
+    first = await asyncio.to_thread(looks.look, rank.pid)
+    stopped = first.state in hanging.STOPPED
+    asked = None if stopped else rank.ask(probe, "")
+    answering = asyncio.ensure_future(_within(asked.answered, ANSWER_S)) if asked is not None else None
+    before = "" if stopped else await _stacks(rank, size)
+    await asyncio.sleep(APART_S)
+    second = await asyncio.to_thread(looks.look, rank.pid)
+    after = "" if stopped else await _stacks(rank, size + len(before.encode()))
+    free = await answering if answering is not None else False
+    recorded = await _recorded(rank, probe) if free else None
+    stack, shown = stacks.main_thread(after or before), stacks.main_thread(before)
+    frame = stacks.users(stack)
+    source = await asyncio.to_thread(looks.source_line, rank.pid, frame.file, frame.line) if frame is not None else ""
+    facts = Facts(
+        rank=rank.rank,
+        state=second.state or first.state,
+        wchan=second.wchan,
+        idle_us=rank.idle_us(),
+        gil="" if asked is None else "free" if free else "held",
+        busy=_busy(first, second, moved=stack != shown),
+        stack=stacks.brief(stack),
+        source=source,
+        recorded=recorded is not None,
+        groups=flight.newest(recorded) if recorded is not None else (),
+    )
+    kernel = await asyncio.to_thread(looks.details, rank.pid)
+    return _Seen(facts, _text(facts, kernel, before, after, recorded))
+
+
+def _busy(first: looks.Look, second: looks.Look, *, moved: bool) -> bool:
+    share = (second.cpu_s - first.cpu_s) / APART_S
+    works = share >= BUSY_SHARE and not second.on_gpu
+    return works or (moved and share >= MOVING_SHARE) or second.io_bytes - first.io_bytes >= BUSY_BYTES
+
+
+async def _stacks(rank: Rank, offset: int) -> str:
+    """Have it show its stacks, and read what it wrote from ``offset`` on: there is no end mark, it is when nothing comes."""
+    if not rank.show():
+        return ""
+    loop = asyncio.get_running_loop()
+    until, settled, size = loop.time() + SHOWN_S, 0.0, offset
+    while loop.time() < until:
+        await asyncio.sleep(POLL_S)
+        now = _size(rank.stacks)
+        if now != size:
+            size, settled = now, loop.time()
+        elif size > offset and loop.time() - settled >= SETTLED_S:
+            break
+    return _read(rank.stacks, offset)
+
+
+def _read(path: str, offset: int) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            return file.read(STACKS_BYTES_MAX).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+async def _within(done: asyncio.Future[None], bound_s: float) -> bool:
+    await asyncio.wait([done], timeout=bound_s)
+    return done.done() and not done.cancelled()
+
+
+async def _recorded(rank: Rank, probe: int) -> bytes | None:
+    """Torch's flight recorder; None where it was not to be had."""
+    path = f"{rank.stacks}.recorder"
+    asked = rank.ask(probe, path)
+    if asked is None or not await _within(asked.recorded, ANSWER_S):
+        return None
+
+    def read() -> bytes:
+        with open(path, "rb") as file:
+            told = file.read()
+        os.unlink(path)
+        return told
+
+    with contextlib.suppress(OSError):
+        return await asyncio.to_thread(read)
+    return None
+
+
+def _text(facts: Facts, kernel: str, before: str, after: str, recorded: bytes | None) -> str:
+    """All of it, for people."""
+    lock = {"free": "free", "held": "held: its witness thread does not answer", "": "unknown"}[facts.gil]
+    head = f"==== rank {facts.rank}: state {facts.state or '?'}, {'busy' if facts.busy else 'idle'}, Python's lock {lock} ===="
+    groups = [
+        f"  group {one.group}: {one.op} {one.seq} {'under way' if one.active else 'over'}" for one in facts.groups
+    ]
+    told = [head, "stacks:", before.rstrip() or "  none"]
+    if after.strip() and after != before:
+        told += [f"stacks {APART_S:g} s later:", after.rstrip()]
+    told += ["flight recorder:", *(groups or ["  nothing" if recorded is not None else "  not to be had"]), kernel, ""]
+    return "\n".join(told)

@@ -1,0 +1,52 @@
+"""The agent's half of the step slot: anonymous memory that one worker writes into. The worker's is its framework's own."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+
+from dlrover_core.diagnosis.stall import Pulse
+
+BYTES = 80
+_NOW = struct.Struct("=qqqq")  # step, when, usual time of a step, phase
+_LONGEST = struct.Struct("=qqqq")  # pause that ended by itself, by phase
+_SIGNAL = struct.Struct("=q")
+_STEP = struct.Struct("=q")
+_LONGEST_AT, _SIGNAL_AT = 32, 64
+
+
+class StepSlot:
+    """What one worker tells of its steps; nothing outlives its users."""
+
+    NONE = -1
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("dlrover-step", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, mmap.PAGESIZE)
+        self._memory = mmap.mmap(self.fd, BYTES)
+        _STEP.pack_into(self._memory, 0, self.NONE)
+
+    def read(self) -> int:
+        """The last step, `NONE` before the first."""
+        return int(_STEP.unpack_from(self._memory, 0)[0])
+
+    def pulse(self, begun_us: int, now_us: int) -> Pulse:
+        """All of it; ``begun_us`` is when the worker began, for one that has made no step."""
+        step, moved_us, usual_us, phase = map(int, _NOW.unpack_from(self._memory, 0))
+        longest = _LONGEST.unpack_from(self._memory, _LONGEST_AT)
+        phase = min(max(phase, 0), len(longest) - 1)  # whatever a broken worker writes
+        idle_us = max(0, now_us - (moved_us or begun_us))
+        return Pulse(step, idle_us, max(0, usual_us), max(0, int(longest[phase])), phase)
+
+    @property
+    def shows_on(self) -> int:
+        """The signal on which the worker shows its stacks; 0: none is known to be its own."""
+        return max(0, int(_SIGNAL.unpack_from(self._memory, _SIGNAL_AT)[0]))
+
+    def close(self) -> None:
+        """Give the memory back once the worker has, too."""
+        if self.fd >= 0:
+            self._memory.close()
+            os.close(self.fd)
+            self.fd = -1

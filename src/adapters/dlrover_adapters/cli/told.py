@@ -1,0 +1,102 @@
+"""One line per incident for whoever started the job: when something is decided, and when training goes on."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dlrover_core.job import failures, hangs, health, pace
+from dlrover_core.job.state import JobState
+from dlrover_core.kernel.events import Record
+
+if TYPE_CHECKING:
+    from dlrover_core.history.checks import CheckNews
+    from dlrover_core.history.headline import Headlines
+
+WARM_S = 2.0
+"""So long after its start a master gets ready for failures (`warm`): neither the start nor the first recovery waits for that."""
+
+_CHECKS = (health.CheckStarted, health.CheckReported, health.CheckJudged)
+_PACES = (pace.SlowRank, pace.SlowEnded, pace.SlowReplaced)
+_TELLING = (failures.Diagnosed, failures.ActionChosen, failures.IncidentClosed)
+LINE_BYTES_MAX = 512
+"""As much as any pipe takes at once (POSIX): where a poll says that it can be written, it is written whole."""
+
+
+class Teller:
+    """Says the news of committed records to ``fd``, and never waits: a reader that does not read loses lines, and nobody else.
+
+    ``lost`` counts them.
+    """
+
+    def __init__(self, job: str, fd: int = 2) -> None:
+        self._job, self._fd = job, fd
+        self._headlines: Headlines | None = None
+        self._news: CheckNews | None = None
+        self.lost = 0
+
+    def committed(self, state: JobState, records: Sequence[Record]) -> None:
+        """Take in a batch; ``state`` is the fold up to its end."""
+        for record in records:
+            if isinstance(record.event, hangs.HangNamed):
+                self._say(f"[{self._job}] {record.event.text}")
+            elif isinstance(record.event, _PACES):
+                from dlrover_core.history.phrases import say
+
+                self._say(f"[{self._job}] {say(record.event)}")
+            elif isinstance(record.event, _TELLING):
+                news = self._lines().feed(state, record)
+                if news is not None:
+                    self._say(f"[{self._job}] incident {news.incident}: {news.text}")
+            elif isinstance(record.event, _CHECKS):
+                for line in self._checks().feed(record):
+                    self._say(f"[{self._job}] {line}")
+
+    def _checks(self) -> CheckNews:
+        if self._news is None:
+            from dlrover_core.history.checks import CheckNews
+
+            self._news = CheckNews()
+        return self._news
+
+    def _lines(self) -> Headlines:
+        if self._headlines is None:
+            from dlrover_core.history.headline import Headlines
+
+            self._headlines = Headlines()
+        return self._headlines
+
+    def _say(self, text: str) -> None:
+        # Over the live line, which draws itself again.
+        clear = "\r\x1b[K" if os.isatty(self._fd) else ""
+        line = (clear + text).encode(errors="replace")[: LINE_BYTES_MAX - 1] + b"\n"
+        try:
+            if not _writable(self._fd):
+                self.lost += 1
+                return
+            os.write(self._fd, line)
+        except OSError:
+            self.lost += 1
+
+
+def _writable(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return any(events & select.POLLOUT for _, events in poll.poll(0))
+
+
+def warm(own: str) -> None:
+    """Load what judging and telling need, a quarter of a second's work. ``own``: the user's signatures, as in `JobSpec`."""
+    importlib.import_module("dlrover_core.history.headline")
+    from dlrover_core.diagnosis import matching, signatures
+
+    matching.matcher(signatures.table(own))
+
+
+def on_stderr(job: str) -> Teller:
+    """What our launcher shows: its standard error is ours."""
+    return Teller(job, sys.stderr.fileno())

@@ -1,0 +1,245 @@
+"""Finds signatures in text: most lines of a log mean nothing, and must cost nothing.
+
+All patterns are one set. A block of lines is shown to the set as a whole; only where something in it matches is it halved, down
+to the line. Whichever engine runs the set, the result is the same: a line's hits are then settled here, by the standard library.
+Case counts for nothing, text is bytes, ``^`` and ``$`` are a line's ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from dlrover_core.diagnosis.patterns import words
+from dlrover_core.diagnosis.signatures import CodePattern, Signature, Table
+
+GROUP = "dlrover.matchers"
+LINE_BYTES_MAX = 4096
+BLOCK_BYTES = 16 * 1024
+HITS_MAX = 64
+SAME_MAX = 8
+SUBJECT_MAX = 200
+ASKED_MAX = 20_000
+
+_FLAGS = re.IGNORECASE | re.MULTILINE
+_LETTERS = re.compile(rb"[a-z]{3,}")
+_COLOUR = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class SetMatcher(Protocol):
+    """Many patterns at once. The entry point group `dlrover.matchers` holds those installed."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        """Compile them; each is one that `patterns.words` admits."""
+
+    def match(self, text: bytes) -> Sequence[int]:
+        """Which of them may match somewhere in ``text``: their indices, in any order, and none left out that does match."""
+
+
+class ReSet:
+    """The set over the standard library.
+
+    A pattern is run where the text has a run of letters that contains what a match of it must contain. Logs repeat their words,
+    so that what a word asks for is remembered: a block of known words costs its splitting.
+    """
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._compiled = [re.compile(one.encode(), _FLAGS) for one in patterns]
+        self._always: list[int] = []
+        self._wanted: dict[bytes, list[int]] = {}
+        self._asked: dict[bytes, tuple[int, ...]] = {}
+        for index, pattern in enumerate(patterns):
+            runs = {max(_LETTERS.findall(word.encode()), key=len, default=b"") for word in words(pattern)}
+            if not runs or b"" in runs:
+                self._always.append(index)
+                continue
+            for run in runs:
+                self._wanted.setdefault(run, []).append(index)
+
+    def match(self, text: bytes) -> Sequence[int]:
+        """As the port says."""
+        maybe = set(self._always)
+        for run in set(_LETTERS.findall(text.lower())):
+            asked = self._asked.get(run)
+            maybe.update(self._ask(run) if asked is None else asked)
+        return [index for index in maybe if self._compiled[index].search(text)]
+
+    def _ask(self, run: bytes) -> tuple[int, ...]:
+        if len(self._asked) >= ASKED_MAX:
+            self._asked.clear()
+        found = {index for wanted, indices in self._wanted.items() if wanted in run for index in indices}
+        self._asked[run] = tuple(sorted(found))
+        return self._asked[run]
+
+
+class Hit(NamedTuple):
+    """A signature in a line. ``number``: the line's, from 1; ``subject``: what else the line names."""
+
+    signature: Signature
+    line: str
+    number: int
+    subject: str = ""
+
+
+class Matcher:
+    """Finds the signatures of one table in text. ``engine``: the class that runs the set (default: the fastest installed)."""
+
+    def __init__(self, table: Table, engine: type[SetMatcher] | None = None) -> None:
+        self._table = table
+        self._rules: list[Signature | CodePattern] = []
+        patterns: list[str] = []
+        for one in table.by_id.values():
+            for pattern in one.patterns:
+                self._rules.append(one)
+                patterns.append(pattern)
+        for coded in table.code_patterns:
+            self._rules.append(coded)
+            patterns.append(coded.pattern)
+        self._patterns = patterns
+        self._set = (engine or fastest())(patterns)
+
+    @property
+    def size(self) -> int:
+        """How many patterns."""
+        return len(self._rules)
+
+    def scan(self, text: str, source: str = "") -> list[Hit]:
+        """Each line's signature, if it has one, in order. ``source``: where the text is from; empty: from anywhere.
+
+        At most `HITS_MAX`, and of one signature at most `SAME_MAX`: a flood of one kind hides no other.
+        """
+        found: list[Hit] = []
+        seen: Counter[str] = Counter()
+        for first, lines in _blocks(_plain(text)):
+            for hit in self._block(lines, first, source):
+                seen[hit.signature.id] += 1
+                if seen[hit.signature.id] <= SAME_MAX and len(found) < HITS_MAX:
+                    found.append(hit)
+        return found
+
+    @staticmethod
+    def best(hits: Iterable[Hit]) -> Hit | None:
+        """The hit that tells most: by priority, then confidence, then the earliest."""
+        return max(hits, key=lambda hit: hit.signature.rank, default=None)
+
+    def _block(self, lines: Sequence[bytes], first: int, source: str) -> Iterator[Hit]:
+        if len(lines) == 1:
+            hit = self._line(lines[0][:LINE_BYTES_MAX], first, source)
+            if hit is not None:
+                yield hit
+        elif self._set.match(b"\n".join(lines)):
+            half = len(lines) // 2
+            yield from self._block(lines[:half], first, source)
+            yield from self._block(lines[half:], first + half, source)
+
+    def _line(self, line: bytes, number: int, source: str) -> Hit | None:
+        best: tuple[Signature, str] | None = None
+        for index in sorted(self._set.match(line)):
+            claim = self._claim(index, line, source)
+            if claim is None or (source and source not in claim[0].sources) or _excused(claim[0], line):
+                continue
+            if best is None or claim[0].rank > best[0].rank:
+                best = claim
+        if best is None:
+            return None
+        subject = best[1] or _subject(best[0], line)
+        return Hit(best[0], line.decode(errors="replace"), number, subject[:SUBJECT_MAX])
+
+    def _claim(self, index: int, line: bytes, source: str) -> tuple[Signature, str] | None:
+        """The signature that the pattern stands for in this line, and what its code names."""
+        rule = self._rules[index]
+        if isinstance(rule, Signature):
+            return (rule, "") if _compiled(self._patterns[index]).search(line) else None
+        if rule.sources and source and source not in rule.sources:
+            return None
+        for found in _compiled(rule.pattern).finditer(line):
+            if rule.kind == "exception" and not opens(line[: found.start(1)]):
+                continue
+            code = next(group for group in found.groups() if group is not None).decode()
+            signature = self._table.coded(rule.kind, code)
+            if signature is None and rule.otherwise:
+                named = f"{rule.otherwise}.{code}" if rule.kind == "exception" else rule.otherwise
+                signature = self._table.get(named)
+            if signature is not None:
+                return signature, code if rule.kind == "exception" else ""
+        return None
+
+
+@functools.lru_cache(maxsize=8)
+def matcher(table: Table) -> Matcher:
+    """The table's matcher, compiled once."""
+    return Matcher(table)
+
+
+@functools.lru_cache(maxsize=1)
+def fastest() -> type[SetMatcher]:
+    """The engine that is installed beside us; without one, or where it does not load, the standard library's."""
+    from importlib.metadata import entry_points
+
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        try:
+            loaded: type[SetMatcher] = entry.load()
+        except ImportError:  # it is declared, and its library is an extra
+            continue
+        return loaded
+    return ReSet
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[bytes]:
+    return re.compile(pattern.encode(), _FLAGS)
+
+
+# Before an exception's name: its package, a level that is no warning, a name with a colon; or times, ranks, hosts and brackets.
+_LEADS = re.compile(
+    rb"(?i)[\w.]+\.|[\w.]*RayTaskError\([\w.]*|(?:error|critical|fatal)\b\S*|(?:\S+:)?(?:error|critical|fatal|stderr|stdout|err|[EFP])[\]:|-]*|\S*[:|>][\"\x27]?(?:[\w.]+\.)?|[\[(<]\S*|\S*\d\S*|\W+"
+)
+_DENIES = re.compile(
+    rb"(?i)\b(?:warn(?:ing)?|info|debug|trace|caught|except|ignor\w+|handl\w+|retry\w*|skip\w*|suppress\w*|raises?|no)\b"
+)
+_POD, _CONTAINER = re.compile(rb"[a-z][\w.]*(?:-[\w.]+)+"), re.compile(rb"[a-z][a-z-]+")
+_LEAD_BYTES_MAX = 200
+
+
+def opens(before: bytes) -> bool:
+    """Is what stands before an exception's name only what logs put there, so that it was raised and not talked about?"""
+    before = before.rpartition(b"\\n")[2]  # a line break within JSON
+    if len(before) > _LEAD_BYTES_MAX or _DENIES.search(before):
+        return False
+    words = before.split()
+    if len(words) > 1 and _POD.fullmatch(words[0]) and _CONTAINER.fullmatch(words[1]):
+        words = words[2:]
+    return all(_LEADS.fullmatch(word) for word in words)
+
+
+def _excused(signature: Signature, line: bytes) -> bool:
+    return any(_compiled(pattern).search(line) for pattern in signature.unless)
+
+
+def _subject(signature: Signature, line: bytes) -> str:
+    found = _compiled(signature.subject).search(line) if signature.subject else None
+    named = next((group for group in found.groups() if group), b"") if found else b""
+    return named.decode(errors="replace").strip()
+
+
+def _plain(text: str) -> bytes:
+    """Bytes with lines parted by newlines alone: a progress bar overwrites its line, and colours are no words."""
+    data = text.encode(errors="replace")
+    if b"\r" in data:
+        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    return _COLOUR.sub(b"", data) if b"\x1b" in data else data
+
+
+def _blocks(data: bytes) -> Iterator[tuple[int, list[bytes]]]:
+    """Lines in blocks of about `BLOCK_BYTES`, each with the number of its first."""
+    begin, number = 0, 1
+    while begin < len(data):
+        end = data.find(b"\n", begin + BLOCK_BYTES)
+        end = len(data) if end < 0 else end
+        lines = data[begin:end].split(b"\n")
+        yield number, lines
+        number += len(lines)
+        begin = end + 1

@@ -1,0 +1,573 @@
+"""The decision procedure: from everything that was seen about one failure to its root, its class and whom to blame.
+
+One death makes thousands of lines. Survivors complain about their peer, agents sweep what is left, the kernel and the
+platform say what they did, and most of it comes late and out of order. The procedure is a pure function of the *set* of
+observations. Its invariant, stage by stage, each of which only ever sets observations aside and says why:
+
+1. *Window.* What happened more than eleven minutes before the first death, or five minutes after it, is another story; a
+   node's end alone is seen late, because silence has to last.
+2. *No anchors.* A warning is never a cause while anything else is there.
+3. *Last words.* An exit code says how a rank ended; where the rank said why, the code adds nothing. A SIGTERM after somebody
+   else's death is a sweep.
+4. *Copies.* The same from the same node within five seconds is one observation, however many ranks say it.
+5. *Pre-emption wins* inside its failure domain, and over the errors that it causes elsewhere; not over a hardware fault of
+   another node, and not over what broke well before it.
+6. *A cascade is never a root* while any other cause is left.
+7. Of what is left the strongest source decides: kernel's word on hardware > platform's reason > the host's resources > a node
+   that vanished > what a rank says > a bare exit code; and within one source the earliest. One exception: an error of the
+   program that several nodes raise at the same place is no single node's hardware.
+8. *Counting.* The same place on several nodes speaks for the program, several times on one node for its hardware.
+9. *Only cascades left:* the rank they name, or that is behind the others, or that nobody has heard of is blamed, if it is at
+   most two; else nobody.
+
+No stage compares by order of arrival: sequence numbers break ties between observations that are alike in everything else.
+And no eviction ever follows from a symptom that is global (`_EVICTS`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from dlrover_core.diagnosis.evidence import (
+    CASC,
+    CGROUP,
+    CHECK,
+    DATA,
+    ERROR,
+    EXIT,
+    HW,
+    KERNEL,
+    LOG,
+    NODE,
+    OPENING,
+    PLAT,
+    PLATFORM,
+    USER,
+    Evidence,
+)
+from dlrover_core.diagnosis.signatures import Table
+
+# Meta's RSC study joins what lies ten minutes before and five after a death ("Revisiting Reliability", arXiv 2410.21680). A
+# minute more, because a collective waits for exactly ten, by NCCL's default in torch, and whoever waited dies a moment later.
+# Delta's study coalesces repeats within 5 s.
+BEFORE_S, AFTER_S, SAME_S = 660.0, 300.0, 5.0
+# An error this much older than a pre-emption is not its doing. A notice may be read this long after its victims fell.
+NOTICE_S = 60.0
+_NEVER = 2**62
+# Launchers give what is left of a world so long between SIGTERM and SIGKILL: torchrun 30 s.
+SWEEP_S = 15.0
+# A vanished node explains errors of others only if they did not come long before it.
+VANISHED_S = 30.0
+SUSPECTS_MAX = 2
+
+# What an exit code alone says.
+_BARE = re.compile(r"exit\.(sig(kill|term|segv|bus|abrt)|silent|signal\d*|code\d*)$")
+# A node's end that nobody explains.
+VANISHED = ("node.gone", "node.failed", "node.silent", "node.sigkill")
+# Not the program's own for sure: any layer raises these.
+_GENERIC = frozenset(
+    f"exception.{one}" for one in ("RuntimeError", "Exception", "SystemExit", "unknown", "OSError", "Error")
+)
+# May be the program's or the hardware's: on several nodes the program's.
+_EITHER = frozenset(("xid.app", "cuda.illegal_access", "cuda.launch_failure", "exit.sigsegv", "loss.nan"))
+# Twice on one node speaks against the node.
+TWICE = _EITHER | {
+    "xid.gsp", "xid.nvlink", "xid.contained", "peermem.context", "cuda.not_ready", "cuda.nvlink", "cuda.contained",
+    "exit.sigbus", "ib.retry_exceeded", "k8s.admission",
+}  # fmt: skip
+# On all nodes the image or the configuration is wrong; on one of several, that node is.
+_ONE_OR_ALL = frozenset(
+    (
+        "cuda.driver", "cuda.unavailable", "nccl.no_interface", "k8s.image_pull", "k8s.config", "host.files",
+        "exception.FileNotFoundError", "exception.PermissionError",
+    )
+)  # fmt: skip
+# What takes a node or a host out of the job.
+_EVICTS = ("isolate", "reset")
+# What a class asks for where its signature is not in the table.
+_BY_CLASS = {PLAT: "relaunch", HW: "isolate", CASC: "proc"}
+# How far a rank had come, in its watchdog's own words.
+_ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)|SeqNum=(\d+)|sequence number (\d+)", re.IGNORECASE)
+
+
+class Judgement(NamedTuple):
+    """What it was, whose fault, and what usually suffices.
+
+    ``blamed``: the node at fault, or empty; ``rank``: the rank, or -1; ``discarded``: of each observation that is no cause its
+    seq and why; ``rule``: by which rule, in words; ``action``: the action hint of the signature (`signatures.ACTIONS`).
+    ``suspects``: nodes of which one is at fault, where it cannot be said which; never more than two.
+    """
+
+    root: Evidence
+    verdict: str
+    signature: str
+    confidence: float
+    blamed: str = ""
+    host: str = ""
+    rank: int = -1
+    discarded: tuple[tuple[int, str], ...] = ()
+    rule: str = ""
+    action: str = "proc"
+    suspects: tuple[str, ...] = ()
+
+
+class Member(NamedTuple):
+    """A node that took part: its ranks are ``first_rank`` to ``first_rank + nproc - 1``."""
+
+    node: str
+    host: str
+    first_rank: int
+    nproc: int
+
+
+class _Case:
+    """The observations that are still in question, and why the others are not."""
+
+    def __init__(self, evidence: Iterable[Evidence], table: Table, members: Sequence[Member]) -> None:
+        self.table, self.members = table, members
+        self.live = sorted(set(evidence), key=_order)
+        self.dropped: dict[int, str] = {}
+        self.seen = self.live
+        self.said_on: set[str] = set()
+        self.said_at, self.vanished = _NEVER, 0
+        self._nodes: set[str] = set()
+
+    def drop(self, no_cause: Callable[[Evidence], object], why: str) -> None:
+        """Set aside what is no cause. ``why`` may name the observation by ``{}``."""
+        kept = []
+        for one in self.live:
+            if no_cause(one):
+                self.dropped.setdefault(one.seq, why)
+            else:
+                kept.append(one)
+        self.live = kept
+
+    def action(self, one: Evidence) -> str:
+        """What usually suffices."""
+        known = self.table.get(one.signature)
+        return known.action if known is not None else _BY_CLASS.get(one.verdict, "proc")
+
+    def nodes(self) -> set[str]:
+        """Everybody who took part, as far as is known."""
+        if not self._nodes:
+            self._nodes = {member.node for member in self.members} or {_where(one) for one in self.seen}
+        return self._nodes - {""}
+
+    def listen(self) -> None:
+        """Note which nodes' ranks said why they failed, when the first did, and how many nodes vanished."""
+        words = [one for one in self.live if one.source in (ERROR, LOG, EXIT) and not _bare(one)]
+        self.said_on = {_where(one) for one in words}
+        self.said_at = min((one.at for one in words), default=_NEVER)
+        self.vanished = len({_where(one) for one in self.seen if one.signature in VANISHED})
+
+
+def judge(
+    evidence: Sequence[Evidence],
+    table: Table,
+    *,
+    members: Sequence[Member] = (),
+    history: Sequence[Evidence] = (),
+    complete: bool = True,
+) -> Judgement:
+    """The judgement on one incident's evidence.
+
+    ``members``: who took part, where that is known; ``history``: the roots of earlier incidents of the last 24 hours;
+    ``complete``: nobody is about to say anything more, so that who is silent now is silent.
+
+    Raises ValueError without any evidence.
+    """
+    if not evidence:
+        raise ValueError("nothing was seen: there is nothing to judge")
+    case = _Case(evidence, table, members)
+    _window(case)
+    case.seen = list(case.live)
+    if any(case.action(one) != "obs" for one in case.live):
+        case.drop(lambda one: case.action(one) == "obs" and one.verdict != CASC, "a warning, no cause")
+    _last_words(case)
+    _copies(case)
+    _preemption(case)
+    if all(one.verdict == CASC for one in case.live):
+        return _only_cascades(case, complete=complete)
+    case.drop(lambda one: one.verdict == CASC, "a consequence: somebody says a cause")
+    case.listen()
+    root, rule = _strongest(case)
+    _weaker(case, root)
+    return _counted(case, root, rule, history)
+
+
+# ---- the stages
+
+
+def _window(case: _Case) -> None:
+    deaths = [one.at for one in case.live if one.source in (EXIT, ERROR, PLATFORM, NODE, *OPENING)]
+    first = min(deaths, default=case.live[0].at)
+    case.drop(lambda one: one.at < first - _us(BEFORE_S), f"more than {BEFORE_S / 60:g} min before the first death")
+    late = first + _us(AFTER_S)
+    case.drop(
+        lambda one: one.at > late and one.source not in (NODE, PLATFORM),
+        f"more than {AFTER_S / 60:g} min after the first death",
+    )
+
+
+def _copies(case: _Case) -> None:
+    """Of what one node says again within five seconds the first is kept. Those that follow later are another time."""
+    newest: dict[tuple[str, str, str, str], Evidence] = {}
+    kept = []
+    for one in case.live:
+        key = (_where(one), one.signature, one.place, one.subject if one.source == KERNEL else "")
+        before = newest.get(key)
+        newest[key] = one
+        if before is not None and one.at - before.at <= _us(SAME_S):
+            case.dropped[one.seq] = "a copy: the same was seen on that node a moment before"
+        else:
+            kept.append(one)
+    case.live = kept
+
+
+def _last_words(case: _Case) -> None:
+    words = {(_where(one), one.rank) for one in case.seen if not _bare(one) and case.action(one) != "obs"}
+    words |= {(_where(one), one.rank) for one in case.seen if not _bare(one) and one.verdict == CASC}
+    case.drop(
+        lambda one: _bare(one) and one.rank >= 0 and (_where(one), one.rank) in words,
+        "only how it ended: the rank says why",
+    )
+    placed = {(_where(one), one.rank, one.signature) for one in case.seen if one.place}
+    case.drop(
+        lambda one: not one.place and (_where(one), one.rank, one.signature) in placed,
+        "a copy: the same rank says the same, and where",
+    )
+    swept = ("exit.sigterm", "exit.sigkill")
+    others = [one for one in case.live if one.signature not in swept and _ended(one)]
+    causes = [one for one in others if one.verdict != CASC]
+    first = min((one.at for one in others), default=None)
+    if first is None:
+        return
+    case.drop(
+        lambda one: one.signature == "exit.sigterm" and one.rank >= 0 and (causes or one.at > first),
+        "swept: SIGTERM after somebody else's end",
+    )
+    case.drop(
+        lambda one: one.signature == "exit.sigkill" and one.rank >= 0 and one.at > first + _us(SWEEP_S),
+        "swept: SIGKILL after somebody else's end",
+    )
+
+
+def _preemption(case: _Case) -> None:
+    """Pre-emption wins in its own domain at once, elsewhere over what it causes."""
+    taken = [one for one in case.live if _taken(one)]
+    if not taken:
+        return
+    domains = {_where(one) for one in taken} | {one.host for one in taken if one.host}
+    at = min(one.at for one in taken)
+
+    def collateral(one: Evidence) -> bool:
+        if _taken(one):
+            return False
+        if _where(one) in domains or (one.host and one.host in domains):
+            return True
+        return _tier(one) > _HARDWARE and one.at >= at - _us(NOTICE_S)
+
+    case.drop(collateral, "collateral: the platform took a node of this job")
+
+
+def _only_cascades(case: _Case, *, complete: bool) -> Judgement:
+    """Everybody complains about somebody else. Who is named, behind, or silent?"""
+    root = case.live[0]
+    for blame, rule, confidence in (
+        (_named(case), "cascades.named: the ranks that the others wait for", 0.8),
+        (_behind(case), "cascades.behind: the rank that has enqueued fewest collectives", 0.7),
+        (_unheard(case) if complete else set(), "cascades.unheard: the only ones of whom nobody has heard", 0.6),
+    ):
+        if 0 < len(blame) <= SUSPECTS_MAX:
+            rank, node, host = min(blame)
+            own = _telling(case, rank, node) or [root]
+            _rest(case, own[0])
+            found = _made(case, own[0], own[0].verdict, confidence, node, host, rank, rule, case.action(own[0]))
+            suspects = {its for _, its, _ in blame} - {""}
+            return found if len(suspects) == 1 else found._replace(suspects=tuple(sorted(suspects)))
+    _rest(case, root)
+    return _made(
+        case, root, root.verdict, min(root.confidence, 0.3), "", "", -1, "cascades: cannot attribute", case.action(root)
+    )
+
+
+def _telling(case: _Case, rank: int, node: str) -> list[Evidence]:
+    """What tells best of the one to blame: its own words, else those that name it. How it was swept away tells nothing."""
+    own = [one for one in case.seen if one.rank == rank >= 0]
+    words = [one for one in own if one.seq not in case.dropped or not _bare(one)]
+    named = [one for one in case.live if any((rank, node) == who[:2] for who in _whom(case, one))]
+    return words or sorted(named, key=lambda one: one.signature != "nccl.lagging") or own
+
+
+def _strongest(case: _Case) -> tuple[Evidence, str]:
+    everywhere = _everywhere(case)
+    if everywhere and not any(_taken(one) and _tier(one, case) == _REASON for one in case.live):
+        return min(everywhere, key=_order), "everywhere: the same place on several nodes is the program's"
+    root = min(case.live, key=lambda one: (_tier(one, case), _vague(one), _order(one)))
+    if _taken(root):
+        return root, "preemption: the platform's word wins over what it causes"
+    return root, f"strongest: {_TIERS[_tier(root, case)]}"
+
+
+def _everywhere(case: _Case) -> list[Evidence]:
+    """Errors of the program that several nodes raise at the same place."""
+    errors = [
+        one
+        for one in case.live
+        if one.verdict == USER
+        and one.place
+        and one.signature.startswith("exception.")
+        and one.signature not in _GENERIC
+    ]
+    on: dict[tuple[str, str], set[str]] = {}
+    for one in errors:
+        on.setdefault(_print(one), set()).add(_where(one))
+    return [one for one in errors if len(on[_print(one)]) > 1]
+
+
+def _weaker(case: _Case, root: Evidence) -> None:
+    tier = _tier(root, case)
+    case.drop(
+        lambda one: one is not root and _print(one) != _print(root) and _tier(one, case) > tier, "weaker evidence"
+    )
+    case.drop(lambda one: one is not root and _print(one) != _print(root), "later, or less to the point, than the root")
+
+
+def _counted(case: _Case, root: Evidence, rule: str, history: Sequence[Evidence]) -> Judgement:
+    """Fingerprints by node: what repeats where?"""
+    same = [one for one in case.seen if _print(one) == _print(root)]
+    on = {_where(one) for one in same}
+    verdict, confidence, action = root.verdict, root.confidence, case.action(root)
+    either = root.signature in _EITHER and (root.place or not _bare(root))
+    if len(on) > 1 and (either or (root.signature.startswith("exception.") and root.place)):
+        verdict, rule = USER, f"{rule}; on {len(on)} nodes: the program"
+    elif root.signature in _ONE_OR_ALL:
+        verdict, action, rule = _one_or_all(case, root, same, rule)
+    elif root.signature in TWICE and _compared(case) and (times := _times(case, root, history)) > 1:
+        verdict, action, confidence, rule = HW, "isolate", max(confidence, 0.8), f"{rule}; {times} times on this node"
+    elif any(root.place and _print(one) == _print(root) and _where(one) != _where(root) for one in history):
+        verdict, action, rule = USER, "fail", f"{rule}; before at the same place on another node"
+    if action in _EVICTS and _global(case, root):
+        return _made(
+            case, root, verdict, min(confidence, 0.5), "", "", -1, f"{rule}; everywhere: nobody is evicted", "check"
+        )
+    faultless = verdict in (USER, DATA)
+    ranks = {one.rank for one in same}
+    return _made(
+        case,
+        root,
+        verdict,
+        confidence,
+        "" if faultless else root.node,
+        "" if faultless else root.host,
+        root.rank if not faultless or len(ranks) == 1 else -1,
+        rule,
+        action,
+    )
+
+
+def _one_or_all(case: _Case, root: Evidence, same: list[Evidence], rule: str) -> tuple[str, str, str]:
+    """Missing on one node of several, that node lacks it; missing everywhere, the image does."""
+    others = case.nodes() - {_where(root)}
+    alone = len({_where(one) for one in same}) == 1 and bool(others)
+    # One rank may do what no other does, such as writing checkpoints: a file is missing *on a node* if all its ranks say so.
+    whole = not root.signature.startswith("exception.") or len({one.rank for one in same}) > 1
+    if alone and whole:
+        return (HW if root.verdict == HW else PLAT), "isolate", f"{rule}; on one of {len(others) + 1} nodes only"
+    everywhere = not alone and len(others) > 0
+    return (USER if everywhere else root.verdict), ("fail" if everywhere else case.action(root)), rule
+
+
+def _times(case: _Case, root: Evidence, history: Sequence[Evidence]) -> int:
+    """How often this was seen on the root's node or host, repeats within seconds apart."""
+    here = [one for one in case.live if one.signature == root.signature and _where(one) == _where(root)]
+    past = [
+        one
+        for one in history
+        if one.signature == root.signature and (one.host == root.host if root.host else one.node == root.node)
+    ]
+    return len(here) + len(past)
+
+
+def _compared(case: _Case) -> bool:
+    """Is there another host than the one? With one host there is nothing to compare it with."""
+    return len({member.host or member.node for member in case.members} or case.nodes()) > 1
+
+
+def _global(case: _Case, root: Evidence) -> bool:
+    """Is it seen on more than a few, or on all of several nodes? Evicting them would cure nothing."""
+    on = {_where(one) for one in case.seen if one.signature == root.signature}
+    many = len(on) > SUSPECTS_MAX and root.source != CHECK
+    return many or (len(on) > 1 and len(on) >= len(case.nodes()))
+
+
+# ---- only cascades: whom do they mean?
+
+
+def _named(case: _Case) -> set[tuple[int, str, str]]:
+    """Those whom most of the complaints name, if they name few."""
+    votes: Counter[tuple[int, str, str]] = Counter()
+    for one in [one for one in case.seen if one.verdict == CASC]:
+        votes.update(_whom(case, one))
+    if not votes:
+        return set()
+    spoke = {one.rank for one in case.seen if one.rank >= 0}
+    silent = {who: count for who, count in votes.items() if who[0] not in spoke} or votes
+    most = max(silent.values())
+    return {who for who, count in silent.items() if count == most}
+
+
+def _whom(case: _Case, one: Evidence) -> list[tuple[int, str, str]]:
+    """Whom an observation names."""
+    return [who for name in one.subject.split(",") if name.strip() for who in _who(case, name.strip())]
+
+
+def _who(case: _Case, name: str) -> list[tuple[int, str, str]]:
+    """The rank, node or host of that name. An address that nobody has is nobody."""
+    if name.isdigit():
+        return [(int(name), *_home(case, int(name)))]
+    bare = name.rsplit(":", 1)[0].strip("[]")
+    for member in case.members:
+        if bare in (member.node, member.host):
+            return [(-1, member.node, member.host)]
+    for one in case.seen:
+        if bare and bare in (one.node, one.host):
+            return [(-1, one.node, one.host)]
+    return []
+
+
+def _home(case: _Case, rank: int) -> tuple[str, str]:
+    """A rank's node and host."""
+    for member in case.members:
+        if member.first_rank <= rank < member.first_rank + member.nproc:
+            return member.node, member.host
+    return next(((one.node, one.host) for one in case.seen if one.rank == rank), ("", ""))
+
+
+def _behind(case: _Case) -> set[tuple[int, str, str]]:
+    """The ranks that have come less far than the others."""
+    reached: dict[int, int] = {}
+    for one in case.seen:
+        found = _ENQUEUED.search(one.text) if one.rank >= 0 else None
+        if found is not None:
+            number = int(next(group for group in found.groups() if group))
+            reached[one.rank] = min(number, reached.get(one.rank, number))
+    steps = {one.rank: one.step for one in case.seen if one.rank >= 0 and one.step >= 0}
+    for known in (reached, steps):
+        least = min(known.values(), default=0)
+        if known and least < max(known.values()):
+            behind = {rank for rank, number in known.items() if number == least}
+            return {(rank, *_home(case, rank)) for rank in behind}
+    return set()
+
+
+def _unheard(case: _Case) -> set[tuple[int, str, str]]:
+    """Who is the only one that said nothing?"""
+    spoke = {one.rank for one in case.seen if one.rank >= 0}
+    if case.members:
+        everybody = {rank for one in case.members for rank in range(one.first_rank, one.first_rank + one.nproc)}
+        silent = everybody - spoke
+        homes = {_home(case, rank) for rank in silent}
+        if len(homes) == 1 and len(silent) < len(everybody):
+            return {(min(silent), *next(iter(homes)))}
+        return {(rank, *_home(case, rank)) for rank in silent} if len(silent) < len(everybody) else set()
+    if not spoke:
+        return set()
+    return {(rank, "", "") for rank in set(range(max(spoke) + 1)) - spoke}
+
+
+# ---- words for the stages
+
+
+_HARDWARE, _REASON, _LATE = 0, 1, 5
+_TIERS = (
+    "the kernel's or the check's word on hardware",
+    "the platform's reason",
+    "the host's resources",
+    "a node that vanished",
+    "what the first rank to fail says",
+    "a node that ended with its ranks",
+    "a bare exit code",
+)
+
+
+def _tier(one: Evidence, case: _Case | None = None) -> int:
+    """How strong a source is: the lower, the stronger."""
+    hardware = one.verdict == HW or one.signature.startswith(("xid.", "nvswitch."))
+    if one.source == CHECK or (one.source == KERNEL and hardware and one.verdict != USER):
+        return _HARDWARE
+    if _bare(one):
+        return 6
+    if one.signature in VANISHED:
+        return 3 if case is None or _by_itself(one, case) else _LATE
+    if one.source in (PLATFORM, NODE):
+        late = case is not None and _taken(one) and case.said_at < one.at - _us(NOTICE_S)
+        return _LATE if late else _REASON
+    if one.source in (KERNEL, CGROUP) and one.verdict != USER:
+        return 2
+    return 4
+
+
+def _by_itself(node: Evidence, case: _Case) -> bool:
+    """Did this node vanish by itself? Not where its own ranks said why, or others long before, or most nodes went at once."""
+    if _where(node) in case.said_on or case.said_at < node.at - _us(VANISHED_S):
+        return False
+    return case.vanished <= 1 or case.vanished * 2 <= len(case.nodes()) or not case.said_on
+
+
+def _taken(one: Evidence) -> bool:
+    """Did the platform say that it took the node?"""
+    return one.signature.endswith(".preempted")
+
+
+def _vague(one: Evidence) -> bool:
+    """Could any layer have said it?"""
+    return one.signature in _GENERIC
+
+
+def _bare(one: Evidence) -> bool:
+    return _BARE.match(one.signature) is not None
+
+
+def _ended(one: Evidence) -> bool:
+    """Does it tell of an end or of its cause, on whatever node?"""
+    return one.source in (EXIT, ERROR, LOG, KERNEL, CGROUP, PLATFORM, NODE, *OPENING)
+
+
+def _print(one: Evidence) -> tuple[str, str]:
+    """The fingerprint."""
+    return one.signature, one.place
+
+
+def _where(one: Evidence) -> str:
+    return one.node or one.host
+
+
+def _order(one: Evidence) -> tuple[object, ...]:
+    return (one.at, one.rank, one.node, one.host, one.signature, one.place, one.source, one.text, one.subject, one.seq)
+
+
+def _rest(case: _Case, root: Evidence) -> None:
+    case.drop(lambda one: one is not root, "a consequence")
+
+
+def _made(
+    case: _Case,
+    root: Evidence,
+    verdict: str,
+    confidence: float,
+    node: str,
+    host: str,
+    rank: int,
+    rule: str,
+    action: str,
+) -> Judgement:
+    discarded = tuple(sorted((seq, why) for seq, why in case.dropped.items() if seq != root.seq))
+    return Judgement(root, verdict, root.signature, confidence, node, host, rank, discarded, rule, action)
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1_000_000)

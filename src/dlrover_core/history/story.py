@@ -1,0 +1,205 @@
+"""One incident as a story: what was seen, in the order in which it happened; what of it is no cause and why; the verdicts; what
+was done by which rule and at whose expense; what followed; what it cost.
+
+Everything is from the log. Of evidence that was set aside the log holds the numbers; why it was is said by the same procedure
+that set it aside, from the same evidence, or, where that is another one today, in general words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from dlrover_core.diagnosis import evidence as kinds
+from dlrover_core.diagnosis import signatures
+from dlrover_core.diagnosis.procedure import judge
+from dlrover_core.history.headline import Headlines
+from dlrover_core.history.incidents import IncidentsBuilder, Story
+from dlrover_core.history.phrases import exit_of
+from dlrover_core.job import evidence, failures, hosts, job, nodes, world
+from dlrover_core.job.state import MODEL, JobState
+from dlrover_core.kernel.events import Record
+
+WORDS_MAX = 20
+_SEEN = (failures.WorkerExited, nodes.NodeFailed, nodes.NodeGone, nodes.NodeLost, evidence.EvidenceSeen)
+_FOLLOWS = (hosts.HostQuarantined, hosts.HostReleased, nodes.NodePlanned, world.WorldFormed, job.JobFailed)
+
+
+class Seen(NamedTuple):
+    """One piece of evidence. ``at``: when it happened, microseconds by the leader's clock; ``rank`` -1: of a node.
+
+    ``words``: the last lines of the dead; ``aside``: why it is no cause, empty where it may be one.
+    """
+
+    seq: int
+    at: int
+    source: str
+    node: str
+    host: str
+    rank: int
+    text: str
+    signature: str
+    words: tuple[str, ...] = ()
+    aside: str = ""
+
+
+class IncidentTold(NamedTuple):
+    """A whole incident. ``titles``: of the signatures that occur; ``follows``: what its verdicts and actions led to at once."""
+
+    job: str
+    began: int
+    story: Story
+    headline: str
+    evidence: tuple[Seen, ...]
+    titles: Mapping[str, str]
+    follows: tuple[Record, ...]
+    end: Record | None
+
+
+def incident_of(records: Iterable[Record], number: int = 0) -> IncidentTold | None:
+    """The story of an incident; None where the log has none of that number.
+
+    Without a ``number``: the incident that the last run failed over, else its newest; None where it ended without either.
+    """
+    teller = _Teller()
+    for record in records:
+        teller.feed(record)
+    return teller.told(number or teller.newest())
+
+
+class _Teller:
+    """Reads a whole log once."""
+
+    def __init__(self) -> None:
+        self._state: JobState = MODEL.new()
+        self._builder, self._headlines = IncidentsBuilder(), Headlines()
+        self._lines: dict[int, str] = {}
+        self._seen: dict[int, Record] = {}
+        self._hosts: dict[int, str] = {}
+        self._evidence: dict[int, kinds.Evidence] = {}
+        # What joined an incident after its last verdict, and changed nothing: by the time that the engine forgets it.
+        self._later: dict[int, tuple[int, ...]] = {}
+        self._runs: dict[int, tuple[str, int]] = {}
+        self._run: tuple[str, int] = ("", 0)
+        self._follows: dict[int, list[Record]] = {}
+        self._end: Record | None = None
+        self._last = 0
+        self._ends: dict[int, Record] = {}
+
+    def feed(self, record: Record) -> None:
+        """Take in the next record."""
+        fact = record.event
+        if isinstance(fact, _SEEN):
+            # Before it is applied: a node that is gone is nowhere any more.
+            self._seen[record.seq] = record
+            self._hosts[record.seq] = self._state.hosts.host_of(fact.node)
+        MODEL.apply(self._state, record)
+        if isinstance(fact, _SEEN):
+            self._note(fact, record)
+        self._builder.feed(self._state, record)
+        line = self._headlines.feed(self._state, record)
+        if line is not None:
+            self._lines[line.incident] = line.text
+        if isinstance(fact, job.JobCreated):
+            self._run, self._last, self._end = (fact.job, record.at), 0, None
+        elif isinstance(fact, failures.IncidentClosed) and fact.incident in self._state.failures.incidents:
+            self._later[fact.incident] = tuple(self._state.failures.incidents[fact.incident].evidence)
+        elif isinstance(fact, failures.IncidentOpened):
+            self._last = fact.incident
+            self._runs[fact.incident] = self._run
+        elif isinstance(fact, (job.JobSucceeded, job.JobFailed, job.JobStopped, job.JobAbandoned)):
+            self._end = record
+            self._ends.update({number: record for number in self._runs if number not in self._ends})
+        if isinstance(fact, _FOLLOWS) and record.cause:
+            self._follows.setdefault(record.cause, []).append(record)
+
+    def _note(self, fact: object, record: Record) -> None:
+        """Keep what the engine made of it, so that nothing is judged by other evidence than it was."""
+        newest = self._state.failures.last
+        if isinstance(fact, evidence.EvidenceSeen):
+            self._evidence[record.seq] = evidence.of(fact, record)
+        elif newest is not None and newest.seq == record.seq:
+            self._evidence[record.seq] = newest
+
+    def newest(self) -> int:
+        """What is worth explaining: an end for another reason than an incident is not."""
+        if self._end is not None and isinstance(self._end.event, job.JobFailed):
+            return self._end.event.incident
+        return self._last
+
+    def told(self, number: int) -> IncidentTold | None:
+        """The story of that number."""
+        story = self._builder.stories.get(number)
+        if story is None:
+            return None
+        name, began = self._runs.get(number, self._run)
+        seqs = {seq for judged in story.judgements for seq in (*judged.evidence, *judged.discarded)} | {story.cause_seq}
+        known = self._state.failures.incidents.get(number)
+        seqs.update(known.evidence if known is not None else self._later.get(number, ()))
+        aside = self._aside(story, sorted(seqs))
+        seen = [self._piece(self._seen[seq], aside.get(seq, "")) for seq in sorted(seqs) if seq in self._seen]
+        causes = {*(one.seq for one in story.judgements), *(one.seq for one in story.measures), *seqs}
+        return IncidentTold(
+            name,
+            began,
+            story,
+            self._lines.get(number, ""),
+            tuple(sorted(seen, key=lambda one: (one.at, one.seq))),
+            self._titles([one.signature for one in seen] + [judged.signature for judged in story.judgements]),
+            tuple(sorted((one for cause in causes for one in self._follows.get(cause, ())), key=lambda one: one.seq)),
+            self._ends.get(number),
+        )
+
+    def _titles(self, names: Sequence[str]) -> Mapping[str, str]:
+        known = signatures.table(self._state.job.spec.signatures)
+        found = {name: known.get(name) for name in sorted(set(names)) if name}
+        return {name: one.title for name, one in found.items() if one is not None}
+
+    def _aside(self, story: Story, seqs: Sequence[int]) -> Mapping[int, str]:
+        """Why each piece of evidence that the newest verdict set aside is no cause."""
+        dropped = story.judgements[-1].discarded if story.judgements else ()
+        said: Mapping[int, str] = {}
+        known = [self._evidence[seq] for seq in seqs if seq in self._evidence]
+        if dropped and known:
+            said = dict(judge(known, signatures.table(self._state.job.spec.signatures)).discarded)
+        return {seq: said.get(seq) or self._in_general(seq, story) for seq in dropped}
+
+    def _in_general(self, seq: int, story: Story) -> str:
+        one = self._evidence.get(seq)
+        if one is not None and one.verdict == kinds.CASC:
+            return "a consequence of somebody else's end"
+        return f"weaker evidence than #{story.cause_seq}"
+
+    def _piece(self, record: Record, aside: str) -> Seen:
+        fact, known = record.event, self._evidence.get(record.seq)
+        host = self._hosts.get(record.seq, "")
+        if isinstance(fact, failures.WorkerExited):
+            seen = _exit(fact, record, host)
+        elif isinstance(fact, evidence.EvidenceSeen):
+            told = (fact.source, fact.node, fact.host or host, fact.rank, fact.text, fact.signature)
+            seen = Seen(record.seq, record.at - fact.age_us, *told)
+        else:
+            seen = _node(fact, record, host)
+        return seen._replace(aside=aside, signature=known.signature if known is not None else seen.signature)
+
+
+def _exit(fact: failures.WorkerExited, record: Record, host: str) -> Seen:
+    """A death and what the dead had to say: its error file's message, else its last lines."""
+    lines = [line.rstrip() for line in (fact.error or fact.tail).splitlines() if line.strip()]
+    last = f": {lines[-1].strip()}" if lines and (fact.error or fact.exit_code > 0) else ""
+    step = f" at step {fact.step}" if fact.step >= 0 else ""
+    text = f"{exit_of(fact.exit_code)}{', as asked' if fact.asked else ''}{step}{last}"
+    source = kinds.ERROR if fact.error else kinds.EXIT
+    words = tuple(lines[-WORDS_MAX:]) if len(lines) > 1 else ()
+    return Seen(record.seq, record.at - fact.age_us, source, fact.node, host, fact.rank, text, "", words)
+
+
+def _node(fact: object, record: Record, host: str) -> Seen:
+    assert isinstance(fact, (nodes.NodeFailed, nodes.NodeGone, nodes.NodeLost))
+    if isinstance(fact, nodes.NodeFailed):
+        text = f"the node failed: {exit_of(fact.exit_code)}{', ' + fact.reason if fact.reason else ''}"
+    else:
+        how = "the node is gone" if isinstance(fact, nodes.NodeGone) else "the node was given up"
+        text = f"{how}{': ' + fact.reason if fact.reason else ''}"
+    source = kinds.PLATFORM if fact.reason else kinds.NODE
+    return Seen(record.seq, record.at, source, fact.node, host, -1, text, "")

@@ -1,0 +1,326 @@
+"""Health: which nodes have passed their check, which checks run, and who may train. What is done about it: `checking`.
+
+A verdict holds for the life of a node's agent, and for ``check_fresh_s``: a plain restart costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+from dlrover_core.diagnosis.pairing import FAULTY, UNCLEAR, Groups, Outcome, Round
+from dlrover_core.job import job, nodes, scaling, world
+from dlrover_core.job.layout import Ranges
+from dlrover_core.job.tally import Remembering
+from dlrover_core.job.world import from_ranges, group_of
+from dlrover_core.kernel.events import Event, Record, event
+from dlrover_core.spec import us
+
+if TYPE_CHECKING:
+    from dlrover_core.job.state import JobState
+
+OFF, BASIC, FULL = "off", "basic", "full"
+# Checks of one wait for a world after which newcomers wait instead.
+HELD_MAX = 3
+# With these words a slow node is drained.
+SLOW_WORDS = "the node check was slow"
+
+
+@event(120)
+class CheckStarted(NamedTuple):
+    """A round of a check begins: of ``nodes``, with the help of ``partners``, who are known to be good; both as ranges.
+
+    ``groups`` work together, by place in both lists, over the ``stores`` (empty: alone). ``aside``: a world runs meanwhile.
+    """
+
+    group: str
+    number: int
+    round: int
+    kind: str
+    nodes: Ranges
+    partners: Ranges
+    groups: Groups
+    stores: tuple[str, ...]
+    aside: bool
+    why: str
+
+
+@event(121)
+class CheckReported(NamedTuple):
+    """A node's word: ``took_us`` for everything, ``alone_us`` of it alone, where it was ``fit``; ``what`` failed."""
+
+    node: str
+    number: int
+    round: int
+    ok: bool
+    fit: bool
+    took_us: int
+    alone_us: int
+    what: str
+
+
+@event(122)
+class CheckJudged(NamedTuple):
+    """A check is over. ``found``: node, verdict and why of those that are not simply good; ``passed``: the others, as ranges."""
+
+    group: str
+    number: int
+    rounds: int
+    found: tuple[tuple[str, str, str], ...]
+    passed: Ranges
+
+
+@event(123)
+class CheckAsked(NamedTuple):
+    """What was found before counts no more: these nodes (none named: all of the group) are checked before the next world."""
+
+    group: str
+    nodes: tuple[str, ...]
+    why: str
+
+
+class ReportCheck(NamedTuple):
+    """An agent has done its part of a check's round."""
+
+    node: str
+    number: int
+    round: int
+    ok: bool
+    fit: bool = True
+    took_us: int = 0
+    alone_us: int = 0
+    what: str = ""
+
+
+@dataclass(slots=True)
+class Check(Remembering):
+    """One that runs: its members by place, of whom the first ``fresh`` are in question; this round, and the first."""
+
+    number: int
+    kind: str
+    why: str
+    members: tuple[str, ...]
+    fresh: int
+    aside: bool
+    round: int = 1
+    began_at: int = 0
+    groups: Groups = ()
+    stores: tuple[str, ...] = ()
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    first_groups: Groups = ()
+    first: dict[int, Outcome] = field(default_factory=dict)
+
+    @property
+    def busy(self) -> frozenset[int]:
+        """The places that work in this round."""
+        return self.recall("busy", lambda: frozenset(one for group in self.groups for one in group))
+
+    @property
+    def silent(self) -> set[int]:
+        """Those of them that have not spoken yet."""
+        return self.recall("silent", lambda: set(self.busy.difference(self.outcomes)))
+
+    def place(self, node: str) -> int:
+        """The place of a node among the members; -1: none."""
+        places: dict[str, int] = self.recall("places", lambda: {name: at for at, name in enumerate(self.members)})
+        return places.get(node, -1)
+
+    def hear(self, place: int, outcome: Outcome) -> None:
+        """A word of this round."""
+        self.outcomes[place] = outcome
+        self.silent.discard(place)
+
+    @property
+    def rounds(self) -> list[Round]:
+        """What is known so far."""
+        now = Round(self.groups, self.outcomes)
+        return [now] if self.round == 1 else [Round(self.first_groups, self.first), now]
+
+
+@dataclass(slots=True)
+class HealthSlice:
+    """Checks that run and when nodes were found good, both by group; checks since the last world; unclear ones in a row.
+
+    ``changes`` grows with every change of who may train.
+    """
+
+    number: int = 0
+    running: dict[str, Check] = field(default_factory=dict)
+    good: dict[str, dict[str, int]] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
+    unclear: dict[str, int] = field(default_factory=dict)
+    replaced: list[str] = field(default_factory=list)
+    asked: dict[str, str] = field(default_factory=dict)
+    changes: int = 0
+
+    def admits(self, state: JobState, node: nodes.Node) -> bool:
+        """May this node train, as far as its health goes?"""
+        spec = state.job.spec
+        if spec.precheck == OFF:
+            return True
+        found_at = self.good.get(node.group, {}).get(node.node)
+        return found_at is not None and _fresh(state, found_at)
+
+    def admitted(self, state: JobState, group: str) -> int:
+        """How many nodes of a group could be members of a world now; none while it is to wait for a check."""
+        ready = state.nodes.tally.ready.get(group, 0)
+        if state.job.spec.precheck == OFF:
+            return ready
+        return 0 if self.withholds(state, group) else len(world.ready_nodes(state, group))
+
+    def withholds(self, state: JobState, group: str) -> bool:
+        """Does the next world wait for a check that runs, or is about to begin?"""
+        check = self.running.get(group)
+        if check is not None and not check.aside:
+            return True
+        if self.held.get(group, 0) >= HELD_MAX:
+            return False
+        if self._whole(state, group):
+            return False
+        aside = check.members if check is not None else ()
+        ready = state.nodes.tally.ready.get(group, 0)
+        if ready > len(self.good.get(group, {})) + len(aside):
+            return True
+        return any(node.node not in aside for node in unchecked(state, group))
+
+    @staticmethod
+    def _whole(state: JobState, group: str) -> bool:
+        """Can the last world go on as it was? A restart waits for nobody's check."""
+        last = state.world.worlds.get(group)
+        return last is not None and bool(last.members) and world.complete(state, group)
+
+
+def _fresh(state: JobState, found_at: int) -> bool:
+    return state.at <= found_at + us(state.job.spec.check_fresh_s)
+
+
+def unchecked(state: JobState, group: str) -> list[nodes.Node]:
+    """Ready nodes that must not train before they are checked."""
+    good = state.health.good.get(group, {})
+    # Whoever is no longer ready is no longer among the good: as many as those are all of them.
+    if len(good) == state.nodes.tally.ready.get(group, 0) and _fresh(state, min(good.values(), default=state.at)):
+        return []
+    current = state.world.worlds.get(group) or world.World()
+    return [
+        node
+        for node in state.nodes.of(group)
+        if node.ready
+        and not state.health.admits(state, node)
+        and not (current.active and current.member(node.node) is not None)
+    ]
+
+
+def ask(state: JobState, group: str, why: str, suspects: Collection[str] = ()) -> Iterator[Event]:
+    """Let these nodes, or all of the group, be checked before the next world forms: after a failure whose verdict is in doubt.
+
+    Yields nothing where the job does without checks.
+    """
+    if state.job.spec.precheck != OFF and state.job.live:
+        yield CheckAsked(group, tuple(suspects), why)
+
+
+# ---- what agents are told
+
+
+def orders(state: JobState, group: str) -> Mapping[str, Mapping[str, Any]]:
+    """The fields of an `Order` that concern a check, for each node that works in its present round."""
+    check = state.health.running.get(group)
+    if check is None or not state.job.live:
+        return {}
+    told: dict[str, Mapping[str, Any]] = {}
+    for members, store in zip(check.groups, check.stores, strict=True):
+        for rank, place in enumerate(members):
+            told[check.members[place]] = {
+                "check": check.number,
+                "check_round": check.round,
+                "check_kind": check.kind,
+                "check_rank": rank,
+                "check_size": len(members),
+                "check_store": store,
+                "check_with": tuple(check.members[one] for one in members if one != place),
+                "check_us": us(state.job.spec.check_s),
+                "check_at": check.began_at,
+            }
+    return told
+
+
+# ---- evolve
+
+
+def _on_created(slice_: HealthSlice, fact: job.JobCreated, record: Record) -> None:
+    for one in (slice_.running, slice_.good, slice_.held, slice_.unclear, slice_.replaced, slice_.asked):
+        one.clear()
+
+
+def _on_started(slice_: HealthSlice, fact: CheckStarted, record: Record) -> None:
+    names = [[one.node for one in from_ranges(fact.group, part)] for part in (fact.nodes, fact.partners)]
+    slice_.number = fact.number
+    before = slice_.running.get(fact.group)
+    check = Check(
+        fact.number, fact.kind, fact.why, (*names[0], *names[1]), len(names[0]), fact.aside, fact.round, record.at
+    )
+    check.groups, check.stores = fact.groups, fact.stores
+    if before is not None:
+        check.first_groups, check.first, check.why = before.groups, before.outcomes, before.why
+    slice_.running[fact.group] = check
+
+
+def _on_reported(slice_: HealthSlice, fact: CheckReported, record: Record) -> None:
+    check = slice_.running[group_of(fact.node)]
+    outcome = Outcome(fact.ok, fact.took_us / 1e6, fact.fit, fact.alone_us / 1e6, fact.what)
+    check.hear(check.place(fact.node), outcome)
+
+
+def _on_judged(slice_: HealthSlice, fact: CheckJudged, record: Record) -> None:
+    del slice_.running[fact.group]
+    slice_.asked.pop(fact.group, None)
+    slice_.changes += 1
+    slice_.held[fact.group] = slice_.held.get(fact.group, 0) + 1
+    good = slice_.good.setdefault(fact.group, {})
+    for member in from_ranges(fact.group, fact.passed):
+        good[member.node] = record.at
+        slice_.unclear.pop(member.node, None)
+    for name, kind, _ in fact.found:
+        if kind == UNCLEAR:
+            slice_.unclear[name] = slice_.unclear.get(name, 0) + 1
+        if kind in (FAULTY, UNCLEAR):
+            good.pop(name, None)
+
+
+def _on_asked(slice_: HealthSlice, fact: CheckAsked, record: Record) -> None:
+    good = slice_.good.get(fact.group, {})
+    for name in fact.nodes or list(good):
+        good.pop(name, None)
+    slice_.asked[fact.group] = fact.why
+    slice_.changes += 1
+    slice_.held.pop(fact.group, None)
+
+
+def _on_formed(slice_: HealthSlice, fact: world.WorldFormed, record: Record) -> None:
+    slice_.held.pop(fact.group, None)
+
+
+def _forget(slice_: HealthSlice, fact: world.Ended, record: Record) -> None:
+    slice_.good.get(group_of(fact.node), {}).pop(fact.node, None)
+    slice_.unclear.pop(fact.node, None)
+
+
+def _on_drained(slice_: HealthSlice, fact: scaling.NodeDrained, record: Record) -> None:
+    place = fact.node.rsplit("-", 1)[0]
+    if fact.reason.startswith(SLOW_WORDS) and place not in slice_.replaced:
+        slice_.replaced.append(place)
+
+
+EVENTS = (CheckStarted, CheckReported, CheckJudged, CheckAsked)
+
+EVOLVE: Mapping[type, Callable[[Any, Any, Record], None]] = {
+    job.JobCreated: _on_created,
+    CheckStarted: _on_started,
+    CheckReported: _on_reported,
+    CheckJudged: _on_judged,
+    CheckAsked: _on_asked,
+    world.WorldFormed: _on_formed,
+    scaling.NodeDrained: _on_drained,
+    **dict.fromkeys(get_args(world.Ended), _forget),
+}

@@ -1,0 +1,479 @@
+"""Hosts: what is remembered of the machines that nodes ran on, and which of them are kept off.
+
+A verdict that speaks against a machine is a *strike* at its host: hardware, failed checks, hangs, and deaths that nobody can
+explain. What the program did and what the platform took is none. Strikes count for `WINDOW_S`; a revised verdict takes its
+strike along. A host is put in *quarantine* when the ladder isolates it, when its node failed a check, or when it is a *lemon*:
+struck `LEMON` times, and no other host more than a third as often. (RSC found 40 lemons among thousands of nodes; without them
+its large jobs failed in 4 % of cases, not in 14 %.) Whoever was in quarantine is on *probation* afterwards: the first strike puts
+it back, for twice as long, until a node has served on it for `SERVED_S` and the job made steps at the end of that.
+
+Quarantine is passed to backends as a wish (`NodeLaunch.avoid`): one without another host starts the node there all the same.
+So that a sick judgement cannot empty a cluster, we keep at most a quarter of the hosts seen in quarantine, of which the one that
+ends first makes room for the newest; what people ask for does not count. All of it survives relaunches, masters and runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from dlrover_core.diagnosis import ladder
+from dlrover_core.diagnosis.evidence import HW
+from dlrover_core.errors import Refused
+from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job.world import group_of
+from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.events import Event, Record, event
+from dlrover_core.spec import us
+
+if TYPE_CHECKING:
+    from dlrover_core.job.state import JobState
+
+WINDOW_S = 86_400.0
+SERVED_S = failures.SERVED_S
+FORGIVEN_S = 7 * 86_400.0
+LEMON = 3
+SHARE = 4
+HOSTS_MAX = 1024
+STRIKES_MAX, TAKEN_MAX = 16, 64
+NAME_MAX, NAMED_MAX = 255, 20
+
+# Deaths without an explanation, and what one machine may do to any program; of these only repetition on one host tells.
+UNEXPLAINED = frozenset(
+    {
+        "exit.sigkill", "exit.sigsegv", "exit.sigbus", "exit.sigabrt", "exit.silent", "exit.signal",
+        "node.silent", "node.gone", "node.failed", "node.sigkill", "k8s.node_lost", "ray.system_error",
+        "cuda.illegal_access", "cuda.launch_failure", "cuda.not_ready", "cuda.contained", "xid.app", "xid.contained",
+        "peermem.context", "nccl.system", "nccl.segfault", "ib.retry_exceeded", "net.link_down",
+    }
+)  # fmt: skip
+# A platform says with one of these that it took a node, for reasons of its own.
+TAKEN = ("preempt", "pre-empt", "evict", "reclaim", "drain", "maintenance", "shutdown", "scaled down", "spot ")
+# One failed check, and one rank that hangs, speak against its host whatever class they are given.
+AGAINST_HOST = ("check.", "hang.rank", "hang.stopped")
+
+# How a quarantine ends before its time.
+ASKED, REVISED, GIVES_WAY = "asked", "revised", "gives way"
+
+
+@event(34, version=2, upcast={1: lambda fields: (*fields, False)})
+class HostQuarantined(NamedTuple):
+    """Nothing of ours is launched on ``host`` until ``until`` (microseconds, leader's clock). ``asked``: by a person."""
+
+    host: str
+    until: int
+    reason: str
+    asked: bool = False
+
+
+@event(100)
+class HostReleased(NamedTuple):
+    """A quarantine ends before its time.
+
+    ``how``: ``asked`` by a person, who thereby forgives all that was known; ``revised``, the verdict that it came from is another
+    now; ``gives way`` to another host.
+    """
+
+    host: str
+    how: str
+    reason: str
+
+
+class QuarantineHost(NamedTuple):
+    """A person wants nothing launched on this host for so many seconds. Nodes that run there are left alone: drain them."""
+
+    host: str
+    for_s: int
+    reason: str
+
+
+class ReleaseHost(NamedTuple):
+    """A person says that this host is well: its quarantine and its strikes are forgotten."""
+
+    host: str
+    reason: str
+
+
+class Strike(NamedTuple):
+    """One failure that speaks against a host. ``place``: of the node that ran there; ``incident`` numbers are a log's own."""
+
+    at: int
+    place: str
+    verdict: str
+    signature: str
+    incident: int
+
+
+@dataclass(slots=True)
+class HostMemory:
+    """What is known against one host. ``times``: quarantines in a row; ``incident``: the one that the last came from, or 0.
+
+    ``trial``: the node that serves there during probation, since ``trial_at``.
+    """
+
+    rack: str = ""
+    strikes: list[Strike] = field(default_factory=list)
+    until: int = 0
+    times: int = 0
+    why: str = ""
+    asked: bool = False
+    probation: bool = False
+    incident: int = 0
+    trial: str = ""
+    trial_at: int = 0
+
+    def recent(self, now: int) -> list[Strike]:
+        """The strikes that count."""
+        return [strike for strike in self.strikes if strike.at > now - us(WINDOW_S)]
+
+    @property
+    def news(self) -> int:
+        """When it was last heard of."""
+        return max(self.until, self.strikes[-1].at if self.strikes else 0)
+
+
+@dataclass(slots=True)
+class Seat:
+    """Where the newest node of a place runs, or ran."""
+
+    node: str
+    host: str
+    rack: str = ""
+
+
+@dataclass(slots=True)
+class HostSlice:
+    """Hosts with anything against them, by name; where each place's node is; the incident that was opened last, and of whom.
+
+    ``struck``: the host that the newest verdict speaks against and no earlier one of its incident did; ``judged``: that incident.
+    ``taken``: the newest nodes that the platform says it took.
+    """
+
+    hosts: dict[str, HostMemory] = field(default_factory=dict)
+    seats: dict[str, Seat] = field(default_factory=dict)
+    opened: int = 0
+    opened_node: str = ""
+    judged: int = 0
+    struck: str = ""
+    taken: list[str] = field(default_factory=list)
+
+    def quarantined(self, now: int) -> list[str]:
+        """Hosts that nothing is launched on."""
+        return [host for host, one in self.hosts.items() if one.until > now]
+
+    def host_of(self, node: str) -> str:
+        """Where a node runs or last ran; empty: not known, or long ago."""
+        seat = self.seats.get(node.rpartition("-")[0])
+        return seat.host if seat is not None and seat.node == node else ""
+
+    def rack_of(self, host: str) -> str:
+        """The failure domain of a host; empty: not known."""
+        known = self.hosts.get(host)
+        if known is not None and known.rack:
+            return known.rack
+        return next((seat.rack for seat in self.seats.values() if seat.host == host and seat.rack), "")
+
+    def seen(self) -> set[str]:
+        """Every host that is known; for counting, not for iterating."""
+        return {*self.hosts, *(seat.host for seat in self.seats.values() if seat.host)}
+
+
+class HostRecord(NamedTuple):
+    """What is known against a host now. ``quarantined_until`` 0: it is not in quarantine."""
+
+    failures_24h: int = 0
+    by_class: tuple[tuple[str, int], ...] = ()
+    quarantined_until: int = 0
+    on_probation: bool = False
+
+
+def record(state: JobState, host: str) -> HostRecord:
+    """What is known against a host; nothing, of one that nothing is known of."""
+    known = state.hosts.hosts.get(host)
+    if known is None:
+        return HostRecord()
+    strikes = known.recent(state.at)
+    counts = Counter(strike.verdict for strike in strikes)
+    held = known.until > state.at
+    return HostRecord(
+        len(strikes), tuple(sorted(counts.items())), known.until if held else 0, known.probation and not held
+    )
+
+
+def of_rack(state: JobState, rack: str) -> int:
+    """Strikes at all hosts of a failure domain that count."""
+    return sum(len(one.recent(state.at)) for one in state.hosts.hosts.values() if rack and one.rack == rack)
+
+
+def of_place(state: JobState, place: str) -> tuple[int, int]:
+    """Strikes at the nodes of a place that count, and at how many hosts: more than one speaks for the program or the rank."""
+    found = [
+        host for host, one in state.hosts.hosts.items() for strike in one.recent(state.at) if strike.place == place
+    ]
+    return len(found), len(set(found))
+
+
+def leave(state: JobState, node: str, incident: int) -> str:
+    """Why this incident's node should go to another host rather than be mended where it is; empty: it need not.
+
+    So it is where its host was struck by this incident and is in quarantine, unless the node had been told to keep off that very
+    host: then its backend has no other.
+    """
+    host = state.hosts.host_of(node)
+    known, present = state.hosts.hosts.get(host), state.nodes.nodes.get(node)
+    if known is None or known.until <= state.at or (present is not None and host in present.avoid):
+        return ""
+    ours = any(strike.incident == incident for strike in known.strikes)
+    return f"host.quarantine: {host} is in quarantine ({known.why})" if ours else ""
+
+
+def counts(verdict: str, signature: str) -> bool:
+    """Does such a verdict speak against the host that it happened on?"""
+    return verdict == HW or signature in UNEXPLAINED or signature.startswith(AGAINST_HOST)
+
+
+# ---- decide
+
+
+def _quarantine(state: JobState, command: QuarantineHost, now: int) -> Iterator[Event]:
+    _refuse(state, command.host)
+    if not 0 < command.for_s <= 366 * 86_400:
+        raise Refused(f"a host is kept off for more than 0 s and at most a year, not for {command.for_s} s")
+    others = state.hosts.seen() - {command.host, *state.hosts.quarantined(now)}
+    if state.job.spec.joining and not others:
+        raise Refused(f"{command.host} is the only host left to this job; 'dlrover drain' frees the host of a node")
+    yield HostQuarantined(command.host, now + us(command.for_s), command.reason[: nodes.TEXT_MAX], asked=True)
+
+
+def _release(state: JobState, command: ReleaseHost, now: int) -> Iterator[Event]:
+    _refuse(state, command.host)
+    if command.host not in state.hosts.hosts:
+        there = sorted(state.hosts.hosts)
+        named = f"; there are: {', '.join(there[:NAMED_MAX])}" if there else ""
+        raise Refused(f"nothing is known against a host {command.host!r}{named}")
+    yield HostReleased(command.host, ASKED, command.reason[: nodes.TEXT_MAX])
+
+
+def _refuse(state: JobState, host: str) -> None:
+    if not state.job.live:
+        raise Refused(f"the job is {state.job.state}")
+    if not host or len(host) > NAME_MAX:
+        raise Refused(f"a host has a name of at most {NAME_MAX} characters")
+
+
+# ---- react
+
+
+def _blame(state: JobState, fact: nodes.NodeFailed, record: Record) -> Iterator[Event]:
+    """What a backend or an agent says of the host itself needs no further judging."""
+    host = state.hosts.host_of(fact.node)
+    if fact.reason.split(":")[0] in nodes.HOST_REASONS and host:
+        yield from keep_off(state, host, fact.reason, record.at)
+
+
+def _weigh(state: JobState, fact: failures.Diagnosed, record: Record) -> Iterator[Event]:
+    if fact.revises:
+        yield from _take_back(state, fact.incident)
+    host = state.hosts.struck
+    known = state.hosts.hosts.get(host)
+    if known is None or not state.job.live:
+        return
+    if known.probation and known.until <= record.at:
+        yield from keep_off(state, host, f"on probation, and again {fact.signature}", record.at)
+    elif _lemon(state.hosts, host, record.at):
+        many = len(known.recent(record.at))
+        yield from keep_off(
+            state, host, f"{many} failures in 24 h, and no other host more than a third as many", record.at
+        )
+
+
+def _take_back(state: JobState, incident: int) -> Iterator[Event]:
+    """A host that was kept off because of an incident which is now somebody else's doing."""
+    for host, known in state.hosts.hosts.items():
+        blamed = any(strike.incident == incident for strike in known.strikes)
+        if known.incident == incident and known.until > state.at and not known.asked and not blamed:
+            yield HostReleased(host, REVISED, f"incident {incident} was not its doing")
+            return
+
+
+def _isolate(state: JobState, fact: failures.ActionChosen, record: Record) -> Iterator[Event]:
+    host = fact.host or state.hosts.host_of(fact.node)
+    if fact.action == ladder.ISOLATE_HOST and host:
+        yield from keep_off(state, host, f"incident {fact.incident}: {fact.rule}", record.at)
+
+
+def keep_off(state: JobState, host: str, reason: str, now: int) -> Iterator[Event]:
+    """Put a host in quarantine, unless it is there; where that would be too many, the one that ends first gives way."""
+    slice_ = state.hosts
+    if host in slice_.quarantined(now):
+        return
+    hosts = slice_.seen() | {host}
+    if state.job.spec.joining and len(hosts) == 1:
+        return
+    ours = [(one.until, name) for name, one in slice_.hosts.items() if one.until > now and not one.asked]
+    if len(ours) >= max(1, len(hosts) // SHARE):
+        yield HostReleased(
+            min(ours)[1], GIVES_WAY, f"{len(ours)} of {len(hosts)} hosts are kept off, and {host} is next"
+        )
+    yield HostQuarantined(host, now + _length(state, host, now), reason[: nodes.TEXT_MAX])
+
+
+def _length(state: JobState, host: str, now: int) -> int:
+    """Twice the last one for whoever comes back from probation, up to ``quarantine_max_s``."""
+    spec, known = state.job.spec, state.hosts.hosts.get(host)
+    times = known.times if known is not None and _again(known, now) else 0
+    return us(max(spec.quarantine_s, min(spec.quarantine_s * 2 ** min(times, 16), spec.quarantine_max_s)))
+
+
+def _again(known: HostMemory, now: int) -> bool:
+    return known.probation and now - known.until < us(FORGIVEN_S)
+
+
+def _lemon(slice_: HostSlice, host: str, now: int) -> bool:
+    """Does it fail more often than chance and the program explain? With one host there is nothing to compare it with."""
+    mine = len(slice_.hosts[host].recent(now))
+    if mine < LEMON or len(slice_.seen()) < 2:
+        return False
+    return all(len(one.recent(now)) * LEMON <= mine for name, one in slice_.hosts.items() if name != host)
+
+
+# ---- evolve
+
+
+def _on_created(slice_: HostSlice, fact: job.JobCreated, record: Record) -> None:
+    """A new run: its nodes are others, bad hosts stay bad."""
+    slice_.seats.clear()
+    slice_.taken.clear()
+    slice_.opened, slice_.opened_node, slice_.judged, slice_.struck = 0, "", 0, ""
+
+
+def _on_running(slice_: HostSlice, fact: nodes.NodeRunning, record: Record) -> None:
+    _seat(slice_, fact.node, fact.host, fact.rack)
+
+
+def _on_joined(slice_: HostSlice, fact: nodes.NodeJoined, record: Record) -> None:
+    """The backend's name of a host is the one that it can keep off; an agent in a pod knows the pod's."""
+    if not slice_.host_of(fact.node):
+        _seat(slice_, fact.node, fact.host, "")
+
+
+def _seat(slice_: HostSlice, node: str, host: str, rack: str) -> None:
+    slice_.seats[node.rpartition("-")[0]] = Seat(node, host, rack)
+
+
+def _on_opened(slice_: HostSlice, fact: failures.IncidentOpened, record: Record) -> None:
+    slice_.opened, slice_.opened_node = fact.incident, fact.node
+
+
+def _on_diagnosed(slice_: HostSlice, fact: failures.Diagnosed, record: Record) -> None:
+    before, since = _withdrawn(slice_, fact.incident) if fact.revises else ("", record.at)
+    node = fact.blamed or fact.node or (slice_.opened_node if slice_.opened == fact.incident else "")
+    host = fact.host or slice_.host_of(node) or before
+    slice_.judged, slice_.struck = fact.incident, ""
+    taken = node in slice_.taken and fact.signature.startswith("node.")
+    if not host or taken or not counts(fact.verdict, fact.signature):
+        return
+    known = _memory(slice_, host, record.at)
+    place = (fact.node or node).rpartition("-")[0]
+    # One failure is one strike, however often it is judged.
+    at = since if before == host else record.at
+    known.strikes = known.recent(record.at)[-STRIKES_MAX + 1 :]
+    known.strikes.append(Strike(at, place, fact.verdict, fact.signature, fact.incident))
+    if before != host:
+        slice_.struck, known.trial = host, ""
+
+
+def _withdrawn(slice_: HostSlice, incident: int) -> tuple[str, int]:
+    """Take the strike of an incident back; at which host was it, and when?"""
+    for host, known in slice_.hosts.items():
+        for strike in known.strikes:
+            if strike.incident == incident:
+                known.strikes.remove(strike)
+                if not known.strikes and not known.probation:
+                    del slice_.hosts[host]
+                return host, strike.at
+    return "", 0
+
+
+def _memory(slice_: HostSlice, host: str, now: int) -> HostMemory:
+    known = slice_.hosts.get(host)
+    if known is None:
+        if len(slice_.hosts) >= HOSTS_MAX:
+            # Whoever is in quarantine last: of the others the one that was not heard of for longest.
+            del slice_.hosts[min(slice_.hosts, key=lambda one: (slice_.hosts[one].until > now, slice_.hosts[one].news))]
+        known = slice_.hosts[host] = HostMemory(slice_.rack_of(host))
+    return known
+
+
+def _on_quarantined(slice_: HostSlice, fact: HostQuarantined, record: Record) -> None:
+    known = _memory(slice_, fact.host, record.at)
+    known.times = known.times + 1 if _again(known, record.at) else 1
+    known.until, known.why, known.asked = fact.until, fact.reason, fact.asked
+    known.probation, known.trial = True, ""
+    known.incident = slice_.judged if slice_.struck == fact.host else 0
+
+
+def _on_released(slice_: HostSlice, fact: HostReleased, record: Record) -> None:
+    known = slice_.hosts.get(fact.host)
+    if known is None:
+        return
+    if fact.how == ASKED:
+        del slice_.hosts[fact.host]
+        return
+    known.until = min(known.until, record.at)
+    if fact.how == REVISED:
+        known.times = max(0, known.times - 1)
+        known.probation = known.times > 0
+
+
+def _on_started(slice_: HostSlice, fact: world.WorkersStarted, record: Record) -> None:
+    known = slice_.hosts.get(slice_.host_of(fact.node))
+    if known is not None and known.probation and known.until <= record.at and known.trial != fact.node:
+        known.trial, known.trial_at = fact.node, record.at
+
+
+def _on_ended(
+    slice_: HostSlice, fact: nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost | nodes.NodeReleased, record: Record
+) -> None:
+    slice_.struck = ""
+    if any(word in fact.reason.lower() for word in TAKEN):
+        slice_.taken = [*slice_.taken[-TAKEN_MAX + 1 :], fact.node]
+    known = slice_.hosts.get(slice_.host_of(fact.node))
+    if known is not None and known.trial == fact.node:
+        known.trial = ""
+
+
+def _on_progress(slice_: HostSlice, fact: progress.Progressed, record: Record) -> None:
+    """Whoever has served is on probation no longer."""
+    for known in slice_.hosts.values():
+        if known.trial and group_of(known.trial) == fact.group and record.at - known.trial_at >= us(SERVED_S):
+            known.probation, known.times, known.trial = False, 0, ""
+
+
+CONCERN = Concern(
+    name="hosts",
+    events=(HostQuarantined, HostReleased),
+    evolve={
+        job.JobCreated: _on_created,
+        nodes.NodeRunning: _on_running,
+        nodes.NodeJoined: _on_joined,
+        nodes.NodeFailed: _on_ended,
+        nodes.NodeGone: _on_ended,
+        nodes.NodeLost: _on_ended,
+        nodes.NodeReleased: _on_ended,
+        failures.IncidentOpened: _on_opened,
+        failures.Diagnosed: _on_diagnosed,
+        HostQuarantined: _on_quarantined,
+        HostReleased: _on_released,
+        world.WorkersStarted: _on_started,
+        progress.Progressed: _on_progress,
+    },
+    decide={QuarantineHost: _quarantine, ReleaseHost: _release},
+    react={
+        nodes.NodeFailed: _blame,
+        failures.Diagnosed: _weigh,
+        failures.ActionChosen: _isolate,
+    },
+)

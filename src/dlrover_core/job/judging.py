@@ -1,0 +1,118 @@
+"""From what the log has of an incident to the judgement on it: which evidence is its own, who took part, what was before.
+
+Judging happens when something is decided. What it gave is in the log (`failures.Diagnosed`), and no reader of the log judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dlrover_core.diagnosis import classify, ladder, policy, procedure, signatures
+from dlrover_core.diagnosis.evidence import NODE, PLATFORM, Evidence
+from dlrover_core.diagnosis.procedure import Judgement, Member
+from dlrover_core.job.failures import EVIDENCE_MAX, LINE_MAX, ActionChosen, Diagnosed, Incident
+from dlrover_core.job.world import group_of
+from dlrover_core.spec import us
+
+if TYPE_CHECKING:
+    from dlrover_core.diagnosis.signatures import Table
+    from dlrover_core.job.state import JobState
+
+
+def judge(state: JobState, incident: Incident) -> Judgement:
+    """The judgement on all that is known of an incident now."""
+    table = signatures.table(state.job.spec.signatures)
+    seen = [_asked(one, table, state) for one in _belonging(state, incident)]
+    return procedure.judge(
+        seen, table, members=_members(state, incident), history=list(_history(state, incident)), complete=False
+    )
+
+
+def _belonging(state: JobState, incident: Incident) -> Iterator[Evidence]:
+    """Its own evidence, and what was seen before it opened and belongs to no other incident."""
+    yield from incident.known
+    own = {one.seq for one in incident.known}
+    others = {seq for one in state.failures.incidents.values() if one.number != incident.number for seq in one.evidence}
+    for one in state.evidence.recent:
+        ours = group_of(one.node) == incident.group and incident.covers(one)
+        if ours and one.seq not in own and one.seq not in others:
+            yield one
+
+
+def _asked(one: Evidence, table: Table, state: JobState) -> Evidence:
+    """With its host; and of a node's end what the table knows of the platform's reason."""
+    host = one.host or state.hosts.host_of(one.node)
+    if one.source != NODE:
+        return one._replace(host=host)
+    how, _, reason = one.text.partition(": ")
+    found = classify.of_platform(table, how, one.exit_code, reason) if reason else None
+    if found is None or found.signature.startswith(("node.", "exit.")):
+        return one._replace(host=host)
+    return one._replace(
+        host=host,
+        source=PLATFORM,
+        signature=found.signature,
+        verdict=found.verdict,
+        confidence=found.confidence,
+    )
+
+
+def _members(state: JobState, incident: Incident) -> list[Member]:
+    current = state.world.worlds.get(incident.group)
+    return [
+        Member(one.node, state.hosts.host_of(one.node), one.first_rank, one.nproc)
+        for one in (current.members if current is not None else ())
+    ]
+
+
+def _history(state: JobState, incident: Incident) -> Iterator[Evidence]:
+    since = incident.opened_at - us(policy.parsed(state.job.spec.policy).twice_s)
+    for number, one in state.failures.history.items():
+        if number < incident.number and one.at >= since:
+            yield one
+
+
+def changes(incident: Incident, found: Judgement) -> bool:
+    """Is this another verdict than the one that stands?"""
+    known = incident.verdict, incident.signature, incident.place, incident.hint
+    return (found.verdict, found.signature, found.root.place, found.action) != known
+
+
+def diagnosis(state: JobState, incident: Incident, found: Judgement, *, revises: int = 0, dead: str = "") -> Diagnosed:
+    """The verdict as the log has it. ``dead``: the node whose end asks for an action, whoever is at fault.
+
+    A node that is gone by now is not blamed: there is nothing left to do about it.
+    """
+    root = found.root
+    dropped = dict(found.discarded)
+    here = [node.node for node in state.nodes.of(incident.group) if node.ready]
+    evidence = dict.fromkeys([root.seq, *(seq for seq in dropped if seq not in incident.evidence), *incident.evidence])
+    kept = tuple(evidence)[:EVIDENCE_MAX]
+    known = any(one.seq == root.seq for one in incident.known)
+    told = not root.signature.startswith("exit.") or found.action in ("isolate", "reset")
+    suspected = found.blamed if told and found.blamed in here else ""
+    return Diagnosed(
+        incident.number,
+        found.verdict,
+        found.signature,
+        kept,
+        found.confidence,
+        revises,
+        dead or suspected,
+        found.rank,
+        found.host,
+        tuple(seq for seq in kept if seq in dropped),
+        found.rule,
+        found.action,
+        root.place,
+        root.node,
+        "" if known else root.text[:LINE_MAX],
+        ladder.budget_of(found.verdict, found.signature),
+    )
+
+
+def suspicion(incident: Incident, found: Judgement) -> ActionChosen:
+    """A set of suspects is reported, and nobody is evicted before pairs have been checked."""
+    rule = f"suspects: {', '.join(found.suspects)}; reported only, until a check in pairs confirms it"
+    return ActionChosen(incident.number, ladder.SUSPECTS, found.suspects[0], rule, 0)

@@ -1,0 +1,131 @@
+"""Worlds that stand still, as the leader finds them: heartbeats tell how long nobody has made a step, here that becomes an edge.
+
+What is here are levels, like everything that heartbeats tell: exact at its source, where workers note the instant of each step in
+memory that their agent reads. So a new leader knows as much as the last one after one heartbeat. The rule is
+`diagnosis.stall`'s, and what follows from it the concern's, `job.hangs`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, NamedTuple
+
+from dlrover_core.diagnosis import stall
+from dlrover_core.diagnosis.stall import Pulse
+from dlrover_core.job import hangs, world
+from dlrover_core.job.world import group_of
+from dlrover_core.runtime.messages import Beat
+from dlrover_core.spec import us
+
+if TYPE_CHECKING:
+    from dlrover_core.runtime.master import Master
+
+SECOND_US = 1_000_000
+FRESH_BEATS = 2.5
+LOOK_S = 0.05
+
+
+class _Heard(NamedTuple):
+    generation: int
+    pulse: Pulse
+    at: float
+
+
+class Stalls:
+    """What the agents of one master's job said last of their workers' steps."""
+
+    def __init__(self, master: Master) -> None:
+        self._master = master
+        self._heard: dict[str, _Heard] = {}
+        self._looks: dict[str, asyncio.TimerHandle] = {}
+        self._lessons: dict[str, asyncio.TimerHandle] = {}
+
+    def heard(self, node: str, beat: Beat) -> None:
+        """A heartbeat has come."""
+        if beat.idle_us < 0:
+            return
+        spec, group, now = self._master.state.job.spec, group_of(node), asyncio.get_running_loop().time()
+        pulse = Pulse(beat.step, beat.idle_us, beat.step_us, beat.pause_us, beat.phase)
+        self._heard[node] = _Heard(beat.generation, pulse, now)
+        if not spec.hang_s:
+            return
+        self._mind_moves(group, beat)
+        if group not in self._lessons and self._worth_keeping(group, pulse):
+            # The others will have seen it too by then, or it was none.
+            self._lessons[group] = asyncio.get_running_loop().call_later(spec.heartbeat_s, self._learn, group)
+        # Most beats end here: somebody has just made a step.
+        soon_us = us(spec.hang_s) - us(spec.heartbeat_s)
+        if pulse.idle_us >= soon_us and group not in self._looks:
+            self._look_in(group, LOOK_S)
+
+    def forget(self, node: str) -> None:
+        """The node is gone."""
+        self._heard.pop(node, None)
+
+    def close(self) -> None:
+        """This master leads no more."""
+        for timer in [*self._looks.values(), *self._lessons.values()]:
+            timer.cancel()
+        self._looks.clear()
+        self._lessons.clear()
+
+    def _mind_moves(self, group: str, beat: Beat) -> None:
+        found = self._master.state.hangs.suspected(group)
+        if found is not None and beat.generation == found.generation:
+            # An instant before is not a step after.
+            since = self._master.now() - found.at
+            if beat.idle_us < since - us(LOOK_S) and beat.idle_us < found.threshold_us:
+                self._master.tell(hangs.NoteMoving(group, found.number))
+
+    def _worth_keeping(self, group: str, pulse: Pulse) -> bool:
+        state = self._master.state
+        return stall.worth_keeping(hangs.limits(state.job.spec), pulse, state.hangs.learnt_us(group, pulse.phase))
+
+    def _learn(self, group: str) -> None:
+        del self._lessons[group]
+        current = self._master.state.world.worlds.get(group)
+        pulse = self._together(current) if current is not None else None
+        if pulse is not None and self._worth_keeping(group, pulse):
+            self._master.tell(hangs.NotePauseLegal(group, pulse.phase, pulse.pause_us))
+
+    def _look_in(self, group: str, after_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._looks[group] = loop.call_later(after_s, self._look, group)
+
+    def _look(self, group: str) -> None:
+        """Is it a hang by now? If not: when could it be one?"""
+        del self._looks[group]
+        state = self._master.state
+        current = state.world.worlds.get(group)
+        if current is None or current.finished or not state.job.live or not self._master.may_order():
+            # Who is done says that the others are about to be: how long that may take is `finish_s`.
+            return
+        pulse = self._together(current)
+        if pulse is None or (pulse.step < 0 and not state.progress.of(group).generation):
+            # Somebody was not heard of, which is another matter; or this job makes no steps that anybody could see.
+            return
+        limit = stall.threshold(hangs.limits(state.job.spec), pulse, state.hangs.learnt_us(group, pulse.phase))
+        patience = state.hangs.patience_us(group, current.generation, pulse.step)
+        if patience < 0 or state.hangs.suspected(group) is not None:
+            return
+        due_us = max(limit.us, patience)
+        if pulse.idle_us >= due_us:
+            self._master.tell(
+                hangs.NoteStall(group, current.generation, pulse.step, pulse.idle_us, limit.us, limit.budget)
+            )
+        elif due_us - pulse.idle_us <= us(state.job.spec.heartbeat_s):
+            # The next beat would be too late by as much as it takes to come.
+            self._look_in(group, (due_us - pulse.idle_us) / SECOND_US + LOOK_S)
+
+    def _together(self, current: world.World) -> Pulse | None:
+        """All members as one, as of now; None where one of them was not heard of lately."""
+        now, fresh_s = asyncio.get_running_loop().time(), FRESH_BEATS * self._master.state.job.spec.heartbeat_s
+        found = []
+        for member in current.members:
+            if current.done(member.node):
+                continue
+            one = self._heard.get(member.node)
+            if one is None or one.generation != current.generation or now - one.at > fresh_s:
+                return None
+            found.append(one.pulse._replace(idle_us=one.pulse.idle_us + int((now - one.at) * SECOND_US)))
+        return stall.together(found) if found and current.active else None

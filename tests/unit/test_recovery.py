@@ -1,0 +1,359 @@
+"""From evidence to action in the engine: what joins an incident, who pays, what is escalated, and when it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from drive import SECOND, Drive
+
+from dlrover_core.diagnosis import ladder
+from dlrover_core.diagnosis.ladder import Case, Choice, Context
+from dlrover_core.diagnosis.policy import Policy
+from dlrover_core.job import choosing, evidence, failures, hosts, job, nodes, progress
+from dlrover_core.job.state import CODEC, MODEL, desired, model
+from dlrover_core.kernel.engine import Engine
+from dlrover_core.spec import GroupSpec, JobSpec
+
+BUG = "Traceback (most recent call last):\n  File \"/job/train.py\", line 31, in load\n    raise KeyError(name)\nKeyError: 'x'"
+TYPO = "Traceback (most recent call last):\n  File \"/job/train.py\", line 3, in <module>\nModuleNotFoundError: No module 'm'"
+STORAGE = 'Traceback (most recent call last):\n  File "/job/train.py", line 9, in load\nConnectionError: s3 is away'
+
+
+def see(drive: Drive, node: str, signature: str, source: str = "kernel", *, age_s: float = 0, rank: int = -1) -> None:
+    """The node's agent sees a sign of something."""
+    drive.do(
+        evidence.ReportEvidence(node, source, signature, f"sign of {signature}", rank, age_us=round(age_s * SECOND))
+    )
+
+
+def newest(drive: Drive, cls: type) -> Any:
+    """The newest event of a kind."""
+    return drive.facts(cls)[-1]
+
+
+# ---- evidence
+
+
+def test_what_was_seen_before_the_death_may_be_its_cause() -> None:
+    """The kernel names a broken GPU; a second later a worker dies: its node goes to another host, and the host is left alone."""
+    drive = Drive(nodes_max=3, nproc=1).up()
+    see(drive, "worker-1-0", "xid.fallen_off", age_s=1)
+    assert drive.state.failures.number == 0
+    drive.exit("worker-1-0", 1, -6)
+    found = newest(drive, failures.Diagnosed)
+    assert (found.verdict, found.signature, found.blamed, found.host) == (
+        "HW",
+        "xid.fallen_off",
+        "worker-1-0",
+        "host-of-worker-1-0",
+    )
+    assert found.evidence[0] == next(one.seq for one in drive.records if type(one.event) is evidence.EvidenceSeen)
+    assert len(found.discarded) == 1
+    assert newest(drive, failures.ActionChosen).action == "ISOLATE_HOST"
+    assert drive.incident.cause.text == "sign of xid.fallen_off"
+    assert newest(drive, hosts.HostQuarantined).host == "host-of-worker-1-0"
+    planned = newest(drive, nodes.NodePlanned)
+    assert (planned.node, planned.avoid) == ("worker-1-1", ("host-of-worker-1-0",))
+    drive.observe("worker-1-0", "gone")
+    drive.join("worker-1-1")
+    drive.run(2)
+    assert drive.incident.closed
+    assert drive.state.failures.restarts == 0
+
+
+def test_what_is_seen_after_the_death_revises_and_escalates() -> None:
+    """Processes are restarted at once; when the kernel then names the GPU, the node is replaced, and the restart given back."""
+    drive = Drive(nodes_max=3, nproc=1).up()
+    drive.exit("worker-1-0", 1, -9)
+    assert (drive.incident.action, drive.state.failures.restarts) == ("RESTART_PROCESSES", 1)
+    see(drive, "worker-1-0", "xid.fallen_off", age_s=2)
+    assert [(one.action, one.state) for one in drive.incident.actions] == [
+        ("RESTART_PROCESSES", "superseded"),
+        ("ISOLATE_HOST", "in_force"),
+    ]
+    assert (drive.state.failures.restarts, drive.state.failures.relaunches) == (0, {"worker-1": 1})
+
+
+def test_a_verdict_after_recovery_moves_the_charge_and_no_node() -> None:
+    """Training goes on when the true cause is known: the charge follows it, and nothing that works is disturbed."""
+    drive = Drive(nodes_max=3, nproc=1).up()
+    drive.exit("worker-1-0", 1, 1)
+    drive.now += SECOND
+    drive.run(2)
+    see(drive, "worker-1-0", "xid.fallen_off", age_s=2)
+    assert drive.names() == ["EvidenceSeen", "Diagnosed"]
+    assert (drive.state.failures.restarts, len(drive.state.failures.software)) == (0, 1)
+    assert newest(drive, failures.Diagnosed).budget == "software"
+
+
+def test_what_explains_one_incident_is_no_cause_of_the_next() -> None:
+    """A line of the kernel belongs to the failure in whose time it falls; what comes after recovery waits for the next one."""
+    drive = Drive(nodes_max=3, nproc=1, max_restarts=9).up()
+    drive.exit("worker-1-0", 1, -9)
+    see(drive, "worker-1-0", "cgroup.oom")
+    drive.now += SECOND
+    drive.run(2)
+    drive.now += 60 * SECOND
+    drive.exit("worker-2-0", 2, 1, BUG)
+    assert (drive.incident.number, drive.incident.signature) == (2, "exception.KeyError")
+    drive.now += SECOND
+    drive.run(3)
+    drive.now += 10 * SECOND
+    see(drive, "worker-0-0", "cgroup.oom")
+    drive.exit("worker-0-0", 0, -9)
+    assert (drive.incident.number, drive.incident.signature) == (3, "cgroup.oom")
+
+
+def test_evidence_of_another_group_or_of_long_ago_is_not_taken() -> None:
+    """Ten minutes bound what a death may have to do with."""
+    drive = Drive(nodes_max=3, nproc=1).up()
+    see(drive, "worker-1-0", "xid.fallen_off")
+    drive.now += 601 * SECOND
+    drive.exit("worker-1-0", 1, -9)
+    assert drive.incident.signature == "exit.sigkill"
+
+
+def test_a_thousand_cascades_hide_no_cause() -> None:
+    """However many survivors speak first, who has a cause is kept; the memory of an incident is bounded."""
+    drive = Drive(nodes_max=200, nodes_min=200, nproc=1).up()
+    for index in range(199):
+        drive.cascade(f"worker-{index}-0", index, generation=1)
+    assert len(drive.incident.known) <= failures.KNOWN_MAX
+    drive.exit("worker-199-0", 199, 1, BUG, generation=1)
+    assert (drive.incident.signature, drive.incident.cause.rank) == ("exception.KeyError", 199)
+    assert len(drive.incident.evidence) == failures.EVIDENCE_MAX
+
+
+def test_what_an_agent_knows_is_not_matched_again() -> None:
+    """An exit that comes with its signature and place has its class from the table; one of an unknown name is matched here."""
+    drive = Drive().up()
+    drive.exit("worker-1-0", 3, 1, "words that mean nothing", signature="port.in_use", place="OSError at a.py:1")
+    fact = newest(drive, failures.WorkerExited)
+    assert (fact.signature, fact.verdict, fact.place) == ("port.in_use", "SOFT", "OSError at a.py:1")
+    drive.exit("worker-1-0", 2, 1, BUG, generation=1, signature="of.tomorrow")
+    fact = newest(drive, failures.WorkerExited)
+    assert (fact.signature, fact.verdict) == ("exception.KeyError", "USER")
+    assert "train.py:31" in fact.place
+
+
+def test_exits_of_the_first_version_are_read_as_they_were() -> None:
+    """Records without signature are judged as they were judged when they were written, whatever the table says today."""
+    upcast = failures.WorkerExited.__event__.upcasters[1]  # type: ignore[attr-defined]
+    old = ("worker-0-0", 1, 0, 1, False, -1, 0, "", "RuntimeError: [gloo] Connection closed by peer")
+    assert failures.WorkerExited(*upcast(old))[9:] == ("peer.lost", "", "CASC", 0.8)
+    killed = failures.WorkerExited(*upcast(("worker-0-0", 1, 0, -9, False, -1, 0, "", "")))
+    assert (killed.signature, killed.verdict) == ("exit.sigkill", "PLAT")
+    upcast = failures.ActionChosen.__event__.upcasters[1]  # type: ignore[attr-defined]
+    assert failures.ActionChosen(*upcast((1, "RESTART_PROCESSES", "n", "r", 2))).budget == "restarts"
+
+
+# ---- repetition, progress
+
+
+def test_the_same_error_at_the_same_step_ends_the_job() -> None:
+    """A bug that comes back at its step, after steps were made again, ends the job, with restarts left."""
+    drive = Drive(max_restarts=9).up()
+    drive.exit("worker-1-0", 2, 1, BUG, step=60)
+    assert drive.incident.action == "RESTART_PROCESSES"
+    drive.run(51)
+    drive.exit("worker-1-0", 2, 1, BUG, step=60)
+    assert (drive.incident.action, drive.incident.rule.split(":")[0]) == ("AWAIT_EVIDENCE", "user.repeats")
+    drive.wait(drive.spec.evidence_s)
+    assert drive.state.job.state == "failed"
+    assert "KeyError" in drive.state.job.root
+
+
+@pytest.mark.parametrize(("step", "other"), [(60, BUG.replace("31", "77")), (61, BUG), (-1, BUG)])
+def test_another_place_or_step_is_another_failure(step: int, other: str) -> None:
+    """Another line, a later step, or a step that nobody knows: it is tried again, as often as --max-restarts says."""
+    drive = Drive(max_restarts=9).up()
+    drive.exit("worker-1-0", 2, 1, BUG, step=60 if step > 0 else -1)
+    drive.run(51)
+    drive.exit("worker-1-0", 2, 1, other, step=step)
+    assert drive.incident.action == "RESTART_PROCESSES"
+
+
+def test_a_program_that_cannot_be_imported_ends_at_once() -> None:
+    """Before the first step ever there is nothing to try again."""
+    drive = Drive(max_restarts=9)
+    for name in ("worker-0-0", "worker-1-0"):
+        drive.join(name)
+    drive.exit("worker-1-0", 2, 1, TYPO)
+    assert drive.incident.rule.startswith("user.at_once")
+    later = Drive(max_restarts=9).up()
+    later.exit("worker-1-0", 2, 1, TYPO)
+    assert later.incident.action == "RESTART_PROCESSES"
+
+
+def _cycle(drive: Drive, step: int, **more: Any) -> None:
+    """Made steps again up to ``step``, and broken by something that uses no restarts."""
+    current = drive.world
+    drive.do(progress.ReportFirstStep(current.members[0].node, current.generation, 51, told=True))
+    for member in current.members:
+        drive.offer(member.node)
+    drive.exit("worker-1-0", 2, 1, "OSError: [Errno 98] Address already in use", step=step, **more)
+
+
+def test_three_cycles_without_progress_end_the_job() -> None:
+    """Three cycles in a row that reach no new step end it, for that reason; a new step begins the count anew."""
+    drive = Drive()
+    for name in ("worker-0-0", "worker-1-0"):
+        drive.join(name)
+    for step in (60, 58, 59, 70, 70, 55):
+        _cycle(drive, step)
+        assert drive.incident.action == "RESTART_PROCESSES", step
+    _cycle(drive, 60)
+    assert drive.incident.rule == f"{ladder.NO_PROGRESS}: 3 cycles in a row have reached no new step"
+    drive.wait(drive.spec.evidence_s)
+    assert drive.state.job.state == "failed"
+    order = desired(drive.state).orders["worker-0-0"]
+    assert order.leave
+    assert ladder.NO_PROGRESS in order.reason
+
+
+def test_unknown_steps_are_no_lack_of_progress() -> None:
+    """A script that does not tell its steps is restarted as often as its budgets say."""
+    drive = Drive(max_restarts=9).up()
+    for step in range(6):
+        drive.exit("worker-1-0", 2 + step % 2, 1, "OSError: [Errno 98] Address already in use")
+        assert drive.incident.action == "RESTART_PROCESSES"
+        drive.run(1)
+
+
+# ---- pauses, memory
+
+
+def test_what_passes_by_itself_waits_longer_each_time() -> None:
+    """Storage is away: the world forms again after a second, then two; a step ends the count."""
+    drive = Drive(nodes_max=1, nproc=1).up()
+    for pause_s in (1, 2):
+        drive.now += 60 * SECOND
+        drive.exit("worker-0-0", 0, 1, STORAGE)
+        assert (drive.incident.action, drive.members) == ("RETRY", [])
+        drive.offer("worker-0-0")
+        drive.wait(pause_s - 0.1)
+        assert drive.members == []
+        drive.wait(0.2)
+        assert drive.members == ["worker-0-0"]
+    assert drive.state.failures.restarts == 0
+    drive.run(5)
+    drive.exit("worker-0-0", 0, 1, STORAGE)
+    assert newest(drive, failures.ActionChosen).pause_us == SECOND
+
+
+def test_more_memory_for_a_group_that_ran_out_of_it() -> None:
+    """Its next nodes ask for a fifth more, and so does every node of the group from then on."""
+    drive = Drive(nodes_max=2, nproc=1)
+    spec = JobSpec("j", (GroupSpec(nodes_min=2, nodes_max=2, nproc=1, memory_mib=10_000),))
+    drive.do(job.CreateJob("run-2", spec.to_json()))
+    assert {one.memory_mib for one in desired(drive.state).launch} == {10_000}
+    names = sorted(drive.state.nodes.nodes)
+    for name in names:
+        drive.observe(name, "running")
+        drive.join(name)
+    drive.run(1)
+    drive.observe(names[1], "failed", 137, "OOMKilled")
+    assert newest(drive, failures.ActionChosen)[1:] == (
+        "RELAUNCH_MORE_MEMORY", names[1], "memory.more: 10000 MiB did not suffice, 12000 may", 2, "relaunches", 3, "", 12_000, 0
+    )  # fmt: skip
+    assert [one.memory_mib for one in desired(drive.state).launch] == [12_000]
+
+
+# ---- the policy and its hook
+
+
+class Veto:
+    """Never isolates a host, and breaks where it is asked about a node's end."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def choose(self, judgement: Case, choice: Choice, context: Context) -> Choice | None:
+        """As the port says."""
+        self.asked += 1
+        if not context.alive:
+            raise LookupError("no idea")
+        return Choice(ladder.RESTART_PROCESSES, "not on my watch", 0) if choice.action == ladder.ISOLATE_HOST else None
+
+
+def _hooked(hook: Any, **settings: Any) -> Drive:
+    drive = Drive(nodes_max=3, nproc=1, **settings)
+    drive.engine = Engine(model(hook), CODEC, drive.state, token=1)
+    return drive.up()
+
+
+def test_a_hook_may_choose_another_rung() -> None:
+    """Its choice and what it replaces are in the log, on the budget that such an action draws on; reading asks nobody."""
+    hook = Veto()
+    drive = _hooked(hook)
+    see(drive, "worker-1-0", "xid.fallen_off")
+    drive.exit("worker-1-0", 1, -6)
+    chosen = newest(drive, failures.ActionChosen)
+    assert (chosen.action, chosen.budget, chosen.budget_left) == ("RESTART_PROCESSES", "restarts", 2)
+    assert chosen.rule.startswith("hook: not on my watch; instead of ISOLATE_HOST by host.isolate")
+    asked = hook.asked
+    folded = MODEL.fold(drive.records)
+    assert (hook.asked, folded.failures.restarts) == (asked, 1)
+
+
+def test_a_hook_that_breaks_is_not_heard() -> None:
+    """An exception of a user's code changes nothing but the rule, which says so."""
+    drive = _hooked(Veto())
+    drive.observe("worker-1-0", "gone")
+    chosen = newest(drive, failures.ActionChosen)
+    assert chosen.action == "RELAUNCH_NODE"
+    assert chosen.rule.endswith(f"{choosing.UNHEARD}: LookupError: no idea")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["RESTART", Choice("EXPLODE", "x", 0), Choice(ladder.FAIL_JOB, "x", 0), Choice(ladder.RETRY, 7, 0)],  # type: ignore[arg-type]
+)
+def test_a_hook_that_answers_nonsense_is_not_heard(answer: Any) -> None:
+    """Only rungs that answer this failure, within what is left of budgets, are taken."""
+
+    class Odd:
+        def choose(self, judgement: Case, choice: Choice, context: Context) -> Any:
+            return answer
+
+    drive = _hooked(Odd())
+    drive.exit("worker-1-0", 1, -9)
+    chosen = newest(drive, failures.ActionChosen)
+    assert (chosen.action, choosing.UNHEARD in chosen.rule) == ("RESTART_PROCESSES", True)
+
+
+def test_the_jobs_own_policy_counts() -> None:
+    """Numbers of the policy in the spec are the ladder's."""
+    drive = Drive(max_restarts=9, policy=Policy(user_repeats=0).to_json()).up()
+    for _ in range(4):
+        drive.exit("worker-1-0", 2, 1, BUG, step=60)
+        assert drive.incident.action == "RESTART_PROCESSES"
+        drive.run(51)
+
+
+def test_what_another_policy_would_have_chosen() -> None:
+    """The same state under another policy: a question, which changes nothing."""
+    drive = Drive(max_restarts=9).up()
+    drive.exit("worker-1-0", 2, 1, BUG, step=60)
+    drive.run(51)
+    drive.exit("worker-1-0", 2, 1, BUG, step=60)
+    digest = drive.engine.digest()
+    assert drive.incident.action == "AWAIT_EVIDENCE"
+    other = choosing.choice_of(drive.state, drive.incident, drive.incident.node, by=Policy(user_repeats=5))
+    assert other.action == "RESTART_PROCESSES"
+    assert drive.engine.digest() == digest
+
+
+def test_a_charge_that_a_later_verdict_cannot_pay_stops_the_job() -> None:
+    """A restart on the system's account turns out to be the program's, which has none left: it ends as --max-restarts says."""
+    drive = Drive(max_restarts=1, nproc=1, nodes_max=3).up()
+    drive.exit("worker-1-0", 1, 1, BUG, step=5)
+    drive.run(2)
+    drive.exit("worker-1-0", 1, 1, "OSError: [Errno 98] Address already in use")
+    assert (drive.incident.action, drive.state.failures.restarts) == ("RESTART_PROCESSES", 1)
+    for rank in (0, 2):
+        known = {"signature": "exception.KeyError", "place": "KeyError at a.py:9"}
+        drive.exit(f"worker-{rank}-0", rank, 1, "KeyError: 1", generation=2, **known)
+    assert drive.incident.signature == "exception.KeyError"
+    assert (drive.incident.held, drive.state.failures.restarts) == (True, 1)
