@@ -109,7 +109,7 @@ def test_evidence_of_another_group_or_of_long_ago_is_not_taken() -> None:
     """Ten minutes bound what a death may have to do with."""
     drive = Drive(nodes_max=3, nproc=1).up()
     see(drive, "worker-1-0", "xid.fallen_off")
-    drive.now += 601 * SECOND
+    drive.now += 661 * SECOND
     drive.exit("worker-1-0", 1, -9)
     assert drive.incident.signature == "exit.sigkill"
 
