@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+AT_STEP = "step "
+"""How the place of a broken loss begins (`pace`)."""
+
 
 @dataclass(slots=True)
 class Failure:
@@ -24,7 +27,9 @@ class Failure:
     def same(self, other: Failure) -> bool:
         """Is it the same once more, with nothing gained between: both before any step, or at one and the same step?"""
         alike = (self.signature, self.place) == (other.signature, other.place)
-        return alike and ((self.early and other.early) or (self.step == other.step >= 0))
+        # A broken loss has no place in the program; its place is the step.
+        at_step = self.place.startswith(AT_STEP) or self.step == other.step >= 0
+        return alike and ((self.early and other.early) or at_step)
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from dlrover_core.diagnosis.evidence import LOSS, SLOW
 from dlrover_core.diagnosis.slots import GRADIENT, INFINITE
 from dlrover_core.errors import Refused
 from dlrover_core.job import evidence, failures, hosts, job, nodes, world
+from dlrover_core.job.cycles import AT_STEP
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.engine import Concern
 from dlrover_core.kernel.events import Event, Record, event
@@ -259,7 +260,7 @@ def _loss(state: JobState, command: NoteLoss, now: int) -> Iterator[Event]:
         )
         text = f"{who} had {what} in step {command.step}"
         signature, rank = "loss.nan_everywhere", member.first_rank
-    yield _evidence(state, command.node, command.generation, rank, LOSS, signature, text, place=f"step {command.step}")
+    yield _evidence(state, command.node, command.generation, rank, LOSS, signature, text, place=f"{AT_STEP}{command.step}")
 
 
 def _jump(state: JobState, command: NoteLossJump, now: int) -> Iterator[Event]:
