@@ -543,7 +543,9 @@ def test_speaking_for_others(tmp_path: Path) -> None:
             for kind in kinds:
                 stranger = await Stranger.guest(here.address)
                 cls: Any = messages.COMMANDS[kind]
-                blank = [{int: 1, str: "x", bool: False}[hint] for hint in get_type_hints(cls).values()]
+                blank = [
+                    {int: 1, str: "x", bool: False, tuple[str, ...]: ()}[hint] for hint in get_type_hints(cls).values()
+                ]
                 blank[cls._fields.index("node")] = "worker-0-0"
                 stranger.frame(messages.encode(messages.Numbered(1, kind, tuple(blank))))
                 await stranger.ended()

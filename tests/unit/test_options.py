@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import signal
@@ -314,3 +315,11 @@ def test_hangs_are_looked_for_as_told() -> None:
     for wrong in ("-1", "soon", "nan"):
         with pytest.raises(SystemExit):
             cli_options.parse(["--hang-timeout", wrong, "x.py"])
+
+
+def test_a_master_of_its_own_takes_what_a_job_needs() -> None:
+    """`dlrover master` makes the same spec without a script: whatever the spec takes as given, its command line has."""
+    made = argparse.ArgumentParser()
+    cli_options.job_arguments(made.add_argument_group("job"))
+    options = made.parse_args([], namespace=cli_options.Options())
+    assert cli_options.spec(options, "lm7", 1).job == "lm7"

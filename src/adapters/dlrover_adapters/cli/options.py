@@ -198,6 +198,14 @@ def _policy(ours: argparse._ArgumentGroup) -> None:
         help="what is done about a rank that hangs: restart the processes (default), or only say so",
     )
     ours.add_argument(
+        "--slow-action",
+        action=Given,
+        choices=("report", "replace"),
+        default="report",
+        help="what is done about a rank that computes slower than it did: only say so (default), or replace its node once "
+        "it has cost as much as that",
+    )
+    ours.add_argument(
         "--signatures",
         action=Given,
         default=None,
@@ -259,14 +267,6 @@ def _ours(ours: argparse._ArgumentGroup) -> None:
         default=LOG_ATTEMPTS_MAX,
         metavar="N",
         help="attempts whose logs are kept, the first and the newest; 0: all (default 10)",
-    )
-    ours.add_argument(
-        "--slow-action",
-        action=Given,
-        choices=("report", "replace"),
-        default="report",
-        help="what is done about a rank that computes slower than it did: only say so (default), or replace its node once "
-        "it has cost as much as that",
     )
     ours.add_argument(
         "--watch-grads",
