@@ -877,7 +877,10 @@ def test_foreign_version(version: int) -> None:
             goodbye = await hear(connection)
         assert isinstance(goodbye, Goodbye)
         assert goodbye.leave
-        assert f"protocol {version} is not served here: 1 to {messages.VERSION} are; install dlrover-core" in goodbye.reason
+        assert (
+            f"protocol {version} is not served here: 1 to {messages.VERSION} are; install dlrover-core"
+            in goodbye.reason
+        )
         assert len([line for line in lines if line["log_level"] == "warning"]) == 1
 
     tell(story)

@@ -102,6 +102,34 @@ def test_a_file_per_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (found["signature"], found["rank"], found["action"]) == ("cuda.ecc", 1, "reset")
 
 
+KERNEL_LINES = {
+    "since boot": "[ 4021.884213] NVRM: Xid (PCI:0000:3b:00): 79, pid=1207, name=python, GPU has fallen off the bus.\n",
+    "dated": "[Mon Jan  5 10:20:07 2026] NVRM: Xid (PCI:0000:3b:00): 79, pid=1207, GPU has fallen off the bus.\n",
+    "syslog": "Jan  5 10:20:07 gpu-7 kernel: NVRM: Xid (PCI:0000:3b:00): 79, pid=1207, GPU has fallen off the bus.\n",
+}
+
+
+STAMP = "2026-03-01 07:00:00,123 "
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stamp"), [("since boot", ""), ("since boot", STAMP), ("dated", ""), ("syslog", "")]
+)
+def test_files_by_different_clocks(tmp_path: Path, capsys: pytest.CaptureFixture[str], kernel: str, stamp: str) -> None:
+    """A kernel's log and a rank's output without times, or by another clock, are one failure, in either order."""
+    (tmp_path / "k.log").write_text(KERNEL_LINES[kernel])
+    (tmp_path / "tr.log").write_text(
+        f"{stamp}[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.4.0.21]:9013\n"
+        "[rank2]: RuntimeError: CUDA error: unspecified launch failure\n"
+    )
+    files = [str(tmp_path / "k.log"), str(tmp_path / "tr.log")]
+    for order in (files, files[::-1]):
+        assert main.main(["diagnose", *order]) == OK
+        told = capsys.readouterr()
+        assert "(signature xid.fallen_off" in told.out
+        assert "no times to compare in" in told.err
+
+
 def test_pipes_and_compressed_files(
     log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

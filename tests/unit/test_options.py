@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dlrover_adapters.cli import options as cli_options
-from dlrover_adapters.cli import show_config, workers
+from dlrover_adapters.cli import serve, show_config, workers
 from dlrover_adapters.cli.meeting import Meeting
 from dlrover_adapters.cli.torchrun_flags import Options
 from dlrover_core.errors import SpecError
@@ -320,6 +320,6 @@ def test_hangs_are_looked_for_as_told() -> None:
 def test_a_master_of_its_own_takes_what_a_job_needs() -> None:
     """`dlrover master` makes the same spec without a script: whatever the spec takes as given, its command line has."""
     made = argparse.ArgumentParser()
-    cli_options.job_arguments(made.add_argument_group("job"))
-    options = made.parse_args([], namespace=cli_options.Options())
+    serve.arguments(made)
+    options = made.parse_args([], namespace=Options())
     assert cli_options.spec(options, "lm7", 1).job == "lm7"

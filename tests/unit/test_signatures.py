@@ -312,6 +312,7 @@ patterns = ["flux capacitor"]
         (ROW + "confidence = 2", "plant.flux: confidence: a number above 0, to 1"),
         (ROW + "priority = 101", "plant.flux: priority: a whole number"),
         (ROW + "codes = ['77']", "plant.flux: code '77' is none of exit:..."),
+        (ROW + "codes = ['exit:abc']", "plant.flux: code 'exit:abc': a number"),
         (ROW + "subject = 'a(?!b)'", "plant.flux: subject 'a(?!b)': look-ahead"),
         (ROW + ROW, "plant.flux: there are two of this id"),
         ("".join(ROW.replace("plant.flux", f"p.n{n}") for n in range(257)), "257 signatures; at most 256"),

@@ -173,6 +173,8 @@ def _unknown_words(row: Mapping[str, Any]) -> Iterator[str]:
     for code in row.get("codes", ()):
         if code.partition(":")[0] not in CODES or not code.partition(":")[2]:
             yield f"code {code!r} is none of {', '.join(f'{kind}:...' for kind in CODES)}"
+        elif code.startswith(("exit:", "xid:")) and not code.partition(":")[2].removeprefix("-").isdecimal():
+            yield f"code {code!r}: a number, as the program or the kernel says it"
     confidence = row.get("confidence", 0.8)
     if isinstance(confidence, bool) or not isinstance(confidence, int | float) or not 0 < confidence <= 1:
         yield f"confidence: a number above 0, to 1, not {confidence!r}"

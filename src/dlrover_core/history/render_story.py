@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from datetime import tzinfo
 
 from dlrover_core.diagnosis import ladder
+from dlrover_core.diagnosis.evidence import OPENING
 from dlrover_core.history.incidents import Judgement, Measure, Story
 from dlrover_core.history.phrases import action, count, duration, one_line, say, verdict
 from dlrover_core.history.plain import name_of
@@ -29,13 +30,19 @@ def _headline(told: IncidentTold, zone: tzinfo | None) -> Iterator[str]:
     one = told.story
     yield f"incident {one.number} of job {told.job}, {clock(one.died_at, zone)} ({_at(one.died_at, told)})"
     yield f"  {told.headline or one_line(one.cause, TEXT_MAX)}"
-    who = (
-        f"rank{'s' if len(one.ranks) > 1 else ''} {', '.join(map(str, sorted(one.ranks)[:16]))} died unasked"
-        if one.ranks
-        else f"node {one.node} ended"
-    )
     where = "outside of any world" if one.generation == ASIDE else f"in generation {one.generation}"
-    yield f"  {who}, {where}"
+    yield f"  {_who(told)}, {where}"
+
+
+def _who(told: IncidentTold) -> str:
+    """Who died; or what was seen, where nobody had."""
+    one = told.story
+    seen = next((piece for piece in told.evidence if piece.seq == one.cause_seq), None)
+    if seen is not None and seen.source in OPENING:
+        return f"seen on {f'rank {seen.rank}' if seen.rank >= 0 else seen.node}, where nothing had died"
+    if one.ranks:
+        return f"rank{'s' if len(one.ranks) > 1 else ''} {', '.join(map(str, sorted(one.ranks)[:16]))} died unasked"
+    return f"node {one.node} ended"
 
 
 def _at(at: int, told: IncidentTold) -> str:
@@ -46,7 +53,7 @@ def _at(at: int, told: IncidentTold) -> str:
 
 
 def _evidence(told: IncidentTold) -> Iterator[str]:
-    yield "evidence, in the order in which it happened (* the cause, - set aside)"
+    yield "evidence, in the order in which it happened (* the cause, - set aside, + came after the verdict and left it as it was)"
     shown = [one for one in told.evidence if not one.aside or one.seq == told.story.cause_seq]
     shown += [one for one in told.evidence if one not in shown][: max(0, EVIDENCE_MAX - len(shown))]
     for one in sorted(shown, key=lambda one: (one.at, one.seq)):
@@ -57,7 +64,8 @@ def _evidence(told: IncidentTold) -> Iterator[str]:
 
 
 def _piece(one: Seen, told: IncidentTold) -> Iterator[str]:
-    mark = "*" if one.seq == told.story.cause_seq else "-" if one.aside else " "
+    late = one.seq > max((judged.seq for judged in told.story.judgements), default=one.seq)
+    mark = "*" if one.seq == told.story.cause_seq else "-" if one.aside else "+" if late else " "
     where = f"{one.node}{f' ({one_line(one.host, 48)})' if one.host else ''}"
     who = f"rank {one.rank} on {where}" if one.rank >= 0 else f"node {where}"
     title = told.titles.get(one.signature)
@@ -118,7 +126,8 @@ def _action(one: Measure, told: IncidentTold) -> Iterator[str]:
     where = f" of host {one_line(one.host, 64)}" if one.host else ""
     yield f"    {f'#{one.seq}':>6} {_at(one.at, told):>12}  {one.action}: {action(one.action)}, for {one.node}{where}"
     yield f"{'':26}rule: {one_line(one.rule, TEXT_MAX)}"
-    yield f"{'':26}{_budget(one)}"
+    if one.budget or one.action not in (ladder.FAIL_JOB, ladder.AWAIT_EVIDENCE, ladder.SUSPECTS):
+        yield f"{'':26}{_budget(one)}"
     later = [other for other in told.story.measures if other.seq > one.seq and other.action in ladder.FOR_NODES]
     if one.action in ladder.IN_PLACE and later:
         yield f"{'':26}given back when #{later[0].seq} took its place"

@@ -59,7 +59,12 @@ def run(args: argparse.Namespace) -> int:
         except log_files.Unreadable as error:
             print(f"dlrover diagnose: {error}", file=sys.stderr)
             unread += 1
-    failures = [line for line in lines if _failure(known, line)]
+    failures, undated = log_files.together([line for line in lines if _failure(known, line)])
+    if undated and len(undated) < len(args.files):
+        print(
+            f"dlrover diagnose: no times to compare in {', '.join(undated)}: taken with the others' first",
+            file=sys.stderr,
+        )
     judgement = offline.diagnose([line.observation for line in failures], extra) if failures else None
     if args.json:
         print(json.dumps(_values(known, judgement, failures, len(args.files) - unread), indent=2, ensure_ascii=False))

@@ -13,7 +13,7 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -29,6 +29,8 @@ SAME_MAX = 4
 """Of one signature and rank so many are taken from a file: the first, and what follows."""
 FOUND_MAX = 512
 """Of all of a file."""
+
+CALENDAR, BOOT = "calendar", "since boot"
 
 _RANK = re.compile(
     r"\[(?:rank|default|Rank )(\d{1,6})\]|^\[\d+,(\d{1,6})\]<std|^(\d{1,6}): |^[\w.-]*?(?:worker|rank)[-_]?(\d{1,6})\b *[|:\]]"
@@ -54,12 +56,44 @@ class Unreadable(CoreError):
 
 
 class Line(NamedTuple):
-    """A line that means something: in which file, its number there, and what the table knows in it."""
+    """A line that means something: in which file, its number there, and what the table knows in it.
+
+    ``clock``: by which its time is, `CALENDAR`, `BOOT`, or none; times by different clocks cannot be compared.
+    """
 
     file: str
     number: int
     signature: str
     observation: Observation
+    clock: str = ""
+
+
+def together(lines: Sequence[Line]) -> tuple[list[Line], list[str]]:
+    """The lines by one clock, and the files whose times could not be compared.
+
+    Most lines that have a time decide which clock; what has another, or none, is taken to have been at the first of these.
+    """
+    clocks = Counter(line.clock for line in lines if line.clock)
+    common = max(clocks, key=lambda one: (clocks[one], one == CALENDAR), default="")
+    first = min((line.observation.at_s for line in lines if line.clock == common), default=0.0)
+    strange = [line for line in lines if line.clock != common]
+    begins = {name: min(line.observation.at_s for line in strange if line.file == name) for name in _files(strange)}
+    moved = [
+        line
+        if line.clock == common
+        else line._replace(observation=line.observation._replace(at_s=first + _moment(line, begins[line.file])))
+        for line in lines
+    ]
+    return moved, list(begins)
+
+
+def _files(lines: Sequence[Line]) -> list[str]:
+    return list(dict.fromkeys(line.file for line in lines))
+
+
+def _moment(line: Line, begin: float) -> float:
+    """Later lines of such a file are a moment later: their order is known."""
+    return min(line.observation.at_s - begin, 1.0)
 
 
 class Reader:
@@ -79,7 +113,8 @@ class Reader:
 
     def _lines(self, name: str, file: IO[bytes]) -> Iterator[Line]:
         seen: Counter[tuple[str, int]] = Counter()
-        before, number, done, clock = "", 0, 0, 0.0
+        before, number, done = "", 0, 0
+        kind, clock = "", 0.0
         taken = 0
         for piece in _pieces(name, file):
             text = piece.decode(errors="replace")
@@ -91,9 +126,10 @@ class Reader:
                 if seen[key] > SAME_MAX or taken >= FOUND_MAX:
                     continue
                 taken += 1
-                clock = lines.time() or clock
+                kind, clock = lines.time() or (kind, clock)
                 at_s = clock + (number + hit.number) * 1e-6  # within one moment the order of lines
-                yield Line(name, number + hit.number, hit.signature.id, _observation(hit, at_s, rank, name, lines))
+                seen_there = _observation(hit, at_s, rank, name, lines)
+                yield Line(name, number + hit.number, hit.signature.id, seen_there, kind)
             number += text.count("\n")
             done += len(piece)
             before = (before + text)[-BEFORE_BYTES:]
@@ -109,12 +145,13 @@ class _Context:
             end = _end(text, end)
         self._text = (before + text[max(0, end - BEFORE_BYTES) : end])[-BEFORE_BYTES:]
 
-    def time(self) -> float | None:
-        """The newest time in it, in seconds of a year, or since boot; None where there is none."""
+    def time(self) -> tuple[str, float] | None:
+        """The newest time in it, in seconds of a year, or since boot, and which; None where there is none."""
         times = [(found.start(), _seconds(found)) for pattern in _TIMES for found in pattern.finditer(self._text)]
-        if not times:
-            times = [(found.start(), float(found[1])) for found in _SINCE_BOOT.finditer(self._text)]
-        return max(times)[1] if times else None
+        if times:
+            return CALENDAR, max(times)[1]
+        times = [(found.start(), float(found[1])) for found in _SINCE_BOOT.finditer(self._text)]
+        return (BOOT, max(times)[1]) if times else None
 
     def traceback(self, rank: int) -> str:
         """The traceback that ends in the line, of this rank's lines alone; empty where there is none."""

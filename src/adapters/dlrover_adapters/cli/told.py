@@ -41,6 +41,7 @@ class Teller:
 
     def committed(self, state: JobState, records: Sequence[Record]) -> None:
         """Take in a batch; ``state`` is the fold up to its end."""
+        news: dict[int, str] = {}
         for record in records:
             if isinstance(record.event, hangs.HangNamed):
                 self._say(f"[{self._job}] {record.event.text}")
@@ -49,12 +50,15 @@ class Teller:
 
                 self._say(f"[{self._job}] {say(record.event)}")
             elif isinstance(record.event, _TELLING):
-                news = self._lines().feed(state, record)
-                if news is not None:
-                    self._say(f"[{self._job}] incident {news.incident}: {news.text}")
+                told = self._lines().feed(state, record)
+                if told is not None:
+                    # Of what is decided at once only the last word: the steps to it are in the log.
+                    news[told.incident] = told.text
             elif isinstance(record.event, _CHECKS):
                 for line in self._checks().feed(record):
                     self._say(f"[{self._job}] {line}")
+        for incident, text in news.items():
+            self._say(f"[{self._job}] incident {incident}: {text}")
 
     def _checks(self) -> CheckNews:
         if self._news is None:
