@@ -28,6 +28,9 @@ NAMES = (
     "simulate",
     "crashes",
     "goodput",
+    "matcher",
+    "diagnosis",
+    "straggler",
     "import",
 )
 HEAD, TAIL = "## Latest results", "## Reading them"

@@ -124,7 +124,8 @@ class JobSpec:
         default=1800.0, metadata={"doc": "the same before the first two steps of a generation are made"}
     )
     hang_phase_s: float = field(
-        default=1800.0, metadata={"doc": "the same in a phase that the script announces, until one has ended"}
+        default=1800.0,
+        metadata={"doc": "the same in a phase that the script announces, or while a rank is seen to work"},
     )
     hang_collect_s: float = field(
         default=15.0, metadata={"doc": "ranks may take this long to show their stacks before one is named without"}

@@ -51,7 +51,7 @@ def test_every_kind_of_hang_is_named_and_ended(tmp_path: Path, monkeypatch: pyte
     """Asleep, in a lock, with Python's lock, stopped: each rank is named in time, told with its stack, and the job ends well.
 
     An evaluation that is announced is none, however long, and who waits for it learns no longer patience from it. Where the
-    script has a handler for our signal, however late it came, it is not signalled, and named without its stack.
+    script has a handler for our signal, however late it came, it is not signalled, and named all the same.
     """
     monkeypatch.setenv(witness.SIGNAL_VARIABLE, "SIGUSR1")
     plan = "phase4:0:8,sleep:1:16,lock:0:24,gil:1:32,stop:0:40,own:1:50"

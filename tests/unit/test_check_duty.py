@@ -202,6 +202,21 @@ def test_site_checks(tmp_path: Path) -> None:
     ]
 
 
+def test_site_checks_share_the_time(tmp_path: Path) -> None:
+    """One that does not end takes the time of those after it: together they never take more than the limit."""
+    slow, quick = tmp_path / "slow.sh", tmp_path / "quick.sh"
+    for path, text in ((slow, "sleep 600 & wait"), (quick, "exit 0")):
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    told = asyncio.run(scripts.problems([str(slow), str(slow), str(quick)], environment(), 0.5))
+    not_run = "not run: those before it took all of 0.5 s"
+    assert told == [
+        "check slow.sh: did not end within 0.5 s",
+        f"check slow.sh: {not_run}",
+        f"check quick.sh: {not_run}",
+    ]
+
+
 def test_nothing_is_left_of_what_was_cancelled(tmp_path: Path) -> None:
     """A check that is called off kills its processes, and what they have started, before it returns."""
     pids, bell = tmp_path / "pids", Bell(tmp_path)

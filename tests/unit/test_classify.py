@@ -150,12 +150,30 @@ BAD_BATCH = """Traceback (most recent call last):
 KeyError: 'x'
 """
 HANDLED = BAD_BATCH.format(run=1) + "WARNING the sample is skipped\n"
+WENT_ON = BAD_BATCH + "falling back to eager\nstep 1\nstep 2\nstep 3\nstep 4\n"
 TABLE = table()
 
 
 @pytest.mark.parametrize(
     ("code", "error", "tail", "signature"),
     [
+        # Whoever printed an exception, went on and ended otherwise had handled it, and what it says with it.
+        (-11, "", WENT_ON, "exit.sigsegv"),
+        (-6, "", WENT_ON, "exit.sigabrt"),
+        (3, "", WENT_ON, of_exit(table(), 3, "", "").signature),
+        (-11, "", WENT_ON.replace("KeyError: 'x'", "torch.OutOfMemoryError: CUDA out of memory."), "exit.sigsegv"),
+        (-11, "", WENT_ON + "CUDA error: uncorrectable ECC error encountered", "cuda.ecc"),
+        # Ended with 1, it may have been it; what comes later and says more is it.
+        (1, "", WENT_ON, "exception.KeyError"),
+        (1, "", WENT_ON + "OSError: [Errno 28] No space left on device", "disk.full"),
+        # What a process says of its own abort is not going on.
+        (
+            -6,
+            "",
+            BAD_BATCH + "terminate called after throwing\n  what():  x\nframe #0: a\nframe #1: b\nAborted",
+            "exception.KeyError",
+        ),
+        (3, "", BAD_BATCH, "exception.KeyError"),
         # An exception that was handled is not why a process was killed, or failed later.
         (-9, "", HANDLED, "exit.sigkill"),
         (-15, "", HANDLED, "exit.sigterm"),

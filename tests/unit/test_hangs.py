@@ -104,7 +104,7 @@ def test_a_late_step_ends_the_suspicion(how: str) -> None:
 
 
 def test_a_busy_rank_has_patience_that_ends() -> None:
-    """Rank 0 evaluates while others wait: looked at after 60, 122, 244 and 300 s, and only then is it a hang."""
+    """Rank 0 evaluates while others wait: it is looked at again and again, and a hang only when a phase would be one."""
     drive, at, looks = stalled(), 61.0, []
     while not drive.facts(HangNamed):
         number = len(drive.facts(HangSuspected))
@@ -121,8 +121,8 @@ def test_a_busy_rank_has_patience_that_ends() -> None:
         for idle in (patience - 1, patience):
             drive.do(NoteStall("worker", 1, 7, round(idle * SECOND), 60 * SECOND, "floor"))
         at = patience
-    assert looks == [122, 244, 300]
-    assert len(drive.facts(HangSuspected)) == 4
+    assert looks == [122, 244, 488, 976, 1800]
+    assert len(drive.facts(HangSuspected)) == 6
     assert drive.facts(HangNamed)[0].ranks == (0,)
 
 
@@ -176,6 +176,35 @@ def test_a_new_leader_goes_on_where_the_last_one_was() -> None:
     assert probes(drive) == {1}
     drive.do(ReportStacks("worker-1-0", 1, (seen(2), sleeps(3))))
     assert drive.facts(HangNamed)[0].ranks == (3,)
+
+
+def test_nobody_is_named_for_the_silence_of_the_leader() -> None:
+    """Between two leaders nobody could answer, nor was a step seen: the next one waits for answers from its own beginning."""
+    drive = stalled()
+    drive.do(ReportStacks("worker-0-0", 1, (seen(0), seen(1))))
+    drive.wait(10)
+    drive.now += 600 * SECOND
+    drive.take_over()
+    drive.wait(14)
+    assert not drive.facts(HangNamed)
+    drive.do(ReportStacks("worker-1-0", 1, (seen(2, idle_us=40 * SECOND), sleeps(3, idle_us=75 * SECOND))))
+    assert "75 s without a step" in drive.facts(HangNamed)[0].text
+    drive = stalled()
+    drive.take_over()
+    drive.wait(15)
+    assert drive.facts(HangNamed)[0].signature == "hang.global"
+
+
+def test_no_suspicion_is_older_than_a_pause() -> None:
+    """Everything was stopped, and the leader had looked before that was recorded."""
+    drive = Drive().up()
+    drive.wait(600)
+    drive.do(job.NotePause(500 * SECOND))
+    drive.do(NoteStall("worker", 1, 7, 600 * SECOND, 60 * SECOND, "floor"))
+    assert not drive.facts(HangSuspected)
+    drive.wait(60)
+    drive.do(NoteStall("worker", 1, 7, 60 * SECOND, 60 * SECOND, "floor"))
+    assert drive.facts(HangSuspected)
 
 
 def test_pauses_are_learnt_by_phase_and_only_longer_ones() -> None:

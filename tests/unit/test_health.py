@@ -399,6 +399,60 @@ def test_a_node_that_dies_in_a_round_is_waited_for_no_more() -> None:
     assert drive.found() == {}
 
 
+def test_a_death_closes_its_group_for_the_round() -> None:
+    """Its partner is told to stop at once and need not speak; it is blamed for nothing, and checked with the next ones."""
+    drive = Checked(nodes_min=3, nodes_max=4, last_call_s=30.0).arrive(0, 1, 2, 3)
+    drive.observe("worker-3-0", "failed", -9)
+    told = desired(drive.state).orders
+    assert [told[one].check for one in _names(0, 1, 2)] == [1, 1, 0]
+    for one in _names(0, 1):
+        drive.do(ReportCheck(one, 1, 1, True, took_us=SECOND))
+    assert drive.facts(CheckJudged) == [CheckJudged("worker", 1, 1, (), ((0, 2, 0, 2),))]
+    drive.wait(30)
+    assert drive.check is not None
+    assert (drive.check.members[0], drive.check.fresh) == ("worker-2-0", 1)
+    drive.answer()
+    assert (drive.members, drive.found()) == (_names(0, 1, 2), {})
+
+
+def test_a_lone_partner_waits_for_its_next_one() -> None:
+    """Of two, one dies: nobody waits for the time limit, and the check begins anew as soon as its successor is there."""
+    drive = Checked(nodes_max=2, check_s=120.0).arrive(0, 1)
+    drive.observe("worker-1-0", "failed", -9)
+    assert drive.check is None
+    drive.arrive(1, incarnation=1)
+    assert drive.check is not None
+    assert drive.check.members == ("worker-0-0", "worker-1-1")
+    drive.answer()
+    assert drive.members == ["worker-0-0", "worker-1-1"]
+
+
+def test_the_time_limit_blames_no_partner_of_the_dead() -> None:
+    """Whoever is silent for want of its partner has not failed when the time is over; whoever is simply silent has."""
+    drive = Checked(nodes_min=2, nodes_max=4, last_call_s=30.0, check_s=60.0).arrive(0, 1, 2, 3)
+    drive.observe("worker-3-0", "failed", -9)
+    drive.do(ReportCheck("worker-1-0", 1, 1, True, took_us=SECOND))
+    drive.wait(65)
+    assert [one.node for one in drive.facts(CheckReported)] == ["worker-1-0", "worker-0-0"]
+
+
+def test_doubts_for_a_dead_nodes_sake_end_no_job() -> None:
+    """Three fail together, then the ill one dies: the other two are not taken for bad because nothing was learnt of them."""
+    drive = Checked(nodes_max=3)
+    drive.ill.add("worker-2-0")
+    drive.arrive(0, 1, 2)
+    for one in _names(0, 1, 2):
+        drive.do(drive.word(one, _names(0, 1, 2), 1, 1))
+    assert drive.groups() == [{"0", "2"}, {"1"}]
+    drive.observe("worker-2-0", "failed", -9)
+    drive.do(ReportCheck("worker-1-0", 1, 2, True, took_us=SECOND))
+    assert drive.check is None
+    assert drive.facts(job.JobFailed) == []
+    assert drive.found() == {}
+    drive.arrive(2, incarnation=1).answer()
+    assert drive.members == [*_names(0, 1), "worker-2-1"]
+
+
 def test_everything_said_twice_counts_once() -> None:
     """A report of another round, check or node is refused, and so is a second one."""
     drive = Checked(nodes_max=2).arrive(0, 1)
@@ -459,3 +513,17 @@ def test_settings() -> None:
         spec_of(check_s=0.0)
     with pytest.raises(SpecError, match="'report' or 'replace'"):
         spec_of(check_slow="shoot")
+
+
+def test_a_single_node_that_fails_twice_ends_the_job() -> None:
+    """One node may be bad; if its successor fails the same check, it is not the node: the job ends and says why."""
+    drive = Checked(nodes_max=1)
+    drive.unfit = {"worker-0-0": "no such device", "worker-0-1": "no such device"}
+    drive.arrive(0).answer()
+    assert drive.state.job.live
+    assert drive.facts(nodes.NodeFailed)[-1].reason.startswith("check_failed")
+    drive.observe("worker-0-0", "gone")
+    drive.join("worker-0-1")
+    drive.answer()
+    assert drive.state.job.state == "failed"
+    assert "no such device" in drive.state.job.root

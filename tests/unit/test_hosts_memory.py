@@ -52,7 +52,7 @@ class Life:
         self.at += us(seconds)
         self.state.at = self.at
 
-    def strike(self, index: int, signature: str = "exit.sigkill", verdict: str = "PLAT", **more: Any) -> int:
+    def strike(self, index: int, signature: str = "node.gone", verdict: str = "PLAT", **more: Any) -> int:
         """An incident of this node gets this verdict; its number."""
         self.incident += 1
         node = more.pop("node", f"worker-{index}-0")
@@ -126,6 +126,36 @@ def test_a_lemon_is_left() -> None:
     assert hosts.leave(life.state, "worker-1-0", number).startswith("host.quarantine: h1 ")
     assert hosts.leave(life.state, "worker-0-0", number) == ""
     assert hosts.record(life.state, "h1").quarantined_until == life.at + us(DAY)
+
+
+def test_kills_by_hand_make_no_lemon() -> None:
+    """Who kills workers on one host again and again condemns it not; with a death of another kind the kills count, too."""
+    life = Life(4)
+    for _ in range(6):
+        life.strike(1, "exit.sigkill")
+    assert life.kept_off == []
+    assert hosts.record(life.state, "h1").failures_24h == 6
+    life.strike(1, "exit.sigsegv", "SOFT")
+    assert life.kept_off == ["h1"]
+
+
+def test_nodes_that_are_killed_make_a_lemon() -> None:
+    """A node that is killed is no worker that a person killed, whatever its exit code is called."""
+    life = Life(4)
+    for _ in range(3):
+        life.strike(1, "exit.sigkill", blamed="worker-1-0")
+    assert life.kept_off == ["h1"]
+
+
+def test_kills_by_hand_leave_a_host_in_use() -> None:
+    """The same rank killed three times in a day, through the whole engine: its processes are restarted each time."""
+    drive = Drive(nodes_max=4, nproc=1, max_restarts=10).up()
+    for step in (1000, 2000, 3000):
+        drive.wait(6 * HOUR)
+        drive.exit("worker-1-0", 1, -9, step=step)
+        assert drive.incident.action == "RESTART_PROCESSES"
+        drive.run(step + 1)
+    assert drive.state.hosts.quarantined(drive.now) == []
 
 
 def test_who_fails_everywhere_is_no_lemon() -> None:

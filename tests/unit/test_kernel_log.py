@@ -27,7 +27,15 @@ def test_a_record_is_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b" SUBSYSTEM=pci", b"no record", b"6,x,1,-;text", b"30,1,2,-;a program wrote this"]
+    "raw",
+    [
+        b"",
+        b" SUBSYSTEM=pci",
+        b"no record",
+        b"6,x,1,-;text",
+        b"30,1,2,-;a program wrote this",
+        pytest.param(b"6,1," + b"9" * 5000 + b",-;text", id="endless"),
+    ],
 )
 def test_what_is_not_the_kernels_word_is_left_out(raw: bytes) -> None:
     """Details of devices, garbage, and what programs wrote into the log are nobody's evidence."""
@@ -128,3 +136,11 @@ def test_another_containers_shortage_is_not_ours(lines: list[str], ranks: dict[i
     """The log is the whole machine's: a memory group's kill counts where its victim was ours, the host's shortage always."""
     ours = Ours("/pod/us")
     assert sum(ours.keeps(one, ranks) for one in lines) == kept
+
+
+def test_numbers_without_end_are_nobodys() -> None:
+    """A line with thousands of digits names no process of ours, and costs nothing."""
+    ours = Ours()
+    assert [
+        ours.rank(text, {77: 3}) for text in (f"pid={'7' * 5000}", f"python3[{'7' * 5000}]: segfault", "pid=77,")
+    ] == [-1, -1, 3]

@@ -194,6 +194,14 @@ def test_cycles_without_progress_end_the_job() -> None:
     assert answer(PREEMPTED, stale=9, stale_max=3, alive=False).action == "RELAUNCH_NODE"
 
 
+@pytest.mark.parametrize("hint", ["retry", "wait"])
+def test_what_passes_by_itself_is_tried_once_whatever_was_before(hint: str) -> None:
+    """Cycles without progress do not end the job over a failure that passes, before that was given one pause."""
+    case = STORAGE._replace(hint=hint)
+    assert rule(answer(case, stale=3, stale_max=3)) == ("RETRY", "workers.retry")
+    assert rule(answer(case, stale=3, stale_max=3, retries=1)) == ("AWAIT_EVIDENCE", ladder.NO_PROGRESS)
+
+
 def test_a_refused_node_is_done_without() -> None:
     """What its backend will never start is not asked for again."""
     refused = Case(USER, "node.refused", 0.9, "fail", "", "worker-1-0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -94,6 +95,19 @@ def test_pieces_of_a_long_line_hide_nothing() -> None:
     for at in range(0, 3 * LINE_BYTES_MAX, 97):
         line = b"x" * at + phrase + b"x" * (3 * LINE_BYTES_MAX - at)
         assert any(phrase.decode() in one for one in lines_of(line).splitlines()), at
+
+
+@pytest.mark.parametrize("length", [10, 3_999, 4_096, 4_097, 7_680, 7_681, 1_000_000])
+def test_lines_of_any_length_are_cut_in_no_time(length: int) -> None:
+    """The agent's loop waits while lines are cut: a mebibyte takes milliseconds, and every piece is whole where it may be."""
+    data = (b"x" * length + b"\n") * (1024 * 1024 // (length + 1))
+    began = time.thread_time()
+    lines = lines_of(data).splitlines()
+    assert time.thread_time() - began < 0.25, "it took seconds when it looked at every byte for each byte of a line"
+    assert max(map(len, lines)) <= LINE_BYTES_MAX
+    each = 1 if length <= LINE_BYTES_MAX else -(-(length - OVERLAP_BYTES) // (LINE_BYTES_MAX - OVERLAP_BYTES))
+    assert len(lines) == each * data.count(b"\n")
+    assert sum(map(len, lines)) == (length + (each - 1) * OVERLAP_BYTES) * data.count(b"\n")
 
 
 def test_bytes_that_are_no_text_and_lines_that_redraw_themselves(tmp_path: Path, tail: Callable[[], Tail]) -> None:

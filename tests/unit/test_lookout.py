@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from dlrover_adapters.agent import lookout as lookouts
 from dlrover_adapters.agent.cgroup import MemoryGroup
@@ -256,6 +257,23 @@ def test_a_machine_that_offers_nothing_is_no_trouble(tmp_path: Path) -> None:
             assert (await seen.next()).rank == 0
 
     asyncio.run(run())
+
+
+def test_a_source_that_fails_costs_no_other(tmp_path: Path) -> None:
+    """A folder for a kernel log opens and cannot be read: that is said once, and output is watched as before."""
+
+    async def run() -> None:
+        async with looking(tmp_path, kernel=str(tmp_path)) as seen:
+            await seen.looked()
+            with structlog.testing.capture_logs() as said:
+                seen.worker().write_text(f"{ECC}\n")
+                assert (await seen.next()).rank == 0
+            assert said == []
+            assert seen.lookout._kernel is None
+
+    with structlog.testing.capture_logs() as told:
+        asyncio.run(run())
+    assert [one["event"] for one in told if one["log_level"] == "warning"] == ["the kernel's log is not read any more"]
 
 
 def test_a_fault_of_ours_costs_evidence_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrover_core.diagnosis.cascades import Member
 from dlrover_core.diagnosis.evidence import (
     CASC,
     CGROUP,
@@ -33,7 +34,7 @@ from dlrover_core.diagnosis.evidence import (
     USER,
     Evidence,
 )
-from dlrover_core.diagnosis.procedure import Judgement, Member, judge
+from dlrover_core.diagnosis.procedure import Judgement, judge
 from dlrover_core.diagnosis.signatures import Signature, Table
 
 SECOND = 1_000_000
@@ -426,3 +427,72 @@ def test_two_thousand_ranks_cascades_are_judged_in_a_tenth_of_a_second() -> None
         best = min(best, time.perf_counter() - begin)
     assert found.root.verdict == CASC or found.rank == 77
     assert best < 0.1, f"{best * 1000:.0f} ms"
+
+
+# ---- lines of living ranks
+
+
+ROWS_BEYOND = Table(
+    tuple(
+        Signature(name, name, verdict, action, "gpu" if name.startswith("cuda.ecc") else "process", 0.8)
+        for name, (verdict, action) in ROWS.items()
+    )
+)
+
+
+def line(scene: Scene, at_s: float, signature: str, rank: int, **more: Any) -> Scene:
+    """What a rank wrote while it lived."""
+    return scene.see(at_s, signature, rank, source="log", exit_code=0, **more)
+
+
+@pytest.mark.parametrize("before_s", [2, 20, 500])
+@pytest.mark.parametrize("who", [2, 5])
+@pytest.mark.parametrize(("exit_code", "signature"), [(-9, "exit.sigkill"), (-11, "exit.sigsegv")])
+def test_a_printed_exception_explains_no_kill(before_s: float, who: int, exit_code: int, signature: str) -> None:
+    """A traceback that was handled, on the rank that is killed later or on any other, is not why: the bare exit is the root."""
+    scene = line(Scene(), -before_s, "exception.KeyError", who, place="KeyError at a/b.py:3 in f")
+    line(scene, -before_s, "exception.KeyError", 7, place="KeyError at a/b.py:3 in f")
+    found = scene.see(0, signature, 2, exit_code=exit_code).judge()
+    assert (found.signature, found.rank, found.root.place) == (signature, 2, "")
+    assert why(found)[1].startswith("handled")
+
+
+@pytest.mark.parametrize(
+    ("before_s", "signature"), [(1, "exception.KeyError"), (20, "exception.KeyError"), (40, "exit.silent")]
+)
+def test_a_printed_exception_may_be_its_ranks_last_words(before_s: float, signature: str) -> None:
+    """Who ends with 1 within seconds of an exception ended of it; half a minute later no more."""
+    assert line(Scene(), -before_s, "exception.KeyError", 2).see(0, "exit.silent", 2).judge().signature == signature
+
+
+@pytest.mark.parametrize("exit_code", [-6, 1])
+@pytest.mark.parametrize("rank", [2, 5])
+def test_a_machines_words_win_in_the_log_alone(exit_code: int, rank: int) -> None:
+    """A GPU that breaks is often told by one line only: a second before the first death, on whatever rank, it wins."""
+    bare = "exit.sigabrt" if exit_code < 0 else "exit.silent"
+    scene = line(Scene(), -1, "cuda.ecc", rank).see(0, bare, 2, exit_code=exit_code)
+    found = judge(scene.seen, ROWS_BEYOND, complete=False)
+    assert (found.signature, found.action, found.blamed) == ("cuda.ecc", "reset", f"n{rank // 2}")
+
+
+@pytest.mark.parametrize(("rank", "root"), [(0, "exit.sigkill"), (3, "cuda.ecc")])
+def test_an_old_word_on_a_machine_counts_where_somebody_died(rank: int, root: str) -> None:
+    """Five minutes before a death it says nothing about another node's; on the same node it may."""
+    scene = line(Scene(), -300, "cuda.ecc", rank).see(0, "exit.sigkill", 2, exit_code=-9)
+    assert judge(scene.seen, ROWS_BEYOND).signature == root
+
+
+def test_what_a_rank_says_again_at_its_end_is_told_by_its_end() -> None:
+    """The line and the end are one observation, as early as the line; the end knows the place."""
+    scene = line(Scene(), -1, "cuda.ecc", 2)
+    line(scene, -0.5, "cuda.ecc", 4)
+    found = scene.see(0, "cuda.ecc", 2, place="RuntimeError at a.py:1").judge()
+    assert (found.root.seq, found.root.place) == (3, "RuntimeError at a.py:1")
+    assert why(found)[1].startswith("a copy")
+
+
+def test_words_are_the_cause_where_only_cascades_died() -> None:
+    """A traceback ten minutes before everybody gives up on somebody may well be why: it stays before cascades."""
+    scene = line(Scene(), -600, "exception.KeyError", 2)
+    found = scene.cascades(0, [0, 4, 6], source="error").judge()
+    assert found.signature == "exception.KeyError"

@@ -10,9 +10,9 @@ from drive import SECOND, Drive
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.ladder import Case, Choice, Context
 from dlrover_core.diagnosis.policy import Policy
-from dlrover_core.job import choosing, evidence, failures, hosts, job, nodes, progress
+from dlrover_core.job import choosing, evidence, failures, hosts, job, nodes, progress, world
 from dlrover_core.job.state import CODEC, MODEL, desired, model
-from dlrover_core.kernel.engine import Engine
+from dlrover_core.kernel.engine import Accepted, Engine
 from dlrover_core.spec import GroupSpec, JobSpec
 
 BUG = "Traceback (most recent call last):\n  File \"/job/train.py\", line 31, in load\n    raise KeyError(name)\nKeyError: 'x'"
@@ -105,6 +105,124 @@ def test_what_explains_one_incident_is_no_cause_of_the_next() -> None:
     assert (drive.incident.number, drive.incident.signature) == (3, "cgroup.oom")
 
 
+def wrote(drive: Drive, rank: int, signature: str, generation: int, place: str = "") -> None:
+    """A rank wrote a line that a signature knows."""
+    drive.do(
+        evidence.ReportEvidence(
+            f"worker-{rank}-0", "log", signature, f"line of {signature}", rank, generation, 0, place
+        )
+    )
+
+
+def test_a_handled_exception_ends_no_job() -> None:
+    """Every generation prints the same traceback and goes on; kills that follow are kills, as often as restarts are left."""
+    drive = Drive(nodes_max=3, nproc=1, max_restarts=5).up()
+    for generation in (1, 2, 3):
+        for rank in range(3):
+            wrote(drive, rank, "exception.ModuleNotFoundError", generation, "ModuleNotFoundError at job/train.py:4")
+        drive.wait(4)
+        drive.exit("worker-1-0", 1, -9)
+        found = newest(drive, failures.Diagnosed)
+        assert (found.signature, found.place, drive.incident.action) == ("exit.sigkill", "", "RESTART_PROCESSES")
+        drive.now += SECOND
+        drive.run(5 + generation)
+
+
+def test_a_line_alone_ends_no_job() -> None:
+    """What only a line says, of a rank that then ends with 1, has no place and is answered by restarts."""
+    drive = Drive(nodes_max=3, nproc=1, max_restarts=5).up()
+    for generation in (1, 2, 3):
+        wrote(drive, 1, "exception.ModuleNotFoundError", generation, "ModuleNotFoundError at job/train.py:4")
+        drive.wait(1)
+        drive.exit("worker-1-0", 1, 1)
+        found = newest(drive, failures.Diagnosed)
+        assert (found.signature, found.place, found.hint) == ("exception.ModuleNotFoundError", "", "proc")
+        assert drive.incident.action == "RESTART_PROCESSES"
+        drive.now += SECOND
+        drive.run(5)
+
+
+def test_what_came_before_an_incident_is_spent_with_it() -> None:
+    """The same line of two nodes before the first death is that death's; the next one, minutes later, is none of it."""
+    drive = Drive(nodes_max=4, nproc=1, max_restarts=9).up()
+    for rank in (0, 1):
+        wrote(drive, rank, "cuda.oom", 1)
+    drive.wait(0.2)
+    for rank in (0, 1):
+        drive.exit(f"worker-{rank}-0", rank, 1, signature="cuda.oom", generation=1)
+    assert drive.incident.signature == "cuda.oom"
+    drive.now += SECOND
+    drive.run(5)
+    drive.wait(300)
+    drive.exit("worker-3-0", 3, -9)
+    assert (drive.incident.number, drive.incident.signature) == (2, "exit.sigkill")
+
+
+def test_a_line_of_an_earlier_generation_is_none_of_the_next() -> None:
+    """A line of the broken world that comes late, while the next one trains, is not why that one breaks."""
+    drive = Drive(nodes_max=3, nproc=1, max_restarts=5).up()
+    drive.exit("worker-1-0", 1, -9)
+    drive.now += SECOND
+    drive.run(5)
+    drive.wait(20)
+    wrote(drive, 0, "cuda.ecc", 1)
+    drive.wait(2)
+    drive.exit("worker-2-0", 2, -9)
+    assert (drive.incident.number, drive.incident.signature) == (2, "exit.sigkill")
+    assert drive.state.evidence.recent[-1].generation == 1
+
+
+def test_a_flood_frees_no_evidence() -> None:
+    """The root is among an incident's evidence however full that is, and explains no later incident."""
+    drive = Drive(nodes_max=80, nproc=1, max_restarts=9).up()
+    for rank in range(70):
+        drive.cascade(f"worker-{rank}-0", rank, generation=1)
+    see(drive, "worker-75-0", "xid.fallen_off", age_s=1)
+    root = newest(drive, failures.Diagnosed).evidence[0]
+    assert drive.incident.signature == "xid.fallen_off"
+    assert root in drive.incident.evidence
+    assert len(drive.incident.evidence) == failures.EVIDENCE_MAX
+    drive.observe("worker-75-0", "gone")
+    drive.join("worker-75-1")
+    drive.now += SECOND
+    drive.run(2)
+    drive.wait(60)
+    drive.exit("worker-5-0", 5, -9)
+    assert (drive.incident.number, drive.incident.signature) == (2, "exit.sigkill")
+
+
+def test_forgotten_incidents_keep_what_was_theirs() -> None:
+    """After more incidents than are remembered, all in minutes, the first one's evidence is still no cause of the next."""
+    drive = Drive(nodes_max=3, nproc=1, max_restarts=90).up()
+    see(drive, "worker-0-0", "cgroup.oom", "cgroup")
+    for step in range(failures.CLOSED_KEPT + 3):
+        drive.wait(1)
+        drive.exit("worker-0-0", 0, -9)
+        drive.now += SECOND
+        drive.run(10 + 10 * step)
+    assert 1 not in drive.state.failures.incidents
+    assert [one.incident for one in drive.state.failures.spent][:2] == [1, 2]
+    drive.wait(1)
+    drive.exit("worker-0-0", 0, -9)
+    assert drive.incident.signature == "exit.sigkill"
+
+
+def test_the_second_of_two_broken_hosts_is_not_forgotten() -> None:
+    """The kernels of two hosts name broken GPUs at once: one is the root; the other's word is heard at its own death."""
+    drive = Drive(nodes_max=8, nproc=1, max_restarts=3).up()
+    for node in ("worker-1-0", "worker-2-0"):
+        see(drive, node, "xid.fallen_off", age_s=1)
+    drive.exit("worker-1-0", 1, -6)
+    drive.observe("worker-1-0", "gone")
+    drive.join("worker-1-1")
+    drive.now += SECOND
+    drive.run(2)
+    drive.wait(20)
+    drive.exit("worker-2-0", 2, -6)
+    found = newest(drive, failures.Diagnosed)
+    assert (drive.incident.number, found.signature, found.blamed) == (2, "xid.fallen_off", "worker-2-0")
+
+
 def test_evidence_of_another_group_or_of_long_ago_is_not_taken() -> None:
     """Ten minutes bound what a death may have to do with."""
     drive = Drive(nodes_max=3, nproc=1).up()
@@ -186,6 +304,95 @@ def test_a_program_that_cannot_be_imported_ends_at_once() -> None:
     assert later.incident.action == "RESTART_PROCESSES"
 
 
+# ---- scripts that signal no steps
+
+
+def _silent(**settings: Any) -> Drive:
+    """A job whose script signals nothing, its workers running."""
+    drive = Drive(nproc=1, max_restarts=9, **settings)
+    for name in list(drive.state.nodes.nodes):
+        drive.join(name)
+    _start(drive)
+    return drive
+
+
+def _start(drive: Drive) -> None:
+    for member in drive.world.members:
+        drive.do(world.ReportStarted(member.node, drive.world.generation))
+        drive.offer(member.node)
+
+
+def test_no_sign_of_steps_is_no_proof_of_none() -> None:
+    """Hours between two errors at one line, or before the first ImportError: without signals nobody knows what was gained."""
+    drive = _silent()
+    for _ in range(3):
+        drive.wait(6 * 3600)
+        drive.exit("worker-1-0", 1, 1, BUG)
+        assert drive.incident.action == "RESTART_PROCESSES"
+        _start(drive)
+    late = _silent()
+    late.wait(11)
+    late.exit("worker-1-0", 1, 1, TYPO)
+    assert late.incident.action == "RESTART_PROCESSES"
+    _start(late)
+    late.exit("worker-1-0", 1, 1, TYPO)
+    assert late.incident.action == "RESTART_PROCESSES"  # the generation before may have made steps
+
+
+@pytest.mark.parametrize(("error", "lives", "rule"), [(BUG, 2, "user.repeats"), (TYPO, 1, "user.at_once")])
+def test_who_dies_at_once_has_made_no_step(error: str, lives: int, rule: str) -> None:
+    """Seconds after its workers started an error ends the job, however long the start took and whatever the script signals."""
+    drive = _silent()
+    for _ in range(lives):
+        drive.wait(2)
+        drive.exit("worker-1-0", 1, 1, error)
+        drive.wait(60)
+        if drive.members:
+            _start(drive)
+    assert drive.incident.rule.split(":")[0] == rule
+
+
+def test_a_start_that_is_told_after_the_death_says_nothing() -> None:
+    """Started and dead reach a new leader together, after hours without one: how long it lived is the time since its world."""
+    drive = Drive(nproc=1, max_restarts=9)
+    for name in ("worker-0-0", "worker-1-0"):
+        drive.join(name)
+    drive.wait(7200)
+    _start(drive)
+    drive.exit("worker-1-0", 1, 1, TYPO, age_us=60 * SECOND)
+    assert drive.incident.action == "RESTART_PROCESSES"
+
+
+def test_who_signals_steps_and_made_none_has_gained_nothing() -> None:
+    """Where steps are signalled, a generation without one has made none, however long it lived."""
+    drive = Drive(max_restarts=9).up()
+    for _ in range(2):
+        drive.exit("worker-1-0", 2, 1, BUG)
+        assert drive.incident.action == "RESTART_PROCESSES"
+        _start(drive)
+        drive.wait(600)
+    drive.exit("worker-1-0", 2, 1, BUG)
+    assert drive.incident.rule.startswith("user.repeats")
+
+
+def test_a_world_that_was_changed_may_have_made_steps() -> None:
+    """A generation that ended by plan, after a time, counts like one that broke: the next error is not the first thing."""
+    drive = _silent()
+    drive.wait(600)
+    drive.do(job.SuspendJob(""))
+    drive.do(job.ResumeJob(""))
+    for name in sorted(drive.state.nodes.nodes):
+        drive.offer(name)
+    drive.wait(60)
+    assert (drive.world.generation, len(drive.members)) == (2, 2)
+    _start(drive)
+    drive.exit("worker-0-0", 0, 1, TYPO)
+    assert drive.incident.action == "RESTART_PROCESSES"
+
+
+# ---- progress
+
+
 def _cycle(drive: Drive, step: int, **more: Any) -> None:
     """Made steps again up to ``step``, and broken by something that uses no restarts."""
     current = drive.world
@@ -212,6 +419,23 @@ def test_three_cycles_without_progress_end_the_job() -> None:
     assert ladder.NO_PROGRESS in order.reason
 
 
+def test_kills_are_no_lack_of_progress() -> None:
+    """Kills in a row, resumed from the same step each time, end nothing; nor do they once it is known who did it."""
+    drive = Drive(max_restarts=3)
+    for name in ("worker-0-0", "worker-1-0"):
+        drive.join(name)
+    _cycle(drive, 60)
+    for code in (-9, -15, -9):
+        drive.do(progress.ReportFirstStep(drive.members[0], drive.world.generation, 51, told=True))
+        for member in drive.world.members:
+            drive.offer(member.node)
+        drive.exit("worker-1-0", 2, code, step=58)
+        assert (drive.incident.verdict, drive.state.failures.of("worker").stale) == ("PLAT", 0)
+    # The cycle counts once another verdict takes the place of this one, and is not counted once it is taken back.
+    drive.exit("worker-0-0", 0, 1, BUG, generation=drive.incident.generation)
+    assert (drive.incident.verdict, drive.state.failures.of("worker").stale) == ("USER", 1)
+
+
 def test_unknown_steps_are_no_lack_of_progress() -> None:
     """A script that does not tell its steps is restarted as often as its budgets say."""
     drive = Drive(max_restarts=9).up()
@@ -222,6 +446,16 @@ def test_unknown_steps_are_no_lack_of_progress() -> None:
 
 
 # ---- pauses, memory
+
+
+def test_a_pause_longer_than_the_last_call_is_waited_for() -> None:
+    """Nothing is due before the pause is over: a leader neither spins nor is late."""
+    drive = Drive(nodes_max=1, nproc=1, policy=Policy(retry_pause_s=100.0).to_json()).up()
+    drive.exit("worker-0-0", 0, 1, STORAGE)
+    drive.offer("worker-0-0")
+    assert (drive.members, MODEL.due(drive.state)) == ([], drive.now + 100 * SECOND)
+    drive.wait(100)
+    assert drive.members == ["worker-0-0"]
 
 
 def test_what_passes_by_itself_waits_longer_each_time() -> None:
@@ -308,8 +542,16 @@ def test_a_hook_that_breaks_is_not_heard() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    ["RESTART", Choice("EXPLODE", "x", 0), Choice(ladder.FAIL_JOB, "x", 0), Choice(ladder.RETRY, 7, 0)],  # type: ignore[arg-type]
-)
+    [
+        "RESTART", Choice("EXPLODE", "x", 0), Choice(ladder.FAIL_JOB, "x", 0), Choice(ladder.RETRY, 7, 0),  # type: ignore[arg-type]
+        Choice(ladder.RETRY, "x", 0, pause_us=None),  # type: ignore[arg-type]
+        Choice(ladder.RETRY, "x", 0, pause_us=-1), Choice(ladder.RETRY, "x", 0, pause_us=600 * SECOND + 1),
+        Choice(ladder.RETRY, "x", 0, pause_us=10**30), Choice(ladder.RETRY, "x", True), Choice(ladder.RETRY, "x", 0.5),  # type: ignore[arg-type]
+        Choice(ladder.RELAUNCH_MORE_MEMORY, "x", 0, memory_mib=-5), Choice(ladder.RELAUNCH_MORE_MEMORY, "x", 0, memory_mib=7000),
+        Choice(ladder.RELAUNCH_MORE_MEMORY, "x", 0, memory_mib=1_048_577),
+        Choice(ladder.RELAUNCH_MORE_MEMORY, "x", 0, memory_mib=9000.0),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
 def test_a_hook_that_answers_nonsense_is_not_heard(answer: Any) -> None:
     """Only rungs that answer this failure, within what is left of budgets, are taken."""
 
@@ -318,9 +560,60 @@ def test_a_hook_that_answers_nonsense_is_not_heard(answer: Any) -> None:
             return answer
 
     drive = _hooked(Odd())
-    drive.exit("worker-1-0", 1, -9)
+    drive.state.failures.memory["worker"] = 8000
+    assert isinstance(drive.exit("worker-1-0", 1, -9), Accepted)
     chosen = newest(drive, failures.ActionChosen)
     assert (chosen.action, choosing.UNHEARD in chosen.rule) == ("RESTART_PROCESSES", True)
+
+
+class Mute(Exception):
+    """Cannot be said."""
+
+    def __str__(self) -> str:
+        """As an exception of a user's may."""
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), Mute(), ValueError("\ud800"), RecursionError()])
+def test_whatever_a_hook_raises_the_death_is_answered(error: BaseException) -> None:
+    """Even one that wants to leave the interpreter, or cannot be put into words."""
+
+    class Leaves:
+        def choose(self, judgement: Case, choice: Choice, context: Context) -> Choice | None:
+            raise error
+
+    drive = _hooked(Leaves())
+    assert isinstance(drive.exit("worker-1-0", 1, -9), Accepted)
+    assert choosing.UNHEARD in newest(drive, failures.ActionChosen).rule
+
+
+def test_what_a_hook_says_is_fit_for_the_log() -> None:
+    """Its rule is text that can be written, and numbers that its rung has no use for are left out."""
+
+    class Odd:
+        def choose(self, judgement: Case, choice: Choice, context: Context) -> Choice | None:
+            return Choice(ladder.RELAUNCH_NODE, "\ud800 bad", 0, memory_mib=9000, pause_us=5)
+
+    drive = _hooked(Odd())
+    drive.state.failures.memory["worker"] = 8000
+    assert isinstance(drive.exit("worker-1-0", 1, -9), Accepted)
+    chosen = newest(drive, failures.ActionChosen)
+    assert chosen.rule.startswith("hook: ? bad; instead of")
+    assert (chosen.action, chosen.memory_mib, chosen.pause_us) == ("RELAUNCH_NODE", 9000, 0)
+
+
+@pytest.mark.parametrize("action", [ladder.RETRY, ladder.RELAUNCH_NODE, ladder.ISOLATE_HOST, ladder.GO_ON_SMALLER])
+def test_a_hook_grants_no_restarts(action: str) -> None:
+    """``--max-restarts 0`` holds for hooks, too: on a node that lives nothing is started again."""
+
+    class Generous:
+        def choose(self, judgement: Case, choice: Choice, context: Context) -> Choice | None:
+            return Choice(action, "once more", 0)
+
+    drive = _hooked(Generous(), nodes_min=2, max_restarts=0)
+    drive.exit("worker-1-0", 1, -9)
+    chosen = newest(drive, failures.ActionChosen)
+    assert (chosen.action, choosing.UNHEARD in chosen.rule) == ("AWAIT_EVIDENCE", True)
 
 
 def test_the_jobs_own_policy_counts() -> None:

@@ -10,8 +10,10 @@ from drive import SECOND, Drive
 from dlrover_core.diagnosis.changepoint import BLOCK_STEPS
 from dlrover_core.diagnosis.slots import FINITE, INFINITE, NAN, NEVER
 from dlrover_core.job import evidence, failures, hosts, nodes, pace
+from dlrover_core.job.state import MODEL
 from dlrover_core.job.world import Member, World
 from dlrover_core.kernel.engine import Accepted, NotDone
+from dlrover_core.kernel.state import digest
 from dlrover_core.runtime.messages import FIELDS_MAX, Beat, decode, encode
 from dlrover_core.runtime.paces import (
     LATE_S,
@@ -375,3 +377,18 @@ def test_a_jump_of_the_loss_is_only_told() -> None:
     assert (
         job.facts(evidence.EvidenceSeen)[-1].text == "the loss of rank 2 on worker-1-0 is 7.5x what it was, in step 66"
     )
+
+
+def test_an_old_jump_is_no_news_to_a_new_leader() -> None:
+    """Beats repeat a jump for as long as it is the newest: it is evidence once, and only a later one is again."""
+    job = Drive().up()
+    first = pace.NoteLossJump("worker-1-0", 1, 2, 66, 7_500)
+    job.do(first)
+    job.take_over()
+    assert isinstance(job.do(first), NotDone)
+    job.do(first._replace(step=200))
+    assert [fact.place for fact in job.facts(evidence.EvidenceSeen)] == ["step 66", "step 200"]
+    assert digest(MODEL.fold(job.records)) == digest(job.state)
+    # An agent may say such a thing as well, and anything may stand there.
+    job.do(evidence.ReportEvidence("worker-1-0", "loss", pace.SPIKE, "a jump", 2, 1, place=f"step {'9' * 400}"))
+    assert job.state.pace.jumps == {"worker": (1, 200)}

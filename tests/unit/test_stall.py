@@ -21,14 +21,15 @@ LIMITS = Limits(60 * S, 1800 * S, 900 * S)
         (Pulse(5, 0, 60 * S, 100 * S), 0, 180, "3 steps"),
         (Pulse(-1, 0), 0, 1800, "first steps"),
         (Pulse(1, 0), 0, 1800, "first steps"),
-        (Pulse(9, 0, 1 * S, 0, 1), 0, 900, "evaluation: none has ended yet"),
-        (Pulse(9, 0, 1 * S, 200 * S, 1), 0, 300, "evaluation: 1.5 times the longest"),
-        (Pulse(9, 0, 1 * S, 0, 2), 400, 600, "checkpoint: 1.5 times the longest"),
-        (Pulse(9, 0, 1 * S, 2 * S, 3), 0, 60, "phase: 1.5 times the longest"),
+        (Pulse(9, 0, 1 * S, 0, 1), 0, 900, "evaluation"),
+        (Pulse(9, 0, 1 * S, 2 * S, 1), 2, 900, "evaluation"),
+        (Pulse(9, 0, 1 * S, 800 * S, 1), 0, 1200, "evaluation: 1.5 times the longest"),
+        (Pulse(9, 0, 1 * S, 0, 2), 1000, 1500, "checkpoint: 1.5 times the longest"),
+        (Pulse(9, 0, 1 * S, 2 * S, 3), 400, 900, "phase"),
     ],
 )
 def test_the_threshold_is_that_of_its_own_budget(pulse: Pulse, learnt_s: int, expected_s: int, budget: str) -> None:
-    """Steps, pauses, the first steps and announced phases each have a budget; nothing is below the floor."""
+    """Steps, pauses, the first steps and announced phases each have a budget, which what was learnt only makes longer."""
     assert stall.threshold(LIMITS, pulse, learnt_s * S) == (expected_s * S, budget)
 
 
@@ -55,7 +56,8 @@ def test_who_waits_for_an_announced_pause_does_not_learn_it_as_any_pause() -> No
         (Pulse(5, 0, S, 50 * S), 0, True),
         (Pulse(5, 0, S, 50 * S), 45, False),
         (Pulse(5, 0, S, 50 * S), 30, True),
-        (Pulse(5, 0, S, 2 * S, 1), 0, True),
+        (Pulse(5, 0, S, 500 * S, 1), 0, False),
+        (Pulse(5, 0, S, 700 * S, 1), 0, True),
     ],
 )
 def test_only_pauses_that_change_something_are_written_down(pulse: Pulse, learnt_s: int, kept: bool) -> None:
@@ -63,9 +65,12 @@ def test_only_pauses_that_change_something_are_written_down(pulse: Pulse, learnt
     assert stall.worth_keeping(LIMITS, pulse, learnt_s * S) is kept
 
 
-def test_patience_doubles_and_ends() -> None:
-    """Whoever is busy is looked at again after twice the time, and after five thresholds no more."""
-    looks, idle = [], 60
-    while patience := stall.patience_us(idle * S, 60 * S) // S:
+@pytest.mark.parametrize(
+    ("threshold", "expected"), [(60, [120, 240, 480, 900]), (400, [800, 1600, 2000]), (1800, [3600, 7200, 9000])]
+)
+def test_patience_doubles_and_ends(threshold: int, expected: list[int]) -> None:
+    """Whoever is busy is looked at again after twice the time, for as long as a phase may take, or five thresholds."""
+    looks, idle = [], threshold
+    while patience := stall.patience_us(LIMITS, idle * S, threshold * S) // S:
         looks.append(idle := patience)
-    assert looks == [120, 240, 300]
+    assert looks == expected

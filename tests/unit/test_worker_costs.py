@@ -282,6 +282,21 @@ def test_tensors_are_taken_as_they_are(host: Host) -> None:
     assert [found.broken for found in host.look()[1].ranks] == [1]
 
 
+def test_what_cannot_be_watched_stops_no_training(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loss on a device of another kind, or of another form, is left out; that is said once, and never raised."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(loss, "_said", False)
+    loss.begin(host.memory(0))
+    for value in (torch.empty((), device="meta"), torch.ones(2), "a loss", None):
+        loss.report_loss(value)
+    assert host.look()[1].reporting == 0
+    assert [one.getMessage() for one in caplog.records] == [
+        "a loss cannot be watched, and is left out: it is on device meta, not on a CPU or a CUDA device"
+    ]
+
+
 def test_gradients_are_looked_at_on_request(host: Host) -> None:
     """Asked to, it takes the gradients' norm now and again, and says that these are what broke; a spike is no loss's."""
     torch = pytest.importorskip("torch")

@@ -27,6 +27,16 @@ _WORDS_MAX = 16 * 1024
 _PLACE_MAX = 200
 _UNSAID = (-signal.SIGKILL, -signal.SIGTERM)
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
+# So many lines may follow the exception that ended a process: of other threads, of what is run at exit.
+ENDS = 3
+# What a process says of its own end after that: a watchdog, an abort, an interpreter that finishes.
+_DYING = re.compile(
+    r"ProcessGroup|NCCL|\bc10|C10|terminate called|what\(\)|^frame #|Fatal Python error|^(?:Current t|T)hread 0x"
+    r"|Extension modules|Exception raised from|resource_tracker|Exception ignored|destroy_process_group|core dumped"
+    r"|torch\.distributed|Aborted"
+)
+# What launchers put before a line.
+_PREFIX = re.compile(r"^(?:\[[^\]\n]{1,40}\]:? ?|\([^)\n]{1,60}\) ?)+")
 _FRAME = re.compile(r'File "([^"\n]{1,500})", line (\d{1,7})(?:, in ([^\n]{1,120}))?')
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<|/ray/_private/|/torch/|/bin/[\w.-]+$")
 _NAME = re.compile(r"(?:\[[^\]\n]{1,40}\]:?\s*|\([^)\n]{1,60}\)\s*|[|>+ ]+)*([A-Za-z_][\w.]*)(:|$)")
@@ -66,7 +76,8 @@ def of_exit(table: Table, exit_code: int, error: str, tail: str) -> Found:
         return _found(hit.signature, place_of(tail) if _raised(hit) else "", hit)
     if said is not None:
         return said
-    if exit_code > 0 and _TRACEBACK.search(tail):
+    last = _last_traceback(tail) if _TRACEBACK.search(tail) else ""
+    if exit_code > 0 and last and not _handled(exit_code, _lines_after(last)):
         return _of_name(table, tail)
     return _found(_by_code(table, exit_code))
 
@@ -171,14 +182,44 @@ def _last_words(known: Matcher, exit_code: int, tail: str, *, raised: bool) -> H
     ``raised``: an exception may be why it ended. One that a kill came after was not, and its words must be a failure's own.
     """
     least = PRIORITY_CASC if exit_code in _UNSAID else 0
-    last = _last_traceback(tail)
-    ending = _telling(known.scan(last, LOG), least) if last is not tail and raised else None
-    if ending is not None and ending.signature.verdict != CASC:
+    last = _last_traceback(tail) if _TRACEBACK.search(tail) else ""
+    after = _lines_after(last) if last else 0
+    ending = _telling(known.scan(last, LOG), least) if last and raised else None
+    if ending is not None and after <= ENDS and ending.signature.verdict != CASC:
         return ending
     others = known.scan(tail, LOG)
-    if last is not tail:
+    if last:
         others = [hit for hit in others if not _raised(hit)]
+    if _handled(exit_code, after):
+        # What is said inside of it was handled with it.
+        first = tail[: len(tail) - len(last)].count("\n") + 1
+        said = range(first, first + _said_until(last.splitlines()))
+        return _telling([hit for hit in others if hit.number not in said], least)
+    if ending is not None and ending.signature.verdict != CASC:
+        told = _telling(others, least)
+        return told if told is not None and told.signature.verdict != CASC else ending
     return _telling(others, least) or ending
+
+
+def _handled(exit_code: int, after: int) -> bool:
+    """Was the last traceback printed, and then went on? An uncaught exception ends its process, with 1."""
+    return exit_code != 1 and after > ENDS
+
+
+def _said_until(lines: Sequence[str]) -> int:
+    """How many of these lines, from its beginning, a traceback has, with the exception that ends it."""
+    for count, line in enumerate(lines[1:], 2):
+        said = _PREFIX.sub("", line, count=1)
+        if said.strip() and not said.startswith((" ", "\t")):
+            return count
+    return len(lines)
+
+
+def _lines_after(last: str) -> int:
+    """How many lines a process went on to write after its last traceback; what it says when it dies is not counted."""
+    lines = last.splitlines()
+    rest = lines[_said_until(lines) :]
+    return sum(bool(line.strip()) and not line.startswith((" ", "\t")) and _DYING.search(line) is None for line in rest)
 
 
 def _telling(hits: Sequence[Hit], least: int) -> Hit | None:

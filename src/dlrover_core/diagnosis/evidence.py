@@ -36,6 +36,7 @@ class Evidence(NamedTuple):
     ``at``: when it happened, microseconds by the leader's clock; ``rank`` -1: of a node, not of one worker; ``text``: one line
     for people. ``place``: where in the user's program, so that a repetition is known again: exception and last user frame.
     ``subject``: what else it names: a GPU's PCI address, a network port, a process, lagging ranks ("3,7").
+    ``generation`` 0: not of one generation, or a death, whose incident knows it.
     """
 
     seq: int
@@ -52,3 +53,4 @@ class Evidence(NamedTuple):
     host: str = ""
     place: str = ""
     subject: str = ""
+    generation: int = 0

@@ -34,6 +34,8 @@ RELAUNCHES = (RELAUNCH_NODE, RELAUNCH_MORE_MEMORY, ISOLATE_HOST)
 # What a dead node is answered with: these take the place of a restart that was charged before the death was known.
 FOR_NODES = (*RELAUNCHES, GO_ON_SMALLER)
 
+# What passes by itself, by what usually suffices.
+PASSES = ("retry", "wait")
 # Budgets, by the names that the log has.
 RESTARTS, SOFTWARE, PLATFORM, PLACE = "restarts", "software", "platform", "relaunches"
 # How the rule of an end without progress begins: the launcher's exit code tells it from others.
@@ -57,10 +59,11 @@ class Case(NamedTuple):
 class Context(NamedTuple):
     """What the ladder knows of the job. Everything left of budgets is counted before the action.
 
-    ``others``: places still wanted without this node; ``floor``: the fewest that make a world. ``repeats``: how often in a row
-    the same failed at the same place with no step between, or at the same step; ``tried``: restarts in place in a row after
-    which no step was made; ``stale``: cycles in a row that reached no new step. ``retries``: retries in a row. ``leave``: why its
-    host is to be left, by what is remembered of it (`job.hosts`); empty: it is not.
+    ``others``: places still wanted without this node; ``floor``: the fewest that make a world. ``stepped``: a step was made in
+    this run, or may have been without a sign. ``repeats``: how often in a row the same failed at the same place with no step
+    between, or at the same step; ``tried``: restarts in place in a row after which no step was made; ``stale``: cycles in a row
+    that reached no new step. ``retries``: retries in a row. ``leave``: why its host is to be left, by what is remembered of it
+    (`job.hosts`); empty: it is not.
     """
 
     restarts: int
@@ -122,7 +125,7 @@ def _for_workers(case: Case, context: Context, policy: Policy) -> Choice:
     if node is not None:
         return node
     budget = budget_of(case.verdict, case.signature)
-    waits = case.hint in ("retry", "wait")
+    waits = case.hint in PASSES
     if waits or budget == SOFTWARE:
         if context.software > 0:
             return _by_software(case, context, policy, waits=waits)
@@ -151,7 +154,9 @@ def _hopeless(case: Case, context: Context, policy: Policy) -> str:
     known = bool(case.place) or case.hint == "fail"
     if case.verdict == USER and known and policy.user_repeats and context.repeats >= policy.user_repeats:
         return f"user.repeats: the same at the same place {context.repeats + 1} times, with nothing gained between"
-    if context.stale_max and context.stale >= context.stale_max and case.verdict != PLAT:
+    # What passes by itself is given its pause at least once.
+    first = case.hint in PASSES and not context.retries
+    if context.stale_max and context.stale >= context.stale_max and case.verdict != PLAT and not first:
         return f"{NO_PROGRESS}: {context.stale} cycles in a row have reached no new step"
     return ""
 

@@ -226,20 +226,22 @@ def _subject(signature: Signature, line: bytes) -> str:
 
 
 def _plain(text: str) -> bytes:
-    """Bytes with lines parted by newlines alone: a progress bar overwrites its line, and colours are no words."""
+    """Bytes with lines parted by newlines alone: a progress bar overwrites its line."""
     data = text.encode(errors="replace")
-    if b"\r" in data:
-        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    return _COLOUR.sub(b"", data) if b"\x1b" in data else data
+    return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data
 
 
 def _blocks(data: bytes) -> Iterator[tuple[int, list[bytes]]]:
-    """Lines in blocks of about `BLOCK_BYTES`, each with the number of its first."""
+    """Lines without their colours, which are no words, in blocks of about `BLOCK_BYTES`, each with the number of its first.
+
+    Nothing is done to all of a text at once that takes long: whoever scans in a thread would keep all others waiting.
+    """
     begin, number = 0, 1
     while begin < len(data):
         end = data.find(b"\n", begin + BLOCK_BYTES)
         end = len(data) if end < 0 else end
-        lines = data[begin:end].split(b"\n")
+        block = data[begin:end]
+        lines = (_COLOUR.sub(b"", block) if b"\x1b" in block else block).split(b"\n")
         yield number, lines
         number += len(lines)
         begin = end + 1

@@ -7,8 +7,9 @@ observations. Its invariant, stage by stage, each of which only ever sets observ
 1. *Window.* What happened more than eleven minutes before the first death, or five minutes after it, is another story; a
    node's end alone is seen late, because silence has to last.
 2. *No anchors.* A warning is never a cause while anything else is there.
-3. *Last words.* An exit code says how a rank ended; where the rank said why, the code adds nothing. A SIGTERM after somebody
-   else's death is a sweep.
+3. *Last words.* An exit code says how a rank ended; where the rank said why, the code adds nothing. A line of its output counts
+   as that only if the rank died of it within seconds (`watched`); what was handled stands behind every death. A SIGTERM
+   after somebody else's death is a sweep.
 4. *Copies.* The same from the same node within five seconds is one observation, however many ranks say it.
 5. *Pre-emption wins* inside its failure domain, and over the errors that it causes elsewhere; not over a hardware fault of
    another node, and not over what broke well before it.
@@ -27,10 +28,11 @@ And no eviction ever follows from a symptom that is global (`_EVICTS`).
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from dlrover_core.diagnosis import cascades
+from dlrover_core.diagnosis.cascades import Member
 from dlrover_core.diagnosis.evidence import (
     CASC,
     CGROUP,
@@ -49,6 +51,7 @@ from dlrover_core.diagnosis.evidence import (
     Evidence,
 )
 from dlrover_core.diagnosis.signatures import Table
+from dlrover_core.diagnosis.watched import Lines, watched
 
 # Meta's RSC study joins what lies ten minutes before and five after a death ("Revisiting Reliability", arXiv 2410.21680). A
 # minute more, because a collective waits for exactly ten, by NCCL's default in torch, and whoever waited dies a moment later.
@@ -89,8 +92,6 @@ _ONE_OR_ALL = frozenset(
 _EVICTS = ("isolate", "reset")
 # What a class asks for where its signature is not in the table.
 _BY_CLASS = {PLAT: "relaunch", HW: "isolate", CASC: "proc"}
-# How far a rank had come, in its watchdog's own words.
-_ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)|SeqNum=(\d+)|sequence number (\d+)", re.IGNORECASE)
 
 
 class Judgement(NamedTuple):
@@ -114,15 +115,6 @@ class Judgement(NamedTuple):
     suspects: tuple[str, ...] = ()
 
 
-class Member(NamedTuple):
-    """A node that took part: its ranks are ``first_rank`` to ``first_rank + nproc - 1``."""
-
-    node: str
-    host: str
-    first_rank: int
-    nproc: int
-
-
 class _Case:
     """The observations that are still in question, and why the others are not."""
 
@@ -134,6 +126,7 @@ class _Case:
         self.said_on: set[str] = set()
         self.said_at, self.vanished = _NEVER, 0
         self._nodes: set[str] = set()
+        self.lines = Lines((), table, complete=True)
 
     def drop(self, no_cause: Callable[[Evidence], object], why: str) -> None:
         """Set aside what is no cause. ``why`` may name the observation by ``{}``."""
@@ -158,7 +151,8 @@ class _Case:
 
     def listen(self) -> None:
         """Note which nodes' ranks said why they failed, when the first did, and how many nodes vanished."""
-        words = [one for one in self.live if one.source in (ERROR, LOG, EXIT) and not _bare(one)]
+        said = [one for one in self.live if one.source in (ERROR, LOG, EXIT) and not _bare(one)]
+        words = [one for one in said if one not in self.lines.handled]
         self.said_on = {_where(one) for one in words}
         self.said_at = min((one.at for one in words), default=_NEVER)
         self.vanished = len({_where(one) for one in self.seen if one.signature in VANISHED})
@@ -186,7 +180,11 @@ def judge(
     case.seen = list(case.live)
     if any(case.action(one) != "obs" for one in case.live):
         case.drop(lambda one: case.action(one) == "obs" and one.verdict != CASC, "a warning, no cause")
+    case.lines = Lines(case.live, table, complete=complete)
+    _copied(case)
     _last_words(case)
+    handled = case.lines.behind(case.live)
+    case.drop(lambda one: one in handled, "handled: whoever wrote it lived on, or died of something else")
     _copies(case)
     _preemption(case)
     if all(one.verdict == CASC for one in case.live):
@@ -212,6 +210,15 @@ def _window(case: _Case) -> None:
     )
 
 
+def _copied(case: _Case) -> None:
+    """What a rank says at its end, and had said a moment before: its end tells it better, and began when it was said."""
+    case.drop(lambda one: one in case.lines.copies, "a copy: its rank says the same at its end")
+    since = case.lines.since
+    if since:
+        case.live = sorted((one._replace(at=since.get(one, one.at)) for one in case.live), key=_order)
+        case.seen = sorted((one._replace(at=since.get(one, one.at)) for one in case.seen), key=_order)
+
+
 def _copies(case: _Case) -> None:
     """Of what one node says again within five seconds the first is kept. Those that follow later are another time."""
     newest: dict[tuple[str, str, str, str], Evidence] = {}
@@ -228,19 +235,20 @@ def _copies(case: _Case) -> None:
 
 
 def _last_words(case: _Case) -> None:
-    words = {(_where(one), one.rank) for one in case.seen if not _bare(one) and case.action(one) != "obs"}
-    words |= {(_where(one), one.rank) for one in case.seen if not _bare(one) and one.verdict == CASC}
+    telling = [one for one in case.seen if not _bare(one) and case.lines.counts(one)]
+    words = {(_where(one), one.rank) for one in telling if case.action(one) != "obs" or one.verdict == CASC}
     case.drop(
         lambda one: _bare(one) and one.rank >= 0 and (_where(one), one.rank) in words,
         "only how it ended: the rank says why",
     )
-    placed = {(_where(one), one.rank, one.signature) for one in case.seen if one.place}
+    placed = {(_where(one), one.rank, one.signature) for one in case.seen if one.place and not watched(one)}
     case.drop(
         lambda one: not one.place and (_where(one), one.rank, one.signature) in placed,
         "a copy: the same rank says the same, and where",
     )
     swept = ("exit.sigterm", "exit.sigkill")
-    others = [one for one in case.live if one.signature not in swept and _ended(one)]
+    handled = {one for one in case.lines.handled if one.verdict != CASC}
+    others = [one for one in case.live if one.signature not in swept and _ended(one) and one not in handled]
     causes = [one for one in others if one.verdict != CASC]
     first = min((one.at for one in others), default=None)
     if first is None:
@@ -277,9 +285,17 @@ def _only_cascades(case: _Case, *, complete: bool) -> Judgement:
     """Everybody complains about somebody else. Who is named, behind, or silent?"""
     root = case.live[0]
     for blame, rule, confidence in (
-        (_named(case), "cascades.named: the ranks that the others wait for", 0.8),
-        (_behind(case), "cascades.behind: the rank that has enqueued fewest collectives", 0.7),
-        (_unheard(case) if complete else set(), "cascades.unheard: the only ones of whom nobody has heard", 0.6),
+        (cascades.named(case.seen, case.members), "cascades.named: the ranks that the others wait for", 0.8),
+        (
+            cascades.behind(case.seen, case.members),
+            "cascades.behind: the rank that has enqueued fewest collectives",
+            0.7,
+        ),
+        (
+            cascades.unheard(case.seen, case.members) if complete else set(),
+            "cascades.unheard: the only ones of whom nobody has heard",
+            0.6,
+        ),
     ):
         if 0 < len(blame) <= SUSPECTS_MAX:
             rank, node, host = min(blame)
@@ -298,7 +314,9 @@ def _telling(case: _Case, rank: int, node: str) -> list[Evidence]:
     """What tells best of the one to blame: its own words, else those that name it. How it was swept away tells nothing."""
     own = [one for one in case.seen if one.rank == rank >= 0]
     words = [one for one in own if one.seq not in case.dropped or not _bare(one)]
-    named = [one for one in case.live if any((rank, node) == who[:2] for who in _whom(case, one))]
+    named = [
+        one for one in case.live if any((rank, node) == who[:2] for who in cascades.whom(case.seen, case.members, one))
+    ]
     return words or sorted(named, key=lambda one: one.signature != "nccl.lagging") or own
 
 
@@ -321,6 +339,7 @@ def _everywhere(case: _Case) -> list[Evidence]:
         and one.place
         and one.signature.startswith("exception.")
         and one.signature not in _GENERIC
+        and one not in case.lines.handled
     ]
     on: dict[tuple[str, str], set[str]] = {}
     for one in errors:
@@ -402,81 +421,6 @@ def _global(case: _Case, root: Evidence) -> bool:
     on = {_where(one) for one in case.seen if one.signature == root.signature}
     many = len(on) > SUSPECTS_MAX and root.source != CHECK
     return many or (len(on) > 1 and len(on) >= len(case.nodes()))
-
-
-# ---- only cascades: whom do they mean?
-
-
-def _named(case: _Case) -> set[tuple[int, str, str]]:
-    """Those whom most of the complaints name, if they name few."""
-    votes: Counter[tuple[int, str, str]] = Counter()
-    for one in [one for one in case.seen if one.verdict == CASC]:
-        votes.update(_whom(case, one))
-    if not votes:
-        return set()
-    spoke = {one.rank for one in case.seen if one.rank >= 0}
-    silent = {who: count for who, count in votes.items() if who[0] not in spoke} or votes
-    most = max(silent.values())
-    return {who for who, count in silent.items() if count == most}
-
-
-def _whom(case: _Case, one: Evidence) -> list[tuple[int, str, str]]:
-    """Whom an observation names."""
-    return [who for name in one.subject.split(",") if name.strip() for who in _who(case, name.strip())]
-
-
-def _who(case: _Case, name: str) -> list[tuple[int, str, str]]:
-    """The rank, node or host of that name. An address that nobody has is nobody."""
-    if name.isdigit():
-        return [(int(name), *_home(case, int(name)))]
-    bare = name.rsplit(":", 1)[0].strip("[]")
-    for member in case.members:
-        if bare in (member.node, member.host):
-            return [(-1, member.node, member.host)]
-    for one in case.seen:
-        if bare and bare in (one.node, one.host):
-            return [(-1, one.node, one.host)]
-    return []
-
-
-def _home(case: _Case, rank: int) -> tuple[str, str]:
-    """A rank's node and host."""
-    for member in case.members:
-        if member.first_rank <= rank < member.first_rank + member.nproc:
-            return member.node, member.host
-    return next(((one.node, one.host) for one in case.seen if one.rank == rank), ("", ""))
-
-
-def _behind(case: _Case) -> set[tuple[int, str, str]]:
-    """The ranks that have come less far than the others."""
-    reached: dict[int, int] = {}
-    for one in case.seen:
-        found = _ENQUEUED.search(one.text) if one.rank >= 0 else None
-        if found is not None:
-            number = int(next(group for group in found.groups() if group))
-            reached[one.rank] = min(number, reached.get(one.rank, number))
-    steps = {one.rank: one.step for one in case.seen if one.rank >= 0 and one.step >= 0}
-    for known in (reached, steps):
-        least = min(known.values(), default=0)
-        if known and least < max(known.values()):
-            behind = {rank for rank, number in known.items() if number == least}
-            return {(rank, *_home(case, rank)) for rank in behind}
-    return set()
-
-
-def _unheard(case: _Case) -> set[tuple[int, str, str]]:
-    """Who is the only one that said nothing?"""
-    spoke = {one.rank for one in case.seen if one.rank >= 0}
-    if case.members:
-        everybody = {rank for one in case.members for rank in range(one.first_rank, one.first_rank + one.nproc)}
-        silent = everybody - spoke
-        homes = {_home(case, rank) for rank in silent}
-        if len(homes) == 1 and len(silent) < len(everybody):
-            return {(min(silent), *next(iter(homes)))}
-        return {(rank, *_home(case, rank)) for rank in silent} if len(silent) < len(everybody) else set()
-    if not spoke:
-        return set()
-    return {(rank, "", "") for rank in set(range(max(spoke) + 1)) - spoke}
 
 
 # ---- words for the stages

@@ -3,7 +3,7 @@
 A step may take three times as long as steps usually do; a pause between two steps half as long again as the longest one that
 has ended by itself; and nothing shorter than a floor is worth a look. What has its own nature has its own budget: the way to
 the first steps (imports, compilation, loading), and phases that a script announces (`PHASES`). What was learnt about one of
-them says nothing about the others.
+them says nothing about the others, and only ever makes it longer: a short phase may be followed by a long one of that name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ PHASES = ("training", "evaluation", "checkpoint", "phase")
 
 STEPS = 3
 PAUSES = 1.5
-# Somebody computes where others wait: perhaps rank 0 evaluates alone. This many thresholds later it is a hang all the same.
+# Somebody computes where others wait: perhaps rank 0 evaluates alone. It may for as long as an announced phase, or for this many
+# thresholds where that is longer; then it is a hang all the same.
 BUSY = 5
 
 
@@ -34,7 +35,7 @@ class Pulse(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """The floor, and what the first steps and an announced phase may take before anything is known about them."""
+    """The floor, what the first steps may take, and what an announced phase may take, however short those before were."""
 
     floor_us: int
     first_us: int
@@ -69,9 +70,11 @@ def threshold(limits: Limits, pulse: Pulse, learnt_us: int) -> Threshold:
     pause_us = round(PAUSES * max(pulse.pause_us, learnt_us))
     if pulse.phase:
         name = PHASES[min(pulse.phase, len(PHASES) - 1)]
-        if not pause_us:
-            return Threshold(max(limits.phase_us, limits.floor_us), f"{name}: none has ended yet")
-        return Threshold(max(limits.floor_us, pause_us), f"{name}: {PAUSES:g} times the longest")
+        return max(
+            Threshold(_phase_us(limits), name),
+            Threshold(pause_us, f"{name}: {PAUSES:g} times the longest"),
+            key=lambda one: one.us,
+        )
     if not pulse.step_us:
         return Threshold(max(limits.floor_us, limits.first_us), "first steps")
     return max(
@@ -82,12 +85,17 @@ def threshold(limits: Limits, pulse: Pulse, learnt_us: int) -> Threshold:
     )
 
 
+def _phase_us(limits: Limits) -> int:
+    return max(limits.phase_us, limits.floor_us)
+
+
 def worth_keeping(limits: Limits, pulse: Pulse, learnt_us: int) -> bool:
     """Is this pause so much longer than all before it that the next generation must know?"""
-    return pulse.pause_us > 1.25 * learnt_us and (pulse.phase > 0 or PAUSES * pulse.pause_us > limits.floor_us)
+    least_us = _phase_us(limits) if pulse.phase else limits.floor_us
+    return pulse.pause_us > 1.25 * learnt_us and PAUSES * pulse.pause_us > least_us
 
 
-def patience_us(idle_us: int, threshold_us: int) -> int:
+def patience_us(limits: Limits, idle_us: int, threshold_us: int) -> int:
     """Somebody is busy: when to look again. 0: never mind, this is a hang."""
-    last = BUSY * threshold_us
+    last = max(limits.phase_us, BUSY * threshold_us)
     return 0 if idle_us >= last else min(2 * idle_us, last)

@@ -4,7 +4,8 @@ A check begins at the moment at which a world would form, had everybody been che
 those whose verdict is missing or older than ``check_fresh_s`` are checked, so that a plain restart costs nothing, and those known
 to be good help as partners where they are idle. A late node is checked aside, while the others train, before it is taken in.
 Two rounds at most (`diagnosis.pairing`); each ends when everybody has reported, or after ``check_s``: who has not answered by
-then has failed. The faulty leave as failed nodes do (incident, budget, quarantine); the slow are reported, or replaced.
+then has failed. A node that ends in a round closes its group: its partners stop, and are checked again. The faulty leave as
+failed nodes do (incident, budget, quarantine); the slow are reported, or replaced.
 
 Whom the evidence does not separate nobody blames: they are checked again, with partners found good meanwhile where there are
 any, and after `UNCLEAR_MAX` such checks are let go without a word against their hosts. Where nobody at all passes, the job ends
@@ -33,6 +34,8 @@ from dlrover_core.job.health import (
     CheckReported,
     CheckStarted,
     ReportCheck,
+    closed,
+    here,
     unchecked,
 )
 from dlrover_core.job.layout import Ranges, to_ranges
@@ -178,9 +181,9 @@ def _advance(state: JobState, group: str, now: int, *, late: bool = False) -> It
     check = state.health.running.get(group)
     if check is None or not state.job.live:
         return
-    if not late and any(_here(state, check.members[one]) for one in check.silent):
+    if not late and any(True for _ in _awaited(state, check)):
         return
-    silent = sorted(one for one in check.silent if _here(state, check.members[one]))
+    silent = sorted(_awaited(state, check))
     if silent:
         for place in silent:
             what = f"no answer within {state.job.spec.check_s:g} s"
@@ -190,19 +193,19 @@ def _advance(state: JobState, group: str, now: int, *, late: bool = False) -> It
     yield again if again is not None else _judged(state, group, check)
 
 
-def _here(state: JobState, name: str) -> bool:
-    node = state.nodes.nodes.get(name)
-    return node is not None and node.ready
+def _awaited(state: JobState, check: Check) -> Iterator[int]:
+    """Who has yet to speak in this round. Whoever lost a partner in it need not, nor is that held against it."""
+    return (one for one in check.silent if not closed(state, check, check.group_of(one)))
 
 
 def _second(state: JobState, check: Check) -> CheckStarted | None:
     """The second round, where the first one leaves something to be told apart, and somebody is left to work with."""
-    here = {place: one for place, one in check.outcomes.items() if _here(state, check.members[place])}
-    if not pairing.doubtful(here):
+    spoke = {place: one for place, one in check.outcomes.items() if here(state, check.members[place])}
+    if not pairing.doubtful(spoke):
         return None
-    good = [place for place in range(check.fresh, len(check.members)) if _here(state, check.members[place])]
-    turn = max((state.health.unclear.get(check.members[place], 0) for place in here), default=0)
-    groups = pairing.second(here, good, turn)
+    good = [place for place in range(check.fresh, len(check.members)) if here(state, check.members[place])]
+    turn = max((state.health.unclear.get(check.members[place], 0) for place in spoke), default=0)
+    groups = pairing.second(spoke, good, turn)
     if all(len(group) == 1 for group in groups):
         return None
     known = [state.nodes.nodes.get(name) for name in check.members]
@@ -233,16 +236,22 @@ def _judged(state: JobState, group: str, check: Check) -> CheckJudged:
     found, passed = [], []
     for place, verdict in sorted(verdicts.items()):
         name = check.members[place]
-        if not _here(state, name):
+        if not here(state, name):
             continue
-        # A helper that fails once with somebody in question is still as good as it was.
-        if verdict.kind == UNCLEAR and place in known:
+        # A helper that fails once with somebody in question is still as good as it was; and of whom one has to be unsure only
+        # because of somebody who has ended since, the next check will say more.
+        if verdict.kind == UNCLEAR and (place in known or _bereft(state, check, place)):
             continue
         if verdict.kind in (GOOD, SLOWER):
             passed.append(name)
         if verdict.kind != GOOD:
             found.append((name, verdict.kind, _said(check, place, verdict)[:WHAT_MAX]))
     return CheckJudged(group, check.number, check.round, tuple(found), _ranges(state, passed))
+
+
+def _bereft(state: JobState, check: Check, place: int) -> bool:
+    """Has it worked with somebody who is no more?"""
+    return any(not here(state, check.members[other]) for one in check.rounds for other in one.partners(place))
 
 
 def _said(check: Check, place: int, verdict: Verdict) -> str:
@@ -298,9 +307,10 @@ def _evident(state: JobState, name: str, kind: str, why: str) -> Iterator[Event]
 
 
 def _nobody_left(state: JobState, fact: CheckJudged, bad: Sequence[tuple[str, str]]) -> bool:
-    """Is everybody there no good, and were there several? What fails everywhere is no node's fault."""
+    """Is everybody there no good, and were there several, or one after the other? What fails everywhere is no node's fault."""
     here = [node.node for node in state.nodes.of(fact.group) if node.ready]
-    return len(bad) > 1 and {name for name, _ in bad}.issuperset(here)
+    several = len(bad) > 1 or any(state.health.failed.get(name.rsplit("-", 1)[0], 0) > 1 for name, _ in bad)
+    return bool(bad) and several and {name for name, _ in bad}.issuperset(here)
 
 
 def _nobody(fact: CheckJudged, bad: Sequence[tuple[str, str]]) -> Event:

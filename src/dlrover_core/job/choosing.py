@@ -10,6 +10,7 @@ from dlrover_core.job import hosts, nodes
 from dlrover_core.job.failures import ActionChosen, Incident
 from dlrover_core.job.node_lifecycle import ALIVE
 from dlrover_core.job.world import group_of
+from dlrover_core.spec import us
 
 if TYPE_CHECKING:
     from dlrover_core.diagnosis.policy import Hook, Policy
@@ -63,7 +64,7 @@ def choice_of(
     case = case_of(incident, node if here else "")
     context = context_of(state, incident, node, rules, dead=dead)
     choice = ladder.choose(case, context, rules)
-    return choice if hook is None else _heard(hook, case, choice, context)
+    return choice if hook is None else _heard(hook, case, choice, context, rules)
 
 
 def case_of(incident: Incident, node: str) -> Case:
@@ -89,7 +90,7 @@ def context_of(state: JobState, incident: Incident, node: str, rules: Policy, *,
         alive=not dead,
         joining=spec.joining,
         granted=not spent and (spec.max_restarts > 0 or dead),
-        stepped=cycles.stepped > 0,
+        stepped=cycles.perhaps,
         repeats=cycles.failure.repeats if cycles.failure.incident == incident.number else 0,
         tried=cycles.tried.get(incident.cause.node, 0),
         relaunched=place in cycles.renewed,
@@ -102,26 +103,43 @@ def context_of(state: JobState, incident: Incident, node: str, rules: Policy, *,
     )
 
 
-def _heard(hook: Hook, case: Case, choice: Choice, context: Context) -> Choice:
+def _heard(hook: Hook, case: Case, choice: Choice, context: Context, rules: Policy) -> Choice:
     """The hook's own choice, or the ladder's, with a word on why. A hook that breaks has no say."""
     try:
         other = hook.choose(case, choice, context)
         if other is None:
             return choice
         _check(other, context)
-    except Exception as error:  # noqa: BLE001  # a user's code may raise whatever it likes; recovery must not
-        what = f"{type(error).__name__}: {error}"[: policy.RULE_MAX].encode(errors="replace").decode()
-        return choice._replace(rule=f"{choice.rule}; {UNHEARD}: {what}")
-    rule = f"hook: {other.rule[: policy.RULE_MAX]}; instead of {choice.action} by {choice.rule}"
+        _check_numbers(other, context, rules)
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001  # a user's code may raise whatever it likes; recovery must not
+        return choice._replace(rule=f"{choice.rule}; {UNHEARD}: {_clean(_words(error))}")
+    rule = f"hook: {_clean(other.rule)}; instead of {choice.action} by {choice.rule}"
     return _afforded(other, context)._replace(rule=rule)
 
 
+def _words(error: BaseException) -> str:
+    """An exception as text; some have none."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  # as above
+        return type(error).__name__
+
+
+def _clean(text: str) -> str:
+    """A user's text as the log can take it."""
+    return text[: policy.RULE_MAX].encode(errors="replace").decode()
+
+
 def _check(other: object, context: Context) -> None:
-    if not isinstance(other, Choice) or type(other.rule) is not str:
+    if type(other) is not Choice or type(other.rule) is not str or type(other.action) is not str:
         raise TypeError(f"choose() gives a Choice or None, not {type(other).__name__}")
     allowed = (*_RUNGS, ladder.AWAIT_EVIDENCE) if context.alive else (*_RUNGS[2:], ladder.AWAIT_EVIDENCE)
     if other.action not in allowed:
         raise ValueError(f"{other.action} is not an answer to this; there are {', '.join(allowed)}")
+    if context.alive and not context.granted and other.action != ladder.AWAIT_EVIDENCE:
+        raise ValueError("no restarts are granted (--max-restarts), and workers of living nodes are not started again")
     if other.action == ladder.GO_ON_SMALLER and context.others < context.floor:
         raise ValueError(f"{context.others} nodes are too few to go on with")
     if other.action in ladder.RELAUNCHES and context.relaunches <= 0:
@@ -130,13 +148,29 @@ def _check(other: object, context: Context) -> None:
         raise ValueError("no restarts are left")
 
 
+def _check_numbers(other: Choice, context: Context, rules: Policy) -> None:
+    """What goes into the log, and from there into plans and clocks, must be what they can take."""
+    for name in ("budget_left", "budget_before", "memory_mib", "pause_us"):
+        value = getattr(other, name)
+        if type(value) is not int:
+            raise TypeError(f"{name} is a whole number, not {type(value).__name__}")
+    if other.memory_mib and not context.memory_mib < other.memory_mib <= rules.memory_max_mib:
+        raise ValueError(
+            f"memory_mib is 0, or more than the {context.memory_mib} of now and at most {rules.memory_max_mib}"
+        )
+    if not 0 <= other.pause_us <= us(rules.retry_pause_max_s):
+        raise ValueError(f"pause_us is at least 0 and at most {us(rules.retry_pause_max_s)}")
+
+
 def _afforded(other: Choice, context: Context) -> Choice:
-    """On the budget that such an action draws on: a hook chooses the rung, not the price."""
+    """On the budget that such an action draws on: a hook chooses the rung, not the price. What no rung takes is left out."""
     if other.action in ladder.IN_PLACE:
-        return other._replace(budget=ladder.RESTARTS, budget_before=context.restarts, budget_left=context.restarts - 1)
+        left = context.restarts
+        return other._replace(budget=ladder.RESTARTS, budget_before=left, budget_left=left - 1, memory_mib=0)
     if other.action in ladder.RELAUNCHES:
-        return other._replace(budget=ladder.PLACE, budget_before=context.relaunches, budget_left=context.relaunches - 1)
-    return other._replace(budget="", budget_before=-1, budget_left=0)
+        left = context.relaunches
+        return other._replace(budget=ladder.PLACE, budget_before=left, budget_left=left - 1, pause_us=0)
+    return other._replace(budget="", budget_before=-1, budget_left=0, memory_mib=0, pause_us=0)
 
 
 # ---- who, and whether at all

@@ -2,20 +2,25 @@
 
 A cycle is one generation, from its first worker to what broke it. An action has worked when steps are completed after it; a
 cycle has gained something when it reaches a step that none before it had reached. A script that does not tell its own step
-numbers has gained nobody knows what: an unknown step is never taken for none.
+numbers has gained nobody knows what: an unknown step is never taken for none. So it is with one that signals no steps at all:
+that a generation has made none is known where its group has signalled steps before, or where it ran shorter than `EARLY_S`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dlrover_core.spec import us
+
+EARLY_S = 10.0
+"""Of who lived shorter it is known that it made no step, even in a job that never signals one."""
 AT_STEP = "step "
 """How the place of a broken loss begins (`pace`)."""
 
 
 @dataclass(slots=True)
 class Failure:
-    """What an incident was, as far as the next one is compared with it. ``early``: its generation had made no step."""
+    """What an incident was, as far as the next one is compared with it. ``early``: it is known that no step was made."""
 
     incident: int = 0
     signature: str = ""
@@ -36,16 +41,22 @@ class Failure:
 class Cycles:
     """One group. ``stepped``: the newest generation that made a step; ``told``: its step numbers are the script's own.
 
-    ``mark``: the highest such number; ``gained``: it has grown in this cycle; ``stale``: cycles in a row in which it has not.
+    ``began_at``: when the newest generation formed, 0: it is over; ``started_at``: when its first workers ran. ``perhaps``: a
+    step may have been made in this run, as far as anybody knows. ``mark``: the highest told; ``gained``: it has grown in this
+    cycle; ``stale``: cycles in a row in which it has not; ``idle``: the newest was one; ``counted``: it is among them.
     ``tried``: restarts in place since the last step, by node; ``renewed``: places that got a new node since.
     ``retries`` in a row. ``before`` is the failure before the newest one.
     """
 
     stepped: int = 0
     told: bool = False
+    began_at: int = 0
+    started_at: int = 0
+    perhaps: bool = False
     mark: int = -1
     gained: bool = False
     stale: int = 0
+    idle: bool = False
     counted: bool = False
     tried: dict[str, int] = field(default_factory=dict)
     renewed: list[str] = field(default_factory=list)
@@ -53,9 +64,27 @@ class Cycles:
     failure: Failure = field(default_factory=Failure)
     before: Failure = field(default_factory=Failure)
 
+    def formed(self, at: int) -> None:
+        """The next generation begins, whether or not anything has broken the one before."""
+        self._over(at)
+        self.began_at = at
+
+    def started(self, at: int) -> None:
+        """Workers of the newest generation run."""
+        self.started_at = self.started_at or at
+
+    def _over(self, at: int) -> bool:
+        """The newest generation has ended: may it have made steps that nobody knows of?"""
+        # A start that was told after the death says nothing of how long it lived: then it is as old as its world.
+        since = self.started_at if self.started_at <= at else 0
+        unknown = not self.stepped and self.began_at > 0 and at - (since or self.began_at) >= us(EARLY_S)
+        self.perhaps = self.perhaps or unknown
+        self.began_at = self.started_at = 0
+        return unknown
+
     def first(self, generation: int, step: int, *, told: bool) -> None:
         """A generation has made its first step."""
-        self.stepped, self.told = generation, told
+        self.stepped, self.told, self.perhaps = generation, told, True
         self.tried.clear()
         self.renewed.clear()
         self.retries = 0
@@ -65,14 +94,16 @@ class Cycles:
         """A step has been made."""
         if self.told and step > self.mark:
             self.mark, self.gained, self.stale = step, True, 0
+            self.idle = self.counted = False
 
-    def broke(self, incident: int, generation: int, *, counts: bool) -> None:
+    def broke(self, incident: int, generation: int, at: int, *, counts: bool) -> None:
         """A cycle has ended. ``counts``: by a failure of its workers."""
-        self.counted = counts and self.told and not self.gained
+        unknown = self._over(at)
+        self.idle = self.counted = counts and self.told and not self.gained
         self.stale += self.counted
         self.gained = False
         self.before = self.failure
-        self.failure = Failure(incident, early=self.stepped < generation)
+        self.failure = Failure(incident, early=self.stepped < generation and not unknown)
 
     def judge(self, incident: int, signature: str, place: str, step: int, *, free: bool) -> None:
         """What it was is known, or known better. ``free``: it is nobody's failure."""
@@ -80,8 +111,8 @@ class Cycles:
             return
         self.failure.signature, self.failure.place, self.failure.step = signature, place, step
         self.failure.repeats = self.before.repeats + 1 if self.failure.same(self.before) else 0
-        if free and self.counted:
-            self.stale, self.counted = max(0, self.stale - 1), False
+        counts = self.idle and not free
+        self.stale, self.counted = self.stale + counts - self.counted, counts
 
     def restart(self, node: str, *, retry: bool) -> None:
         """The processes are started again, because of this node's."""

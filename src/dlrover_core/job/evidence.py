@@ -119,6 +119,7 @@ def of(fact: EvidenceSeen, record: Record) -> Evidence:
         fact.host,
         fact.place,
         fact.subject,
+        fact.generation,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.diagnosis.evidence import CASC, ERROR, EXIT, LOG, NODE, OPENING, Evidence
+from dlrover_core.diagnosis.evidence import CASC, ERROR, EXIT, KERNEL, LOG, NODE, OPENING, PLAT, Evidence
 from dlrover_core.job import evidence, job, nodes, older, progress, world
 from dlrover_core.job.cycles import Cycles
 from dlrover_core.job.incident_lifecycle import INCIDENT, Action
@@ -26,6 +26,8 @@ EVIDENCE_MAX = 64
 KNOWN_MAX = 96
 LINE_MAX = 500
 LATE_S = 5.0
+# Incidents that are forgotten keep what they explained from explaining another for as long as it could.
+SPENT_S, SPENT_MAX = 2 * evidence.WINDOW_S, 256
 HISTORY_MAX = 64
 UNKNOWN = -1
 # The generation of an incident that broke no world.
@@ -142,6 +144,34 @@ class ReportExit(NamedTuple):
     place: str = ""
 
 
+class Spent(NamedTuple):
+    """An incident that is over: what was seen until ``until`` has had its failure, and explains no later one.
+
+    ``node``: where it opened; ``blamed`` and ``host``: the root's. What the kernel said of other hosts may have its failure yet.
+    """
+
+    incident: int
+    group: str
+    generation: int
+    until: int
+    node: str
+    blamed: str
+    host: str
+
+    def takes(self, one: Evidence) -> bool:
+        """Was this seen in its time, and of what it was about?"""
+        if not self.until or one.at > self.until or group_of(one.node) != self.group:
+            return False
+        if self.generation == ASIDE:
+            return one.node == self.node
+        return one.generation in (0, self.generation)
+
+    def leaves(self, one: Evidence) -> bool:
+        """Does it speak of another machine than the root's, by that machine's own kernel?"""
+        elsewhere = one.host != self.host if one.host and self.host else one.node != self.blamed
+        return one.source == KERNEL and elsewhere
+
+
 @dataclass(slots=True)
 class Incident:
     """An incident as far as decisions need it; ``state`` by `INCIDENT`.
@@ -194,6 +224,19 @@ class Incident:
         """
         return not self.over_at or one.at <= self.over_at + (us(LATE_S) if one.rank < 0 else 0)
 
+    @property
+    def spent(self) -> Spent:
+        """What was seen until it was over, as far as it is its own."""
+        return Spent(
+            self.number,
+            self.group,
+            self.generation,
+            self.over_at,
+            self.node,
+            self.cause.node,
+            self.host or self.cause.host,
+        )
+
     def tells(self, seq: int) -> bool:
         """May this newest observation change the verdict? Not one that was no news, nor a cascade where a cause is known."""
         newest = self.known[-1] if self.known else None
@@ -215,6 +258,7 @@ class FailureSlice:
 
     ``software``: when restarts were charged to that budget; ``memory``: what a group's nodes get, in MiB; ``history``: the roots
     of the newest incidents, by number; ``cycles``: what led to steps, by group.
+    ``spent``: of incidents that are no longer remembered.
     """
 
     incidents: dict[int, Incident] = field(default_factory=dict)
@@ -227,6 +271,7 @@ class FailureSlice:
     memory: dict[str, int] = field(default_factory=dict)
     history: dict[int, Evidence] = field(default_factory=dict)
     cycles: dict[str, Cycles] = field(default_factory=dict)
+    spent: list[Spent] = field(default_factory=list)
 
     def of(self, group: str) -> Cycles:
         """What led to steps in a group."""
@@ -269,6 +314,7 @@ def _on_created(slice_: FailureSlice, fact: job.JobCreated, record: Record) -> N
     slice_.software.clear()
     slice_.memory.clear()
     slice_.cycles.clear()
+    slice_.spent.clear()
 
 
 def _on_scaled(slice_: FailureSlice, fact: job.GroupScaled, record: Record) -> None:
@@ -377,9 +423,14 @@ def _on_first(slice_: FailureSlice, fact: progress.FirstStep, record: Record) ->
 
 
 def _on_formed(slice_: FailureSlice, fact: world.WorldFormed, record: Record) -> None:
+    slice_.cycles.setdefault(fact.group, Cycles()).formed(record.at)
     for incident in slice_.incidents.values():
         if incident.group == fact.group and incident.generation != ASIDE:
             incident.over_at = incident.over_at or record.at
+
+
+def _on_started(slice_: FailureSlice, fact: world.WorkersStarted, record: Record) -> None:
+    slice_.cycles.setdefault(group_of(fact.node), Cycles()).started(record.at)
 
 
 def _on_opened(slice_: FailureSlice, fact: IncidentOpened, record: Record) -> None:
@@ -391,7 +442,8 @@ def _on_opened(slice_: FailureSlice, fact: IncidentOpened, record: Record) -> No
     _remember(opened, death)
     slice_.incidents[fact.incident] = opened
     if fact.generation != ASIDE:
-        slice_.cycles.setdefault(opened.group, Cycles()).broke(fact.incident, fact.generation, counts=bool(fact.ranks))
+        ended = slice_.cycles.setdefault(opened.group, Cycles())
+        ended.broke(fact.incident, fact.generation, death.at, counts=bool(fact.ranks))
 
 
 def _on_diagnosed(slice_: FailureSlice, fact: Diagnosed, record: Record) -> None:
@@ -410,12 +462,15 @@ def _on_diagnosed(slice_: FailureSlice, fact: Diagnosed, record: Record) -> None
     for seq in fact.evidence:
         if seq not in incident.evidence and len(incident.evidence) < EVIDENCE_MAX:
             incident.evidence.append(seq)
+    if fact.evidence[0] not in incident.evidence:
+        # The root always has its place.
+        incident.evidence[-1] = fact.evidence[0]
     past = incident.cause._replace(text="", host=fact.host or incident.cause.host, place=fact.place)
     slice_.history[fact.incident] = past
     while len(slice_.history) > HISTORY_MAX:
         del slice_.history[next(iter(slice_.history))]
     slice_.cycles.setdefault(incident.group, Cycles()).judge(
-        fact.incident, fact.signature, fact.place, incident.step, free=fact.budget == ladder.PLATFORM
+        fact.incident, fact.signature, fact.place, incident.step, free=fact.verdict == PLAT
     )
     _charge_anew(slice_, incident, fact.budget, record)
 
@@ -498,8 +553,10 @@ def _on_closed(slice_: FailureSlice, fact: IncidentClosed, record: Record) -> No
     for one in incident.actions:
         one.fire("finish")
     closed = [number for number, incident in slice_.incidents.items() if incident.closed]
+    if len(closed) > CLOSED_KEPT:
+        slice_.spent = [one for one in slice_.spent if one.until > record.at - us(SPENT_S)]
     for number in closed[:-CLOSED_KEPT]:
-        del slice_.incidents[number]
+        slice_.spent = [*slice_.spent, slice_.incidents.pop(number).spent][-SPENT_MAX:]
 
 
 EVENTS = (WorkerExited, IncidentOpened, Diagnosed, ActionChosen, IncidentClosed)
@@ -516,6 +573,7 @@ EVOLVE: Mapping[type, Callable[[Any, Any, Record], None]] = {
     nodes.NodeLost: _note_node,
     world.WorkersStopped: _note_step,
     world.WorldFormed: _on_formed,
+    world.WorkersStarted: _on_started,
     progress.FirstStep: _on_first,
     progress.Progressed: lambda slice_, fact, record: _step(slice_, fact.group, fact.step),
     IncidentOpened: _on_opened,

@@ -190,6 +190,8 @@ def _stall(state: JobState, command: NoteStall, now: int) -> Iterator[Event]:
         command.generation == current.generation
         and state.hangs.suspected(command.group) is None
         and 0 <= patience <= command.idle_us
+        # A pause of everything, or a change of leaders, may have been recorded since the leader looked.
+        and now - state.job.calm_at >= command.threshold_us
     ):
         yield HangSuspected(state.hangs.number + 1, *command)
 
@@ -220,16 +222,24 @@ def _stacks(state: JobState, command: ReportStacks, now: int) -> Iterator[Event]
     yield StacksSeen(command.hang, command.node, facts, command.path[:PATH_CHARS_MAX])
 
 
+def _since(state: JobState, found: Hang) -> int:
+    """From when on ranks could show what they are at: without a leader nobody asked them."""
+    return max(found.at, state.job.calm_at)
+
+
+def _collected(state: JobState, found: Hang) -> int:
+    return _since(state, found) + us(state.job.spec.hang_collect_s)
+
+
 def _due(state: JobState) -> int | None:
     if not state.job.live:
         return None
-    wait = us(state.job.spec.hang_collect_s)
-    return min((one.at + wait for one in state.hangs.hangs.values() if one.state == "suspected"), default=None)
+    return min((_collected(state, one) for one in state.hangs.hangs.values() if one.state == "suspected"), default=None)
 
 
 def _tick(state: JobState, now: int) -> Iterator[Event]:
     for found in list(state.hangs.hangs.values()):
-        if state.job.live and found.state == "suspected" and now >= found.at + us(state.job.spec.hang_collect_s):
+        if state.job.live and found.state == "suspected" and now >= _collected(state, found):
             yield from _judge(state, found, now)
 
 
@@ -254,12 +264,13 @@ def _judge(state: JobState, found: Hang, now: int) -> Iterator[Event]:
             ranks |= dict.fromkeys(range(member.first_rank, member.first_rank + member.nproc), member.node)
     told = [hanging.from_text(text) for texts in found.facts.values() for text in texts]
     seen = {one.rank: one for one in told if one is not None and one.rank in ranks}
-    idle_us = found.idle_us + now - found.at
+    # Of a time without a leader nobody knows whether steps were made in it.
+    idle_us = found.idle_us + now - _since(state, found)
     if any(0 <= one.idle_us < min(found.threshold_us, idle_us // 2) for one in seen.values()):
         yield HangDismissed(found.number, found.group, "a step was made meanwhile")
         return
     named = hanging.name(seen, list(ranks))
-    patience = stall.patience_us(found.idle_us, found.threshold_us) if named.busy else 0
+    patience = stall.patience_us(limits(state.job.spec), found.idle_us, found.threshold_us) if named.busy else 0
     if patience:
         who = f"rank {named.rank} is busy in {named.where}" if named.rank >= 0 else "ranks are busy"
         yield HangDismissed(found.number, found.group, who, patience)

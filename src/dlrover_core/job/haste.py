@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import PLAT
-from dlrover_core.job import failures, job, progress, world
+from dlrover_core.job import cycles, failures, job, progress, world
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.engine import Concern
 from dlrover_core.kernel.events import Event, Record
@@ -24,7 +24,7 @@ from dlrover_core.spec import us
 if TYPE_CHECKING:
     from dlrover_core.job.state import JobState
 
-EARLY_S = 10.0
+EARLY_S = cycles.EARLY_S
 AT_ONCE = 2
 """Early failures in a row that are answered at once."""
 FIRST_PAUSE_S = 0.5

@@ -126,6 +126,13 @@ class Check(Remembering):
         places: dict[str, int] = self.recall("places", lambda: {name: at for at, name in enumerate(self.members)})
         return places.get(node, -1)
 
+    def group_of(self, place: int) -> tuple[int, ...]:
+        """Those that work together in this round, with this one among them."""
+        groups: dict[int, tuple[int, ...]] = self.recall(
+            "group", lambda: {one: group for group in self.groups for one in group}
+        )
+        return groups[place]
+
     def hear(self, place: int, outcome: Outcome) -> None:
         """A word of this round."""
         self.outcomes[place] = outcome
@@ -142,6 +149,8 @@ class Check(Remembering):
 class HealthSlice:
     """Checks that run and when nodes were found good, both by group; checks since the last world; unclear ones in a row.
 
+    ``failed``: how many nodes in a place in a row were found faulty.
+
     ``changes`` grows with every change of who may train.
     """
 
@@ -151,6 +160,7 @@ class HealthSlice:
     held: dict[str, int] = field(default_factory=dict)
     unclear: dict[str, int] = field(default_factory=dict)
     replaced: list[str] = field(default_factory=list)
+    failed: dict[str, int] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)
     changes: int = 0
 
@@ -211,6 +221,17 @@ def unchecked(state: JobState, group: str) -> list[nodes.Node]:
     ]
 
 
+def here(state: JobState, name: str) -> bool:
+    """Is it still one that can be checked?"""
+    node = state.nodes.nodes.get(name)
+    return node is not None and node.ready
+
+
+def closed(state: JobState, check: Check, members: tuple[int, ...]) -> bool:
+    """Is there nothing more to be heard of those who work together, because one of them has ended in this round?"""
+    return not all(here(state, check.members[one]) for one in members)
+
+
 def ask(state: JobState, group: str, why: str, suspects: Collection[str] = ()) -> Iterator[Event]:
     """Let these nodes, or all of the group, be checked before the next world forms: after a failure whose verdict is in doubt.
 
@@ -230,6 +251,8 @@ def orders(state: JobState, group: str) -> Mapping[str, Mapping[str, Any]]:
         return {}
     told: dict[str, Mapping[str, Any]] = {}
     for members, store in zip(check.groups, check.stores, strict=True):
+        if closed(state, check, members):
+            continue  # what they began to do together cannot end
         for rank, place in enumerate(members):
             told[check.members[place]] = {
                 "check": check.number,
@@ -249,7 +272,7 @@ def orders(state: JobState, group: str) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _on_created(slice_: HealthSlice, fact: job.JobCreated, record: Record) -> None:
-    for one in (slice_.running, slice_.good, slice_.held, slice_.unclear, slice_.replaced, slice_.asked):
+    for one in (slice_.running, slice_.good, slice_.held, slice_.unclear, slice_.replaced, slice_.asked, slice_.failed):
         one.clear()
 
 
@@ -281,11 +304,15 @@ def _on_judged(slice_: HealthSlice, fact: CheckJudged, record: Record) -> None:
     for member in from_ranges(fact.group, fact.passed):
         good[member.node] = record.at
         slice_.unclear.pop(member.node, None)
+        slice_.failed.pop(member.node.rsplit("-", 1)[0], None)
     for name, kind, _ in fact.found:
         if kind == UNCLEAR:
             slice_.unclear[name] = slice_.unclear.get(name, 0) + 1
         if kind in (FAULTY, UNCLEAR):
             good.pop(name, None)
+        if kind == FAULTY:
+            place = name.rsplit("-", 1)[0]
+            slice_.failed[place] = slice_.failed.get(place, 0) + 1
 
 
 def _on_asked(slice_: HealthSlice, fact: CheckAsked, record: Record) -> None:

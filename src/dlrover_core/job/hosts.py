@@ -3,9 +3,10 @@
 A verdict that speaks against a machine is a *strike* at its host: hardware, failed checks, hangs, and deaths that nobody can
 explain. What the program did and what the platform took is none. Strikes count for `WINDOW_S`; a revised verdict takes its
 strike along. A host is put in *quarantine* when the ladder isolates it, when its node failed a check, or when it is a *lemon*:
-struck `LEMON` times, and no other host more than a third as often. (RSC found 40 lemons among thousands of nodes; without them
-its large jobs failed in 4 % of cases, not in 14 %.) Whoever was in quarantine is on *probation* afterwards: the first strike puts
-it back, for twice as long, until a node has served on it for `SERVED_S` and the job made steps at the end of that.
+struck `LEMON` times, not by kills of workers alone, and no other host more than a third as often. (RSC found 40 lemons among
+thousands of nodes; without them its large jobs failed in 4 % of cases, not in 14 %.) Whoever was in quarantine is on *probation*
+afterwards: the first strike puts it back, for twice as long, until a node has served on it for `SERVED_S` and the job made steps
+at the end of that.
 
 Quarantine is passed to backends as a wish (`NodeLaunch.avoid`): one without another host starts the node there all the same.
 So that a sick judgement cannot empty a cluster, we keep at most a quarter of the hosts seen in quarantine, of which the one that
@@ -49,6 +50,8 @@ UNEXPLAINED = frozenset(
         "peermem.context", "nccl.system", "nccl.segfault", "ib.retry_exceeded", "net.link_down",
     }
 )  # fmt: skip
+# How people end workers; nothing else is known of such a death.
+KILLED = ("exit.sigkill", "exit.sigterm")
 # A platform says with one of these that it took a node, for reasons of its own.
 TAKEN = ("preempt", "pre-empt", "evict", "reclaim", "drain", "maintenance", "shutdown", "scaled down", "spot ")
 # One failed check, and one rank that hangs, speak against its host whatever class they are given.
@@ -97,13 +100,17 @@ class ReleaseHost(NamedTuple):
 
 
 class Strike(NamedTuple):
-    """One failure that speaks against a host. ``place``: of the node that ran there; ``incident`` numbers are a log's own."""
+    """One failure that speaks against a host. ``place``: of the node that ran there; ``incident`` numbers are a log's own.
+
+    ``bare``: a worker was killed and its node lives, as when a person does it.
+    """
 
     at: int
     place: str
     verdict: str
     signature: str
     incident: int
+    bare: bool = False
 
 
 @dataclass(slots=True)
@@ -332,9 +339,13 @@ def _again(known: HostMemory, now: int) -> bool:
 
 
 def _lemon(slice_: HostSlice, host: str, now: int) -> bool:
-    """Does it fail more often than chance and the program explain? With one host there is nothing to compare it with."""
-    mine = len(slice_.hosts[host].recent(now))
-    if mine < LEMON or len(slice_.seen()) < 2:
+    """Does it fail more often than chance and the program explain? With one host there is nothing to compare it with.
+
+    Whoever kills workers by hand does so where they are logged in: kills alone condemn nobody.
+    """
+    strikes = slice_.hosts[host].recent(now)
+    mine = len(strikes)
+    if mine < LEMON or len(slice_.seen()) < 2 or all(strike.bare for strike in strikes):
         return False
     return all(len(one.recent(now)) * LEMON <= mine for name, one in slice_.hosts.items() if name != host)
 
@@ -380,7 +391,9 @@ def _on_diagnosed(slice_: HostSlice, fact: failures.Diagnosed, record: Record) -
     # One failure is one strike, however often it is judged.
     at = since if before == host else record.at
     known.strikes = known.recent(record.at)[-STRIKES_MAX + 1 :]
-    known.strikes.append(Strike(at, place, fact.verdict, fact.signature, fact.incident))
+    # The node that a bare exit code blames is one that is dead.
+    bare = fact.signature in KILLED and not fact.blamed
+    known.strikes.append(Strike(at, place, fact.verdict, fact.signature, fact.incident, bare))
     if before != host:
         slice_.struck, known.trial = host, ""
 

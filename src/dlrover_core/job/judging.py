@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dlrover_core.diagnosis import classify, ladder, policy, procedure, signatures
+from dlrover_core.diagnosis.cascades import Member
 from dlrover_core.diagnosis.evidence import NODE, PLATFORM, Evidence
-from dlrover_core.diagnosis.procedure import Judgement, Member
+from dlrover_core.diagnosis.procedure import Judgement
+from dlrover_core.diagnosis.watched import watched
 from dlrover_core.job.failures import EVIDENCE_MAX, LINE_MAX, ActionChosen, Diagnosed, Incident
 from dlrover_core.job.world import group_of
 from dlrover_core.spec import us
@@ -24,19 +26,38 @@ def judge(state: JobState, incident: Incident) -> Judgement:
     """The judgement on all that is known of an incident now."""
     table = signatures.table(state.job.spec.signatures)
     seen = [_asked(one, table, state) for one in _belonging(state, incident)]
-    return procedure.judge(
+    found = procedure.judge(
         seen, table, members=_members(state, incident), history=list(_history(state, incident)), complete=False
     )
+    return _unplaced(found) if watched(found.root) else found
+
+
+def _unplaced(found: Judgement) -> Judgement:
+    """A line that was written while its rank lived may have been handled: it ends no job, however often it comes back."""
+    action = "proc" if found.action == "fail" else found.action
+    return found._replace(root=found.root._replace(place=""), action=action)
 
 
 def _belonging(state: JobState, incident: Incident) -> Iterator[Evidence]:
-    """Its own evidence, and what was seen before it opened and belongs to no other incident."""
+    """Its own evidence, and what was seen before it opened and belongs to no other incident and no other generation."""
     yield from incident.known
     own = {one.seq for one in incident.known}
-    others = {seq for one in state.failures.incidents.values() if one.number != incident.number for seq in one.evidence}
+    others = [one for one in state.failures.incidents.values() if one.number != incident.number]
+    listed: dict[int, list[Incident]] = {}
+    for other in others:
+        for seq in other.evidence:
+            listed.setdefault(seq, []).append(other)
+    over = [one.spent for one in others if one.over_at and one.number < incident.number]
+    over += [one for one in state.failures.spent if one.incident < incident.number]
+    current = state.world.worlds.get(incident.group)
+    here = {member.node for member in current.members} if current is not None else set()
     for one in state.evidence.recent:
         ours = group_of(one.node) == incident.group and incident.covers(one)
-        if ours and one.seq not in own and one.seq not in others:
+        if not ours or one.seq in own or one.generation not in (0, incident.generation):
+            continue
+        takers = [past for past in over if past.takes(one)] + [other.spent for other in listed.get(one.seq, ())]
+        # Of two broken machines one was the root: the other's kernel is heard again as long as that machine takes part.
+        if all(past.leaves(one) and one.node in here for past in takers):
             yield one
 
 

@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from dlrover_core.job.state import JobState
 
 REPORT, REPLACE = "report", "replace"
+SPIKE = "loss.spike"
 PARTS = 10_000
 RECOVERIES_KEPT = 16
+STEP_DIGITS_MAX = 18
 SLOW_MAX = 4096
 RANKS_SHOWN = 8
 SECOND_US = 1_000_000
@@ -156,12 +158,16 @@ class Slow:
 
 @dataclass(slots=True)
 class PaceSlice:
-    """Slow ranks by node and rank; what replacements took; the generation whose loss was told to be broken, by group."""
+    """Slow ranks by node and rank; what replacements took; the generation whose loss was told to be broken, by group.
+
+    ``jumps``: generation and step of the newest jump of a loss that was told, by group.
+    """
 
     slow: dict[str, Slow] = field(default_factory=dict)
     replacing: list[int] = field(default_factory=list)
     recoveries: list[int] = field(default_factory=list)
     broken: dict[str, int] = field(default_factory=dict)
+    jumps: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def standing(self) -> set[tuple[str, int]]:
         """Node and rank of every slow one."""
@@ -260,13 +266,20 @@ def _loss(state: JobState, command: NoteLoss, now: int) -> Iterator[Event]:
         )
         text = f"{who} had {what} in step {command.step}"
         signature, rank = "loss.nan_everywhere", member.first_rank
-    yield _evidence(state, command.node, command.generation, rank, LOSS, signature, text, place=f"{AT_STEP}{command.step}")
+    yield _evidence(
+        state, command.node, command.generation, rank, LOSS, signature, text, place=f"{AT_STEP}{command.step}"
+    )
 
 
 def _jump(state: JobState, command: NoteLossJump, now: int) -> Iterator[Event]:
     _member(state, command.node, command.generation, command.rank)
+    generation, step = state.pace.jumps.get(group_of(command.node), (0, 0))
+    if generation == command.generation and command.step <= step:
+        # Beats repeat it, and a new leader has not heard that it was told.
+        raise Refused(f"a jump of the loss in step {step} is known")
     text = f"the loss of rank {command.rank} on {command.node} is {command.times / 1000:.1f}x what it was, in step {command.step}"
-    yield _evidence(state, command.node, command.generation, command.rank, LOSS, "loss.spike", text)
+    place = f"{AT_STEP}{command.step}"
+    yield _evidence(state, command.node, command.generation, command.rank, LOSS, SPIKE, text, place=place)
 
 
 def _evidence(
@@ -333,6 +346,7 @@ def _on_created(slice_: PaceSlice, fact: job.JobCreated, record: Record) -> None
     slice_.slow.clear()
     slice_.replacing.clear()
     slice_.broken.clear()
+    slice_.jumps.clear()
 
 
 def _on_slow(slice_: PaceSlice, fact: SlowRank, record: Record) -> None:
@@ -352,6 +366,12 @@ def _forget(slice_: PaceSlice, fact: world.Ended, record: Record) -> None:
 
 def _on_broken(slice_: PaceSlice, fact: LossBroken, record: Record) -> None:
     slice_.broken[group_of(fact.node)] = fact.generation
+
+
+def _on_evidence(slice_: PaceSlice, fact: evidence.EvidenceSeen, record: Record) -> None:
+    told = fact.place.removeprefix(AT_STEP)
+    if fact.signature == SPIKE and told.isdecimal() and len(told) <= STEP_DIGITS_MAX:
+        slice_.jumps[group_of(fact.node)] = (fact.generation, int(told))
 
 
 def _on_chosen(slice_: PaceSlice, fact: failures.ActionChosen, record: Record) -> None:
@@ -374,6 +394,7 @@ CONCERN = Concern(
         SlowRank: _on_slow,
         SlowEnded: _on_ended,
         LossBroken: _on_broken,
+        evidence.EvidenceSeen: _on_evidence,
         failures.ActionChosen: _on_chosen,
         failures.IncidentClosed: _on_closed,
         nodes.NodeFailed: _forget,

@@ -368,9 +368,13 @@ def _grow(state: JobState, group: str, now: int) -> Iterator[Event]:
 
 def _due(state: JobState) -> int | None:
     # Only what a tick could do then: without a store nothing forms, and the next offer says so by itself.
-    times = [_last_call(state, group) for group, _ in _waiting(state) if _formable(state, group)]
+    times = [_formable_at(state, group) for group, _ in _waiting(state) if _formable(state, group)]
     times += [_grow_at(state, group) for group in state.world.worlds if _growable(state, group)]
     return min(times, default=None)
+
+
+def _formable_at(state: JobState, group: str) -> int:
+    return max(_last_call(state, group), state.haste.not_before(group, state.job.spec.restart_pause_s))
 
 
 def _formable(state: JobState, group: str) -> bool:

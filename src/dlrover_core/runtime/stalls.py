@@ -1,13 +1,16 @@
 """Worlds that stand still, as the leader finds them: heartbeats tell how long nobody has made a step, here that becomes an edge.
 
 What is here are levels, like everything that heartbeats tell: exact at its source, where workers note the instant of each step in
-memory that their agent reads. So a new leader knows as much as the last one after one heartbeat. The rule is
-`diagnosis.stall`'s, and what follows from it the concern's, `job.hangs`.
+memory that their agent reads. The rule is `diagnosis.stall`'s, and what follows from it the concern's, `job.hangs`.
+
+Steps that nobody could make do not count: after a job was stopped as a whole (SIGSTOP, a paused container, a frozen machine) and
+goes on, or its nodes were not heard of, or its leader changed, a standstill counts from there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover_core.diagnosis import stall
@@ -39,6 +42,7 @@ class Stalls:
         self._heard: dict[str, _Heard] = {}
         self._looks: dict[str, asyncio.TimerHandle] = {}
         self._lessons: dict[str, asyncio.TimerHandle] = {}
+        self._again: dict[str, float] = {}
 
     def heard(self, node: str, beat: Beat) -> None:
         """A heartbeat has come."""
@@ -46,6 +50,10 @@ class Stalls:
             return
         spec, group, now = self._master.state.job.spec, group_of(node), asyncio.get_running_loop().time()
         pulse = Pulse(beat.step, beat.idle_us, beat.step_us, beat.pause_us, beat.phase)
+        last = self._heard.get(node)
+        if last is not None and now - last.at > self._fresh_s():
+            # It was stopped, or cut off: what its ranks did meanwhile, or could not do, nobody knows.
+            self._again[group] = now
         self._heard[node] = _Heard(beat.generation, pulse, now)
         if not spec.hang_s:
             return
@@ -108,18 +116,25 @@ class Stalls:
         patience = state.hangs.patience_us(group, current.generation, pulse.step)
         if patience < 0 or state.hangs.suspected(group) is not None:
             return
-        due_us = max(limit.us, patience)
-        if pulse.idle_us >= due_us:
-            self._master.tell(
-                hangs.NoteStall(group, current.generation, pulse.step, pulse.idle_us, limit.us, limit.budget)
-            )
-        elif due_us - pulse.idle_us <= us(state.job.spec.heartbeat_s):
+        due_us, idle_us = max(limit.us, patience), min(pulse.idle_us, self._calm_us(group))
+        if idle_us >= due_us:
+            self._master.tell(hangs.NoteStall(group, current.generation, pulse.step, idle_us, limit.us, limit.budget))
+        elif due_us - idle_us <= us(state.job.spec.heartbeat_s):
             # The next beat would be too late by as much as it takes to come.
-            self._look_in(group, (due_us - pulse.idle_us) / SECOND_US + LOOK_S)
+            self._look_in(group, (due_us - idle_us) / SECOND_US + LOOK_S)
+
+    def _calm_us(self, group: str) -> int:
+        """For how long steps could have been made, and been seen."""
+        heard_s = asyncio.get_running_loop().time() - self._again.get(group, -math.inf)
+        calm_us = self._master.now() - self._master.state.job.calm_at
+        return int(min(calm_us, heard_s * SECOND_US))
+
+    def _fresh_s(self) -> float:
+        return FRESH_BEATS * self._master.state.job.spec.heartbeat_s
 
     def _together(self, current: world.World) -> Pulse | None:
         """All members as one, as of now; None where one of them was not heard of lately."""
-        now, fresh_s = asyncio.get_running_loop().time(), FRESH_BEATS * self._master.state.job.spec.heartbeat_s
+        now, fresh_s = asyncio.get_running_loop().time(), self._fresh_s()
         found = []
         for member in current.members:
             if current.done(member.node):

@@ -105,7 +105,10 @@ class Doorbell:
         return False
 
     def ask(self, generation: int, rank: int, probe: int, path: str) -> Asked | None:
-        """Ask a worker's witness to answer, and with a ``path`` to write its flight recorder there; None: it cannot be asked."""
+        """Ask a worker's witness for its stacks, or with a ``path`` for its flight recorder, there; None: it cannot be asked.
+
+        Either way it answers, the stacks being in their file by then.
+        """
         caller = self._listening.get((generation, rank))
         if caller is None:
             return None

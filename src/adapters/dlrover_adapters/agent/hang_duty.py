@@ -1,8 +1,10 @@
 """Showing what ranks are at, when the leader suspects a hang: stacks, the kernel's view, torch's flight recorder.
 
-Everything is looked at twice, a moment apart, because whoever moves or works does not hang. Nothing here needs the worker's own
-help, so it works however the worker is stuck: `faulthandler` writes stacks in a signal handler in C; /proc tells of a process
-that is stopped; and one whose witness thread does not answer holds Python's lock, for the thread needs it to answer.
+Everything is looked at twice, a moment apart, because whoever moves or works does not hang. The worker's witness thread shows
+stacks; one whose thread does not answer holds Python's lock, for the thread needs it to answer; and /proc tells of a process that
+is stopped. So it works however the worker is stuck, also without its own help: then `faulthandler` writes stacks in a signal
+handler in C. But that may kill a process in which Python runs, and a suspicion may be wrong. So nobody is signalled whose witness
+answers, nor one that works and has none.
 
 What is found out of each rank goes to the leader in a few lines; all of it stays in a file on this host.
 """
@@ -24,6 +26,7 @@ from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.launcher import Notice
 
 from . import looks
+from .doorbell import Asked
 from .launcher import Rank
 
 APART_S = 0.3
@@ -33,6 +36,8 @@ ANSWER_S = 1.0
 SHOWN_S = 0.6
 SETTLED_S = 0.03
 POLL_S = 0.01
+QUIET_S = 0.025
+"""Who uses no more CPU than this between the two looks, a tick or two, runs no Python."""
 BUSY_SHARE, MOVING_SHARE, BUSY_BYTES = 0.2, 0.02, 64 * 1024
 STACKS_BYTES_MAX = 256 * 1024
 KEPT_MAX = 20
@@ -121,14 +126,13 @@ async def _seen(rank: Rank, probe: int) -> _Seen:
     first = await asyncio.to_thread(looks.look, rank.pid)
     stopped = first.state in hanging.STOPPED
     asked = None if stopped else rank.ask(probe, "")
-    answering = asyncio.ensure_future(_within(asked.answered, ANSWER_S)) if asked is not None else None
-    before = "" if stopped else await _stacks(rank, size)
     await asyncio.sleep(APART_S)
     second = await asyncio.to_thread(looks.look, rank.pid)
-    after = "" if stopped else await _stacks(rank, size + len(before.encode()))
-    free = await answering if answering is not None else False
+    before, after, free = (
+        ("", "", False) if stopped else await _shown(rank, probe, size, asked, quiet=_quiet(first, second))
+    )
     recorded = await _recorded(rank, probe) if free else None
-    stack, shown = stacks.main_thread(after or before), stacks.main_thread(before)
+    stack, shown = stacks.main_thread(after or before), stacks.main_thread(before or after)
     frame = stacks.users(stack)
     source = await asyncio.to_thread(looks.source_line, rank.pid, frame.file, frame.line) if frame is not None else ""
     facts = Facts(
@@ -153,9 +157,38 @@ def _busy(first: looks.Look, second: looks.Look, *, moved: bool) -> bool:
     return works or (moved and share >= MOVING_SHARE) or second.io_bytes - first.io_bytes >= BUSY_BYTES
 
 
+def _quiet(first: looks.Look, second: looks.Look) -> bool:
+    # Whoever spins for a GPU may run Python as well.
+    return second.cpu_s - first.cpu_s <= QUIET_S
+
+
+async def _shown(rank: Rank, probe: int, size: int, asked: Asked | None, *, quiet: bool) -> tuple[str, str, bool]:
+    """Its stacks at the first look and at the second, as far as they are to be had, and whether its witness answers.
+
+    The first question was ``asked`` `APART_S` ago, when the stacks' file had this ``size``.
+    """
+    loop = asyncio.get_running_loop()
+    until = loop.time() + ANSWER_S - APART_S
+    if asked is not None and not asked.answered.done() and not quiet:
+        await _within(asked.answered, until - loop.time())
+    if asked is not None and asked.answered.done():
+        before = await asyncio.to_thread(_read, rank.stacks, size)
+        again = rank.ask(probe, "")
+        if again is None or not await _within(again.answered, ANSWER_S):
+            return before, "", True
+        return before, await asyncio.to_thread(_read, rank.stacks, size + len(before.encode())), True
+    if not quiet and asked is None:
+        return "", "", False
+    # A signal may kill where other threads' frames change while they are read. Here they do not: it uses no CPU; or whoever has
+    # Python's lock has kept it for so long that even the witness did not get it, and so is in C, and the others wait for it.
+    # Once, for each is a risk; a second time only where nothing came of the first.
+    shown = await _stacks(rank, size) or await _stacks(rank, size)
+    return shown, "", asked is not None and await _within(asked.answered, until - loop.time())
+
+
 async def _stacks(rank: Rank, offset: int) -> str:
     """Have it show its stacks, and read what it wrote from ``offset`` on: there is no end mark, it is when nothing comes."""
-    if not rank.show():
+    if not await rank.show():
         return ""
     loop = asyncio.get_running_loop()
     until, settled, size = loop.time() + SHOWN_S, 0.0, offset
@@ -186,7 +219,7 @@ def _size(path: str) -> int:
 
 
 async def _within(done: asyncio.Future[None], bound_s: float) -> bool:
-    await asyncio.wait([done], timeout=bound_s)
+    await asyncio.wait([done], timeout=max(0.0, bound_s))
     return done.done() and not done.cancelled()
 
 

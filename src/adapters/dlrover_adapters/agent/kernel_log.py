@@ -19,11 +19,12 @@ VARIABLE = "DLROVER_KERNEL_LOG"
 RECORD_BYTES_MAX = 8192  # the kernel's own bound; a smaller buffer is refused
 RECORDS_MAX = 512
 FACILITY_BITS = 3
+DIGITS_MAX = 20  # of 64 bits
 
 _KILLED = re.compile(r"Killed process (\d+) \(")
 _CHOSEN = re.compile(r"oom-kill:constraint=(\w+)")
 _TASK_GROUP = re.compile(r"task_memcg=([^,]+)")
-_PID = re.compile(r"\bpid=(\d+)|\[(\d+)\]: segfault|Killed process (\d+) \(")
+_PID = re.compile(r"\bpid=([0-9]{1,10})(?![0-9])|\[([0-9]{1,10})\]: segfault|Killed process ([0-9]{1,10}) \(")
 
 
 class KernelLine(NamedTuple):
@@ -80,11 +81,15 @@ def parsed(raw: bytes) -> KernelLine | None:
     """One record; None for details, for what programs wrote, and for what is no record."""
     head, semicolon, text = raw.partition(b";")
     fields = head.split(b",")
-    if not semicolon or raw[:1] == b" " or len(fields) < 3 or not all(one.isdigit() for one in fields[:3]):
+    if not semicolon or raw[:1] == b" " or len(fields) < 3 or not all(map(_number, fields[:3])):
         return None
     if int(fields[0]) >> FACILITY_BITS != 0:
         return None
     return KernelLine(text.decode("utf-8", errors="replace"), int(fields[2]))
+
+
+def _number(field: bytes) -> bool:
+    return field.isdigit() and len(field) <= DIGITS_MAX
 
 
 class Ours:

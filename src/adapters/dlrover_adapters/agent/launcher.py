@@ -29,7 +29,7 @@ from dlrover_core.runtime.launcher import (
 )
 from dlrover_core.runtime.within import within
 
-from . import signals, wire
+from . import looks, signals, wire
 from .affinity import cpus_by_rank
 from .children import Child, wait_dead
 from .config import LaunchConfig, Mode
@@ -89,12 +89,16 @@ class Rank:
         worker = self._worker
         return worker.slot.pulse(worker.begun_us, time.monotonic_ns() // 1000).idle_us if worker.slot.fd >= 0 else -1
 
-    def show(self) -> bool:
-        """Have it write its stacks, if it has said that it does so on a signal, and no handler of its script's is in between."""
+    async def show(self) -> bool:
+        """Have it write its stacks on a signal, if it has said that it does; False: it was not signalled.
+
+        Nor is one that would die of it: another program by now (`os.execv`), or its handlers were reset.
+        """
         number = self._worker.slot.shows_on if self._worker.slot.fd >= 0 else 0
-        if number and self._worker.child.alive:
-            self._worker.child.signal(number)
-        return number > 0
+        if not number or not await asyncio.to_thread(looks.catches, self.pid, number) or not self._worker.child.alive:
+            return False
+        self._worker.child.signal(number)
+        return True
 
     def ask(self, probe: int, path: str) -> Asked | None:
         """As `Doorbell.ask`."""

@@ -230,7 +230,12 @@ class Lookout:
         sightings = self._output()
         now = _now_us()
         if self._kernel is not None:
-            sightings += self._kernel_lines(self._kernel, now)
+            try:
+                sightings += self._kernel_lines(self._kernel, now)
+            except OSError as error:
+                _log.warning("the kernel's log is not read any more", path=self._kernel.path, reason=str(error))
+                self._kernel.close()
+                self._kernel = None
         memory = None
         if self._group is not None:
             with contextlib.suppress(OSError, ValueError):

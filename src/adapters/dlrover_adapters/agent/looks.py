@@ -56,6 +56,15 @@ def _on_gpu(pid: int) -> bool:
         return False
 
 
+def catches(pid: int, number: int) -> bool:
+    """Does the process handle this signal? One that does not dies of it; False also where nobody can say."""
+    fields = dict(line.split(":\t", 1) for line in _read(f"/proc/{pid}/status").splitlines() if ":\t" in line)
+    try:
+        return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)
+    except (KeyError, ValueError):
+        return False
+
+
 def _read(path: str) -> str:
     try:
         with open(path, "rb") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 from collections.abc import Mapping
 
 from dlrover_adapters.cli.torchrun_flags import Given, Options
@@ -49,6 +50,8 @@ def scripts(options: Options) -> tuple[str, ...]:
             raise SpecError("check-script", f"{one!r} is not a command: {error}") from error
         if not words:
             raise SpecError("check-script", "name an executable")
+        if shutil.which(words[0]) is None:
+            raise SpecError("check-script", f"{words[0]!r} is not there, or cannot be executed: nodes would fail for that")
     return tuple(options.check_script)
 
 

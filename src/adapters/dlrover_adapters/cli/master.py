@@ -38,6 +38,7 @@ from dlrover_core.runtime.master import Master
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 ASK_AGAIN_S = 0.5
+TAKEN_OVER_S = 0.5
 
 log = structlog.get_logger("dlrover.master")
 
@@ -90,7 +91,9 @@ async def _run(settings: Settings, fd: int, holder: str, after: str) -> int:
                 model=model(policies.hook(settings.job.policy)),
             )
             loop = asyncio.get_running_loop()
-            loop.call_later(told.WARM_S, loop.run_in_executor, None, told.warm, settings.job.signatures)
+            # After another one's death the first failure may be there already.
+            warm_s = TAKEN_OVER_S if after else told.WARM_S
+            loop.call_later(warm_s, loop.run_in_executor, None, told.warm, settings.job.signatures)
             asked = asyncio.Event()
             loop.add_signal_handler(signal.SIGTERM, asked.set)
             if settings.stop_file.exists():

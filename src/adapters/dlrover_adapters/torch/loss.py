@@ -4,7 +4,8 @@ A loss counts as broken once `STREAK` steps in a row have had none that is finit
 that skips a bad batch has no failure. Kept is the step of the first of them: which ranks had it first tells a sick machine from
 a diverged run. A jump is a finite loss of more than `JUMP` times the median of those before it.
 
-A tensor on a GPU is never waited for: it is copied aside and looked at with a later call, when it has arrived.
+A tensor on a GPU is never waited for: it is copied aside and looked at with a later call, when it has arrived. What cannot be
+looked at, as on another kind of device, is left out with one warning: to be watched costs no training.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ class LossWatch:
             self._saw(float(value), step, how)
         elif value.device.type == "cpu":
             self._saw(float(value.detach()), step, how)
-        else:
+        elif value.device.type == "cuda":
             self._later(value.detach(), step, how)
+        else:
+            ignored(f"it is on device {value.device}, not on a CPU or a CUDA device")
 
     def gradients(self, optimizer: Any) -> None:
         """Look at the norm of what an optimizer has just applied, now and again."""
@@ -116,9 +119,8 @@ class LossWatch:
 
 
 _watch: LossWatch | None = None
-
-
 _gradients = False
+_said = False
 
 
 def begin(memory: mmap.mmap, gradients: bool = False) -> LossWatch:
@@ -139,10 +141,26 @@ def end() -> None:
 def applied(optimizer: Any) -> None:
     """An optimizer has applied its gradients."""
     if _gradients and _watch is not None:
-        _watch.gradients(optimizer)
+        try:
+            _watch.gradients(optimizer)
+        except Exception as error:  # noqa: BLE001  # as below
+            ignored(f"{type(error).__name__}: {error}")
 
 
 def report_loss(value: Any) -> None:
     """What `dlrover_adapters.torch.report_loss` does."""
     if _watch is not None:
-        _watch.reported(value)
+        try:
+            _watch.reported(value)
+        except Exception as error:  # noqa: BLE001  # whatever a script gives us, it goes on
+            ignored(f"{type(error).__name__}: {error}")
+
+
+def ignored(why: str) -> None:
+    """Say once that a loss is not watched."""
+    global _said  # noqa: PLW0603 - as above
+    if not _said:
+        import logging
+
+        _said = True
+        logging.getLogger("dlrover").warning("a loss cannot be watched, and is left out: %s", why)

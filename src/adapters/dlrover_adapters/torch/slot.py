@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+import threading
 
 BYTES = 80
 PHASES = {"train": 0, "evaluation": 1, "eval": 1, "checkpoint": 2}
@@ -27,41 +28,57 @@ class Slot:
         self._memory = mmap.mmap(fd, BYTES)
         self._step, self._moved_us, self._usual_us, self._phase = -1, 0, 0, 0
         self._longest = [0, 0, 0, 0]
-        self._stepped = False
+        self._stepped, self._outside_us = False, 0
+        self._open: list[int] = []
+        # Phases may come from several threads; and a signal handler of the script's may announce one in the middle of a step.
+        self._lock = threading.RLock()
 
     def step(self, number: int, now_us: int) -> None:
-        """A step is done."""
-        gap = now_us - self._moved_us
-        if self._stepped:
-            self._usual_us = gap if not self._usual_us else int(self._usual_us + SHARE * (gap - self._usual_us))
-            if gap > self._longest[self._phase]:
+        """A step is done. What it took is the time since the one before, less that of phases in between."""
+        with self._lock:
+            gap = max(1, self._outside_us + now_us - self._moved_us)
+            if self._stepped:
+                self._usual_us = (
+                    gap if not self._usual_us else max(1, int(self._usual_us + SHARE * (gap - self._usual_us)))
+                )
                 self._note_longest(gap)
-        self._step, self._moved_us, self._stepped = number, now_us, True
-        _NOW.pack_into(self._memory, 0, number, now_us, self._usual_us, self._phase)
+            self._stepped, self._outside_us = True, 0
+            self._step, self._moved_us = number, now_us
+            self._tell()
 
     def phase(self, name: str, now_us: int) -> int:
-        """Another phase begins; the number of the one that was. What it took is legal from now on."""
-        was, gap = self._phase, now_us - self._moved_us
-        if was and self._moved_us and gap > self._longest[was]:
-            self._note_longest(gap)
-        self._phase = PHASES.get(name, OTHER_PHASE)
-        self._change(now_us)
-        return was
+        """A phase begins, within those that are under way or beside them; its number, for `back`."""
+        number = PHASES.get(name, OTHER_PHASE)
+        with self._lock:
+            self._open.append(number)
+            self._change(now_us)
+        return number
 
-    def back(self, phase: int, now_us: int) -> None:
-        """The phase is over, and the one before it goes on."""
-        self.phase("train", now_us)
-        self._phase = phase
-        self._change(now_us)
+    def back(self, number: int, now_us: int) -> None:
+        """A phase of this number is over. Another thread's that began later, or another of this number, goes on."""
+        with self._lock:
+            if number in self._open:
+                del self._open[len(self._open) - 1 - self._open[::-1].index(number)]
+            self._change(now_us)
 
     def _change(self, now_us: int) -> None:
-        # The way from here to the next step is no step's time.
-        self._moved_us, self._stepped = now_us, False
-        _NOW.pack_into(self._memory, 0, self._step, now_us, self._usual_us, self._phase)
+        """The phase is that which began last of those under way. What the one before took is legal from now on."""
+        gap = now_us - self._moved_us
+        if self._phase and self._moved_us:
+            self._note_longest(gap)
+        elif self._stepped:
+            self._outside_us += gap
+        self._phase = self._open[-1] if self._open else 0
+        self._moved_us = now_us
+        self._tell()
+
+    def _tell(self) -> None:
+        _NOW.pack_into(self._memory, 0, self._step, self._moved_us, self._usual_us, self._phase)
 
     def _note_longest(self, gap: int) -> None:
-        self._longest[self._phase] = gap
-        _LONGEST.pack_into(self._memory, _LONGEST_AT + 8 * self._phase, gap)
+        if gap > self._longest[self._phase]:
+            self._longest[self._phase] = gap
+            _LONGEST.pack_into(self._memory, _LONGEST_AT + 8 * self._phase, gap)
 
     def shows_on(self, number: int) -> None:
         """A signal of this number makes the process show its stacks; 0: none does."""

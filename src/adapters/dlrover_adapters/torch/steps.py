@@ -65,13 +65,13 @@ class StepSignal:
         self._done(step)
 
     def phase(self, name: str) -> int:
-        """Another phase begins; the number of the one that was."""
+        """A phase begins; its number."""
         return self._slot.phase(name, _now_us()) if self._slot is not None else 0
 
-    def back(self, phase: int) -> None:
-        """It is over."""
+    def back(self, number: int) -> None:
+        """The phase of this number is over."""
         if self._slot is not None:
-            self._slot.back(phase, _now_us())
+            self._slot.back(number, _now_us())
 
     def measured_by(self, meter: Meter, losses: LossWatch) -> None:
         """These are told of every step."""
@@ -152,12 +152,12 @@ def tell(step: int) -> None:
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """What `dlrover_adapters.torch.phase` does."""
-    before = _signal.phase(name) if _signal is not None else 0
+    begun = _signal.phase(name) if _signal is not None else 0
     try:
         yield
     finally:
         if _signal is not None:
-            _signal.back(before)
+            _signal.back(begun)
 
 
 def _after_optimizer(optimizer: object, _args: tuple[Any, ...], _kwargs: dict[Any, Any]) -> None:

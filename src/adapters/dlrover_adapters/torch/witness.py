@@ -1,7 +1,9 @@
 """A worker's own witness: it can be seen where it is, whatever it is at.
 
-Python's `faulthandler` writes all stacks on a signal, in C, without Python's lock, also from within a collective. And a thread
-that waits on the agent's socket answers it: with torch's flight recorder, and by answering at all, for that takes the lock (GIL).
+A thread waits on the agent's socket and answers it: with the stacks of all threads, with torch's flight recorder, and by
+answering at all, for that takes Python's lock (GIL). With the lock nobody's stack changes while it is read, so this harms nobody.
+For a worker whose thread does not answer there is `faulthandler`, which writes all stacks on a signal, in C, without the lock: it
+reads what other threads may be changing, and a process in which they run can die of it. The agent signals with that in mind.
 
 The signal is never taken from a script. One that has a handler already is left alone; one that gets a handler later is noticed at
 the next step that is told, and the agent told so. The thread begins with the first step of a script that trains with others: by
@@ -19,6 +21,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgpack
@@ -30,6 +33,8 @@ STACKS = "stacks-{}-{}.txt"
 _REQUEST_BYTES_MAX = 4096
 _SIGACTION_WORDS = 32
 _TRIES_MAX = 5
+_FRAMES_MAX = 100
+"""Of one thread, as in `faulthandler`."""
 
 
 def wanted_signal(text: str) -> int:
@@ -47,6 +52,7 @@ class Witness:
 
     def __init__(self, generation: int, rank: int, agent_socket: str, slot: Slot) -> None:
         self._generation, self._rank, self._path, self._slot = generation, rank, agent_socket, slot
+        self._stacks = str(Path(agent_socket).parent / STACKS.format(generation, rank))
         self._pid, self._tries = os.getpid(), 0
         self._thread: threading.Thread | None = None
         self._number, self._ours = wanted_signal(os.environ.get(SIGNAL_VARIABLE, "")), 0
@@ -54,10 +60,10 @@ class Witness:
         self._libc = ctypes.CDLL(None)
         if self._number and not self._handler():
             with contextlib.suppress(OSError, ValueError, RuntimeError):
-                self._register(str(Path(agent_socket).parent / STACKS.format(generation, rank)))
+                self._register()
 
-    def _register(self, path: str) -> None:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    def _register(self) -> None:
+        fd = os.open(self._stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         faulthandler.register(self._number, file=fd, all_threads=True, chain=False)
         self._ours = self._handler()
         self._slot.shows_on(self._number)
@@ -91,11 +97,39 @@ class Witness:
         with contextlib.suppress(OSError), line:
             while (packet := line.recv(_REQUEST_BYTES_MAX)) and os.getpid() == self._pid:
                 asked: dict[str, Any] = msgpack.unpackb(packet)
+                if not asked["path"]:
+                    with contextlib.suppress(OSError):  # a full disk is no reason not to answer
+                        self._show()
                 line.send(msgpack.packb({"answers": asked["probe"]}))
                 if asked["path"]:
                     told = _recorded()
                     Path(asked["path"]).write_bytes(told)
                     line.send(msgpack.packb({"recorded": asked["probe"]}))
+
+    def _show(self) -> None:
+        """Write where all threads are into the file into which the signal has it written."""
+        fd = os.open(self._stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, _stacks().encode(errors="replace"))
+        finally:
+            os.close(fd)
+
+
+def _stacks() -> str:
+    """All threads' but this one's, as `faulthandler` writes them: the newest call first, the main thread last."""
+    main, me, lines = threading.main_thread().ident, threading.get_ident(), list[str]()
+    for thread, newest in sorted(sys._current_frames().items(), key=lambda one: one[0] == main):
+        if thread == me:
+            continue
+        lines.append(f"Thread 0x{thread:016x} (most recent call first):")
+        frame: FrameType | None = newest
+        for _ in range(_FRAMES_MAX):
+            if frame is None:
+                break
+            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
+            frame = frame.f_back
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _trains_with_others() -> bool:

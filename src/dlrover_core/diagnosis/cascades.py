@@ -1,0 +1,97 @@
+"""Where everybody complains about somebody else: whom do they mean?
+
+Each function answers with a set of (rank, node, host), from all that was seen and from who took part, where that is known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dlrover_core.diagnosis.evidence import CASC, Evidence
+
+# How far a rank had come, in its watchdog's own words.
+_ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)|SeqNum=(\d+)|sequence number (\d+)", re.IGNORECASE)
+
+
+class Member(NamedTuple):
+    """A node that took part: its ranks are ``first_rank`` to ``first_rank + nproc - 1``."""
+
+    node: str
+    host: str
+    first_rank: int
+    nproc: int
+
+
+def named(seen: Sequence[Evidence], members: Sequence[Member]) -> set[tuple[int, str, str]]:
+    """Those whom most of the complaints name, if they name few."""
+    votes: Counter[tuple[int, str, str]] = Counter()
+    for one in [one for one in seen if one.verdict == CASC]:
+        votes.update(whom(seen, members, one))
+    if not votes:
+        return set()
+    spoke = {one.rank for one in seen if one.rank >= 0}
+    silent = {who: count for who, count in votes.items() if who[0] not in spoke} or votes
+    most = max(silent.values())
+    return {who for who, count in silent.items() if count == most}
+
+
+def whom(seen: Sequence[Evidence], members: Sequence[Member], one: Evidence) -> list[tuple[int, str, str]]:
+    """Whom an observation names."""
+    return [who for name in one.subject.split(",") if name.strip() for who in _who(seen, members, name.strip())]
+
+
+def _who(seen: Sequence[Evidence], members: Sequence[Member], name: str) -> list[tuple[int, str, str]]:
+    """The rank, node or host of that name. An address that nobody has is nobody."""
+    if name.isdigit():
+        return [(int(name), *_home(seen, members, int(name)))]
+    bare = name.rsplit(":", 1)[0].strip("[]")
+    for member in members:
+        if bare in (member.node, member.host):
+            return [(-1, member.node, member.host)]
+    for one in seen:
+        if bare and bare in (one.node, one.host):
+            return [(-1, one.node, one.host)]
+    return []
+
+
+def _home(seen: Sequence[Evidence], members: Sequence[Member], rank: int) -> tuple[str, str]:
+    """A rank's node and host."""
+    for member in members:
+        if member.first_rank <= rank < member.first_rank + member.nproc:
+            return member.node, member.host
+    return next(((one.node, one.host) for one in seen if one.rank == rank), ("", ""))
+
+
+def behind(seen: Sequence[Evidence], members: Sequence[Member]) -> set[tuple[int, str, str]]:
+    """The ranks that have come less far than the others."""
+    reached: dict[int, int] = {}
+    for one in seen:
+        found = _ENQUEUED.search(one.text) if one.rank >= 0 else None
+        if found is not None:
+            number = int(next(group for group in found.groups() if group))
+            reached[one.rank] = min(number, reached.get(one.rank, number))
+    steps = {one.rank: one.step for one in seen if one.rank >= 0 and one.step >= 0}
+    for known in (reached, steps):
+        least = min(known.values(), default=0)
+        if known and least < max(known.values()):
+            behind = {rank for rank, number in known.items() if number == least}
+            return {(rank, *_home(seen, members, rank)) for rank in behind}
+    return set()
+
+
+def unheard(seen: Sequence[Evidence], members: Sequence[Member]) -> set[tuple[int, str, str]]:
+    """Who is the only one that said nothing?"""
+    spoke = {one.rank for one in seen if one.rank >= 0}
+    if members:
+        everybody = {rank for one in members for rank in range(one.first_rank, one.first_rank + one.nproc)}
+        silent = everybody - spoke
+        homes = {_home(seen, members, rank) for rank in silent}
+        if len(homes) == 1 and len(silent) < len(everybody):
+            return {(min(silent), *next(iter(homes)))}
+        return {(rank, *_home(seen, members, rank)) for rank in silent} if len(silent) < len(everybody) else set()
+    if not spoke:
+        return set()
+    return {(rank, "", "") for rank in set(range(max(spoke) + 1)) - spoke}
