@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,15 @@ def test_a_chunk_is_searched_as_its_lines_are() -> None:
     assert [(hit.number, hit.signature.id) for hit in together] == [
         one for index, one in enumerate(alone) if [name for _, name in alone[: index + 1]].count(one[1]) <= SAME_MAX
     ][:HITS_MAX]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_empty_lines_cost_nothing(engine: str) -> None:
+    """No pattern runs over all of a flood of empty lines from each of them: seconds, in which no other thread has a turn."""
+    began = time.thread_time()
+    hits = ENGINES[engine].scan("\n" * 50_000 + "torch.cuda.OutOfMemoryError: CUDA out of memory.")
+    assert time.thread_time() - began < 0.5
+    assert [hit.number for hit in hits] == [50_001]
 
 
 def test_a_flood_is_bounded() -> None:

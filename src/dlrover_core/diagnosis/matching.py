@@ -130,7 +130,8 @@ class Matcher:
             hit = self._line(lines[0][:LINE_BYTES_MAX], first, source)
             if hit is not None:
                 yield hit
-        elif self._set.match(b"\n".join(lines)):
+        # A pattern's white space would run over thousands of empty lines from each of them.
+        elif self._set.match(b"\n".join(line for line in lines if line.strip())):
             half = len(lines) // 2
             yield from self._block(lines[:half], first, source)
             yield from self._block(lines[half:], first + half, source)

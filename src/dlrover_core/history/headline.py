@@ -68,7 +68,9 @@ class Headlines:
             f"{named(state, signature)} -> {_done(state, done, node, chosen.host if chosen is not None else '')}"
         )
         if down_us >= 0:
-            text += f"; back in {duration(down_us)}"
+            # Where no world was broken, a filled place is all that there is to say.
+            aside = known is not None and known.generation == failures.ASIDE
+            text += f"; {'filled again after' if aside else 'back in'} {duration(down_us)}"
         told = Headline(number, one_line(text, 400), down_us)
         before = self.lines.get(number)
         _keep(self.lines, number, told)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_core.diagnosis.classify import describe
-from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job import evidence, failures, job, nodes, progress, world
 from dlrover_core.job.state import JobState
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.events import Record
@@ -180,7 +180,7 @@ class IncidentsBuilder:
             self._reach.pop(group, None)
 
     def _note_reach(self, fact: object) -> None:
-        if isinstance(fact, (failures.WorkerExited, world.WorkersStopped)):
+        if isinstance(fact, (failures.WorkerExited, world.WorkersStopped, evidence.EvidenceSeen)):
             self._reached(group_of(fact.node), fact.generation, fact.step)
         elif isinstance(fact, progress.Progressed):
             self._reached(fact.group, fact.generation, fact.step)

@@ -61,17 +61,16 @@ def choice_of(
     """The rung for an incident's verdict. ``by``: another policy than the job's own: what it would have chosen."""
     rules = by or policy.parsed(state.job.spec.policy)
     here = dead or (alive(state, node) and node in (incident.blamed, incident.cause.node))
-    case = case_of(incident, node if here else "")
+    case = case_of(incident, node if here else "", dead=dead)
     context = context_of(state, incident, node, rules, dead=dead)
     choice = ladder.choose(case, context, rules)
     return choice if hook is None else _heard(hook, case, choice, context, rules)
 
 
-def case_of(incident: Incident, node: str) -> Case:
-    """The verdict, as the ladder takes it."""
-    return Case(
-        incident.verdict, incident.signature, incident.confidence, incident.hint, incident.place, node, incident.host
-    )
+def case_of(incident: Incident, node: str, *, dead: bool = False) -> Case:
+    """The verdict, as the ladder takes it. It speaks of the node where it began: another one that ends meanwhile is replaced."""
+    hint = "relaunch" if dead and node != incident.cause.node else incident.hint
+    return Case(incident.verdict, incident.signature, incident.confidence, hint, incident.place, node, incident.host)
 
 
 def context_of(state: JobState, incident: Incident, node: str, rules: Policy, *, dead: bool = False) -> Context:

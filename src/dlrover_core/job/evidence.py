@@ -32,7 +32,7 @@ SUBJECT_MAX = 200
 class EvidenceSeen(NamedTuple):
     """Something was observed on a node, ``age_us`` before this record. The fields are those of `Evidence`; ``rank`` -1: the node.
 
-    ``generation`` 0: not of one generation.
+    ``generation`` 0: not of one generation; ``step``: how far its ranks had come, -1 where that is not known.
     """
 
     node: str
@@ -47,6 +47,7 @@ class EvidenceSeen(NamedTuple):
     place: str = ""
     subject: str = ""
     host: str = ""
+    step: int = -1
 
 
 class ReportEvidence(NamedTuple):
@@ -110,7 +111,7 @@ def of(fact: EvidenceSeen, record: Record) -> Evidence:
         fact.node,
         fact.rank,
         0,
-        -1,
+        fact.step,
         fact.text,
         fact.verdict,
         fact.signature,

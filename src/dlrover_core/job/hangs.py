@@ -302,6 +302,7 @@ def _named(state: JobState, fact: HangNamed, record: Record) -> Iterator[Event]:
             place=fact.place[: evidence.TEXT_MAX] if fact.ranks else "",
             subject=",".join(map(str, fact.ranks))[: evidence.SUBJECT_MAX],
             host=node.host,
+            step=found.step,
         )
 
 

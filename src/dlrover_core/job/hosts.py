@@ -287,7 +287,9 @@ def _weigh(state: JobState, fact: failures.Diagnosed, record: Record) -> Iterato
     known = state.hosts.hosts.get(host)
     if known is None or not state.job.live:
         return
-    if known.probation and known.until <= record.at:
+    # A verdict that is only revised on probation is of a failure from before.
+    incident = state.failures.incidents.get(fact.incident)
+    if known.probation and known.until <= (incident.cause.at if incident is not None else record.at):
         yield from keep_off(state, host, f"on probation, and again {fact.signature}", record.at)
     elif _lemon(state.hosts, host, record.at):
         many = len(known.recent(record.at))

@@ -266,9 +266,7 @@ def _loss(state: JobState, command: NoteLoss, now: int) -> Iterator[Event]:
         )
         text = f"{who} had {what} in step {command.step}"
         signature, rank = "loss.nan_everywhere", member.first_rank
-    yield _evidence(
-        state, command.node, command.generation, rank, LOSS, signature, text, place=f"{AT_STEP}{command.step}"
-    )
+    yield _evidence(state, command.node, command.generation, rank, LOSS, signature, text, command.step)
 
 
 def _jump(state: JobState, command: NoteLossJump, now: int) -> Iterator[Event]:
@@ -278,12 +276,11 @@ def _jump(state: JobState, command: NoteLossJump, now: int) -> Iterator[Event]:
         # Beats repeat it, and a new leader has not heard that it was told.
         raise Refused(f"a jump of the loss in step {step} is known")
     text = f"the loss of rank {command.rank} on {command.node} is {command.times / 1000:.1f}x what it was, in step {command.step}"
-    place = f"{AT_STEP}{command.step}"
-    yield _evidence(state, command.node, command.generation, command.rank, LOSS, SPIKE, text, place=place)
+    yield _evidence(state, command.node, command.generation, command.rank, LOSS, SPIKE, text, command.step)
 
 
 def _evidence(
-    state: JobState, node: str, generation: int, rank: int, source: str, signature: str, text: str, place: str = ""
+    state: JobState, node: str, generation: int, rank: int, source: str, signature: str, text: str, step: int = -1
 ) -> evidence.EvidenceSeen:
     known = signatures.table(state.job.spec.signatures).get(signature)
     assert known is not None, "a table has all that come with it"
@@ -296,8 +293,9 @@ def _evidence(
         text[: evidence.TEXT_MAX],
         rank,
         generation,
-        place=place,
+        place=f"{AT_STEP}{step}" if step >= 0 else "",
         host=state.nodes.nodes[node].host,
+        step=step,
     )
 
 

@@ -51,7 +51,9 @@ def scripts(options: Options) -> tuple[str, ...]:
         if not words:
             raise SpecError("check-script", "name an executable")
         if shutil.which(words[0]) is None:
-            raise SpecError("check-script", f"{words[0]!r} is not there, or cannot be executed: nodes would fail for that")
+            raise SpecError(
+                "check-script", f"{words[0]!r} is not there, or cannot be executed: nodes would fail for that"
+            )
     return tuple(options.check_script)
 
 
