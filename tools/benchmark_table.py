@@ -31,6 +31,7 @@ NAMES = (
     "matcher",
     "diagnosis",
     "straggler",
+    "detectors",
     "import",
 )
 HEAD, TAIL = "## Latest results", "## Reading them"
