@@ -6,6 +6,7 @@ hold either up, and speaks to the leader through its `Desk`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -27,6 +28,33 @@ class Desk:
     def send(self, command: Message) -> None:
         """Report to whoever leads, as often as it takes. Lost where the master is older than such commands."""
         self._send(command)
+
+
+class Orders:
+    """The half of a duty that waits for orders, to derive duties from. Only the newest counts: those before it are over."""
+
+    def __init__(self) -> None:
+        self._order: Order | None = None
+        self._news = asyncio.Event()
+        self._news.set()  # what is ordered when it begins is news, too
+
+    def ordered(self, order: Order) -> None:
+        """A new order."""
+        self._order = order
+        self._news.set()
+
+    def noticed(self, notice: Notice) -> None:
+        """Nothing follows."""
+
+    def newest(self, desk: Desk) -> Order:
+        """The newest order; there is no news any more until another one comes."""
+        self._news.clear()
+        return self._order or desk.order
+
+    async def news(self, desk: Desk) -> Order:
+        """Wait until there is news, and what it is."""
+        await self._news.wait()
+        return self.newest(desk)
 
 
 class Duty(Protocol):

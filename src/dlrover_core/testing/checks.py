@@ -6,48 +6,34 @@ import asyncio
 from collections.abc import Collection
 
 from dlrover_core.job.health import ReportCheck
-from dlrover_core.job.state import Order
-from dlrover_core.runtime.duties import Desk
-from dlrover_core.runtime.launcher import Notice
+from dlrover_core.runtime.duties import Desk, Orders
 
 CHECK_S = 1.0
 
 
-class CheckStub:
+class CheckStub(Orders):
     """The check of one agent. Its node fails alone while its ``host`` is among the ``sick``; its partners are told, and fail too.
 
     ``ill`` are the names of nodes at work on sick hosts, for their partners to know.
     """
 
     def __init__(self, host: str, sick: Collection[str], ill: set[str], check_s: float = CHECK_S) -> None:
+        super().__init__()
         self._host, self._sick, self._ill, self._check_s = host, sick, ill, check_s
-        self._order: Order | None = None
-        self._news = asyncio.Event()
-
-    def ordered(self, order: Order) -> None:
-        """A new order."""
-        self._order = order
-        self._news.set()
-
-    def noticed(self, notice: Notice) -> None:
-        """Nothing follows."""
 
     async def run(self, desk: Desk) -> None:
         """Until cancelled."""
         told = (0, 0)
         while True:
-            await self._news.wait()
-            self._news.clear()
-            order = self._order
-            if order is None or not order.check or (order.check, order.check_round) <= told:
+            order = await self.news(desk)
+            if not order.check or (order.check, order.check_round) <= told:
                 continue
             told = (order.check, order.check_round)
             fit = self._host not in self._sick
             if not fit:
                 self._ill.add(desk.node)
             await asyncio.sleep(self._check_s)
-            if self._order is None or (self._order.check, self._order.check_round) != told:
-                self._news.set()
+            if (desk.order.check, desk.order.check_round) != told:
                 continue
             ok = fit and not self._ill.intersection(order.check_with)
             took_us = round(self._check_s * 1e6)

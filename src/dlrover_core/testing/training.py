@@ -16,9 +16,9 @@ from dlrover_core.diagnosis.hanging import Facts
 from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.errors import LaunchFailed
 from dlrover_core.job.hangs import ReportStacks
-from dlrover_core.job.state import NodeLaunch, Order
+from dlrover_core.job.state import NodeLaunch
 from dlrover_core.runtime.agent import Agent
-from dlrover_core.runtime.duties import Desk
+from dlrover_core.runtime.duties import Desk, Orders
 from dlrover_core.runtime.launcher import (
     Notice,
     StoreReady,
@@ -348,31 +348,19 @@ class MemoryLauncher:
         self._notices.put_nowait(None)
 
 
-class ShowHangs:
+class ShowHangs(Orders):
     """The duty of an agent in memory: shows what its ranks are at, as soon as the leader suspects a hang."""
 
     def __init__(self, launcher: MemoryLauncher) -> None:
+        super().__init__()
         self._launcher = launcher
-        self._asked, self._shown = asyncio.Event(), 0
-        self._order: Order | None = None
-
-    def ordered(self, order: Order) -> None:
-        """A new order."""
-        self._order = order
-        if order.probe > self._shown:
-            self._asked.set()
-
-    def noticed(self, notice: Notice) -> None:
-        """Nothing follows."""
 
     async def run(self, desk: Desk) -> None:
         """Until cancelled."""
-        self.ordered(desk.order)
+        shown = 0
         while True:
-            await self._asked.wait()
-            self._asked.clear()
-            order = self._order
-            if order is not None and order.probe > self._shown:
-                self._shown = order.probe
+            order = await self.news(desk)
+            if order.probe > shown:
+                shown = order.probe
                 await asyncio.sleep(SHOW_S)
                 desk.send(ReportStacks(desk.node, order.probe, self._launcher.shown()))

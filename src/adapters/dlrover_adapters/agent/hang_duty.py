@@ -22,8 +22,7 @@ from dlrover_core.diagnosis import flight, hanging, stacks
 from dlrover_core.diagnosis.hanging import Facts
 from dlrover_core.job.hangs import ReportStacks
 from dlrover_core.job.state import Order
-from dlrover_core.runtime.duties import Desk
-from dlrover_core.runtime.launcher import Notice
+from dlrover_core.runtime.duties import Desk, Orders
 
 from . import looks
 from .doorbell import Asked
@@ -58,35 +57,21 @@ class _Seen(NamedTuple):
     text: str
 
 
-class HangDuty:
+class HangDuty(Orders):
     """Shows this node's ranks whenever an order asks for it; ``folder`` keeps the whole of what was seen."""
 
     def __init__(self, launcher: Ranks, folder: str) -> None:
+        super().__init__()
         self._launcher, self._folder = launcher, folder
-        self._order: Order | None = None
-        self._shown = 0
-        self._asked = asyncio.Event()
-
-    def ordered(self, order: Order) -> None:
-        """A new order; one with a number of a hang is for us."""
-        self._order = order
-        if order.probe > self._shown:
-            self._asked.set()
-
-    def noticed(self, notice: Notice) -> None:
-        """Nothing follows."""
 
     async def run(self, desk: Desk) -> None:
         """Until cancelled."""
-        if desk.order.probe > self._shown:
-            self.ordered(desk.order)
+        shown = 0
         while True:
-            await self._asked.wait()
-            self._asked.clear()
-            order = self._order
-            if order is None or order.probe <= self._shown:
+            order = await self.news(desk)
+            if order.probe <= shown:
                 continue
-            self._shown = order.probe
+            shown = order.probe
             try:
                 command = await self._show(desk.node, order)
             except OSError as error:

@@ -16,8 +16,7 @@ import structlog
 
 from dlrover_core.job.health import BASIC, FULL, ReportCheck
 from dlrover_core.job.state import Order
-from dlrover_core.runtime.duties import Desk
-from dlrover_core.runtime.launcher import Notice
+from dlrover_core.runtime.duties import Desk, Orders
 
 from . import basic, scripts, workload
 from .basic import Place
@@ -30,7 +29,7 @@ SHARE = 0.9
 log = structlog.get_logger("dlrover.agent")
 
 
-class CheckDuty:
+class CheckDuty(Orders):
     """Checks this node; ``env`` is what workers are born with, ``site`` the site's own checks, ``folder`` for passing files."""
 
     def __init__(
@@ -42,28 +41,17 @@ class CheckDuty:
         folder: str | None = None,
         module: str = workload.MODULE,
     ) -> None:
+        super().__init__()
         self._place, self._env, self._site, self._folder, self._module = place, env, tuple(site), folder, module
-        self._news = asyncio.Event()
-        self._order: Order | None = None
-
-    def ordered(self, order: Order) -> None:
-        """A new order; it may be the end of a check."""
-        self._order = order
-        self._news.set()
-
-    def noticed(self, notice: Notice) -> None:
-        """Workers are not our business."""
 
     async def run(self, desk: Desk) -> None:
         """Until cancelled."""
-        self._order = self._order or desk.order
         told = (0, 0)
         working: asyncio.Task[ReportCheck] | None = None
         at = (0, 0)
         try:
             while True:
-                self._news.clear()
-                order = self._order
+                order = self.newest(desk)
                 wanted = (order.check, order.check_round) if not order.leave else (0, 0)
                 if working is not None and at != wanted:
                     await _ended(working)
