@@ -28,7 +28,7 @@ CASES = [
 ]
 ENGINES = {"re2": Matcher(TABLE, Re2Set), "re": Matcher(TABLE, ReSet)}
 # Codes and watchers alone know these; no text does.
-WORDLESS = {"exit.signal", "exit.code", "node.silent", "node.gone", "node.failed"}
+WORDLESS = {"exit.signal", "exit.code", "node.silent", "node.gone", "node.failed", "node.sigkill"}
 
 
 def best(text: str, source: str = "") -> str | None:
