@@ -69,5 +69,5 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.11 ...")'
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade "pip>=25.1" --constraint constraints.txt
-	$(PY) -m pip install --quiet --editable ".[http,torch,etcd,archive,diagnosis]" --group dev --constraint constraints.txt
+	$(PY) -m pip install --quiet --editable ".[http,torch,etcd,archive,diagnosis,lightning,huggingface,safetensors]" --group dev --constraint constraints.txt
 	@touch $@

@@ -1,7 +1,9 @@
 """The demonstration: real training on real data that survives a killed worker, a killed node and a killed master.
 
 Two nodes of two workers each on this host train on the digits while this script kills, at three different steps, one worker,
-one whole node and the leading master, each with SIGKILL. It ends with the report. Run it by `make demo`.
+one whole node and the leading master, each with SIGKILL. The state is saved in memory every other step, so a step or two are
+lost each time: after the worker's death it comes from its own node's memory, after the node's from the other node's. It ends
+with the report. Run it by `make demo`.
 """
 
 from __future__ import annotations
@@ -93,8 +95,8 @@ def train(state: Path, token: str, steps: int) -> tuple[int, str]:
         "--state-dir",
         str(state),
     ]
-    command += ["--progress", "on", "--preload", "sklearn.datasets", str(HERE / "torch" / "ddp_digits.py")]
-    command += ["--steps", str(steps), "--pause", str(PAUSE_S), "--checkpoint", str(state / "digits.pt")]
+    command += ["--progress", "on", "--preload", "sklearn.datasets", str(HERE / "torch" / "flash_checkpoint.py")]
+    command += ["--steps", str(steps), "--pause", str(PAUSE_S), "--checkpoint", str(state / "digits")]
     print("$", " ".join(command), file=sys.stderr, flush=True)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "DLROVER_TOKEN": token}

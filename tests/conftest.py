@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).parent
 SLOW_S = 0.050
 DYING_S = 5.0  # a process that was killed is granted this long to be gone
+SHARED_S = 30.0  # the same for shared memory whose process is dead: other tests' servants clean up when they come to it
 MARK = "DLROVER_TEST_MARK"  # in the environment of everything an integration test starts, however far it flees
 SHARED_MEMORY = Path("/dev/shm")
 OUR_SEGMENTS = ("dlrover", "psm_", "torch_", "sem.")
@@ -199,7 +200,7 @@ def _files() -> set[Path]:
 
 def _files_left(before: set[Path]) -> set[Path]:
     """Those that stay though nobody uses them: shared memory is one for all, and others' may be on its way in or out."""
-    deadline = time.monotonic() + DYING_S
+    deadline = time.monotonic() + SHARED_S
     while left := {one for one in _files() - before if not _in_use(one) and one.exists()}:
         if time.monotonic() > deadline:
             break

@@ -18,8 +18,13 @@ campaigns:
            log keeps every promise, nothing is left; about fifteen minutes
   planted  bugs are planted in our code, one at a time, and up to 1,000 seeds each have to find them; how each was found, and what
            was left of it when it was shrunk, is in the result; about ten minutes
+  saves    1,000 times one or two of two or four ranks are killed at random instructions of a save into memory; a state that
+           is whole on all ranks is always left, and none is mixed or torn; about ten minutes
   etcd_log a new etcd for each of 570 trials: its members are killed, stopped and cut off, its leases revoked, its space used up,
            while candidates write and others follow; nothing acknowledged is lost or doubled; about an hour
+  corruption
+           10,000 times one thing is damaged in a stored checkpoint or in a slot in memory: a bit, a file, a manifest; every one
+           must be noticed, and nothing else be called damaged; some minutes
   masters  a real etcd of three members, masters on three hosts, training on two: members and masters are killed, stopped and
            cut off, 200 times, and 100 times two masters start at once; the logs of all must be one; about an hour
 """
@@ -72,7 +77,14 @@ def _local_chaos(seed: int) -> dict[str, Any]:
     return trial(seed)
 
 
+def _corruption(seed: int) -> dict[str, Any]:
+    from tools.campaign_corruption import trial
+
+    return trial(seed)
+
+
 CAMPAIGNS: dict[str, tuple[Trial, int]] = {
+    "corruption": (_corruption, 10_000),
     "seeds": (_seeds, 10_000),
     "joining_seeds": (_joining_seeds, 10_000),
     "etcd_log": (_etcd_log, 570),
@@ -98,6 +110,12 @@ def _masters(seed: int, trials: int) -> int:
     return campaign(seed, trials or TRIALS, machine())
 
 
+def _saves(seed: int, trials: int) -> int:
+    from tools.campaign_saves import TRIALS, campaign
+
+    return campaign(seed, trials or TRIALS, machine())
+
+
 def _chaos(seed: int, trials: int) -> int:
     from tools.campaign_chaos import TRIALS, campaign
 
@@ -111,7 +129,7 @@ def _planted(seed: int, trials: int) -> int:
 
 
 WHOLE: dict[str, Callable[[int, int], int]] = {
-    "chaos": _chaos, "hangs": _hangs, "kills": _kills, "masters": _masters, "planted": _planted,
+    "chaos": _chaos, "hangs": _hangs, "kills": _kills, "masters": _masters, "planted": _planted, "saves": _saves,
 }  # fmt: skip
 """Campaigns that save themselves."""
 

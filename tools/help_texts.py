@@ -11,12 +11,16 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
 VERBS = (
     *("status", "events", "explain", "report"),
     *("scale", "drain", "stop", "suspend", "resume"),
-    *("master", "diagnose", "signatures", "doctor", "simulate", "conformance"),
+    *("master", "ckpt", "diagnose", "signatures", "doctor", "simulate", "conformance"),
 )
 COMMANDS = (
     ("dlrover-run", "dlrover_adapters.cli.run", ()),
     ("dlrover", "dlrover_adapters.cli.main", ()),
     *((f"dlrover {verb}", "dlrover_adapters.cli.main", (verb,)) for verb in VERBS),
+    *(
+        (f"dlrover ckpt {verb}", "dlrover_adapters.cli.main", ("ckpt", verb))
+        for verb in ("ls", "verify", "export", "rm")
+    ),
 )
 INTRODUCTION = (
     "# Commands\n\nGenerated from `--help` by `python -m tools.help_texts`; a test fails when this page is stale.\n"

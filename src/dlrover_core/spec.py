@@ -18,6 +18,7 @@ from dlrover_core.errors import SpecError
 _NAME = re.compile(r"[a-z0-9]([a-z0-9_.]*[a-z0-9])?(-[a-z0-9_.]+)*")
 NAME_BYTES_MAX = 63
 NODES_MAX = 16_384
+ON_JOIN = ("restart", "planned", "never")
 
 
 def us(seconds: float) -> int:
@@ -66,13 +67,27 @@ class JobSpec:
     groups: tuple[GroupSpec, ...] = (GroupSpec(),)
     max_restarts: int = field(default=3, metadata={"doc": "restarts of the processes, whole job, whatever rank failed"})
     on_join: str = field(
-        default="restart", metadata={"doc": "what a late node does to a running smaller world: restart or never"}
+        default="restart",
+        metadata={
+            "doc": "what a late node does to a running smaller world: restart (at a step boundary where ranks can agree on one), "
+            "planned (only there), never"
+        },
     )
     joining: bool = field(
         default=False, metadata={"doc": "nodes come by themselves, one agent per host, instead of being launched"}
     )
     last_call_s: float = field(default=30.0, metadata={"doc": "wait for missing nodes once MIN are there"})
     grow_window_s: float = field(default=60.0, metadata={"doc": "late nodes are taken into a running world together"})
+    plan_s: float = field(
+        default=300.0,
+        metadata={
+            "doc": "a planned change has this long to come to a step boundary: then a drain is forced; 0: no plans"
+        },
+    )
+    boundary_s: float = field(
+        default=60.0,
+        metadata={"doc": "ranks wait this long at the boundary of a planned change for those of other nodes"},
+    )
     launch_s: float = field(default=900.0, metadata={"doc": "a node that has not joined by then is replaced"})
     silence_s: float = field(default=15.0, metadata={"doc": "an agent silent for this long is suspect"})
     unreachable_s: float = field(
@@ -164,8 +179,8 @@ class JobSpec:
             raise SpecError("groups", "need at least one group, each with its own name")
         if self.max_restarts < 0:
             raise SpecError("max-restarts", f"cannot be negative, got {self.max_restarts}")
-        if self.on_join not in ("restart", "never"):
-            raise SpecError("on-join", f"'restart' or 'never', got {self.on_join!r}")
+        if self.on_join not in ON_JOIN:
+            raise SpecError("on-join", f"'restart', 'planned' or 'never', got {self.on_join!r}")
         if self.hang_action not in ("restart", "report"):
             raise SpecError("hang-action", f"'restart' or 'report', got {self.hang_action!r}")
         if self.precheck not in ("off", "basic", "full"):

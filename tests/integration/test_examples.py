@@ -68,6 +68,20 @@ def test_ddp_digits_learns_the_same_under_both_launchers(tmp_path: Path) -> None
     ]
 
 
+def test_flash_checkpoint_loses_almost_nothing(tmp_path: Path) -> None:
+    """A worker that kills itself costs at most two saves' steps: memory is restored; every step made twice has one loss."""
+    words = [str(TORCH / "flash_checkpoint.py"), "--checkpoint", "ckpts", "--steps", "80", "--die-at", "51"]
+    said = succeeds(tmp_path, "--nproc-per-node", "2", *words, "--curve", "curve", job="flash")
+    found = re.search(
+        r"^begins anew\nbegins after step (\d+), restored from memory\naccuracy .* after 80 steps$", said, re.MULTILINE
+    )
+    assert found is not None, said
+    assert 46 <= int(found[1]) <= 50
+    curve = [line.split() for line in (tmp_path / "curve").read_text().splitlines()]
+    assert {int(step) for step, _ in curve} == set(range(1, 81))
+    assert len({tuple(one) for one in curve}) == 80
+
+
 def losses(said: str) -> dict[int, float]:
     """The loss of each step."""
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss ([0-9.]+)$", said, re.MULTILINE)}

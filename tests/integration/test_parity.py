@@ -28,6 +28,7 @@ DIFFERS = {
     "DLROVER_AGENT_SOCKET": "where the step signal goes",
     "DLROVER_LOCAL_NODE": "marks what belongs to a node of this host",
     "DLROVER_RUN_MARK": "marks what belongs to this run, so that nothing is left behind",
+    "GLIBC_TUNABLES": "copies of 16 MiB and more, as those of checkpoints, go past the caches",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "is_available() must not initialise CUDA in the process that workers are forked from",
     "TORCH_FR_BUFFER_SIZE": "torch's flight recorder, by which a hang is explained",
     "TORCHINDUCTOR_CACHE_DIR": "torch sets it, to its own default, as soon as torch._dynamo is imported: earlier here",

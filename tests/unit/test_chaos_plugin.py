@@ -439,7 +439,9 @@ def test_inert(inner: pytest.Pytester) -> None:
             assert "msgpack" not in sys.modules and "asyncio" not in sys.modules
         """
     )
-    result = inner.runpytest_subprocess(*PLUGIN, "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:logging")
+    result = inner.runpytest_subprocess(
+        *PLUGIN, "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:logging", "-p", "no:anyio"
+    )
     result.assert_outcomes(passed=1)
     result.stdout.no_fnmatch_line("*chaos: *")
 

@@ -19,6 +19,7 @@ from dlrover_adapters.cli import doctor, doctor_evidence, doctor_state
 from dlrover_adapters.cli import doctor_machine as machine
 from dlrover_adapters.cli import doctor_network as network
 from dlrover_adapters.cli.doctor_check import Check, Finding, Result, Verdict, examine, fail, ok, size, warn
+from dlrover_adapters.cli.doctor_checkpoints import checkpoint_memory
 from dlrover_adapters.cli.main import main
 from dlrover_core.errors import SpecError
 
@@ -283,6 +284,26 @@ def test_shared_memory(tmp_path: Path, total: int, free: int, verdict: str, word
     """Docker's 64 MiB fail, a small /dev/shm and a full one are told apart."""
     said(machine.shared_memory(8, tmp_path, (total, free)), verdict, words)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("available", "verdict", "words"),
+    [(GIB, "WARN", "states of ranks may take 768 MiB"), (64 * GIB, "OK", "by the host's available memory")],
+)
+def test_memory_for_checkpoints(tmp_path: Path, available: int, verdict: str, words: str) -> None:
+    """What states may take here, by which limit."""
+    root = tree(tmp_path, {"proc/meminfo": f"MemAvailable: {available // 1024} kB", "proc/self/cgroup": ""})
+    said(checkpoint_memory(root), verdict, words)
+
+
+def test_no_memory_for_checkpoints(tmp_path: Path) -> None:
+    """A container that forbids anonymous files, and one whose /proc is not there."""
+
+    def forbidden(_name: str, _flags: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    said(checkpoint_memory(tmp_path, forbidden), "FAIL", "memfd_create: Operation not permitted", "seccomp")
+    said(checkpoint_memory(tmp_path), "WARN", "is not known", "is /proc mounted?")
 
 
 def test_no_shared_memory(tmp_path: Path) -> None:

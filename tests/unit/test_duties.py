@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from test_agent import NODE, WAIT, Stage, run_order
 
+from dlrover_core.job.checkpoints import OfferReplica
 from dlrover_core.job.evidence import ReportEvidence
 from dlrover_core.job.state import Order
+from dlrover_core.job.world import ReportFinished, WithdrawStore
 from dlrover_core.runtime import messages
-from dlrover_core.runtime.duties import Desk
+from dlrover_core.runtime.duties import REST_S, Desk
 from dlrover_core.runtime.launcher import Notice, WorkerExit
 from dlrover_core.testing import virtual_loop
 
@@ -86,6 +89,96 @@ def test_older_masters_are_spared(version: int, reaches: bool) -> None:
         desk.send(SEEN)
         await asyncio.sleep(5)
         assert stage.commands(ReportEvidence) == ([SEEN] if reaches else [])
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    virtual_loop.run(story())
+
+
+def at_work(story: Any, version: int = messages.VERSION) -> None:
+    """Tell a story to an agent whose workers run, and to its duty."""
+
+    async def told() -> None:
+        watch = Watch()
+        stage = Stage(duties=[watch])
+        stage.version = version
+        await stage.listener.serve(stage.accept, dict)
+        running = virtual_loop.spawn("agent", stage.agent.run())
+        desk = await watch.began
+        connection, _ = await stage.greet()
+        await stage.order(connection, run_order(1))
+        await asyncio.sleep(1)
+        await story(stage, desk, connection)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    virtual_loop.run(told())
+
+
+def test_workers_have_finished_once_nothing_is_under_way() -> None:
+    """Workers that ended well are said to have finished when no duty has anything on its way any more, and not before."""
+
+    async def story(stage: Stage, desk: Desk, _: Any) -> None:
+        desk.at_rest.clear()
+        stage.launcher.kill(0, code=0)
+        await asyncio.sleep(100)
+        assert stage.commands(ReportFinished) == []
+        desk.at_rest.set()
+        await asyncio.sleep(1)
+        assert [one.generation for one in stage.commands(ReportFinished)] == [1]  # type: ignore[attr-defined]
+
+    at_work(story)
+
+
+def test_workers_have_finished_though_something_never_ends() -> None:
+    """A storage that fails for good does not keep a job from ending."""
+
+    async def story(stage: Stage, desk: Desk, _: Any) -> None:
+        desk.at_rest.clear()
+        stage.launcher.kill(0, code=0)
+        await asyncio.sleep(REST_S - 1)
+        assert stage.commands(ReportFinished) == []
+        await asyncio.sleep(2)
+        assert len(stage.commands(ReportFinished)) == 1
+
+    at_work(story)
+
+
+def test_who_is_needed_again_has_not_finished() -> None:
+    """Where another generation is ordered meanwhile, nothing is said of the one before."""
+
+    async def story(stage: Stage, desk: Desk, connection: Any) -> None:
+        desk.at_rest.clear()
+        stage.launcher.kill(0, code=0)
+        await asyncio.sleep(1)
+        await stage.order(connection, run_order(2))
+        await asyncio.sleep(5)
+        desk.at_rest.set()
+        await asyncio.sleep(5)
+        assert stage.commands(ReportFinished) == []
+        assert desk.generation == 2
+
+    at_work(story)
+
+
+def test_what_was_queued_before_an_older_master_came() -> None:
+    """What a duty said before it was known how old its master is leaves no gap in the numbers, and nothing unreadable."""
+
+    async def story() -> None:
+        watch = Watch()
+        stage = Stage(duties=[watch])
+        stage.version = messages.DUTIES_VERSION - 1
+        await stage.listener.serve(stage.accept, dict)
+        running = virtual_loop.spawn("agent", stage.agent.run())
+        desk = await watch.began
+        desk.send(SEEN)
+        desk.send(OfferReplica(NODE, "h:1"))
+        await stage.greet()
+        await asyncio.sleep(1)
+        assert stage.commands(ReportEvidence) == stage.commands(OfferReplica) == []
+        assert stage.commands(WithdrawStore) == [WithdrawStore(NODE, "")] * 2
+        numbers = [number for number, _ in stage.got]
+        assert numbers == list(range(1, len(numbers) + 1))
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 

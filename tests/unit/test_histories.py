@@ -20,7 +20,7 @@ import pytest
 from drive import Drive
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import job, nodes, scaling, silence, world
+from dlrover_core.job import checkpoints, job, nodes, scaling, silence, world
 from dlrover_core.job.state import CODEC, MODEL, JobState, fold
 from dlrover_core.kernel.state import digest, pack, unpack
 
@@ -98,8 +98,41 @@ def asked_by_people() -> Drive:
     return drive
 
 
+def saved_and_restored() -> Drive:
+    """A job saves; storage fails for a while; a worker dies and memory goes to storage; a node dies, its peer's copy serves."""
+    drive = Drive(numbered=True, nodes_max=2, nproc=1).up()
+    for node in ("worker-0-0", "worker-1-0"):
+        drive.say(checkpoints.OfferReplica(node, f"{node}:9"))
+    keeping = checkpoints.ReportKeeping("worker-0-0", 1, "file:///ckpts", 2, 10, 3, True, 1 << 30, 2)
+    drive.say(keeping)
+    drive.say(checkpoints.ReportRestored("worker-0-0", 1, 0, checkpoints.NOTHING, 900))
+    drive.do(checkpoints.CommitCheckpoint("worker", 1, 10, 2, 1 << 30, 700_000))
+    drive.wait(60)
+    drive.say(checkpoints.ReportStorage("worker-1-0", "file:///ckpts", "OSError: [Errno 28] No space left on device"))
+    drive.exit("worker-1-0", 1, -9, step=27)
+    drive.say(checkpoints.ReportHeld("worker-0-0", 1, (24, 26)))
+    drive.say(checkpoints.ReportHeld("worker-1-0", 1, (24, 26)))
+    drive.take_over()
+    drive.say(keeping._replace(generation=2))
+    drive.say(checkpoints.ReportRestored("worker-0-0", 2, 26, checkpoints.MEMORY, 80_000))
+    drive.run(27)
+    drive.say(checkpoints.ReportStorage("worker-1-0", "file:///ckpts"))
+    drive.do(checkpoints.CommitCheckpoint("worker", 1, 26, 2, 1 << 30, 800_000))
+    drive.wait(60)
+    drive.observe("worker-1-0", "failed", -9, "preempted")
+    drive.say(checkpoints.ReportHeld("worker-0-0", 2, (38, 40), 0, ((1, 40),)))
+    drive.observe("worker-1-0", "gone")
+    drive.observe("worker-1-1", "running", host="h9")
+    drive.join("worker-1-1", "h9")
+    drive.say(keeping._replace(generation=3))
+    fell = ((checkpoints.MEMORY, "a block of worker-0-0 is not what was saved"),)
+    drive.say(checkpoints.ReportRestored("worker-0-0", 3, 40, checkpoints.PEER, 300_000, fell))
+    return drive.run(41)
+
+
 STORIES: dict[str, Callable[[], Drive]] = {
-    one.__name__: one for one in (worker_death, node_death, failed_job_with_take_over, asked_by_people)
+    one.__name__: one
+    for one in (worker_death, node_death, failed_job_with_take_over, asked_by_people, saved_and_restored)
 }
 
 
@@ -198,3 +231,16 @@ def test_the_story_of_what_people_asked(hashes: dict[str, Any]) -> None:
         "worker-0-0": "",
         "worker-1-1": "scaled down",
     }
+
+
+def test_the_story_of_what_was_saved(hashes: dict[str, Any]) -> None:
+    """Committed is what was due, then what memory held as a worker died; the copy of a dead node's part is being written."""
+    state = _recorded("saved_and_restored")
+    kept = state.checkpoints.of("worker")
+    assert kept.committed == [(1, 10), (1, 26)]
+    assert kept.order is not None
+    assert (kept.order.generation, kept.order.step, kept.order.writers) == (2, 40, {"worker-0-0": (0, 1)})
+    assert (state.checkpoints.failing, state.checkpoints.failures) == ({}, 2)
+    assert list(state.checkpoints.replicas) == ["worker-0-0"]
+    assert (state.world.worlds["worker"].generation, state.world.worlds["worker"].resume_step) == (3, 40)
+    assert kept.restored == ["worker-0-0"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover_adapters.agent.config import LaunchConfig, Mode, Streams, birth_environment, parse_streams
+from dlrover_adapters.agent.config import NON_TEMPORAL, LaunchConfig, Mode, Streams, birth_environment, parse_streams
 from dlrover_core.errors import SpecError
 
 NONE, OUT, ERR, ALL = Streams.NONE, Streams.OUT, Streams.ERR, Streams.ALL
@@ -65,6 +65,20 @@ def test_omp_num_threads_is_torchruns(nproc: int, inherited: dict[str, str], thr
     """Several workers on a node have one OpenMP thread each, unless the user says how many."""
     env = birth_environment(LaunchConfig(("train.py",), nproc=nproc), inherited)
     assert env.get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize(
+    ("inherited", "told"),
+    [
+        ("", f"{NON_TEMPORAL}=0x1000000"),
+        ("glibc.malloc.check=1", f"glibc.malloc.check=1:{NON_TEMPORAL}=0x1000000"),
+        (f"{NON_TEMPORAL}=0x4040", f"{NON_TEMPORAL}=0x4040"),
+    ],
+)
+def test_only_large_copies_go_past_the_caches(inherited: str, told: str) -> None:
+    """From 16 MiB on, which no core's cache holds: whoever copies less reads it next. What the user says stands."""
+    env = birth_environment(LaunchConfig(("train.py",)), {"GLIBC_TUNABLES": inherited})
+    assert env["GLIBC_TUNABLES"] == told
 
 
 def test_workers_are_born_without_our_secrets() -> None:

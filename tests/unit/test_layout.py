@@ -10,7 +10,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
 MODULES = sorted(SRC.rglob("*.py"))
-PURE = sorted(path for name in ("kernel", "job", "diagnosis") for path in (SRC / "dlrover_core" / name).rglob("*.py"))
+PURE = sorted(
+    path
+    for name in ("kernel", "job", "diagnosis", "checkpoint")
+    for path in (SRC / "dlrover_core" / name).rglob("*.py")
+)
 FUNCTION_LINES_MAX = 70
 MODULE_LINES_MAX = 600
 
@@ -67,7 +71,7 @@ def test_sizes(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PURE, ids=_name)
 def test_purity(path: Path) -> None:
-    """Kernel, job and diagnosis have no clock, no randomness, no environment and no I/O: the same seed, the same history."""
+    """Kernel, job, diagnosis, checkpoint: no clock, no randomness, no environment, no I/O: the same seed, the same history."""
     assert _impurities(ast.parse(path.read_text())) == []
 
 

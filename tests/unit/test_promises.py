@@ -13,7 +13,7 @@ import pytest
 from drive import Drive
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import failures, hosts, job, nodes, progress, scaling, silence, world
+from dlrover_core.job import checkpoints, failures, hosts, job, nodes, planning, progress, scaling, silence, world
 from dlrover_core.job.state import CODEC, MODEL, JobState
 from dlrover_core.kernel.engine import STRANGERS_MAX, CommandFailed, CommandRefused, Sender
 from dlrover_core.kernel.events import Event, Origin, Record
@@ -104,6 +104,22 @@ def restarted() -> Drive:
     return blank(drive.run(61))
 
 
+def salvaged() -> Drive:
+    """A job saves; a worker died, what all held was ordered to be written; the next generation was restored."""
+    drive = Drive(numbered=True).up()
+    keeping = checkpoints.ReportKeeping("worker-0-0", 1, "file:///c", 1, 10, 3, False, 4096, 0)
+    drive.say(keeping)
+    drive.do(checkpoints.CommitCheckpoint("worker", 1, 10, 2, 1, 1))
+    drive.do(checkpoints.CommitCheckpoint("worker", 1, 20, 2, 1, 1))
+    drive.exit("worker-1-0", 3, step=25)
+    for node in ("worker-0-0", "worker-1-0"):
+        drive.say(checkpoints.ReportHeld(node, 1, (24, 25)))
+    drive.say(keeping._replace(generation=2))
+    drive.say(checkpoints.ReportRestored("worker-0-0", 2, 25, "memory", 1))
+    drive.say(checkpoints.ReportStorage("worker-0-0", "file:///c", "no space"))
+    return blank(drive.run(26))
+
+
 def relaunched() -> Drive:
     """A node died twice and has its third incarnation."""
     drive = Drive(numbered=True).up()
@@ -180,7 +196,26 @@ def departed() -> Drive:
     return blank(drive)
 
 
-STORIES = (running, restarted, relaunched, waiting, silent, hasty, hasty_without_a_step, over, departed)
+def leaving() -> Drive:
+    """A node of a job that saves with us is to leave; its successor is not there yet."""
+    drive = Drive(nodes_min=2, nproc=1).up()
+    drive.do(checkpoints.ReportKeeping("worker-0-0", 1, "memory:x", 1, 10, 3, True, 1))
+    drive.do(scaling.DrainNode("worker-1-0", "maintenance"))
+    return blank(drive)
+
+
+def left() -> Drive:
+    """It has left at a boundary, and its successor trains."""
+    drive = leaving()
+    drive.join("worker-1-1")
+    for node in ("worker-0-0", "worker-1-0"):
+        drive.do(checkpoints.ReportArmed(node, 1))
+    for node in ("worker-0-0", "worker-1-0"):
+        drive.do(checkpoints.ReportHeld(node, 1, (40,), 1))
+    return blank(drive.run(41))
+
+
+STORIES = (leaving, left, running, restarted, relaunched, waiting, silent, hasty, hasty_without_a_step, over, departed)
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
@@ -313,9 +348,30 @@ CASES = {
     "one node relaunched twice": Case("budgets", relaunched, change(failures.ActionChosen, node="worker-1-0")),
     "given up too early": Case("budgets", restarted, change(failures.ActionChosen, **GIVE_UP)),
     "no pause": Case("pauses", hasty_without_a_step, show(FORMED)),
+    "a plan's number left out": Case("plans", leaving, change(planning.WorldPlanned, plan=7)),
+    "a plan for who is no member": Case("plans", leaving, change(planning.WorldPlanned, leaving=("worker-9-0",))),
+    "a boundary before all are armed": Case("plans", left, change(planning.BoundaryAsked, 0, go=True)),
+    "another step than the boundary's": Case("plans", left, form(resume_step=39)),
+    "a plan nobody made is dropped": Case("plans", running, show(planning.WorldPlanDropped("worker", 1, "x"))),
+    "left too late": Case("plans", leaving, misplace(-1, at=10**11)),
     "planned after the end": Case("absorbing", over, show(nodes.NodePlanned("worker-9-0", "worker", 9, 0))),
     "suspended after the end": Case("absorbing", over, show(job.JobSuspended("late"))),
     "ended twice": Case("absorbing", over, show(job.JobFailed("x", 1, "y"))),
+    "it says twice that it saves": Case("checkpoints", salvaged, change(checkpoints.KeepingStarted, generation=1)),
+    "an older step is committed": Case("checkpoints", salvaged, change(checkpoints.CheckpointCommitted, step=5)),
+    "committed of who does not save": Case(
+        "checkpoints", salvaged, change(checkpoints.CheckpointCommitted, generation=7)
+    ),
+    "a checkpoint without parts": Case("checkpoints", salvaged, change(checkpoints.CheckpointCommitted, parts=0)),
+    "ordered what nobody holds": Case("checkpoints", salvaged, change(checkpoints.SaveOrdered, step=26)),
+    "ordered what only some hold": Case("checkpoints", salvaged, change(checkpoints.StepsHeld, steps=(24,))),
+    "ordered what is on storage": Case("checkpoints", salvaged, change(checkpoints.SaveOrdered, step=20)),
+    "told twice what is held": Case("checkpoints", salvaged, change(checkpoints.StepsHeld, node="worker-0-0")),
+    "a stranger holds something": Case("checkpoints", salvaged, change(checkpoints.StepsHeld, node="worker-7-0")),
+    "restored twice": Case("checkpoints", salvaged, show(checkpoints.Restored("worker-0-0", 2, 25, "memory", 1))),
+    "restored in the past": Case("checkpoints", salvaged, change(checkpoints.Restored, generation=1)),
+    "storage fails twice": Case("checkpoints", salvaged, show(checkpoints.StorageFailed("worker-0-0", "c", "x"))),
+    "storage is back that was there": Case("checkpoints", salvaged, show(checkpoints.StorageBack("worker-1-0", "c"))),
     "a tail without end": Case("bounded", restarted, change(failures.WorkerExited, tail=BIG)),
     "evidence without end": Case("bounded", restarted, change(failures.Diagnosed, evidence=tuple(range(99)))),
 }

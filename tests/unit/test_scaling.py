@@ -8,7 +8,7 @@ import pytest
 from drive import Drive
 
 from dlrover_core.job import failures, job, nodes, scaling, silence, world
-from dlrover_core.job.state import MODEL, Order, deletion_grace_s, desired
+from dlrover_core.job.state import CLOSING_S, MODEL, Order, deletion_grace_s, desired
 from dlrover_core.kernel.engine import Accepted, NotDone, Reply
 
 GRACE_US = 7_000_000
@@ -150,7 +150,7 @@ def test_shrinking_goes_on_at_once_with_those_who_stay() -> None:
     assert (told["worker-0-0"].generation, told["worker-0-0"].grace_us) == (2, GRACE_US)
     for node in ("worker-2-0", "worker-3-0"):
         assert (told[node].leave, told[node].grace_us, told[node].outcome) == (True, GRACE_US, "scaled down")
-        assert deletion_grace_s(drive.state, f"j-{node}") > 7.0
+        assert deletion_grace_s(drive.state, f"j-{node}") >= 7.0 + CLOSING_S
         goes(drive, node)
     assert drive.members == ["worker-0-0", "worker-1-0"]
     assert (drive.state.failures.number, drive.state.failures.relaunches) == (0, {})
@@ -475,6 +475,8 @@ def test_stopped_while_suspended() -> None:
     for node in ("worker-0-0", "worker-1-0"):
         drive.do(nodes.ReportLeft(node))
     assert drive.state.job.state == "stopped"
+    # It has gone by itself: it lets go of gigabytes, and nobody is to kill it over that.
+    assert deletion_grace_s(drive.state, f"j-{node}") >= CLOSING_S
 
 
 def test_who_had_finished_is_needed_again_after_a_pause() -> None:

@@ -12,6 +12,7 @@ from dlrover_core.errors import ConnectionLost
 from dlrover_core.job import nodes
 from dlrover_core.job.state import Order
 from dlrover_core.runtime import messages, pipeline, sessions
+from dlrover_core.runtime.keeping import KeptBeat
 from dlrover_core.runtime.messages import Again, Answer, Beat, Goodbye, Hello, Level, Message, Numbered, Welcome
 from dlrover_core.runtime.sessions import Session
 from dlrover_core.spec import GroupSpec, JobSpec
@@ -190,6 +191,21 @@ def test_gap_is_asked_for() -> None:
         heard = [await hear(connection) for _ in range(3)]
         assert heard[-1] == Again(last + 1)
         await connection.close()
+
+    tell(story)
+
+
+def test_a_beat_of_a_generation_that_never_was() -> None:
+    """What it says is kept of it is nonsense, and does not hide what there is."""
+
+    async def story(cluster: Cluster) -> None:
+        said = Beat(1, 5, 0, kept=KeptBeat(2**40, True, held=(8,)).told())
+        boot = cluster.agents["worker-0-0"]._boot
+        for beat in (said, said._replace(kept=KeptBeat(1, True, held=(4,)).told())):
+            connection = await dial(cluster, HELLO._replace(boot=boot), beat)
+            await asyncio.sleep(0.01)
+            await connection.close()
+        assert cluster.leader.sessions.keeping.holds("worker-0-0") == (1, (4,))
 
     tell(story)
 

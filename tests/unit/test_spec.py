@@ -91,7 +91,7 @@ def test_bad_durations(name: str, value: object) -> None:
 
 def test_spec_errors_are_of_our_tree() -> None:
     """A SpecError is a CoreError and a ValueError, and its message begins with the setting."""
-    with pytest.raises(CoreError, match=r"^on-join: 'restart' or 'never', got 'x'$"):
+    with pytest.raises(CoreError, match=r"^on-join: 'restart', 'planned' or 'never', got 'x'$"):
         JobSpec("a", on_join="x")
     assert issubclass(SpecError, ValueError)
 

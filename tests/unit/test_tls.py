@@ -118,7 +118,8 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read() == ("", "", "")
     assert read("--tls-cert", "master.pem", "--tls-key", "master.pem", "--tls-ca", "ca.pem") == (MASTER, MASTER, CA)
     assert read("--tls-ca", "ca.pem") == ("", "", CA)
-    assert read("--tls-ca", "ca.pem", "--tls-cert", "missing", shows=False) == ("", "", CA)
+    assert read("--tls-ca", "ca.pem", shows=False) == ("", "", CA)
+    assert read("--tls-ca", "ca.pem", "--tls-cert", "elsewhere.pem", shows=False) == (ELSEWHERE, "", CA)
     assert read("--tls-cert", "elsewhere.pem", dials=False) == (ELSEWHERE, "", "")
     for line, dials, words in (
         (("--tls-cert", "master.pem"), True, "tls-ca: missing: this host's agent"),
@@ -129,15 +130,22 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(SpecError, match=words):
             read(*line, dials=dials)
+    for line, words in (
+        (("--tls-ca", "ca.pem", "--tls-key", "master.pem"), "tls-cert: missing: this host's saver needs"),
+        (("--tls-ca", "ca.pem", "--tls-cert", "missing"), "tls-cert: .*missing cannot be read"),
+        (("--tls-cert", "master.pem"), "tls-ca: missing: this host's agent"),
+    ):
+        with pytest.raises(SpecError, match=words):
+            read(*line, shows=False)
 
 
 def test_where_they_do_nothing() -> None:
-    """On one host nothing leaves it; with --master the masters are elsewhere. Both are said, and files are not looked for."""
+    """On one host nothing leaves it: that is said, and files are not looked for. With --master savers show them."""
     given = ("--tls-cert", "a", "--tls-key", "b", "--tls-ca", "c")
     alone = cli_options.notes(cli_options.parse([*given, "train.py"]))
     assert alone == dict.fromkeys(("--tls-cert", "--tls-key", "--tls-ca"), "several hosts only")
     following = cli_options.notes(cli_options.parse(["--master", "h", *given, "train.py"]))
-    assert sorted(following) == ["--tls-cert", "--tls-key"]
+    assert following == {}
 
 
 def test_they_are_told() -> None:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
 import pytest
+from samples import of
 from structlog.testing import capture_logs
 
 from dlrover_core.errors import ConnectionLost
-from dlrover_core.job import failures, nodes, scaling
-from dlrover_core.job.state import Order
+from dlrover_core.job import checkpoints, failures, health, nodes, scaling
+from dlrover_core.job.state import NodeLaunch, Order
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.agent import Agent
+from dlrover_core.runtime.duties import Duty
 from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.transport import Connection
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.cluster import ADDRESS, Cluster
+from dlrover_core.testing.invariants import check
 from dlrover_core.testing.network import MemoryConnection, Network
+from dlrover_core.testing.saving import Knobs, SaveDuty, Saving
 from dlrover_core.testing.training import MemoryLauncher, Training
 
 # Recorded with version 1, byte for byte: an agent's whole life as worker-0-0, boot 5, and what a master said to one.
@@ -155,7 +160,7 @@ def test_foreign_versions_are_refused(version: int) -> None:
 class Stage:
     """A master of version 1 that says what was recorded, and one agent of ours."""
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, duties: Sequence[Duty] = ()) -> None:
         self.network = Network()
         self.connections: asyncio.Queue[Connection] = asyncio.Queue()
         self.listener = self.network.listener("m")
@@ -168,6 +173,7 @@ class Stage:
             host="h",
             address="h",
             seat="" if node else "0",
+            duties=duties,
         )
 
     async def run(self) -> asyncio.Task[str]:
@@ -239,7 +245,9 @@ def test_older_master_cannot_read_a_standby() -> None:
 
 
 # How many fields version 2 had of what has grown since; beside these and the kinds of version 1 nothing has grown.
-GROWN_SINCE_2 = {Order: 16, messages.Beat: 3, failures.ReportExit: 9}
+GROWN_SINCE_2 = {Order: 16, messages.Beat: 3, messages.BeatSeen: 1, failures.ReportExit: 9}
+# And version 3.
+GROWN_SINCE_3 = {Order: 26, messages.Beat: 9, messages.BeatSeen: 1}
 
 
 def test_widths_are_those_of_version_1() -> None:
@@ -260,3 +268,75 @@ def test_widths_are_those_of_version_2() -> None:
         assert len(cls._fields) > width
     assert sorted(messages.COMMANDS) == list(range(1, len(messages.COMMANDS) + 1))
     assert messages.COMMANDS[13] is scaling.LeaveNode, "the last of version 2"
+
+
+def test_widths_are_those_of_version_3() -> None:
+    """So it is for version 3; what is said of checkpoints is of version 4."""
+    assert dict(messages._WIDTHS[3]) == GROWN_SINCE_3
+    assert messages.COMMANDS[16] is health.ReportCheck, "the last of version 3"
+    for cls, width in GROWN_SINCE_3.items():
+        assert len(cls._fields) > width
+    for kind, cls in messages.COMMANDS.items():
+        since = messages.known_since(of(cls))
+        assert kind < 14 or since == (messages.DUTIES_VERSION if kind < 17 else messages.KEEPING_VERSION)
+
+
+def test_older_peers_are_told_nothing_of_checkpoints() -> None:
+    """A beat, its answer and an order for version 3 have the fields of then; versions 4 hear all of it."""
+    for cls, width in GROWN_SINCE_3.items():
+        message = of(cls)
+        assert messages.fields_for(message, 3) == tuple(message)[:width]
+        assert messages.fields_for(message, 4) == message
+
+
+@pytest.mark.parametrize("versions", [(1, 1), (2, 2), (3, 3), (4, 3), (3, 4)])
+def test_a_job_that_saves_with_older_agents(versions: tuple[int, int]) -> None:
+    """Agents of before checkpoints are served as ever: the job is restarted and succeeds; nothing is committed without all."""
+    saving = Saving(Knobs(every=2, store_every=10, spread=0))
+
+    async def story() -> list[Any]:
+        spec = JobSpec("j", (GroupSpec(nodes_min=2, nodes_max=2),))
+        async with Cluster(spec, training=Training(60, saving=saving)) as cluster:
+            made = cluster.agent
+
+            def of_its_version(node: NodeLaunch, host: str) -> Agent:
+                cluster.agent_version = versions[node.index]
+                return made(node, host)
+
+            cluster.agent = of_its_version  # type: ignore[method-assign]
+            await cluster.until(lambda: cluster.training.done >= 25)
+            cluster.kill_worker(1)
+            assert (await cluster.outcome()).state == "succeeded"
+            await check(cluster)
+            return [record.event for record in await cluster.records()]
+
+    events = virtual_loop.run(story())
+    assert not any(isinstance(one, (checkpoints.CheckpointCommitted, checkpoints.SaveOrdered)) for one in events)
+    assert not any(isinstance(one, checkpoints.Restored) for one in events) or 4 in versions
+    assert saving.restores[-1].generation == 2
+
+
+def test_an_agent_that_saves_at_an_older_master() -> None:
+    """A master of version 3 can read all that our agent says: what was queued before it was known how old it is, too."""
+
+    async def story() -> None:
+        stage = Stage("worker-0-0", [SaveDuty(Saving(Knobs(replicas=True)))])
+        running = await stage.run()
+        connection = await stage.connections.get()
+        await connection.receive()
+        welcome = messages.decode(frame("welcome"))
+        assert isinstance(welcome, messages.Welcome)
+        await connection.send(messages.encode(welcome._replace(version=3), 3))
+        beats = 0
+        while beats < 3:
+            kind, fields = msgpack.unpackb(await connection.receive())
+            beats += kind == 8
+            assert kind != 8 or len(fields) <= GROWN_SINCE_3[messages.Beat]
+            assert kind != 4 or fields[1] < 17, "version 3 does not know this command"
+            if kind == 4:
+                await connection.send(messages.encode(messages.Answer(fields[0], 1), 3))
+            if kind == 8:
+                await connection.send(messages.encode(messages.BeatSeen(3, 7), 3))
+        running.cancel()
+
+    virtual_loop.run(story())

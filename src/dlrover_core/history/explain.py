@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from dlrover_core.history.incidents import is_death
-from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job import checkpoints, failures, job, nodes, planning, progress, world
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.events import Event, Record
 
@@ -49,9 +49,12 @@ class _Links:
         self._released: dict[str, int] = {}
         self._formed: dict[tuple[str, int], int] = {}
         self._dissolved: dict[str, int] = {}
+        self._change: dict[str, int] = {}
         self._opened: dict[int, int] = {}
         self._judged: dict[int, int] = {}
         self._acted: dict[int, int] = {}
+        self._ordered: dict[tuple[str, int, int], int] = {}
+        self._failing: dict[str, int] = {}
         self._stopping = self._suspended = 0
 
     def add(self, record: Record) -> None:
@@ -74,10 +77,27 @@ class _Links:
             return (self._released.get(fact.node, 0),)
         if isinstance(fact, (progress.FirstStep, world.WorkersStarted)):
             return (self._formed.get((group_of(fact.node), fact.generation), 0),)
+        if isinstance(fact, checkpoints.Restored):
+            return (self._formed.get((group_of(fact.node), fact.generation), 0),)
+        if isinstance(fact, checkpoints.KeepingStarted):
+            return (self._formed.get((fact.group, fact.generation), 0),)
+        if isinstance(fact, checkpoints.StepsHeld):
+            group = group_of(fact.node)
+            return (self._dissolved.get(group) or self._formed.get((group, fact.generation + 1), 0),)
+        if isinstance(fact, checkpoints.CheckpointCommitted):
+            return (self._ordered.get((fact.group, fact.generation, fact.step), 0),)
+        if isinstance(fact, checkpoints.StorageBack):
+            return (self._failing.get(fact.node, 0),)
         if isinstance(fact, world.WorkersStopped):
             return (self._dissolved.get(group_of(fact.node), 0),)
         if isinstance(fact, world.WorldFormed):
             return (self._dissolved.get(fact.group, 0),)
+        if isinstance(fact, (planning.BoundaryAsked, planning.WorldPlanDropped)) or (
+            isinstance(fact, world.WorldDissolved) and fact.planned
+        ):
+            return (self._change.get(fact.group, 0),)
+        if isinstance(fact, (checkpoints.RanksArmed, checkpoints.StepsHeld)) and fact.plan:
+            return (self._change.get(group_of(fact.node), 0),)
         if isinstance(fact, job.JobStopped):
             return (self._stopping,)
         if isinstance(fact, job.JobResumed):
@@ -94,12 +114,21 @@ class _Links:
             self._dissolved.pop(fact.group, None)
         elif isinstance(fact, world.WorldDissolved):
             self._dissolved[fact.group] = seq
+            self._change.pop(fact.group, None)
+        elif isinstance(fact, planning.WorldPlanned):
+            self._change[fact.group] = seq
+        elif isinstance(fact, planning.WorldPlanDropped):
+            self._change.pop(fact.group, None)
         elif isinstance(fact, failures.IncidentOpened):
             self._opened[fact.incident] = seq
         elif isinstance(fact, failures.Diagnosed):
             self._judged[fact.incident] = seq
         elif isinstance(fact, failures.ActionChosen):
             self._acted[fact.incident] = seq
+        elif isinstance(fact, checkpoints.SaveOrdered):
+            self._ordered[fact.group, fact.generation, fact.step] = seq
+        elif isinstance(fact, checkpoints.StorageFailed):
+            self._failing[fact.node] = seq
         elif isinstance(fact, job.JobStopping):
             self._stopping = seq
         elif isinstance(fact, job.JobSuspended):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_core.diagnosis.classify import describe
-from dlrover_core.job import evidence, failures, job, nodes, progress, world
+from dlrover_core.job import checkpoints, evidence, failures, job, nodes, progress, world
 from dlrover_core.job.state import JobState
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.events import Record
@@ -56,7 +56,8 @@ class Story:
 
     ``steps_lost`` is what the engine counted from the dead workers' own words, or, where that is more, the distance from the
     highest step that anybody reported to the one that training resumed from: a dead node takes its count along. -1: unknown.
-    ``paused_us``: how long the job was suspended meanwhile, which is no time down.
+    ``paused_us``: how long the job was suspended meanwhile, which is no time down. ``restores``: from where its nodes went on, as
+    far as that was told: one speaks for all that simply found their own memory.
     """
 
     number: int
@@ -77,6 +78,7 @@ class Story:
     closed_at: int = 0
     steps_lost: int = -1
     paused_us: int = 0
+    restores: list[checkpoints.Restored] = field(default_factory=list)
 
     @property
     def group(self) -> str:
@@ -97,6 +99,11 @@ class Story:
     def action(self) -> str:
         """What was done last."""
         return self.measures[-1].action if self.measures else ""
+
+    @property
+    def restored(self) -> checkpoints.Restored | None:
+        """The slowest of its restores: what all waited for."""
+        return max(self.restores, key=lambda one: (checkpoints.TIERS.index(one.tier), one.took_us), default=None)
 
     @property
     def down_us(self) -> int | None:
@@ -159,9 +166,13 @@ class IncidentsBuilder:
         if isinstance(fact, world.WorldFormed):
             for story in self._broken_before(fact.group, fact.generation):
                 story.formed_at, story.formed_generation, story.started_at = at, fact.generation, 0
+                story.restores.clear()
         elif isinstance(fact, world.WorkersStarted):
             for story in self._broken_before(group_of(fact.node), fact.generation):
                 story.started_at = at  # of all nodes the last
+        elif isinstance(fact, checkpoints.Restored):
+            for story in self._broken_before(group_of(fact.node), fact.generation):
+                story.restores.append(fact)
         elif isinstance(fact, progress.FirstStep):
             self._stepped(fact, at)
 
@@ -182,8 +193,10 @@ class IncidentsBuilder:
     def _note_reach(self, fact: object) -> None:
         if isinstance(fact, (failures.WorkerExited, world.WorkersStopped, evidence.EvidenceSeen)):
             self._reached(group_of(fact.node), fact.generation, fact.step)
-        elif isinstance(fact, progress.Progressed):
+        elif isinstance(fact, (progress.Progressed, checkpoints.CheckpointCommitted)):
             self._reached(fact.group, fact.generation, fact.step)
+        elif isinstance(fact, checkpoints.StepsHeld) and fact.steps:
+            self._reached(group_of(fact.node), fact.generation, fact.steps[-1])
 
     def _reached(self, group: str, generation: int, step: int) -> None:
         known = self._reach.get(group)

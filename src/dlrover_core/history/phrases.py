@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -16,6 +16,7 @@ from dlrover_core.diagnosis import ladder
 from dlrover_core.history.plain import fields_of
 from dlrover_core.job import (
     budget,
+    checkpoints,
     evidence,
     failures,
     health,
@@ -23,6 +24,7 @@ from dlrover_core.job import (
     job,
     nodes,
     pace,
+    planning,
     progress,
     scaling,
     silence,
@@ -47,6 +49,7 @@ VERDICTS = {
 }
 CHECKED = {"unclear": "not told apart from its partners"}
 SHOWN_GROUPS_MAX = 16
+SHOWN_NODES_MAX = 8
 ACTIONS = {
     ladder.RESTART_PROCESSES: "restart the processes",
     ladder.RETRY: "restart the processes after a pause",
@@ -86,6 +89,16 @@ def duration(us: int) -> str:
     if seconds < 48 * 3600:
         return f"{seconds // 3600} h {seconds % 3600 // 60:02} min"
     return f"{seconds // 86400} d {seconds % 86400 // 3600:02} h"
+
+
+def size(bytes_: int) -> str:
+    """Bytes as a person says them: '512 B', '1.5 GiB'."""
+    amount, unit = float(bytes_), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if amount < 1000:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.3g} {unit}"
 
 
 def count(number: int, one: str) -> str:
@@ -189,7 +202,8 @@ def stamp(at: int) -> str:
 
 def _formed(fact: world.WorldFormed) -> str:
     members = from_ranges(fact.group, fact.members)
-    resume = f", resuming from step {fact.resume_step}" if fact.resume_step >= 0 else ""
+    where = {checkpoints.MEMORY: " in memory", checkpoints.STORAGE: " on storage"}.get(fact.resume_tier, "")
+    resume = f", resuming from step {fact.resume_step}{where} or a later one" if fact.resume_step >= 0 else ""
     why, size = fact.reason, members[-1].first_rank + members[-1].nproc
     return f"{fact.group} generation {fact.generation}: {count(len(members), 'node')}, {count(size, 'rank')}{resume} ({why})"
 
@@ -197,6 +211,20 @@ def _formed(fact: world.WorldFormed) -> str:
 def _dissolved(fact: world.WorldDissolved) -> str:
     how = "stops as planned" if fact.planned else "cannot go on"
     return f"{fact.group} generation {fact.generation} {how}: {fact.reason}"
+
+
+_LOOK = "ranks are to look for a step boundary"
+_GO = "all ranks look for its step boundary: it may be chosen"
+
+
+def _change(fact: planning.WorldPlanned) -> str:
+    said = [("to join", fact.joining), ("to leave", fact.leaving)]
+    who = "; ".join(f"{', '.join(names[:SHOWN_NODES_MAX])}{_more(names)} {verb}" for verb, names in said if names)
+    return f"planned change {fact.plan} of {fact.group}, until {stamp(fact.deadline)}: {who}"
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - SHOWN_NODES_MAX} more" if len(names) > SHOWN_NODES_MAX else ""
 
 
 def _closed(fact: failures.IncidentClosed) -> str:
@@ -236,6 +264,48 @@ def _check_end(fact: health.CheckJudged) -> str:
     passed = sum(many for _, many, _, _ in fact.passed)
     found = "; ".join(f"{node} is {CHECKED.get(kind, kind)}: {why}" for node, kind, why in fact.found)
     return f"node check {fact.number}: {count(passed, 'node')} passed{'; ' + found if found else ''}"
+
+
+TIERS = {
+    checkpoints.MEMORY: "its own memory",
+    checkpoints.PEER: "the memory of peers",
+    checkpoints.DISK: "the local disk",
+    checkpoints.STORAGE: "storage",
+}
+
+
+def tier(name: str) -> str:
+    """Where a state came from, in words."""
+    return TIERS.get(name, name)
+
+
+def _keeping(fact: checkpoints.KeepingStarted) -> str:
+    often = f"every {count(fact.every, 'step')} in memory ({size(fact.node_bytes)} on each node)"
+    stored = (
+        f"every {count(fact.store_every, 'step')} to {fact.url}" if fact.store_every else f"to {fact.url} when told"
+    )
+    agreed = "" if fact.planned else "; its ranks cannot agree on a step boundary"
+    return f"{fact.group} generation {fact.generation} saves {often}, {stored}{agreed}"
+
+
+def _committed(fact: checkpoints.CheckpointCommitted) -> str:
+    why = "" if fact.why == checkpoints.DUE else f"; {fact.why}"
+    parts = f"{count(fact.parts, 'part')}, {size(fact.size)} in {duration(fact.took_us)}"
+    return f"step {fact.step} of generation {fact.generation} is a checkpoint: {parts}, at {fact.url}{why}"
+
+
+def _held(fact: checkpoints.StepsHeld) -> str:
+    what = f"step{'s' if len(fact.steps) > 1 else ''} {', '.join(map(str, fact.steps))}" if fact.steps else "no step"
+    copies = f" and copies of {count(len(fact.copies), 'peer')}" if fact.copies else ""
+    when = f"waits at the boundary of plan {fact.plan} with" if fact.plan else "holds"
+    return f"{fact.node} {when} {what} of generation {fact.generation} in memory{copies}"
+
+
+def _restored(fact: checkpoints.Restored) -> str:
+    fell = "".join(f"; {tier(name)} was not good: {why}" for name, why in fact.fell)
+    if fact.tier == checkpoints.NOTHING:
+        return f"{fact.node} began generation {fact.generation} from nothing{fell}"
+    return f"{fact.node} went on from step {fact.step} out of {tier(fact.tier)}, in {duration(fact.took_us)}{fell}"
 
 
 def _planned(fact: nodes.NodePlanned) -> str:
@@ -292,6 +362,9 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     ),
     world.WorldFormed: _formed,
     world.WorldDissolved: _dissolved,
+    planning.WorldPlanned: _change,
+    planning.WorldPlanDropped: lambda fact: f"planned change {fact.plan} of {fact.group} is off: {fact.reason}",
+    planning.BoundaryAsked: lambda fact: f"planned change {fact.plan} of {fact.group}: {_GO if fact.go else _LOOK}",
     world.WorkersStarted: lambda fact: f"the workers of {fact.node} run in generation {fact.generation}",
     world.WorkersStopped: lambda fact: (
         f"the workers of {fact.node} in generation {fact.generation} were stopped, as ordered"
@@ -312,6 +385,19 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     failures.Diagnosed: _diagnosed,
     failures.ActionChosen: _chosen,
     failures.IncidentClosed: _closed,
+    checkpoints.KeepingStarted: _keeping,
+    checkpoints.CheckpointCommitted: _committed,
+    checkpoints.StorageFailed: lambda fact: (
+        f"{fact.node} cannot write checkpoints to {fact.url}: {fact.reason}; training goes on"
+    ),
+    checkpoints.StorageBack: lambda fact: f"{fact.node} writes checkpoints to {fact.url} again",
+    checkpoints.ReplicaOffered: lambda fact: f"{fact.node} keeps copies of a peer's state, at {fact.address}",
+    checkpoints.StepsHeld: _held,
+    checkpoints.SaveOrdered: lambda fact: (
+        f"step {fact.step} of generation {fact.generation}, whole in memory, is to be written to storage: {fact.why}"
+    ),
+    checkpoints.Restored: _restored,
+    checkpoints.RanksArmed: lambda fact: f"all ranks of {fact.node} look for the boundary of plan {fact.plan}",
     progress.FirstStep: lambda fact: (
         f"generation {fact.generation} made its first step, step {fact.step}, on {fact.node}"
     ),

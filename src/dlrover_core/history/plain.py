@@ -91,5 +91,6 @@ def _story_values(story: Story) -> dict[str, Any]:
         "signature": story.signature,
         "action": story.action,
         "down_us": story.down_us,
+        "restored": plain(story.restored),
     }
     return {**plain(story), **derived}

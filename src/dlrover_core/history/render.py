@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, tzinfo
 
+from dlrover_core.history import render_saves
 from dlrover_core.history.explain import Explanation, Fact
 from dlrover_core.history.headline import Headline
 from dlrover_core.history.incidents import Story
@@ -31,7 +32,7 @@ from dlrover_core.history.timeline import (
     WAITING,
     Timeline,
 )
-from dlrover_core.job import failures, scaling
+from dlrover_core.job import failures, planning, scaling
 from dlrover_core.kernel.events import Record
 
 TAIL_LINES_MAX = 20
@@ -146,6 +147,8 @@ def report(told: Report, zone: tzinfo | None = None) -> str:
     lines = _headline(told, zone)
     lines += ["", *_incidents(told)]
     lines += ["", *_goodput(told)]
+    if told.saves.any:
+        lines += ["", *render_saves.lines(told.saves)]
     if told.asked:
         lines += ["", "asked for while it ran"]
         lines += table(
@@ -301,6 +304,8 @@ def status(told: Status, now: int | None = None, zone: tzinfo | None = None) -> 
     step = f"step {told.step} at {clock(told.step_at, zone)}" if told.step >= 0 else "no step yet"
     lines.append(f"  {step}; {'lasted' if told.over else 'for'} {duration(max(0, end - told.created_at))}")
     lines += [f"  {one}" for one in _worlds(told)]
+    lines += [f"  {one}" for one in _kept(told)]
+    lines += [f"  {one}" for one in _plans(told, end)]
     lines += ["", *_nodes(told)]
     if told.incidents:
         lines += ["", "unmended incidents"]
@@ -330,6 +335,31 @@ def _worlds(told: Status) -> Iterator[str]:
         wanted = f" (wanted: {scaling.sizes(world.nodes_min, world.nodes_max)})" if few else ""
         nodes, ranks = count(world.nodes, "node"), count(world.ranks, "rank")
         yield f"{world.group}: generation {world.generation}, {nodes}{wanted}, {ranks}, {how}"
+
+
+def _kept(told: Status) -> Iterator[str]:
+    for one in told.kept:
+        stored = f"step {one.committed} is the newest on storage" if one.committed >= 0 else "no step is on storage yet"
+        memory = f"; step {one.whole} is whole in memory" if one.whole >= 0 else ""
+        if not one.url:
+            yield f"{one.group}: saves into memory alone{memory}"
+            continue
+        ordered = f"; step {one.ordered} is being written, since its generation has ended" if one.ordered >= 0 else ""
+        failing = f"; {count(len(one.failing), 'node')} cannot write now" if one.failing else ""
+        yield f"{one.group}: saves to {one_line(one.url, 100)}: {stored}{memory}{ordered}{failing}"
+
+
+def _plans(told: Status, now: int) -> Iterator[str]:
+    for one in told.plans:
+        left = one.deadline - now
+        deadline = f"deadline in {duration(left)}" if left > 0 else f"deadline {duration(-left)} ago"
+        ranks = f"{one.waiting} of {count(one.ranks, 'rank')} wait at the boundary"
+        if not one.asked:
+            who = f"{planning.named(one.awaited)} {'is' if len(one.awaited) == 1 else 'are'} not ready yet"
+            ranks = who if one.awaited else "its ranks are not asked yet"
+        elif not one.waiting:
+            ranks = f"{one.armed} of {count(one.ranks, 'rank')} armed"
+        yield f"{one.group}: planned: {planning.in_words(one.joining, one.leaving)}, {ranks}, {deadline}"
 
 
 def _nodes(told: Status) -> list[str]:

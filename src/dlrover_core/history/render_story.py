@@ -151,6 +151,8 @@ def _cost(told: IncidentTold) -> Iterator[str]:
     yield f"cost: {down}; {lost}"
     rows = [(name, duration(us)) for name, us in _parts(one)]
     yield from table(rows, right=(1,), indent="    ")
+    if one.restored is not None:
+        yield f"resumed: {say(one.restored)}"
 
 
 def _parts(one: Story) -> Iterator[tuple[str, int]]:

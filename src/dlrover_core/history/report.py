@@ -12,6 +12,7 @@ from typing import NamedTuple
 from dlrover_core.diagnosis import ladder
 from dlrover_core.history.goodput import Goodput, goodput_of
 from dlrover_core.history.incidents import IncidentsBuilder, Story
+from dlrover_core.history.saves import Saves, SavesBuilder
 from dlrover_core.history.timeline import Timeline, TimelineBuilder
 from dlrover_core.job import job, nodes, scaling
 from dlrover_core.job.state import MODEL
@@ -57,6 +58,7 @@ class Report:
     steps_lost: int
     alarms: int
     asked: tuple[Record, ...] = ()
+    saves: Saves = Saves()  # noqa: RUF009  # immutable
 
     @property
     def failed(self) -> bool:
@@ -81,7 +83,7 @@ class ReportBuilder:
     def __init__(self) -> None:
         self.state = MODEL.new()
         self._timeline = TimelineBuilder()
-        self._incidents = IncidentsBuilder()
+        self._incidents, self._saves = IncidentsBuilder(), SavesBuilder()
         self._take_overs: list[TakeOver] = []
         self._asked: list[Record] = []
         self._alarms = 0
@@ -96,6 +98,7 @@ class ReportBuilder:
             self._new_run()
         self._timeline.feed(record)
         self._incidents.feed(self.state, record)
+        self._saves.feed(record)
         self._led = self._led or not isinstance(fact, (job.JobCreated, nodes.NodePlanned, job.LeaderStarted))
         if isinstance(fact, job.LeaderStarted):
             # The first leader of a run creates it and says no more, or is the first one after a launcher that did no more.
@@ -109,7 +112,7 @@ class ReportBuilder:
 
     def _new_run(self) -> None:
         """What was told so far is an earlier run's."""
-        self._timeline, self._incidents = TimelineBuilder(), IncidentsBuilder()
+        self._timeline, self._incidents, self._saves = TimelineBuilder(), IncidentsBuilder(), SavesBuilder()
         self._take_overs.clear()
         self._asked.clear()
         self._alarms = 0
@@ -142,6 +145,7 @@ class ReportBuilder:
             steps_lost=sum(max(0, story.steps_lost) for story in stories),
             alarms=self._alarms,
             asked=tuple(self._asked),
+            saves=self._saves.saves(now if not state.job.over else None),
         )
 
 

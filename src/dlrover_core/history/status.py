@@ -7,6 +7,8 @@ from typing import NamedTuple
 from dlrover_core.diagnosis.classify import describe
 from dlrover_core.history.headline import Headline, Headlines
 from dlrover_core.job.state import JobState
+from dlrover_core.job.tiers import MEMORY
+from dlrover_core.job.world import group_of
 from dlrover_core.kernel.events import Record
 
 
@@ -34,6 +36,40 @@ class WorldRow(NamedTuple):
     formed_at: int
     nodes_min: int
     nodes_max: int
+
+
+class KeptRow(NamedTuple):
+    """A group's checkpoints: the newest ``committed`` step, the newest ``whole`` in the memory of nodes that wait, the one that
+    was ``ordered`` to be written; -1: none is, or is known. ``failing``: nodes that cannot write.
+    """
+
+    group: str
+    url: str
+    every: int
+    store_every: int
+    committed: int
+    whole: int
+    ordered: int
+    failing: tuple[str, ...]
+
+
+class PlanRow(NamedTuple):
+    """A change of a group's world that is prepared while it trains. ``awaited``: those who join and are not ready yet.
+
+    Of the world's ``ranks`` so many are ``armed``, which means that they look for the boundary, and ``waiting`` at it. What is
+    planned has to be done by ``deadline``, in microseconds; a drain is then forced, a growth dropped.
+    """
+
+    group: str
+    plan: int
+    joining: tuple[str, ...]
+    leaving: tuple[str, ...]
+    awaited: tuple[str, ...]
+    asked: bool
+    ranks: int
+    armed: int
+    waiting: int
+    deadline: int
 
 
 class IncidentRow(NamedTuple):
@@ -69,6 +105,8 @@ class Status(NamedTuple):
     relaunches_left: dict[str, int]
     last: Record | None
     headlines: tuple[Headline, ...] = ()
+    kept: tuple[KeptRow, ...] = ()
+    plans: tuple[PlanRow, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -101,6 +139,52 @@ def status_of(state: JobState, last: Record | None = None, headlines: Headlines 
         relaunches_left=_relaunches_left(state) if known else {},
         last=last,
         headlines=tuple(headlines.lines.values()) if headlines is not None else (),
+        kept=_kept(state),
+        plans=_plans(state),
+    )
+
+
+def _plans(state: JobState) -> tuple[PlanRow, ...]:
+    here, found = state.nodes.nodes, []
+    for group, plan in state.planning.plans.items():
+        world = state.world.worlds[group]
+        if not state.job.live or not world.active:
+            continue  # it comes to nothing, which is not yet said
+        ranks = {member.node: member.nproc for member in world.members}
+        awaited = tuple(name for name in plan.joining if name not in here or not here[name].ready)
+        armed, waiting = (sum(ranks.get(name, 0) for name in names) for names in (plan.armed, plan.held))
+        found.append(
+            PlanRow(
+                group,
+                plan.number,
+                plan.joining,
+                plan.leaving,
+                awaited,
+                plan.asked_at > 0,
+                world.size,
+                armed,
+                waiting,
+                plan.deadline,
+            )
+        )
+    return tuple(found)
+
+
+def _kept(state: JobState) -> tuple[KeptRow, ...]:
+    failing = state.checkpoints.failing
+    return tuple(
+        KeptRow(
+            group,
+            kept.url,
+            kept.every,
+            kept.store_every,
+            kept.newest[1],
+            kept.resume()[0] if kept.resume()[1] == MEMORY else -1,
+            kept.order.step if kept.order is not None else -1,
+            tuple(node for node in failing if group_of(node) == group),
+        )
+        for group, kept in state.checkpoints.groups.items()
+        if kept.generation
     )
 
 

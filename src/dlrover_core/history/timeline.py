@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_core.diagnosis.ladder import AWAIT_EVIDENCE
-from dlrover_core.job import failures, job, nodes, progress, silence, world
+from dlrover_core.job import checkpoints, failures, job, nodes, progress, silence, world
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.events import Record
 
@@ -328,6 +328,10 @@ class TimelineBuilder:
             self._lane(group_of(fact.node)).first_step(record.at, fact)
         elif isinstance(fact, progress.Progressed):
             self._lane(fact.group).reached(record.at, fact.generation, fact.step)
+        elif isinstance(fact, checkpoints.CheckpointCommitted):
+            self._lane(fact.group).heard_of(fact.generation, fact.step)
+        elif isinstance(fact, checkpoints.StepsHeld) and fact.steps:
+            self._lane(group_of(fact.node)).heard_of(fact.generation, fact.steps[-1])
 
     def timeline(self, now: int | None = None) -> Timeline:
         """The timeline so far. ``now`` is where the time of a job that still lives ends; by default at its last record."""

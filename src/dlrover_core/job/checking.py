@@ -78,7 +78,7 @@ def _begin_at(state: JobState, group: str) -> int | None:
         return None
     current = state.world.worlds.get(group) or world.World()
     if current.active:
-        takes = spec.on_join == "restart" and not current.finished
+        takes = (spec.on_join != "never" or bool(state.planning.leaving)) and not current.finished
         return state.at if takes and unchecked(state, group) else None
     ready, unit, floor = state.nodes.tally.ready.get(group, 0), spec.group(group).unit, spec.group(group).floor
     last_call = world._last_call(state, group)
@@ -339,7 +339,7 @@ def _go_on(state: JobState, group: str, now: int) -> Iterator[Event]:
         return
     if world.waits(state, group):
         yield from world.form(state, group, now, "nodes are checked", at_once=world.complete(state, group))
-    elif world._growable(state, group) and world._grow_at(state, group) <= now:
+    elif world._growable(state, group) and world.grow_at(state, group) <= now:
         yield from world._grow(state, group, now)
     yield from _begin(state, group, now)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from dlrover_core.diagnosis.pairing import FAULTY, UNCLEAR, Groups, Outcome, Round
-from dlrover_core.job import job, nodes, scaling, world
+from dlrover_core.job import job, nodes, planning, world
 from dlrover_core.job.layout import Ranges
 from dlrover_core.job.tally import Remembering
 from dlrover_core.job.world import from_ranges, group_of
@@ -176,7 +176,7 @@ class HealthSlice:
         """How many nodes of a group could be members of a world now; none while it is to wait for a check."""
         ready = state.nodes.tally.ready.get(group, 0)
         if state.job.spec.precheck == OFF:
-            return ready
+            return ready - len(state.planning.away(state, group))
         return 0 if self.withholds(state, group) else len(world.ready_nodes(state, group))
 
     def withholds(self, state: JobState, group: str) -> bool:
@@ -333,7 +333,7 @@ def _forget(slice_: HealthSlice, fact: world.Ended, record: Record) -> None:
     slice_.unclear.pop(fact.node, None)
 
 
-def _on_drained(slice_: HealthSlice, fact: scaling.NodeDrained, record: Record) -> None:
+def _on_drained(slice_: HealthSlice, fact: planning.NodeDrained, record: Record) -> None:
     place = fact.node.rsplit("-", 1)[0]
     if fact.reason.startswith(SLOW_WORDS) and place not in slice_.replaced:
         slice_.replaced.append(place)
@@ -348,6 +348,6 @@ EVOLVE: Mapping[type, Callable[[Any, Any, Record], None]] = {
     CheckJudged: _on_judged,
     CheckAsked: _on_asked,
     world.WorldFormed: _on_formed,
-    scaling.NodeDrained: _on_drained,
+    planning.NodeDrained: _on_drained,
     **dict.fromkeys(get_args(world.Ended), _forget),
 }

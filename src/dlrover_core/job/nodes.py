@@ -261,10 +261,13 @@ def plan(state: JobState, group: str, index: int) -> Iterator[Event]:
 
 def shunned(state: JobState) -> list[str]:
     """Hosts that are avoided until their node is seen gone."""
+    cleared = state.planning.cleared(state)
     if not state.nodes.tally.shunned:
-        return []
+        return cleared
     # By the name that its backend gave it, where that is known still.
-    return [state.hosts.host_of(node.node) or node.host for node in state.nodes.nodes.values() if node.shunned]
+    return cleared + [
+        state.hosts.host_of(node.node) or node.host for node in state.nodes.nodes.values() if node.shunned
+    ]
 
 
 def release(state: JobState, node: Node, reason: str) -> Iterator[Event]:
@@ -275,17 +278,29 @@ def release(state: JobState, node: Node, reason: str) -> Iterator[Event]:
 
 
 def replace(state: JobState, name: str) -> Iterator[Event]:
-    """Plan the next incarnation of this node's place, and release the node where it still stands."""
-    node = state.nodes.nodes.get(name)
+    """Plan the next incarnation of this node's place, and release the node where it still stands.
+
+    Of one that was to leave all the same nobody new is planned: its successor is on the way, or its place is wanted no more.
+    """
+    node, leaves = state.nodes.nodes.get(name), followed(state, name)
     if node is not None and not node.released:
         yield NodeReleased(name, "replaced")
     group, index, _ = name.rsplit("-", 2)
-    yield from plan(state, group, int(index))
+    if not leaves:
+        yield from plan(state, group, int(index))
 
 
 def give_up(state: JobState, name: str) -> Iterator[Event]:
     """Its place is not wanted any more: the world goes on smaller."""
-    yield NodeReleased(name, "given up")
+    yield NodeReleased(name, "replaced" if followed(state, name) else "given up")
+
+
+def followed(state: JobState, name: str) -> bool:
+    """Was its place to be another's, or nobody's, without its failure?"""
+    group, index, incarnation = name.rsplit("-", 2)
+    slot = state.nodes.slots.get(f"{group}-{index}")
+    taken = slot is not None and slot.incarnation > int(incarnation) and not vacant(state, group, int(index))
+    return taken or int(index) >= state.job.spec.group(group).nodes_max
 
 
 def complete(state: JobState, group: str) -> Iterator[Event]:

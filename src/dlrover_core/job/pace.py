@@ -24,7 +24,7 @@ from dlrover_core.diagnosis.changepoint import SOUGHT
 from dlrover_core.diagnosis.evidence import LOSS, SLOW
 from dlrover_core.diagnosis.slots import GRADIENT, INFINITE
 from dlrover_core.errors import Refused
-from dlrover_core.job import evidence, failures, hosts, job, nodes, world
+from dlrover_core.job import changing, evidence, failures, hosts, job, nodes, world
 from dlrover_core.job.cycles import AT_STEP
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.engine import Concern
@@ -316,7 +316,8 @@ def _candidates(state: JobState) -> Iterator[tuple[int, Slow]]:
     for slow in state.pace.slow.values():
         current, node = state.world.of(slow.node), state.nodes.nodes.get(slow.node)
         ill = {one.node for one in state.pace.slow.values() if group_of(one.node) == group_of(slow.node)}
-        if current.active and node is not None and not node.released and 2 * len(ill) < len(current.members):
+        here = node is not None and not node.released and slow.node not in state.planning.leaving
+        if current.active and here and 2 * len(ill) < len(current.members):
             yield slow.costs_at(cost), slow
 
 
@@ -329,10 +330,14 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
     for at, slow in sorted(_candidates(state), key=lambda one: (one[0], one[1].node, one[1].rank)):
         if now < at:
             return
-        host = state.nodes.nodes[slow.node].host
+        node, why = state.nodes.nodes[slow.node], f"rank {slow.rank} on {slow.node} was slow"
         yield SlowReplaced(slow.node, slow.rank, slow.lost_us(now), cost_us(state), bool(state.pace.recoveries))
-        yield from hosts.keep_off(state, host, f"rank {slow.rank} on {slow.node} was slow", now)
-        yield from nodes.replace(state, slow.node)
+        yield from hosts.keep_off(state, node.host, why, now)
+        leave = changing.drained(state, node, node.host, why, now, us(state.job.spec.plan_s))
+        if leave.deadline:
+            yield leave  # where that can be without loss: once its successor is there
+        else:
+            yield from nodes.replace(state, slow.node)
         return
 
 

@@ -1,9 +1,10 @@
 """What people ask of a running job: other sizes, a node's leave, a pause. Each is one command with one answer.
 
 Growing plans nodes for the new places; a running world takes them in as it takes any late node (``on_join``). Shrinking
-releases the places beyond the new maximum and forms the next world at once with those who stay. A drained node goes, and its
+releases the places beyond the new maximum and forms the next world with those who stay. A drained node goes, and its
 successor in the same place keeps off its host. Suspending stops the workers and leaves the nodes. All of it is planned: workers
-have ``stop_grace_s`` to save what they have, no incident opens, and no budget is charged.
+have ``stop_grace_s`` to save what they have, no incident opens, and no budget is charged. Where ranks can agree on a step
+boundary, the world is changed there and no step is lost (`changing`); else at once.
 
 The sizes lie in the job's slice, so that everybody reads them from the effective spec.
 """
@@ -15,27 +16,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover_core.errors import Refused, SpecError
-from dlrover_core.job import failures, job, nodes, world
+from dlrover_core.job import changing, failures, job, nodes, planning, world
 from dlrover_core.job.node_lifecycle import ALIVE
+from dlrover_core.job.planning import NodeDrained
 from dlrover_core.kernel.engine import Concern
-from dlrover_core.kernel.events import Event, Record, event
+from dlrover_core.kernel.events import Event, Record
+from dlrover_core.spec import us
 
 if TYPE_CHECKING:
     from dlrover_core.job.state import JobState
 
+__all__ = ["CONCERN", "DrainNode", "LeaveNode", "NodeDrained", "NoticeNode", "ScaleGroup", "sizes"]
+
 NAMED_MAX = 20
-
-
-@event(93)
-class NodeDrained(NamedTuple):
-    """A person wants the node's ``host`` free: its workers stop with their grace, and a successor keeps off the host.
-
-    Without a host nobody does: the node leaves by itself, and whoever comes next may be on the same one.
-    """
-
-    node: str
-    host: str
-    reason: str
 
 
 class ScaleGroup(NamedTuple):
@@ -59,6 +52,14 @@ class LeaveNode(NamedTuple):
 
     node: str
     reason: str
+
+
+class NoticeNode(NamedTuple):
+    """A node's platform announces that it will take it away: ``within_us`` from now; 0: it does not say when."""
+
+    node: str
+    notice: str
+    within_us: int
 
 
 # ---- decide
@@ -102,7 +103,25 @@ def _drain(state: JobState, command: DrainNode | LeaveNode, now: int) -> Iterato
     if node.state not in ALIVE:
         raise Refused(f"node {node.node} is {node.state}: there is nothing left to drain")
     job.refuse_while_failing(state)
-    yield NodeDrained(node.node, node.host if isinstance(command, DrainNode) else "", command.reason)
+    if isinstance(command, LeaveNode):
+        yield changing.drained(state, node, "", command.reason, now, us(state.job.spec.stop_grace_s))
+    elif node.node in state.planning.leaving:
+        raise Refused(f"node {node.node} leaves already: {state.planning.leaving[node.node].why}")
+    else:
+        yield changing.drained(state, node, node.host, command.reason, now, us(state.job.spec.plan_s))
+
+
+def _notice(state: JobState, command: NoticeNode, now: int) -> Iterator[Event]:
+    """A node that is to be taken away leaves before, where that can be without loss. Said again and again, it is heard once."""
+    node = state.nodes.nodes.get(command.node)
+    if node is None or not node.ready or not state.job.live or node.node in state.planning.leaving:
+        return
+    within_us = command.within_us or us(state.job.spec.plan_s)
+    found = changing.drained(
+        state, node, node.host, f"its platform says: {command.notice}"[: nodes.TEXT_MAX], now, within_us
+    )
+    if found.deadline and not world.held(state, node.group):
+        yield found
 
 
 def _named(state: JobState, name: str) -> nodes.Node:
@@ -127,6 +146,10 @@ def _refuse_unless_live(state: JobState) -> None:
 def _resize(state: JobState, fact: job.GroupScaled, record: Record) -> Iterator[Event]:
     group, why = fact.group, f"scaled to {sizes(fact.nodes_min, fact.nodes_max)}"
     leaving = [node for node in state.nodes.of(group) if node.index >= fact.nodes_max and not node.released]
+    working = [node.node for node in leaving if changing.works(state, node)]
+    yield from changing.advance(state, group, record.at, working)
+    # Those whose leave is planned work on until the boundary.
+    leaving = [node for node in leaving if node.node not in state.planning.leaving]
     yield from _without(state, group, leaving, why)
     for node in leaving:
         yield from nodes.release(state, node, nodes.SCALED_DOWN)
@@ -164,13 +187,26 @@ def _outgrown(state: JobState, fact: job.GroupScaled, record: Record) -> Iterato
 
 def _clear(state: JobState, fact: NodeDrained, record: Record) -> Iterator[Event]:
     node = state.nodes.nodes[fact.node]
+    if fact.deadline:
+        yield from _clear_planned(state, node, record)
+        return
     done = state.world.of(node.node).done(node.node)
     reason = nodes.DRAINED if fact.host else nodes.LEAVING
     yield from _without(state, node.group, [node], f"node {node.node} is {reason}")
     yield from nodes.release(state, node, reason)
     if not done:
-        yield from nodes.plan(state, node.group, node.index)
+        if nodes.vacant(state, node.group, node.index):
+            yield from nodes.plan(state, node.group, node.index)
         yield from _recall(state, node.group)
+
+
+def _clear_planned(state: JobState, node: nodes.Node, record: Record) -> Iterator[Event]:
+    """Its successor first: it is to be there when the world is changed."""
+    slot = state.nodes.slots[f"{node.group}-{node.index}"]
+    wanted = state.planning.leaving[node.node].why != nodes.SCALED_DOWN and not slot.given_up
+    if wanted and planning.successor(state, node) is None:
+        yield from nodes.plan(state, node.group, node.index)
+    yield from changing.advance(state, node.group, record.at)
 
 
 def _recall(state: JobState, group: str) -> Iterator[Event]:
@@ -196,8 +232,8 @@ def _go_on(state: JobState, fact: job.JobResumed, record: Record) -> Iterator[Ev
 # The slice is that of the job: this is its concern's second module.
 CONCERN = Concern(
     name="job",
-    events=(NodeDrained,),
-    decide={ScaleGroup: _scale, DrainNode: _drain, LeaveNode: _drain},
+    events=(),
+    decide={ScaleGroup: _scale, DrainNode: _drain, LeaveNode: _drain, NoticeNode: _notice},
     react={
         job.GroupScaled: _resize,
         NodeDrained: _clear,

@@ -14,7 +14,9 @@ from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import CASC
 from dlrover_core.job import (
     budget,
+    changing,
     checking,
+    checkpoints,
     evidence,
     failures,
     hangs,
@@ -25,8 +27,10 @@ from dlrover_core.job import (
     laggards,
     nodes,
     pace,
+    planning,
     progress,
     recovery,
+    salvage,
     scaling,
     silence,
     world,
@@ -58,6 +62,8 @@ class JobState(BaseState):
     haste: haste.HasteSlice = field(default_factory=haste.HasteSlice)
     health: health.HealthSlice = field(default_factory=health.HealthSlice)
     laggards: laggards.LaggardSlice = field(default_factory=laggards.LaggardSlice)
+    planning: planning.PlanningSlice = field(default_factory=planning.PlanningSlice)
+    checkpoints: checkpoints.CheckpointSlice = field(default_factory=checkpoints.CheckpointSlice)
 
 
 _CONCERNS = (
@@ -73,10 +79,13 @@ _CONCERNS = (
     pace.CONCERN,
     hangs.CONCERN,
     scaling.CONCERN,
+    changing.CONCERN,
     budget.CONCERN,
     haste.CONCERN,
     checking.CONCERN,
     laggards.CONCERN,
+    checkpoints.CONCERN,
+    salvage.CONCERN,
 )
 
 
@@ -99,13 +108,15 @@ LEVELLING: frozenset[type] = frozenset(
         job.JobSuspended, job.JobResumed, job.GroupScaled, health.CheckStarted, health.CheckJudged,
         nodes.NodePlanned, nodes.NodeJoined, nodes.NodeFailed, nodes.NodeSucceeded, nodes.NodeGone, nodes.NodeLost,
         nodes.NodeReleased, nodes.NodeLeft, hosts.HostQuarantined, hosts.HostReleased, world.WorldFormed, world.WorldDissolved,
-        failures.Diagnosed,
-        hangs.HangSuspected, hangs.HangDismissed, hangs.HangNamed,
+        failures.Diagnosed, checkpoints.CheckpointCommitted, checkpoints.ReplicaOffered, checkpoints.SaveOrdered,
+        hangs.HangSuspected, hangs.HangDismissed, hangs.HangNamed, planning.BoundaryAsked, planning.WorldPlanDropped,
     }
 )  # fmt: skip
 
 
 DELETION_S = 1.0
+CLOSING_S = 30.0
+"""An agent that goes by itself says its last words and lets the memory go that it kept: a second for every few GiB."""
 
 
 class NodeLaunch(NamedTuple):
@@ -138,6 +149,14 @@ class Order(NamedTuple):
     ``check``: the number of the node check that it takes part in now; 0: none. Its round and kind; its place among the
     ``check_size`` nodes that work together, ``check_with`` whom, over ``check_store``; for how long at most; and
     when that was decided, by the leader's clock.
+
+    ``committed`` is the newest step that is whole on storage, by the log (-1: none), of generation ``committed_of``: a step of
+    that number of another generation is another state. ``persist``: the step of generation ``persist_of`` that is to be written
+    there now, because that generation has ended (-1: none), by this node the parts of ``persist_places``: its own place in that
+    world, or those of others that it keeps copies of. ``plan``: get ready for this planned change (0: none); ``plan_go``: its
+    boundary may be chosen. ``replica_to``: where copies of this node's states go; empty: nowhere. ``lenders``: nodes that have
+    left this world at the boundary ``resume_step``, and from where what they held there can still be had: the address, the
+    first rank of theirs in the world before, and how many. ``mtbf_s``: seconds between failures to be expected; 0: unknown.
     """
 
     leave: bool
@@ -166,6 +185,16 @@ class Order(NamedTuple):
     check_with: tuple[str, ...] = ()
     check_us: int = 0
     check_at: int = 0
+    committed: int = -1
+    persist: int = -1
+    persist_of: int = 0
+    plan: int = 0
+    plan_go: bool = False
+    replica_to: str = ""
+    mtbf_s: int = 0
+    persist_places: tuple[int, ...] = ()
+    lenders: tuple[tuple[str, int, int], ...] = ()
+    committed_of: int = 0
 
 
 class Desired(NamedTuple):
@@ -182,8 +211,10 @@ def deletion_grace_s(state: JobState, name: str) -> float:
     if state.job.state == "stopping":
         return spec.stop_grace_s
     if node is not None and node.released in nodes.BY_PLAN:
-        # Its agent gives the workers their grace, and then needs a moment itself.
-        return spec.stop_grace_s + DELETION_S
+        # Its agent gives the workers their grace, and then needs a while itself.
+        return spec.stop_grace_s + CLOSING_S
+    if node is not None and node.released == "left":
+        return CLOSING_S
     return spec.broken_grace_s + DELETION_S
 
 
@@ -217,11 +248,12 @@ def desired(state: JobState) -> Desired:
 def _taken(state: JobState) -> dict[tuple[str, int], int]:
     """Places that are not free, with the oldest incarnation that may run there.
 
-    Free are places whose nodes were seen to end; and those of a lost one, whose host is avoided.
+    Free are places whose nodes were seen to end; those of a lost one, whose host is avoided; and of one that leaves by plan.
     """
     taken: dict[tuple[str, int], int] = {}
     for node in state.nodes.nodes.values():
-        if not node.ended and node.state != "lost":
+        # Whoever leaves at a boundary has its successor beside it until then.
+        if not node.ended and node.state != "lost" and node.node not in state.planning.leaving:
             place = (node.group, node.index)
             taken[place] = min(node.incarnation, taken.get(place, node.incarnation))
     return taken
@@ -240,8 +272,15 @@ def _orders(state: JobState) -> Mapping[str, Order]:
     for group, current in state.world.worlds.items():
         # Made once each: a member's for as long as its world stands, and one for all who wait or leave alike.
         working: dict[object, Order] = current.recall("orders", dict)
+        shared = checkpoints.told(state, group)
+        made_for: list[checkpoints.Told] = current.recall("orders of", list)
+        if made_for != [shared]:
+            working.clear()
+            made_for[:] = [shared]
+        writers = {writer for writer, _ in shared.writers}
         alike: dict[object, Order] = {}
         probe, checks = state.hangs.probe(group), health.orders(state, group)
+        plan = *state.planning.asked(group), planning.lenders(state, group)
         for node in state.nodes.of(group):
             # Who is released must hear it even where nobody counts on it any more: given up as lost, and back again.
             if not (node.joined or node.released):
@@ -249,10 +288,16 @@ def _orders(state: JobState) -> Mapping[str, Order]:
             place = current.places.get(node.node, -1)
             works = state.job.live and current.active and place >= 0 and not node.released
             known = working if works else alike
-            key: object = (node.node, probe) if works else (node.released, place >= 0)
+            # Who has states to write is told so wherever it is.
+            own = works or node.node in writers
+            apart = node.released, place >= 0, node.node in state.planning.leaving
+            key: object = (node.node, probe, plan) if own else apart
             order = known.get(key)
             if order is None:
-                order = known[key] = _order(state, node, current, place)
+                order = _order(state, node, current, place)
+                if works:
+                    order = order._replace(plan=plan[0], plan_go=plan[1], lenders=plan[2])
+                known[key] = order
             checked = checks.get(node.node)
             orders[node.node] = order._replace(**checked) if checked and not order.leave else order
     return orders
@@ -261,15 +306,19 @@ def _orders(state: JobState) -> Mapping[str, Order]:
 def _order(state: JobState, node: nodes.Node, current: world.World, place: int) -> Order:
     spec = state.job.spec
     if not state.job.live:
-        return farewell(state)
+        # Who goes writes what it has, and seals what is committed.
+        return farewell(state)._replace(**checkpoints.ordered(state, node.node, -1))
     if node.released:
         grace = spec.stop_grace_s if node.released in nodes.BY_PLAN else spec.broken_grace_s
-        return Order(True, f"the node is {node.released}", us(grace), outcome=node.released)
+        released = Order(True, f"the node is {node.released}", us(grace), outcome=node.released)
+        return released._replace(**checkpoints.ordered(state, node.node, -1))
     if place < 0 or not current.active:
-        grace = spec.stop_grace_s if current.planned_stop else spec.broken_grace_s
+        polite = current.planned_stop or node.node in state.planning.leaving
+        grace = spec.stop_grace_s if polite else spec.broken_grace_s
         over = current.generation if place >= 0 else 0
         waits = "the job is suspended" if state.job.state == "suspended" else "waiting for a world"
-        return Order(False, waits, us(grace), over=over, linger_us=_linger_us(state, node.group))
+        waiting = Order(False, waits, us(grace), over=over, linger_us=_linger_us(state, node.group))
+        return waiting._replace(**checkpoints.ordered(state, node.node, -1))
     member = current.members[place]
     return Order(
         leave=False,
@@ -285,6 +334,7 @@ def _order(state: JobState, node: nodes.Node, current: world.World, place: int) 
         resume_step=current.resume_step,
         restarts=current.generation - current.before - 1,
         probe=state.hangs.probe(node.group),
+        **checkpoints.ordered(state, node.node, place),
     )
 
 

@@ -18,6 +18,7 @@ from dlrover_core.errors import Refused
 from dlrover_core.job import job, nodes
 from dlrover_core.job.layout import Ranges, layout, to_ranges
 from dlrover_core.job.tally import Remembering
+from dlrover_core.job.tiers import MEMORY
 from dlrover_core.kernel.engine import Concern
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
@@ -49,26 +50,6 @@ class WorldDissolved(NamedTuple):
     generation: int
     reason: str
     planned: bool = False
-
-
-@event(42)
-class WorldPlanned(NamedTuple):
-    """A change is prepared while training goes on. ``deadline`` in microseconds: a drain is then forced, a growth dropped."""
-
-    group: str
-    plan: int
-    joining: tuple[str, ...]
-    leaving: tuple[str, ...]
-    deadline: int
-
-
-@event(43)
-class WorldPlanDropped(NamedTuple):
-    """A planned change will not happen."""
-
-    group: str
-    plan: int
-    reason: str
 
 
 @event(44)
@@ -239,8 +220,9 @@ def from_ranges(group: str, ranges: Ranges) -> tuple[Member, ...]:
 
 def ready_nodes(state: JobState, group: str) -> list[nodes.Node]:
     """Nodes of a group that could be members now."""
-    admits = state.health.admits
-    return [one for one in state.nodes.nodes.values() if one.group == group and one.ready and admits(state, one)]
+    admits, away = state.health.admits, state.planning.away(state, group)
+    here = state.nodes.nodes.values()
+    return [one for one in here if one.group == group and one.ready and admits(state, one) and one.node not in away]
 
 
 def _count(state: JobState, group: str, *, last_call_over: bool) -> int:
@@ -261,7 +243,8 @@ def _last_call(state: JobState, group: str) -> int:
 def form(state: JobState, group: str, now: int, reason: str, *, at_once: bool = False) -> Iterator[Event]:
     """The next generation, if it can form now.
 
-    Waits for the store of rank 0's node and, unless ``at_once``, for the last call.
+    Waits for the store of rank 0's node and, unless ``at_once``, for the last call. It goes on from the boundary at which the
+    last one waits, if it does.
     """
     if not state.job.forms or now < state.haste.not_before(group, state.job.spec.restart_pause_s):
         return
@@ -274,7 +257,10 @@ def form(state: JobState, group: str, now: int, reason: str, *, at_once: bool = 
         _lead_with_a_store(state, ordered)
     offers = state.world.offers.get(ordered[0].node)
     if offers:
-        yield WorldFormed(group, world.generation + 1, to_ranges(ordered), offers[0], reason)
+        # Of these slices, not of their modules: those import this one.
+        boundary = state.planning.resume(state, group)
+        resume = (boundary, MEMORY) if boundary >= 0 else state.checkpoints.of(group).resume()
+        yield WorldFormed(group, world.generation + 1, to_ranges(ordered), offers[0], reason, *resume)
 
 
 def _seats(state: JobState, group: str, world: World, count: int) -> list[nodes.Node]:
@@ -282,7 +268,7 @@ def _seats(state: JobState, group: str, world: World, count: int) -> list[nodes.
     tally = state.nodes.tally
     key = (count, world.generation, tally.changes + state.health.changes)
     known, ordered = tally.seats.get(group, (None, []))
-    if known != key:
+    if known != key or state.planning.leaving:
         ordered = layout([member.node for member in world.members], ready_nodes(state, group), count)
         tally.seats[group] = (key, ordered)
     return list(ordered)
@@ -306,8 +292,9 @@ def reform(state: JobState, group: str, now: int, reason: str) -> Iterator[Event
 def complete(state: JobState, group: str) -> bool:
     """Are all members of the last world here whose places are still wanted? They wait for nobody, last call or not."""
     nodes_max, last = state.job.spec.group(group).nodes_max, state.world.worlds.get(group) or World()
-    here = {node.node for node in ready_nodes(state, group)}
-    staying = [member.node for member in last.members if int(member.node.rsplit("-", 2)[1]) < nodes_max]
+    here, away = {node.node for node in ready_nodes(state, group)}, state.planning.away(state, group)
+    wanted = [member.node for member in last.members if int(member.node.rsplit("-", 2)[1]) < nodes_max]
+    staying = [node for node in wanted if node not in away]
     return bool(staying) and here.issuperset(staying)
 
 
@@ -338,24 +325,27 @@ def held(state: JobState, group: str) -> bool:
 
 
 def _growable(state: JobState, group: str) -> int:
-    """The size a running smaller world could grow to now; 0: it could not, or must not."""
+    """The size a running smaller world could grow to by a plain restart; 0: it could not, or must not.
+
+    Where ranks can agree on a step boundary it grows there (`changing`).
+    """
+    return larger(state, group) if state.job.spec.on_join == "restart" and not state.planning.able(state, group) else 0
+
+
+def larger(state: JobState, group: str) -> int:
+    """The size a running smaller world could have now; 0: no other."""
     world = state.world.worlds.get(group)
-    if (
-        world is None
-        or not world.active
-        or world.finished
-        or not state.job.forms
-        or state.job.spec.on_join != "restart"
-    ):
+    if world is None or not world.active or world.finished or not state.job.forms:
         return 0
     count = _count(state, group, last_call_over=True)
     # Rank 0 stays where it is.
     return count if count > len(world.members) and state.world.offers.get(world.members[0].node) else 0
 
 
-def _grow_at(state: JobState, group: str) -> int:
+def grow_at(state: JobState, group: str) -> int:
+    """When a world that could be larger is made so: at once where everybody wanted is there, else once others had their time."""
     world = state.world.worlds[group]
-    everybody = _growable(state, group) == nodes.wanted(state, group)
+    everybody = larger(state, group) == nodes.wanted(state, group)
     return state.at if everybody else world.joined_at + us(state.job.spec.grow_window_s)
 
 
@@ -369,7 +359,7 @@ def _grow(state: JobState, group: str, now: int) -> Iterator[Event]:
 def _due(state: JobState) -> int | None:
     # Only what a tick could do then: without a store nothing forms, and the next offer says so by itself.
     times = [_formable_at(state, group) for group, _ in _waiting(state) if _formable(state, group)]
-    times += [_grow_at(state, group) for group in state.world.worlds if _growable(state, group)]
+    times += [grow_at(state, group) for group in state.world.worlds if _growable(state, group)]
     return min(times, default=None)
 
 
@@ -388,7 +378,7 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
         if now >= _last_call(state, group):
             yield from form(state, group, now, "last call is over")
     for group in list(state.world.worlds):
-        if _growable(state, group) and now >= _grow_at(state, group):
+        if _growable(state, group) and now >= grow_at(state, group):
             yield from _grow(state, group, now)
 
 
@@ -450,7 +440,7 @@ def _on_arrival(state: JobState, fact: nodes.NodeJoined | StoreOffered, record: 
     group = group_of(fact.node)
     if waits(state, group):
         yield from form(state, group, record.at, "everybody expected is there")
-    elif isinstance(fact, nodes.NodeJoined) and _growable(state, group) and _grow_at(state, group) <= record.at:
+    elif isinstance(fact, nodes.NodeJoined) and _growable(state, group) and grow_at(state, group) <= record.at:
         yield from _grow(state, group, record.at)
 
 
@@ -552,8 +542,7 @@ def _on_finished(slice_: WorldSlice, fact: WorkersFinished, record: Record) -> N
 
 
 EVENTS = (
-    WorldFormed, WorldDissolved, WorldPlanned, WorldPlanDropped, WorkersStarted, WorkersStopped, WorkersFinished,
-    StoreOffered, StoreWithdrawn,
+    WorldFormed, WorldDissolved, WorkersStarted, WorkersStopped, WorkersFinished, StoreOffered, StoreWithdrawn,
 )  # fmt: skip
 
 CONCERN = Concern(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -21,7 +22,8 @@ from dlrover_core.errors import ConnectionLost, LaunchFailed, MalformedMessage, 
 from dlrover_core.job import budget, failures, nodes, progress, scaling, world
 from dlrover_core.job.state import Order
 from dlrover_core.runtime import messages
-from dlrover_core.runtime.duties import Desk, Duty
+from dlrover_core.runtime.beats import Beats, beat_of
+from dlrover_core.runtime.duties import Desk, Duty, settled
 from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.granted import Granted, launch_of
 from dlrover_core.runtime.launcher import (
@@ -39,7 +41,6 @@ from dlrover_core.runtime.messages import (
     Again,
     Answer,
     Assigned,
-    Beat,
     BeatSeen,
     Goodbye,
     Hello,
@@ -48,7 +49,7 @@ from dlrover_core.runtime.messages import (
 )
 from dlrover_core.runtime.outbox import SECOND_US, Outbox
 from dlrover_core.runtime.transport import Connection, Dialer, receive_within
-from dlrover_core.runtime.within import within
+from dlrover_core.runtime.within import any_within, within
 
 STEADY_S = 1.0
 LAST_WORD_S = 5.0
@@ -102,6 +103,7 @@ class Agent:
         self._generation = 0
         self._living = 0
         self._finished: set[int] = set()
+        self._finishing: asyncio.Future[None] | None = None
         self._step = -1
         self._stepped_at = self._mastered_at = 0.0
         self._reported_first = self._told_over = 0
@@ -110,7 +112,7 @@ class Agent:
         self._sent_away: Goodbye | None = None
         self._gave_up = self._seen = 0
         self._stores: list[str] = []
-        self._lag_us = 0
+        self._beats = Beats()
         self._connection: Connection | None = None
         self._peer_version = messages.VERSION
         self._parting, self._parting_number = "", 0
@@ -156,6 +158,7 @@ class Agent:
             await self._last_word(talking, str(error))
             raise
         finally:
+            tasks += [self._finishing] if self._finishing is not None else []
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -179,7 +182,7 @@ class Agent:
             self._desk.generation = self._generation
 
     def _duty_sends(self, command: messages.Message) -> None:
-        if self._peer_version >= messages.DUTIES_VERSION:
+        if self._peer_version >= messages.known_since(command):
             self._outbox.add(command)
 
     async def _last_word(self, talking: asyncio.Future[Any], reason: str) -> None:
@@ -215,8 +218,12 @@ class Agent:
         self._parting_number = self._outbox.add(scaling.LeaveNode(self.node, reason[:REASON_MAX]))
         asyncio.get_running_loop().call_later(LAST_WORD_S, self._part_unanswered)
 
-    def _part_unanswered(self) -> None:
-        if not self._order.leave:
+    def _part_unanswered(self, *, waits: bool = True) -> None:
+        if waits and self._parting_number < 0 and self._order.generation:
+            # Heard: the world is changed at a step boundary, and it leaves then.
+            later = partial(self._part_unanswered, waits=False)
+            asyncio.get_running_loop().call_later(self._settings.stop_grace_s, later)
+        elif not self._order.leave:
             self.leave(self._parting)
 
     def _end(self, ending: Ending) -> None:
@@ -234,9 +241,11 @@ class Agent:
             if self.leaving or order.leave:
                 ours = bool(self.leaving) and not order.leave and not self._stranger
                 self._end(self._ending_of(order))
-                await self._stop(
-                    order._replace(grace_us=int(self._settings.stop_grace_s * SECOND_US)) if ours else order
-                )
+                grace_us = int(self._settings.stop_grace_s * SECOND_US)
+                last = order._replace(grace_us=grace_us) if ours else order
+                settling = asyncio.ensure_future(settled(self._duties, last, grace_us))
+                await self._stop(last)
+                await settling
                 if self.node:
                     self._outbox.add(nodes.ReportLeft(self.node))
                 return
@@ -251,7 +260,8 @@ class Agent:
 
     async def _change(self, order: Order) -> None:
         if order.linger_us:
-            await self._linger(order.linger_us / SECOND_US)
+            # They may end by themselves, unless something else is ordered meanwhile: the one who knows why may be slow.
+            await any_within(order.linger_us / SECOND_US, self._gone, self._levelled)
         if order is not self._order:
             self._levelled.set()
             return
@@ -270,15 +280,6 @@ class Agent:
             return
         if order is self._order:
             await self._start(order)
-
-    async def _linger(self, seconds: float) -> None:
-        """Let workers end by themselves, unless something else is ordered meanwhile: the one who knows why may be slow."""
-        waits = [asyncio.ensure_future(self._gone.wait()), asyncio.ensure_future(self._levelled.wait())]
-        try:
-            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for one in waits:
-                one.cancel()
 
     async def _stop(self, order: Order) -> bool:
         if not self._launched:
@@ -337,7 +338,7 @@ class Agent:
             if gone.generation == self._generation:
                 self._finished.add(gone.local_rank)
                 if len(self._finished) == self._living:
-                    self._outbox.add(world.ReportFinished(self.node, gone.generation, self._step))
+                    self._finishing = asyncio.ensure_future(self._finish(gone.generation))
             return
         # One that we killed while it told its own error had failed before: that is evidence.
         if gone.asked and not gone.error:
@@ -360,6 +361,12 @@ class Agent:
                 gone.place,
             )
         )
+
+    async def _finish(self, generation: int) -> None:
+        if self._desk is not None:
+            await self._desk.until_at_rest()
+        if generation == self._generation:
+            self._outbox.add(world.ReportFinished(self.node, generation, self._step))
 
     def _stepped(self, step: WorkerStep) -> None:
         if step.generation != self._generation:
@@ -506,17 +513,11 @@ class Agent:
     async def _beat(self, connection: Connection) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + self._settings.heartbeat_s
-            await asyncio.sleep(self._settings.heartbeat_s)
-            self._lag_us = int((loop.time() - due) * SECOND_US)
+            await self._beats.due(self._settings.heartbeat_s, self._desk)
             if loop.time() - self._mastered_at > self._settings.silence_s:
                 raise ConnectionLost(f"the master has been silent for {self._settings.silence_s:g} s")
-            beat = Beat(self._generation, self._step, max(0, self._lag_us))
             pulse = self._launcher.pulse() if isinstance(self._launcher, Pulsing) else None
-            if pulse is not None:
-                beat = Beat(beat.generation, max(beat.step, pulse.step), beat.lag_us, *pulse[1:])
-            if self._desk is not None:
-                beat = beat._replace(pace=self._desk.pace, losses=self._desk.losses)
+            beat = beat_of(self._generation, self._step, self._beats.lag_us, pulse, self._desk)
             await connection.send(messages.encode(beat, self._peer_version))
 
     async def _send(self, connection: Connection) -> None:
@@ -538,13 +539,17 @@ class Agent:
                 case Answer(number, _, reason):
                     if reason:
                         log.debug("refused", number=number, reason=reason)
-                        if number == self._parting_number:
+                    if number == self._parting_number:
+                        if reason:
                             self.leave(self._parting)
+                        self._parting_number = -1
                     self._outbox.answered(number)
                 case Again(expected):
                     self._outbox.expected(expected)
-                case BeatSeen(token):
+                case BeatSeen(token, whole, aim, safe):
                     self._fence(token)
+                    if self._desk is not None:
+                        self._desk.seen(whole, aim, safe)
                 case Assigned(token, node):
                     self._fence(token)
                     await self._take_name(connection, node)

@@ -7,12 +7,16 @@ hold either up, and speaks to the leader through its `Desk`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Protocol
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Protocol, runtime_checkable
 
 from dlrover_core.job.state import Order
 from dlrover_core.runtime.launcher import Notice
 from dlrover_core.runtime.messages import Message
+from dlrover_core.runtime.within import within
+
+REST_S = 600.0
 
 
 class Desk:
@@ -23,11 +27,37 @@ class Desk:
         # What the next beats tell of ranks' paces and losses, as `paces` writes it.
         self.pace: tuple[int, ...] = ()
         self.losses: tuple[int, ...] = ()
+        # And of states kept in memory and on storage, as `keeping` writes it; what the leader says of all nodes together.
+        self.kept: tuple[int, ...] = ()
+        self.whole = self.aim = self.safe = -1
+        self.beats_seen = 0
+        self.seen_news: Callable[[], None] = lambda: None
+        self.hurried = asyncio.Event()
+        # Workers that have ended well are only said to have finished once nothing is on its way to storage any more.
+        self.at_rest = asyncio.Event()
+        self.at_rest.set()
         self._send = send
 
     def send(self, command: Message) -> None:
         """Report to whoever leads, as often as it takes. Lost where the master is older than such commands."""
         self._send(command)
+
+    def seen(self, whole: int, aim: int, safe: int) -> None:
+        """What the leader says, as `BeatSeen` has it; ``seen_news`` is called when it says something else of copies."""
+        news = (aim, safe) != (self.aim, self.safe)
+        self.whole, self.aim, self.safe = whole, aim, safe
+        self.beats_seen += 1
+        if news:
+            self.seen_news()
+
+    def hurry(self) -> None:
+        """What the next beat tells is waited for: let it go out now."""
+        self.hurried.set()
+
+    async def until_at_rest(self) -> None:
+        """Until no duty has anything under way, for a bounded time: a storage that fails must not keep a job from ending."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await within(REST_S, self.at_rest.wait())
 
 
 class Orders:
@@ -71,3 +101,22 @@ class Duty(Protocol):
     def noticed(self, notice: Notice) -> None:
         """Something happened to a worker; as `ordered`."""
         ...
+
+
+@runtime_checkable
+class Settling(Protocol):
+    """What a duty may have beside: something to bring to safety before its agent goes."""
+
+    async def settle(self, order: Order) -> None:
+        """The agent goes as ordered, its workers are being stopped. Bounded by ``order.grace_us``; must not raise."""
+        ...
+
+
+async def settled(duties: Iterable[Duty], order: Order, grace_us: int) -> None:
+    """Let all duties bring to safety what they have.
+
+    A job that has failed gives its workers no time; what they leave behind has the ``grace_us`` of a stop.
+    """
+    if order.outcome == "failed":
+        order = order._replace(grace_us=grace_us)
+    await asyncio.gather(*(one.settle(order) for one in duties if isinstance(one, Settling)))

@@ -16,6 +16,7 @@ import structlog
 from dlrover_core.diagnosis.classify import REFUSED_WORD
 from dlrover_core.errors import LaunchRefused
 from dlrover_core.job.nodes import Observed, ObserveNodes
+from dlrover_core.job.scaling import NoticeNode
 from dlrover_core.job.state import NodeLaunch
 from dlrover_core.runtime.backend import Backend, Changed, Listed, Observation
 
@@ -113,6 +114,10 @@ class Leveller:
         nodes = seen.nodes if isinstance(seen, Listed) else (seen.node,)
         observed = tuple(self._translate(node) for node in nodes)
         self._master.tell(ObserveNodes(observed, isinstance(seen, Listed)))
+        for node, known in zip(nodes, observed, strict=True):
+            if node.notice:
+                left_us = max(1, node.notice_us - node.age_us) if node.notice_us else 0
+                self._master.tell(NoticeNode(known.node, node.notice, left_us))
         self._wake.set()
         self._master.left.set()
 

@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 from dlrover_core.errors import CoreError, HandedOver, LogError, NotLeading, OtherRun, Refused, StandsBy
-from dlrover_core.job import choosing, failures, job, nodes, progress, silence
+from dlrover_core.job import checkpoints, choosing, failures, job, nodes, progress, silence
 from dlrover_core.job.state import CODEC, LEVELLING, MODEL, Desired, JobState, Order, deletion_grace_s, desired
 from dlrover_core.kernel.engine import Accepted, Command, CommandFailed, Engine, Model, NotDone, Reply, Resend, Tick
 from dlrover_core.kernel.events import Batch, Origin, Record
@@ -41,6 +41,7 @@ SNAPSHOT_EVENTS = 10_000
 SNAPSHOT_BYTES = 1024 * 1024
 LATE_S = 2.0
 TICK_S = 1.0
+WRITTEN_S = 0.02
 LEAVE_S = 10.0
 FLUSH_S = 5.0
 # Of a hand-over: the log's part, and the agents' to hang up by themselves.
@@ -111,6 +112,7 @@ class Master:
         self.present: frozenset[str] = frozenset()
         self._offset = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._written: asyncio.TimerHandle | None = None
         self._snapshot_events = snapshot_events
         self._since_snapshot = self._bytes_since_snapshot = 0
         self._snapshot_task: asyncio.Task[None] | None = None
@@ -203,8 +205,9 @@ class Master:
         finally:
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
-            if self._timer is not None:
-                self._timer.cancel()
+            for timer in (self._timer, self._written):
+                if timer is not None:
+                    timer.cancel()
             await self._listener.close()
             self.sessions.close()
             if self._lead is not None:
@@ -337,6 +340,9 @@ class Master:
             elif isinstance(record.event, failures.ActionChosen) and choosing.UNHEARD in record.event.rule:
                 self.alarms += 1
                 log.error("the policy's hook failed", seq=record.seq, rule=record.event.rule)
+            elif isinstance(record.event, checkpoints.StorageFailed):
+                self.alarms += 1
+                log.error("checkpoints cannot be written", seq=record.seq, **record.event._asdict())
         if any(type(record.event) in LEVELLING for record in batch.records):
             self._derive(state)
             self._level()
@@ -451,6 +457,7 @@ class Master:
                     self._weigh(node, spec.silence_s)
                 self._note_progress()
                 self._note_paces()
+                self._note_commits()
 
     def _weigh(self, node: nodes.Node, silence_s: float) -> None:
         if not node.joined:
@@ -497,6 +504,19 @@ class Master:
         if state.job.live:
             now_s = asyncio.get_running_loop().time()
             for found in self.sessions.paces.findings(state.world.worlds, state.pace.standing(), now_s):
+                self.tell(found)
+
+    def note_written(self) -> None:
+        """Parts of a checkpoint are on storage: look soon whether all are, once for all who say so at about the same time."""
+        if self._written is None:
+            self._written = asyncio.get_running_loop().call_later(WRITTEN_S, self._note_commits)
+
+    def _note_commits(self) -> None:
+        if self._written is not None:
+            self._written.cancel()
+            self._written = None
+        if self._pipeline is not None and not self._pipeline.degraded:
+            for found in self.sessions.keeping.commits(self.state.checkpoints):
                 self.tell(found)
 
     # ---- for people

@@ -14,15 +14,31 @@ from typing import Any, NamedTuple, Union, cast
 import msgpack
 
 from dlrover_core.errors import MalformedMessage
-from dlrover_core.job import budget, evidence, failures, hangs, health, job, nodes, progress, scaling, world
+from dlrover_core.job import (
+    budget,
+    checkpoints,
+    evidence,
+    failures,
+    hangs,
+    health,
+    job,
+    nodes,
+    progress,
+    scaling,
+    world,
+)
 from dlrover_core.job.state import Order
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
 
-VERSION = 3
+VERSION = 4
 OLDEST_VERSION = 1
 # What duties report is unknown to older masters.
 DUTIES_VERSION = 3
+# What is said of checkpoints, too.
+KEEPING_VERSION = 4
 INTEGER_MAX = 2**62
+# The first commands of these versions.
+DUTIES_KINDS, KEEPING_KINDS = 14, 17
 # No message has more fields, and none has maps or extensions: what announces them costs nothing to refuse.
 FIELDS_MAX = 64
 Message = tuple[object, ...]
@@ -107,7 +123,7 @@ class Beat(NamedTuple):
     """An agent lives. ``step`` is the highest its workers have made (-1 unknown), ``lag_us`` its loop's lag.
 
     What follows is a `diagnosis.stall.Pulse`, as of now. ``pace`` and ``losses``: what ranks compute and lose, as `runtime.paces`
-    writes it.
+    writes it. ``kept``: what is whole in memory and on storage, as `runtime.keeping` writes it.
     """
 
     generation: int
@@ -119,12 +135,19 @@ class Beat(NamedTuple):
     phase: int = 0
     pace: tuple[int, ...] = ()
     losses: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
 
 
 class BeatSeen(NamedTuple):
-    """The leader lives."""
+    """The leader lives. ``whole``: the newest step that all nodes of the group hold in memory; -1: none is known.
+
+    Of states that no node has alone: ``aim``: the step that all copy to their partners now, ``safe``: the one that all have.
+    """
 
     token: int
+    whole: int = -1
+    aim: int = -1
+    safe: int = -1
 
 
 class Assigned(NamedTuple):
@@ -166,6 +189,13 @@ COMMANDS: Mapping[int, type] = {
     14: evidence.ReportEvidence,
     15: hangs.ReportStacks,
     16: health.ReportCheck,
+    # From version 4 on (`KEEPING_VERSION`).
+    17: checkpoints.ReportKeeping,
+    18: checkpoints.ReportHeld,
+    19: checkpoints.ReportStorage,
+    20: checkpoints.OfferReplica,
+    21: checkpoints.ReportRestored,
+    22: checkpoints.ReportArmed,
 }
 _FRAME_KIND = {cls: kind for kind, cls in _FRAMES.items()}
 _COMMAND_KIND = {cls: kind for kind, cls in COMMANDS.items()}
@@ -173,8 +203,9 @@ _COMMAND_KIND = {cls: kind for kind, cls in COMMANDS.items()}
 
 # How many fields the kinds that have grown since had in an older version: its peers refuse any further one.
 _WIDTHS: Mapping[int, Mapping[type, int]] = {
-    1: {Hello: 6, Goodbye: 3, Order: 14, nodes.ReportJoined: 4, Beat: 3, failures.ReportExit: 9},
-    2: {Order: 16, Beat: 3, failures.ReportExit: 9},
+    1: {Hello: 6, Goodbye: 3, Order: 14, nodes.ReportJoined: 4, Beat: 3, BeatSeen: 1, failures.ReportExit: 9},
+    2: {Order: 16, Beat: 3, BeatSeen: 1, failures.ReportExit: 9},
+    3: {Order: 26, Beat: 9, BeatSeen: 1},
 }
 
 
@@ -183,6 +214,11 @@ def fields_for(message: Message, version: int) -> Message:
     if version >= VERSION:
         return message
     return message[: _WIDTHS.get(max(version, OLDEST_VERSION), {}).get(type(message))]
+
+
+def known_since(command: Message) -> int:
+    """The version of the protocol from which on masters know this command of a duty's."""
+    return KEEPING_VERSION if _COMMAND_KIND[type(command)] >= KEEPING_KINDS else DUTIES_VERSION
 
 
 def encode(message: Message, version: int = VERSION) -> bytes:
@@ -212,7 +248,13 @@ def decode(frame: bytes) -> Message:
 
 
 def numbered(number: int, command: Message, version: int = VERSION) -> Numbered:
-    """A command under its number, for a master of ``version``."""
+    """A command under its number, for a master of ``version``.
+
+    One that such a master does not know may have been queued for another: numbers must not be left out, so it gets one that it
+    refuses.
+    """
+    if _COMMAND_KIND[type(command)] >= DUTIES_KINDS and version < known_since(command):
+        command = world.WithdrawStore(cast(Any, command).node, "")
     return Numbered(number, _COMMAND_KIND[type(command)], tuple(fields_for(command, version)))
 
 
@@ -275,6 +317,13 @@ def _check(hint: Any) -> Callable[[Any], bool]:
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
         inner = _check(args[0])
         return lambda value: isinstance(value, tuple) and all(inner(one) for one in value)
+    if origin is tuple:
+        each = [_check(arg) for arg in args]
+        return lambda value: (
+            isinstance(value, tuple)
+            and len(value) == len(each)
+            and all(check(one) for check, one in zip(each, value, strict=True))
+        )
     if origin in (Union, types.UnionType):
         options = [_check(arg) for arg in args]
         return lambda value: any(option(value) for option in options)

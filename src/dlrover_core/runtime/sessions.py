@@ -21,6 +21,7 @@ from dlrover_core.kernel.engine import Accepted, NotDone, Reply, Resend
 from dlrover_core.kernel.events import Origin
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.complaints import Complaints
+from dlrover_core.runtime.keeping import Everywhere, Keeping, everywhere
 from dlrover_core.runtime.messages import (
     Again,
     Answer,
@@ -73,9 +74,9 @@ class Session:
             self._outbox.append(message)
         self._wake.set()
 
-    def seen(self, token: int) -> None:
+    def seen(self, token: int, told: Everywhere = Everywhere()) -> None:  # noqa: B008  # a tuple of numbers
         """Answer a beat: at once where the transport can and nothing else waits, for there are many."""
-        message = BeatSeen(token)
+        message = BeatSeen(token, *told)
         if self._outbox or self._send_now is None or not self._send_now(messages.encode(message, self.version)):
             self.push(message)
 
@@ -156,6 +157,7 @@ class Sessions:
         self.steps: dict[str, tuple[int, int]] = {}
         self.stalls = Stalls(master)
         self.paces = Paces()
+        self.keeping = Keeping()
 
     def __len__(self) -> int:
         """How many agents are connected."""
@@ -312,7 +314,13 @@ class Sessions:
                     self.stalls.heard(session.node, message)
                     self.paces.heard(session.node, generation, message.pace, message.losses)
                     self._remind(session)
-                session.seen(self._master.token)
+                    worlds = self._master.state.world
+                    if self.keeping.heard(session.node, message.kept, worlds.of(session.node).generation):
+                        self._master.note_written()
+                    told = everywhere(self.keeping, worlds.worlds, session.node)
+                    session.seen(self._master.token, told)
+                else:
+                    session.seen(self._master.token)
             case Numbered():
                 self._command(session, message)
             case Hello():
@@ -415,6 +423,7 @@ class Sessions:
             self.steps.pop(node, None)
             self.stalls.forget(node)
             self.paces.forget(node)
+            self.keeping.forget(node)
 
 
 def _reply(number: int, reply: Reply) -> Message:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dlrover_core.job.state import JobState
+from dlrover_core.job.world import group_of
 from dlrover_core.runtime.sessions import Sessions
 
 
@@ -34,4 +35,14 @@ def shown(state: JobState, sessions: Sessions) -> dict[str, Any]:
         "open_incidents": [one.number for one in incidents if not one.closed],
         "last_incident": f"{last.number}: {last.signature} -> {last.action}" if last else "",
         "root": state.job.root,
+        "checkpoints": {
+            name: {
+                "url": kept.url,
+                "committed": kept.newest[1],
+                "whole": sessions.keeping.whole(name, state.world.worlds[name]),
+                "failing": [node for node in state.checkpoints.failing if group_of(node) == name],
+            }
+            for name, kept in state.checkpoints.groups.items()
+            if kept.generation and name in state.world.worlds
+        },
     }

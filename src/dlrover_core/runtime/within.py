@@ -24,3 +24,13 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
             await asyncio.wait({task})
         if not task.cancelled():
             task.exception()
+
+
+async def any_within(seconds: float, *events: asyncio.Event) -> None:
+    """Wait until one of these is set, at most so long."""
+    waits = [asyncio.ensure_future(one.wait()) for one in events]
+    try:
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in waits:
+            one.cancel()

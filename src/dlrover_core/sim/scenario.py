@@ -38,7 +38,7 @@ class Scenario:
     max_restarts: int = field(default=1_000_000, metadata={"doc": "restarts of the processes, whole job"})
     relaunch_max: int = field(default=1_000_000, metadata={"doc": "relaunches of one node"})
     on_join: str = field(
-        default="restart", metadata={"doc": "what a late node does to a smaller world: restart or never"}
+        default="restart", metadata={"doc": "what a late node does to a smaller world: restart, planned or never"}
     )
     standbys: int = field(default=0, metadata={"doc": "masters that stand by while one leads"})
     hosted_masters: bool = field(

@@ -246,7 +246,7 @@ class Cluster:
             boot=self._boots,
             host=host,
             address=node.node,
-            duties=[ShowHangs(launcher), *checks],
+            duties=[ShowHangs(launcher), *checks, *self.training.duties()],
         )
         self.agents[node.node] = agent
         return agent
@@ -260,6 +260,8 @@ class Cluster:
             self.network.cut(node, silent=True)
         if node in self.launchers:
             self.launchers[node].crash(told=told)
+        if self.training.saving is not None:
+            self.training.saving.lose(node)
         self.thaw(node)
 
     # ---- looking

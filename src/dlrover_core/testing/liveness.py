@@ -61,10 +61,11 @@ class Prompt(Promise):
 
     @staticmethod
     def _able(group: str, state: JobState) -> bool:
-        spec = state.job.spec.group(group)
+        spec, away = state.job.spec.group(group), state.planning.away(state, group)
         if not state.job.forms or state.nodes.tally.ready.get(group, 0) < spec.floor or group in state.health.running:
             return False
-        ready = [node.node for node in state.nodes.nodes.values() if node.group == group and node.ready]
+        here = [node for node in state.nodes.nodes.values() if node.group == group and node.ready]
+        ready = [node.node for node in here if node.node not in away]
         held = any(one.held and one.group == group for one in state.failures.incidents.values())
         return (
             not held

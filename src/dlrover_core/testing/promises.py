@@ -26,7 +26,7 @@ from dataclasses import replace
 from types import MethodType
 from typing import Any, ClassVar, Union
 
-from dlrover_core.job import failures, job, nodes, progress, scaling, silence, world
+from dlrover_core.job import failures, job, nodes, planning, progress, scaling, silence, world
 from dlrover_core.job.node_lifecycle import COMING
 from dlrover_core.job.state import JobState, desired
 from dlrover_core.kernel.engine import CommandFailed, CommandRefused
@@ -363,8 +363,8 @@ class Provoked(Promise):
     def _one(self, _state: JobState, fact: Any, _record: Record) -> None:
         self._since[world.group_of(fact.node)] = type(fact).__name__
 
-    def _scaled(self, _state: JobState, fact: job.GroupScaled, _record: Record) -> None:
-        self._since[fact.group] = "GroupScaled"
+    def _group(self, _state: JobState, fact: Any, _record: Record) -> None:
+        self._since[fact.group] = type(fact).__name__
 
     def _dissolved(self, _state: JobState, fact: world.WorldDissolved, record: Record) -> None:
         assert self._whole or fact.group in self._since, f"{record.seq}: generation {fact.generation} ends for nothing"
@@ -385,7 +385,7 @@ class Provoked(Promise):
             ),
             _one,
         ),
-        job.GroupScaled: _scaled,
+        **dict.fromkeys((job.GroupScaled, planning.WorldPlanned), _group),
         world.WorldDissolved: _dissolved,
         world.WorldFormed: _formed,
     }  # fmt: skip
@@ -395,7 +395,10 @@ class Provoked(Promise):
 
 
 class Places(Promise):
-    """Incarnations never go back, none is planned twice, and a place is wanted of one incarnation at a time."""
+    """Incarnations never go back, none is planned twice, and a place is wanted of one incarnation at a time.
+
+    But for one that leaves by plan: its successor is there before it goes.
+    """
 
     name = "places"
 
@@ -409,7 +412,8 @@ class Places(Promise):
         assert fact.node == f"{fact.group}-{fact.index}-{fact.incarnation}", f"{record.seq}: a node called {fact.node}"
         self._newest[place] = fact.incarnation
         last = state.nodes.nodes.get(f"{fact.group}-{fact.index}-{before}")
-        assert last is None or last.released or last.state not in COMING, (
+        leaves = last is not None and last.node in state.planning.leaving
+        assert last is None or leaves or last.released or last.state not in COMING, (
             f"{record.seq}: {fact.node} is planned beside {last}"
         )
 
@@ -418,7 +422,7 @@ class Places(Promise):
 
 class Told(Promise):
     """What follows from the state for the one whom an event is about: who is released is told to leave, and a successor is not
-    launched before its place is free.
+    launched before its place is free, unless its predecessor leaves by plan.
     """
 
     name = "told"
@@ -434,7 +438,10 @@ class Told(Promise):
             for node in (
                 state.nodes.nodes.get(f"{place}{one}") for one in range(max(0, fact.incarnation - 8), fact.incarnation)
             )
-            if node is not None and not node.ended and node.state not in ("lost", "gone")
+            if node is not None
+            and not node.ended
+            and node.state not in ("lost", "gone")
+            and node.node not in state.planning.leaving
         ]
         if running:
             launched = [launch.node for launch in desired(state).launch]

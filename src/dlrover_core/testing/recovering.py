@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import OPENING, PLAT
-from dlrover_core.job import budget, evidence, failures, hosts, job, nodes, progress, scaling, world
+from dlrover_core.job import budget, evidence, failures, hosts, job, nodes, planning, progress, scaling, world
 from dlrover_core.job.haste import AT_ONCE, EARLY_S, FIRST_PAUSE_S
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import STRANGERS_MAX, UNANSWERED_MAX
@@ -136,6 +136,8 @@ class Effects(Promise):
                 del self._due[record.cause]
         if type(fact) is failures.ActionChosen and fact.action != ladder.SUSPECTS:
             restarts = fact.action in (*ladder.IN_PLACE, ladder.AWAIT_EVIDENCE)
+            if fact.action in (*ladder.RELAUNCHES, ladder.GO_ON_SMALLER) and nodes.followed(state, fact.node):
+                return  # it was to leave: its successor is on the way, or nobody is to come
             if not restarts or state.world.of(fact.node).active:
                 self._due[record.seq] = fact
 
@@ -319,7 +321,7 @@ class Absorbing(Promise):
 
     BEGINS = (
         job.JobStarted, job.JobStopping, job.JobSuspended, job.JobResumed, job.GroupScaled, nodes.NodePlanned,
-        nodes.PlaceReopened, world.WorldFormed, world.WorldDissolved, world.WorldPlanned, failures.IncidentOpened,
+        nodes.PlaceReopened, world.WorldFormed, world.WorldDissolved, planning.WorldPlanned, failures.IncidentOpened,
         failures.Diagnosed, failures.ActionChosen, scaling.NodeDrained,
     )  # fmt: skip
     ENDS = (job.JobSucceeded, job.JobFailed, job.JobStopped, job.JobAbandoned)

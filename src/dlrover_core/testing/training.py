@@ -18,7 +18,7 @@ from dlrover_core.errors import LaunchFailed
 from dlrover_core.job.hangs import ReportStacks
 from dlrover_core.job.state import NodeLaunch
 from dlrover_core.runtime.agent import Agent
-from dlrover_core.runtime.duties import Desk, Orders
+from dlrover_core.runtime.duties import Desk, Duty, Orders
 from dlrover_core.runtime.launcher import (
     Notice,
     StoreReady,
@@ -32,6 +32,7 @@ from dlrover_core.sim.agents import SHOW_S
 from dlrover_core.sim.training import ELSEWHERE, WAITING
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.network import Network
+from dlrover_core.testing.saving import SaveDuty, Saving
 
 START_S = 0.02
 REAP_S = 0.001
@@ -70,13 +71,19 @@ class Training:
     """All worlds of one job. ``steps`` is how many the whole job makes; ``log`` every (generation, step) made, in order.
 
     ``stepped`` is called after each. ``astray`` is what older generations made after a newer one had begun: of no use to anybody.
-    Of `hung` ranks their world makes no step; `slow` is by node and local rank.
+    Of `hung` ranks their world makes no step; `slow` is by node and local rank. With a ``saving`` it resumes from what that
+    keeps; without one, from the last step whose state `Times` says was kept.
     """
 
     def __init__(
-        self, steps: int = 50, step_s: float = 0.1, cascade_s: float | None = 0.005, times: Times | None = None
+        self,
+        steps: int = 50,
+        step_s: float = 0.1,
+        cascade_s: float | None = 0.005,
+        times: Times | None = None,
+        saving: Saving | None = None,
     ) -> None:
-        self.steps, self.step_s, self.cascade_s = steps, step_s, cascade_s
+        self.steps, self.step_s, self.cascade_s, self.saving = steps, step_s, cascade_s, saving
         self.times = times if times is not None else Times()
         self.done = self.kept = self.newest = 0
         self.log: list[tuple[int, int]] = []
@@ -135,6 +142,10 @@ class Training:
         self.hung.discard((generation, rank))
         self._moves.set()
 
+    def duties(self) -> list[Duty]:
+        """What an agent of this training does beside its workers."""
+        return [SaveDuty(self.saving)] if self.saving is not None else []
+
     async def agent(self, master: str, node: NodeLaunch) -> str:
         """Serve a node of this training in this loop, until its master tells it to leave; returns why."""
         self._boots += 1
@@ -147,15 +158,19 @@ class Training:
             boot=self._boots,
             host=node.node,
             address=node.node,
-            duties=[ShowHangs(launcher)],
+            duties=[ShowHangs(launcher), *self.duties()],
         ).run()
 
     async def _run(self, number: int, generation: _Generation) -> None:
         first, self.newest = True, max(self.newest, number)
+        if self.saving is not None:
+            self.kept = await self.saving.restore(number, generation.ranks)
         self.done = min(self.done, self.kept)
         if self.times.load_s:
             await asyncio.sleep(self.times.load_s)
         while self.done < self.steps:
+            if self.saving is not None:
+                await self.saving.between(number, self.done)
             await self._step(number, generation)
             if number < self.newest:
                 # Its master has given it up, and it does not know: what it makes counts for nothing, and is noted.
@@ -167,11 +182,16 @@ class Training:
                 launcher.stepped(number, rank, self.done, first)
             first = False
             self.stepped(self.done)
+            if self.saving is not None:
+                self.saving.made(number, self.done)
+                continue
             if self.done % self.times.keep_steps == 0:
                 if self.times.keep_s:
                     await asyncio.sleep(self.times.keep_s)
                 self.kept = self.done
         await asyncio.sleep(self.step_s)
+        if self.saving is not None:
+            self.saving.finished(number)
         generation.running = None
         for rank, launcher in list(generation.ranks.items()):
             generation.ranks.pop(rank)

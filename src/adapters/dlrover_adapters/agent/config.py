@@ -19,6 +19,8 @@ SECRETS = ("DLROVER_TOKEN", "DLROVER_ETCD_PASSWORD")
 
 
 FLIGHT_RECORDER_ENTRIES = "2000"
+NON_TEMPORAL = "glibc.cpu.x86_non_temporal_threshold"
+NON_TEMPORAL_BYTES = 16 * 1024 * 1024
 
 
 class Mode(enum.Enum):
@@ -169,6 +171,12 @@ def birth_environment(config: LaunchConfig, inherited: Mapping[str, str]) -> dic
     # What a hang is explained by, for some microseconds a collective; the other is its older name.
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:
         env.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDER_ENTRIES)
+    # glibc copies past the caches only from 3/4 of the shared one on, often hundreds of MiB; copies of states, made in pieces of
+    # 16 MiB and more, are to evict nothing of training's. Less than that would slow whoever copies a few MiB and reads them next,
+    # as data loaders do (docs/checkpoint.md). Read when the process is executed.
+    tunables = [one for one in env.get("GLIBC_TUNABLES", "").split(":") if one]
+    if not any(one.startswith(f"{NON_TEMPORAL}=") for one in tunables):
+        env["GLIBC_TUNABLES"] = ":".join([*tunables, f"{NON_TEMPORAL}={NON_TEMPORAL_BYTES:#x}"])
     env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(signal.Signals(one).name for one in config.signals)
     # torch.cuda.is_available() must not initialise CUDA in the zygote: a CUDA context does not survive a fork.
     env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

@@ -7,7 +7,6 @@ have no threads).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import socket
@@ -15,7 +14,7 @@ import sys
 from typing import Any
 
 from . import wire
-from .process import die_with_parent, own_link, set_name, set_title
+from .process import run_executed, set_name, set_title
 
 BACKLOG = 1024  # every rank of a world connects at once
 
@@ -69,14 +68,7 @@ def _open(link: socket.socket, stores: dict[int, Any], bind: str) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run a keeper that was executed, not forked: where there is no zygote."""
-    parser = argparse.ArgumentParser(prog="keeper")
-    parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--agent", type=int, required=True)
-    told, _ = parser.parse_known_args(arguments)
-    if not die_with_parent(told.agent):
-        return 0
-    os.setsid()
-    return serve(own_link(told.fd))
+    return run_executed("keeper", arguments, serve)
 
 
 if __name__ == "__main__":

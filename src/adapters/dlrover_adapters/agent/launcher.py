@@ -31,6 +31,8 @@ from dlrover_core.runtime.within import within
 
 from . import looks, signals, wire
 from .affinity import cpus_by_rank
+from .checkpoints.saving import Saving
+from .checkpoints.vault import Vault
 from .children import Child, wait_dead
 from .config import LaunchConfig, Mode
 from .doorbell import Asked, Doorbell
@@ -129,6 +131,8 @@ class LinuxLauncher:
         self._nursery: Nursery | None = None
         self._stores: Stores | None = None
         self._bell: Doorbell | None = None
+        self.vault: Vault | None = None
+        self.saving: Saving | None = None
         self._opening: asyncio.Future[None] | None = None
         self._finish: asyncio.TimerHandle | None = None
         self._closed = False
@@ -150,10 +154,12 @@ class LinuxLauncher:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Who is who now: ``zygote``, ``keeper`` (0 while being replaced), and the workers by rank. For people and for chaos."""
+        """Who is who now: ``zygote``, ``keeper``, ``saver`` (0 while being replaced), workers by rank. For people and chaos."""
         found = {"zygote": self._nursery.zygote_pid, "keeper": 0} if self._nursery is not None else {}
         if self._stores is not None:
             found["keeper"] = self._stores.keeper_pid
+        if self.saving is not None and self.saving.begun:
+            found["saver"] = self.saving.pid
         return {**found, **{f"rank {one.rank}": one.child.pid for one in self._workers if one.child.alive}}
 
     def named(self, node: str) -> None:
@@ -163,6 +169,8 @@ class LinuxLauncher:
             self._nursery.named(node)
         if self._stores is not None:
             self._stores.named(node)
+        if self.saving is not None:
+            self.saving.named(node)
 
     # ---- opening
 
@@ -197,6 +205,9 @@ class LinuxLauncher:
         self._pump.open()
         self._bell = Doorbell(os.path.join(self._run_dir, "agent.sock"), self._rung)
         self._bell.open()
+        self.vault = Vault(self._run_dir)
+        self.vault.open()
+        self.saving = Saving(self._config, self.vault.arenas, nursery.fork_saver, nursery.gone)
         if self._config.stores:
             self._stores = Stores(self._config, nursery.fork_keeper, nursery.gone, self._offer, self._lost)
             self._stores.open()
@@ -278,6 +289,8 @@ class LinuxLauncher:
     def _begin(self, workers: list[_Worker]) -> None:
         """All of them exist: from here on their ends are told."""
         self._workers = workers
+        if self.vault is not None:
+            self.vault.begin(workers[0].launch)
         self._forget_finish()
         for worker in workers:
             for stream in (worker.files.stdout, worker.files.stderr):
@@ -534,6 +547,10 @@ class LinuxLauncher:
             )
         if self._stores is not None:
             await self._stores.close()
+        if self.saving is not None:
+            await self.saving.close()
+        if self.vault is not None:
+            await self.vault.close()
         if self._nursery is not None:
             await self._nursery.close()
         if self._bell is not None:

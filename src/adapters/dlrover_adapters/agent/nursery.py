@@ -22,7 +22,7 @@ from . import wire
 from .children import Child
 from .config import LaunchConfig
 from .process import end_sessions, end_strays
-from .spawn import Spawned, spawn_keeper, spawn_plain, spawn_zygote
+from .spawn import Spawned, spawn_keeper, spawn_plain, spawn_saver, spawn_zygote
 
 EARLY_DEATHS_MAX = 3
 """Zygotes in a row that died, for no reason of theirs, before they were ready; then workers are executed instead."""
@@ -30,7 +30,7 @@ EARLY_DEATHS_MAX = 3
 UNFORKED_MAX = 3
 """Forks in a row that nothing came of; a go-between may be killed, but not every one."""
 
-STRAYS = frozenset({"dlrover-zygote", "dlrover-spare", "dlrover-keeper"})
+STRAYS = frozenset({"dlrover-zygote", "dlrover-spare", "dlrover-keeper", "dlrover-saver"})
 """What children of a zygote are called before they are told who they are."""
 
 SWEEP_S = 5.0
@@ -54,7 +54,7 @@ class Spare(NamedTuple):
 
 
 class Nursery:
-    """Makes processes: `take` workers, `fork_keeper`. ``refused`` says which preloads were left out, and why."""
+    """Makes processes: `take` workers, `fork_keeper`, `fork_saver`. ``refused`` says which preloads were left out, and why."""
 
     def __init__(self, config: LaunchConfig, first: Spawned | None = None) -> None:
         self.refused: dict[str, str] = {}
@@ -305,6 +305,15 @@ class Nursery:
                 return self._born(spawn_keeper(self._config))
             if keeper := await self._fork_again("keeper"):
                 return keeper
+
+    async def fork_saver(self) -> Spare:
+        """A saver; workers run, so the zygote is ready, or another one soon. Raises `LaunchFailed`."""
+        while True:
+            await self.ready()
+            if self.plain:
+                return self._born(spawn_saver(self._config))
+            if saver := await self._fork_again("saver"):
+                return saver
 
     async def take(self, count: int) -> list[Spare]:
         """``count`` processes that wait for a seat: spares first, then new ones. Raises `LaunchFailed`."""

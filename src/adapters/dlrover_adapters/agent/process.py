@@ -7,6 +7,7 @@ then, by their session number in /proc, members that made groups of their own.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import functools
@@ -15,7 +16,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
@@ -90,6 +91,18 @@ def own_link(fd: int) -> socket.socket:
     link = socket.socket(fileno=fd)
     link.set_inheritable(False)
     return link
+
+
+def run_executed(prog: str, arguments: list[str], serve: Callable[[socket.socket], int]) -> int:
+    """Be a servant of the agent's that was executed, not forked, where there is no zygote; its exit code."""
+    parser = argparse.ArgumentParser(prog=prog)
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--agent", type=int, required=True)
+    told, _ = parser.parse_known_args(arguments)
+    if not die_with_parent(told.agent):
+        return 0
+    os.setsid()
+    return serve(own_link(told.fd))
 
 
 # ---- sessions

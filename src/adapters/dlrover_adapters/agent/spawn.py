@@ -70,3 +70,8 @@ def spawn_plain(config: LaunchConfig) -> Spawned:
 def spawn_keeper(config: LaunchConfig) -> Spawned:
     """A keeper of its own, where there is no zygote to fork it."""
     return _execute("keeper", config)
+
+
+def spawn_saver(config: LaunchConfig) -> Spawned:
+    """A saver of its own, where there is no zygote to fork it."""
+    return _execute("saver", config)

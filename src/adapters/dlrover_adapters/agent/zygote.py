@@ -31,7 +31,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 
-from . import keeper, wire, worker
+from . import keeper, saver, wire, worker
 from .framework import Framework, load
 from .main_module import set_first_path
 from .process import die_with_parent, end_sessions, outlive_parent, own_link, set_name, set_title
@@ -232,6 +232,8 @@ class Zygote:
         link = socket.socket(fileno=fd)
         if kind == "keeper":
             return lambda: keeper.serve(link)
+        if kind == "saver":
+            return lambda: saver.serve(link)
         return lambda: worker.run_spare(link, self._framework)
 
 

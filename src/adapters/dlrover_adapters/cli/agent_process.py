@@ -17,6 +17,7 @@ from typing import Any
 
 import structlog
 
+from dlrover_adapters.agent.checkpoints.duty import CheckpointDuty
 from dlrover_adapters.agent.checks.basic import Place
 from dlrover_adapters.agent.checks.duty import CheckDuty
 from dlrover_adapters.agent.config import LaunchConfig, birth_environment
@@ -124,6 +125,19 @@ def _checks(raw: dict[str, Any], config: LaunchConfig) -> CheckDuty:
     )
 
 
+def _checkpoints(raw: dict[str, Any], config: LaunchConfig, launcher: LinuxLauncher) -> CheckpointDuty:
+    files = (raw["tls_ca"], raw.get("tls_cert", ""), raw.get("tls_key", ""))
+    # Where masters are spoken to in secret, states go between hosts in secret too, or not at all.
+    bind = "" if files[0] and not files[1] else config.store_bind
+    return CheckpointDuty(
+        launcher,
+        token=os.environ["DLROVER_TOKEN"].encode(),
+        host=raw["address"],
+        bind=bind,
+        tls=files if all(files[:2]) else (),
+    )
+
+
 class _Process:
     """One agent, from before it has a name to its last words."""
 
@@ -154,6 +168,7 @@ class _Process:
                 *looking,
                 hangs,
                 _checks(raw, config),
+                _checkpoints(raw, config, self._launcher),
             ],
         )
 

@@ -126,6 +126,7 @@ def checks(args: argparse.Namespace) -> list[Check]:
     from dlrover_adapters.cli import doctor_state as state
     from dlrover_adapters.cli import doctor_workers as workers
     from dlrover_adapters.cli.doctor_check import Check
+    from dlrover_adapters.cli.doctor_checkpoints import checkpoint_memory
 
     began, count = machine.clocks(), expected_workers()
     preload = modules(args.preload)
@@ -146,6 +147,7 @@ def checks(args: argparse.Namespace) -> list[Check]:
         Check("core files", machine.cores),
         Check("evidence", evidence.evidence),
         Check("shared memory", partial(machine.shared_memory, count)),
+        Check("checkpoints", checkpoint_memory),
         Check("sockets", state.sockets, stuck="set TMPDIR to a folder on a local disk"),
         Check("state directory", lambda: state.state_directory(state.where(args.state_dir)), 20.0, slow_disk),
         Check("ports", network.ports, 20.0),

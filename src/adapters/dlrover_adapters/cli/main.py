@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from dlrover_adapters.cli import (
+    ckpt,
     conformance,
     diagnose,
     doctor,
@@ -45,10 +46,11 @@ from dlrover_core.errors import ConnectionLost, CoreError, NotLeading, Refused, 
 
 EXIT_CODES = f"""exit codes:
   {OK:<3}  done
-  {FAILED:<3}  the job has failed; doctor: a check has; conformance: a promise is broken; replay: not as recorded
+  {FAILED:<3}  the job has failed; doctor: a check has; conformance: a promise is broken; replay: not as recorded;
+       ckpt: bytes are damaged, or a step is not complete
   {USAGE:<3}  wrong usage
-  {NOT_FOUND:<3}  no such job, no such event, no such signature; diagnose: no failure that is known
-  {UNREADABLE:<3}  the log cannot be read: unreachable, damaged, or written by a newer version
+  {NOT_FOUND:<3}  no such job, event, signature or checkpoint; diagnose: no failure that is known
+  {UNREADABLE:<3}  the log or the storage cannot be read: unreachable, damaged, or written by a newer version
   {REFUSED:<3}  refused: as the job stands, it cannot do what was asked
   {NO_MASTER:<3}  no master leads the job, or it cannot be asked: network, token
   {LATE:<3}  asked, but not so within --timeout
@@ -133,6 +135,7 @@ COMMANDS = (
         diagnose.arguments,
         diagnose.run,
     ),
+    Command("ckpt", "list, verify, convert and remove checkpoints", ckpt.EXAMPLES, ckpt.arguments, ckpt.run),
     Command("signatures", "the failures that are known", signatures.EXAMPLES, signatures.arguments, signatures.run),
     Command("doctor", "is this machine fit, and what to do if not", doctor.EXAMPLES, doctor.arguments, doctor.run),
     Command(

@@ -84,7 +84,6 @@ def read(options: argparse.Namespace, nodes_max: int) -> Meeting:
     durations, unused = _durations(conf)
     masters = tuple(_master(one) for one in (options.master or "").split(",") if one.strip())
     if masters:
-        unused += _given(options, "tls_cert", "tls_key")
         return Meeting(
             joining=True,
             backend="masters",

@@ -383,8 +383,11 @@ def lacks_size(state: JobState, asked: Event) -> str:
         return ""
     wanted = nodes.wanted(state, asked.group) // spec.unit * spec.unit
     one = state.world.worlds.get(asked.group) or world.World()
+    takes = state.job.spec.on_join == "restart" or (
+        state.job.spec.on_join == "planned" and state.planning.able(state, asked.group)
+    )
     waits = state.job.state == "suspended" or (
-        one.active and len(one.members) < wanted and (bool(one.finished) or state.job.spec.on_join == "never")
+        one.active and len(one.members) < wanted and (bool(one.finished) or not takes)
     )
     if waits:
         return "" if len(world.ready_nodes(state, asked.group)) >= wanted else _here(state, asked.group)

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dlrover_adapters.cli import check_flags, policies, torchrun_flags
+from dlrover_adapters.cli import check_flags, policies, torchrun_flags, values
 from dlrover_adapters.cli import meeting as meetings
 from dlrover_adapters.cli.places import shown
 from dlrover_adapters.cli.torchrun_flags import Given, Nodes, Options
 from dlrover_core.errors import SpecError
-from dlrover_core.spec import NAME_BYTES_MAX, GroupSpec, JobSpec
+from dlrover_core.spec import NAME_BYTES_MAX, ON_JOIN, GroupSpec, JobSpec
 
 EPILOG = """\
 examples:
@@ -50,7 +50,6 @@ Flags of torchrun's are also read from PET_<FLAG>, for instance PET_NNODES, as t
 LOG_BYTES_MAX = 128 * 1024 * 1024
 LOG_BYTES_MIN = 64 * 1024
 LOG_ATTEMPTS_MAX = 10
-_BYTES = re.compile(r"(\d+)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -148,9 +147,16 @@ def _hosts(ours: argparse._ArgumentGroup) -> None:
 
 def _tls(ours: argparse._ArgumentGroup) -> None:
     for name, text in (
-        ("cert", "certificate (PEM) that masters show, and its intermediate CAs; agents dial a name that it names"),
+        (
+            "cert",
+            "certificate (PEM) that masters show, and its intermediate CAs; agents dial a name that it names. On every host: "  # noqa: ISC004
+            "what savers show each other; a host with --tls-ca and without it keeps no copies of others' states, nor has any",
+        ),
         ("key", "its private key, if that is not in the same file"),
-        ("ca", "CA (PEM) that masters are checked by; with it all hosts encrypt what they say to masters"),
+        (
+            "ca",
+            "CA (PEM) that masters are checked by, and other hosts' savers; with it all hosts encrypt what they say",
+        ),
     ):
         ours.add_argument(f"--tls-{name}", action=Given, default=None, metavar="FILE", help=text)
 
@@ -169,9 +175,9 @@ def _policy(ours: argparse._ArgumentGroup) -> None:
     ours.add_argument(
         "--on-join",
         action=Given,
-        choices=("restart", "never"),
+        choices=ON_JOIN,
         default="restart",
-        help="what a late node does to a running smaller world: restart it, larger (default), or never",
+        help="a late node lets a smaller world restart (with FlashCheckpoint: without loss); planned: only so; never: it waits",
     )
     ours.add_argument(
         "--relaunch-max",
@@ -185,7 +191,7 @@ def _policy(ours: argparse._ArgumentGroup) -> None:
     ours.add_argument(
         "--hang-timeout",
         action=Given,
-        type=_seconds,
+        type=values.seconds,
         default=None,
         metavar="SECONDS",
         help="no rank makes a step for this long, at least: find who hangs, and restart; 0: never (default 60)",
@@ -255,7 +261,7 @@ def _ours(ours: argparse._ArgumentGroup) -> None:
     ours.add_argument(
         "--log-bytes-max",
         action=Given,
-        type=_bytes,
+        type=values.size_in_bytes,
         default=LOG_BYTES_MAX,
         metavar="SIZE",
         help="room of one log file: beyond it the middle is left out; 512K, 1G, 0: no bound (default 128M)",
@@ -319,23 +325,6 @@ def _places(ours: argparse._ArgumentGroup) -> None:
         default="info",
         help="detail of the control log (default info)",
     )
-
-
-def _seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from error
-    if not 0 <= found < 10**9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; 0 means never")
-    return found
-
-
-def _bytes(text: str) -> int:
-    found = _BYTES.fullmatch(text.strip())
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; say for example 512K, 128M, 1G, or 0 for no bound")
-    return int(found[1]) << {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}[found[2].lower()]
 
 
 # ---- what the options mean
@@ -416,14 +405,16 @@ class TlsFiles(NamedTuple):
 
 
 def tls_files(options: Options, *, shows: bool, dials: bool) -> TlsFiles:
-    """What is given, looked into: by a host that may run masters, which ``shows``, and one that ``dials``. Raises `SpecError`."""
+    """What is given, looked into: by a host that may run masters, which ``shows``, and one that ``dials``. Raises `SpecError`.
+
+    A host without masters needs no certificate, unless states are to go between its saver and others.
+    """
     told = (options.tls_cert, options.tls_key, options.tls_ca)
     found = TlsFiles(*(str(Path(path).absolute()) if path else "" for path in told))
-    if not shows:
-        found = TlsFiles(ca=found.ca)
-    elif not found.cert and (found.key or (found.ca and not dials)):
-        raise SpecError("tls-cert", "missing: the masters need --tls-cert, and --tls-key, to encrypt")
-    elif dials and found.cert and not found.ca:
+    if not found.cert and (found.key or (found.ca and not dials)):
+        who = "the masters need" if shows else "this host's saver needs"
+        raise SpecError("tls-cert", f"missing: {who} --tls-cert, and --tls-key, to encrypt")
+    if dials and found.cert and not found.ca:
         raise SpecError(
             "tls-ca", "missing: this host's agent, too, checks masters by a CA; a self-signed one is its own"
         )

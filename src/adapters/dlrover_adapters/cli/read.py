@@ -147,7 +147,7 @@ async def status(args: argparse.Namespace) -> int:
 
 async def _status(args: argparse.Namespace, source: Source) -> int:
     from dlrover_adapters.cli import live
-    from dlrover_adapters.cli.standing import degraded
+    from dlrover_adapters.cli.standing import degraded, in_memory
     from dlrover_core.history import Headlines, render, status_of
     from dlrover_core.history.plain import plain
     from dlrover_core.job.state import MODEL
@@ -161,10 +161,16 @@ async def _status(args: argparse.Namespace, source: Source) -> int:
     address = args.master or (leader.address if leader is not None else "")
     said = await live.leader_says(args, source.job, address) if address and not told.over else None
     if args.json:
-        print(as_json({**plain(told), "control_plane": said.control_plane if said is not None else None}))
+        levels = {
+            "control_plane": said.control_plane if said is not None else None,
+            "checkpoints": said.status.get("checkpoints", {}) if said is not None else None,
+        }
+        print(as_json({**plain(told), **levels}))
     else:
         now = time.time_ns() // 1000
         print(render.status(told, now if leader is not None else None))
+        for line in in_memory(said.status) if said is not None else ():
+            print(line)
         if said is not None and said.status.get("degraded"):
             print(degraded(said.status, now))
         if leader is None and not told.over:

@@ -44,6 +44,13 @@ class Standing:
         return f"stands by for job {self._job}; {leader} leads"
 
 
+def in_memory(status: Mapping[str, Any]) -> Iterator[str]:
+    """Which step is whole in the memory of all nodes, by group: a level, which only the leader knows."""
+    for group, kept in dict(status.get("checkpoints", {})).items():
+        if int(kept.get("whole", -1)) >= 0:
+            yield f"{group}: step {kept['whole']} is whole in the memory of all nodes"
+
+
 def degraded(status: Mapping[str, Any], now_us: int) -> str:
     """Since when the control plane is degraded, and why; empty: it is not."""
     from dlrover_core.history.phrases import duration, one_line

@@ -38,11 +38,11 @@ class FsspecStore:
         self._place: tuple[Any, str] | None = None
         schemes = [part.partition("://")[0] for part in url.split("::")]
         for scheme in schemes:
-            _require(scheme, url)
+            require(scheme, url)
 
     def names(self) -> list[str]:
         """The names of all files, as the file system has them now; none where there is no such folder."""
-        with _errors_of_ours(self.url):
+        with errors_of_ours(self.url):
             files, root = self._files()
             # A listing that was remembered may lack what another host wrote.
             files.invalidate_cache()
@@ -54,7 +54,7 @@ class FsspecStore:
 
     def read(self, name: str) -> bytes:
         """A whole file."""
-        with _errors_of_ours(self.url):
+        with errors_of_ours(self.url):
             files, root = self._files()
             content = files.cat_file(f"{root}/{name}")
             assert isinstance(content, bytes)
@@ -62,7 +62,7 @@ class FsspecStore:
 
     def write(self, name: str, content: bytes) -> None:
         """Put it there, or find it there; raise `FileExistsError` where something else has its name."""
-        with _errors_of_ours(self.url):
+        with errors_of_ours(self.url):
             files, root = self._files()
             path = f"{root}/{name}"
             if not self._stands(name, content):
@@ -119,31 +119,32 @@ class FsspecStore:
                 files.rm_file(draft)
 
 
-def _require(scheme: str, url: str) -> None:
+def require(scheme: str, url: str, field: str = "archive") -> None:
+    """Raise `SpecError`, about ``field``, for a scheme that cannot be used here."""
     if scheme in CACHES:
-        raise SpecError("archive", f"{_shown(url)!r}: leave {scheme}:: away; an archive is read from where it lies")
+        raise SpecError(field, f"{shown(url)!r}: leave {scheme}:: away; it must be read from where it lies")
     try:
         fsspec.get_filesystem_class(scheme)
     except ValueError as error:
-        raise SpecError("archive", f"{_shown(url)!r}: fsspec knows no {scheme!r}") from error
+        raise SpecError(field, f"{shown(url)!r}: fsspec knows no {scheme!r}") from error
     except ImportError as error:
-        raise SpecError("archive", f"{_shown(url)!r}: {error}; install it beside dlrover-core") from error
+        raise SpecError(field, f"{shown(url)!r}: {error}; install it beside dlrover-core") from error
 
 
 @contextlib.contextmanager
-def _errors_of_ours(url: str) -> Iterator[None]:
+def errors_of_ours(url: str) -> Iterator[None]:
     """What others' file systems raise, as `OSError`: keys that are missing or wrong, time-outs, a store that is read-only."""
     try:
         yield
     except OSError:
         raise
     except NotImplementedError as error:
-        raise OSError(errno.EROFS, f"{type(error).__name__}: cannot be written", _shown(url)) from error
+        raise OSError(errno.EROFS, f"{type(error).__name__}: cannot be written", shown(url)) from error
     except Exception as error:
         kind = TimeoutError if "timeout" in type(error).__name__.lower() else OSError
-        raise kind(errno.EIO, f"{type(error).__name__}: {error}", _shown(url)) from error
+        raise kind(errno.EIO, f"{type(error).__name__}: {error}", shown(url)) from error
 
 
-def _shown(url: str) -> str:
+def shown(url: str) -> str:
     """The URL without the password that may be in it."""
     return re.sub(r"(?<=://)[^/@]*@", "", url)

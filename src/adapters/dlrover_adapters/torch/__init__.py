@@ -11,6 +11,9 @@ has a budget of its own before it counts as a hang, and how long one took is lea
 jump is told. ``report_tokens(count, squares)`` says how much work the step in the making is, ``with compute():`` marks what this
 rank computes without waiting for another one: by these a slow machine is told from long sequences. A tensor on a GPU is never
 waited for.
+
+``FlashCheckpoint(url, model=..., optimizer=...)`` saves the state of training into the agent's memory and to storage, and
+restores it; its ``step`` tells the step too.
 """
 
 from __future__ import annotations
@@ -19,13 +22,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checkpoint.flash import FlashCheckpoint
     from .loss import report_loss
     from .meter import compute, report_tokens
     from .steps import phase
     from .steps import tell as step
 
-__all__ = ["compute", "phase", "report_loss", "report_tokens", "step"]
+__all__ = ["FlashCheckpoint", "compute", "phase", "report_loss", "report_tokens", "step"]
 _HERE = {
+    "FlashCheckpoint": ("checkpoint.flash", "FlashCheckpoint"),
     "compute": ("meter", "compute"),
     "phase": ("steps", "phase"),
     "report_loss": ("loss", "report_loss"),

@@ -80,13 +80,13 @@ def memory(place: Place) -> Iterator[str]:
     table = _table(place.root / "proc/meminfo", ":")
     if "MemAvailable" in table and table["MemAvailable"] * 1024 < need:
         yield f"memory: {table['MemAvailable'] // 1024} MiB available, at least {need // MIB} are needed"
-    for folder, room in _rooms(place.root):
+    for folder, room in rooms(place.root):
         if room < need:
             yield f"memory: {room // MIB} MiB left within the limit of control group {folder}, at least {need // MIB} are needed"
             return
 
 
-def _rooms(root: Path) -> Iterator[tuple[str, int]]:
+def rooms(root: Path) -> Iterator[tuple[str, int]]:
     """What may still be used in our control group and those above it; page cache gives way, so it counts as free."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)

@@ -1,0 +1,142 @@
+"""Copies of this node's states in its partner's memory, one on its way at a time.
+
+Where each node has all of the state, the newest there is. Where it is spread over nodes, the step that all of them aim at, as
+`core.checkpoint.copies` says; that one, and the last that all have copied, are kept from being overwritten here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from dlrover_core.checkpoint.copies import NONE, PATIENCE, roundest
+
+from .arenas import State
+from .saving import Unsaved
+from .site import Site
+
+BACK_OFF_S, BACK_OFF_MAX_S = 1.0, 30.0
+NOTHING = State(0, NONE)
+
+log = structlog.get_logger("dlrover.agent")
+
+
+class Copying:
+    """Of one node. ``safe``: the newest state that all nodes have at their partners and keep at home, of any generation."""
+
+    def __init__(self, site: Site, changed: Callable[[], None]) -> None:
+        self._site, self._changed = site, changed
+        self._address = ""
+        self._there: list[State] = []  # at the partner, the newest last: it has room for two
+        self._sending: asyncio.Task[None] | None = None
+        self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
+        self._given_up = NOTHING
+        self._keeps, self._kept_since = NOTHING, 0
+        self.safe = NOTHING
+
+    @property
+    def spread(self) -> bool:
+        """Is there no node that has all of the state?"""
+        return self._site.spread != 1
+
+    def _has(self, state: State) -> bool:
+        return state in self._there and self._address == self._site.order.replica_to
+
+    @property
+    def copied(self) -> int:
+        """The newest step of this generation that the partner has; of shares only one that is kept here. -1: none."""
+        states = [self._keeps] if self.spread else self._there
+        return max(
+            (one.step for one in states if one.generation == self._site.generation and self._has(one)), default=NONE
+        )
+
+    @property
+    def told(self) -> tuple[int, int]:
+        """The step that is kept to be copied, and the safe one, of this generation; as `KeptBeat` has it."""
+        if not self.spread:
+            return NONE, NONE
+        safe = self.safe.step if self.safe.generation == self._site.generation and self._has(self.safe) else NONE
+        return self._keeps.step if self._site.pinned(self._keeps) else NONE, safe if self._site.pinned(
+            self.safe
+        ) else NONE
+
+    def look(self) -> None:
+        """Keep what is to be kept, and send what is new, if somebody takes it and nothing is on its way."""
+        site = self._site
+        address, now = site.order.replica_to, asyncio.get_running_loop().time()
+        if address != self._address and self._sending is None:
+            self._address, self._there = address, []
+        if not site.launch or not address:
+            return
+        state = self._shared() if self.spread else next(iter(site.whole[-1:]), NOTHING)
+        if (
+            self._sending is None
+            and now >= self._retry_at
+            and state.generation == site.generation
+            and not self._has(state)
+        ):
+            self._sending = asyncio.ensure_future(self._send(address, state))
+
+    def _shared(self) -> State:
+        """The state to send now: the aim, once it is kept."""
+        site, desk = self._site, self._site.desk
+        safe = State(site.generation, desk.safe)
+        # What the leader says may be of a generation before; what we have sent of this one is not.
+        if safe > self.safe and self._has(safe):
+            self.safe = safe
+            self._there = [one for one in self._there if one >= safe]
+        if self._keeps.step != desk.aim and desk.beats_seen - self._kept_since >= PATIENCE:
+            self._given_up = max(self._given_up, self._keeps)
+        done = max(self.safe, self._given_up)
+        every = site.keeping.every if site.keeping is not None else 1
+        step = roundest(
+            site.steps(site.generation), every, done.step if done.generation == site.generation else NONE, desk.aim
+        )
+        if (keeps := State(site.generation, step)) != self._keeps:
+            self._keeps, self._kept_since = keeps, desk.beats_seen
+        site.hold("copies", [self.safe, self._keeps])
+        return self._keeps if self._keeps.step == desk.aim and site.pinned(self._keeps) else NOTHING
+
+    async def _send(self, address: str, state: State) -> None:
+        site = self._site
+        ids = [arena.id for arena, _ in site.own(state)]
+        body = {
+            "op": "send",
+            "address": address,
+            "ids": ids,
+            "generation": state.generation,
+            "step": state.step,
+            "keep": list(self.safe if self.spread and self._has(self.safe) else NOTHING),
+            "pace": 0,
+        }
+        try:
+            await site.saving.order(body)
+            if address == self._address:
+                self._there = sorted({*self._there, state})[-2:]
+            self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
+            site.desk.hurry()
+        except Unsaved as error:
+            if not self._retry_at:
+                log.warning("no copy of this node's state is with its partner", address=address, reason=str(error))
+            self._given_up = max(self._given_up, state)
+            self._retry_at = asyncio.get_running_loop().time() + self._back_off_s
+            self._back_off_s = min(BACK_OFF_MAX_S, 2 * self._back_off_s)
+        finally:
+            self._sending = None
+            self._changed()
+
+    async def settle(self) -> None:
+        """The agent goes: the newest state, whatever is on its way."""
+        site = self._site
+        while self._sending is not None:
+            await asyncio.wait([self._sending])
+        if site.order.replica_to and site.whole and not self._has(site.whole[-1]):
+            await self._send(site.order.replica_to, site.whole[-1])
+
+    async def close(self) -> None:
+        """Nothing more of it."""
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)

@@ -1,0 +1,400 @@
+"""What a node writes to storage, and when: what is due, what the leader orders of a generation that has ended, and the seal.
+
+One step at a time. A storage that fails is told once, training never: the step goes to the next tier at once (a folder of this
+host, if there is one), and what is due later is tried again after a while that doubles up to `BACK_OFF_MAX_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import structlog
+
+from dlrover_core.job.checkpoints import ReportStorage, storage_calm_s
+from dlrover_core.runtime.keeping import WRITTEN_MAX, Written
+
+from .arenas import Arena, State
+from .saving import Unsaved
+from .site import Keeping, Site
+
+BACK_OFF_S, BACK_OFF_MAX_S = 1.0, 60.0
+COMMIT_S = 30.0
+"""After a good end it is awaited for so long that others have written what we have: who has lost its part never will."""
+SEAL_S, HELD_WAIT_S, SETTLE_S, SETTLE_LOOK_S = 3.0, 5.0, 10.0, 0.05
+"""At any other end, after the last thing that happened: a node that is alone; one of several; that of rank 0. Looked so often."""
+TRIES_MAX = 6
+"""Failures in a row after which a job that has succeeded waits for its storage no more: about half a minute."""
+REASON_MAX = 500
+
+NOTHING = State(0, -1)
+
+log = structlog.get_logger("dlrover.agent")
+
+
+def _state(one: Written) -> State:
+    return State(one.generation, one.step)
+
+
+def _what(one: Written) -> tuple[int, int, bool]:
+    """A state, and whether because it was ordered."""
+    return one.step, one.generation, bool(one.places)
+
+
+class Storage:
+    """Of one node. ``written``: what all parts of this node are on storage of, the newest last. ``changed``: look again."""
+
+    def __init__(self, site: Site, changed: Callable[[], None]) -> None:
+        self._site, self._changed = site, changed
+        self.written: list[Written] = []
+        self.failing = ""
+        self.holds: list[State] = []
+        self._hold_until = 0.0
+        self._working: State | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ordered: asyncio.Task[None] | None = None
+        self._ordered_what: tuple[State, tuple[int, ...]] | None = None
+        self._sealed, self._sealing = NOTHING, False
+        self._seal_at, self._seal_back_off_s = 0.0, BACK_OFF_S
+        self._tried = NOTHING
+        self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
+        self._writes = False
+        self._failures, self._failed_at = 0, 0.0
+        self._outages, self._told_at = 0, 0.0
+        self._awaited, self._awaited_since = NOTHING, 0.0
+
+    async def close(self) -> None:
+        """Nothing more of it here; what the saver is at ends with it."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        task.set_name(name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("what was to be done with storage failed", what=task.get_name(), reason=repr(error))
+
+    def has(self, state: State) -> bool:
+        """Is it on storage, as far as this node is concerned?"""
+        return any((one.generation, one.step) == state for one in self.written)
+
+    def unfinished(self, *, writes: bool) -> bool:
+        """Is something on its way to storage that a script which has just ended well counts on?
+
+        What is due and not written, or written and not committed, or committed and not sealed; unless it failed too often.
+        """
+        site, keeping = self._site, self._site.keeping
+        if keeping is None or not keeping.url or not writes or self._failures >= TRIES_MAX:
+            return False
+        if self._working is not None or self._sealing or self._due() is not None:
+            return True
+        own = [_state(one) for one in self.written if one.generation == site.generation and not one.places]
+        newest = max(own, default=NOTHING)
+        if newest > site.committed:
+            return self._commit_may_come(newest)
+        return self._leads and site.committed == newest and site.committed != self._sealed
+
+    @property
+    def _leads(self) -> bool:
+        return self._site.launch is not None and self._site.launch.node_rank == 0
+
+    def _commit_may_come(self, state: State) -> bool:
+        """Whether somebody else may still be writing its parts of what we have written."""
+        now = asyncio.get_running_loop().time()
+        if state != self._awaited:
+            self._awaited, self._awaited_since = state, now
+        return now - self._awaited_since < COMMIT_S
+
+    # ---- what is due
+
+    def look(self, *, writes: bool) -> None:
+        """Begin what is to be done now."""
+        keeping, self._writes = self._site.keeping, writes
+        if keeping is None or not keeping.url:
+            return
+        self._look_at_order(keeping)
+        self._seal(keeping)
+        now = asyncio.get_running_loop().time()
+        if self.failing and not self._failures and now - self._told_at >= storage_calm_s(self._outages):
+            self._back(keeping)
+        if writes and self._working is None and now >= self._retry_at:
+            due = self._due()
+            if due is not None:
+                self._working = due
+                self._spawn(self._write_due(due, keeping), f"step {due.step} to storage")
+        if self.holds and now >= self._hold_until and self._ordered is None:
+            self.release()
+
+    def _due(self) -> State | None:
+        """The newest state that is to be written and was not."""
+        for state in reversed(self._site.whole):
+            if state <= self._tried or state.generation != self._site.generation:
+                return None
+            if self._site.is_due(state) and not self.has(state):
+                return state
+        return None
+
+    async def _write_due(self, state: State, keeping: Keeping) -> None:
+        try:
+            await self._write(state, keeping, self._site.own(state))
+            self._tried = state
+        except Unsaved as error:
+            self._failed(keeping, state, error)
+            if error.lost:
+                self._tried = state
+            else:
+                # Tried again while it is in memory, or the next that is due: only what all nodes write alike is ever whole there.
+                await self._next_tier(state, keeping)
+        finally:
+            self._working = None
+            self._changed()
+
+    async def _next_tier(self, state: State, keeping: Keeping) -> None:
+        if keeping.local:
+            try:
+                await self._order("persist", state, keeping._replace(url=keeping.local), self._site.own(state))
+            except Unsaved as error:
+                log.warning("nor can the host's own folder be written", url=keeping.local, reason=str(error))
+
+    async def _write(
+        self,
+        state: State,
+        keeping: Keeping,
+        own: Sequence[tuple[Arena, int]],
+        copies: Sequence[tuple[int, int]] = (),
+        places: int = 0,
+    ) -> None:
+        """Have the parts of a state written, and tell so; ``places`` as in `Written`. Raises `Unsaved`."""
+        # What was ordered is of a world that has ended: who usually writes the rest of it may be gone.
+        done = await self._order("persist", state, keeping, own, copies, everything=bool(places))
+        one = Written(state.step, int(done["size"]), int(done["took_us"]), state.generation, places)
+        others = [old for old in self.written if _what(old) != _what(one)]
+        self.written = [*others, one][-WRITTEN_MAX:]
+        self._worked()
+        self._changed()
+
+    async def _order(
+        self,
+        op: str,
+        state: State,
+        keeping: Keeping,
+        own: Sequence[tuple[Arena, int]] = (),
+        copies: Sequence[tuple[int, int]] = (),
+        *,
+        everything: bool = False,
+    ) -> dict[str, Any]:
+        body = {
+            "op": op,
+            "ids": [arena.id for arena, _ in own],
+            "copies": [list(one) for one in copies],
+            "generation": state.generation,
+            "step": state.step,
+            "url": keeping.url,
+            "format": keeping.format,
+            "keep": keeping.keep,
+            "run": self._site.desk.run,
+            "everything": everything,
+        }
+        if op == "persist" and not own and not copies:
+            raise Unsaved(f"step {state.step} of generation {state.generation} is not in memory any more", lost=True)
+        return (await self._site.saving.order(body)).body
+
+    # ---- a storage that fails
+
+    def _failed(self, keeping: Keeping, state: State, error: Unsaved) -> None:
+        reason = str(error)
+        if error.lost:
+            log.warning("a step was not written to storage", step=state.step, reason=reason)
+            return
+        self._failures += 1
+        self._failed_at = asyncio.get_running_loop().time()
+        self._retry_at = self._failed_at + self._back_off_s
+        self._back_off_s = min(BACK_OFF_MAX_S, 2 * self._back_off_s)
+        if not self.failing:
+            self.failing = reason[:REASON_MAX]
+            self._outages, self._told_at = self._outages + 1, self._failed_at
+            log.error("parts cannot be written to storage", url=keeping.url, reason=reason)
+            self._site.desk.send(ReportStorage(self._site.desk.node, keeping.url, self.failing))
+
+    def _worked(self) -> None:
+        self._failures = 0
+        self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
+
+    def _back(self, keeping: Keeping) -> None:
+        self.failing = ""
+        log.info("parts can be written to storage again", url=keeping.url)
+        self._site.desk.send(ReportStorage(self._site.desk.node, keeping.url, ""))
+
+    # ---- what the leader orders of a generation that has ended
+
+    def hold(self, state: State, seconds: float) -> None:
+        """Keep this one from being overwritten for so long: the leader may order it."""
+        self.holds = [state]
+        self._hold_until = asyncio.get_running_loop().time() + seconds
+        self._tell_holds()
+
+    def release(self) -> None:
+        """They are of no more use."""
+        self.holds = []
+        self._tell_holds()
+
+    def _tell_holds(self) -> None:
+        self._site.hold("storage", self.holds)
+
+    def _look_at_order(self, keeping: Keeping) -> None:
+        order = self._site.order
+        if order.persist < 0:
+            if self._ordered is not None:
+                self._ordered.cancel()
+            self._ordered = self._ordered_what = None
+            return
+        wanted = State(order.persist_of, order.persist), order.persist_places
+        if wanted != self._ordered_what:
+            if self._ordered is not None:
+                self._ordered.cancel()
+            self._ordered_what = wanted
+            # The others may be overwritten now, this one not yet.
+            self.hold(wanted[0], 0.0)
+            self._ordered = self._spawn(self._obey(*wanted, keeping), f"step {order.persist} as ordered")
+
+    async def _obey(self, state: State, places: tuple[int, ...], keeping: Keeping) -> None:
+        """As often as it takes, or as long as it is in memory: the order stands until the leader takes it back."""
+        back_off_s = BACK_OFF_S
+        while True:
+            own, copies = self._parts(state, places)
+            try:
+                await self._write(state, keeping, own, copies, len(places))
+            except Unsaved as error:
+                self._failed(keeping, state, error)
+                # A storage that is down must not hold up who saves into memory: what runs now is more than what has ended.
+                self._let_go(state)
+                if error.lost:
+                    return
+                await asyncio.sleep(back_off_s)
+                back_off_s = min(BACK_OFF_MAX_S, 2 * back_off_s)
+            else:
+                self._let_go(state)
+                return
+
+    def _let_go(self, state: State) -> None:
+        if self.holds == [state]:
+            self.release()
+
+    def _parts(self, state: State, places: tuple[int, ...]) -> tuple[list[tuple[Arena, int]], list[tuple[int, int]]]:
+        """Where the parts of these places are: in our own arenas, and the rank and layout of copies."""
+        mine = self._site.places.get(state.generation, -1)
+        own = self._site.own(state) if mine in places or not places else []
+        there = self._site.copies(state.generation).get(state, {})
+        copies = [
+            (rank, arena.owner.layout)
+            for place in places
+            if place != mine
+            for rank, arena in sorted(there.get(place, {}).items())
+        ]
+        return own, copies
+
+    # ---- the seal
+
+    def _seal(self, keeping: Keeping) -> None:
+        """A step is committed: make it a checkpoint that anybody can open, and remove what is too old.
+
+        The node of rank 0 does, and whoever was ordered to write parts of it: rank 0's node may be why that was ordered. Twice is
+        as good as once.
+        """
+        committed = self._site.committed
+        if self._sealing or committed == self._sealed or committed.step < 0:
+            return
+        if not self._leads and not any(_state(one) == committed and one.places for one in self.written):
+            return
+        if asyncio.get_running_loop().time() >= self._seal_at:
+            self._sealing = True
+            self._spawn(self._seal_it(committed, keeping), f"seal of step {committed.step}")
+
+    async def _seal_it(self, state: State, keeping: Keeping) -> None:
+        try:
+            await self._order("seal", state, keeping)
+            self._sealed, self._seal_back_off_s = state, BACK_OFF_S
+        except Unsaved as error:
+            self._failures += 1
+            self._failed_at = asyncio.get_running_loop().time()
+            log.warning("a step on storage cannot be sealed", step=state.step, url=keeping.url, reason=str(error))
+            self._seal_at = self._failed_at + self._seal_back_off_s
+            self._seal_back_off_s = min(BACK_OFF_MAX_S, 2 * self._seal_back_off_s)
+        finally:
+            self._sealing = False
+            self._changed()
+
+    # ---- the end
+
+    async def settle(self, everywhere: Callable[[], int]) -> None:
+        """The agent goes: what only memory has is written now, and sealed once all have written it.
+
+        First the newest state that all nodes hold, as ``everywhere`` says of the generation that ran (-1: nobody knows), then
+        what is newer: another node may have been stopped a step before us, and a step with a part missing is none. And whatever
+        the leader orders, once it has heard what each of us holds.
+        """
+        site, keeping = self._site, self._site.keeping
+        if keeping is None or not keeping.url:
+            return
+        loop, given_up = asyncio.get_running_loop(), set[State]()
+        alone = site.launch is None or site.launch.nodes <= 1
+        patience_s = SEAL_S if alone else SETTLE_S if self._leads else HELD_WAIT_S
+        until, ordered, obeyed = loop.time() + patience_s, False, False
+        while loop.time() < until:
+            site.look()  # workers may save in their last moments
+            self._look_at_order(keeping)
+            self._seal(keeping)
+            ordered, obeyed = site.order.persist >= 0, obeyed or (ordered and site.order.persist < 0)
+            state = self._unsaved(everywhere(), given_up, alone=alone)
+            if state is not None and self._working is None:
+                await self._write_last(state, keeping, given_up)
+            elif not self._works and self._settled(obeyed=obeyed):
+                return
+            else:
+                idle = not self._works and not site.desk.generation
+                await asyncio.sleep(SETTLE_LOOK_S)
+                if idle:
+                    continue
+            until = loop.time() + patience_s
+
+    async def _write_last(self, state: State, keeping: Keeping, given_up: set[State]) -> None:
+        try:
+            await self._write(state, keeping, self._site.own(state))
+        except Unsaved as error:
+            self._failed(keeping, state, error)
+            given_up.add(state)
+            if not error.lost:
+                await self._next_tier(state, keeping)
+
+    def _unsaved(self, everywhere: int, given_up: set[State], *, alone: bool) -> State | None:
+        """The next state to write as the agent goes."""
+        site = self._site
+        states = site.whole if self._writes else []
+        if alone:
+            states = states[-1:]
+        elif states:
+            states = [one for one in states if one >= State(states[-1].generation, max(0, everywhere))]
+        left = [one for one in states if one > site.committed and one not in given_up and not self.has(one)]
+        return left[0] if left else None
+
+    @property
+    def _works(self) -> bool:
+        """Is something being written, with success as far as is known?"""
+        ordered = self._ordered is not None and not self._ordered.done()
+        return self._working is not None or self._sealing or (ordered and not self._failures)
+
+    def _settled(self, *, obeyed: bool) -> bool:
+        """Is nothing left to wait for? ``obeyed``: the leader has ordered something, and taken it back."""
+        site = self._site
+        newest = max([*site.whole[-1:], *map(_state, self.written)], default=NOTHING)
+        if site.desk.generation or (newest > site.committed and not obeyed):
+            return False
+        return not self._leads or site.committed.step < 0 or site.committed == self._sealed

@@ -1,0 +1,79 @@
+"""What the saver does with storage: parts of a step, and once all are there, the seal, and what goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from dlrover_adapters.checkpoint.slotview import SlotView
+
+
+class Order(NamedTuple):
+    """Where, and how. ``everything``: also what usually others write, because they cannot any more."""
+
+    url: str
+    run: str
+    format: str
+    keep: int
+    everything: bool = False
+    job: str = ""
+
+    @classmethod
+    def of(cls, body: dict[str, Any]) -> Order:
+        """From a frame of the agent's."""
+        return cls(
+            body["url"],
+            body["run"],
+            body["format"],
+            int(body["keep"]),
+            bool(body.get("everything")),
+            str(body.get("job", "")),
+        )
+
+
+def write(views: Sequence[SlotView], order: Order) -> tuple[int, int]:
+    """The parts of these ranks of one node; how many, and their bytes. Raises OSError, `CoreError`, `ArenaBroken`."""
+    from dlrover_adapters.checkpoint import parts
+    from dlrover_adapters.checkpoint.manifests import TORCH
+    from dlrover_adapters.checkpoint.places import Place
+
+    place = Place(order.url)
+    if order.format == TORCH:
+        together = [(views[0], tuple(views[1:]))]
+    else:
+        together = [(one, ()) for one in views if order.everything or _writes(one)]
+    stands_in = {"everything": True} if order.everything and order.format != TORCH else {}
+    reports = [
+        parts.write_part(
+            view,
+            place,
+            run=order.run,
+            job=order.job,
+            generation=view.stamp.generation,
+            format=order.format,
+            beside=beside,
+            **stands_in,
+        )
+        for view, beside in together
+    ]
+    return len(reports), sum(one.size for one in reports)
+
+
+def _writes(view: SlotView) -> bool:
+    return bool(view.table.objects) or any(item.write for item in view.table.items)
+
+
+def seal(order: Order, step: int, generation: int = 0) -> int:
+    """All parts of a step are there: make it a checkpoint, and remove what is too old. Its bytes. Raises as `write`.
+
+    Parts of other runs do not count, nor those of other generations; ``generation`` 0: the newest there is.
+    """
+    from dlrover_adapters.checkpoint import listing
+    from dlrover_adapters.checkpoint import seal as sealing
+    from dlrover_adapters.checkpoint.places import Place
+
+    place = Place(order.url)
+    sealed = sealing.seal(place, step, run=order.run, generation=generation or None)
+    if order.keep:
+        listing.retain(place, order.keep, run=order.run, job=order.job)
+    return sealed.size

@@ -1,0 +1,1 @@
+"""The bytes of checkpoints: hashes, parts on storage and their manifests, what is kept, and transfers between nodes."""

@@ -1,0 +1,443 @@
+"""States from node to node: a partner's copy in other memory, and back when a node is gone.
+
+Savers do it among themselves, beside training: no rank, no collective, no accelerator's memory. `Server` takes copies into memory
+that the agent is handed, in the format of arenas, and serves what the node has; `send` and `fetch` are the other ends.
+
+A copy is whole or not there: it goes into a slot that nobody reads and that is not the newest, every block is compared with the
+saver's digest on arrival, and only then is the slot published. Fenced twice: another run is a stranger, and so is who speaks for
+a generation that this node knows to be over. Nothing is resumed: who was cut off starts again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dlrover_adapters.checkpoint.peer_line import (
+    IDLE_S,
+    PACE_BYTES_S,
+    Credentials,
+    Line,
+    Pace,
+    PeerFailed,
+    PeerRefused,
+    StrangerRefused,
+    Tls,
+    dial,
+    greet,
+)
+from dlrover_adapters.checkpoint.peer_state import Header, Memory, Wanted, give
+from dlrover_adapters.checkpoint.slotview import SlotView
+from dlrover_core.checkpoint.arena import ArenaBroken, Geometry
+
+__all__ = [
+    "Copy", "Credentials", "Pace", "PeerFailed", "PeerRefused", "Received", "Sent", "Server", "StrangerRefused", "Tls", "Wanted",
+    "fetch", "send",
+]  # fmt: skip
+
+CONNECTIONS_MAX = 16
+COPY_SLOTS = 2
+NOTHING = (-1, -1)
+_JOIN_S = 5.0
+
+
+class Copy(NamedTuple):
+    """Memory with copies of one rank's states, an arena of `COPY_SLOTS` slots. ``id`` counts in this server; ``fd`` is its."""
+
+    fd: int
+    id: int
+    rank: int
+    world: int
+    layout: int
+    total_bytes: int
+
+
+class Sent(NamedTuple):
+    """What a `send` did; ``had``: the peer had this copy already."""
+
+    took_us: int
+    size: int
+    had: bool
+
+
+class Received(NamedTuple):
+    """An arena with one slot, verified. Whoever gets it closes ``fd``."""
+
+    fd: int
+    took_us: int
+    size: int
+
+
+def send(
+    address: str,
+    view: SlotView,
+    credentials: Credentials,
+    *,
+    generation: int,
+    pace: Pace | None = None,
+    keep: tuple[int, int] = NOTHING,
+    idle_s: float = IDLE_S,
+) -> Sent:
+    """Leave a copy of a slot, which the caller has pinned, with the saver at ``address``. ``generation``: whom we speak for.
+
+    ``keep``: the generation and step of an older copy that this one must not take the place of; without, the newest is kept.
+    Raises `PeerRefused` (the peer says why), `StrangerRefused`, `PeerFailed`.
+    """
+    began, header = time.monotonic(), Header.of(view)
+    line = dial(address, credentials, idle_s=idle_s)
+    try:
+        asked = {"op": "put", "run": credentials.run, "generation": generation, "keep": list(keep)}
+        line.say({**asked, "state": header.told()})
+        line.allow(header.size)
+        had = bool(line.hear(patient=True).get("had"))  # it gets its memory first
+        if not had:
+            give(line, view, pace or Pace(PACE_BYTES_S))
+            line.hear()
+        return Sent(_us_since(began), 0 if had else header.size, had)
+    finally:
+        line.close()
+
+
+def fetch(
+    address: str,
+    wanted: Wanted,
+    credentials: Credentials,
+    *,
+    generation: int,
+    allow: Callable[[int], str] | None = None,
+    idle_s: float = IDLE_S,
+) -> Received:
+    """Bring one rank's state from the saver at ``address``. ``allow``: of so many bytes, why they are too many (empty: not).
+
+    Raises `PeerRefused` (the peer says why, or there is no room), `StrangerRefused`, `PeerFailed`.
+    """
+    began = time.monotonic()
+    line = dial(address, credentials, idle_s=idle_s)
+    try:
+        line.say({"op": "get", "run": credentials.run, "generation": generation, "wanted": list(wanted)})
+        header = Header.heard(line.hear().get("state"))
+        if not wanted.fits(header.wanted):
+            raise PeerFailed(f"{wanted} was asked for, and {header.wanted} came")
+        memory = _room("dlrover-fetched", header.geometry(1), allow)
+        try:
+            memory.take(line, header, 0, fresh=True)
+        except BaseException:
+            memory.close()
+            raise
+        memory.close(keep_fd=True)
+        return Received(memory.fd, _us_since(began), header.size)
+    except ArenaBroken as error:
+        raise PeerFailed(f"{address}: {error}") from error
+    finally:
+        line.close()
+
+
+def _room(name: str, geometry: Geometry, allow: Callable[[int], str] | None) -> Memory:
+    why = allow(geometry.total_bytes) if allow is not None else ""
+    if why:
+        raise PeerRefused(why)
+    return Memory(name, geometry)
+
+
+def _us_since(began: float) -> int:
+    return int((time.monotonic() - began) * 1e6)
+
+
+@dataclass
+class _Kept:
+    """One memory of copies, and how many read each slot of it."""
+
+    copy: Copy
+    memory: Memory
+    readers: list[int] = field(default_factory=lambda: [0] * COPY_SLOTS)
+
+    def newest(self) -> tuple[int, int]:
+        return max(((stamp.generation, stamp.step) for _, stamp in self.memory.control.stamps()), default=(-1, -1))
+
+    def fits(self, header: Header, geometry: Geometry) -> bool:
+        """Is this memory laid out for that state?"""
+        words = self.memory.control
+        same = (header.layout, header.world, header.table_digest)
+        return self.memory.geometry == geometry and (words.layout, words.world, words.table_digest) == same
+
+    def free(self, keep: tuple[int, int]) -> int:
+        """The slot for the next copy: neither read nor that of ``keep``; where that is not here, not the newest. -1: none."""
+        stamps = {slot: stamp[:2] for slot, stamp in self.memory.control.stamps()}
+        order = sorted(range(COPY_SLOTS), key=lambda slot: stamps.get(slot, NOTHING))
+        order.sort(key=lambda slot: stamps.get(slot) == keep)
+        return next((slot for slot in order[: COPY_SLOTS - 1] if not self.readers[slot]), -1)
+
+
+class Server:
+    """Takes copies and serves states, in threads of this process, from `start` to `stop`.
+
+    ``lookup`` finds one of the node's own states and keeps it pinned as long as it is read; ``allow`` says why so many bytes more
+    are too many (empty: they are not); ``made`` and ``gone`` tell of memory with copies, which is ours: whoever wants to keep it
+    duplicates its descriptor; ``generation`` is the one that the node is at.
+    """
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        *,
+        lookup: Callable[[Wanted], AbstractContextManager[SlotView | None]],
+        allow: Callable[[int], str] = lambda _size: "",
+        made: Callable[[Copy], None] = lambda _copy: None,
+        gone: Callable[[Copy], None] = lambda _copy: None,
+        generation: Callable[[], int] = lambda: 0,
+        refused: Callable[[str, str], None] = lambda _address, _why: None,
+        pace_bytes_s: float = PACE_BYTES_S,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        self._credentials, self._lookup, self._allow = credentials, lookup, allow
+        self._made, self._gone, self._generation, self._refused = made, gone, generation, refused
+        self._stopped = threading.Event()
+        self._pace, self._idle_s = Pace(pace_bytes_s, self._stopped), idle_s
+        self._lock = threading.RLock()
+        self._kept: dict[int, list[_Kept]] = {}
+        self._coming: set[int] = set()
+        self._made_count = 0
+        self._listener: socket.socket | None = None
+        self._context: ssl.SSLContext | None = None
+        self._threads: set[threading.Thread] = set()
+        self._sockets: set[socket.socket] = set()
+
+    # ---- its life
+
+    def start(self, bind: str = "0.0.0.0", port: int = 0) -> int:  # noqa: S104  # other hosts are who it is for
+        """Listen; the port. Raises OSError, ssl.SSLError (certificates that cannot be used)."""
+        self._context = self._credentials.tls.serving() if self._credentials.tls is not None else None
+        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+        listener = socket.create_server((bind, port), family=family, backlog=CONNECTIONS_MAX)
+        self._listener = listener
+        self._thread("peers", lambda: self._accept(listener))
+        return int(listener.getsockname()[1])
+
+    def stop(self) -> None:
+        """End every connection and thread, and let all copies go; descriptors that others duplicated live on."""
+        self._stopped.set()
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+            self._listener.close()
+        with self._lock:
+            threads = list(self._threads)
+            for one in self._sockets:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join(_JOIN_S)
+        self.forget(lambda _copy: True)
+
+    def forget(self, which: Callable[[Copy], bool]) -> None:
+        """Let these copies go; one that is in use goes the next time it is asked for."""
+        with self._lock:
+            for rank, kept in list(self._kept.items()):
+                self._drop(rank, [one for one in kept if which(one.copy)])
+
+    def adopt(self, copies: Iterable[Copy]) -> None:
+        """Take over what a predecessor of this process has left; descriptors stay the caller's. What is no arena is left out.
+
+        Ids are told anew: `copies` says them.
+        """
+        for copy in copies:
+            try:
+                memory = Memory.of(copy.fd)
+            except (OSError, ValueError):
+                continue
+            with self._lock:
+                self._made_count += 1
+                ours = copy._replace(fd=memory.fd, id=self._made_count)
+                self._kept.setdefault(copy.rank, []).append(_Kept(ours, memory))
+                self._kept[copy.rank].sort(key=_Kept.newest)
+
+    def copies(self) -> list[Copy]:
+        """What there is."""
+        with self._lock:
+            return [one.copy for kept in self._kept.values() for one in kept]
+
+    def _drop(self, rank: int, these: list[_Kept]) -> None:
+        for one in these:
+            if rank in self._coming or any(one.readers):
+                continue
+            self._kept[rank].remove(one)
+            self._gone(one.copy)
+            one.memory.close()
+
+    def _thread(self, name: str, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                with self._lock:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._stopped.is_set():
+            try:
+                sock, address = listener.accept()
+            except OSError:
+                # Out of descriptors, or stopped: the next round tells which.
+                if self._stopped.wait(0.1):
+                    return
+                continue
+            with self._lock:
+                full = len(self._sockets) >= CONNECTIONS_MAX
+                if not full:
+                    self._sockets.add(sock)
+            if full:
+                sock.close()
+                self._refused(str(address[0]), f"{CONNECTIONS_MAX} connections are open")
+                continue
+            self._thread("peer", lambda sock=sock, address=address: self._serve(sock, str(address[0])))  # type: ignore[misc]
+
+    # ---- a connection
+
+    def _serve(self, sock: socket.socket, address: str) -> None:
+        line: Line | None = None
+        try:
+            line = greet(sock, self._credentials, self._context, idle_s=self._idle_s)
+            with self._lock:  # TLS has taken the socket over
+                self._sockets.discard(sock)
+                sock = line.socket
+                self._sockets.add(sock)
+            asked = line.hear()
+            try:
+                self._answer(line, asked)
+            except (PeerFailed, ArenaBroken) as error:
+                self._refused(address, str(error))
+                with contextlib.suppress(PeerFailed):
+                    line.say({"error": str(error)})
+        except PeerFailed as error:
+            self._refused(address, str(error))
+        finally:
+            with self._lock:
+                self._sockets.discard(sock)
+            if line is not None:
+                line.close()
+
+    def _answer(self, line: Line, asked: dict[str, Any]) -> None:
+        if asked.get("run") != self._credentials.run:
+            raise PeerRefused("this is another run of the job")
+        speaks, knows = asked.get("generation"), self._generation()
+        if type(speaks) is not int or speaks < knows:
+            raise PeerRefused(f"generation {speaks} is over, this node is at {knows}")
+        if asked.get("op") == "put":
+            keep = asked.get("keep", NOTHING)
+            if not isinstance(keep, (list, tuple)) or len(keep) != 2 or not all(type(one) is int for one in keep):
+                raise PeerFailed("what it wants kept makes no sense")
+            self._take(line, Header.heard(asked.get("state")), (keep[0], keep[1]))
+        elif asked.get("op") == "get":
+            told = asked.get("wanted")
+            if not isinstance(told, list) or len(told) != 4 or not all(type(one) is int for one in told):
+                raise PeerFailed("what it wants makes no sense")
+            self._hand_out(line, Wanted(*told))
+        else:
+            raise PeerFailed("a request that this version does not know")
+
+    def _hand_out(self, line: Line, wanted: Wanted) -> None:
+        with self.copied(wanted) as copied, self._lookup(wanted) if copied is None else _nothing() as own:
+            view = copied or own
+            if view is None:
+                raise PeerRefused(
+                    f"this node has no step {wanted.step} of generation {wanted.generation} of rank {wanted.rank}"
+                )
+            line.say({"state": Header.of(view).told()})
+            give(line, view, self._pace)
+
+    @contextlib.contextmanager
+    def copied(self, wanted: Wanted) -> Iterator[SlotView | None]:
+        """A copy of another node's state, kept from being overwritten inside; None where there is none."""
+        with self._lock:
+            found = next(
+                (
+                    (kept, slot)
+                    for kept in self._kept.get(wanted.rank, ())
+                    for slot, stamp in kept.memory.control.stamps()
+                    if wanted.fits(Wanted(wanted.rank, stamp.generation, stamp.step, kept.copy.layout))
+                ),
+                None,
+            )
+            if found is not None:
+                found[0].readers[found[1]] += 1
+        if found is None:
+            yield None
+            return
+        kept, slot = found
+        try:
+            view = SlotView(kept.memory.map, slot)
+            try:
+                yield view
+            finally:
+                view.release()
+        finally:
+            with self._lock:
+                kept.readers[slot] -= 1
+
+    # ---- copies
+
+    def _take(self, line: Line, header: Header, keep: tuple[int, int]) -> None:
+        rank, offered = header.rank, header.stamp[:2]
+        with self._lock:
+            kept = self._kept.setdefault(rank, [])
+            newest = max((one.newest() for one in kept), default=(-1, -1))
+            if rank in self._coming:
+                raise PeerRefused(f"another copy of rank {rank} is on its way")
+            have = newest == offered and kept[-1].copy.layout == header.layout
+            if offered <= newest and not have:
+                raise PeerRefused(f"step {offered[1]} of generation {offered[0]} is older than what is here, {newest}")
+            if not have:
+                self._coming.add(rank)
+        if have:
+            line.say({"had": True})
+            return
+        try:
+            self._receive(line, header, kept, keep)
+        finally:
+            with self._lock:
+                self._coming.discard(rank)
+        line.say({})
+
+    def _receive(self, line: Line, header: Header, kept: list[_Kept], keep: tuple[int, int]) -> None:
+        """Into the slot that is not to be kept of the last memory, if the state fits there, else into new memory."""
+        last, geometry = kept[-1] if kept else None, header.geometry(COPY_SLOTS)
+        if last is not None and last.fits(header, geometry):
+            with self._lock:
+                slot = last.free(keep)
+            if slot < 0:
+                raise PeerRefused(f"all copies of rank {header.rank} are being read")
+            line.say({})
+            last.memory.take(line, header, slot, fresh=False)
+            with self._lock:
+                self._coming.discard(header.rank)
+                self._drop(header.rank, kept[:-1])  # the last one holds two states now
+            return
+        memory = _room("dlrover-copy", geometry, self._allow)
+        try:
+            line.say({})
+            memory.take(line, header, 0, fresh=True)
+        except BaseException:
+            memory.close()
+            raise
+        with self._lock:
+            self._made_count += 1
+            copy = Copy(memory.fd, self._made_count, header.rank, header.world, header.layout, geometry.total_bytes)
+            kept.append(_Kept(copy, memory))
+            self._made(copy)
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    yield None

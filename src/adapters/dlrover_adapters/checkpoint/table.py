@@ -1,0 +1,91 @@
+"""The layout table: what lies where in the data of an arena's slots, and which ranks hold what of the whole state.
+
+Written once by the worker, read by whoever reads slots: the next worker, the saver, another node. msgpack only: the blob, which
+holds what is no tensor, is a map from names to opaque bytes, and nobody but a worker ever unpickles those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import msgpack
+
+from dlrover_core.checkpoint.arena import ArenaBroken
+
+FORMAT = 1
+
+
+class Item(NamedTuple):
+    """One chunk of one tensor: ``shape`` elements of ``dtype`` that begin at ``offsets`` of the tensor's ``full_shape``.
+
+    Row-major, from byte ``at`` of the data on, ``size`` bytes. ``dtype`` as torch names it without ``torch.``. ``live``: others
+    than the optimizer write it, so it is copied while training stands. ``write``: this rank writes it to storage; of a chunk that
+    several hold only one does.
+    """
+
+    name: str
+    dtype: str
+    full_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    at: int
+    size: int
+    live: bool = False
+    write: bool = True
+
+
+class Table(NamedTuple):
+    """A rank's items. ``layout`` is the same number on all ranks of a world whose states fit together.
+
+    ``holders``: of each part of the whole state the ranks that have it in memory; a step is whole where of each of these sets
+    somebody holds it. ``objects``: the names in the blob that this rank writes to storage. ``paths``: of each name, items and
+    objects, the keys that lead to it in the nested state. ``writers``: the ranks that write anything of it to storage; empty: it
+    is not said.
+    """
+
+    layout: int
+    world: int
+    rank: int
+    holders: tuple[tuple[int, ...], ...]
+    items: tuple[Item, ...]
+    objects: tuple[str, ...] = ()
+    paths: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    writers: tuple[int, ...] = ()
+
+    def packed(self) -> bytes:
+        """As it lies in the arena."""
+        return cast(bytes, msgpack.packb((FORMAT, *self)))
+
+    @classmethod
+    def unpacked(cls, raw: bytes) -> Table:
+        """From an arena. Raises `ArenaBroken`."""
+        try:
+            found = msgpack.unpackb(raw, use_list=False)
+            if found[0] != FORMAT:
+                raise ArenaBroken(f"a table of format {found[0]}, this version reads {FORMAT}")
+            table = cls(*found[1:])
+            return table._replace(items=tuple(Item(*one) for one in table.items))
+        except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+            raise ArenaBroken(f"{len(raw)} bytes are no layout table: {error}") from error
+
+
+def pack_blob(objects: Mapping[str, bytes]) -> bytes:
+    """The blob of a slot: serialised objects by name."""
+    return cast(bytes, msgpack.packb(dict(objects)))
+
+
+def unpack_blob(raw: bytes | memoryview) -> dict[str, bytes]:
+    """The objects in a blob, still serialised. Raises `ArenaBroken`."""
+    try:
+        found = msgpack.unpackb(raw)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ArenaBroken(f"{len(raw)} bytes are no blob: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(one, bytes) for one in found.values()):
+        raise ArenaBroken("a blob is a map from names to bytes")
+    return found
+
+
+def whole(holders: Sequence[Sequence[int]], here: frozenset[int]) -> bool:
+    """Is everything there, if the ranks in ``here`` hold theirs?"""
+    return all(not here.isdisjoint(one) for one in holders)

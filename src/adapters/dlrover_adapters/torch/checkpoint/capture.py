@@ -1,0 +1,559 @@
+"""What a save consists of: which tensors, which of them may be copied beside training, and what is no tensor.
+
+Beside the next forward and backward only that may be copied which nothing but the optimizer writes: parameters that an awaited
+optimizer owns, and the tensors in its state. All else is *live*: buffers (BatchNorm's, spectral norm's), EMA copies, parameters
+that no optimizer owns. Those are copied while training stands, unless the user says that nobody writes them (``frozen=``).
+
+The walk through modules and state dicts is made once. After that a save looks whether each tensor is still the same object in the
+same place of memory; where it is not, the walk is made again, and if it finds other names or shapes, that is another layout.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import logging
+import pickle
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from dlrover_core.errors import SpecError
+
+from . import foresight, kinds
+from .optimizing import OptimizerSource
+from .sources import (
+    ClassSource,
+    Found,
+    GeneratorSource,
+    Mismatch,
+    ModelSource,
+    Path,
+    Shapes,
+    Source,
+    StatefulSource,
+    StateSource,
+    address,
+    local,
+    name_of,
+)
+
+IDLE_BYTES, IDLE_SHARE = 64 * 1024 * 1024, 0.1
+"""So much of parameters that nobody trains, or such a share of all, is worth a word: training stands while it is copied."""
+_log = logging.getLogger("dlrover.torch")
+
+
+class Chunk(NamedTuple):
+    """What of one tensor is on this rank. ``tensor`` is local memory; ``same_as``: the name under which its bytes lie already."""
+
+    name: str
+    path: Path
+    tensor: torch.Tensor
+    dtype: str
+    full_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    live: bool
+    same_as: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+class Target(NamedTuple):
+    """Where a saved tensor's chunk is to be filled in: ``tensor`` is local, and begins at ``offsets`` of ``full_shape``."""
+
+    name: str
+    tensor: torch.Tensor
+    full_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+class Signature(NamedTuple):
+    """What a layout is made of; all that differs between two ranks or two saves in form."""
+
+    chunks: tuple[tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], bool, str], ...]
+    objects: tuple[str, ...]
+
+
+class Capture:
+    """The state of one rank. ``rank``: its global number, for what every rank has of its own.
+
+    Each of ``model``, ``optimizer``, ``scheduler`` and ``extra`` is one or several, in a sequence or a dict; ``state`` is a
+    nested dict. ``frozen`` and ``live``: names (``*`` as in shells) or tensors. Raises `SpecError` for what cannot be saved.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        extra: Any = None,
+        state: MutableMapping[str, Any] | None = None,
+        frozen: Iterable[Any] = (),
+        live: Iterable[Any] = (),
+        rank: int = 0,
+    ) -> None:
+        self.models = named("model", model)
+        self.optimizers = named("optimizer", optimizer)
+        extras, schedulers = named("extra", extra), named("scheduler", scheduler)
+        check(self.models, self.optimizers, {**schedulers, **extras}, state)
+        self.optimizers = {path: kinds.unwrapped(name_of(path), one) for path, one in self.optimizers.items()}
+        self._rank = rank
+        self._hinted = False
+        self._saved: frozenset[str] = frozenset()
+        self._frozen, self._live = _Chosen("frozen", frozen), _Chosen("live", live)
+        self._sources: list[Source] = [ModelSource(path, one, self._owned) for path, one in self.models.items()]
+        self._sources += [
+            OptimizerSource(path, one, self._fqns, beside=isinstance(one, torch.optim.Optimizer))
+            for path, one in self.optimizers.items()
+        ]
+        self._sources += [StatefulSource((path,), one, large=False) for path, one in schedulers.items()]
+        for path, one in extras.items():
+            mine = (path,) if rank == 0 else (("rank", str(rank), *path), path)
+            self._sources.append(StatefulSource(mine, one, large=True))
+        if state is not None:
+            self._sources.append(StateSource(("state",), state))
+        self._sources += [GeneratorSource(rank), ClassSource({**self.models, **self.optimizers})]
+        self._chunks: list[Chunk] | None = None
+        self._watched: list[tuple[Any, Any, Any, torch.Tensor, int]] = []
+        self._sizes: list[tuple[int, ...]] = []
+        self._anew: set[str] = set()
+        self._serialised = _Serialised()
+
+    def _owned(self) -> frozenset[int]:
+        """Ids of the parameters that optimizers write."""
+        return frozenset(map(id, parameters(self.optimizers.values())))
+
+    def _fqns(self) -> dict[int, str]:
+        """Names of parameters. With several models their keys lead them, as two may have the same names."""
+        fqns: dict[int, str] = {}
+        models = [one for one in self._sources if isinstance(one, ModelSource)]
+        for source, path in zip(models, self.models, strict=True):
+            for fqn, (_owner, _key, tensor) in source._found().items():
+                fqns.setdefault(id(tensor), ".".join((*path[1:], fqn)))
+        return fqns
+
+    # ---- tensors
+
+    def chunks(self) -> list[Chunk]:
+        """All tensors, as they are now; the walk is made only if some of them are not what they were."""
+        if self._chunks is None or not self._unchanged():
+            self._walk()
+        assert self._chunks is not None
+        return self._chunks
+
+    def tensors_changed(self) -> bool:
+        """Must the walk be made again?"""
+        return self._chunks is None or not self._unchanged()
+
+    def _unchanged(self) -> bool:
+        try:
+            for owner, key, tensor, here, address in self._watched:
+                if owner[key] is not tensor or here.data_ptr() != address:
+                    return False
+        except (KeyError, IndexError):
+            return False
+        if self._sizes != [source.sizes() for source in self._sources]:
+            return False
+        return not self._asked_anew()
+
+    def _asked_anew(self) -> bool:
+        """States with large tensors say anew where those are. Is that of another form than before?"""
+        assert self._chunks is not None
+        fresh: dict[str, torch.Tensor] = {}
+        for source in self._sources:
+            if isinstance(source, StatefulSource) and source.large:
+                fresh.update({name_of(found.path): local(found.tensor) for found in source.tensors()})
+        known = {one.name: one for one in self._chunks if one.name in self._anew}
+        if fresh.keys() != known.keys():
+            return True
+        if any(
+            fresh[name].shape != one.tensor.shape or fresh[name].dtype != one.tensor.dtype
+            for name, one in known.items()
+        ):
+            return True
+        if fresh:
+            self._chunks = [
+                one._replace(tensor=fresh[one.name].detach()) if one.name in fresh else one for one in self._chunks
+            ]
+        return False
+
+    def _walk(self) -> None:
+        chunks: list[Chunk] = []
+        self._watched, self._anew = [], set()
+        seen: dict[Any, int] = {}
+        idle = 0
+        for source in self._sources:
+            for found in source.tensors():
+                name = name_of(found.path)
+                _check_memory(name, found.tensor)
+                chunk = _chunk(name, found, live=self._is_live(name, found))
+                if found.owner is None:
+                    self._anew.add(name)
+                else:
+                    here = local(found.tensor)
+                    self._watched.append((found.owner, found.key, found.tensor, here, here.data_ptr()))
+                if chunk is not None:
+                    _add(chunks, seen, chunk)
+                    if chunk.live and isinstance(source, ModelSource) and _is_idle(found.tensor):
+                        idle += chunk.size
+        self._hint(idle, sum(one.size for one in chunks))
+        names = [one.name for one in chunks]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise SpecError(
+                "state", f"two tensors are called {twice}; give models or optimizers as a dict with other keys"
+            )
+        self._frozen.all_found()
+        self._live.all_found()
+        self._chunks = chunks
+        self._sizes = [source.sizes() for source in self._sources]
+
+    def _hint(self, idle: int, all_bytes: int) -> None:
+        """Once, where much is copied while training stands though probably nobody writes it: the base model of a LoRA."""
+        if not self._hinted and self._rank == 0 and (idle > IDLE_BYTES or idle > IDLE_SHARE * all_bytes):
+            self._hinted = True
+            _log.warning(
+                "%.1f MiB of parameters have requires_grad False and belong to no optimizer given: they are copied within every "
+                "save, while training stands; if your code does not write them either, say so with "
+                "frozen=[p for p in model.parameters() if not p.requires_grad]",
+                idle / 2**20,
+            )
+
+    def _is_live(self, name: str, found: Found) -> bool:
+        frozen, live = self._frozen.has(name, found.tensor), self._live.has(name, found.tensor)
+        return live or not (frozen or found.beside)
+
+    def foreseen(self) -> list[Chunk] | None:
+        """The tensors that there will be after the first step, on the meta device where they are not yet; None: nobody knows."""
+        found = list(self.chunks())
+        for source in self._sources:
+            if not isinstance(source, OptimizerSource) or source.optimizer.state:
+                continue
+            states = foresight.foreseen(source.optimizer)
+            if states is None:
+                return None
+            for path, tensor, parameter in source.stated(states):
+                full, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+                if tensor.shape == local(parameter).shape and local(parameter) is not parameter:
+                    if not tensor.numel() and parameter.numel():
+                        continue
+                    full, offsets = tuple(parameter.shape), _place(name_of(path), parameter)[1]
+                name = name_of(path)
+                live = self._is_live(name, Found(path, tensor, None, None, beside=source.beside))
+                found.append(Chunk(name, path, tensor, str(tensor.dtype)[6:], full, offsets, live))
+        return found
+
+    def signature(self, chunks: Sequence[Chunk], objects: Iterable[str]) -> Signature:
+        """The form of a state, without its values."""
+        return Signature(
+            tuple(
+                sorted(
+                    (one.name, one.dtype, one.full_shape, one.offsets, tuple(one.tensor.shape), one.live, one.same_as)
+                    for one in chunks
+                )
+            ),
+            tuple(sorted(objects)),
+        )
+
+    def keep_among_objects(self, names: Collection[str]) -> None:
+        """Tensors of ``extra`` that are serialised with the rest of it, however large they are."""
+        for source in self._sources:
+            if names and isinstance(source, StatefulSource):
+                source.small.update(names)
+                self._chunks = None
+
+    # ---- what is no tensor
+
+    def objects(self) -> tuple[dict[str, bytes], dict[str, Path]]:
+        """By name: serialised by torch.save, and the paths. Ask for `chunks` first."""
+        streams: dict[str, bytes] = {}
+        paths: dict[str, Path] = {}
+        for source in self._sources:
+            for path, value in source.objects():
+                name = name_of(path)
+                streams[name] = self._serialised.stream(name, value, changes=isinstance(source, GeneratorSource))
+                paths[name] = path
+        return streams, paths
+
+    def own(self, name: str) -> bool:
+        """Does only this rank have this object? The others are the same on all ranks."""
+        return name.startswith((f"rank.{self._rank}.", "extra.")) or name == "extra"
+
+    # ---- back again
+
+    def targets(self, shapes: Shapes) -> list[Target]:
+        """Where saved tensors are to be filled in, those of this rank; ``shapes``: of all that were saved. Raises `Mismatch`."""
+        for source in self._sources:
+            source.make_room(shapes)
+        self._chunks, self._saved = None, frozenset(shapes)
+        found = self.chunks()
+        for one in found:
+            if one.name not in shapes:
+                raise Mismatch(f"{one.name} was not saved; restore with the same model and optimizer, or start anew")
+            if shapes[one.name] != (one.dtype, one.full_shape):
+                dtype, shape = shapes[one.name]
+                raise Mismatch(
+                    f"{one.name} was saved as {dtype}{list(shape)}, and is {one.dtype}{list(one.full_shape)} now; "
+                    "restore with the same model and optimizer"
+                )
+        lost = sorted(name for name in shapes if name.startswith("model.") and name not in {one.name for one in found})
+        if lost and self.models and not any(one.offsets for one in found if one.tensor.numel() == 0):
+            known = {name_of((*path, fqn)) for path, model in self.models.items() for fqn in model.state_dict()}
+            lost = [name for name in lost if name not in known and self._nowhere(name)]
+            if lost:
+                raise Mismatch(f"{lost[0]} was saved, and this model has no such tensor; restore with the same model")
+        return [Target(one.name, one.tensor, one.full_shape, one.offsets) for one in found]
+
+    def _nowhere(self, name: str) -> bool:
+        """A shard of nothing is no chunk, but its tensor is there."""
+        return not any(
+            name_of(found.path) == name
+            for source in self._sources
+            if isinstance(source, ModelSource)
+            for found in source.tensors()
+        )
+
+    def forget(self) -> None:
+        """Nothing is loaded after all into the room that `targets` made."""
+        for source in self._sources:
+            if isinstance(source, (StatefulSource, OptimizerSource)):
+                source.load({})
+        self._chunks = None
+
+    def examine(self, objects: Mapping[str, Any]) -> tuple[str, ...]:
+        """Is what was saved what is asked for? After `targets`, with the objects, before any tensor is filled.
+
+        What differs and does no harm, in words. Raises `Mismatch` for another optimizer.
+        """
+        notes: list[str] = []
+        if kinds.CLASSES in objects:
+            notes += self._other_classes(objects[kinds.CLASSES], objects)
+        for source in self._sources:
+            for names in source.asked():
+                if not any(name in objects for name in names):
+                    notes.append(f"{names[0]} is not in this checkpoint: it stays as it is now")
+        roots = {root for source in self._sources for root in source.roots()}
+        rest = sorted(
+            name
+            for name in {*self._saved, *filter(self.wants, objects)} - {kinds.CLASSES}
+            if not any(name == root or name.startswith(f"{root}.") for root in roots)
+        )
+        if rest:
+            more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
+            notes.append(f"the checkpoint has {', '.join(rest[:3])}{more}, which nothing here asks for")
+        return tuple(notes)
+
+    def _other_classes(self, saved: Mapping[str, str], objects: Mapping[str, Any]) -> Iterator[str]:
+        for path, model in self.models.items():
+            was, now = saved.get(name_of(path), ""), kinds.class_of(model)
+            if was and was != now:
+                yield f"{name_of(path)} was a {was} and is a {now} now; its tensors have the same names and shapes"
+        for source in self._sources:
+            if not isinstance(source, OptimizerSource):
+                continue
+            (root,) = source.roots()
+            was, now = saved.get(root, ""), type(source.optimizer).__name__
+            if not was or was == now:
+                continue
+            if not self._fits(source, objects.get(f"{root}.param_groups", ())):
+                raise Mismatch(
+                    f"{root} was saved from {was}, and is {now} now, which keeps another state; restore with {was}, or without "
+                    "an optimizer to begin with a new one"
+                )
+            yield f"{root} was saved from {was}, and is {now} now; what it keeps has the same names, so it is taken over"
+
+    @staticmethod
+    def _fits(source: OptimizerSource, groups: Iterable[Any]) -> bool:
+        """Would this optimizer keep what the saved one did? Where that cannot be foreseen: has it the same options?"""
+        states = foresight.foreseen(source.optimizer)
+        if states is not None and source.saved:
+            mine = {source.name(one): set(state) for one, state in states.items()}
+            return all(keys == mine.get(name) for name, keys in source.saved.items())
+        return [set(group) for group in groups] == [set(group) for group in source.optimizer.param_groups]
+
+    def wants(self, name: str) -> bool:
+        """Is an object of this name of use to this rank?"""
+        return not name.startswith("rank.") or name.startswith(f"rank.{self._rank}.")
+
+    def load(self, objects: Mapping[str, Any]) -> None:
+        """Give back what is no tensor; all tensors are filled. Raises `Mismatch`."""
+        for source in self._sources:
+            source.load(objects)
+        self._chunks = None
+
+
+def _is_idle(tensor: torch.Tensor) -> bool:
+    """A parameter that is not trained."""
+    return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+
+
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Is there memory to copy? Tensors that are made of others have none, and reading it would end the process."""
+    here = local(tensor)
+    of_others = type(here).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if here.device.type != "meta" and (
+        of_others or (here.numel() and here.layout == torch.strided and not address(here))
+    ):
+        raise SpecError(
+            name,
+            f"a {type(here).__name__} has no memory of its own, so it cannot be copied; give the tensors that it is made of with "
+            "state=..., and leave out what contains it",
+        )
+
+
+def _chunk(name: str, found: Found, *, live: bool) -> Chunk | None:
+    """What of a tensor is here; None: nothing."""
+    tensor = found.tensor.detach()
+    here = local(tensor)
+    if here.layout != torch.strided or here.is_quantized or here.device.type == "meta":
+        raise SpecError(
+            name, f"a tensor of {here.layout} on {here.device} cannot be saved; leave it out, or give it dense"
+        )
+    full, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+    if here is not tensor:
+        shape, offsets = _place(name, tensor)
+        if tuple(here.shape) != shape:
+            raise SpecError(name, f"its shard is {list(here.shape)} where its placements say {list(shape)}")
+        if here.numel() == 0 and tensor.numel():
+            return None
+    return Chunk(name, found.path, here, str(here.dtype).removeprefix("torch."), full, offsets, live)
+
+
+def _place(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and offsets of a DTensor's shard."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(one.is_partial() for one in tensor.placements):
+        raise SpecError(name, f"a DTensor placed {tensor.placements} is a sum in the making; reduce it first")
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offsets)
+
+
+def _add(chunks: list[Chunk], seen: dict[Any, int], chunk: Chunk) -> None:
+    """Tied tensors are copied once; where one of the names is live, all are."""
+    tensor = chunk.tensor
+    key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    if tensor.numel() and key in seen:
+        first = seen[key]
+        live = chunk.live and chunks[first].live
+        chunks[first] = chunks[first]._replace(live=live)
+        chunk = chunk._replace(same_as=chunks[first].name, live=live)
+    else:
+        seen[key] = len(chunks)
+    chunks.append(chunk)
+
+
+class _Chosen:
+    """Tensors that the user names, or gives."""
+
+    def __init__(self, option: str, given: Iterable[Any]) -> None:
+        if isinstance(given, (str, torch.Tensor)) or not isinstance(given, Iterable):
+            given = [given]
+        given = list(given)
+        self._option = option
+        self._names = [one for one in given if isinstance(one, str)]
+        self._tensors = [one for one in given if isinstance(one, torch.Tensor)]
+        wrong = [one for one in given if not isinstance(one, (str, torch.Tensor))]
+        if wrong:
+            raise SpecError(option, f"names or tensors, got {type(wrong[0]).__name__}")
+        self._used: set[int | str] = set()
+
+    def has(self, name: str, tensor: torch.Tensor) -> bool:
+        """By identity, by the whole name, or by the name without what it is of."""
+        at = address(tensor)
+        for one in self._tensors:
+            if one is tensor or (address(one) == at and one.shape == tensor.shape):
+                self._used.add(id(one))
+                return True
+        short = name.partition(".")[2]
+        for pattern in self._names:
+            if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(short, pattern):
+                self._used.add(pattern)
+                return True
+        return False
+
+    def all_found(self) -> None:
+        """A name that is no tensor's is a mistake; one in an optimizer's state may come later."""
+        for one in self._names:
+            if one not in self._used and not one.startswith("optimizer."):
+                raise SpecError(
+                    self._option, f"{one!r} is the name of none of the tensors; they are like model.layer.weight"
+                )
+
+
+class _Serialised:
+    """Streams of torch.save by name. Most objects are the same in each save."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[bytes, bytes]] = {}
+
+    def stream(self, name: str, value: Any, *, changes: bool) -> bytes:
+        """Raises `SpecError` for what cannot be serialised."""
+        try:
+            if changes:
+                return _saved(value)
+            pickled = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+            known = self._known.get(name)
+            if known is None or known[0] != pickled:
+                known = self._known[name] = (pickled, _saved(value))
+            return known[1]
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise SpecError(name, f"cannot be serialised: {error}; leave it out of what is saved") from error
+
+
+def _saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def named(option: str, given: Any) -> dict[Path, Any]:
+    """One or several, by path: the option alone, or with the key or the number."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping) and not hasattr(given, "state_dict"):
+        wrong = [key for key in given if not isinstance(key, str) or "." in key]
+        if wrong:
+            raise SpecError(option, f"keys are names without dots, got {wrong[0]!r}")
+        return {(option, key): one for key, one in given.items()}
+    if isinstance(given, (list, tuple)):
+        return {(option, str(number)): one for number, one in enumerate(given)}
+    return {(option,): given}
+
+
+def check(
+    models: Mapping[Path, Any], optimizers: Mapping[Path, Any], others: Mapping[Path, Any], state: object
+) -> None:
+    """Is everything of a kind that can be saved? Raises `SpecError`."""
+    for path, one in models.items():
+        if not isinstance(one, torch.nn.Module):
+            raise SpecError(
+                name_of(path), f"a torch.nn.Module, got {type(one).__name__}; other things are for extra= or state="
+            )
+    for path, one in optimizers.items():
+        if not (hasattr(one, "param_groups") and isinstance(getattr(one, "state", None), Mapping)):
+            raise SpecError(
+                name_of(path), f"an optimizer has param_groups and state, {type(one).__name__} has not; use extra="
+            )
+    for path, one in others.items():
+        if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
+            raise SpecError(
+                name_of(path),
+                f"needs state_dict() and load_state_dict(), {type(one).__name__} has not; use state={{...}}",
+            )
+    if state is not None and not isinstance(state, MutableMapping):
+        raise SpecError("state", f"a dict, nested as you like, got {type(state).__name__}")
+    if not (models or optimizers or others or state is not None):
+        raise SpecError("model", "there is nothing to save; give model=, optimizer=, extra= or state=")
+
+
+def parameters(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """All parameters of these optimizers."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]

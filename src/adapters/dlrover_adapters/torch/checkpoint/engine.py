@@ -1,0 +1,445 @@
+"""One rank's saves into memory: which slot, what is copied when, and what is told of it.
+
+A save begins in `save`, on the training thread: what is live is copied there, the rest beside what comes next. It ends in the
+copier's thread, which publishes the slot; the training thread *settles* it before the next one at the latest. A save that was
+left out, or thrown away because it was torn, is posted to all ranks before the training thread goes on: `core.checkpoint.slots`
+says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dlrover_adapters.checkpoint.table import Table, pack_blob
+from dlrover_core.checkpoint.arena import SLOTS_MAX, Control, Geometry, Stamp
+from dlrover_core.checkpoint.slots import NOTHING, Kept, choose
+
+from .capture import Capture, Chunk, Signature
+from .copier import Copier, Flight, Moves, Pair
+from .layout import agreed, data_bytes, with_own
+from .line import Line, copied_elsewhere
+from .meeting import Meeting
+from .memory import Mapped, blob_room
+from .sources import Path
+from .standalone import Standalone
+from .vault import spread_of
+
+TORN_MAX = 3
+"""Copies in a row that were thrown away; from then on training stands while they are made."""
+OWN_LAYOUTS_MAX = 8
+"""How often this rank alone gets other memory because tensors that only it has are others; from then on they are objects."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Stats:
+    """What saving has done and cost so far; the ``*_s`` are seconds of the newest save unless they say ``total``.
+
+    ``stall_s``: the training thread stood in our hands; ``live_s``: of that, for copying what others than the optimizer write,
+    and what is no tensor; ``copy_s``: the copy, beside training or not. ``copied_bytes`` is all of it, ``live_bytes`` what is
+    live. ``skipped``: saves left out because every slot was in use; ``torn``: copies thrown away.
+    """
+
+    saves: int = 0
+    skipped: int = 0
+    torn: int = 0
+    layouts: int = 0
+    stall_s: float = 0.0
+    stall_total_s: float = 0.0
+    live_s: float = 0.0
+    copy_s: float = 0.0
+    copied_bytes: int = 0
+    live_bytes: int = 0
+    blob_bytes: int = 0
+
+
+class Options(NamedTuple):
+    """How saves are made: ``beside`` training or not, ``verify`` as `FlashCheckpoint`, ``slots`` of the arena."""
+
+    beside: bool
+    verify: str
+    coupled: bool
+    slots: int
+    lag: int = 2
+
+
+class Engine:
+    """Made once per generation and rank; `prepare` gets the memory. All calls but `landed` from the training thread."""
+
+    def __init__(self, capture: Capture, line: Line, meeting: Meeting, options: Options) -> None:
+        self.capture, self.line, self.meeting, self.options = capture, line, meeting, options
+        self.stats = Stats()
+        self.copier = Copier()
+        self.prepared = False
+        self.memory: Mapped | None = None
+        self.arena_id = -1
+        self.base: tuple[int, int] | None = None
+        """Generation and step of what this generation began from; None: nobody has asked."""
+        self.beside = options.beside
+        self._kept: list[Kept] = []
+        self._known_missed: set[int] = set()
+        self._chunks: list[Chunk] | None = None
+        self._signature: Signature | None = None
+        self._own_layouts = 0
+        self._newest: tuple[int, bool] | None = None
+        """The newest step that was to be saved, and whether for storage: alike on all ranks."""
+        self._pairs: tuple[list[Pair], list[Pair]] = ([], [])
+        self._moves: dict[int, tuple[Moves, Moves]] = {}
+        self._torn_in_a_row = 0
+        self._stall_s = 0.0
+        self.spare = 0
+        """Slots that are pinned for copies on other nodes, whatever else is read."""
+
+    @property
+    def control(self) -> Control | None:
+        """The arena's words; None until there is one."""
+        return self.memory.control if self.memory is not None else None
+
+    @property
+    def generation(self) -> int:
+        """That of the states which are saved now."""
+        return int(self.line.told.generation)
+
+    # ---- layout and memory
+
+    def prepare(self) -> None:
+        """Get the memory for what can be foreseen, and populate it in the background. A collective. Raises `VaultRefused`."""
+        if self.prepared:
+            return
+        self.prepared = True
+        chunks = self.capture.foreseen()
+        # All ranks foresee or none: what one cannot, nobody waits for.
+        if any(raw != b"1" for raw in self.meeting.all_gather("foreseen", b"1" if chunks is not None else b"0")):
+            return
+        assert chunks is not None
+        objects, paths = self.capture.objects()
+        self._lay_out(chunks, objects, paths)
+
+    def _lay_out(self, chunks: list[Chunk], objects: Mapping[str, bytes], paths: Mapping[str, Path]) -> None:
+        """Agree on a layout with all ranks, and get the memory for it."""
+        signature = self.capture.signature(chunks, objects)
+        own = frozenset(name for name in objects if self.capture.own(name))
+        table = agreed(chunks, signature, paths, own, self.meeting, int(self.line.told.node_rank))
+        self._open(table, blob_room(len(pack_blob(objects))))
+        self._signature, self._chunks = signature, None
+        self.stats.layouts += 1
+
+    def _open(self, table: Table, blob_bytes: int) -> None:
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+        self._moves = {}
+        self.spare = self._spare(table)
+        geometry = Geometry(
+            min(SLOTS_MAX, self.options.slots + self.spare), len(table.packed()), blob_bytes, data_bytes(table)
+        )
+        arena = self.line.arena(table.layout, geometry)
+        self.memory = Mapped(arena.fd, table, geometry, local_rank=self.line.local_rank, fresh=arena.fresh)
+        self.arena_id = arena.id
+        self._kept = [Kept()] * geometry.slots
+        for slot, stamp in self.memory.control.stamps():
+            if (stamp.generation, stamp.step) == self._base_of(self.memory.control):
+                self._kept[slot] = Kept(stamp.step, base=True)
+        self.line.ready(arena.id, table.holders)
+        cuda = any(one.tensor.is_cuda for one in self.capture.chunks())
+        self.memory.populate(pin=cuda)
+
+    def _spare(self, table: Table) -> int:
+        """Slots more, where no node has all of the state: the step that all have copied stays, and the one that they copy now."""
+        nodes = int(self.line.told.nodes)
+        alone = nodes < 2 or spread_of(table.holders, self.line.nproc, nodes) == 1
+        return 2 if not alone and copied_elsewhere(self.line) else 0
+
+    def _base_of(self, control: Control) -> tuple[int, int] | None:
+        """What the ranks began from; where nobody has asked, the newest that is there."""
+        if self.base is not None:
+            return self.base
+        return max(((stamp.generation, stamp.step) for _slot, stamp in control.stamps()), default=None)
+
+    def begins_from(self, generation: int, step: int) -> None:
+        """All ranks have restored this state: newer ones in memory are of a line that has ended."""
+        self.base = (generation, step)
+        control = self.control
+        for slot, stamp in control.stamps() if control is not None else ():
+            if (stamp.generation, stamp.step) > self.base:
+                assert control is not None
+                control.begin(slot)
+                self._kept[slot] = Kept()
+            elif (stamp.generation, stamp.step) == self.base:
+                self._kept[slot] = Kept(step, base=True)
+        self._newest = None
+
+    def _laid_out(self) -> dict[str, bytes]:
+        """The objects to be saved now, with the layout as it must be.
+
+        A collective where what all ranks have alike is of another form; what one rank has alone is its own matter.
+        """
+        chunks = self.capture.chunks()
+        objects, paths = self.capture.objects()
+        before = self._signature
+        if self.memory is None or before is None:
+            self._lay_out(chunks, objects, paths)
+        elif chunks is not self._chunks or objects.keys() != set(before.objects):
+            now = self.capture.signature(chunks, objects)
+            if self._common(now) != self._common(before):
+                self._lay_out(chunks, objects, paths)
+            elif now != before:
+                chunks, objects = self._lay_out_own(before, now)
+        if chunks is not self._chunks:
+            self._pair(chunks)
+        return objects
+
+    def _common(self, signature: Signature) -> Signature:
+        own = self.capture.own
+        return Signature(
+            tuple(one for one in signature.chunks if not own(one[0])),
+            tuple(one for one in signature.objects if not own(one)),
+        )
+
+    def _lay_out_own(self, before: Signature, now: Signature) -> tuple[list[Chunk], dict[str, bytes]]:
+        """Memory for other tensors that only this rank has. One that changes its form lies among the objects from then on."""
+        own = self.capture.own
+        old, new = ({one[0]: one for one in each.chunks if own(one[0])} for each in (before, now))
+        unsteady = {name for name in old if new.get(name) != old[name]}
+        if self._own_layouts >= OWN_LAYOUTS_MAX:
+            unsteady |= new.keys() - old.keys()
+        self.capture.keep_among_objects(unsteady)
+        chunks = self.capture.chunks()
+        objects, paths = self.capture.objects()
+        signature = self.capture.signature(chunks, objects)
+        if signature != before:
+            assert self.memory is not None
+            table = with_own(self.memory.table, chunks, objects, paths, own)
+            room = max(self.memory.geometry.blob_bytes, blob_room(len(pack_blob(objects))))
+            self._open(table, room)
+            self._own_layouts += 1
+            self.stats.layouts += 1
+        self._signature, self._chunks = signature, None
+        return chunks, objects
+
+    def _pair(self, chunks: list[Chunk]) -> None:
+        assert self.memory is not None
+        by_name = {one.name: one for one in chunks}
+        pairs = [Pair(item, by_name[item.name]) for item in self.memory.table.items if not by_name[item.name].same_as]
+        beside = [one for one in pairs if not one.item.live]
+        live = [one for one in pairs if one.item.live]
+        self._pairs, self._moves, self._chunks = (beside, live), {}, chunks
+
+    def _moves_to(self, slot: int) -> tuple[Moves, Moves]:
+        assert self.memory is not None
+        found = self._moves.get(slot)
+        if found is None:
+            found = self._moves[slot] = (
+                Moves(self.memory, slot, self._pairs[0]),
+                Moves(self.memory, slot, self._pairs[1]),
+            )
+        return found
+
+    # ---- saving
+
+    def save(self, step: int, call: int, *, due: bool, blocking: bool = False) -> bool:
+        """Save the state after ``step``, in the ``call``-th call; ``due``: for storage too. False: left out.
+
+        A collective only where the layout is a new one. Raises `MeetingFailed`, `VaultGone`, `SpecError`.
+        """
+        began = time.perf_counter()
+        self.settle()
+        self._stall_s = 0.0
+        self._newest = (step, due)
+        objects = self._laid_out()
+        memory = self.memory
+        assert memory is not None
+        slot = self._begin(call)
+        if slot is None:
+            self._missed(step, due=due)
+            self.stats.skipped += 1
+            memory.control.skipped = self.stats.skipped
+            self._stalled(began)
+            return False
+        written = memory.write_blob(slot, objects)
+        if written is None:
+            _log.info("objects have outgrown their room: new memory")
+            self._open(memory.table, blob_room(len(pack_blob(objects))))
+            return self.save(step, call, due=due, blocking=blocking)
+        beside, live = self._moves_to(slot)
+        at_live = time.perf_counter()
+        stands = blocking or not self.beside
+        aside = live.all_now(wait=stands)
+        self.stats.live_s, self.stats.live_bytes = time.perf_counter() - at_live, live.size
+        self.stats.blob_bytes, self.stats.copied_bytes = written[0], beside.size + live.size
+        self._kept[slot] = Kept(step, call)
+
+        def landed(flight: Flight) -> None:
+            self._landed(flight, slot, written)
+
+        samples = [] if stands else beside.samples(self.options.verify)
+        flight = Flight(step, beside, samples, landed, due=due, aside=aside)
+        if stands:
+            beside.all_now()
+            flight.samples = []
+            self._landed(flight, slot, written)
+            self._after(flight)
+        else:
+            self.copier.start(flight)
+        self._stalled(began)
+        return True
+
+    def store_newest(self) -> None:
+        """The newest state that was saved goes to storage, if it was not to anyway. All ranks, at their end."""
+        control, newest = self.control, self._newest
+        if control is None or newest is None or newest[1]:
+            return
+        step, here = newest[0], {}
+        if step not in self._heard_missed():
+            here = {slot: stamp for slot, stamp in control.stamps() if stamp[:2] == (self.generation, step)}
+        if not here and isinstance(self.line, Standalone):
+            self.line.missed(step)
+        for slot, stamp in here.items():
+            control.publish(slot, stamp._replace(due=True))
+            self.line.saved(self.arena_id, slot, step, due=True)
+        self._newest = (step, True)
+
+    def _begin(self, call: int) -> int | None:
+        """A slot that may be overwritten, begun; None: there is none."""
+        assert self.memory is not None
+        control = self.memory.control
+        for _ in self._kept:
+            kept = [one._replace(pinned=control.pinned(slot)) for slot, one in enumerate(self._kept)]
+            slot = choose(
+                kept,
+                call=call,
+                missed=self._heard_missed(),
+                whole=control.whole - 1,
+                coupled=self.options.coupled,
+                alone=self.meeting.world == 1,
+                lag=self.options.lag,
+            )
+            if slot is None:
+                return None
+            control.begin(slot)
+            self._kept[slot] = Kept()
+            if not control.pinned(slot):
+                return slot
+            # Somebody has come to read it just now, and finds it empty.
+        return None
+
+    def _heard_missed(self) -> set[int]:
+        """Of the steps in our slots those that some rank has not saved."""
+        if self.meeting.world == 1:
+            return set()
+        steps = {one.step for one in self._kept if one.step != NOTHING and not one.base}
+        self._known_missed &= steps
+        for step in steps - self._known_missed:
+            if self.meeting.look(f"missed/{step}") is not None:
+                self._known_missed.add(step)
+        return self._known_missed
+
+    def _missed(self, step: int, *, due: bool) -> None:
+        """This rank has no state of this step: all are told before we go on."""
+        if self.meeting.world > 1:
+            self.meeting.post(f"missed/{step}", b"1")
+        if due and isinstance(self.line, Standalone):
+            self.line.missed(step)
+
+    def _landed(self, flight: Flight, slot: int, written: tuple[int, int]) -> None:
+        """Everything is in the slot: publish it, unless it is torn. By the copier's thread, or while training stands."""
+        memory = self.memory
+        assert memory is not None
+        control = memory.control
+        self.stats.copy_s = time.perf_counter() - flight.began
+        if flight.torn or flight.error is not None:
+            return
+        memory.sequence += 1
+        control.copy_us = int(self.stats.copy_s * 1e6)
+        control.saves += 1
+        control.publish(slot, Stamp(self.generation, flight.step, memory.sequence, *written, due=flight.due))
+        self.stats.saves += 1
+        self.line.saved(self.arena_id, slot, flight.step, due=flight.due)
+
+    def _after(self, flight: Flight) -> None:
+        """By the training thread, once a flight has landed: what became of it."""
+        control = self.control
+        assert control is not None
+        if flight.torn or flight.error is not None:
+            self._kept = [Kept() if one.step == flight.step and not one.base else one for one in self._kept]
+            self._missed(flight.step, due=flight.due)
+        if flight.torn:
+            self._tell_torn(flight, control)
+        else:
+            self._torn_in_a_row = 0
+
+    def _tell_torn(self, flight: Flight, control: Control) -> None:
+        self.stats.torn += 1
+        self._torn_in_a_row += 1
+        control.torn = self.stats.torn
+        told = (
+            f"step {flight.step}: the state was written while it was copied, by something other than the optimizers given; the "
+            "copy is thrown away. Call ckpt.step() after everything that writes it (weight clipping, averaging), or name those "
+            "tensors in live=[...]"
+        )
+        _log.error(told)
+        if self.stats.torn == 1:
+            warnings.warn(told, RuntimeWarning, stacklevel=4)
+        if self._torn_in_a_row >= TORN_MAX and self.beside:
+            self.beside = False
+            _log.error("%d copies in a row were thrown away: from now on training stands while they are made", TORN_MAX)
+
+    def settle(self) -> None:
+        """The flight has landed, and everybody who must know what became of it does."""
+        flight = self.copier.flight
+        if flight is None:
+            return
+        began = time.perf_counter()
+        try:
+            self.copier.settle()
+        finally:
+            self._after(flight)
+            self._stalled(began)
+
+    def _stalled(self, began: float) -> None:
+        took_s = time.perf_counter() - began
+        self._stall_s += took_s
+        self.stats.stall_s = self._stall_s
+        self.stats.stall_total_s += took_s
+        control = self.control
+        if control is not None:
+            control.stall_us, control.live_us = int(self._stall_s * 1e6), int(self.stats.live_s * 1e6)
+
+    # ---- hooks
+
+    def before_optimizer(self, optimizer: object) -> None:
+        """An optimizer is about to write what may be in flight."""
+        flight = self.copier.flight
+        if flight is None:
+            return
+        if self.beside and torch._C._current_graph_task_id() != -1:
+            _log.warning(
+                "%s steps within backward: from now on training stands while copies are made", type(optimizer).__name__
+            )
+            self.beside = False
+        began = time.perf_counter()
+        if self.copier.before_overwriting() > 0:
+            self._stalled(began)
+        if flight.done.is_set():
+            self.settle()
+
+    def before_load(self) -> None:
+        """A state is about to be loaded over what may be in flight."""
+        self.settle()
+
+    def close(self) -> None:
+        """What is in flight lands; then nothing is saved any more. Idempotent."""
+        try:
+            self.settle()
+        finally:
+            self.copier.close()
+            if self.memory is not None:
+                self.memory.close()
+                self.memory = None

@@ -1,0 +1,53 @@
+"""What a worker saves through: its agent's vault, or, without an agent, this process itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from dlrover_core.checkpoint.arena import Geometry
+
+from .vault import Arena, Inventory, Keeping
+
+
+class Line(Protocol):
+    """The calls of `Vault` that saving needs."""
+
+    rank: int
+    local_rank: int
+    world: int
+    nproc: int
+
+    @property
+    def told(self) -> Any:
+        """Of `Told` the generation, how many nodes, this one's number, its address for others, and whether plans are made."""
+
+    def arena(self, layout: int, geometry: Geometry) -> Arena:
+        """Memory for this rank's states."""
+
+    def ready(self, arena: int, holders: Sequence[Sequence[int]] | None = None) -> None:
+        """Its control page and table are written."""
+
+    def inventory(self) -> Inventory:
+        """What is in memory, and the address by now: it is waited for."""
+
+    def saved(self, arena: int, slot: int, step: int, *, due: bool) -> None:
+        """A slot is published."""
+
+    def keeping(self, keeping: Keeping) -> None:
+        """How states are kept."""
+
+    def acked(self, plan: int) -> None:
+        """This rank looks for the boundary of a plan."""
+
+    def boundary(self, plan: int, step: int) -> None:
+        """The boundary's state is published."""
+
+    def close(self) -> None:
+        """No more calls."""
+
+
+def copied_elsewhere(line: Line) -> bool:
+    """Do other nodes take copies of this one's states?"""
+    # At the greeting the saver may not have been there yet.
+    return line.told.nodes > 1 and bool(line.told.replica or line.inventory().replica)

@@ -1,0 +1,209 @@
+"""How the ranks of one generation talk about checkpoints: through the store that they found each other by.
+
+No process group: in many scripts a restore comes before there is one, and a collective of ours among the script's would be a
+sequence number too many. What is said is small (inventories, plans, verdicts); states never go through here.
+
+A collective has one outcome for all: rank 0 gathers, and what comes of it, the absence of others too, is what everybody gets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import msgpack
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from dlrover_core.errors import CoreError
+
+PREFIX = "dlrover/checkpoint/"
+LIMIT_S = 300.0
+CHUNK_BYTES = 4 * 1024 * 1024
+"""Of a value, in one request: torch's store, where libuv serves it, hangs up on more than 8 MiB."""
+_NAMED_MAX = 16
+_T = TypeVar("_T")
+
+
+class MeetingFailed(CoreError):
+    """Not all ranks came, or the store is gone. ``missing``: the ranks that were waited for in vain, as far as known."""
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class Meeting:
+    """The ranks of a world, for one purpose. Not for several threads at once: a store's client serves one call at a time.
+
+    ``store`` may be None in a world of one. All ranks make their meetings in the same order, and call the same collectives in the
+    same order; ``limit_s`` is how long rank 0 waits for the slowest. Nothing else has a bound but by the store's own.
+    """
+
+    def __init__(
+        self, store: Store | None, rank: int, world: int, local_rank: int = 0, *, limit_s: float = LIMIT_S
+    ) -> None:
+        if store is None and world > 1:
+            raise MeetingFailed(f"rank {rank} of {world} has no store to meet the others in")
+        self.rank, self.world, self.local_rank, self.limit_s = rank, world, local_rank, limit_s
+        self._rounds: dict[str, int] = {}
+        self._stale: list[str] = []
+        self._alone: dict[str, bytes] | None = {} if world == 1 else None
+        if store is not None and world > 1:
+            # The second meeting of a process is another one than the first, with nothing global to count them by.
+            opened = self._asked("open", lambda: store.add(f"{PREFIX}opened/{rank}", 1))
+            self._store: Store = PrefixStore(f"{PREFIX}{opened}", store)
+
+    @classmethod
+    def of_environment(cls, *, limit_s: float = LIMIT_S) -> Meeting:
+        """By what torchrun and we tell a rank (RANK, WORLD_SIZE, MASTER_ADDR), or the default group. Raises `MeetingFailed`."""
+        initialized = dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank() if initialized else int(os.environ.get("RANK", "0"))
+        world = dist.get_world_size() if initialized else int(os.environ.get("WORLD_SIZE", "1"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if world == 1:
+            return cls(None, rank, world, local_rank, limit_s=limit_s)
+        # The agent's store is there whether or not this rank has initialized anything yet; else rank 0 may serve it.
+        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_ADDR" in os.environ
+        if initialized and not served:
+            return cls(dist.distributed_c10d._get_default_store(), rank, world, local_rank, limit_s=limit_s)
+        return cls(_dialled(rank, world, limit_s), rank, world, local_rank, limit_s=limit_s)
+
+    # ---- collectives
+
+    def decide(self, name: str, mine: bytes, how: Callable[[list[bytes]], bytes]) -> bytes:
+        """What rank 0 makes, by ``how``, of what every rank has to say; the same for all. Raises `MeetingFailed`.
+
+        An error that ``how`` raises is rank 0's own; the others are told of it.
+        """
+        if self.world == 1:
+            return how([mine])
+        key = self._round(name)
+        if self.rank:
+            self.post(f"{key}/{self.rank}", mine)
+            return self._heard(name, f"{key}/decided")
+        keys = [f"{key}/{rank}" for rank in range(1, self.world)]
+        try:
+            self._wait(name, keys, range(1, self.world), self.limit_s)
+            decided = how([mine, *map(self._taken, keys)])
+        except Exception as error:
+            missing = error.missing if isinstance(error, MeetingFailed) else ()
+            self.post(f"{key}/decided", msgpack.packb([f"{type(error).__name__} on rank 0: {error}", missing]))
+            raise
+        self.post(f"{key}/decided", msgpack.packb([None, decided]))
+        # Everybody is in this round, so nobody looks at the ones before any more.
+        for one in (*self._stale, *keys):
+            self._forget(one)
+        self._stale = [f"{key}/decided"]
+        return decided
+
+    def all_gather(self, name: str, mine: bytes) -> list[bytes]:
+        """What every rank has to say, by rank. Raises `MeetingFailed`, with the ranks that did not come."""
+        return cast("list[bytes]", msgpack.unpackb(self.decide(name, mine, msgpack.packb)))
+
+    def share(self, name: str, value: bytes | None) -> bytes:
+        """What rank 0 says, for all: its ``value``; what others give is not looked at. Rank 0 does not wait for them.
+
+        Raises `MeetingFailed`.
+        """
+        if self.rank == 0 and value is None:
+            raise ValueError(f"{name}: rank 0 has to say something")
+        if self.world == 1:
+            return value or b""
+        key = f"{self._round(name)}/shared"
+        if self.rank:
+            return self._heard(name, key)
+        self.post(key, msgpack.packb([None, value]))
+        self._stale.append(key)
+        return value or b""
+
+    # ---- one-sided
+
+    def post(self, name: str, value: bytes) -> None:
+        """Leave a value for whoever looks. Raises `MeetingFailed`."""
+        if self._alone is not None:
+            self._alone[name] = value
+            return
+        chunks = [value[at : at + CHUNK_BYTES] for at in range(0, len(value), CHUNK_BYTES)] or [b""]
+        for number in range(len(chunks) - 1, 0, -1):
+            self._set(f"{name}#{number}", chunks[number])
+        self._set(name, b"%d:" % len(chunks) + chunks[0])  # whoever sees this one finds the others
+
+    def look(self, name: str) -> bytes | None:
+        """What was left there; None: nothing yet. Waits for nobody. Raises `MeetingFailed`."""
+        if self._alone is not None:
+            return self._alone.get(name)
+        return self._taken(name) if self._asked(name, lambda: self._store.check([name])) else None
+
+    # ---- keys
+
+    def _round(self, name: str) -> str:
+        self._rounds[name] = self._rounds.get(name, 0) + 1
+        return f"{name}/{self._rounds[name]}"
+
+    def _heard(self, name: str, key: str) -> bytes:
+        """What rank 0 decided. It waits for others for as long as we do: its word of their absence comes only after that."""
+        self._wait(name, [key], range(1), 2 * self.limit_s)
+        failed, decided = msgpack.unpackb(self._taken(key))
+        if failed is not None:
+            raise MeetingFailed(f"{name}: {failed}", tuple(decided))
+        return cast(bytes, decided)
+
+    def _taken(self, key: str) -> bytes:
+        count, _, first = self._get(key).partition(b":")
+        return b"".join((first, *(self._get(f"{key}#{number}") for number in range(1, int(count)))))
+
+    def _forget(self, key: str) -> None:
+        count = int(self._get(key).partition(b":")[0])
+        for one in (*(f"{key}#{number}" for number in range(1, count)), key):
+            self._asked(one, lambda one=one: self._store.delete_key(one))  # type: ignore[misc]  # mypy/10740
+
+    def _wait(self, name: str, keys: list[str], ranks: range, limit_s: float) -> None:
+        try:
+            self._store.wait(keys, timedelta(seconds=limit_s))
+        except RuntimeError as error:
+            missing = [rank for key, rank in zip(keys, ranks, strict=True) if self.look(key) is None]
+            if not missing:
+                return
+            named = ", ".join(map(str, missing[:_NAMED_MAX])) + (", ..." if len(missing) > _NAMED_MAX else "")
+            raise MeetingFailed(
+                f"{name}: rank{'s' * (len(missing) > 1)} {named} of {self.world} did not come within {limit_s:g} s; "
+                "all ranks have to make the same calls in the same order",
+                tuple(missing),
+            ) from error
+
+    def _get(self, key: str) -> bytes:
+        return self._asked(key, lambda: self._store.get(key))
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._asked(key, lambda: self._store.set(key, value))  # type: ignore[arg-type]  # bytes are taken as they are
+
+    def _asked(self, name: str, call: Callable[[], _T]) -> _T:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise MeetingFailed(f"{name}: this generation's store does not answer: {_brief(error)}") from error
+
+
+def _dialled(rank: int, world: int, limit_s: float) -> Store:
+    """A client of the store at MASTER_ADDR. Raises `MeetingFailed`."""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
+        raise MeetingFailed(
+            f"rank {rank} of {world} does not know where to meet the others: MASTER_ADDR and MASTER_PORT are not set, and no "
+            "process group is initialized; start it with dlrover-run or torchrun, or initialize the process group first"
+        )
+    wait = timedelta(seconds=limit_s)
+    try:
+        store = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=wait)
+    except RuntimeError as error:
+        raise MeetingFailed(f"rank {rank} cannot reach the store at {host}:{port}: {_brief(error)}") from error
+    # Launchers other than ours keep one store for all generations.
+    return PrefixStore(f"generation-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _brief(error: Exception) -> str:
+    """The first line of a library's error, without the frames that come with it."""
+    return (str(error).strip().splitlines() or [""])[0][:200]

@@ -1,0 +1,55 @@
+"""Objects of a checkpoint, unpickled. Whoever can write to a storage must not thereby run code in the jobs that read it.
+
+So what comes from disk or storage is of the kinds that ``torch.load(weights_only=True)`` makes: plain Python, tensors, and
+numpy's arrays and numbers. What has never left this job's memory is as trustworthy as the script that saved it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .ladder import RestoreFailed
+
+
+def opened(objects: Mapping[str, bytes], *, trusted: bool) -> dict[str, Any]:
+    """Objects by name. Raises `RestoreFailed` for one of another kind, unless they are ``trusted``."""
+    found: dict[str, Any] = {}
+    with _numbers():
+        for name, raw in objects.items():
+            try:
+                found[name] = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+            except (pickle.UnpicklingError, RuntimeError) as error:
+                if not trusted:
+                    raise RestoreFailed(
+                        f"{name} is not of a kind that can be loaded without running code from the checkpoint "
+                        f"({_kind(error)}); if you trust whoever can write there: FlashCheckpoint(..., trusted=True)"
+                    ) from error
+                found[name] = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False)
+    return found
+
+
+@contextlib.contextmanager
+def _numbers() -> Iterator[None]:
+    """Numpy's arrays and numbers are data: an array of objects would need what those are of, which stays refused."""
+    try:
+        import numpy as np
+    except ImportError:
+        yield
+        return
+    core: Any = getattr(np, "_core", None) or np.core
+    kinds = {type(np.dtype(one)) for one in np.sctypeDict.values()}
+    makers = [core.multiarray._reconstruct, core.multiarray.scalar, np.ndarray, np.dtype]
+    with torch.serialization.safe_globals([*makers, *kinds]):
+        yield
+
+
+def _kind(error: Exception) -> str:
+    """Of torch's long explanation the line that names what it refused."""
+    lines = [one.strip() for one in str(error).splitlines()]
+    return next((one for one in lines if "GLOBAL" in one or "Unsupported" in one), lines[0] if lines else "")[:160]

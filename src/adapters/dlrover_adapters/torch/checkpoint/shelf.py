@@ -1,0 +1,247 @@
+"""States that come whole, by name: what a framework hands over to be saved, put into memory that the agent holds.
+
+`FlashCheckpoint` knows whose tensors it copies, and copies beside training. Here somebody else made a state dict and says "save":
+Lightning's full dict, or the items that a planner of torch.distributed.checkpoint resolved. They are copied at once; the agent's
+saver writes them. Without an agent the memory is this process's own, and who uses a shelf writes from it: `Shelf.view`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from dlrover_adapters.checkpoint.hashing import digest
+from dlrover_adapters.checkpoint.slotview import SlotView
+from dlrover_adapters.checkpoint.table import Item, Table, pack_blob
+from dlrover_core.checkpoint.arena import PAGE, Control, Geometry, Stamp
+from dlrover_core.checkpoint.slots import NOTHING, Kept, choose
+from dlrover_core.errors import CoreError
+
+from .vault import Keeping, Vault
+
+SLOTS = 3
+"""One that is being read, one that is whole, one that is being written."""
+BLOB_MIN_BYTES = 256 * 1024
+_ALIGN = 64
+
+
+class NoSlot(CoreError):
+    """Every slot is being read, by the saver or a peer: storage is slower than states come. Nothing was saved."""
+
+
+class Piece(NamedTuple):
+    """One chunk of one tensor: ``tensor`` lies at ``offsets`` of a tensor of ``full_shape``. ``write``: to storage, by us."""
+
+    name: str
+    tensor: torch.Tensor
+    full_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    write: bool = True
+
+
+def whole(name: str, tensor: torch.Tensor) -> Piece:
+    """All of a tensor."""
+    return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+
+def layout_of(described: object) -> int:
+    """A number for whatever its text describes, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(described).encode(), digest_size=8).digest(), "little") >> 1
+
+
+class Shelf:
+    """This rank's memory for such states. ``world`` and ``rank`` as the states have them; ``url`` and ``keep`` of the storage.
+
+    ``vault``: the line to the agent, None without one. ``kind``: ``"dcp"`` or ``"torch"``, how it lies on storage. An empty
+    ``url``: whoever puts states here writes them by himself. Slots in ``busy`` are not overwritten.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        rank: int,
+        world: int,
+        kind: str,
+        keep: int = 0,
+        vault: Vault | None = None,
+        writes: bool = True,
+    ) -> None:
+        self.url, self.rank, self.world, self.kind, self.keep = url, rank, world, kind, keep
+        self.vault, self._writes = vault, writes
+        self.generation = vault.told.generation if vault is not None else 0
+        self._memory: mmap.mmap | None = None
+        self._control: Control | None = None
+        self._table: Table | None = None
+        self._id, self._calls = -1, 0
+        self._begun: dict[int, int] = {}
+        self.busy: set[int] = set()
+
+    # ---- saving
+
+    def put(
+        self,
+        step: int,
+        pieces: Sequence[Piece],
+        objects: Mapping[str, bytes],
+        *,
+        layout: int,
+        holders: tuple[tuple[int, ...], ...],
+        paths: tuple[tuple[str, tuple[Any, ...]], ...] = (),
+    ) -> int:
+        """Copy a state into a slot and publish it; the slot. It goes to storage where there is a ``url``. No collective.
+
+        ``pieces`` of the same layout, in the same order, reuse the memory of the time before. Raises `NoSlot`, `VaultRefused`.
+        """
+        table = Table(layout, self.world, self.rank, holders, _items(pieces), tuple(sorted(objects)), paths)
+        blob = pack_blob(objects)
+        control = self._opened(table, len(blob))
+        self._calls += 1
+        slot = self._free(control)
+        control.begin(slot)
+        if control.pinned(slot):
+            raise NoSlot(f"step {step}: a slot was taken for reading just now; save it again")
+        self._copy(slot, table.items, pieces)
+        at = control.geometry.blob_at(slot)
+        self._mapped[at : at + len(blob)] = blob
+        control.saves += 1
+        control.publish(slot, Stamp(self.generation, step, control.saves, len(blob), digest(blob), due=bool(self.url)))
+        self._begun[slot] = self._calls
+        if self.vault is not None:
+            self.vault.saved(self._id, slot, step, due=bool(self.url))
+        return slot
+
+    def _free(self, control: Control) -> int:
+        stamps = dict(control.stamps())
+        kept = [
+            Kept(
+                stamps[one].step if one in stamps else NOTHING,
+                self._begun.get(one, 0),
+                pinned=control.pinned(one) or one in self.busy,
+            )
+            for one in range(control.geometry.slots)
+        ]
+        # Whoever saves so has met all others since the save before: what was begun then is published everywhere.
+        slot = choose(kept, call=self._calls, lag=1, alone=self.world == 1 or not self.vault)
+        if slot is None:
+            control.skipped += 1
+            raise NoSlot(
+                f"all {len(kept)} slots of rank {self.rank} are being read: states come faster than storage takes them"
+            )
+        return slot
+
+    def _copy(self, slot: int, items: Sequence[Item], pieces: Sequence[Piece]) -> None:
+        begin = self._control.geometry.data_at(slot) if self._control is not None else 0
+        for item, piece in zip(items, pieces, strict=True):
+            if item.size:
+                raw = torch.frombuffer(self._mapped, dtype=torch.uint8, count=item.size, offset=begin + item.at)
+                raw.view(piece.tensor.dtype).view(piece.tensor.shape).copy_(piece.tensor.detach())
+
+    # ---- memory
+
+    @property
+    def _mapped(self) -> mmap.mmap:
+        assert self._memory is not None, "opened before anything is copied"
+        return self._memory
+
+    def _opened(self, table: Table, blob_bytes: int) -> Control:
+        """Memory for this layout; that of the state before, where it fits."""
+        control, before = self._control, self._table
+        if control is not None and before == table and blob_bytes <= control.geometry.blob_bytes:
+            return control
+        self.close_memory()
+        packed = table.packed()
+        size = max((one.at + one.size for one in table.items), default=0)
+        # Objects grow by a little from save to save.
+        geometry = Geometry(SLOTS, len(packed), max(BLOB_MIN_BYTES, _power(2 * blob_bytes)), size)
+        fresh = True
+        if self.vault is None:
+            self._memory = mmap.mmap(-1, geometry.total_bytes)
+        else:
+            arena = self.vault.arena(table.layout, geometry)
+            try:
+                self._memory, self._id, fresh = mmap.mmap(arena.fd, geometry.total_bytes), arena.id, arena.fresh
+            finally:
+                os.close(arena.fd)
+        control = self._control = Control(self._memory, geometry)
+        if fresh or control.table_digest != digest(packed):
+            for slot in range(geometry.slots):
+                control.begin(slot)
+            self._memory[PAGE : PAGE + len(packed)] = packed
+            control.make(
+                layout=table.layout,
+                rank=self.rank,
+                world=self.world,
+                local_rank=self.vault.local_rank if self.vault is not None else 0,
+                table_bytes=len(packed),
+                table_digest=digest(packed),
+            )
+        self._table, self._begun, self.busy = table, {}, set()
+        if self.vault is not None:
+            self.vault.ready(self._id, table.holders)
+            if self.url:
+                self.vault.keeping(self._keeping(geometry))
+        return control
+
+    def _keeping(self, geometry: Geometry) -> Keeping:
+        return Keeping(
+            url=self.url,
+            every=0,
+            store_every=0,
+            keep=self.keep,
+            format=self.kind,
+            planned=False,
+            node_bytes=geometry.total_bytes * (self.vault.nproc if self.vault is not None else 1),
+            writes=self._writes,
+        )
+
+    def view(self, slot: int) -> SlotView:
+        """What lies in a slot, to be written by whoever has no agent to do it; release it. Put the slot into `busy` meanwhile."""
+        return SlotView(self._mapped, slot, table=self._table)
+
+    def close_memory(self) -> None:
+        """Let this process's mapping go; the agent keeps what it holds."""
+        if self._control is not None:
+            self._control.release()
+            self._control = None
+        if self._memory is not None:
+            with contextlib.suppress(BufferError):  # a tensor of ours still looks at it: it goes with that
+                self._memory.close()
+            self._memory = None
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.close_memory()
+
+
+def _items(pieces: Sequence[Piece]) -> tuple[Item, ...]:
+    items, at = [], 0
+    for one in pieces:
+        size = math.prod(one.tensor.shape) * one.tensor.dtype.itemsize
+        dtype = str(one.tensor.dtype).removeprefix("torch.")
+        items.append(
+            Item(
+                one.name,
+                dtype,
+                one.full_shape,
+                one.offsets,
+                tuple(one.tensor.shape),
+                at,
+                size,
+                live=True,
+                write=one.write,
+            )
+        )
+        at += -(-size // _ALIGN) * _ALIGN
+    return tuple(items)
+
+
+def _power(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()

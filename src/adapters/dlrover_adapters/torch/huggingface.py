@@ -1,0 +1,147 @@
+"""Hugging Face's Trainer, saved and resumed by a `FlashCheckpoint`: ``FlashTrainer`` for ``Trainer``, and nothing else changes.
+
+    trainer = FlashTrainer(model=model, args=args, train_dataset=dataset, flash={"url": "file:///ckpts/run1", "every": 10})
+    trainer.train()          # goes on after the newest step that is whole anywhere; a first run starts anew
+
+In memory and on storage lie model, optimizer, scheduler, gradient scaler, random numbers and the Trainer's own state (step,
+epoch, log, the states of callbacks). The Trainer's own checkpoints (``save_strategy``) go on beside ours, for whoever wants files
+of their kind; ``train(resume_from_checkpoint=...)`` resumes from those and not from ours. Which data a resumed epoch begins
+with is the Trainer's business: it skips what was seen (``ignore_data_skip``), and gets the random numbers that belong there.
+
+Made for transformers 5.23, of which it overrides private methods: `tests/integration/test_huggingface.py` says whether another
+release still has them. Not with DeepSpeed, nor with FSDP through the Trainer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer_callback import ExportableState
+
+from .checkpoint.flash import FlashCheckpoint
+
+_OURS = "flash"
+"""Where a checkpoint's folder would be named: the Trainer asks for what it does on resuming only where one is."""
+
+
+class FlashTrainerMixin:
+    """For a Trainer of your own: ``class Mine(FlashTrainerMixin, Theirs)``. ``flash``: options of `FlashCheckpoint`."""
+
+    def __init__(self, *args: Any, flash: dict[str, Any], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.flash_options = dict(flash)
+        self.flash: FlashCheckpoint | None = None
+        self._resumed = False
+        self._prepared: Any = None
+        self._loader: Any = None
+        self._random: Any = None
+        self.add_callback(_Steps(self))  # type: ignore[attr-defined]  # Trainer has it
+
+    # ---- what the Trainer asks for in turn: sizes, its state, everything prepared, an epoch
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Remember the loader: a resumed state needs everything prepared, which comes later."""
+        self._loader = dataloader
+        return super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
+
+    def _init_training_state(self, max_steps: int, steps: int, epochs: int, resume: str | None, trial: Any) -> Any:
+        """The Trainer's state; with ours restored, if there is one. Returns epochs done, and batches done in the next one."""
+        me: Any = self
+        told = super()._init_training_state(max_steps, steps, epochs, resume, trial)  # type: ignore[misc]
+        if me.is_deepspeed_enabled or me.is_fsdp_enabled:
+            raise RuntimeError(
+                "FlashTrainer saves models that the Trainer does not shard; use FlashCheckpoint in a loop of yours"
+            )
+        self._resumed = False
+        self._prepared = super()._prepare_for_training(max_steps, self._loader, resume)  # type: ignore[misc]
+        kept = _Kept(me)
+        self.flash = FlashCheckpoint(
+            model=me.model,
+            optimizer=getattr(me.optimizer, "optimizer", me.optimizer),  # accelerate wraps it
+            scheduler=me.lr_scheduler,
+            extra=kept,
+            **self.flash_options,
+        )
+        if resume is not None or not self.flash.restore():
+            return told
+        self._resumed = True
+        self._random = (random.getstate(), np.random.get_state(), torch.get_rng_state())  # noqa: NPY002 - what it uses
+        me.state.init_training_references(me, max_steps, epochs, trial)
+        done, within = divmod(me.state.global_step, steps)
+        return done, 0 if me.args.ignore_data_skip else within * me.args.gradient_accumulation_steps
+
+    def _prepare_for_training(self, _max_steps: int, _loader: Any, _resume: str | None) -> Any:
+        """It is prepared."""
+        prepared, self._prepared = self._prepared, None
+        return prepared
+
+    def _run_epoch(self, *, resume_from_checkpoint: str | None, **kwargs: Any) -> Any:
+        """An epoch; one that was under way skips what it had."""
+        told = _OURS if self._resumed and resume_from_checkpoint is None else resume_from_checkpoint
+        return super()._run_epoch(resume_from_checkpoint=told, **kwargs)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """The random numbers of the saved step, now that skipping has used some."""
+        if checkpoint != _OURS:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+            return
+        python, numpy, cpu = self._random
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002 - as above
+        torch.set_rng_state(cpu)
+
+
+class FlashTrainer(FlashTrainerMixin, Trainer):  # type: ignore[misc]  # transformers has no types that mypy could follow
+    """The Trainer, saved in memory every few steps."""
+
+
+class _Kept:
+    """What of a Trainer is no model, optimizer or scheduler."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as the Trainer's own checkpoints have it, as text, and the scaler's."""
+        trainer = self._trainer
+        told = dataclasses.asdict(trainer.state)
+        exported: dict[str, Any] = {}
+        for one in (*trainer.callback_handler.callbacks, trainer.control):
+            if isinstance(one, ExportableState):
+                exported.setdefault(type(one).__name__, []).append(one.state())
+        told["stateful_callbacks"] = exported
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        return {"state": json.dumps(told), "scaler": scaler.state_dict() if scaler is not None else None}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Give it back."""
+        trainer = self._trainer
+        trainer.state = TrainerState(**json.loads(saved["state"]))
+        trainer._load_callback_state()
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        if scaler is not None and saved["scaler"]:
+            scaler.load_state_dict(saved["scaler"])
+
+
+class _Steps(TrainerCallback):
+    """Saves after every optimizer step, and says that it was the last one."""
+
+    def __init__(self, trainer: FlashTrainerMixin) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:  # noqa: ARG002  # their names
+        """A step is done."""
+        if self._trainer.flash is not None:
+            self._trainer.flash.step(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:  # noqa: ARG002  # as above
+        """Training has ended well."""
+        if self._trainer.flash is not None:
+            self._trainer.flash.close()
+            self._trainer.flash = None

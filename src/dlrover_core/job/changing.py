@@ -1,0 +1,345 @@
+"""Planned changes of a world, decided: growth, shrinking, drain and migration that lose no step.
+
+Where the ranks of the running generation can agree on a step boundary (`KeepingStarted`), whoever is to leave stays at work until
+its successor is there, and whoever is to join waits until the ranks have come to one. Then the world is changed in one batch:
+what its workers had made is whole in memory, and they only wait to be stopped. Nodes that have left stay without work until the
+next world has made a step, so that what only they hold can be had from them.
+
+One plan of a group is open at a time. What is wished for before its boundary was asked for joins it (as a new plan); a drain
+that comes later follows it, and shrinking takes its place. Nothing waits for ever: whoever leaves has a deadline, and shortly
+before it goes without its successor; at the deadline it is forced, as in a world that saves nothing. A growth is dropped then,
+and planned again, a few times and after longer and longer pauses. Ranks wait `boundary_s` at a boundary, no more. A failure forms
+a world as ever: with those who are there to join, and without those who leave, if their successors are there. Where ranks cannot
+agree, or have not said so yet, everything is as it is without plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, get_args
+
+from dlrover_core.errors import Refused
+from dlrover_core.job import health, nodes, planning, progress, world
+from dlrover_core.job.checkpoints import KeepingStarted, RanksArmed, ReportArmed, StepsHeld
+from dlrover_core.job.planning import BoundaryAsked, Leaving, NodeDrained, Plan, WorldPlanDropped, WorldPlanned
+from dlrover_core.job.world import group_of
+from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.events import Event, Record
+from dlrover_core.spec import us
+
+if TYPE_CHECKING:
+    from dlrover_core.job.state import JobState
+
+TRIES_MAX = 3
+"""Plans of one generation that may come to nothing once ranks were told; then it is let be."""
+
+
+# ---- who leaves
+
+
+def works(state: JobState, node: nodes.Node) -> bool:
+    """Is it a member of the running world, and not done?"""
+    current = state.world.of(node.node)
+    return current.active and current.member(node.node) is not None and not current.done(node.node)
+
+
+def drained(state: JobState, node: nodes.Node, host: str, reason: str, now: int, within_us: int) -> NodeDrained:
+    """The event of a node's leave: at a step boundary within so long, where there can be one, else at once."""
+    planned = within_us > 0 and works(state, node) and state.planning.able(state, node.group)
+    return NodeDrained(node.node, host, reason, now + within_us if planned else 0)
+
+
+def _going(state: JobState, group: str) -> tuple[str, ...]:
+    """Members that are to leave."""
+    leaving, here = state.planning.leaving, state.nodes.nodes
+    return tuple(name for name in leaving if group_of(name) == group and works(state, here[name]))
+
+
+def _hurry_at(state: JobState, leaving: Leaving) -> int:
+    """From when on it waits for no successor."""
+    left = leaving.deadline - leaving.since
+    return leaving.deadline - min(us(state.job.spec.stop_grace_s), left // 2)
+
+
+def _ripe(state: JobState, going: Sequence[str], now: int) -> tuple[str, ...]:
+    """Those whose leave can be planned: all, if everybody's successor is on the way who has one; else whoever is in a hurry."""
+    known = state.planning.leaving
+    waiting = [name for name in going if name in known and not _followed(state, name, known[name])]
+    if not waiting:
+        return tuple(going)
+    return tuple(name for name in going if name not in known or now >= _hurry_at(state, known[name]))
+
+
+def _followed(state: JobState, name: str, leaving: Leaving) -> bool:
+    """Is its successor on the way, or nobody to come?"""
+    node = state.nodes.nodes[name]
+    slot = state.nodes.slots[f"{node.group}-{node.index}"]
+    return leaving.why == nodes.SCALED_DOWN or slot.given_up or planning.successor(state, node) is not None
+
+
+# ---- the course of a plan
+
+
+def advance(state: JobState, group: str, now: int, scaled: Sequence[str] = ()) -> Iterator[Event]:
+    """Bring a group's planned change as far as it comes now; begin one where there is cause. ``scaled``: members too many."""
+    plan = state.planning.plans.get(group)
+    if not state.planning.able(state, group):
+        if plan is not None and state.planning.resume(state, group) < 0:
+            yield WorldPlanDropped(group, plan.number, "its world has ended")
+        return
+    going = (*_going(state, group), *scaled)
+    if plan is not None:
+        why = _void(state, plan, group, going, scaled, now)
+        if why:
+            yield WorldPlanDropped(group, plan.number, why)
+            plan = None
+    if plan is None:
+        proposed = _proposed(state, group, going, now)
+        if proposed is None:
+            return
+        yield proposed
+    plan = state.planning.plans[group]
+    if not plan.asked_at and _warm(state, plan, now):
+        yield BoundaryAsked(group, plan.number, go=False)
+    yield from _proceed(state, group, now)
+
+
+def _proceed(state: JobState, group: str, now: int) -> Iterator[Event]:
+    """Everybody looks: the boundary may be chosen. Everybody is there: the world is changed."""
+    plan = state.planning.plans.get(group)
+    if plan is None or not plan.asked_at or not state.planning.able(state, group):
+        return
+    members = len(state.world.worlds[group].members)
+    if not plan.go_at and len(plan.armed) >= members:
+        yield BoundaryAsked(group, plan.number, go=True)
+    elif len(plan.held) >= members:
+        if state.planning.resume(state, group) < 0:
+            yield WorldPlanDropped(group, plan.number, "the nodes hold no step in common at its boundary")
+            return
+        why = f"planned change {plan.number}: {planning.in_words(plan.joining, plan.leaving)}"
+        formed = list(world.form(state, group, now, why, at_once=True))
+        yield from world.dissolve(state, group, why, planned=True)
+        yield from formed
+
+
+def _warm(state: JobState, plan: Plan, now: int) -> bool:
+    """Are those who join there? Whoever is in a hurry does not wait for them."""
+    if any(now >= _hurry_at(state, state.planning.leaving[name]) for name in plan.leaving):
+        return True
+    here, admits = state.nodes.nodes, state.health.admits
+    return all(name in here and here[name].ready and admits(state, here[name]) for name in plan.joining)
+
+
+def _void(state: JobState, plan: Plan, group: str, going: Sequence[str], scaled: Sequence[str], now: int) -> str:
+    """Why a plan has to be given up; empty: it need not."""
+    spec, leaving = state.job.spec, state.planning.leaving
+    ripe = set(_ripe(state, going, now)) - set(plan.leaving)
+    hurried = [name for name in ripe if name not in leaving or now >= _hurry_at(state, leaving[name])]
+    if set(plan.leaving) - set(going):
+        return "who was to leave stays, or is gone"
+    if ripe and not plan.asked_at:
+        return "another change joins it"
+    if hurried:
+        return "another change cannot wait for it"
+    if _bereft(state, plan, now):
+        return "who was to come instead is gone"
+    if not plan.leaving and not world.larger(state, group):
+        return "who was to join is gone"
+    if not plan.leaving and now >= plan.deadline:
+        return f"ranks came to no boundary within {spec.plan_s:g} s"
+    if plan.held and now >= _held_until(state, plan):
+        return f"{len(plan.held)} nodes waited {spec.boundary_s:g} s at its boundary for the others"
+    return ""
+
+
+def _bereft(state: JobState, plan: Plan, now: int) -> bool:
+    """Has the successor of somebody who leaves ended, and is there time for another?"""
+    for name in plan.leaving:
+        leaving, node = state.planning.leaving[name], state.nodes.nodes[name]
+        place = f"{node.group}-{node.index}-"
+        awaited = leaving.why != nodes.SCALED_DOWN and any(one.startswith(place) for one in plan.joining)
+        coming = planning.successor(state, node)
+        if awaited and now < _hurry_at(state, leaving) and (coming is None or coming.node not in plan.joining):
+            return True
+    return False
+
+
+def _held_until(state: JobState, plan: Plan) -> int:
+    # While nobody led nobody could say that it waits.
+    return max(plan.held_at, state.job.calm_at) + us(state.job.spec.boundary_s)
+
+
+# ---- when one begins
+
+
+def _grows(state: JobState, group: str) -> int:
+    """The size a world can grow to at a boundary; 0: it cannot, or must not."""
+    return world.larger(state, group) if state.job.spec.on_join != "never" else 0
+
+
+def _not_before(state: JobState, group: str) -> int | None:
+    """When the next plan of this generation may begin; None: none may any more."""
+    drops = state.planning.drops.get(group)
+    if drops is None:
+        return 0
+    return None if drops.count >= TRIES_MAX else drops.at + us(state.job.spec.boundary_s * 2 ** (drops.count - 1))
+
+
+def _proposed(state: JobState, group: str, going: Sequence[str], now: int) -> WorldPlanned | None:
+    known, not_before = state.planning.leaving, _not_before(state, group)
+    leaving = _ripe(state, going, now)
+    hurried = any(name not in known or now >= _hurry_at(state, known[name]) for name in leaving)
+    if not_before is None or (now < not_before and not hurried):
+        return None
+    size = _grows(state, group)
+    grows = size and world.grow_at(state, group) <= now
+    if not leaving and not grows:
+        return None
+    current, here = state.world.worlds[group], state.nodes.nodes
+    coming = [planning.successor(state, here[name]) for name in leaving if name in known]
+    joining = [one.node for one in coming if one is not None and current.member(one.node) is None]
+    if grows:
+        late = [one.node for one in world.ready_nodes(state, group) if current.member(one.node) is None]
+        joining += [name for name in late if name not in joining][: size - len(current.members)]
+    latest = now + us(state.job.spec.plan_s)
+    deadline = min([known[name].deadline for name in leaving if name in known], default=latest)
+    return WorldPlanned(group, state.planning.number + 1, tuple(joining), leaving, deadline)
+
+
+# ---- when it is late
+
+
+def _force(state: JobState, group: str, names: Sequence[str], now: int) -> Iterator[Event]:
+    """Whoever is to leave leaves now, as in a world that saves nothing."""
+    here, plan = state.nodes.nodes, state.planning.plans.get(group)
+    why = f"{planning.named(names)}: time to leave is over"
+    if any(works(state, here[name]) for name in names):
+        if plan is not None:
+            yield WorldPlanDropped(group, plan.number, why)
+        yield from world.dissolve(state, group, why, planned=True)
+    for name in names:
+        node, leaving = here[name], state.planning.leaving[name]
+        yield from nodes.release(state, node, leaving.why)
+        if leaving.why != nodes.SCALED_DOWN and nodes.vacant(state, group, node.index):
+            yield from nodes.plan(state, group, node.index)
+    if world.waits(state, group):
+        yield from nodes.complete(state, group)
+    if world.waits(state, group):
+        yield from world.form(state, group, now, why, at_once=world.complete(state, group))
+
+
+def _overdue(state: JobState, now: int) -> dict[str, list[str]]:
+    """Whose deadline is over, by group."""
+    found: dict[str, list[str]] = {}
+    for name, leaving in state.planning.leaving.items():
+        if leaving.deadline <= now:
+            found.setdefault(group_of(name), []).append(name)
+    return found
+
+
+def _due(state: JobState) -> int | None:
+    if not state.job.live:
+        return None
+    times = [leaving.deadline for leaving in state.planning.leaving.values()]
+    for group in state.planning.keeping:
+        if state.planning.able(state, group):
+            times += _times(state, group)
+    return min(times, default=None)
+
+
+def _times(state: JobState, group: str) -> Iterator[int]:
+    """When time alone brings a group's change on."""
+    plan, known, going = state.planning.plans.get(group), state.planning.leaving, _going(state, group)
+    if plan is not None:
+        if not plan.leaving:
+            yield plan.deadline
+        if plan.held:
+            yield _held_until(state, plan)
+        yield from (_hurry_at(state, known[name]) for name in going if name not in plan.leaving or not plan.asked_at)
+        return
+    not_before = _not_before(state, group)
+    if not_before is None:
+        return
+    if _grows(state, group):
+        yield max(not_before, world.grow_at(state, group))
+    if going and all(_followed(state, name, known[name]) for name in going):
+        yield max(not_before, state.at) if not_before else state.at
+    yield from (_hurry_at(state, known[name]) for name in going)
+
+
+def _tick(state: JobState, now: int) -> Iterator[Event]:
+    if not state.job.live:
+        return
+    for group, names in _overdue(state, now).items():
+        yield from _force(state, group, names, now)
+    for group in list(state.planning.keeping):
+        yield from advance(state, group, now)
+
+
+# ---- decide
+
+
+def _armed(state: JobState, command: ReportArmed, now: int) -> Iterator[Event]:
+    node = nodes.present(state, command.node)
+    plan = state.planning.plans.get(node.group)
+    if plan is None or plan.number != command.plan or not plan.asked_at or not works(state, node):
+        raise Refused(f"plan {command.plan} is over")
+    if command.node in plan.armed:
+        raise Refused(f"node {command.node!r} looks for the boundary of plan {command.plan} already")
+    yield RanksArmed(command.node, command.plan)
+
+
+# ---- react
+
+
+def _on_group(state: JobState, fact: KeepingStarted | health.CheckJudged, record: Record) -> Iterator[Event]:
+    yield from advance(state, fact.group, record.at)
+
+
+def _on_dissolved(state: JobState, fact: world.WorldDissolved, record: Record) -> Iterator[Event]:
+    if fact.group in state.planning.plans:
+        yield from advance(state, fact.group, record.at)
+
+
+def _on_node(state: JobState, fact: world.Ended | world.WorkersFinished, record: Record) -> Iterator[Event]:
+    group = group_of(fact.node)
+    if state.job.live and (group in state.planning.plans or state.planning.leaving):
+        yield from advance(state, group, record.at)
+
+
+def _on_coming(state: JobState, fact: nodes.NodeJoined | nodes.NodePlanned, record: Record) -> Iterator[Event]:
+    yield from advance(state, group_of(fact.node), record.at)
+
+
+def _on_word(state: JobState, fact: RanksArmed | StepsHeld, record: Record) -> Iterator[Event]:
+    if fact.plan:
+        yield from _proceed(state, group_of(fact.node), record.at)
+
+
+def _let_go(state: JobState, fact: progress.FirstStep, record: Record) -> Iterator[Event]:
+    """The next world trains: those who left it have nothing left that it could need."""
+    for name, leaving in list(state.planning.leaving.items()):
+        if leaving.out and group_of(name) == group_of(fact.node):
+            yield from nodes.release(state, state.nodes.nodes[name], leaving.why)
+
+
+CONCERN = Concern(
+    name="planning",
+    events=planning.EVENTS,
+    evolve=planning.EVOLVE,
+    decide={ReportArmed: _armed},
+    react={
+        KeepingStarted: _on_group,
+        health.CheckJudged: _on_group,
+        world.WorldDissolved: _on_dissolved,
+        world.WorkersFinished: _on_node,
+        nodes.NodeJoined: _on_coming,
+        nodes.NodePlanned: _on_coming,
+        RanksArmed: _on_word,
+        StepsHeld: _on_word,
+        progress.FirstStep: _let_go,
+        **dict.fromkeys(get_args(world.Ended), _on_node),
+    },
+    due=_due,
+    tick=_tick,
+)

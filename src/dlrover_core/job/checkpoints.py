@@ -1,0 +1,593 @@
+"""Checkpoints: which steps are whole on storage, what became of restores, and what is saved when a world ends.
+
+What lies in memory is a level: it changes with every step, so agents tell it with their beats (`runtime.keeping`) and it is not
+in the log. Here are the edges: that a generation's script saves with us at all, that a step is whole on storage (one event,
+whoever wrote the parts: no barrier on a shared file system), what the ranks hold when a generation ends, from which tier a
+generation was restored, and a storage that fails or is back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+from dlrover_core.checkpoint.partners import ALONE, partners
+from dlrover_core.errors import Refused
+from dlrover_core.job import failures, job, nodes, world
+from dlrover_core.job.holdings import NOTHING as NO_STEP
+from dlrover_core.job.holdings import Holdings, SaveOrder
+from dlrover_core.job.layout import Ranges
+from dlrover_core.job.tiers import DISK, MEMORY, NOTHING, PEER, STORAGE, TIERS
+from dlrover_core.job.world import group_of
+from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.events import Event, Record, event
+from dlrover_core.spec import us
+
+if TYPE_CHECKING:
+    from dlrover_core.job.state import JobState
+
+__all__ = ["DISK", "MEMORY", "NOTHING", "PEER", "STORAGE", "TIERS"]
+
+DUE = "due"
+URL_MAX, TEXT_MAX = 1024, 300
+STEPS_MAX, COPIES_MAX, FELL_MAX, NUMBER_MAX = 8, 16, 8, 2**53
+COMMITTED_KEPT = 64
+MTBF_MAX_S = 2**31
+CALM_S, CALM_MAX_S = 600, 4800
+
+
+@event(70)
+class KeepingStarted(NamedTuple):
+    """The ranks of a generation save with us, to ``url``: every ``every`` steps in memory, every ``store_every`` on storage.
+
+    ``planned``: they can agree on a step boundary, so a planned change of the world loses no step. ``node_bytes`` is what the
+    arenas of one node take. ``spread``: over how many nodes one state is (`holdings`); 0: over all. Said once by the node of
+    rank 0.
+    """
+
+    group: str
+    generation: int
+    url: str
+    every: int
+    store_every: int
+    keep: int
+    planned: bool
+    node_bytes: int
+    spread: int = 0
+
+
+@event(71)
+class CheckpointCommitted(NamedTuple):
+    """Every part of ``step`` is on storage, durably: from here on it is a checkpoint. ``size`` in bytes, ``why`` it was saved."""
+
+    group: str
+    generation: int
+    step: int
+    url: str
+    parts: int
+    size: int
+    took_us: int
+    why: str
+
+
+@event(72)
+class StorageFailed(NamedTuple):
+    """A node cannot write its parts to ``url``; training goes on, tries go on. Once until `StorageBack`."""
+
+    node: str
+    url: str
+    reason: str
+
+
+@event(73)
+class StorageBack(NamedTuple):
+    """It can again."""
+
+    node: str
+    url: str
+
+
+@event(74)
+class ReplicaOffered(NamedTuple):
+    """The node keeps copies of other nodes' states, sent to ``address``, and serves what it keeps from there."""
+
+    node: str
+    address: str
+
+
+@event(75)
+class StepsHeld(NamedTuple):
+    """What is whole in the memory of a node when its ``generation`` ends, or at the boundary of ``plan``: steps, ascending.
+
+    ``copies``: of which other places it keeps the parts, each with the step.
+    """
+
+    node: str
+    generation: int
+    steps: tuple[int, ...]
+    plan: int = 0
+    copies: tuple[tuple[int, int], ...] = ()
+
+
+@event(76)
+class SaveOrdered(NamedTuple):
+    """Whoever holds ``step`` of ``generation`` is to write its parts to storage now: all ranks hold it, and they were stopped."""
+
+    group: str
+    generation: int
+    step: int
+    why: str
+
+
+@event(77)
+class Restored(NamedTuple):
+    """The ranks of a generation began from ``step`` (0: from nothing), read from ``tier`` in ``took_us``.
+
+    ``fell``: the tiers that were tried before, each with what was wrong with it.
+    """
+
+    node: str
+    generation: int
+    step: int
+    tier: str
+    took_us: int
+    fell: tuple[tuple[str, str], ...] = ()
+
+
+@event(78)
+class RanksArmed(NamedTuple):
+    """All ranks of a node know that ``plan`` is coming and look for its boundary between any two steps."""
+
+    node: str
+    plan: int
+
+
+class ReportKeeping(NamedTuple):
+    """The node of rank 0: its ranks save with us."""
+
+    node: str
+    generation: int
+    url: str
+    every: int
+    store_every: int
+    keep: int
+    planned: bool
+    node_bytes: int
+    spread: int = 0
+
+
+class ReportHeld(NamedTuple):
+    """A node: what its memory holds whole, now that its workers have ended, or wait at the boundary of ``plan``.
+
+    To be sent at every end of a generation, empty too where nothing is held: what all hold is saved once nobody is waited for.
+    """
+
+    node: str
+    generation: int
+    steps: tuple[int, ...]
+    plan: int = 0
+    copies: tuple[tuple[int, int], ...] = ()
+
+
+class ReportStorage(NamedTuple):
+    """A node: parts cannot be written (``reason``), or can again (empty)."""
+
+    node: str
+    url: str
+    reason: str = ""
+
+
+class OfferReplica(NamedTuple):
+    """A node takes copies at ``address`` (``host:port``)."""
+
+    node: str
+    address: str
+
+
+class ReportRestored(NamedTuple):
+    """A node: from where its ranks began. The slowest tier of its ranks, and the longest time."""
+
+    node: str
+    generation: int
+    step: int
+    tier: str
+    took_us: int
+    fell: tuple[tuple[str, str], ...] = ()
+
+
+class ReportArmed(NamedTuple):
+    """A node: all its ranks look for the boundary of ``plan``."""
+
+    node: str
+    plan: int
+
+
+class CommitCheckpoint(NamedTuple):
+    """The leader: all parts of a step are there, as the agents' beats say."""
+
+    group: str
+    generation: int
+    step: int
+    parts: int
+    size: int
+    took_us: int
+
+
+@dataclass(slots=True)
+class Kept:
+    """One group's checkpoints. ``generation``: the newest that saves with us; ``committed``: (generation, step), newest last.
+
+    ``formed`` and ``members``: the newest world. ``now``: what is told of the generation that saves, ``ended``: of the one
+    before. ``order``: what is to be written of one that has ended; ``restored``: the nodes that told from where they began.
+    """
+
+    generation: int = 0
+    url: str = ""
+    every: int = 0
+    store_every: int = 0
+    keep: int = 0
+    planned: bool = False
+    committed: list[tuple[int, int]] = field(default_factory=list)
+    formed: int = 0
+    members: Ranges = ()
+    now: Holdings | None = None
+    ended: Holdings | None = None
+    order: SaveOrder | None = None
+    restored: list[str] = field(default_factory=list)
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """The newest committed generation and step; (0, -1): none is."""
+        return self.committed[-1] if self.committed else (0, NO_STEP)
+
+    def holdings(self, generation: int) -> Holdings | None:
+        """What is told of a generation, if it is remembered."""
+        return next((one for one in (self.now, self.ended) if one is not None and one.generation == generation), None)
+
+    def resume(self) -> tuple[int, str]:
+        """The newest step that is whole as far as the leader knows, and where; (-1, ""): none is.
+
+        A floor: memory tells what it holds only after its workers have ended, often when the next world has formed already.
+        Ranks find out what there is by themselves, and decide among themselves.
+        """
+        held = self.ended.whole if self.ended is not None else NO_STEP
+        if self.ended is not None and held >= 0 and (self.ended.generation, held) > self.newest:
+            return held, MEMORY
+        return (self.newest[1], STORAGE) if self.committed else (NO_STEP, "")
+
+
+@dataclass(slots=True)
+class CheckpointSlice:
+    """Every group's checkpoints, where nodes take copies, and which cannot write, with the url.
+
+    ``outages``: how often a node's storage has failed, and when last. ``offered``: how often what nodes offer has changed.
+    ``failures``: how many broke a world since ``began_at``; ``mtbf_s``: seconds between them.
+    """
+
+    groups: dict[str, Kept] = field(default_factory=dict)
+    replicas: dict[str, str] = field(default_factory=dict)
+    failing: dict[str, str] = field(default_factory=dict)
+    outages: dict[str, tuple[int, int]] = field(default_factory=dict)
+    offered: int = 0
+    began_at: int = 0
+    failures: int = 0
+    mtbf_s: int = 0
+
+    def of(self, group: str) -> Kept:
+        """A group's checkpoints; of one that has none, an empty one."""
+        return self.groups.get(group) or Kept()
+
+
+def worth_telling(tier: str, fell: tuple[tuple[str, str], ...], *, rank_0: bool) -> bool:
+    """Does a `ReportRestored` say something? One node speaks for those that found their own memory, or nothing anywhere."""
+    return rank_0 or tier not in (MEMORY, NOTHING) or bool(fell)
+
+
+def storage_calm_s(failures: int) -> int:
+    """How long after it has told of a failure, its ``failures``-th, a node tells at the earliest that its storage is back.
+
+    The first end of a failure is told at once. A storage that comes and goes is one that fails: 42 words per node and day.
+    """
+    return min(CALM_MAX_S, CALM_S << min(failures - 2, 8)) if failures > 1 else 0
+
+
+# ---- what agents are told
+
+
+class Told(NamedTuple):
+    """What of an `Order` is about checkpoints, for everybody of a group: where it is the same, so are the orders."""
+
+    committed: tuple[int, int] = (0, NO_STEP)
+    mtbf_s: int = 0
+    writers: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    offered: int = 0
+
+
+def told(state: JobState, group: str) -> Told:
+    """What orders of a group depend on, beside the node and its world."""
+    slice_, kept = state.checkpoints, state.checkpoints.of(group)
+    order = kept.order
+    return Told(
+        kept.newest,
+        slice_.mtbf_s,
+        tuple(order.writers.items()) if order is not None else (),
+        slice_.offered,
+    )
+
+
+def ordered(state: JobState, node: str, place: int) -> dict[str, Any]:
+    """The fields of a node's `Order` that are about checkpoints. ``place``: in the world that runs; -1: in none."""
+    group, slice_ = group_of(node), state.checkpoints
+    kept = slice_.of(group)
+    of, step = kept.newest
+    fields: dict[str, Any] = {"committed": step, "committed_of": of, "mtbf_s": slice_.mtbf_s}
+    if kept.order is not None and node in kept.order.writers:
+        fields["persist"], fields["persist_of"] = kept.order.step, kept.order.generation
+        fields["persist_places"] = kept.order.writers[node]
+    if place >= 0 and slice_.replicas:
+        fields["replica_to"] = slice_.replicas.get(_partner(state, group, place), "")
+    return fields
+
+
+def _partner(state: JobState, group: str, place: int) -> str:
+    """The node that keeps a copy of what the node at a place of the world that runs holds; empty: nobody can."""
+    current = state.world.worlds[group]
+
+    def chosen() -> tuple[int, ...]:
+        racks = {seat.host: seat.rack for seat in state.hosts.seats.values()}
+        known = [state.nodes.nodes.get(one.node) for one in current.members]
+        hosts = [one.host if one is not None else "" for one in known]
+        return partners([(racks.get(host) or host, host) for host in hosts])
+
+    partner = current.recall("partners", chosen)[place]
+    return current.members[partner].node if partner != ALONE else ""
+
+
+# ---- decide
+
+
+def _member(state: JobState, node: str, generation: int) -> world.World:
+    """The world that a node is a member of. Raises `Refused`."""
+    nodes.present(state, node)
+    current = state.world.of(node)
+    if not current.active or current.generation != generation or current.member(node) is None:
+        raise Refused(f"{node} is no member of a running generation {generation}")
+    return current
+
+
+def _bounded(*numbers: int) -> None:
+    if not all(0 <= one <= NUMBER_MAX for one in numbers):
+        raise Refused(f"{numbers}: not all are from 0 to {NUMBER_MAX}")
+
+
+def _keeping(state: JobState, command: ReportKeeping, now: int) -> Iterator[Event]:
+    current, group = _member(state, command.node, command.generation), group_of(command.node)
+    if current.places[command.node] != 0:
+        raise Refused(f"{command.node} does not run rank 0, which speaks for all")
+    if state.checkpoints.of(group).generation >= command.generation:
+        raise Refused(f"generation {command.generation} has said that it saves")
+    if len(command.url) > URL_MAX:
+        raise Refused(f"a url has at most {URL_MAX} characters")
+    _bounded(command.every, command.store_every, command.keep, command.node_bytes, command.spread)
+    yield KeepingStarted(group, *command[1:])
+
+
+def _commit(state: JobState, command: CommitCheckpoint, now: int) -> Iterator[Event]:
+    """The leader says it again until it is so: what is so already leaves no record."""
+    kept, this = state.checkpoints.of(command.group), (command.generation, command.step)
+    # Also while agents bring to safety what they have, as the job ends.
+    if this <= kept.newest or command.generation > kept.generation:
+        return
+    ordered = kept.order is not None and (kept.order.generation, kept.order.step) == this
+    why = kept.order.why if ordered and kept.order is not None else DUE
+    yield CheckpointCommitted(
+        command.group, *this, kept.url, command.parts, max(0, command.size), max(0, command.took_us), why
+    )
+
+
+def _storage(state: JobState, command: ReportStorage, now: int) -> Iterator[Event]:
+    nodes.present(state, command.node)
+    url, failing = command.url[:URL_MAX], command.node in state.checkpoints.failing
+    if failing == bool(command.reason):
+        raise Refused(f"the storage of {command.node} is known to {'fail' if failing else 'work'}")
+    count, at = state.checkpoints.outages.get(command.node, (0, 0))
+    # Half of what its agent waits for: its word of the failure may have been on its way for long.
+    if failing and now < at + us(storage_calm_s(count) / 2):
+        raise Refused(f"the storage of {command.node} comes and goes: it failed {(now - at) // us(1)} s ago")
+    yield (
+        StorageFailed(command.node, url, command.reason[:TEXT_MAX])
+        if command.reason
+        else StorageBack(command.node, url)
+    )
+
+
+def _offer(state: JobState, command: OfferReplica, now: int) -> Iterator[Event]:
+    node = nodes.present(state, command.node)
+    if len(command.address) > nodes.NAME_MAX:
+        raise Refused(f"an address has at most {nodes.NAME_MAX} characters")
+    if not node.joined or state.checkpoints.replicas.get(command.node, "") == command.address:
+        raise Refused(f"{command.node} is {node.state}, and takes copies at {command.address!r} already")
+    yield ReplicaOffered(command.node, command.address)
+
+
+def _held(state: JobState, command: ReportHeld, now: int) -> Iterator[Event]:
+    nodes.present(state, command.node)
+    held = state.checkpoints.of(group_of(command.node)).holdings(command.generation)
+    if held is None or command.node not in held.places or command.node in held.gone:
+        raise Refused(f"{command.node} is no member of a generation {command.generation} that saves")
+    if len(command.steps) > STEPS_MAX or len(command.copies) > COPIES_MAX:
+        raise Refused(f"{command.node} tells of {len(command.steps)} steps and {len(command.copies)} copies")
+    _bounded(*command.steps, *(number for one in command.copies for number in one))
+    if command.plan:
+        _member(state, command.node, command.generation)
+    elif command.node in held.held or held.saved:
+        raise Refused(f"what {command.node} holds of generation {command.generation} is known, or decided upon")
+    steps, copies = tuple(sorted(set(command.steps))), tuple(sorted(set(command.copies)))
+    yield StepsHeld(command.node, command.generation, steps, command.plan, copies)
+
+
+def _restored(state: JobState, command: ReportRestored, now: int) -> Iterator[Event]:
+    current = _member(state, command.node, command.generation)
+    rank_0 = current.places[command.node] == 0
+    if command.tier not in TIERS or len(command.fell) > FELL_MAX or command.step < 0 or command.took_us < 0:
+        raise Refused(f"no restore is like this: step {command.step} from {command.tier[:TEXT_MAX]!r}")
+    if command.node in state.checkpoints.of(group_of(command.node)).restored:
+        raise Refused(f"{command.node} has told from where generation {command.generation} began")
+    if not worth_telling(command.tier, command.fell, rank_0=rank_0):
+        raise Refused(f"{command.node} found its own memory, or nothing, like everybody")
+    fell = tuple((tier[:TEXT_MAX], why[:TEXT_MAX]) for tier, why in command.fell)
+    yield Restored(*command[:5], fell)
+
+
+# ---- evolve
+
+
+def _on_created(slice_: CheckpointSlice, fact: job.JobCreated, record: Record) -> None:
+    """A new run finds on storage what an earlier one left, by looking there."""
+    slice_.groups.clear()
+    slice_.replicas.clear()
+    slice_.failing.clear()
+    slice_.outages.clear()
+    slice_.began_at, slice_.failures, slice_.mtbf_s = record.at, 0, 0
+
+
+def _on_formed(slice_: CheckpointSlice, fact: world.WorldFormed, record: Record) -> None:
+    kept = slice_.groups.setdefault(fact.group, Kept())
+    _end(kept, record.at, planned=False, why=fact.reason)
+    kept.formed, kept.members, kept.restored = fact.generation, fact.members, []
+
+
+def _on_dissolved(slice_: CheckpointSlice, fact: world.WorldDissolved, record: Record) -> None:
+    _end(slice_.groups[fact.group], record.at, planned=fact.planned, why=fact.reason)
+
+
+def _on_farewell(slice_: CheckpointSlice, fact: job.JobStopping | job.JobFailed, record: Record) -> None:
+    """Agents go, each with what it has in memory."""
+    for kept in slice_.groups.values():
+        _end(kept, record.at, planned=isinstance(fact, job.JobStopping), why=fact.reason)
+
+
+def _end(kept: Kept, at: int, *, planned: bool, why: str) -> None:
+    if kept.now is not None:
+        kept.now.ended_at, kept.now.planned, kept.now.why = at, planned, why
+        kept.ended, kept.now = kept.now, None
+
+
+def _on_keeping(slice_: CheckpointSlice, fact: KeepingStarted, record: Record) -> None:
+    kept = slice_.groups[fact.group]
+    kept.generation, kept.url, kept.every, kept.store_every = fact.generation, fact.url, fact.every, fact.store_every
+    kept.keep, kept.planned = fact.keep, fact.planned
+    kept.now = Holdings(fact.group, fact.generation, kept.members, fact.spread)
+
+
+def _on_committed(slice_: CheckpointSlice, fact: CheckpointCommitted, record: Record) -> None:
+    kept = slice_.groups[fact.group]
+    kept.committed = [*kept.committed[-COMMITTED_KEPT + 1 :], (fact.generation, fact.step)]
+    if kept.order is not None and (kept.order.generation, kept.order.step) <= kept.newest:
+        kept.order = None
+    _expect(slice_, record.at)
+
+
+def _expect(slice_: CheckpointSlice, at: int) -> None:
+    """Time over failures, their maximum-likelihood estimate where they come at a constant rate, to two digits.
+
+    NIST/SEMATECH e-Handbook of Statistical Methods, 8.4.5.1. It is worked out when something happens, so that it is the same
+    number for everybody; two digits, so that it is so for a while.
+    """
+    if slice_.failures:
+        exact = max(1, min((at - slice_.began_at) // (slice_.failures * 1_000_000), MTBF_MAX_S))
+        unit = 10 ** max(0, len(str(exact)) - 2)
+        slice_.mtbf_s = exact // unit * unit
+
+
+def _on_incident(slice_: CheckpointSlice, fact: failures.IncidentOpened, record: Record) -> None:
+    if fact.generation != failures.ASIDE:
+        slice_.failures += 1
+        _expect(slice_, record.at)
+
+
+def _on_held(slice_: CheckpointSlice, fact: StepsHeld, record: Record) -> None:
+    held = slice_.groups[group_of(fact.node)].holdings(fact.generation)
+    if held is not None and not fact.plan:
+        held.heard_at = held.heard_at or record.at
+        held.held[fact.node] = fact.steps
+        if fact.copies:
+            held.copies[fact.node] = fact.copies
+
+
+def _on_ordered(slice_: CheckpointSlice, fact: SaveOrdered, record: Record) -> None:
+    kept = slice_.groups[fact.group]
+    ended = kept.holdings(fact.generation)
+    if ended is not None:
+        ended.saved = True
+        kept.order = SaveOrder.of(ended, fact.step, fact.why)
+
+
+def _on_restored(slice_: CheckpointSlice, fact: Restored, record: Record) -> None:
+    slice_.groups[group_of(fact.node)].restored.append(fact.node)
+
+
+def _on_failed(slice_: CheckpointSlice, fact: StorageFailed, record: Record) -> None:
+    slice_.failing[fact.node] = fact.url
+    slice_.outages[fact.node] = slice_.outages.get(fact.node, (0, 0))[0] + 1, record.at
+
+
+def _on_back(slice_: CheckpointSlice, fact: StorageBack, record: Record) -> None:
+    slice_.failing.pop(fact.node, None)
+
+
+def _on_offered(slice_: CheckpointSlice, fact: ReplicaOffered, record: Record) -> None:
+    slice_.replicas[fact.node] = fact.address
+    slice_.offered += 1
+
+
+def _forget(slice_: CheckpointSlice, fact: world.Ended, record: Record) -> None:
+    """Its memory goes with it. Who is released is still there: it stops its workers, tells what they leave, and may write it."""
+    if slice_.replicas.pop(fact.node, None) is not None:
+        slice_.offered += 1
+    slice_.failing.pop(fact.node, None)
+    kept = slice_.groups.get(group_of(fact.node))
+    if kept is None or isinstance(fact, nodes.NodeReleased):
+        return
+    slice_.outages.pop(fact.node, None)
+    for held in (kept.now, kept.ended):
+        if held is not None:
+            held.lose(fact.node)
+    if kept.order is not None and not kept.order.lose(fact.node):
+        kept.order = None
+
+
+EVENTS = (
+    KeepingStarted, CheckpointCommitted, StorageFailed, StorageBack, ReplicaOffered, StepsHeld, SaveOrdered, Restored,
+    RanksArmed,
+)  # fmt: skip
+
+CONCERN = Concern(
+    name="checkpoints",
+    events=EVENTS,
+    evolve={
+        job.JobCreated: _on_created,
+        **dict.fromkeys((job.JobStopping, job.JobFailed), _on_farewell),
+        world.WorldFormed: _on_formed,
+        world.WorldDissolved: _on_dissolved,
+        failures.IncidentOpened: _on_incident,
+        KeepingStarted: _on_keeping,
+        CheckpointCommitted: _on_committed,
+        StorageFailed: _on_failed,
+        StorageBack: _on_back,
+        ReplicaOffered: _on_offered,
+        StepsHeld: _on_held,
+        SaveOrdered: _on_ordered,
+        Restored: _on_restored,
+        **dict.fromkeys(get_args(world.Ended), _forget),
+    },
+    decide={
+        ReportKeeping: _keeping,
+        ReportHeld: _held,
+        ReportStorage: _storage,
+        OfferReplica: _offer,
+        ReportRestored: _restored,
+        CommitCheckpoint: _commit,
+    },
+)

@@ -1,0 +1,138 @@
+"""What the nodes of a generation hold in memory when it ends, and who of them writes it to storage.
+
+A whole state is spread over ``spread`` nodes: nodes whose places differ by a multiple of it hold the same *part*. With plain data
+parallelism it is 1, every node holds all; with fully sharded states it is the number of nodes. A step is whole where some node
+that is still there holds each part, its own or the copy that it keeps of another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dlrover_core.job.layout import Ranges
+from dlrover_core.job.tally import Remembering
+from dlrover_core.job.world import from_ranges
+
+Copies = tuple[tuple[int, int], ...]
+"""Whose parts are kept beside one's own: the place in that world, and the step."""
+NOTHING = -1
+
+
+def parts_of(spread: int, nodes: int) -> int:
+    """How many parts a state has; where nobody says, every node holds one of its own."""
+    return spread if 0 < spread <= nodes else nodes
+
+
+@dataclass(slots=True)
+class Holdings(Remembering):
+    """One generation's. ``ended_at``: 0 while it runs; ``planned``: its end was. ``gone``: members that hold nothing any more.
+
+    ``heard_at``: when the first node told what it holds; ``saved``: that was decided upon.
+    """
+
+    group: str
+    generation: int
+    members: Ranges
+    spread: int = 0
+    ended_at: int = 0
+    planned: bool = False
+    why: str = ""
+    heard_at: int = 0
+    saved: bool = False
+    held: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    copies: dict[str, Copies] = field(default_factory=dict)
+    gone: list[str] = field(default_factory=list)
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """Each member's place in rank order."""
+        return self.recall(
+            "places", lambda: {one.node: place for place, one in enumerate(from_ranges(self.group, self.members))}
+        )
+
+    @property
+    def waiting(self) -> int:
+        """How many members have not told what they hold."""
+        return len(self.places) - len(self.held) - len(self.gone)
+
+    @property
+    def whole(self) -> int:
+        """The newest step of which every part is there; -1: there is none."""
+        key = f"whole {len(self.held)} {len(self.gone)}"
+        return self.recall(key, self._whole)
+
+    def _whole(self) -> int:
+        places = self.places
+        parts = parts_of(self.spread, len(places))
+        found: dict[int, set[int]] = {}
+        for node, steps in self.held.items():
+            told = [(places[node], step) for step in steps]
+            for place, step in (*told, *self.copies.get(node, ())):
+                found.setdefault(step, set()).add(place % parts)
+        return max((step for step, have in found.items() if len(have) == parts), default=NOTHING)
+
+    def able(self, step: int) -> dict[str, tuple[int, ...]]:
+        """Who can write which places' parts of a step: its own first."""
+        places, able = self.places, {}
+        for node, steps in self.held.items():
+            own = (places[node],) if step in steps else ()
+            copied = tuple(sorted(place for place, of in self.copies.get(node, ()) if of == step))
+            if own or copied:
+                able[node] = (*own, *copied)
+        return able
+
+    def lose(self, node: str) -> None:
+        """It holds nothing any more, whatever it has told."""
+        if node in self.places and node not in self.gone:
+            self.gone.append(node)
+            self.held.pop(node, None)
+            self.copies.pop(node, None)
+
+
+@dataclass(slots=True)
+class SaveOrder:
+    """A step of a generation that has ended is to be written: by whom, of which places the parts.
+
+    ``able``: who could, in rank order; ``places``: the place of each of them itself.
+    """
+
+    generation: int
+    step: int
+    why: str
+    parts: int
+    able: dict[str, tuple[int, ...]]
+    places: dict[str, int]
+    writers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, holdings: Holdings, step: int, why: str) -> SaveOrder:
+        """From what the nodes have told."""
+        able, places = holdings.able(step), holdings.places
+        ordered = dict(sorted(able.items(), key=lambda one: places[one[0]]))
+        parts = parts_of(holdings.spread, len(places))
+        order = cls(holdings.generation, step, why, parts, ordered, {node: places[node] for node in ordered})
+        order.share_out()
+        return order
+
+    def share_out(self) -> bool:
+        """Each part is written once: by the first that holds it as its own, else by the first with a copy. False: none can."""
+        offers = sorted(
+            (place != self.places[node], self.places[node], place, node)
+            for node, places in self.able.items()
+            for place in places
+        )
+        writers: dict[str, tuple[int, ...]] = {}
+        taken: set[int] = set()
+        for _, _, place, node in offers:
+            if place % self.parts not in taken:
+                taken.add(place % self.parts)
+                writers[node] = (*writers.get(node, ()), place)
+        self.writers = writers
+        return len(taken) == self.parts
+
+    def lose(self, node: str) -> bool:
+        """A node is gone: others take over what was its to write. False: nobody can."""
+        if self.able.pop(node, None) is None:
+            return True
+        return self.share_out() if node in self.writers else True

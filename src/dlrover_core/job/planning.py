@@ -1,0 +1,336 @@
+"""Planned changes of a world, as facts: which is prepared, who joins and who leaves, and how far it has come.
+
+A generation whose ranks save with us can agree on a step boundary: all of them save there and wait. A world that is changed then
+goes on from that very step, so growth, shrinking, drain and migration lose none. `changing` decides; this is what it knows.
+
+A plan goes from `WorldPlanned` (whoever joins gets warm, training goes on) over `BoundaryAsked` (members' ranks are armed: they
+look for the boundary between any two steps; once all do, it may be chosen) and what every member holds there, to `WorldFormed`
+with the boundary's step; or it ends with `WorldPlanDropped`, and ranks go on. Its number never comes back: ranks that were told
+of it, and told that it is off, are never taken for armed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, get_args
+
+from dlrover_core.job import nodes, world
+from dlrover_core.job.checkpoints import KeepingStarted, RanksArmed, StepsHeld
+from dlrover_core.job.job import GroupScaled, JobCreated
+from dlrover_core.job.node_lifecycle import COMING
+from dlrover_core.job.world import group_of
+from dlrover_core.kernel.engine import Evolve
+from dlrover_core.kernel.events import Record, event
+
+if TYPE_CHECKING:
+    from dlrover_core.job.state import JobState
+
+NONE = -1  # no step
+NAMED_MAX = 4
+
+
+@event(42)
+class WorldPlanned(NamedTuple):
+    """A change is prepared while training goes on. ``deadline`` in microseconds: a drain is then forced, a growth dropped.
+
+    ``joining`` are those who were known to join then; whoever else is there at the boundary is taken in too.
+    """
+
+    group: str
+    plan: int
+    joining: tuple[str, ...]
+    leaving: tuple[str, ...]
+    deadline: int
+
+
+@event(43)
+class WorldPlanDropped(NamedTuple):
+    """A planned change will not happen, or not as this plan: its ranks go on."""
+
+    group: str
+    plan: int
+    reason: str
+
+
+@event(49)
+class BoundaryAsked(NamedTuple):
+    """Members' ranks are to look for the boundary of a plan; with ``go`` all of them look, and it may be chosen."""
+
+    group: str
+    plan: int
+    go: bool
+
+
+@event(93, version=2, upcast={1: lambda fields: (*fields, 0)})
+class NodeDrained(NamedTuple):
+    """A person, or the platform, wants the node's ``host`` free: its workers stop with their grace, a successor keeps off it.
+
+    Without a host nobody does: the node leaves by itself, and whoever comes next may be on the same one. With a ``deadline``, in
+    microseconds, it goes at a step boundary, its successor being there, and at that time at the latest; 0: at once.
+    """
+
+    node: str
+    host: str
+    reason: str
+    deadline: int = 0
+
+
+@dataclass(slots=True)
+class Leaving:
+    """A node that is to go once its world has changed. ``why``: as its release will say; ``out``: the world is without it."""
+
+    why: str
+    since: int
+    deadline: int
+    out: bool = False
+
+
+@dataclass(slots=True)
+class Plan:
+    """A change of ``generation`` that is being prepared.
+
+    ``asked_at``: since when members' ranks are to look for its boundary; ``go_at``: since when it may be chosen; ``armed``: the
+    nodes whose ranks all look, and since when; ``held``: what is whole in the memory of those that wait there, since ``held_at``.
+    """
+
+    number: int
+    generation: int
+    joining: tuple[str, ...]
+    leaving: tuple[str, ...]
+    deadline: int
+    asked_at: int = 0
+    go_at: int = 0
+    held_at: int = 0
+    armed: dict[str, int] = field(default_factory=dict)
+    held: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def boundary(self, members: Iterable[str]) -> int:
+        """The step that all members hold there; -1: they do not all wait yet, or have none in common."""
+        common: set[int] | None = None
+        for name in members:
+            steps = self.held.get(name)
+            if steps is None:
+                return NONE
+            common = set(steps) if common is None else common & set(steps)
+        return max(common, default=NONE) if common is not None else NONE
+
+
+@dataclass(slots=True)
+class Drops:
+    """How many plans of a generation came to nothing once its ranks had been told, and when the newest was dropped."""
+
+    count: int = 0
+    at: int = 0
+
+
+@dataclass(slots=True)
+class PlanningSlice:
+    """What is planned. ``keeping``: each group's newest generation whose ranks can agree on a boundary; ``leaving`` by node."""
+
+    number: int = 0
+    keeping: dict[str, int] = field(default_factory=dict)
+    plans: dict[str, Plan] = field(default_factory=dict)
+    leaving: dict[str, Leaving] = field(default_factory=dict)
+    drops: dict[str, Drops] = field(default_factory=dict)
+
+    def able(self, state: JobState, group: str) -> bool:
+        """Can the running world of a group be changed at a step boundary? Not once ranks have ended: they come to none."""
+        current = state.world.worlds.get(group)
+        return (
+            current is not None
+            and current.active
+            and not current.finished
+            and state.job.forms
+            and state.job.spec.plan_s > 0
+            and self.keeping.get(group) == current.generation
+        )
+
+    def asked(self, group: str) -> tuple[int, bool]:
+        """What members are told: the plan whose boundary their ranks look for (0: none), and may it be chosen?"""
+        plan = self.plans.get(group)
+        return (plan.number, plan.go_at > 0) if plan is not None and plan.asked_at else (0, False)
+
+    def waits(self, group: str) -> bool:
+        """Do ranks of a group stand at a boundary, as they were told to?"""
+        plan = self.plans.get(group)
+        return plan is not None and bool(plan.held)
+
+    def resume(self, state: JobState, group: str) -> int:
+        """The step at which all ranks of the last world wait, or were stopped, at a boundary; -1: there is none."""
+        plan, last = self.plans.get(group), state.world.worlds.get(group)
+        if plan is None or last is None or plan.generation != last.generation or not plan.held:
+            return NONE
+        return plan.boundary(member.node for member in last.members)
+
+    def away(self, state: JobState, group: str) -> frozenset[str]:
+        """Ready nodes that are no members of the next world all the same: they leave.
+
+        Who is drained stays a candidate until its successor is there: a world that must be formed meanwhile, because of a
+        failure, would else have to wait for it.
+        """
+        if not self.leaving:
+            return frozenset()
+        plan = self.plans.get(group)
+        parted = plan.leaving if plan is not None and self.resume(state, group) >= 0 else ()
+        found = []
+        for name, leaving in self.leaving.items():
+            node = state.nodes.nodes.get(name)
+            if node is None or node.group != group or not node.ready or not state.health.admits(state, node):
+                continue
+            if leaving.out or leaving.why == nodes.SCALED_DOWN or name in parted or succeeded(state, node):
+                found.append(name)
+        return frozenset(found)
+
+    def cleared(self, state: JobState) -> list[str]:
+        """Hosts that are to be free once their node has left at a boundary."""
+        here = state.nodes.nodes
+        return [
+            state.hosts.host_of(name) or here[name].host
+            for name, one in self.leaving.items()
+            if one.why == nodes.DRAINED and name in here and here[name].host
+        ]
+
+
+def successor(state: JobState, node: nodes.Node) -> nodes.Node | None:
+    """Who is to take the place of a node that has not gone yet; None: nobody is planned."""
+    latest = state.nodes.latest(node.group, node.index)
+    coming = latest is not None and latest.incarnation > node.incarnation and not latest.released
+    return latest if coming and latest is not None and latest.state in COMING else None
+
+
+def succeeded(state: JobState, node: nodes.Node) -> bool:
+    """Is its successor there, ready to train?"""
+    latest = successor(state, node)
+    return latest is not None and latest.ready and state.health.admits(state, latest)
+
+
+def lenders(state: JobState, group: str) -> tuple[tuple[str, int, int], ...]:
+    """Nodes that left the world before this one at its boundary and are still here: address, first rank in it, how many."""
+    ended = state.checkpoints.of(group).ended if state.planning.leaving else None
+    current = state.world.worlds[group]
+    if ended is None or ended.generation + 1 != current.generation or not ended.planned or current.resume_step < 0:
+        return ()  # or a failure was first: nobody knows what they hold
+    known, replicas = state.planning.leaving, state.checkpoints.replicas
+    return tuple(
+        (replicas[member.node], member.first_rank, member.nproc)
+        for member in world.from_ranges(group, ended.members)
+        if member.node in known and known[member.node].out and member.node in replicas
+    )
+
+
+def in_words(joining: Sequence[str], leaving: Sequence[str]) -> str:
+    """Who joins and who leaves: 'worker-1-1 joins, worker-1-0 leaves'."""
+    said = ((joining, "join"), (leaving, "leave"))
+    return ", ".join(f"{named(who)} {verb}{'s' if len(who) == 1 else ''}" for who, verb in said if who)
+
+
+def named(names: Sequence[str]) -> str:
+    """The first few."""
+    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
+    return f"{', '.join(names[:NAMED_MAX])}{more}"
+
+
+# ---- evolve
+
+
+def _on_created(slice_: PlanningSlice, fact: JobCreated, record: Record) -> None:
+    slice_.keeping.clear()
+    slice_.plans.clear()
+    slice_.leaving.clear()
+    slice_.drops.clear()
+
+
+def _on_keeping(slice_: PlanningSlice, fact: KeepingStarted, record: Record) -> None:
+    slice_.keeping.pop(fact.group, None)
+    if fact.planned:
+        slice_.keeping[fact.group] = fact.generation
+
+
+def _on_drained(slice_: PlanningSlice, fact: NodeDrained, record: Record) -> None:
+    if not fact.deadline:
+        return
+    known = slice_.leaving.get(fact.node)
+    if known is None:
+        why = nodes.DRAINED if fact.host else nodes.LEAVING
+        slice_.leaving[fact.node] = Leaving(why, record.at, fact.deadline)
+    elif fact.deadline < known.deadline:
+        # It is in a hurry now.
+        known.since, known.deadline = record.at, fact.deadline
+
+
+def _on_scaled(slice_: PlanningSlice, fact: GroupScaled, record: Record) -> None:
+    """Places that were to go and are wanted again keep their nodes."""
+    for name, leaving in list(slice_.leaving.items()):
+        wanted = group_of(name) == fact.group and int(name.rsplit("-", 2)[1]) < fact.nodes_max
+        if wanted and leaving.why == nodes.SCALED_DOWN and not leaving.out:
+            del slice_.leaving[name]
+
+
+def _on_planned(slice_: PlanningSlice, fact: WorldPlanned, record: Record) -> None:
+    slice_.number = fact.plan
+    generation = slice_.keeping[fact.group]
+    slice_.plans[fact.group] = Plan(fact.plan, generation, fact.joining, fact.leaving, fact.deadline)
+    for name in fact.leaving:
+        if name not in slice_.leaving:
+            slice_.leaving[name] = Leaving(nodes.SCALED_DOWN, record.at, fact.deadline)
+
+
+def _on_dropped(slice_: PlanningSlice, fact: WorldPlanDropped, record: Record) -> None:
+    plan = slice_.plans.pop(fact.group)
+    if plan.asked_at:
+        drops = slice_.drops.setdefault(fact.group, Drops())
+        drops.count, drops.at = drops.count + 1, record.at
+
+
+def _on_asked(slice_: PlanningSlice, fact: BoundaryAsked, record: Record) -> None:
+    plan = slice_.plans[fact.group]
+    if fact.go:
+        plan.go_at = record.at
+    else:
+        plan.asked_at = record.at
+
+
+def _on_armed(slice_: PlanningSlice, fact: RanksArmed, record: Record) -> None:
+    plan = slice_.plans.get(group_of(fact.node))
+    if plan is not None and plan.number == fact.plan:
+        plan.armed[fact.node] = record.at
+
+
+def _on_held(slice_: PlanningSlice, fact: StepsHeld, record: Record) -> None:
+    plan = slice_.plans.get(group_of(fact.node))
+    if plan is not None and fact.plan == plan.number and fact.generation == plan.generation and plan.go_at:
+        plan.held[fact.node] = fact.steps
+        plan.held_at = plan.held_at or record.at
+
+
+def _on_formed(slice_: PlanningSlice, fact: world.WorldFormed, record: Record) -> None:
+    """Planned or not: what was prepared was a change of the generation before."""
+    slice_.plans.pop(fact.group, None)
+    slice_.keeping.pop(fact.group, None)
+    slice_.drops.pop(fact.group, None)
+    members = {member.node for member in world.from_ranges(fact.group, fact.members)} if slice_.leaving else set()
+    for name, leaving in slice_.leaving.items():
+        if group_of(name) == fact.group and name not in members:
+            leaving.out = True
+
+
+def _on_left(slice_: PlanningSlice, fact: world.Ended, record: Record) -> None:
+    slice_.leaving.pop(fact.node, None)
+
+
+EVENTS = (WorldPlanned, WorldPlanDropped, BoundaryAsked, NodeDrained)
+
+EVOLVE: Mapping[type, Evolve] = {
+    JobCreated: _on_created,
+    GroupScaled: _on_scaled,
+    KeepingStarted: _on_keeping,
+    NodeDrained: _on_drained,
+    WorldPlanned: _on_planned,
+    WorldPlanDropped: _on_dropped,
+    BoundaryAsked: _on_asked,
+    RanksArmed: _on_armed,
+    StepsHeld: _on_held,
+    world.WorldFormed: _on_formed,
+    **dict.fromkeys(get_args(world.Ended), _on_left),
+}

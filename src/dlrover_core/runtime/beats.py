@@ -1,0 +1,49 @@
+"""An agent's heartbeats: when they go out, and what they tell."""
+
+from __future__ import annotations
+
+import asyncio
+
+from dlrover_core.diagnosis.stall import Pulse
+from dlrover_core.runtime.duties import Desk
+from dlrover_core.runtime.messages import Beat
+
+LEAST_S = 0.05
+"""Between two beats, however much they are hurried: a master hears many agents."""
+SECOND_US = 1_000_000
+
+
+class Beats:
+    """The clock of one agent's beats. ``lag_us``: how late its loop was when the newest was due."""
+
+    def __init__(self) -> None:
+        self.lag_us = 0
+
+    async def due(self, every_s: float, desk: Desk | None) -> None:
+        """Wait until the next beat: at most ``every_s``, and less where a duty hurries."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        due = began + every_s
+        if desk is None:
+            await asyncio.sleep(every_s)
+        else:
+            # One timer and no task: there are thousands of beats where many agents share a loop.
+            timer = loop.call_at(due, desk.hurried.set)
+            try:
+                await desk.hurried.wait()
+            finally:
+                timer.cancel()
+            hurried_at = loop.time()
+            if hurried_at < min(due, began + LEAST_S):
+                await asyncio.sleep(min(due, began + LEAST_S) - hurried_at)
+            due = min(due, loop.time())
+            desk.hurried.clear()
+        self.lag_us = max(0, int((loop.time() - due) * SECOND_US))
+
+
+def beat_of(generation: int, step: int, lag_us: int, pulse: Pulse | None, desk: Desk | None) -> Beat:
+    """What one beat tells."""
+    beat = Beat(generation, step, lag_us)
+    if pulse is not None:
+        beat = Beat(generation, max(step, pulse.step), lag_us, *pulse[1:])
+    return beat if desk is None else beat._replace(pace=desk.pace, losses=desk.losses, kept=desk.kept)

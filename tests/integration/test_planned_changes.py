@@ -1,0 +1,294 @@
+"""Planned changes of real worlds: growth, drain, shrinking and a node that leaves, none of which costs a step.
+
+Every rank has all of one fixed batch, so that the losses are those of one process that nothing happens to, bit for bit, whatever
+the world's size; and each step is told as it is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from hosts_net import Host, best
+from running import BIN, BOUND_S, SCRIPTS, TOKEN, Job, eventually
+
+from dlrover_core.job.checkpoints import Restored, StepsHeld
+from dlrover_core.job.failures import IncidentOpened
+from dlrover_core.job.nodes import NodeJoined
+from dlrover_core.job.planning import BoundaryAsked, WorldPlanDropped, WorldPlanned
+from dlrover_core.job.world import WorldFormed
+from dlrover_core.kernel.events import Event
+from dlrover_core.logs import open_log
+
+RANKS = str(SCRIPTS / "planned_ranks.py")
+LAUNCH = ("--nproc-per-node", "1", "--max-restarts", "0", "--set", "grow_window_s=0.1")
+STEPS_MAX = 4000
+EVERY = 5  # steps between saves in memory, in the script
+One = TypeVar("One")
+KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@functools.cache
+def curve() -> list[str]:
+    """The losses of an undisturbed run."""
+    line = [sys.executable, RANKS, "alone", str(STEPS_MAX)]
+    return subprocess.run(line, capture_output=True, text=True, check=True, timeout=BOUND_S).stdout.split()
+
+
+def told(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """What a rank wrote down, over all its lives."""
+    path = folder / f"told-{rank}"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def steps_of(folder: Path, life: int, rank: int = 0) -> list[int]:
+    """The steps that a rank made in one life."""
+    return [one["step"] for one in told(folder, rank) if "step" in one and one["life"] == life]
+
+
+def makes(folder: Path, steps: int, life: int = 0, rank: int = 0) -> list[int]:
+    """Wait until that life has made so many steps."""
+    return eventually(
+        lambda: found if len(found := steps_of(folder, life, rank)) >= steps else None,
+        f"{steps} steps of rank {rank} in life {life}",
+    )
+
+
+def nothing_lost(folder: Path, ranks: int = 1) -> list[dict[str, Any]]:
+    """Every step was made once, in order, by every rank that was there all the time, and the losses are as they must be.
+
+    What rank 0 said at the begin of each life.
+    """
+    for rank in range(ranks):
+        made = [one for one in told(folder, rank) if "step" in one]
+        assert [one["step"] for one in made] == list(range(1, len(made) + 1)), f"rank {rank}"
+        assert [one["loss"] for one in made] == curve()[: len(made)], f"rank {rank}"
+    return [one for one in told(folder) if "began" in one]
+
+
+def dlrover(job: Job, verb: str, *words: str) -> str:
+    """One command about a job, to its end."""
+    line = [str(BIN / "dlrover"), verb, job.name, "--state-dir", str(job.state), *words]
+    env = {**os.environ, "DLROVER_TOKEN": TOKEN}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=BOUND_S, check=False, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def formed(job: Job) -> list[dict[str, Any]]:
+    """The worlds, as they were formed."""
+    return [one["fields"] for one in job.events("WorldFormed")]
+
+
+def happened(job: Job | Host) -> list[Event]:
+    """What its log has so far."""
+
+    async def read() -> list[Event]:
+        async with open_log(f"sqlite://{job.state / 'log.db'}") as log:
+            return [record.event async for record in log.read(job.name if isinstance(job, Job) else "many")]
+
+    return asyncio.run(read())
+
+
+def of(kind: type[One], events: list[Event]) -> list[One]:
+    """Those of a kind."""
+    return [one for one in events if isinstance(one, kind)]
+
+
+def all_well(folder: Path, events: list[Event], worlds: int, ranks: int, tier: str = "memory|peer") -> None:
+    """So many worlds, each going on with the very next step, from memory; each plan did what it was to, no incident.
+
+    Whoever was to come was there before training was bothered.
+    """
+    lives = nothing_lost(folder, ranks)
+    formed, planned = of(WorldFormed, events), of(WorldPlanned, events)
+    assert len(formed) == len(lives) == worlds
+    assert [one["began"] for one in lives] == [max(0, one.resume_step) for one in formed]
+    assert [one["tier"] for one in lives[:1]] == ["nothing"]
+    assert {one["tier"] for one in lives[1:]} <= set(tier.split("|"))
+    assert all(one["began"] for one in lives[1:])
+    assert of(IncidentOpened, events) == of(WorldPlanDropped, events) == []
+    assert [one.fell for one in of(Restored, events) if one.fell] == []
+    asked_at = [events.index(one) for one in of(BoundaryAsked, events) if not one.go]
+    joined = {one.node: events.index(one) for one in of(NodeJoined, events)}
+    assert len(planned) == len(asked_at) == worlds - 1
+    for plan, at in zip(planned, asked_at, strict=True):
+        assert all(joined[name] < at for name in plan.joining)
+
+
+@pytest.mark.parametrize(("kind", "place"), [("ddp", 1), ("fsdp", 1), ("fsdp", 0)])
+def test_a_drained_node_costs_no_step(tmp_path: Path, kind: str, place: int) -> None:
+    """Its successor is there first; then the world is changed at a boundary, and goes on with the very next step.
+
+    What only the leaving node has (FSDP2) is had from it before it goes. It may be the one of rank 0.
+    """
+    with Job(tmp_path, "--local-nodes", "2", *LAUNCH, RANKS, kind, str(tmp_path), "0") as job:
+        makes(tmp_path, 10)
+        dlrover(job, "drain", f"worker-{place}", "--wait")
+        makes(tmp_path, 10, life=1)
+        job.finish()
+        assert job.ended() == 0
+        events = happened(job)
+        all_well(tmp_path, events, worlds=2, ranks=2, tier="memory" if place else "peer")
+        assert of(WorldPlanned, events)[0][2:4] == ((f"worker-{place}-1",), (f"worker-{place}-0",))
+        assert job.left() == []
+
+
+def test_a_world_that_moves_costs_no_step(tmp_path: Path) -> None:
+    """The only node is drained: its successor, which has nothing, has everything from its memory."""
+    with Job(tmp_path, *LAUNCH, "--nproc-per-node", "2", RANKS, "fsdp", str(tmp_path), "0") as job:
+        makes(tmp_path, 10)
+        dlrover(job, "drain", "worker-0", "--wait")
+        makes(tmp_path, 10, life=1)
+        job.finish()
+        assert job.ended() == 0
+        all_well(tmp_path, happened(job), worlds=2, ranks=2, tier="peer")
+        assert job.left() == []
+
+
+@KINDS
+def test_hosts_that_come_late_cost_no_step(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MIN:MAX, 2 ranks: another host comes, all 4 go on with the very next step; what the new ones lack they have from memory."""
+    with best() as net, Host(net, "a", tmp_path) as a, Host(net, "b", tmp_path) as b:
+        if net.prefixes["a"]:
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # it would take the name of this machine for its address
+        at = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{a.address}:{net.port}", "--rdzv-id", "many")
+        line = ("--nnodes", "1:2", *at, *LAUNCH[2:], "--nproc-per-node", "2", "--set", "last_call_s=0.1")
+        command = (*line, RANKS, kind, str(tmp_path), "0")
+        a.start(*command)
+        makes(tmp_path, 10)
+        b.start(*command)
+        makes(tmp_path, 10, life=1, rank=3)
+        (tmp_path / "finish").touch()
+        assert (a.ended(), b.ended()) == (0, 0)
+        all_well(tmp_path, happened(a), worlds=2, ranks=2)
+        began = next(one["began"] for one in told(tmp_path, 3))
+        assert steps_of(tmp_path, 1, rank=3) == list(range(began + 1, told(tmp_path)[-1]["ended"] + 1))
+        assert [host.left() for host in (a, b)] == [[], []]
+
+
+@KINDS
+def test_shrinking_costs_no_step(tmp_path: Path, kind: str) -> None:
+    """`dlrover scale worker=1`: one of two nodes goes at a boundary, its part of the state stays."""
+    with Job(tmp_path, "--local-nodes", "2", *LAUNCH, RANKS, kind, str(tmp_path), "0") as job:
+        makes(tmp_path, 10)
+        dlrover(job, "scale", "worker=1", "--wait")
+        makes(tmp_path, 10, life=1)
+        job.finish()
+        assert job.ended() == 0
+        events = happened(job)
+        all_well(tmp_path, events, worlds=2, ranks=1)
+        assert len(of(WorldFormed, events)[1].members) == 1
+        assert job.left() == []
+
+
+def test_ranks_that_do_not_heed_sigterm_make_no_step_after_the_boundary(tmp_path: Path) -> None:
+    """They wait there until they are killed, even if their script would rather go on: those steps would be made twice."""
+    launch = ("--local-nodes", "2", *LAUNCH, "--set", "stop_grace_s=1")
+    with Job(tmp_path, *launch, RANKS, "ddp", str(tmp_path), "0", "deaf") as job:
+        makes(tmp_path, 10)
+        dlrover(job, "scale", "worker=1", "--wait")
+        makes(tmp_path, 10, life=1)
+        job.finish()
+        assert job.ended() == 0
+        all_well(tmp_path, happened(job), worlds=2, ranks=1)
+        assert job.left() == []
+
+
+def test_a_node_that_is_told_to_go_costs_no_step(tmp_path: Path) -> None:
+    """SIGTERM to one agent, as from its platform: it leaves at a boundary once another is there, with status 0."""
+    with Job(tmp_path, "--local-nodes", "2", *LAUNCH, RANKS, "fsdp", str(tmp_path), "0") as job:
+        makes(tmp_path, 10)
+        agent = job.one("dlrover-agent", "--node worker-1-0")
+        agent.kill(signal.SIGTERM)
+        makes(tmp_path, 10, life=1)
+        agent.ends()
+        job.finish()
+        assert job.ended() == 0
+        all_well(tmp_path, happened(job), worlds=2, ranks=2)
+        assert job.left() == []
+
+
+@pytest.mark.parametrize("when", ["before", "leave"])
+def test_a_script_that_ends_while_a_change_is_planned_ends_well(tmp_path: Path, when: str) -> None:
+    """While the successor comes, or when the boundary is chosen already and none of the ranks gets there: the job succeeds."""
+    with Job(tmp_path, "--local-nodes", "2", *LAUNCH, RANKS, "ddp", str(tmp_path), "0", when) as job:
+        makes(tmp_path, 10)
+        dlrover(job, "drain", "worker-1")
+        eventually(lambda: bool(of(WorldPlanned, happened(job))), "a plan")
+        if when == "before":
+            job.finish()
+        assert job.ended() == 0
+        events = happened(job)
+        assert len(nothing_lost(tmp_path, ranks=2)) == len(of(WorldFormed, events)) == 1
+        assert [one.go for one in of(BoundaryAsked, events)] == ([False, True] if when == "leave" else [])
+        assert of(IncidentOpened, events) == []
+        assert job.left() == []
+
+
+DROPS = {
+    "a drain, nodes wait no longer": ("1", ("drain", "worker-1"), ("boundary_s=1",), "waited 1 s at its boundary"),
+    "a growth, out of time": ("2", ("scale", "worker=2"), ("plan_s=3", "boundary_s=4"), "no boundary within 3 s"),
+}
+
+
+@pytest.mark.parametrize("case", DROPS)
+def test_ranks_go_on_from_the_boundary_of_a_plan_that_is_dropped(tmp_path: Path, case: str) -> None:
+    """One rank does not come to the boundary in time: all go on with the next step; the change is made at another one."""
+    nproc, command, settings, why = DROPS[case]
+    nodes = ("--local-nodes", "2") if nproc == "1" else ()
+    told_to = [word for one in settings for word in ("--set", one)]
+    (tmp_path / "hold").touch()
+    launch = (*nodes, *LAUNCH, "--nproc-per-node", nproc, *told_to)
+    with Job(tmp_path, *launch, RANKS, "ddp", str(tmp_path), "0", "hold") as job:
+        makes(tmp_path, 10)
+        dlrover(job, *command)
+        dropped = eventually(lambda: of(WorldPlanDropped, happened(job)) or None, "the end of a plan")
+        waits_at = told(tmp_path)[-1]["step"]
+        assert why in dropped[0].reason
+        (tmp_path / "hold").unlink()
+        makes(tmp_path, 10, life=1)
+        job.finish()
+        assert job.ended() == 0
+        lives, events = nothing_lost(tmp_path, ranks=2), happened(job)
+        assert [one["tier"] for one in lives] == ["nothing", "memory"]
+        assert lives[1]["began"] > waits_at
+        assert of(WorldPlanDropped, events) == dropped
+        assert of(IncidentOpened, events) == []
+        assert job.left() == []
+
+
+def test_a_rank_killed_at_the_boundary_costs_what_a_failure_costs(tmp_path: Path) -> None:
+    """The plan is over, the world is formed anew from a step that all had in memory, and what was planned comes true with it."""
+    (tmp_path / "hold").touch()
+    launch = ("--local-nodes", "2", *LAUNCH, "--max-restarts", "1")
+    with Job(tmp_path, *launch, RANKS, "ddp", str(tmp_path), "0", "hold") as job:
+        makes(tmp_path, 10)
+        dlrover(job, "drain", "worker-1")
+        eventually(lambda: of(StepsHeld, happened(job)) or None, "a node at the boundary")
+        job.one("worker-0").kill()
+        eventually(lambda: of(IncidentOpened, happened(job)) or None, "an incident")
+        (tmp_path / "hold").unlink()
+        makes(tmp_path, 10, life=1)
+        job.finish()
+        assert job.ended() == 0
+        first, second = steps_of(tmp_path, 0), steps_of(tmp_path, 1)
+        assert first[-1] - 2 * EVERY < second[0] <= first[-1] + 1
+        made = [one for one in told(tmp_path) if "step" in one]
+        assert [one["loss"] for one in made] == [curve()[one["step"] - 1] for one in made]
+        events = happened(job)
+        assert len(of(WorldFormed, events)) == 2
+        assert len(of(IncidentOpened, events)) == 1
+        assert sorted(one.node for one in of(NodeJoined, events)) == ["worker-0-0", "worker-1-0", "worker-1-1"]
+        assert job.left() == []

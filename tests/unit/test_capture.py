@@ -1,0 +1,677 @@
+"""What a save consists of, who keeps which part of it, and how it comes back."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dlrover_adapters.checkpoint.table import Item, Table
+from dlrover_adapters.torch.checkpoint import foresight
+from dlrover_adapters.torch.checkpoint.boundary import Boundary
+from dlrover_adapters.torch.checkpoint.capture import Capture, Chunk
+from dlrover_adapters.torch.checkpoint.layout import Piece, agreed, data_bytes, divided
+from dlrover_adapters.torch.checkpoint.sources import Mismatch
+from dlrover_core.checkpoint.arena import PAGE, Control, Geometry
+from dlrover_core.errors import SpecError
+
+
+def trained(*layers: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model whose optimizer has a state."""
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def by_name(capture: Capture) -> dict[str, Chunk]:
+    """Its chunks."""
+    return {one.name: one for one in capture.chunks()}
+
+
+# ---- which class
+
+
+def test_only_what_an_awaited_optimizer_writes_is_copied_beside_training() -> None:
+    """Its parameters and its state; buffers, frozen layers and foreign parameters are live."""
+    model, optimizer = trained(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model.append(nn.Linear(8, 8))
+    found = by_name(Capture(model=model, optimizer=optimizer))
+    beside = {name for name, one in found.items() if not one.live}
+    assert beside == {
+        *(f"model.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias")),
+        *(
+            f"optimizer.state.{name}.{key}"
+            for name in ("0.weight", "0.bias", "1.weight", "1.bias")
+            for key in ("step", "exp_avg", "exp_avg_sq")
+        ),
+    }
+    assert {name for name, one in found.items() if one.live} == {
+        *(f"model.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")),
+        "model.2.weight",
+        "model.2.bias",
+    }
+
+
+def test_names_and_tensors_move_between_the_classes() -> None:
+    """``frozen`` is what nobody writes, ``live`` what others than the optimizer write."""
+    model, optimizer = trained(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model.append(nn.Linear(8, 8))
+    capture = Capture(model=model, optimizer=optimizer, frozen=["2.*", model[1].running_var], live=["model.0.weight"])
+    found = by_name(capture)
+    assert not found["model.2.weight"].live
+    assert not found["model.1.running_var"].live
+    assert found["model.1.running_mean"].live
+    assert found["model.0.weight"].live
+
+
+def test_tied_weights_lie_in_memory_once() -> None:
+    """Under both names."""
+    model = nn.ModuleDict({"embedding": nn.Embedding(10, 4), "head": nn.Linear(4, 10, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    capture = Capture(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    table = table_of(capture)
+    first, second = sorted(table.items)
+    assert (first.name, second.name) == ("model.embedding.weight", "model.head.weight")
+    assert first.at == second.at
+    assert data_bytes(table) == 10 * 4 * 4
+
+
+def test_wrappers_do_not_change_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of a DDP model is one of the model."""
+    model = nn.Linear(2, 2)
+    monkeypatch.setattr(DistributedDataParallel, "__init__", lambda self, module: nn.Module.__init__(self))
+    wrapped = DistributedDataParallel(model)
+    wrapped.module = model
+    assert by_name(Capture(model=wrapped)).keys() == {"model.weight", "model.bias"}
+
+
+def test_a_parameter_of_no_model_has_a_number() -> None:
+    """Optimizers of loose tensors are saved too."""
+    loose = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.Adam([loose])
+    loose.sum().backward()
+    optimizer.step()
+    assert by_name(Capture(optimizer=optimizer)).keys() == {
+        f"optimizer.state.param_0.{key}" for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    """Silently saving one of them would lose the other."""
+    state = {"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}}
+    with pytest.raises(SpecError, match=r"state\.a\.b"):
+        Capture(state=state).chunks()
+
+
+# ---- what has changed
+
+
+def test_the_walk_is_made_again_only_when_something_was_replaced() -> None:
+    """A tensor, its memory, a module, a parameter more: each is noticed; an optimizer step is none of these."""
+    model, optimizer = trained(nn.Linear(8, 8), nn.Linear(8, 8))
+    capture = Capture(model=model, optimizer=optimizer)
+    capture.chunks()
+    optimizer.step()
+    assert not capture.tensors_changed()
+    for change in (
+        lambda: setattr(model[0].weight, "data", torch.zeros(8, 8)),
+        lambda: model.__setitem__(1, nn.Linear(8, 8)),
+        lambda: model[0].register_buffer("more", torch.zeros(1)),
+        lambda: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda: optimizer.state.clear(),  # noqa: PLW0108  # another one by then
+    ):
+        change()
+        assert capture.tensors_changed()
+        capture.chunks()
+        assert not capture.tensors_changed()
+
+
+def test_lists_of_tensors_that_are_replaced_are_noticed() -> None:
+    """``state["grads"] = [...]`` in every step."""
+    state: dict[str, Any] = {"grads": [torch.zeros(2)]}
+    capture = Capture(state=state)
+    capture.chunks()
+    state["grads"] = [torch.ones(2)]
+    assert torch.equal(by_name(capture)["state.grads.0"].tensor, torch.ones(2))
+
+
+# ---- foreseen
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.Adam,
+        lambda params: torch.optim.AdamW(params, fused=True),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        torch.optim.RMSprop,
+        torch.optim.NAdam,
+    ],
+)
+def test_what_an_optimizer_will_keep_is_foreseen_without_a_trace(make: Any) -> None:
+    """The same names and shapes as after its first step; no hook is called, nothing is written, no number drawn."""
+    model = nn.Linear(8, 8)
+    optimizer = make(model.parameters())
+    called: list[object] = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    before, drawn = [one.clone() for one in model.parameters()], torch.get_rng_state()
+    capture = Capture(model=model, optimizer=optimizer)
+    foreseen = capture.foreseen()
+    assert foreseen is not None
+    assert not called
+    assert not optimizer.state
+    assert all(map(torch.equal, before, model.parameters()))
+    assert torch.equal(drawn, torch.get_rng_state())
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    assert capture.signature(foreseen, ()) == capture.signature(capture.chunks(), ())
+
+
+def test_an_optimizer_that_cannot_be_foreseen_is_no_error() -> None:
+    """LBFGS needs a closure."""
+    assert foresight.foreseen(torch.optim.LBFGS(nn.Linear(1, 1).parameters())) is None
+
+
+# ---- back again
+
+
+def test_a_state_of_another_model_is_refused_in_words() -> None:
+    """Nothing is filled by halves."""
+    model, optimizer = trained(nn.Linear(8, 8))
+    capture = Capture(model=model, optimizer=optimizer)
+    shapes = {one.name: (one.dtype, one.full_shape) for one in capture.chunks()}
+    with pytest.raises(Mismatch, match=r"model\.0\.bias was not saved"):
+        capture.targets({name: one for name, one in shapes.items() if name != "model.0.bias"})
+    with pytest.raises(Mismatch, match="float32"):
+        capture.targets({**shapes, "model.0.bias": ("float32", (4,))})
+    with pytest.raises(Mismatch, match="no such tensor"):
+        capture.targets({**shapes, "model.7.bias": ("float32", (4,))})
+    with pytest.raises(Mismatch, match="no such parameter"):
+        capture.targets({**shapes, "optimizer.state.7.bias.exp_avg": ("float32", (4,))})
+
+
+def test_groups_of_other_parameters_are_refused() -> None:
+    """Learning rates would go to the wrong ones."""
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    saved = Capture(
+        model={"a": one, "b": other},
+        optimizer=torch.optim.SGD([{"params": one.parameters()}, {"params": other.parameters(), "lr": 0.2}], lr=0.1),
+    )
+    streams, _ = saved.objects()
+    objects = {name: torch.load(io.BytesIO(raw), weights_only=True) for name, raw in streams.items()}
+    now = Capture(
+        model={"a": one, "b": other},
+        optimizer=torch.optim.SGD([{"params": other.parameters()}, {"params": one.parameters(), "lr": 0.2}], lr=0.1),
+    )
+    with pytest.raises(Mismatch, match="same order"):
+        now.load(objects)
+
+
+def test_a_state_is_filled_where_it_is() -> None:
+    """Tensors in place, numbers set, what is not there yet made; keys that are no strings too."""
+    state: dict[str, Any] = {
+        "ema": {1: torch.ones(2)},
+        "seen": 7,
+        "names": ["a", "b"],
+        "late": {"x": torch.full((1,), 3.0)},
+    }
+    saved = Capture(state=state)
+    tensors = {one.name: one.tensor.clone() for one in saved.chunks()}
+    objects = {name: torch.load(io.BytesIO(raw)) for name, raw in saved.objects()[0].items()}
+    there = torch.zeros(2)
+    fresh: dict[str, Any] = {"ema": {1: there}, "seen": 0, "names": []}
+    capture = Capture(state=fresh)
+    for target in capture.targets({name: ("float32", tuple(one.shape)) for name, one in tensors.items()}):
+        target.tensor.copy_(tensors[target.name])
+    capture.load(objects)
+    assert fresh["ema"][1] is there
+    assert torch.equal(there, torch.ones(2))
+    assert (fresh["seen"], fresh["names"], fresh["late"]["x"].item()) == (7, ["a", "b"], 3.0)
+
+
+def test_every_object_loads_without_trust() -> None:
+    """``torch.load(weights_only=True)`` opens what a usual training saves."""
+    model, optimizer = trained(nn.Linear(8, 8))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    capture = Capture(model=model, optimizer=optimizer, scheduler=scheduler, extra=torch.amp.GradScaler("cpu"), rank=3)
+    streams, paths = capture.objects()
+    assert (
+        streams.keys()
+        == paths.keys()
+        == {
+            "optimizer.param_groups",
+            "scheduler",
+            "rank.3.extra",
+            "rank.3.rng",
+            "classes",
+        }
+    )
+    for raw in streams.values():
+        torch.load(io.BytesIO(raw), weights_only=True)
+
+
+# ---- optimizers that are not what they seem
+
+
+class Nested(torch.optim.Optimizer):
+    """Keeps numbers and tensors in containers."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Keys that are no strings, too."""
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is None:
+                    continue
+                state = self.state[one]
+                if not state:
+                    state.update(
+                        {
+                            "deep": {"n": 0, 3: torch.zeros_like(one)},
+                            "row": [torch.ones(2), 5],
+                            "t": 0,
+                            7: torch.ones(3),
+                        }
+                    )
+                    state["a.b"] = torch.full((2,), 4.0)
+                state["deep"]["n"] += 1
+                state["t"] += 1
+                state["deep"][3].add_(one.grad)
+
+
+def kept(capture: Capture) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Copies of what would be saved."""
+    tensors = {one.name: one.tensor.clone() for one in capture.chunks()}
+    return tensors, {name: torch.load(io.BytesIO(raw)) for name, raw in capture.objects()[0].items()}
+
+
+def given_back(capture: Capture, saved: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> tuple[str, ...]:
+    """As a restore does it; what it notes."""
+    tensors, objects = saved
+    targets = capture.targets({name: (str(one.dtype)[6:], tuple(one.shape)) for name, one in tensors.items()})
+    notes = capture.examine(objects)
+    for one in targets:
+        one.tensor.copy_(tensors[one.name])
+    capture.load(objects)
+    return notes
+
+
+def stepped(make: Any, seed: int = 0) -> tuple[nn.Module, Any]:
+    """A model whose optimizer has made three steps."""
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 4)
+    optimizer = make(model.parameters())
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        closure()
+        optimizer.step(closure)
+    return model, optimizer
+
+
+def alike(one: Any, other: Any) -> bool:
+    """The same containers, keys and values."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return type(one) is type(other) and one == other
+
+
+@pytest.mark.parametrize(
+    "make", [Nested, lambda params: torch.optim.LBFGS(list(params), max_iter=3)], ids=["nested", "lbfgs"]
+)
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "used"])
+def test_states_in_containers_come_back_as_they_were(make: Any, fresh: bool) -> None:
+    """Numbers and tensors at any depth, into an optimizer that has none yet, and into one that has made steps."""
+    model, optimizer = stepped(make)
+    saved = kept(Capture(model=model, optimizer=optimizer))
+    if fresh:
+        other = nn.Linear(4, 4)
+        again = make(other.parameters())
+    else:
+        other, again = stepped(make, seed=1)
+    capture = Capture(model=other, optimizer=again)
+    given_back(capture, saved)
+    assert all(map(alike, optimizer.state.values(), again.state.values()))
+    assert len(optimizer.state) == len(again.state)
+    assert {one.name for one in capture.chunks()} == saved[0].keys()
+
+
+def test_containers_that_grow_or_are_replaced_are_noticed() -> None:
+    """A tensor that is appended is saved; what its mark leads to is there."""
+    model, optimizer = stepped(Nested)
+    capture = Capture(model=model, optimizer=optimizer)
+    capture.chunks()
+    optimizer.state[model.weight]["row"].append(torch.full((2,), 9.0))
+    optimizer.state[model.bias]["row"] = [torch.full((2,), 8.0), 5]
+    tensors, _ = kept(capture)
+    assert tensors["optimizer.state.weight.row.2"].tolist() == [9.0, 9.0]
+    assert tensors["optimizer.state.bias.row.0"].tolist() == [8.0, 8.0]
+
+
+def test_groups_added_later_have_the_names_of_their_parameters() -> None:
+    """And are the optimizer's from then on; a restarted script that adds them at once has the same names."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model["a"].parameters(), lr=0.1, momentum=0.9)
+    capture = Capture(model=model, optimizer=optimizer)
+    assert by_name(capture)["model.b.weight"].live
+    optimizer.add_param_group({"params": model["b"].parameters()})
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    assert "optimizer.state.b.weight.momentum_buffer" in by_name(capture)
+    assert not by_name(capture)["model.b.weight"].live
+
+
+class Around(torch.optim.Optimizer):
+    """A wrapper of the common kind."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Of the inner one."""
+        self.inner.step()
+
+
+class Showing:
+    """What accelerate's is: groups and state are the inner one's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+
+    @property
+    def param_groups(self) -> Any:
+        """Its groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """Its state."""
+        return self.optimizer.state
+
+
+def test_nothing_is_foreseen_of_what_is_not_torchs_own() -> None:
+    """The step of a wrapper is a step of the optimizer in it: that would train."""
+    model, inner = trained(nn.Linear(8, 8))
+    before = model[0].weight.detach().clone()
+    assert foresight.foreseen(Around(inner)) is None
+    assert torch.equal(before, model[0].weight)
+    assert foresight.foreseen(Nested(nn.Linear(1, 1).parameters())) is None
+    assert foresight.foreseen(torch.optim.Adam(nn.Linear(1, 1).parameters())) is not None
+
+
+def test_a_wrapper_with_a_state_beside_the_one_that_counts_is_refused() -> None:
+    """With the name of what is to be given; one that only shows it stands for it."""
+    model, inner = trained(nn.Linear(8, 8))
+    with pytest.raises(SpecError, match=r"its \.inner"):
+        Capture(model=model, optimizer=Around(inner))
+    assert Capture(model=model, optimizer=Showing(inner)).optimizers == {("optimizer",): inner}
+    with pytest.raises(SpecError, match=r"its \.inner"):
+        Capture(model=model, optimizer=Showing(Around(inner)))
+
+
+def test_accelerates_optimizer_stands_for_the_one_in_it() -> None:
+    """The installed library's, unchanged."""
+    wrapped = pytest.importorskip("accelerate.optimizer").AcceleratedOptimizer
+    model, inner = trained(nn.Linear(8, 8))
+    optimizer = wrapped.__new__(wrapped)
+    optimizer.optimizer = inner
+    assert Capture(model=model, optimizer=optimizer).optimizers == {("optimizer",): inner}
+
+
+class Elsewhere(torch.optim.SGD):
+    """Keeps what it has under another name."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """With it."""
+        return {**super().state_dict(), "secret": torch.ones(1)}
+
+
+def test_a_state_that_is_kept_elsewhere_is_refused_at_the_first_save() -> None:
+    """Once a step was made that would have had one; before that nobody knows."""
+    model = nn.Linear(2, 2)
+    optimizer = Elsewhere(model.parameters(), lr=0.1)
+    capture = Capture(model=model, optimizer=optimizer)
+    optimizer.step()
+    capture.chunks()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(SpecError, match="keeps its state elsewhere"):
+        capture.chunks()
+
+
+def test_a_tensor_without_memory_is_refused_in_words() -> None:
+    """To read it would end the process."""
+    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(two(torch.ones(2, 2), torch.ones(2, 2)))
+    with pytest.raises(SpecError, match=r"model\.weight.*TwoTensor has no memory"):
+        Capture(model=model).chunks()
+    with pytest.raises(SpecError, match="first batch"):
+        Capture(model=nn.LazyLinear(2)).chunks()
+
+
+def test_the_state_of_another_class_of_optimizer_is_refused() -> None:
+    """Adam's into SGD; one that keeps the same is taken over, and said."""
+    model, adam = stepped(torch.optim.Adam)
+    saved = kept(Capture(model=model, optimizer=adam))
+    with pytest.raises(Mismatch, match="saved from Adam, and is SGD now"):
+        given_back(Capture(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)), saved)
+    notes = given_back(Capture(model=model, optimizer=torch.optim.AdamW(model.parameters())), saved)
+    assert ["saved from Adam, and is AdamW now" in one for one in notes] == [True]
+    assert given_back(Capture(model=model, optimizer=torch.optim.Adam(model.parameters())), saved) == ()
+
+
+def test_the_state_of_a_model_of_another_class_is_said() -> None:
+    """Same names and shapes, and yet another network; what a model is wrapped in is no other class."""
+    saved = kept(Capture(model=nn.Linear(2, 2)))
+    assert given_back(Capture(model=torch.compile(nn.Linear(2, 2), backend="eager")), saved) == ()
+    (note,) = given_back(Capture(model=Same(2, 2)), saved)
+    assert "was a Linear and is a Same now" in note
+
+
+class Same(nn.Linear):
+    """Another class."""
+
+
+def test_what_was_not_saved_and_what_nobody_asks_for_is_said() -> None:
+    """A scheduler that was added later stays as it is, loudly."""
+    model, optimizer = stepped(torch.optim.Adam)
+    saved = kept(Capture(model=model, optimizer=optimizer, extra=torch.amp.GradScaler("cpu")))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    missing, more = given_back(Capture(model=model, optimizer=optimizer, scheduler=scheduler), saved)
+    assert missing.startswith("scheduler is not in this checkpoint")
+    assert "has extra," in more
+    (more,) = given_back(Capture(model=model), saved)
+    assert "optimizer.param_groups" in more
+
+
+def test_a_base_model_that_nobody_trains_is_hinted_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It is copied while training stands until the user says that nobody writes it."""
+    model = nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    capture = Capture(model=model, optimizer=optimizer)
+    assert by_name(capture)["model.0.weight"].live
+    model[0].weight.data = model[0].weight.data.clone()
+    capture.chunks()
+    assert [one.getMessage().count("frozen=") for one in caplog.records] == [1]
+    caplog.clear()
+    Capture(
+        model=model, optimizer=optimizer, frozen=[one for one in model.parameters() if not one.requires_grad]
+    ).chunks()
+    assert not caplog.records
+
+
+# ---- who keeps what
+
+
+class Together:
+    """The meeting of ranks whose words are known."""
+
+    def __init__(self, rank: int, words: list[list[bytes]]) -> None:
+        self.rank, self.world, self._words = rank, len(words[0]), words
+
+    def all_gather(self, name: str, mine: bytes) -> list[bytes]:
+        """Theirs, and ours."""
+        told = list(self._words.pop(0))
+        told[self.rank] = mine
+        return told
+
+
+def table_of(capture: Capture) -> Table:
+    """The table of a rank that is alone."""
+    chunks = capture.chunks()
+    return agreed(chunks, capture.signature(chunks, ()), {}, frozenset(), Together(0, [[b""], [b""]]), 0)
+
+
+def piece(name: str, size: int, offset: int = 0, *, live: bool = False) -> Piece:
+    """A chunk of one dimension."""
+    return Piece((name, (offset,), (size,)), size, live)
+
+
+def test_replicas_are_split_over_the_ranks_of_each_node_alike() -> None:
+    """DDP on two nodes of two: each node has one copy, half of it in each rank, and the first node writes."""
+    mine = [piece("a", 100), piece("b", 60), piece("c", 50), piece("buffer", 10, live=True)]
+    shares = [divided([mine] * 4, [0, 0, 1, 1], rank) for rank in range(4)]
+    names = [sorted(key[0] for key in share.keeps) for share in shares]
+    assert names == [["a", "buffer"], ["b", "c"]] * 2
+    assert [len(share.writes) for share in shares] == [2, 2, 0, 0]
+    assert {share.holders for share in shares} == {((0, 2), (1, 3))}
+
+
+def test_shards_are_everybodys_own() -> None:
+    """FSDP on four ranks: each has what nobody else has."""
+    shares = [divided([[piece("a", 10, 10 * one)] for one in range(4)], [0, 0, 1, 1], rank) for rank in range(4)]
+    assert {share.holders for share in shares} == {((0,), (1,), (2,), (3,))}
+    assert all(share.keeps == share.writes and len(share.keeps) == 1 for share in shares)
+
+
+def test_what_is_live_is_rank_0s() -> None:
+    """DDP ranks' buffers differ, and those of the first are broadcast."""
+    mine = [piece("a", 1), piece("mean", 10_000, live=True)]
+    assert {key[0] for key in divided([mine] * 2, [0, 0], 0).keeps} == {"mean"}
+    assert {key[0] for key in divided([mine] * 2, [0, 0], 1).keeps} == {"a"}
+
+
+def test_replicas_say_what_they_have_once() -> None:
+    """A thousand ranks with the same model send one list."""
+    model = nn.Linear(4, 4)
+    capture = Capture(model=model)
+    chunks = capture.chunks()
+    signature = capture.signature(chunks, ("rank.1.rng", "scheduler"))
+    first = Together(0, [[b"", b""], [b"", b""]])
+    told: list[bytes] = []
+    gather = first.all_gather
+    first.all_gather = lambda name, mine: (told.append(mine), gather(name, mine))[1]  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="Unpack"):
+        agreed(chunks, signature, {}, frozenset(), first, 0)
+    form = msgpack.unpackb(told[0])[1]
+    lists = msgpack.packb([["weight", [0, 0], [4, 4], 64, True], ["bias", [0], [4], 16, True]])
+    second = Together(1, [[told[0], b""], [lists, b""]])
+    sent: list[bytes] = []
+    gather_ = second.all_gather
+    second.all_gather = lambda name, mine: (sent.append(mine), gather_(name, mine))[1]  # type: ignore[method-assign]
+    table = agreed(chunks, signature, {}, frozenset({"rank.1.rng"}), second, 0)
+    assert msgpack.unpackb(sent[0])[1] == form
+    assert sent[1] == b""
+    assert table.objects == ("rank.1.rng",)
+
+
+def test_another_dtype_is_another_layout() -> None:
+    """Of the same sizes in bytes, too."""
+    layouts = {table_of(Capture(state={"a": torch.zeros(2, dtype=one)})).layout for one in (torch.int32, torch.float32)}
+    assert len(layouts) == 2
+
+
+def test_items_begin_where_vector_instructions_like_it() -> None:
+    """At multiples of 64 bytes, and none overlaps another."""
+    items: tuple[Item, ...] = table_of(
+        Capture(state={"a": torch.zeros(3), "b": torch.zeros(5), "c": torch.zeros(0)})
+    ).items
+    assert [(one.at, one.size) for one in items] == [(0, 12), (64, 20), (128, 0)]
+
+
+# ---- the boundary of a planned change
+
+
+class Said:
+    """A line and a meeting that write down."""
+
+    def __init__(self, rank: int, posted: dict[str, bytes]) -> None:
+        self.rank, self.world, self.posted, self.told = rank, 2, posted, list[tuple[str, int]]()
+
+    def acked(self, plan: int) -> None:
+        """Noted."""
+        self.told.append(("acked", plan))
+
+    def boundary(self, plan: int, step: int) -> None:
+        """Noted."""
+        self.told.append((f"boundary {plan}", step))
+
+    def post(self, name: str, value: bytes) -> None:
+        """For all to see."""
+        self.posted[name] = value
+
+    def look(self, name: str) -> bytes | None:
+        """What is there."""
+        return self.posted.get(name)
+
+
+def control() -> Control:
+    """The words of an arena."""
+    return Control(bytearray(2 * PAGE), Geometry(1, 0, 0, 0))
+
+
+def test_all_ranks_stop_after_the_step_that_rank_0_chose() -> None:
+    """It says so one step before, and nobody gets past it unaware."""
+    posted: dict[str, bytes] = {}
+    words = [control(), control()]
+    ranks = [Said(one, posted) for one in range(2)]
+    ends: list[Any] = [Boundary(one, one) for one in ranks]  # type: ignore[arg-type]
+    assert [one.reached(words[at], 4) for at, one in enumerate(ends)] == [0, 0]
+    for one in words:
+        one.armed = 9
+    assert [one.reached(words[at], 5) for at, one in enumerate(ends)] == [0, 0]
+    assert [one.acked for one in words] == [9, 9]
+    assert [one.told for one in ranks] == [[("acked", 9)]] * 2
+    words[0].go = 9
+    assert [one.reached(words[at], 6) for at, one in enumerate(ends)] == [0, 0]
+    assert [one.reached(words[at], 7) for at, one in enumerate(ends)] == [9, 9]
+    words[1].armed = 0
+    ends[1].wait(words[1], 9, 7, lambda: False)
+    assert ranks[1].told[-1] == ("boundary 9", 7)
+    assert words[1].boundary == 0
+    assert ends[1].reached(words[1], 8) == 0
+
+
+def test_where_hosts_are_ahead_of_their_devices_the_boundary_is_further_off() -> None:
+    """On CUDA who is in call n + 1 may not have met rank 0 in its call n: nobody is to stop there."""
+    posted: dict[str, bytes] = {}
+    words = [control(), control()]
+    ends: list[Any] = [Boundary(one, one, lag=3) for one in (Said(0, posted), Said(1, posted))]  # type: ignore[arg-type]
+    for one in words:
+        one.armed = one.go = 9
+    assert ends[1].reached(words[1], 7) == 0, "before rank 0 has posted"
+    assert [one.reached(words[at], 6) for at, one in enumerate(ends)] == [0, 0]
+    assert [one.reached(words[at], 7) for at, one in enumerate(ends)] == [0, 0]
+    assert [one.reached(words[at], 8) for at, one in enumerate(ends)] == [9, 9]

@@ -1,0 +1,804 @@
+"""The ladder of a restore: memory, a peer's, disk, storage; every byte verified, every rank the same state, any world's size."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import mmap
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch._C._distributed_c10d import TCPStore  # noqa: E402
+
+from dlrover_adapters.checkpoint.hashing import digest, digests  # noqa: E402
+from dlrover_adapters.checkpoint.parts import write_part  # noqa: E402
+from dlrover_adapters.checkpoint.places import Place  # noqa: E402
+from dlrover_adapters.checkpoint.seal import seal  # noqa: E402
+from dlrover_adapters.checkpoint.slotview import SlotView  # noqa: E402
+from dlrover_adapters.checkpoint.table import Item, Table, pack_blob  # noqa: E402
+from dlrover_adapters.torch.checkpoint import filling  # noqa: E402
+from dlrover_adapters.torch.checkpoint.capture import Target  # noqa: E402
+from dlrover_adapters.torch.checkpoint.ladder import RestoreFailed  # noqa: E402
+from dlrover_adapters.torch.checkpoint.meeting import Meeting  # noqa: E402
+from dlrover_adapters.torch.checkpoint.restore import Restored, restore  # noqa: E402
+from dlrover_adapters.torch.checkpoint.sources import Mismatch  # noqa: E402
+from dlrover_adapters.torch.checkpoint.vault import (  # noqa: E402
+    MEMORY,
+    REPLICA,
+    Fetched,
+    Holding,
+    Inventory,
+    VaultRefused,
+)
+from dlrover_core.checkpoint.arena import BLOCK_BYTES, PAGE, Control, Geometry, Stamp  # noqa: E402
+
+LIMIT_S = 30.0
+ROWS = 12
+RUN = "run-1"
+
+
+def state(step: int) -> dict[str, Any]:
+    """The whole state after a step: its tensors differ in every byte from those of other steps."""
+    make = torch.Generator().manual_seed(step)
+    return {
+        "model.w": torch.randn(ROWS, 5, generator=make),
+        "model.half": torch.randn(ROWS, 3, generator=make).to(torch.bfloat16),
+        "model.scalar": torch.tensor(float(step)),
+        "model.empty": torch.empty(0, 4),
+        "optimizer.m": torch.randn(ROWS, 7, 2, generator=make).double(),
+        "optimizer.step": torch.tensor(step),
+    }
+
+
+class Share(NamedTuple):
+    """What one rank has of a tensor."""
+
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    write: bool = True
+
+
+def sharded(rank: int, world: int) -> list[Share]:
+    """As FSDP2 does: rows of everything that has some, uneven where they do not divide; the rest everywhere."""
+    found = []
+    rows = -(-ROWS // world)
+    begin, end = min(ROWS, rank * rows), min(ROWS, (rank + 1) * rows)
+    for name, tensor in state(0).items():
+        if tensor.dim() and tensor.shape[0] == ROWS:
+            if end > begin:
+                found.append(Share(name, (begin, *[0] * (tensor.dim() - 1)), (end - begin, *tensor.shape[1:])))
+        else:
+            found.append(Share(name, (0,) * tensor.dim(), tuple(tensor.shape), rank == 0))
+    return found
+
+
+def replicated(rank: int, world: int, nproc: int) -> list[Share]:
+    """As DDP: everything is everywhere; a node's ranks keep a share each."""
+    local = rank % nproc
+    return [
+        Share(name, (0,) * tensor.dim(), tuple(tensor.shape), rank < nproc)
+        for number, (name, tensor) in enumerate(state(0).items())
+        if number % nproc == local
+    ]
+
+
+def box(share: Share) -> tuple[slice, ...]:
+    """Of a tensor."""
+    return tuple(slice(at, at + length) for at, length in zip(share.offsets, share.shape, strict=True))
+
+
+class Arena:
+    """One rank's memory with states, one per slot."""
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        nproc: int,
+        shares: list[Share],
+        holders: tuple[tuple[int, ...], ...],
+        *,
+        layout: int = 7,
+    ) -> None:
+        self.rank, self.world, self.layout, self.shares = rank, world, layout, shares
+        items, at = [], 0
+        for share in shares:
+            whole = state(0)[share.name]
+            size = whole[box(share)].nbytes
+            dtype = str(whole.dtype).removeprefix("torch.")
+            items.append(
+                Item(share.name, dtype, tuple(whole.shape), share.offsets, share.shape, at, size, write=share.write)
+            )
+            at += -(-size // 64) * 64
+        objects = ("extra", "rank.0.rng") if rank == 0 else (f"rank.{rank}.rng",)
+        table = Table(layout, world, rank, holders, tuple(items), objects).packed()
+        self.items = items
+        self.sizes = Geometry(3, len(table), 65536, at)
+        self.fd = os.memfd_create("arena")
+        os.ftruncate(self.fd, self.sizes.total_bytes)
+        self.map = mmap.mmap(self.fd, 0)
+        self.map[PAGE : PAGE + len(table)] = table
+        self.control = Control(self.map, self.sizes)
+        self.control.make(
+            layout=layout,
+            rank=rank,
+            world=world,
+            local_rank=rank % nproc,
+            table_bytes=len(table),
+            table_digest=digest(table),
+        )
+        self.sequence = 0
+
+    def save(self, step: int, *, generation: int = 1, slot: int = 0, hashed: bool = True) -> None:
+        """The state after a step."""
+        self.sequence += 1
+        whole, begin = state(step), self.sizes.data_at(slot)
+        for share, item in zip(self.shares, self.items, strict=True):
+            raw = whole[share.name][box(share)].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            self.map[begin + item.at : begin + item.at + len(raw)] = raw
+        mine = {f"rank.{self.rank}.rng": saved(f"rng {self.rank} of {step}"), "extra": saved({"position": step})}
+        blob = pack_blob(mine)
+        at = self.sizes.blob_at(slot)
+        self.map[at : at + len(blob)] = blob
+        self.control.publish(slot, Stamp(generation, step, self.sequence, len(blob), digest(blob)))
+        if hashed:
+            self.hash(slot)
+
+    def hash(self, slot: int) -> None:
+        """As the saver does."""
+        view = SlotView(self.map, slot)
+        for number, one in enumerate(digests(view.data)):
+            at = self.sizes.digests_at(slot) + 8 * number
+            self.map[at : at + 8] = one.to_bytes(8, "little")
+        self.control.note_hashed(slot, view.stamp.sequence)
+        view.release()
+
+    def damage(self, slot: int = 0, at: int = 1) -> None:
+        """One bit of the data."""
+        self.map[self.sizes.data_at(slot) + at] ^= 0x40
+
+
+def saved(value: Any) -> bytes:
+    """By torch.save."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+class Told(NamedTuple):
+    """What of the agent's first word is needed."""
+
+    node: str
+    run: str = RUN
+    generation: int = 2
+    resume_step: int = -1
+    lenders: tuple[tuple[str, int, int], ...] = ()
+
+
+class FakeNode:
+    """A node's agent: arenas by number, and what its ranks told. ``others``: all nodes by their address."""
+
+    def __init__(self, others: dict[str, FakeNode], committed: int = -1) -> None:
+        self.address = f"node-{len(others)}:1"
+        others[self.address] = self
+        self.others, self.committed = others, committed
+        self.arenas: dict[int, tuple[str, Arena]] = {}
+        self.reports: list[tuple[int, str, tuple[tuple[str, str], ...]]] = []
+        self.fetched: list[int] = []
+        self.down = False
+        self.lenders: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def told(self) -> Told:
+        """As `Vault`."""
+        return Told(self.address, resume_step=10, lenders=self.lenders)
+
+    def has(self, arena: Arena, kind: str = MEMORY) -> Arena:
+        """From now on."""
+        self.arenas[len(self.arenas) + 1] = (kind, arena)
+        return arena
+
+    def inventory(self) -> Inventory:
+        """As `Vault`."""
+        return Inventory(
+            tuple(
+                Holding(number, kind, one.rank, one.world, stamp.generation, stamp.step, one.layout, slot)
+                for number, (kind, one) in self.arenas.items()
+                for slot, stamp in one.control.stamps()
+            ),
+            self.address,
+            self.committed,
+        )
+
+    def borrow(self, holding: int) -> int:
+        """As `Vault`."""
+        return os.dup(self.arenas[holding][1].fd)
+
+    def fetch(self, address: str, rank: int, generation: int, step: int, layout: int) -> Fetched:
+        """As `Vault`; verified, as peers do."""
+        peer = self.others[address]
+        if peer.down:
+            raise VaultRefused(f"nobody answers at {address}")
+        for _kind, one in peer.arenas.values():
+            for slot, stamp in one.control.stamps():
+                if (one.rank, *stamp[:2], one.layout) == (rank, generation, step, layout or one.layout):
+                    view = SlotView(one.map, slot)
+                    try:
+                        view.verify()
+                    except ValueError as error:
+                        raise VaultRefused(str(error)) from error
+                    finally:
+                        view.release()
+                    self.fetched.append(rank)
+                    return Fetched(0, 1, alone(one, slot))
+        raise VaultRefused(f"{address} has no step {step} of rank {rank}")
+
+    def restored(self, step: int, tier: str, took_us: int, fell: Any = ()) -> None:
+        """As `Vault`."""
+        self.reports.append((step, tier, tuple(fell)))
+
+
+def alone(arena: Arena, slot: int) -> int:
+    """One slot as an arena of its own, as it comes from a peer."""
+    sizes = dataclasses.replace(arena.sizes, slots=1)
+    fd = os.memfd_create("fetched")
+    os.ftruncate(fd, sizes.total_bytes)
+    memory = mmap.mmap(fd, 0)
+    table = arena.map[PAGE : PAGE + arena.sizes.table_bytes]
+    memory[PAGE : PAGE + len(table)] = table
+    begin, end = arena.sizes.digests_at(slot), arena.sizes.data_at(slot) + arena.sizes.data_bytes
+    memory[sizes.digests_at(0) : sizes.digests_at(0) + end - begin] = arena.map[begin:end]
+    control, stamp = Control(memory, sizes), arena.control.stamp(slot)
+    assert stamp is not None
+    words = arena.control
+    control.make(
+        layout=words.layout, rank=words.rank, world=words.world, local_rank=words.local_rank, table_bytes=len(table),
+        table_digest=words.table_digest,
+    )  # fmt: skip
+    control.publish(0, stamp)
+    control.note_hashed(0, stamp.sequence)
+    control.release()
+    memory.close()
+    return fd
+
+
+class Live:
+    """A worker's tensors: garbage until they are filled."""
+
+    def __init__(self, rank: int, shares: list[Share]) -> None:
+        self.rank, self.shares = rank, shares
+        self.tensors = {
+            share.name: torch.full_like(state(0)[share.name][box(share)].contiguous(), 77) for share in shares
+        }
+        self.objects: dict[str, Any] = {}
+        self.wrong = ""
+
+    def targets(self, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[Target]:
+        """As `Capture`."""
+        if self.wrong:
+            raise Mismatch(self.wrong)
+        whole = state(0)
+        assert all(shapes[share.name][1] == tuple(whole[share.name].shape) for share in self.shares)
+        return [
+            Target(share.name, self.tensors[share.name], tuple(whole[share.name].shape), share.offsets)
+            for share in self.shares
+        ]
+
+    def wants(self, name: str) -> bool:
+        """As `Capture`."""
+        return not name.startswith("rank.") or name.startswith(f"rank.{self.rank}.")
+
+    def load(self, objects: Mapping[str, Any]) -> None:
+        """As `Capture`."""
+        self.objects = dict(objects)
+
+    def is_at(self, step: int) -> bool:
+        """Bit for bit."""
+        whole = state(step)
+        return all(
+            torch.equal(bits(self.tensors[share.name]), bits(whole[share.name][box(share)].contiguous()))
+            for share in self.shares
+        )
+
+    def untouched(self) -> bool:
+        """Nothing was written."""
+        return all(bool((one == 77).all()) for one in self.tensors.values())
+
+
+def bits(tensor: Any) -> Any:
+    """Its bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class World:
+    """Ranks that restore together, in threads; ``nodes[i // nproc]`` is the agent of rank i."""
+
+    def __init__(self, nodes: list[Any], lives: list[Live]) -> None:
+        self.nodes, self.lives = nodes, lives
+        self.nproc = len(lives) // len(nodes)
+
+    def restore(self, **more: Any) -> list[Restored]:
+        """What each rank got; the first error is raised."""
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+        def one(rank: int) -> Restored | Exception:
+            store = TCPStore(
+                "127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=LIMIT_S)
+            )
+            meeting = Meeting(store, rank, len(self.lives), rank % self.nproc, limit_s=LIMIT_S)
+            try:
+                return restore(self.lives[rank], self.nodes[rank // self.nproc], meeting, **more)
+            except Exception as error:  # noqa: BLE001  # all ranks are to end
+                return error
+
+        with ThreadPoolExecutor(len(self.lives)) as pool:
+            found = list(pool.map(one, range(len(self.lives))))
+        errors = [one for one in found if isinstance(one, Exception)]
+        if errors:
+            raise next((one for one in errors if not isinstance(one, RestoreFailed)), errors[0])
+        return [one for one in found if isinstance(one, Restored)]
+
+
+def fsdp(nodes: list[FakeNode], world: int, *steps: int, hashed: bool = True) -> list[Arena]:
+    """What ``world`` sharded ranks left in the memory of nodes."""
+    nproc = world // len(nodes)
+    holders = tuple((rank,) for rank in range(world))
+    arenas = [
+        nodes[rank // nproc].has(Arena(rank, world, nproc, sharded(rank, world), holders)) for rank in range(world)
+    ]
+    for arena in arenas:
+        for slot, step in enumerate(steps):
+            arena.save(step, slot=slot, hashed=hashed)
+    return arenas
+
+
+def ddp(nodes: list[FakeNode], world: int, step: int) -> list[Arena]:
+    """The same for replicas: each node has all of it."""
+    nproc = world // len(nodes)
+    holders = tuple(tuple(range(local, world, nproc)) for local in range(nproc))
+    arenas = [
+        nodes[rank // nproc].has(Arena(rank, world, nproc, replicated(rank, world, nproc), holders))
+        for rank in range(world)
+    ]
+    for arena in arenas:
+        arena.save(step)
+    return arenas
+
+
+def everything() -> list[Share]:
+    """What a rank of DDP needs: all."""
+    return [Share(name, (0,) * tensor.dim(), tuple(tensor.shape)) for name, tensor in state(0).items()]
+
+
+def store(place: str, arenas: list[Arena], slot: int = 0) -> None:
+    """Write a step to storage, complete."""
+    for arena in arenas:
+        view = SlotView(arena.map, slot)
+        write_part(view, Place(place), run=RUN)
+        step = view.stamp.step
+        view.release()
+    seal(Place(place), step, [arena.rank for arena in arenas])
+
+
+@pytest.fixture
+def cluster() -> dict[str, FakeNode]:
+    """Nodes by address."""
+    return {}
+
+
+# ---- own memory
+
+
+@pytest.mark.parametrize("verify", ["full", "header"])
+def test_own_memory(cluster: dict[str, FakeNode], verify: str) -> None:
+    """Killed workers begin again from their own memory, each with its own, and nothing is fetched."""
+    nodes = [FakeNode(cluster), FakeNode(cluster)]
+    fsdp(nodes, 4, 10, 12)
+    world = World(nodes, [Live(rank, sharded(rank, 4)) for rank in range(4)])
+    for found in world.restore(verify=verify):
+        assert (found.generation, found.step, found.tier, found.fell) == (1, 12, "memory", ())
+    for live in world.lives:
+        assert live.is_at(12)
+        assert live.objects == {f"rank.{live.rank}.rng": f"rng {live.rank} of 12", "extra": {"position": 12}}
+    assert [node.fetched for node in nodes] == [[], []]
+    assert [node.reports for node in nodes] == [[(12, "memory", ())] * 2] * 2
+
+
+def test_replicas_of_a_node_are_shared_by_its_ranks(cluster: dict[str, FakeNode]) -> None:
+    """Under DDP a node's ranks hold a share each, and every one gets everything."""
+    nodes = [FakeNode(cluster), FakeNode(cluster)]
+    ddp(nodes, 4, 10)
+    world = World(nodes, [Live(rank, everything()) for rank in range(4)])
+    world.restore()
+    assert all(live.is_at(10) for live in world.lives)
+    assert world.lives[3].objects["rank.3.rng"] == "rng 3 of 10"
+
+
+def test_nothing(cluster: dict[str, FakeNode], tmp_path: Path) -> None:
+    """Where there is nothing, nothing is touched: a first start."""
+    nodes = [FakeNode(cluster)]
+    world = World(nodes, [Live(rank, everything()) for rank in range(2)])
+    for found in world.restore(url=str(tmp_path / "none")):
+        assert (found.step, found.tier) == (0, "nothing")
+    assert all(live.untouched() for live in world.lives)
+    assert World([None], [Live(0, everything())]).restore()[0].step == 0
+
+
+def test_a_step_that_one_rank_lacks(cluster: dict[str, FakeNode]) -> None:
+    """A worker died in the middle of its save: all go back to the step before."""
+    nodes = [FakeNode(cluster)]
+    arenas = fsdp(nodes, 2, 10, 12)
+    arenas[1].control.begin(1)
+    world = World(nodes, [Live(rank, sharded(rank, 2)) for rank in range(2)])
+    assert {one.step for one in world.restore()} == {10}
+    assert all(live.is_at(10) for live in world.lives)
+
+
+def test_not_hashed_yet(cluster: dict[str, FakeNode]) -> None:
+    """The worker died before the saver hashed: the state is taken, its header and blob verified."""
+    nodes = [FakeNode(cluster)]
+    fsdp(nodes, 2, 10, hashed=False)
+    world = World(nodes, [Live(rank, sharded(rank, 2)) for rank in range(2)])
+    assert {one.step for one in world.restore()} == {10}
+    assert all(live.is_at(10) for live in world.lives)
+
+
+# ---- falling
+
+
+def test_a_flipped_byte_is_told_and_the_step_before_taken(
+    cluster: dict[str, FakeNode], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One bit in one rank's memory: all ranks take the step before, and everybody is told why."""
+    nodes = [FakeNode(cluster), FakeNode(cluster)]
+    fsdp(nodes, 4, 10, 12)[2].damage(slot=1)
+    world = World(nodes, [Live(rank, sharded(rank, 4)) for rank in range(4)])
+    for found in world.restore():
+        assert (found.step, found.tier) == (10, "memory")
+        assert "rank 2: the piece of old rank 2: step 12 of rank 2: block 0" in found.fell[0][1]
+    assert all(live.is_at(10) for live in world.lives)
+    assert "memory cannot be used" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["header", "table", "blob"])
+def test_damaged_words(cluster: dict[str, FakeNode], tmp_path: Path, where: str) -> None:
+    """Header, table and blob are verified too, with ``verify="header"`` as well."""
+    nodes = [FakeNode(cluster)]
+    arenas = fsdp(nodes, 2, 10)
+    store(str(tmp_path), arenas)
+    sizes = arenas[1].sizes
+    at = {"header": 1024 + 16, "table": PAGE + 40, "blob": sizes.blob_at(0) + 20}[where]
+    arenas[1].map[at] ^= 1
+    world = World(nodes, [Live(rank, sharded(rank, 2)) for rank in range(2)])
+    assert {(one.step, one.tier) for one in world.restore(url=str(tmp_path), verify="header")} == {(10, "storage")}
+    assert all(live.is_at(10) for live in world.lives)
+
+
+def test_memory_then_peer_then_storage(cluster: dict[str, FakeNode], tmp_path: Path) -> None:
+    """Damaged in own memory: the partner's copy; damaged there: storage; and each fall is told."""
+    nodes = [FakeNode(cluster), FakeNode(cluster)]
+    arenas = fsdp(nodes, 4, 10)
+    copy = nodes[0].has(Arena(2, 4, 2, sharded(2, 4), tuple((rank,) for rank in range(4))), REPLICA)
+    copy.save(10)
+    store(str(tmp_path), arenas)
+    arenas[2].damage()
+    world = World(nodes, [Live(rank, sharded(rank, 4)) for rank in range(4)])
+    found = world.restore(url=str(tmp_path))
+    assert [one.tier for one in found] == ["memory", "memory", "peer", "memory"]
+    assert [tier for tier, _ in found[0].fell] == ["memory"]
+    assert nodes[1].fetched == [2]
+    assert all(live.is_at(10) for live in world.lives)
+
+    copy.damage()
+    world = World(nodes, [Live(rank, sharded(rank, 4)) for rank in range(4)])
+    found = world.restore(url=str(tmp_path))
+    assert {one.tier for one in found} == {"storage"}
+    assert [tier for tier, _ in found[0].fell] == ["memory", "peer"]
+    assert all(live.is_at(10) for live in world.lives)
+
+
+def test_a_peer_that_does_not_answer(cluster: dict[str, FakeNode], tmp_path: Path) -> None:
+    """A partner that is gone is one more tier that fell."""
+    nodes = [FakeNode(cluster), FakeNode(cluster)]
+    store(str(tmp_path), ddp(nodes, 2, 10))
+    nodes[1].arenas.clear()
+    nodes[0].down = True
+    world = World(nodes, [Live(rank, everything()) for rank in range(2)])
+    found = world.restore(url=str(tmp_path))
+    assert {one.tier for one in found} == {"storage"}
+    assert "nobody answers" in found[0].fell[0][1]
+
+
+def test_a_lost_node(cluster: dict[str, FakeNode]) -> None:
+    """A relaunched node is served from the others' memory."""
+    nodes = [FakeNode(cluster), FakeNode(cluster)]
+    ddp(nodes, 4, 10)
+    nodes[1].arenas.clear()
+    world = World(nodes, [Live(rank, everything()) for rank in range(4)])
+    assert [one.tier for one in world.restore()] == ["memory", "memory", "peer", "peer"]
+    assert all(live.is_at(10) for live in world.lives)
+
+
+def test_all_is_damaged(cluster: dict[str, FakeNode], tmp_path: Path) -> None:
+    """Damaged memory alone: training begins anew, untouched, and all is told. With damaged storage: an error, and no start."""
+    nodes = [FakeNode(cluster)]
+    arenas = fsdp(nodes, 2, 10)
+    store(str(tmp_path), arenas)
+    arenas[0].damage()
+    world = World(nodes, [Live(rank, sharded(rank, 2)) for rank in range(2)])
+    found = world.restore()
+    assert {(one.step, one.tier) for one in found} == {(0, "nothing")}
+    assert found[0].fell
+    assert all(live.untouched() for live in world.lives)
+    for part in tmp_path.glob("step-*/*.distcp"):
+        raw = bytearray(part.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        part.write_bytes(raw)
+    with pytest.raises(RestoreFailed, match="there are checkpoints, and none can be used"):
+        World(nodes, [Live(rank, sharded(rank, 2)) for rank in range(2)]).restore(url=str(tmp_path))
+
+
+def test_storage_that_cannot_be_listed(cluster: dict[str, FakeNode], tmp_path: Path) -> None:
+    """A storage that does not answer is no empty storage: no training from nothing beside a checkpoint that is there."""
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(RestoreFailed, match="cannot be listed"):
+        World([FakeNode(cluster)], [Live(0, everything())]).restore(url=str(tmp_path / "file"))
+
+
+def test_another_model(cluster: dict[str, FakeNode]) -> None:
+    """Whose model is not what was saved gets its own error, the others learn of it at once, and nothing is written."""
+    nodes = [FakeNode(cluster)]
+    fsdp(nodes, 2, 10)
+    world = World(nodes, [Live(rank, sharded(rank, 2)) for rank in range(2)])
+    world.lives[1].wrong = "model.w was saved as float32[12, 5], and is float32[12, 6] now"
+    with pytest.raises(Mismatch, match=r"model\.w was saved"):
+        world.restore()
+    assert all(live.untouched() for live in world.lives)
+
+
+# ---- which state
+
+
+def test_newer_on_storage(cluster: dict[str, FakeNode], tmp_path: Path) -> None:
+    """What was committed later than what memory has whole is taken from storage; without such news storage is not listed."""
+    nodes = [FakeNode(cluster, committed=12)]
+    arenas = fsdp(nodes, 2, 10, 12)
+    store(str(tmp_path), arenas, slot=1)
+    for arena in arenas:
+        arena.control.begin(1)
+    world = World(nodes, [Live(rank, sharded(rank, 2)) for rank in range(2)])
+    assert {(one.step, one.tier) for one in world.restore(url=str(tmp_path))} == {(12, "storage")}
+    assert all(live.is_at(12) for live in world.lives)
+    nodes[0].committed = 10
+    assert {(one.step, one.tier) for one in world.restore(url=str(tmp_path / "not" / "there"))} == {(10, "memory")}
+
+
+def test_committed_and_not_sealed(cluster: dict[str, FakeNode], tmp_path: Path) -> None:
+    """A step that the log says is complete is taken although the agent that was to seal it died; others are not."""
+    nodes = [FakeNode(cluster, committed=10)]
+    arenas = fsdp(nodes, 2, 10, 12)
+    for arena in arenas:
+        for slot in (0, 1):
+            write_part(SlotView(arena.map, slot), Place(str(tmp_path)), run=RUN)
+            arena.control.begin(slot)
+    world = World(nodes, [Live(rank, sharded(rank, 2)) for rank in range(2)])
+    assert {(one.step, one.tier) for one in world.restore(url=str(tmp_path))} == {(10, "storage")}
+    assert all(live.is_at(10) for live in world.lives)
+
+
+def test_what_another_run_left_is_older(cluster: dict[str, FakeNode], tmp_path: Path) -> None:
+    """Generations of another run are not compared with ours: what memory has is this run's, and newer."""
+    nodes = [FakeNode(cluster, committed=999)]
+    arenas = fsdp(nodes, 2, 10)
+    old = [Arena(rank, 2, 2, sharded(rank, 2), ((0,), (1,))) for rank in range(2)]
+    for arena in old:
+        arena.save(500, generation=30)
+        write_part(SlotView(arena.map, 0), Place(str(tmp_path)), run="another run")
+    seal(Place(str(tmp_path)), 500, [0, 1])
+    world = World(nodes, [Live(rank, sharded(rank, 2)) for rank in range(2)])
+    assert {one.step for one in world.restore(url=str(tmp_path))} == {10}
+    for arena in arenas:
+        arena.control.begin(0)
+    assert {(one.generation, one.step) for one in world.restore(url=str(tmp_path))} == {(0, 500)}
+
+
+def test_a_chosen_step(cluster: dict[str, FakeNode], tmp_path: Path) -> None:
+    """``step`` is restored from storage whatever memory has; one that is not there is an error."""
+    nodes = [FakeNode(cluster)]
+    arenas = fsdp(nodes, 2, 10, 12)
+    store(str(tmp_path), arenas)
+    world = World(nodes, [Live(rank, sharded(rank, 2)) for rank in range(2)])
+    assert {(one.step, one.tier) for one in world.restore(url=str(tmp_path), step=10)} == {(10, "storage")}
+    assert all(live.is_at(10) for live in world.lives)
+    with pytest.raises(RestoreFailed, match="step 11 cannot be restored"):
+        world.restore(url=str(tmp_path), step=11)
+
+
+def test_no_way_back_within_a_generation(cluster: dict[str, FakeNode], tmp_path: Path) -> None:
+    """What it has saved itself would be the newest again after the next failure: all ranks are told how to do it instead."""
+    nodes = [FakeNode(cluster)]
+    arenas = fsdp(nodes, 2, 10)
+    store(str(tmp_path), arenas)
+    world = World(nodes, [Live(rank, sharded(rank, 2)) for rank in range(2)])
+    assert {one.step for one in world.restore(url=str(tmp_path), step=10)} == {10}
+    for arena in arenas:
+        arena.save(12, generation=nodes[0].told.generation, slot=1)
+    with pytest.raises(RestoreFailed, match=r"holds step 12.*dlrover ckpt rm"):
+        world.restore(url=str(tmp_path), step=10)
+
+
+def test_the_local_disk(cluster: dict[str, FakeNode], tmp_path: Path) -> None:
+    """What storage did not take and a disk of this host has is read from there."""
+    nodes = [FakeNode(cluster)]
+    arenas = fsdp(nodes, 2, 10)
+    store(str(tmp_path / "local"), arenas)
+    for arena in arenas:
+        arena.control.begin(0)
+    world = World(nodes, [Live(rank, sharded(rank, 2)) for rank in range(2)])
+    found = world.restore(url=str(tmp_path / "far"), local=str(tmp_path / "local"))
+    assert {(one.step, one.tier) for one in found} == {(10, "disk")}
+    assert all(live.is_at(10) for live in world.lives)
+
+
+# ---- another world's size
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (4, 1), (1, 3), (3, 4), (5, 2)])
+def test_reshard_from_memory(cluster: dict[str, FakeNode], old: int, new: int) -> None:
+    """Another number of ranks: shards are cut anew from the old ones in memory, bit for bit."""
+    nodes = [FakeNode(cluster)]
+    fsdp(nodes, old, 10)
+    world = World(nodes, [Live(rank, sharded(rank, new)) for rank in range(new)])
+    assert {(one.step, one.tier) for one in world.restore()} == {(10, "memory")}
+    assert all(live.is_at(10) for live in world.lives)
+    assert all(live.objects["extra"] == {"position": 10} for live in world.lives)
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (4, 1), (3, 4)])
+def test_reshard_from_storage(cluster: dict[str, FakeNode], tmp_path: Path, old: int, new: int) -> None:
+    """The same from storage."""
+    arenas = fsdp([FakeNode({})], old, 10)
+    store(str(tmp_path), arenas)
+    world = World([FakeNode(cluster)], [Live(rank, sharded(rank, new)) for rank in range(new)])
+    assert {(one.step, one.tier) for one in world.restore(url=str(tmp_path))} == {(10, "storage")}
+    assert all(live.is_at(10) for live in world.lives)
+
+
+def test_grow_by_a_node(cluster: dict[str, FakeNode]) -> None:
+    """Shards of one node become those of two: newcomers fetch only the pieces that they need."""
+    nodes = [FakeNode(cluster)]
+    fsdp(nodes, 2, 10)
+    nodes.append(FakeNode(cluster))
+    world = World(nodes, [Live(rank, sharded(rank, 4)) for rank in range(4)])
+    assert [one.tier for one in world.restore()] == ["memory", "memory", "peer", "peer"]
+    assert all(live.is_at(10) for live in world.lives)
+    assert set(nodes[1].fetched) <= {0, 1}
+    assert nodes[0].fetched == []
+
+
+def test_shrink_to_one_node(cluster: dict[str, FakeNode]) -> None:
+    """A drained node's shards come from its agent, or from copies."""
+    nodes = [FakeNode(cluster), FakeNode(cluster)]
+    arenas = fsdp(nodes, 4, 10)
+    for arena in arenas[2:]:
+        nodes[0].has(arena, REPLICA)
+    nodes[1].arenas.clear()
+    world = World(nodes[:1], [Live(rank, sharded(rank, 2)) for rank in range(2)])
+    assert {(one.step, one.tier) for one in world.restore()} == {(10, "memory")}
+    assert all(live.is_at(10) for live in world.lives)
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_a_drained_node_lends(cluster: dict[str, FakeNode], leaves: int) -> None:
+    """A node that left by plan still serves what only it has: shards of two nodes become those of one."""
+    nodes = [FakeNode(cluster), FakeNode(cluster)]
+    fsdp(nodes, 4, 10)
+    stays = nodes[1 - leaves]
+    stays.lenders = ((nodes[leaves].address, 2 * leaves, 2),)
+    world = World([stays], [Live(rank, sharded(rank, 2)) for rank in range(2)])
+    assert {one.step for one in world.restore()} == {10}
+    assert all(live.is_at(10) for live in world.lives)
+
+
+def test_a_whole_world_moves(cluster: dict[str, FakeNode]) -> None:
+    """No node of the new world has anything: what the old ones lend is enough."""
+    nodes = [FakeNode(cluster) for _ in range(4)]
+    fsdp(nodes[:2], 4, 10)
+    for node in nodes[2:]:
+        node.lenders = tuple((nodes[place].address, 2 * place, 2) for place in range(2))
+    for new in (4, 2):
+        world = World(nodes[2:], [Live(rank, sharded(rank, new)) for rank in range(new)])
+        assert {(one.step, one.tier) for one in world.restore()} == {(10, "peer")}
+        assert all(live.is_at(10) for live in world.lives)
+
+
+def test_ddp_grows_and_shrinks(cluster: dict[str, FakeNode]) -> None:
+    """Replicas: newcomers fetch everything from a peer; who stays needs nobody."""
+    nodes = [FakeNode(cluster), FakeNode(cluster)]
+    ddp(nodes[:1], 2, 10)
+    world = World(nodes, [Live(rank, everything()) for rank in range(4)])
+    assert [one.tier for one in world.restore()] == ["memory", "memory", "peer", "peer"]
+    assert all(live.is_at(10) for live in world.lives)
+
+    other: dict[str, FakeNode] = {}
+    nodes = [FakeNode(other), FakeNode(other)]
+    ddp(nodes, 4, 10)
+    world = World(nodes[:1], [Live(rank, everything()) for rank in range(2)])
+    assert {one.tier for one in world.restore()} == {"memory"}
+    assert all(live.is_at(10) for live in world.lives)
+
+
+def test_a_piece_of_the_tables_is_lost(cluster: dict[str, FakeNode], tmp_path: Path) -> None:
+    """A damaged blob found while tables are told to newcomers is a fall too."""
+    nodes = [FakeNode(cluster), FakeNode(cluster)]
+    arenas = ddp(nodes[:1], 1, 10)
+    store(str(tmp_path), arenas)
+    arenas[0].map[arenas[0].sizes.blob_at(0) + 9] ^= 1
+    world = World(nodes, [Live(rank, everything()) for rank in range(2)])
+    assert {one.tier for one in world.restore(url=str(tmp_path))} == {"storage"}
+    assert all(live.is_at(10) for live in world.lives)
+
+
+# ---- filling
+
+
+def test_blocks_are_compared_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block has its own digest: a flipped byte is found in the first, the middle and the last one."""
+    monkeypatch.setattr(filling, "BLOCK_BYTES", BLOCK_BYTES)
+    size = 2 * BLOCK_BYTES + 4099
+    item = Item("w", "uint8", (size,), (0,), (size,), 0, size)
+    table = Table(7, 1, 0, ((0,),), (item,)).packed()
+    sizes = Geometry(1, len(table), 4096, size)
+    fd = os.memfd_create("arena")
+    os.ftruncate(fd, sizes.total_bytes)
+    memory = mmap.mmap(fd, 0)
+    memory[PAGE : PAGE + len(table)] = table
+    control = Control(memory, sizes)
+    control.make(layout=7, rank=0, world=1, local_rank=0, table_bytes=len(table), table_digest=digest(table))
+    blob = pack_blob({})
+    memory[sizes.blob_at(0) : sizes.blob_at(0) + len(blob)] = blob
+    control.publish(0, Stamp(1, 5, 1, len(blob), digest(blob)))
+    for number, one in enumerate(digests(memoryview(memory)[sizes.data_at(0) : sizes.data_at(0) + size])):
+        memory[sizes.digests_at(0) + 8 * number : sizes.digests_at(0) + 8 * number + 8] = one.to_bytes(8, "little")
+    control.note_hashed(0, 1)
+    with contextlib.closing(filling.Held(fd, 0)) as held:
+        for threads in (1, 3):
+            assert filling.verify(held, threads)
+        for at, block in ((0, 0), (BLOCK_BYTES, 1), (2 * BLOCK_BYTES - 1, 1), (size - 1, 2)):
+            memory[sizes.data_at(0) + at] ^= 1
+            with pytest.raises(ValueError, match=f"block {block}"):
+                filling.verify(held, 2)
+            memory[sizes.data_at(0) + at] ^= 1
+
+
+def test_a_hole_is_found() -> None:
+    """Chunks that leave a part of a target uncovered do not restore it."""
+    target = Target("w", torch.zeros(4, 3), (8, 3), (2, 0))
+    rows = [Item("w", "float32", (8, 3), (at, 0), (2, 3), 0, 24) for at in (0, 2, 4, 6)]
+    assert [need.number for need in filling.needs(target, rows)] == [1, 2]
+    assert [need.number for need in filling.needs(target, [rows[1], rows[1], rows[2]])] == [0, 2]
+    with pytest.raises(filling.Uncovered, match="6 of 12 elements are nowhere"):
+        filling.needs(target, rows[2:])
+
+
+def test_columns() -> None:
+    """Shards of columns are no runs of bytes; they are copied all the same."""
+    whole = torch.arange(48.0).reshape(4, 12)
+    for parts in (2, 3):
+        width = 12 // parts
+        chunks = [Item("w", "float32", (4, 12), (0, at), (4, width), 0, 0) for at in range(0, 12, width)]
+        local = torch.zeros(4, 4)
+        for need in filling.needs(Target("w", local, (4, 12), (0, 4)), chunks):
+            begin = chunks[need.number].offsets[1]
+            local[need.there] = whole[:, begin : begin + width][need.here]
+        assert torch.equal(local, whole[:, 4:8])

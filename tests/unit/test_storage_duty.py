@@ -1,0 +1,580 @@
+"""What a node writes to storage, and its saver: orders that fail, hang or kill, and an agent that goes. No process, no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import mmap
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dlrover_adapters.agent import wire
+from dlrover_adapters.agent.checkpoints import orders, saving, storage
+from dlrover_adapters.agent.checkpoints.arenas import Arena, Arenas, Owner, State
+from dlrover_adapters.agent.checkpoints.duty import CheckpointDuty
+from dlrover_adapters.agent.checkpoints.ranks import Ranks
+from dlrover_adapters.agent.checkpoints.saving import Saving, Unsaved
+from dlrover_adapters.agent.checkpoints.site import Keeping, Site
+from dlrover_adapters.agent.checkpoints.storage import Storage
+from dlrover_adapters.agent.checkpoints.vault import Caller
+from dlrover_adapters.agent.children import Child
+from dlrover_adapters.agent.nursery import Spare
+from dlrover_core.checkpoint.arena import Control, Geometry, Stamp
+from dlrover_core.errors import LaunchFailed
+from dlrover_core.job.checkpoints import ReportHeld, ReportStorage, storage_calm_s
+from dlrover_core.job.state import Order
+from dlrover_core.runtime.duties import Desk
+from dlrover_core.runtime.launcher import WorkersLaunch
+from dlrover_core.testing import virtual_loop
+
+KEEPING = Keeping("file:///x", 2, 10, 3, "dcp", True, 1, True, "")
+ORDER = Order(leave=False, reason="", grace_us=30_000_000)
+SIZES = Geometry(2, 4096, 4096, 1 << 20)
+LOST = Unsaved("overwritten", lost=True)
+Place = Callable[..., Any]
+
+
+class Savers:
+    """In place of a node's saver: what it is ordered, and what it makes of that."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int, int]] = []
+        self.held: list[list[int]] = []
+        self.what: Callable[[dict[str, Any]], Awaitable[None]] | None = None
+        self.address = ""
+
+    async def order(self, body: dict[str, Any]) -> Any:
+        """As `Saving`."""
+        self.done.append((body["op"], body["generation"], body["step"]))
+        if self.what is not None:
+            await self.what(body)
+        return SimpleNamespace(body={"size": 1, "took_us": 1}, fd=-1)
+
+    def hold(self, slots: list[list[int]]) -> None:
+        """As `Saving`."""
+        self.held = slots
+
+    def fails(self, *errors: Unsaved | None) -> None:
+        """With these, one order after the other; then with the last of them."""
+        left = list(errors)
+
+        async def fail(_: dict[str, Any]) -> None:
+            error = left.pop(0) if len(left) > 1 else left[0]
+            if error is not None:
+                raise error
+
+        self.what = fail
+
+
+class Here(Site):
+    """A node that holds what a test says."""
+
+    def __init__(self, *whole: State, generation: int = 1, nodes: int = 1, node_rank: int = 0) -> None:
+        self.sent: list[Any] = []
+        self.savers, self.has = Savers(), list(whole)
+        super().__init__(Desk("n", "run", ORDER, self.sent.append), Arenas(Path("/")), self.savers)  # type: ignore[arg-type]
+        self.keeping, self.due = KEEPING, True
+        self.runs(generation, nodes=nodes, node_rank=node_rank)
+        self.look()
+
+    def runs(self, generation: int, *whole: State, nodes: int = 1, node_rank: int = 0) -> None:
+        """These workers do now."""
+        self.begin(WorkersLaunch("run", generation, 0, 1, nodes, node_rank, nodes, "h:1", 0, 0))
+        self.has = list(whole) or self.has
+        self.look()
+
+    def look(self) -> None:
+        """As `Site`."""
+        self.whole = sorted(self.has)
+
+    def own(self, state: State) -> list[tuple[Arena, int]]:
+        """As `Site`."""
+        return [(SimpleNamespace(id=1), 0)] if state in self.has else []  # type: ignore[list-item]
+
+    def is_due(self, state: State) -> bool:
+        """As `Site`."""
+        return self.due and state.step % 10 == 0
+
+    def ordered(self, **fields: Any) -> None:
+        """The leader's newest word."""
+        self.desk.order = self.desk.order._replace(**fields)
+
+    def of(self, kind: type) -> list[Any]:
+        """What was said of this kind."""
+        return [one for one in self.sent if isinstance(one, kind)]
+
+
+async def looks(one: Storage, times: int = 3) -> None:
+    """As the duty does it, until what that begins has ended."""
+    for _ in range(times):
+        one.look(writes=True)
+        await asyncio.sleep(0.01)
+
+
+def virtually(test: Callable[[], Any]) -> None:
+    """In virtual time."""
+    virtual_loop.run(test())
+
+
+def nothing() -> None:
+    """Nobody wants to know."""
+
+
+# ---- which state
+
+
+def test_a_step_of_another_generation_is_another_state() -> None:
+    """Step 40 was sealed; after a failure it is reached again: written, waited for, and sealed once more."""
+
+    async def test() -> None:
+        site = Here(State(1, 40))
+        site.ordered(committed=40, committed_of=1)
+        one = Storage(site, nothing)
+        await looks(one)
+        assert site.savers.done == [("seal", 1, 40), ("persist", 1, 40)]
+        assert not one.unfinished(writes=True)
+        site.runs(2, State(2, 40))
+        await looks(one)
+        assert site.savers.done[2:] == [("persist", 2, 40)]
+        assert one.unfinished(writes=True), "nothing says that this one is committed"
+        site.ordered(committed_of=2)
+        await looks(one)
+        assert site.savers.done[3:] == [("seal", 2, 40)]
+        assert not one.unfinished(writes=True)
+
+    virtually(test)
+
+
+def test_a_later_step_of_an_older_generation_is_older() -> None:
+    """Step 100 of generation 1 is committed and damaged; generation 2 began at 30, and its 50 is still waited for."""
+
+    async def test() -> None:
+        site = Here(State(2, 50), generation=2)
+        site.ordered(committed=100, committed_of=1)
+        one = Storage(site, nothing)
+        await looks(one)
+        assert one.unfinished(writes=True)
+
+    virtually(test)
+
+
+def test_a_commit_that_never_comes_is_awaited_for_a_while() -> None:
+    """Another node has lost its part of the last step: nobody waits longer than `COMMIT_S`."""
+
+    async def test() -> None:
+        site = Here(State(1, 100), nodes=2)
+        one = Storage(site, nothing)
+        await looks(one)
+        assert one.unfinished(writes=True)
+        await asyncio.sleep(storage.COMMIT_S + 1)
+        assert not one.unfinished(writes=True)
+
+    virtually(test)
+
+
+# ---- a storage that fails
+
+
+def test_a_storage_that_comes_and_goes_is_told_of_rarely() -> None:
+    """Every second write fails: once it is back it is told so at once, then only after `storage_calm_s` of the failures told."""
+
+    async def test() -> None:
+        site = Here()
+        site.savers.fails(*[Unsaved("EIO"), None] * 10)
+        one = Storage(site, nothing)
+        for step in range(10, 110, 10):
+            site.runs(1, State(1, step))
+            for _ in range(2):
+                await looks(one, 1)
+                await asyncio.sleep(5)
+        assert [bool(each.reason) for each in site.of(ReportStorage)] == [True, False, True]
+        await asyncio.sleep(storage_calm_s(2))
+        await looks(one, 1)
+        assert [bool(each.reason) for each in site.of(ReportStorage)] == [True, False, True, False]
+
+    virtually(test)
+
+
+@pytest.mark.parametrize("error", [Unsaved("EIO"), LOST], ids=["failing", "lost"])
+def test_a_failing_storage_pins_nothing(error: Unsaved) -> None:
+    """What was ordered may be overwritten as soon as a try has failed, and is tried again while it is there."""
+
+    async def test() -> None:
+        site = Here(State(1, 40))
+        site.runs(2)
+        site.due = False
+        site.savers.fails(error)
+        one = Storage(site, nothing)
+        site.ordered(persist=40, persist_of=1, persist_places=(0,))
+        one.look(writes=True)
+        assert one.holds == [State(1, 40)]
+        await looks(one)
+        assert one.holds == []
+        await asyncio.sleep(5)
+        tries = len(site.savers.done)
+        assert (tries > 1) is (not error.lost)
+        site.has = []
+        await asyncio.sleep(300)
+        assert len(site.savers.done) == tries, "it is not in memory any more"
+        await one.close()
+
+    virtually(test)
+
+
+# ---- the end of an agent
+
+
+def settles(one: Storage, everywhere: int = -1) -> Awaitable[None]:
+    """The agent goes."""
+    return asyncio.wait_for(one.settle(lambda: everywhere), 30)
+
+
+def test_what_all_nodes_hold_is_written_first() -> None:
+    """One of two nodes was stopped a step later: both write the step that both hold, then what is newer."""
+
+    async def test() -> None:
+        for whole, steps in (([State(1, 40), State(1, 42)], [40, 42]), ([State(1, 38), State(1, 40)], [40])):
+            site = Here(*whole, nodes=2, node_rank=1)
+            site.due = False
+            one = Storage(site, nothing)
+            await looks(one)
+            await settles(one, 40)
+            assert [each.step for each in one.written] == steps
+
+    virtually(test)
+
+
+def test_what_is_ordered_is_written_before_the_agent_goes() -> None:
+    """A leaving node keeps copies of one that died: their parts are on storage when it goes, though it has none of its own."""
+
+    async def test() -> None:
+        site = Here(nodes=2, node_rank=1)
+        one = Storage(site, nothing)
+        await looks(one)
+        there: Any = {0: {0: SimpleNamespace(owner=Owner(0, 2, 7))}}
+        site.copies = lambda generation: {State(generation, 40): there}  # type: ignore[method-assign]
+        site.ordered(persist=40, persist_of=1, persist_places=(0,), leave=True)
+        await settles(one)
+        assert [(each.step, each.places) for each in one.written] == [(40, 1)]
+
+    virtually(test)
+
+
+def test_what_is_ordered_late_is_waited_for() -> None:
+    """The leader orders once it has heard of everybody: a node that writes nothing of its own is still there then, its workers
+    may end as late as they like, and when the order is taken back it goes.
+    """
+
+    async def test() -> None:
+        site = Here(State(1, 40), nodes=2, node_rank=1)
+        site.due, site.desk.generation = False, 1
+        one = Storage(site, nothing)
+        going = asyncio.ensure_future(one.settle(lambda: -1))
+        await asyncio.sleep(20)
+        site.desk.generation = 0
+        await asyncio.sleep(storage.HELD_WAIT_S / 2)
+        assert not going.done()
+        assert not one.written
+        site.ordered(persist=40, persist_of=1, persist_places=(1,), leave=True)
+        site.places[1] = 1
+        await asyncio.sleep(1)
+        assert [(each.step, each.places) for each in one.written] == [(40, 1)]
+        site.ordered(persist=-1)
+        await asyncio.wait_for(going, 1)
+
+    virtually(test)
+
+
+def test_a_lost_state_does_not_keep_the_others_from_being_written() -> None:
+    """The first is damaged in memory: the next is written."""
+
+    async def test() -> None:
+        site = Here(State(1, 40), State(1, 42), nodes=2, node_rank=1)
+        site.due = False
+        site.savers.fails(LOST, None)
+        one = Storage(site, nothing)
+        await looks(one)
+        await settles(one, 40)
+        assert [each.step for each in one.written] == [42]
+
+    virtually(test)
+
+
+# ---- the saver
+
+
+class Brood:
+    """In place of a nursery: children are ours to kill, and what is sent to them is read here."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[int, socket.socket]] = []
+        self.error: Exception | None = None
+        self.stuck = False
+
+    async def make(self) -> Spare:
+        """One saver: a process that sleeps."""
+        if self.error is not None:
+            raise self.error
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        pid = os.posix_spawn("/bin/sleep", ["sleep", "60"], {})  # noqa: ASYNC221  # it does not wait
+        self.made.append((pid, theirs))
+        child = Child(pid)
+        if self.stuck:
+            child.signal = lambda _: None  # type: ignore[method-assign,assignment]
+        return Spare(child, ours)
+
+    def says(self, body: dict[str, Any]) -> None:
+        """The newest saver does."""
+        wire.send(self.made[-1][1], body, ())
+
+
+@pytest.fixture
+def brood() -> Iterator[Brood]:
+    """Nobody of it is left over."""
+    found = Brood()
+    yield found
+    for pid, link in found.made:
+        link.close()
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+@contextlib.contextmanager
+def mapped(arenas: Arenas, layout: int, *steps: int, generation: int = 1) -> Iterator[tuple[Arena, Control]]:
+    """Rank 0's arena of this layout, as the rank sees it."""
+    arena, _, _ = arenas.open(Owner(0, 1, layout), SIZES, generation, 0)
+    memory = mmap.mmap(arena.fd, arena.total_bytes)
+    control = Control(memory, SIZES)
+    control.make(layout=layout, rank=0, world=1, local_rank=0, table_bytes=0, table_digest=0)
+    arena.look()
+    for slot, step in enumerate(steps):
+        control.publish(slot, Stamp(generation, step, slot + 1, 0, 0))
+    try:
+        yield arena, control
+    finally:
+        control.release()
+        memory.close()
+        arenas.forget(arena)
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    """Wait until this is so."""
+    async with asyncio.timeout(10) if hasattr(asyncio, "timeout") else contextlib.AsyncExitStack():
+        while not holds():  # noqa: ASYNC110  # the end of a process rings no bell here
+            await asyncio.sleep(0.005)
+
+
+def with_saver(brood: Brood, test: Callable[[Saving, Arenas], Any]) -> None:
+    """On a loop of its own."""
+
+    async def run() -> None:
+        arenas = Arenas(Path("/"))
+        one = Saving(SimpleNamespace(job="j", node="n"), arenas, brood.make, lambda _: None)  # type: ignore[arg-type]
+        try:
+            await test(one, arenas)
+        finally:
+            await one.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_an_order_that_kills_is_dropped_and_savers_go_on(brood: Brood) -> None:
+    """Three savers die over one order: it fails, and the fourth is there for the next."""
+
+    async def test(one: Saving, _: Arenas) -> None:
+        one.begin()
+        await until(lambda: one.pid)
+        order = asyncio.ensure_future(one.order({"op": "persist", "ids": []}))
+        for number in range(1, saving.DEATHS_MAX + 1):
+            await until(functools.partial(lambda number: len(brood.made) == number and one.pid, number))
+            os.kill(brood.made[-1][0], signal.SIGKILL)
+        with pytest.raises(Unsaved, match="savers died over it"):
+            await order
+        await until(lambda: len(brood.made) == saving.DEATHS_MAX + 1 and one.pid)
+        order = asyncio.ensure_future(one.order({"op": "seal"}))
+        await asyncio.sleep(0)
+        brood.says({"op": "done", "key": 2, "size": 5})
+        assert (await order).body["size"] == 5
+
+    with_saver(brood, test)
+
+
+@pytest.mark.parametrize("error", [LaunchFailed("no"), OSError("too many files")], ids=["told", "unforeseen"])
+def test_a_saver_that_cannot_be_made_is_tried_again(
+    brood: Brood, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong there: orders fail in words, and one that comes a while later has it made."""
+    monkeypatch.setattr(saving, "REST_S", 0.05)
+
+    async def test(one: Saving, _: Arenas) -> None:
+        one._rest_s = saving.REST_S
+        brood.error = error
+        one.begin()
+        with pytest.raises(Unsaved, match=f"there is no saver: {error}"):
+            await one.order({"op": "persist", "ids": []})
+        brood.error = None
+        await asyncio.sleep(0.1)
+        order = asyncio.ensure_future(one.order({"op": "persist", "ids": []}))
+        await until(lambda: one.pid)
+        brood.says({"op": "done", "key": 2})
+        await order
+
+    with_saver(brood, test)
+
+
+def test_pins_of_a_dead_saver_are_taken_back(brood: Brood, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No successor comes: ranks may save again into what it was reading, and not into what is held."""
+    monkeypatch.setattr(saving, "USELESS_MAX", 1)
+
+    async def test(one: Saving, arenas: Arenas) -> None:
+        with mapped(arenas, 1, 4, 5) as (arena, control):
+            one.begin()
+            await until(lambda: one.pid)
+            one.hold([[arena.id, 1, 1, 5]])
+            control.pin(0)
+            control.pin(1)
+            os.kill(brood.made[-1][0], signal.SIGKILL)
+            await until(lambda: not one.pid)
+            assert (control.pinned(0), control.pinned(1)) == (False, True)
+            one.hold([])
+            assert not control.pinned(1)
+
+    with_saver(brood, test)
+
+
+def test_a_storage_that_hangs(brood: Brood, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing moves: the order fails, the saver is killed, and the next one is there; one that moves is let alone."""
+    monkeypatch.setattr(saving, "STALL_S", 0.4)
+    monkeypatch.setattr(saving, "STALL_LOOK_S", 0.02)
+
+    async def test(one: Saving, _: Arenas) -> None:
+        one.begin()
+        await until(lambda: one.pid)
+        order = asyncio.ensure_future(one.order({"op": "persist", "ids": []}))
+        for _ in range(8):
+            await asyncio.sleep(0.1)
+            brood.says({"op": "moves"})
+        assert not order.done()
+        with pytest.raises(Unsaved, match="storage hangs"):
+            await order
+        await until(lambda: len(brood.made) == 2 and one.pid)
+
+    with_saver(brood, test)
+
+
+def test_savers_that_hang_in_the_kernel(brood: Brood, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL does not end them: others take their place, not without bound, and storage is tried again when one has ended."""
+    monkeypatch.setattr(saving, "STALL_S", 0.05)
+    monkeypatch.setattr(saving, "STALL_LOOK_S", 0.02)
+    monkeypatch.setattr(saving, "UNKILLABLE_S", 0.05)
+    brood.stuck = True
+
+    async def test(one: Saving, _: Arenas) -> None:
+        one.begin()
+        for number in range(1, saving.STUCK_MAX + 1):
+            await until(functools.partial(lambda number: len(brood.made) == number and one.pid, number))
+            with pytest.raises(Unsaved, match="not a byte"):
+                await one.order({"op": "persist", "ids": []})
+        with pytest.raises(Unsaved, match="are stuck"):
+            await one.order({"op": "persist", "ids": []})
+        os.kill(brood.made[0][0], signal.SIGKILL)
+        await until(lambda: any(not child.alive for child in one._stuck))
+        with pytest.raises(Unsaved, match="not a byte"):
+            await one.order({"op": "seal"})
+
+    with_saver(brood, test)
+
+
+def test_what_works_for_storage_moves(tmp_path: Path) -> None:
+    """A thread that writes is seen to, one that waits is not."""
+    import threading
+
+    go, done, over = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        go.wait()
+        (tmp_path / "file").write_bytes(bytes(1 << 20))
+        done.set()
+        over.wait()
+
+    thread = threading.Thread(target=work, name="saver-persist")
+    thread.start()
+    before = orders.moved()
+    assert orders.moved() == before
+    go.set()
+    assert done.wait(10)
+    assert orders.moved() != before
+    over.set()
+    thread.join()
+
+
+# ---- layouts of one generation
+
+
+def test_of_a_ranks_arenas_the_newest_counts() -> None:
+    """Three layouts in one generation: it waits at the boundary in the newest; the older ones go once newer steps are whole."""
+    arenas = Arenas(Path("/"))
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(mapped(arenas, layout, 10 * layout, 10 * layout + 1)) for layout in (1, 2, 3)]
+        newest, control = made[-1]
+        assert arenas.own(1) == [newest]
+        assert arenas.superseded(1, 21) == [made[0][0]]
+        assert arenas.superseded(1, 30) == [made[0][0], made[1][0]]
+        control.acked, control.boundary = 7, 32
+        site = Here(State(1, 31))
+        site.mine = lambda: arenas.own(1)  # type: ignore[method-assign]
+        site.ordered(plan=7)
+        ranks = Ranks()
+        ranks.greeted(Caller(1, 0, 0, 1))
+        ranks._report_plan(site)
+        assert [each.steps for each in site.of(ReportHeld)] == [(31,)]
+
+
+def test_only_what_could_be_ordered_is_held() -> None:
+    """A state in every slot, and one of them is kept: the newest that all nodes hold, where the leader has said so."""
+    site = Here(State(1, 40), State(1, 42), nodes=2)
+    site.spread = 1
+    assert CheckpointDuty._orderable(site, (40, 42)) == 42
+    site.spread, site.desk.whole = 0, 40
+    assert CheckpointDuty._orderable(site, (40, 42)) == 40
+    site.desk.whole = 30
+    assert CheckpointDuty._orderable(site, (40, 42)) == 42
+    assert CheckpointDuty._orderable(site, ()) == -1
+
+
+# ---- a fault of ours
+
+
+def test_a_fault_of_the_duty_does_not_end_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that raises is told once, and the next one is made."""
+
+    async def test() -> None:
+        arenas, seen = Arenas(Path("/")), []
+        vault = SimpleNamespace(arenas=arenas, listener=None)
+        keeps = SimpleNamespace(vault=vault, saving=SimpleNamespace(begun=True, changed=None))
+        duty = CheckpointDuty(keeps, token=b"", host="", bind="")  # type: ignore[arg-type]
+
+        def look(*_: Any) -> None:
+            seen.append(1)
+            raise KeyError("a fault")
+
+        monkeypatch.setattr(duty, "_look", look)
+        running = asyncio.ensure_future(duty.run(Desk("n", "run", ORDER, lambda _: None)))
+        await asyncio.sleep(10)
+        assert not running.done()
+        assert len(seen) > 3
+        assert len(duty._stumbles) == 1
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    virtually(test)
