@@ -17,7 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import msgpack
 import pytest
@@ -543,9 +543,8 @@ def test_speaking_for_others(tmp_path: Path) -> None:
             for kind in kinds:
                 stranger = await Stranger.guest(here.address)
                 cls: Any = messages.COMMANDS[kind]
-                blank = [
-                    {int: 1, str: "x", bool: False, tuple[str, ...]: ()}[hint] for hint in get_type_hints(cls).values()
-                ]
+                plain = {int: 1, str: "x", bool: False}
+                blank = [() if get_origin(hint) is tuple else plain[hint] for hint in get_type_hints(cls).values()]
                 blank[cls._fields.index("node")] = "worker-0-0"
                 stranger.frame(messages.encode(messages.Numbered(1, kind, tuple(blank))))
                 await stranger.ended()

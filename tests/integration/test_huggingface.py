@@ -44,6 +44,7 @@ class Heard(TrainerCallback):
 
     def __init__(self, die_at: int = 0) -> None:
         self.losses: dict[int, float] = {}
+        self.trainer: Any = None
         self._die_at = die_at
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_kwargs: Any) -> None:
@@ -52,7 +53,9 @@ class Heard(TrainerCallback):
             self.losses[state.global_step] = logs["loss"]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
-        """The step before has been saved and logged."""
+        """The step before has been saved and logged; let it be stored, or the next one may find no slot free and be left out."""
+        if getattr(self.trainer, "flash", None) is not None:
+            self.trainer.flash.wait()
         if self._die_at and state.global_step == self._die_at:
             raise Dies
 
@@ -78,7 +81,7 @@ def trained(folder: Path, flash: dict[str, Any] | None, die_at: int = 0, **more:
     )
     heard = Heard(die_at)
     kind, options = (Trainer, {}) if flash is None else (FlashTrainer, {"flash": flash})
-    trainer = kind(model=model, args=args, train_dataset=Rows(), callbacks=[heard], **options)
+    heard.trainer = trainer = kind(model=model, args=args, train_dataset=Rows(), callbacks=[heard], **options)
     try:
         trainer.train()
     except Dies:
