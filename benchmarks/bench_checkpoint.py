@@ -8,6 +8,8 @@ with its agent and saver, peers in processes of their own, in turn. `--only` mea
   goes on beside training included. With one compute thread of the two cores, and with both busy. Peers: dlrover 0.6.1's engine
   into shared memory, outside of its agent; `torch.save` to disk; `torch.distributed.checkpoint.async_save` with its thread and
   its process; a memcpy into warm memory. Blocking mode, first saves and minor faults are of the same runs.
+  A first save of ours is made once its memory is populated, which `FlashCheckpoint` begins with when it knows all sizes; until
+  then it leaves out what would make training stand.
 - persist: times of steps while the saver writes a state to disk, and of steps before.
 - whole: stretches of 40 steps of 100 ms with a save in every tenth, and without any, a quarter of `--mib` of state.
 - restore: rank 0 of a job kills itself with SIGKILL again and again; the restore from memory, verified in full or by headers,
@@ -31,7 +33,7 @@ from typing import Any
 from _bench import BROKEN, HERE, Result, Row, median, options, quantile, say
 from _hosts import ancestor, kill_tree
 from _jobs import OURS, Broken, Job, Line, running
-from _saving import dlrover_python, first_per_gib, per_gib, run
+from _saving import GIB, dlrover_python, first_per_gib, per_gib, run
 
 SCRIPT = HERE / "scripts" / "kept.py"
 ENGINES = ("none", "memcpy", "ours", "ours_blocking", "dlrover", "torch_save", "dcp_thread", "dcp_process")
@@ -100,6 +102,11 @@ def saves(result: Result, chosen: argparse.Namespace) -> None:
             stalls["ours_blocking"],
             FIRST_X,
             "ratio",
+        ),
+        Row(
+            "from its making until the memory of its two slots is populated, beside training",
+            "s/GiB",
+            [one["ready_s"] * GIB / one["size"] for found in (one[ours], one["ours_blocking"]) for one in found],
         ),
         Row(
             "first save, blocking; peer dlrover 0.6.1",

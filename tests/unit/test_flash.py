@@ -17,9 +17,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dlrover_adapters.torch.checkpoint import copier as copiers
+from dlrover_adapters.torch.checkpoint import memory
 from dlrover_adapters.torch.checkpoint.copier import Flight
 from dlrover_adapters.torch.checkpoint.flash import FlashCheckpoint
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
+from dlrover_adapters.torch.checkpoint.memory import Mapped
 from dlrover_adapters.torch.checkpoint.sources import Mismatch
 from dlrover_core.errors import SpecError
 
@@ -442,6 +444,26 @@ def test_memory_is_made_before_the_first_step_as_it_will_be_needed() -> None:
         list(run.train(2, 4, ckpt.step))
         ckpt.wait()
         assert (ckpt._engine.memory, ckpt.stats.layouts, ckpt.stats.saves) == (memory, 1, 2)
+
+
+def test_saves_that_come_before_their_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training does not stand while pages are found, unless somebody asks for a save himself."""
+    found, populate = threading.Event(), Mapped._populate
+    monkeypatch.setattr(memory, "WORTH_WAITING_BYTES", 0)
+    monkeypatch.setattr(Mapped, "_populate", lambda mapped, pin: (found.wait(30), populate(mapped, pin)))
+    run = Training(plain)
+    with FlashCheckpoint("", **run.parts, every=1) as ckpt:
+        list(run.train(1, 2, ckpt.step))
+        assert (ckpt.stats.saves, ckpt.stats.early, ckpt.stats.skipped, ckpt.stats.populated) == (0, 2, 0, False)
+        assert ckpt.save(2)
+        found.set()
+        assert ckpt._engine is not None
+        assert ckpt._engine.memory is not None
+        assert ckpt._engine.memory.populated.wait(30)
+        list(run.train(3, 4, ckpt.step))
+        ckpt.wait()
+        assert (ckpt.stats.saves, ckpt.stats.early, ckpt.stats.populated) == (3, 2, True)
+        assert saved(ckpt)[0] == 4
 
 
 def test_objects_that_outgrow_their_room_get_more(tmp_path: Path) -> None:

@@ -31,13 +31,15 @@ def import_core() -> None:
 
 
 def import_rest() -> None:
-    """What scripts pull in at their first optimizer (`_dynamo`, 0.7 to 2 s), wrapper or error."""
+    """What scripts pull in at their first optimizer (`_dynamo`, 0.7 to 2 s), checkpoint (0.15 s), wrapper or error."""
     import msgpack  # noqa: F401 - as below
     import torch._dynamo
     import torch.distributed.algorithms.join
     import torch.distributed.elastic.multiprocessing.errors
     import torch.nn.parallel
     import torch.utils.data  # noqa: F401 - for their side effect: they are imported
+
+    from .checkpoint import flash  # noqa: F401 - as above
 
 
 def refusal_in_zygote() -> str:

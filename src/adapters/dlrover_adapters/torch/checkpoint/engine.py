@@ -35,6 +35,8 @@ TORN_MAX = 3
 """Copies in a row that were thrown away; from then on training stands while they are made."""
 OWN_LAYOUTS_MAX = 8
 """How often this rank alone gets other memory because tensors that only it has are others; from then on they are objects."""
+EARLY = "the memory for states is still being populated; saves begin when it is there"
+BUSY = "every slot is being read; storage is slower than saves come"
 _log = logging.getLogger(__name__)
 
 
@@ -44,11 +46,13 @@ class Stats:
 
     ``stall_s``: the training thread stood in our hands; ``live_s``: of that, for copying what others than the optimizer write,
     and what is no tensor; ``copy_s``: the copy, beside training or not. ``copied_bytes`` is all of it, ``live_bytes`` what is
-    live. ``skipped``: saves left out because every slot was in use; ``torn``: copies thrown away.
+    live. ``skipped``: saves left out because every slot was in use; ``early``: as the memory was not populated yet; ``torn``:
+    copies thrown away. ``populated``: all of the memory is there.
     """
 
     saves: int = 0
     skipped: int = 0
+    early: int = 0
     torn: int = 0
     layouts: int = 0
     stall_s: float = 0.0
@@ -58,6 +62,7 @@ class Stats:
     copied_bytes: int = 0
     live_bytes: int = 0
     blob_bytes: int = 0
+    populated: bool = False
 
 
 class Options(NamedTuple):
@@ -94,6 +99,8 @@ class Engine:
         self._moves: dict[int, tuple[Moves, Moves]] = {}
         self._torn_in_a_row = 0
         self._stall_s = 0.0
+        self.why_left_out = ""
+        """Of the newest save that was left out, for people."""
         self.spare = 0
         """Slots that are pinned for copies on other nodes, whatever else is read."""
 
@@ -244,9 +251,10 @@ class Engine:
 
     # ---- saving
 
-    def save(self, step: int, call: int, *, due: bool, blocking: bool = False) -> bool:
+    def save(self, step: int, call: int, *, due: bool, blocking: bool = False, populated: bool = False) -> bool:
         """Save the state after ``step``, in the ``call``-th call; ``due``: for storage too. False: left out.
 
+        ``populated``: only into memory that is there, as training would stand for seconds while pages are found.
         A collective only where the layout is a new one. Raises `MeetingFailed`, `VaultGone`, `SpecError`.
         """
         began = time.perf_counter()
@@ -256,18 +264,21 @@ class Engine:
         objects = self._laid_out()
         memory = self.memory
         assert memory is not None
-        slot = self._begin(call)
+        early = frozenset(slot for slot in range(memory.geometry.slots) if populated and memory.costs(slot))
+        slot = self._begin(call, early)
         if slot is None:
+            self.why_left_out = EARLY if early else BUSY
+            self.stats.early += bool(early)
+            self.stats.skipped += not early
             self._missed(step, due=due)
-            self.stats.skipped += 1
-            memory.control.skipped = self.stats.skipped
+            memory.control.skipped = self.stats.skipped + self.stats.early
             self._stalled(began)
             return False
         written = memory.write_blob(slot, objects)
         if written is None:
             _log.info("objects have outgrown their room: new memory")
             self._open(memory.table, blob_room(len(pack_blob(objects))))
-            return self.save(step, call, due=due, blocking=blocking)
+            return self.save(step, call, due=due, blocking=blocking, populated=populated)
         beside, live = self._moves_to(slot)
         at_live = time.perf_counter()
         stands = blocking or not self.beside
@@ -306,12 +317,12 @@ class Engine:
             self.line.saved(self.arena_id, slot, step, due=True)
         self._newest = (step, True)
 
-    def _begin(self, call: int) -> int | None:
-        """A slot that may be overwritten, begun; None: there is none."""
+    def _begin(self, call: int, without: frozenset[int]) -> int | None:
+        """A slot that may be overwritten, begun; ``without`` some; None: there is none."""
         assert self.memory is not None
         control = self.memory.control
         for _ in self._kept:
-            kept = [one._replace(pinned=control.pinned(slot)) for slot, one in enumerate(self._kept)]
+            kept = [one._replace(pinned=slot in without or control.pinned(slot)) for slot, one in enumerate(self._kept)]
             slot = choose(
                 kept,
                 call=call,

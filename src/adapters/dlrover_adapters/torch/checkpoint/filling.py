@@ -4,12 +4,12 @@ Two things cost time, and neither is the copying (measured, 1 GiB, 2 busy cores,
 
 * Pages of the source. A mapping of a memfd faults page by page; ``MAP_POPULATE`` and ``MADV_POPULATE_READ`` make that 190-390 ms,
   with one or two threads. ``preadv`` maps nothing: 150 ms with two threads, and its calls release the interpreter.
-* Fresh pages of the target, as a new optimizer's state is made of: 0.7 s on a quiet machine, in huge pages 0.23-0.66 s; but
-  where the hypervisor takes free blocks back (free page reporting), each huge page costs 4.5 ms: 2.3 s of system time against
-  0.8 s. So `memory.roomy`, which makes such tensors, asks for huge pages only where that is not so.
+* Fresh pages of the target, as a new optimizer's state is made of: 300-900 ms in small pages, 60-200 ms in huge ones, where the
+  machine has the memory at hand (it has: the worker before has just died). Memory that a hypervisor has to find first costs
+  2 to 5 s either way.
 
-So: ``preadv`` from the memory's descriptor, by a few threads. Verification of blocks reads through a small buffer that stays in
-the cache, and maps nothing either.
+So: huge pages for what has no pages yet, and ``preadv`` from the descriptor, by a few threads. Verification of blocks reads
+through a small buffer that stays in the cache, and maps nothing either.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from dlrover_adapters.checkpoint.table import Item
 from dlrover_core.checkpoint.arena import BLOCK_BYTES, ArenaBroken
 
 from .capture import Target
+from .memory import ask_for_huge_pages
 
 PIECE_BYTES = 8 * 1024 * 1024
 """What one thread copies at a time."""
@@ -187,6 +188,7 @@ def fill(needed: Iterable[tuple[Need, Piece]], threads: int) -> None:
             work.append(functools.partial(_copy, tensor, held.view, item, need.here))
             continue
         memory, at = _memory(tensor), held.data_at + item.at + run
+        ask_for_huge_pages(tensor.data_ptr(), len(memory))
         for begin in range(0, len(memory), PIECE_BYTES):
             part = memory[begin : begin + PIECE_BYTES]
             work.append(functools.partial(_read, held.fd, part, at + begin))

@@ -209,7 +209,7 @@ class FlashCheckpoint:
         if plan:
             self._stand_at(plan, step, engine)
         elif due.memory:
-            self._save(step, due=due.storage, blocking=False)
+            self._save(step, due=due.storage, populated=True)
         else:
             engine.settle()
         self._saved_last = due.memory
@@ -226,7 +226,7 @@ class FlashCheckpoint:
         self._prepare(engine)
         self._call += 1
         self._fence()
-        return self._save(step, due=to_storage and bool(self.url), blocking=False)
+        return self._save(step, due=to_storage and bool(self.url), populated=False)
 
     def wait(self) -> None:
         """Until what was saved is published in memory; and, without an agent, written to storage. Raises what failed there."""
@@ -284,7 +284,11 @@ class FlashCheckpoint:
     @property
     def stats(self) -> Stats:
         """What saving has done and cost so far."""
-        return self._engine.stats if self._engine is not None else Stats()
+        engine = self._engine
+        if engine is None:
+            return Stats()
+        engine.stats.populated = engine.memory is not None and engine.memory.populated.is_set()
+        return engine.stats
 
     # ---- parts
 
@@ -367,19 +371,15 @@ class FlashCheckpoint:
 
     _told_layouts = -1
 
-    def _save(self, step: int, *, due: bool, blocking: bool) -> bool:
+    def _save(self, step: int, *, due: bool, populated: bool) -> bool:
         engine = self._engine_now()
         try:
-            saved = engine.save(step, self._call, due=due, blocking=blocking)
+            saved = engine.save(step, self._call, due=due, populated=populated)
         except VaultRefused as error:
             raise NoMemory(f"states cannot be kept in memory: {error}") from error
-        skipped = engine.stats.skipped
-        if not saved and skipped & (skipped - 1) == 0:  # the first, the second, the fourth ...
-            _log.warning(
-                "step %d was not saved (%d by now): every slot is being read; storage is slower than saves come",
-                step,
-                skipped,
-            )
+        left_out = engine.stats.skipped + engine.stats.early
+        if not saved and left_out & (left_out - 1) == 0:  # the first, the second, the fourth ...
+            _log.warning("step %d was not saved (%d by now): %s", step, left_out, engine.why_left_out)
         if engine.stats.layouts != self._told_layouts:
             self._tell(engine)
         return saved
