@@ -27,7 +27,7 @@ from dlrover_core.kernel.log import LeaderInfo
 from dlrover_core.logs import open_log
 
 STEPS = str(SCRIPTS / "steps.py")
-COLD = ("--preload", "none", "--set", "stop_grace_s=5")
+QUICK_END = ("--set", "stop_grace_s=5")
 SIZE = ("--nnodes", "2", "--job-id", "many", "--set", "last_call_s=0.5")
 
 pytestmark = pytest.mark.timeout(120)
@@ -73,7 +73,7 @@ class Hosts:
         """Let both trainers join, knowing all masters."""
         masters = ",".join(self.at(one) for one in self.masters)
         for host in self.trainers:
-            host.start("--nnodes", "2", "--master", masters, "--rdzv-id", "many", *COLD, *script)
+            host.start("--nnodes", "2", "--master", masters, "--rdzv-id", "many", *QUICK_END, *script)
 
     def state(self) -> JobState:
         """The job by its log."""
@@ -215,7 +215,7 @@ def test_the_only_master_is_asked_to_go(hosts: Hosts) -> None:
 def test_one_host_with_its_log_in_etcd(etcd_server: Cluster, etcd_prefix: str, tmp_path: Path) -> None:
     """Its master is killed: the next one leads long before the dead one's lease is over, and nothing is restarted."""
     url = etcd_server.url(etcd_prefix, ttl="60")
-    with Job(tmp_path, "--log", url, *COLD, STEPS) as job:
+    with Job(tmp_path, "--log", url, *QUICK_END, STEPS) as job:
         step = int(job.trains(1)["step"])
         master = job.one("dlrover-master")
         killed = time.monotonic()
@@ -235,7 +235,7 @@ def test_one_host_with_its_log_in_etcd(etcd_server: Cluster, etcd_prefix: str, t
 
 def test_the_control_plane_is_said_to_be_degraded(tmp_path: Path) -> None:
     """While etcd hangs training goes on; the launcher says so, `status` since when and why, and a follower waits for its end."""
-    with Cluster() as etcd, Job(tmp_path, "--log", etcd.url("t", ttl="2"), *COLD, STEPS) as job:
+    with Cluster() as etcd, Job(tmp_path, "--log", etcd.url("t", ttl="2"), *QUICK_END, STEPS) as job:
         job.trains(1)
         url = job.settings["log"]
         with (tmp_path / "events").open("wb") as out, (tmp_path / "remarks").open("wb") as remarks:
@@ -283,7 +283,7 @@ def test_a_password_changed_under_a_job_does_not_end_it(tmp_path: Path) -> None:
     with Cluster(user="root", password="correct-horse") as etcd:
         etcd.add_user("job", "one", "t")
         url, born = f"etcd://job@{etcd.endpoints[0]}/t", {"DLROVER_ETCD_PASSWORD": "one"}
-        with Job(tmp_path, "--log", url, *COLD, STEPS, env=born) as job:
+        with Job(tmp_path, "--log", url, *QUICK_END, STEPS, env=born) as job:
             job.trains(1)
             etcd.change_password("job", "another")
             job.one("dlrover-master").kill()
@@ -326,7 +326,7 @@ def test_a_log_that_cannot_be_right_is_told(tmp_path: Path) -> None:
                 assert words in done.stderr
                 assert "correct-horse" not in done.stderr + done.stdout
                 assert "battery-staple" not in done.stderr + done.stdout
-        with Job(tmp_path, "--log", wrong_password, *COLD, STEPS) as job:
+        with Job(tmp_path, "--log", wrong_password, *QUICK_END, STEPS) as job:
             assert job.ended() == 2
             assert "password" in job.said()
             assert "battery-staple" not in job.said()
@@ -353,7 +353,7 @@ def test_ctrl_c_where_the_masters_stand_by(hosts: Hosts) -> None:
     )
     hosts.leader()
     c10d = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", hosts.at(host), "--rdzv-id", "many")
-    host.start(*c10d, "--preload", "none", "--set", "last_call_s=0.5", "--log", hosts.url, STEPS, "--term")
+    host.start(*c10d, "--set", "last_call_s=0.5", "--log", hosts.url, STEPS, "--term")
     host.says(f"stands by for job many; {hosts.at(leading)} leads")
     eventually(lambda: bool(host.told(0)), "a rank")
     host.signal()
@@ -387,7 +387,7 @@ def test_an_etcd_without_room_is_told(tmp_path: Path) -> None:
     with Cluster(quota_bytes=1 << 20) as etcd:
         with pytest.raises(OSError, match="space exceeded"):
             _fill(etcd)
-        with Job(tmp_path, "--log", etcd.url("t"), *COLD, STEPS) as job:
+        with Job(tmp_path, "--log", etcd.url("t"), *QUICK_END, STEPS) as job:
             assert job.ended() == 2
             assert "is out of space" in job.said()
             assert "is led by" not in job.said()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import BIN, BOUND_S, SCRIPTS, Job, eventually
+from running import BIN, BOUND_S, SCRIPTS, Job, eventually, warmth
 
 STEPS, WHERE, FAILS = (str(SCRIPTS / name) for name in ("steps.py", "where.py", "fails.py"))
 COLD = ("--preload", "none")
@@ -22,7 +22,8 @@ COLD = ("--preload", "none")
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """``dlrover-run`` with these arguments, to its end."""
     line = [str(BIN / "dlrover-run"), *arguments]
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=BOUND_S, check=False)
+    born = {**os.environ, **warmth(arguments, folder)}
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=BOUND_S, check=False, env=born)
 
 
 # ---- the command line
@@ -199,7 +200,7 @@ def test_the_ways_to_name_a_program(tmp_path: Path) -> None:
     with Job(tmp_path, "--no-python", "--nproc-per-node", "2", *program) as job:
         assert job.ended() == 0
         assert sorted(job.out.read_text().splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
-    with Job(tmp_path, *COLD, "--run-path", WHERE, job="path") as job:
+    with Job(tmp_path, "--run-path", WHERE, job="path") as job:
         assert job.ended() == 0
         assert seen(tmp_path, 1)[0]["name"] == "__main__"
 
@@ -238,7 +239,7 @@ def test_streams_go_where_they_are_told(tmp_path: Path) -> None:
 
 def test_a_second_run_of_a_name_begins_a_new_run_in_the_same_log(tmp_path: Path) -> None:
     """A finished name may be used again: its log goes on with a run of another id. Two at once are refused, with whom to stop."""
-    with Job(tmp_path, *COLD, STEPS) as job:
+    with Job(tmp_path, STEPS) as job:
         job.trains(1)
         second = run(tmp_path, "--state-dir", "state", "--job-id", "e2e", STEPS)
         assert second.returncode == 2
@@ -246,7 +247,7 @@ def test_a_second_run_of_a_name_begins_a_new_run_in_the_same_log(tmp_path: Path)
         job.trains(1, beyond=job.trains(1)["step"])
         job.finish()
         assert job.ended() == 0
-    with Job(tmp_path, *COLD, STEPS) as job:  # ends at once, the file being there
+    with Job(tmp_path, STEPS) as job:  # ends at once, the file being there
         assert job.ended() == 0
         runs = [one["fields"]["run"] for one in job.events("JobCreated")]
         assert len(set(runs)) == 2
@@ -256,7 +257,7 @@ def test_a_second_run_of_a_name_begins_a_new_run_in_the_same_log(tmp_path: Path)
 def test_a_log_elsewhere(tmp_path: Path) -> None:
     """``--log URL`` keeps the log where it says, `dlrover` finds it there, and the hint at the end says how."""
     url = f"sqlite://{tmp_path}/far/away.db"
-    with Job(tmp_path, *COLD, "--log", url, "--max-restarts", "0", "--no-python", "false") as job:
+    with Job(tmp_path, "--log", url, "--max-restarts", "0", "--no-python", "false") as job:
         assert job.ended() == 1
         assert f"dlrover report e2e --log {url}" in job.said()
         assert "JobFailed" in job.dlrover("events", "--log", url)
@@ -265,7 +266,7 @@ def test_a_log_elsewhere(tmp_path: Path) -> None:
 
 def test_fewer_nodes_may_be_enough(tmp_path: Path) -> None:
     """``--nnodes 1:2 --local-nodes 2``: both nodes train, each with its ranks."""
-    with Job(tmp_path, *COLD, "--nnodes", "1:2", "--local-nodes", "2", STEPS) as job:
+    with Job(tmp_path, "--nnodes", "1:2", "--local-nodes", "2", STEPS) as job:
         status = job.trains(1)
         assert status["world_size"] == 2
         eventually(lambda: job.told(0) and job.told(1), "both ranks")
@@ -281,7 +282,7 @@ def test_the_log_tells_what_was_done(tmp_path: Path) -> None:
     """After a killed worker the run says so in a line, `explain` leads from the exit to the action by its rule and to what that
     cost, `report` adds up, and `status` agrees.
     """
-    with Job(tmp_path, *COLD, "--nproc-per-node", "2", "--progress", "on", STEPS) as job:
+    with Job(tmp_path, "--nproc-per-node", "2", "--progress", "on", STEPS) as job:
         job.trains(1, beyond=10)
         job.one("worker-1").kill()
         job.trains(2, beyond=1000)

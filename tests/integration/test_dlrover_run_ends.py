@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 from running import BIN, BOUND_S, SCRIPTS, Job, eventually
 
-COLD = ("--preload", "none")
 UNEVEN, CHATTY = str(SCRIPTS / "uneven.py"), str(SCRIPTS / "chatty.py")
 
 
 @pytest.mark.parametrize("where", [("--nproc-per-node", "2"), ("--local-nodes", "2")], ids=["one node", "two nodes"])
 def test_who_is_done_waits_for_the_others(tmp_path: Path, where: tuple[str, ...]) -> None:
     """Rank 0 is done; rank 1 may take as long as it needs, on the same node or on another one. Nobody restarts, nobody fails."""
-    with Job(tmp_path, *COLD, *where, UNEVEN) as job:
+    with Job(tmp_path, *where, UNEVEN) as job:
         eventually(lambda: bool(job.told(0) and job.told(1)), "both ranks")
         first = int(job.told(0)[0][1])
         eventually(lambda: not Path(f"/proc/{first}").exists(), "the end of rank 0")
@@ -41,7 +40,7 @@ def test_a_script_that_fails_at_once_does_not_spin(tmp_path: Path) -> None:
     """
     (tmp_path / "typo.py").write_text("import os\nprnt(os.environ['RANK'])\n")
     (tmp_path / "policy.toml").write_text("user_repeats = 0\nfail_at_once = []\n")
-    options = (*COLD, "--max-restarts", "4", "--set", "restart_pause_s=0.6", "--policy", str(tmp_path / "policy.toml"))
+    options = ("--max-restarts", "4", "--set", "restart_pause_s=0.6", "--policy", str(tmp_path / "policy.toml"))
     with Job(tmp_path, *options, str(tmp_path / "typo.py")) as job:
         assert job.ended() == 1
         formed = [one["at_us"] for one in job.events("WorldFormed")]
@@ -59,7 +58,7 @@ def test_a_script_that_fails_at_once_does_not_spin(tmp_path: Path) -> None:
 def test_a_typo_ends_the_job_at_once(tmp_path: Path) -> None:
     """What cannot run is not started again: the job fails at the first NameError before any step, and says by which rule."""
     (tmp_path / "typo.py").write_text("import os\nprnt(os.environ['RANK'])\n")
-    with Job(tmp_path, *COLD, "--max-restarts", "4", str(tmp_path / "typo.py")) as job:
+    with Job(tmp_path, "--max-restarts", "4", str(tmp_path / "typo.py")) as job:
         assert job.ended() == 1
         assert len(job.events("WorldFormed")) == 1
         assert "NameError: name 'prnt' is not defined" in job.said()
@@ -73,7 +72,7 @@ def test_a_job_without_progress_ends_with_an_exit_code_of_its_own(tmp_path: Path
         "step(5)\nstep(6)\nprint('OSError: [Errno 98] Address already in use', file=sys.stderr)\nsys.exit(1)\n"
     )
     (tmp_path / "policy.toml").write_text("no_progress_cycles = 2\n")
-    with Job(tmp_path, *COLD, "--policy", str(tmp_path / "policy.toml"), str(tmp_path / "stuck.py")) as job:
+    with Job(tmp_path, "--policy", str(tmp_path / "policy.toml"), str(tmp_path / "stuck.py")) as job:
         assert job.ended() == 93
         assert len(job.events("WorldFormed")) == 3
         assert "2 cycles in a row have reached no new step" in job.said()
@@ -90,7 +89,7 @@ def test_a_full_log_directory_does_not_stop_training(tmp_path: Path) -> None:
     if subprocess.run([*own, "sh", "-c", inside], capture_output=True, check=False).returncode:
         pytest.skip("this machine lets nobody mount a tmpfs")
     state = tmp_path / "state"
-    line = [str(BIN / "dlrover-run"), "--state-dir", str(state), "--job-id", "full", *COLD, "--nproc-per-node", "2"]
+    line = [str(BIN / "dlrover-run"), "--state-dir", str(state), "--job-id", "full", "--nproc-per-node", "2"]
     line += ["-r", "1", "-t", "2", "--log-dir", str(tmp_path / "logs"), "--set", "restart_pause_s=0", CHATTY]
     script = f'{inside} && exec "$0" "$@"'
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:

@@ -11,7 +11,7 @@ import pytest
 from running import SCRIPTS, Job, eventually
 
 STEPS = str(SCRIPTS / "steps.py")
-COLD = ("--preload", "none", "--nproc-per-node", "2")
+TWO = ("--nproc-per-node", "2")
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_a_signal_stops_the_job_in_order(tmp_path: Path, number: signal.Signals,
 
     Ctrl-C goes to the whole foreground group, `kill` to the launcher alone: both mean the same.
     """
-    with Job(tmp_path, *COLD, STEPS, "--term", "--child") as job:
+    with Job(tmp_path, *TWO, STEPS, "--term", "--child") as job:
         job.trains(1)
         eventually(lambda: all(job.told(rank) for rank in (0, 1)), "both workers")
         (os.killpg if group else os.kill)(job.process.pid, number)
@@ -43,7 +43,7 @@ def test_ctrl_c_shows_the_scripts_own_frames(tmp_path: Path) -> None:
         "import sys, time\nhook = sys.excepthook\nsys.excepthook = lambda *what: (hook(*what), print('hooked'))\n"
         "def wait():\n    print('waiting', flush=True)\n    time.sleep(600)\nwait()\n"
     )
-    with Job(tmp_path, "--preload", "none", str(tmp_path / "deep.py")) as job:
+    with Job(tmp_path, str(tmp_path / "deep.py")) as job:
         eventually(lambda: "waiting" in job.out.read_text(), "the script")
         job.process.send_signal(signal.SIGINT)
         assert job.ended() == 130
@@ -55,7 +55,7 @@ def test_ctrl_c_shows_the_scripts_own_frames(tmp_path: Path) -> None:
 
 def test_the_signals_to_handle_are_chosen(tmp_path: Path) -> None:
     """``--signals-to-handle SIGUSR1``, as batch systems send it before the end: workers get it, and may save."""
-    with Job(tmp_path, *COLD, "--signals-to-handle", "SIGTERM,SIGUSR1", STEPS, "--term") as job:
+    with Job(tmp_path, *TWO, "--signals-to-handle", "SIGTERM,SIGUSR1", STEPS, "--term") as job:
         job.trains(1)
         eventually(lambda: all(job.told(rank) for rank in (0, 1)), "both workers")
         job.process.send_signal(signal.SIGUSR1)
@@ -66,7 +66,7 @@ def test_the_signals_to_handle_are_chosen(tmp_path: Path) -> None:
 
 def test_ctrl_c_twice_does_not_wait(tmp_path: Path) -> None:
     """Workers deaf to SIGTERM are killed at the second Ctrl-C, and still the log gets its end."""
-    with Job(tmp_path, *COLD, STEPS, "--deaf") as job:
+    with Job(tmp_path, *TWO, STEPS, "--deaf") as job:
         job.trains(1)
         eventually(lambda: all(job.told(rank) for rank in (0, 1)), "both workers")
         job.process.send_signal(signal.SIGINT)
@@ -81,7 +81,7 @@ def test_ctrl_c_twice_does_not_wait(tmp_path: Path) -> None:
 
 def test_grace_has_an_end(tmp_path: Path) -> None:
     """Workers that ignore SIGTERM get SIGKILL after ``stop_grace_s``."""
-    with Job(tmp_path, "--set", "stop_grace_s=0.5", *COLD, STEPS, "--deaf") as job:
+    with Job(tmp_path, "--set", "stop_grace_s=0.5", *TWO, STEPS, "--deaf") as job:
         job.trains(1)
         job.process.terminate()
         assert job.ended(15.0) == 143
@@ -91,7 +91,7 @@ def test_grace_has_an_end(tmp_path: Path) -> None:
 
 def test_a_master_that_gets_sigterm_hands_over(tmp_path: Path) -> None:
     """Not the launcher but the leading master is asked to go, by a person or a batch system: the reserve leads, nothing stops."""
-    with Job(tmp_path, *COLD, STEPS) as job:
+    with Job(tmp_path, *TWO, STEPS) as job:
         job.trains(1)
         eventually(lambda: len(job.processes("dlrover-master")) == 2, "the reserve")
         first = job.until(lambda status: status["role"] == "leader", "a leader")
@@ -110,7 +110,7 @@ def test_a_master_that_gets_sigterm_hands_over(tmp_path: Path) -> None:
 
 def test_a_signal_before_masters_listen_is_not_lost(tmp_path: Path) -> None:
     """Ctrl-C in the first moments ends the job as any other does, without a traceback."""
-    with Job(tmp_path, *COLD, STEPS) as job:
+    with Job(tmp_path, *TWO, STEPS) as job:
         eventually(lambda: "job e2e" in job.said(), "the first word")
         job.process.send_signal(signal.SIGINT)
         assert job.ended(20.0) == 130
@@ -123,7 +123,7 @@ def test_a_hangup_means_nothing_under_nohup(tmp_path: Path) -> None:
     """A SIGHUP that the launcher was born to ignore is ignored: the job goes on."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # children inherit it
     try:
-        job = Job(tmp_path, *COLD, STEPS)
+        job = Job(tmp_path, *TWO, STEPS)
     finally:
         signal.signal(signal.SIGHUP, before)
     with job:

@@ -18,7 +18,6 @@ from dlrover_adapters.agent.log_watch import Known, Output
 
 ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 XID = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, name=python3, GPU has fallen off the bus."
-COLD = ("--preload", "none")
 Make = Callable[..., Any]
 
 SCRIPT = f"""
@@ -45,7 +44,7 @@ def test_lines_of_workers_and_of_the_kernel_are_evidence(tmp_path: Path) -> None
     (tmp_path / "train.py").write_text(SCRIPT)
     kernel = tmp_path / "kmsg"
     kernel.touch()
-    arguments = ("--nproc-per-node", "2", "--max-restarts", "0", *COLD, "train.py")
+    arguments = ("--nproc-per-node", "2", "--max-restarts", "0", "train.py")
     with Job(tmp_path, *arguments, env={"DLROVER_KERNEL_LOG": str(kernel)}) as job:
         (found,) = eventually(lambda: seen(job, "log") or None, "the worker's line")
         assert (found["signature"], found["rank"], found["generation"]) == ("cuda.ecc", 1, 1)
@@ -64,7 +63,7 @@ def test_lines_of_workers_and_of_the_kernel_are_evidence(tmp_path: Path) -> None
 def test_with_detectors_off_nothing_is_looked_for(tmp_path: Path) -> None:
     """`--detect off` leaves output alone: the log has no evidence but the deaths themselves."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    with Job(tmp_path, "--nproc-per-node", "2", "--max-restarts", "0", "--detect", "off", *COLD, "train.py") as job:
+    with Job(tmp_path, "--nproc-per-node", "2", "--max-restarts", "0", "--detect", "off", "train.py") as job:
         job.finish()
         assert job.ended() == 1
         assert job.events("WorkerExited")
@@ -95,7 +94,7 @@ def limited_group(limit_bytes: int) -> Iterator[None]:
 def test_an_oom_kill_is_evidence(tmp_path: Path) -> None:
     """A worker that eats its memory group's limit dies of SIGKILL; the log says that it was the OOM killer, and which rank."""
     (tmp_path / "eats.py").write_text("eaten = []\nwhile True:\n    eaten.append(bytearray(8_000_000))\n")
-    with limited_group(1536 * 2**20), Job(tmp_path, "--max-restarts", "0", *COLD, "eats.py") as job:
+    with limited_group(1536 * 2**20), Job(tmp_path, "--max-restarts", "0", "eats.py") as job:
         assert job.ended() == 1
         (found,) = seen(job, "cgroup")
         assert (found["signature"], found["rank"], found["generation"]) == ("cgroup.oom", 0, 1)

@@ -14,7 +14,7 @@ from hosts_net import Host, Net, best, loopback, namespaces, where
 from running import SCRIPTS, eventually
 
 WHERE, STEPS, FAILS = (str(SCRIPTS / name) for name in ("where.py", "steps.py", "raises.py"))
-COLD = ("--preload", "none", "--set", "stop_grace_s=5")
+QUICK_END = ("--set", "stop_grace_s=5")
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -37,7 +37,7 @@ def hosts(net: Net, tmp_path: Path) -> Iterator[list[Host]]:
 def c10d(host: Host, nodes: str, job: str = "many") -> tuple[str, ...]:
     """What every host says: meet at ``host``."""
     at = f"{host.address}:{host.net.port}"
-    return ("--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", at, "--rdzv-id", job, *COLD)
+    return ("--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", at, "--rdzv-id", job, *QUICK_END)
 
 
 @pytest.fixture(params=[namespaces, loopback])
@@ -76,7 +76,7 @@ def test_hosts_meet_at_an_endpoint(each_net: Net, tmp_path: Path) -> None:
 def test_static_ranks_and_the_root_cause_everywhere(hosts: list[Host]) -> None:
     """--node-rank decides who is who, whoever comes first. A failing rank's words reach both hosts, first; both exit with 1."""
     a, b, _ = hosts
-    at = ("--nnodes", "2", "--master-addr", a.address, "--master-port", str(a.net.port), "--job-id", "many", *COLD)
+    at = ("--nnodes", "2", "--master-addr", a.address, "--master-port", str(a.net.port), "--job-id", "many", *QUICK_END)
     b.start(*at, "--node-rank", "1", "--max-restarts", "0", FAILS)
     b.says("waiting for a master")
     assert "cannot be asked: Connection refused" in b.said()
@@ -103,7 +103,7 @@ def test_masters_of_their_own(hosts: list[Host]) -> None:
     line = next(one for one in master.said().splitlines() if "--master" in one).split()[1:-1]
     assert line[line.index("--master") + 1] == at(master)
     for host in (b, c):
-        host.start(*line, *COLD, STEPS, "--term")
+        host.start(*line, *QUICK_END, STEPS, "--term")
     master.until(1, 2)
     eventually(lambda: bool(b.told(0) + c.told(0)), "rank 0")
     master.signal()
@@ -219,7 +219,7 @@ def test_waiting_for_a_master_has_an_end(tmp_path: Path) -> None:
     """Nobody there: said where, for how long, and what to do."""
     with best() as net, Host(net, "b", tmp_path) as b:
         at = f"{net.addresses['a']}:{net.port}"
-        b.start("--nnodes", "2", "--master", at, "--rdzv-conf", "join_timeout=0.5", *COLD, STEPS)
+        b.start("--nnodes", "2", "--master", at, "--rdzv-conf", "join_timeout=0.5", *QUICK_END, STEPS)
         assert b.ended() == 70
         assert f"no master at {at} within 0.5 s" in b.said()
         assert "join_timeout" in b.said()

@@ -127,8 +127,8 @@ def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path, preload: str
 def test_a_launcher_killed_with_its_sweeper_is_swept_by_the_next(tmp_path: Path) -> None:
     """When nobody could end what a run left, the next launcher of this user does; what is in use stays."""
     with (
-        Job(tmp_path, "--preload", "none", STEPS, "--child") as job,
-        Job(_other(tmp_path), "--preload", "none", STEPS) as other,
+        Job(tmp_path, STEPS, "--child") as job,
+        Job(_other(tmp_path), STEPS) as other,
     ):
         job.trains(1)
         other.trains(1)
@@ -138,7 +138,7 @@ def test_a_launcher_killed_with_its_sweeper_is_swept_by_the_next(tmp_path: Path)
         job.ended()
         eventually(lambda: not job.processes("dlrover-agent"), "the end of the agent with its launcher")
         assert stale.exists()
-        with Job(tmp_path, "--preload", "none", STEPS, job="next") as following:
+        with Job(tmp_path, STEPS, job="next") as following:
             eventually(lambda: not stale.exists(), "the sweep")
             assert job.left() == []
             assert Path(other.settings["run_dir"]).exists()
@@ -158,7 +158,7 @@ def _other(folder: Path) -> Path:
 def test_a_stopped_master_costs_nobody_a_node(tmp_path: Path) -> None:
     """The leading master is stopped for three silence timeouts and goes on: no node is relaunched, no worker restarted."""
     quick = ("--set", "silence_s=1", "--set", "heartbeat_s=0.2")
-    with Job(tmp_path, *quick, "--preload", "none", STEPS) as job:
+    with Job(tmp_path, *quick, STEPS) as job:
         status = job.trains(1)
         master = Process(leader(status), "dlrover-master", "")
         before = job.events()[-1]["at_us"]
@@ -182,7 +182,7 @@ def test_the_working_directory_cannot_break_the_launcher(tmp_path: Path) -> None
         (tmp_path / name).write_text("raise RuntimeError('the user has such a module too')\n")
     (tmp_path / "script").mkdir()
     (tmp_path / "script" / "main.py").write_text("import os\nprint('rank', os.environ['RANK'])\n")
-    with Job(tmp_path, "--preload", "none", "script/main.py") as job:
+    with Job(tmp_path, "script/main.py") as job:
         assert job.ended() == 0
         assert job.out.read_text() == "rank 0\n"
         assert os.fspath(tmp_path) not in job.said()

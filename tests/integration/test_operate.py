@@ -12,7 +12,6 @@ import pytest
 from running import BIN, BOUND_S, SCRIPTS, TOKEN, Job, eventually
 
 STEPS = str(SCRIPTS / "steps.py")
-COLD = ("--preload", "none")
 
 
 def tell(job: Job, verb: str, *words: str, code: int = 0, token: str | None = None) -> str:
@@ -35,7 +34,7 @@ def tell(job: Job, verb: str, *words: str, code: int = 0, token: str | None = No
 @pytest.mark.timeout(240)
 def test_a_whole_life_by_hand(tmp_path: Path) -> None:
     """1 -> 2 nodes, one drained, a pause, and the end: each as it is told, workers asked politely, no failure, nothing left."""
-    with Job(tmp_path, *COLD, "--set", "stop_grace_s=10", STEPS, "--term") as job:
+    with Job(tmp_path, "--set", "stop_grace_s=10", STEPS, "--term") as job:
         job.trains(1, beyond=5)
         token = job.state / "jobs" / job.name / "token"
         assert token.read_text().strip() == TOKEN
@@ -83,7 +82,7 @@ def test_a_whole_life_by_hand(tmp_path: Path) -> None:
 
 def test_another_token_is_refused(tmp_path: Path) -> None:
     """Whoever has another job's token is told what to do, and nothing is done."""
-    with Job(tmp_path, *COLD, STEPS) as job:
+    with Job(tmp_path, STEPS) as job:
         job.trains(1)
         assert "--token-file" in tell(job, "stop", code=6, token="of-another-job")
         (tmp_path / "given").write_text(TOKEN)
@@ -95,7 +94,7 @@ def test_another_token_is_refused(tmp_path: Path) -> None:
 
 def test_waiting_has_its_bound_and_outlives_a_master(tmp_path: Path) -> None:
     """Workers that do not heed SIGTERM are waited for as long as was said; the order holds under the next master too."""
-    with Job(tmp_path, *COLD, "--set", "stop_grace_s=600", STEPS, "--deaf") as job:
+    with Job(tmp_path, "--set", "stop_grace_s=600", STEPS, "--deaf") as job:
         job.trains(1)
         said = tell(job, "suspend", "--wait", "--timeout", "0.5", code=7)
         assert "not so within 0.5 s: workers of 1 node have not stopped yet" in said
@@ -110,7 +109,7 @@ def test_waiting_has_its_bound_and_outlives_a_master(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", ["suspended", "stopping"])
 def test_the_command_of_a_job_without_masters_says_so(tmp_path: Path, at: str) -> None:
     """A job whose launcher was killed has nobody to ask; what it leaves is no secret."""
-    with Job(tmp_path, *COLD, STEPS) as job:
+    with Job(tmp_path, STEPS) as job:
         job.trains(1)
         if at == "suspended":
             tell(job, "suspend", "--wait")

@@ -17,7 +17,7 @@ TEST_MARK = "DLROVER_TEST_MARK"
 
 def test_a_standby_takes_the_place_of_a_dead_node(tmp_path: Path) -> None:
     """With --standby 1 the process that becomes the new node was there before, warm; another one follows it."""
-    with Job(tmp_path, "--local-nodes", "2", "--standby", "1", "--preload", "none", STEPS) as job:
+    with Job(tmp_path, "--local-nodes", "2", "--standby", "1", STEPS) as job:
         job.trains(1, beyond=5)
         standby = eventually(lambda: unnamed(job), "a standby")
         zygotes = [one.pid for one in job.processes("dlrover-agent")]

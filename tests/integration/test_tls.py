@@ -32,7 +32,7 @@ CA, OTHER, MASTER, ELSEWHERE, EXPIRED = (
     str(DATA / f"{name}.pem") for name in ("ca", "other", "master", "elsewhere", "expired")
 )
 STEPS, WHERE = (str(SCRIPTS / name) for name in ("steps.py", "where.py"))
-COLD = ("--preload", "none", "--set", "stop_grace_s=5")
+QUICK_END = ("--set", "stop_grace_s=5")
 BOUND_S = 30.0
 
 pytestmark = pytest.mark.timeout(120)
@@ -54,7 +54,7 @@ def at(host: Host) -> str:
 
 def c10d(host: Host) -> tuple[str, ...]:
     """What both say: meet at ``host``."""
-    return ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", at(host), "--rdzv-id", "many", *COLD)
+    return ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", at(host), "--rdzv-id", "many", *QUICK_END)
 
 
 def operate(host: Host, *words: str) -> tuple[int, str]:
@@ -101,7 +101,7 @@ def test_who_is_turned_away(hosts: list[Host]) -> None:
     line = ("--nnodes", "1", "--job-id", "many", "--bind", at(master))
     master.start("master", *line, "--tls-cert", MASTER, "--tls-key", MASTER, program="dlrover")
     master.says("--tls-ca CA.pem SCRIPT")
-    follow = ("--master", at(master), *COLD)
+    follow = ("--master", at(master), *QUICK_END)
     for flags, token, status, words in (
         (("--tls-ca", OTHER), TOKEN, 2, "not of the CA in --tls-ca"),
         ((), TOKEN, 2, "speaks only TLS; name the CA of its certificate with --tls-ca"),
@@ -126,7 +126,7 @@ def test_masters_that_are_not_what_is_expected(hosts: list[Host]) -> None:
     ):
         master.start("master", *line, *flags, program="dlrover")
         master.says("run this on each host")
-        host.start("--master", at(master), "--tls-ca", CA, *COLD, WHERE)
+        host.start("--master", at(master), "--tls-ca", CA, *QUICK_END, WHERE)
         assert host.ended() == 2, host.said()
         assert words in host.said()
         master.signal(signal.SIGTERM)

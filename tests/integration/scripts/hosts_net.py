@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from running import BIN, BOUND_S, Process, eventually, processes
+from running import BIN, BOUND_S, Process, eventually, processes, warmth
 
 from dlrover_adapters.cli import scratch
 from dlrover_core.job.state import JobState, fold
@@ -140,7 +140,7 @@ class Host:
             if program == "dlrover"
             else [*ours, *self.net.options[self.name], *command]
         )
-        born = {**os.environ, "DLROVER_TOKEN": token, "FOLDER": str(self.folder)}
+        born = {**os.environ, "DLROVER_TOKEN": token, "FOLDER": str(self.folder), **warmth(command, self.folder)}
         with (
             (self.folder / f"out-{self._runs}").open("wb") as out,
             (self.folder / f"err-{self._runs}").open("wb") as err,

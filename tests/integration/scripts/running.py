@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -79,6 +79,18 @@ def processes(mark: str) -> list[Process]:
     return [one for one in found if one.lives]
 
 
+def warmth(command: Sequence[str], folder: Path = Path()) -> dict[str, str]:
+    """The environment of a launcher: what optimizers need is imported ahead only if a script of ``command`` has any.
+
+    Half of what a short job costs is that import.
+    """
+    scripts = [folder / one for one in command if one.endswith(".py")]
+    uses = any("optim" in one.read_text() for one in scripts if one.exists()) or not (
+        scripts or "--no-python" in command
+    )
+    return {} if uses else {"DLROVER_WARM": "core"}
+
+
 class Job:
     """One `dlrover-run`, in a session of its own as under a shell's job control. Leave it to have it killed."""
 
@@ -86,7 +98,7 @@ class Job:
         self.folder, self.name, self.state = folder, job, folder / "state"
         self.out, self.err = folder / "out", folder / "err"
         arguments = [str(BIN / "dlrover-run"), "--state-dir", str(self.state), "--job-id", job, *command]
-        born = {**os.environ, "DLROVER_TOKEN": TOKEN, "FOLDER": str(folder), **(env or {})}
+        born = {**os.environ, "DLROVER_TOKEN": TOKEN, "FOLDER": str(folder), **warmth(command, folder), **(env or {})}
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
                 arguments,

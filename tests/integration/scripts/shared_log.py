@@ -206,7 +206,7 @@ class Stage:
             line = [*(host.at for host in self.masters.values()), self.impostor]
             for trainer in self.trainers:
                 script = (str(SCRIPTS / "chain.py"), str(self.training))
-                rest = ("--nnodes", "2", "--rdzv-id", JOB, "--preload", "none", *QUICK, *script)
+                rest = ("--nnodes", "2", "--rdzv-id", JOB, *QUICK, *script)
                 trainer.start("--master", ",".join(line), *rest)
             self.petitioner = self.loop.do(_made(lambda: Petitioner([one.at for one in self.masters.values()])))
             self.witness = Witness(list(self.masters.values()))
