@@ -14,7 +14,7 @@ SIDE_JOBS ?= 3
 # More options for pytest: make unit ARGS="-k world -x"
 ARGS ?=
 
-.PHONY: help demo test check unit stories etcd integration bench chaos campaign format clean
+.PHONY: help demo test check unit stories etcd integration nightly bench chaos campaign format clean
 
 help: ## these lines
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -38,8 +38,12 @@ unit: $(READY) ## fast tests, in parallel
 
 # Where ARGS chooses none of a half, pytest says so by 5.
 integration: $(READY) ## tests with real processes: side by side, then those that must be alone
-	$(PY) -m pytest tests/integration -m "not alone" -n $(SIDE_JOBS) --dist loadgroup $(ARGS) || test $$? = 5
-	$(PY) -m pytest tests/integration -m alone $(ARGS) || test $$? = 5
+	$(PY) -m pytest tests/integration -m "not alone and not nightly" -n $(SIDE_JOBS) --dist loadgroup $(ARGS) || test $$? = 5
+	$(PY) -m pytest tests/integration -m "alone and not nightly" $(ARGS) || test $$? = 5
+
+nightly: $(READY) ## what `make test` leaves out, as it has a shorter one of the same kind
+	$(PY) -m pytest tests/integration -m "nightly and not alone" -n $(SIDE_JOBS) --dist loadgroup $(ARGS) || test $$? = 5
+	$(PY) -m pytest tests/integration -m "nightly and alone" $(ARGS) || test $$? = 5
 
 etcd: $(READY) ## those with a real etcd
 	$(PY) -m pytest tests/integration/test_*etcd*.py -n $(SIDE_JOBS) $(ARGS)
