@@ -71,6 +71,18 @@ def test_imports_are_not_on_the_recovery_path(rig: Make) -> None:
     run(test())
 
 
+def test_no_more_than_torch_is_imported_if_so_asked(rig: Make) -> None:
+    """``DLROVER_WARM=core`` leaves out what only optimizers and checkpoints need."""
+    script = "tell('torch' in sys.modules, 'torch._dynamo' in sys.modules)"
+
+    async def test() -> None:
+        async with rig(script, torch=True, env={"DLROVER_WARM": "core"}) as one:
+            await one.run()
+            assert await one.told() == [0, True, False]
+
+    run(test())
+
+
 HANGS = """
 import os, torch
 parent, old = os.getpid(), torch.ones
