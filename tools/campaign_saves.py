@@ -365,16 +365,26 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=12)
     parser.add_argument("--until-broken", action="store_true", help="end with the first broken promise")
     parser.add_argument("--careless", action="store_true", help="plant a fault, which must be found")
+    parser.add_argument("--then-careless", type=int, default=0, help="so many more with that fault, until it is found")
     options = parser.parse_args()
+    broken = _told(run(options.seed, options.first, options.trials, careless=options.careless), options.until_broken)
+    if options.then_careless:
+        more = run(options.seed, options.first + options.trials, options.then_careless, careless=True)
+        broken += _told(more, until_broken=True)
+    return int(broken > 0)
+
+
+def _told(trials: Iterator[tuple[int, Found | str]], until_broken: bool) -> int:
+    """Print them; how many broke a promise."""
     broken = 0
-    for number, found in run(options.seed, options.first, options.trials, careless=options.careless):
+    for number, found in trials:
         failed = isinstance(found, str)
         broken += failed
         told = {"broken": found} if isinstance(found, str) else found._asdict()
         print(json.dumps({"trial": number, **told}), flush=True)
-        if failed and options.until_broken:
+        if failed and until_broken:
             break
-    return int(broken > 0)
+    return broken
 
 
 if __name__ == "__main__":

@@ -601,7 +601,10 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["running", "its saver stopped"])
+RUNNING = pytest.mark.nightly(reason="a stopped saver stands for it in make test: whoever ends that one ends any")
+
+
+@pytest.mark.parametrize("stopped", [pytest.param(False, marks=RUNNING), True], ids=["running", "its saver stopped"])
 def test_nothing_outlives_a_killed_agent(rig: Make, gone: Gone, tmp_path: Path, stopped: bool) -> None:
     """SIGKILL of the agent ends saver, zygote and workers; nobody holds the arena any more, so its memory is free."""
     text = HEAD.replace("NPROC", "1") + ("shelf = Shelf(vault)\nshelf.keeps('')\nshelf.save(1)\nforever()\n")

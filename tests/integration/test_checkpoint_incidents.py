@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Job
+from running import SCRIPTS, Job
 
 from dlrover_adapters.checkpoint.hashing import digest, digests
 from dlrover_adapters.checkpoint.peers import Credentials, PeerFailed, PeerRefused, Server, Wanted, fetch, send
@@ -95,29 +95,22 @@ def test_healing_meets_reinitialisation() -> None:
 
 
 def run_ranks(folder: Path, script: str, *words: str, world: int = 2) -> str:
-    """What ranks print in the end under torchrun, all of them well."""
+    """What ranks print in the end, without a launcher, all of them well."""
     file = folder / "script.py"
     file.write_text(textwrap.dedent(script))
-    line = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(world),
-        str(file),
-        *words,
-    ]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=BOUND_S, check=False, cwd=folder)
+    line = [sys.executable, str(SCRIPTS / "forked.py"), str(file), str(world), *words]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=BOUND_S, check=False, cwd=folder, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 BARRIERS = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from dlrover_adapters.torch import FlashCheckpoint
 
-dist.init_process_group("gloo")
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}.store", rank=rank, world_size=world)
 group = dist.distributed_c10d._get_default_group()
 model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.Adam(model.parameters())

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.unit.stored import sharded, state
-
 from dlrover_adapters.checkpoint.listing import COMPLETE, INCOMPLETE, delete, look, steps
 from dlrover_adapters.checkpoint.parts import write_part
 from dlrover_adapters.checkpoint.places import Place
@@ -43,6 +41,8 @@ def test_a_kill_at_any_point_never_leaves_something_taken_for_complete(tmp_path:
 
     A second try, over what the first one left, succeeds.
     """
+    from tests.unit.stored import sharded, state
+
     arenas = sharded(state(), 2)
 
     def work(place: Place) -> None:
@@ -70,6 +70,8 @@ def test_a_kill_at_any_point_never_leaves_something_taken_for_complete(tmp_path:
 
 def test_a_kill_while_a_step_is_removed_never_leaves_something_taken_for_complete(tmp_path: Path) -> None:
     """Killed before any change of the file system while removing: the step is complete and whole, or not complete, or gone."""
+    from tests.unit.stored import sharded, state
+
     arenas = sharded(state(), 2)
     number, states = 0, set()
     while True:

@@ -3,41 +3,29 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-from tests.unit.stored import sharded, state
+from running import SCRIPTS
 
 from dlrover_adapters.checkpoint.parts import write_part
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.checkpoint.seal import seal
 
-SCRIPT = Path(__file__).parent / "scripts" / "resharding.py"
 
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_step_loads_with_plain_torch_in_another_world(tmp_path: Path, world: int) -> None:
+def test_a_step_loads_with_plain_torch_in_another_world(tmp_path: Path) -> None:
     """What three ranks wrote is loaded by torch alone into DTensors and FSDP2 models of one rank and of two, bit for bit."""
+    import torch
+    from tests.unit.stored import sharded, state
+
     place = Place(str(tmp_path / "run"))
     for arena in sharded(state(), 3):
         write_part(arena.view(), place, run="r")
     seal(place, 120, range(3))
-    command = [sys.executable, str(SCRIPT), str(tmp_path / "run" / "step-0000000120"), str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        said = [one.communicate(timeout=90)[1] for one in ranks]
-    finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
-    assert [one.returncode for one in ranks] == [0] * world, "\n".join(said)
-    found = torch.load(tmp_path / "store.found", weights_only=True)
-    assert torch.equal(found["weight"], state()["model.weight"])
-    assert torch.equal(found["moment"], state()["optimizer.state.weight.exp_avg"])
+    step = str(tmp_path / "run" / "step-0000000120")
+    line = [sys.executable, str(SCRIPTS / "forked.py"), str(SCRIPTS / "resharding.py")]
+    line += ["1", step, str(tmp_path / "store-1"), "--", "2", step, str(tmp_path / "store-2")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    for world in (1, 2):
+        found = torch.load(tmp_path / f"store-{world}.found", weights_only=True)
+        assert torch.equal(found["weight"], state()["model.weight"])
+        assert torch.equal(found["moment"], state()["optimizer.state.weight.exp_avg"])

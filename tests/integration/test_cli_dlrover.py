@@ -1,19 +1,24 @@
-"""`dlrover` as people run it: a process of its own, on a real SQLite log."""
+"""`dlrover` on a real SQLite log: each exit code and each stream as people run it, a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import structlog
 
+from dlrover_adapters.cli.main import main
 from dlrover_core.job import job
 from dlrover_core.job.state import CODEC
 from dlrover_core.kernel.events import Record
@@ -38,7 +43,23 @@ def _environment() -> dict[str, str]:
 
 
 def dlrover(*words: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run one command to its end."""
+    """Run one command to its end, in this process: a new interpreter costs more than all that it does."""
+    out, err, logging = io.StringIO(), io.StringIO(), structlog.get_config()
+    with redirect_stdout(out), redirect_stderr(err), mock.patch.dict(os.environ, _environment()):
+        time.tzset()
+        try:
+            code = main(words)
+        except SystemExit as end:  # argparse's
+            code = end.code if isinstance(end.code, int) else 1
+    time.tzset()
+    structlog.configure(**logging)
+    assert code == expect, err.getvalue() or out.getvalue()
+    assert "Traceback" not in err.getvalue()
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+def typed(*words: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run one command to its end, as people do."""
     done = subprocess.run(
         [*COMMAND, *words], capture_output=True, text=True, env=_environment(), timeout=PATIENCE_S, check=False
     )
@@ -73,14 +94,14 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_status(state: str) -> None:
     """`status` shows how the job stands; as JSON, every field has a name."""
-    assert "succeeded" in dlrover("status", "digits", "--state-dir", state).stdout
+    assert "succeeded" in typed("status", "digits", "--state-dir", state).stdout
     told = json.loads(dlrover("status", "digits", "--state-dir", state, "--json").stdout)
     assert (told["job"], told["state"], told["step"]) == ("digits", "succeeded", 113)
 
 
 def test_status_of_a_failed_job(state: str) -> None:
     """`status` of a failed job ends with 1 and says first what the job failed over."""
-    done = dlrover("status", "broken", "--state-dir", state, expect=1)
+    done = typed("status", "broken", "--state-dir", state, expect=1)
     assert done.stdout.startswith("FAILED: rank 0 on worker-0-0: ValueError: bad sample")
 
 
@@ -154,7 +175,7 @@ def test_report(state: str) -> None:
 
 def test_no_such_job(state: str, tmp_path: Path) -> None:
     """An unknown job, an unknown event and an empty place end with 3 and name what there is."""
-    assert "there are: broken, digits" in dlrover("status", "nope", "--state-dir", state, expect=3).stderr
+    assert "there are: broken, digits" in typed("status", "nope", "--state-dir", state, expect=3).stderr
     assert "its events are 1-" in dlrover("explain", "digits", "9999", "--state-dir", state, expect=3).stderr
     nothing = tmp_path / "nothing"
     assert "there are no jobs in" in dlrover("report", "--state-dir", str(nothing), expect=3).stderr
@@ -163,7 +184,7 @@ def test_no_such_job(state: str, tmp_path: Path) -> None:
 
 def test_wrong_usage(state: str) -> None:
     """Wrong usage ends with 2 and says what would be right."""
-    assert "commands:" in dlrover(expect=2).stderr
+    assert "commands:" in typed(expect=2).stderr
     assert "is not the number of an event" in dlrover("explain", "digits", "x", "--state-dir", state, expect=2).stderr
     assert "there are: etcd, memory, sqlite" in dlrover("status", "--log", "what://ever", expect=2).stderr
 
@@ -171,7 +192,7 @@ def test_wrong_usage(state: str) -> None:
 def test_damaged_log(tmp_path: Path) -> None:
     """A log that cannot be read ends with 4 and a message, not with a traceback."""
     (tmp_path / "log.db").write_bytes(b"this is no database" * 1000)
-    assert "log.db" in dlrover("status", "--state-dir", str(tmp_path), expect=4).stderr
+    assert "log.db" in typed("status", "--state-dir", str(tmp_path), expect=4).stderr
 
 
 @pytest.mark.parametrize(

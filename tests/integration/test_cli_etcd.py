@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -48,9 +48,9 @@ def records(url: str, job: str = "many") -> list[Record]:
     return asyncio.run(_records(url, job))
 
 
-def dlrover(*words: str, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
+def dlrover(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """One command to its end."""
-    line, born = [str(BIN / "dlrover"), *words], {**os.environ, "DLROVER_TOKEN": token}
+    line, born = [str(BIN / "dlrover"), *words], {**os.environ, "DLROVER_TOKEN": TOKEN, **(env or {})}
     return subprocess.run(line, capture_output=True, text=True, timeout=BOUND_S, check=False, env=born)
 
 
@@ -119,9 +119,10 @@ def hosts(etcd_server: Cluster, etcd_prefix: str, tmp_path: Path) -> Iterator[Ho
 
 
 def test_masters_of_three_hosts_lead_one_after_the_other(hosts: Hosts) -> None:
-    """The leading master's host dies, the next one's is asked to go: training goes on in its first generation, as one run.
+    """All begin at the same instant, and one run is begun. The leading master's host dies, the next one's is asked to go,
 
-    `dlrover stop` ends the job everywhere, masters that only stood by too.
+    and then the last one's, which says that nobody leads now, as `status` and commands do; one that is started anew goes on.
+    Training goes on in its first generation, as one run. `dlrover stop` ends the job everywhere.
     """
     for host in hosts.masters:
         hosts.lead(host)
@@ -144,12 +145,22 @@ def test_masters_of_three_hosts_lead_one_after_the_other(hosts: Hosts) -> None:
     assert f"job many goes on, led by {hosts.at(third)}" in second.said()
     assert second.left() == []
     hosts.decides(token)
+    third.signal()
+    assert third.ended() == 0
+    assert "job many trains on, but nobody stands by to lead it: start another dlrover master" in third.said()
+    assert "nobody leads it now" in dlrover("status", "many", "--log", hosts.url).stdout
+    done = dlrover("suspend", "many", "--log", hosts.url, "--timeout", "3")
+    assert done.returncode == 6
+    assert "dlrover suspend: waiting: nobody leads job 'many'" in done.stderr
+    hosts.lead(first)
+    first.says("job many is alive in the log: its run goes on")
+    assert hosts.leader() is first
     done = dlrover("stop", "many", "--log", hosts.url)
     assert (done.returncode, done.stdout) == (
         0,
         "job many: stopped (dlrover stop, by " + done.stdout.partition("by ")[2],
     )
-    assert third.ended() == 1
+    assert first.ended() == 1
     assert [one.ended() for one in hosts.trainers] == [1, 1]
     events = [one.event for one in records(hosts.url)]
     assert sum(isinstance(one, JobCreated) for one in events) == 1
@@ -158,29 +169,22 @@ def test_masters_of_three_hosts_lead_one_after_the_other(hosts: Hosts) -> None:
     assert [one.left() for one in (*hosts.masters, *hosts.trainers)] == [[]] * 5
 
 
-def test_masters_started_at_once_serve_one_run(hosts: Hosts) -> None:
-    """All begin at the same instant, and one run is begun; a host that says other settings is told which."""
-    for host in hosts.masters[:2]:
-        hosts.lead(host)
-    hosts.train(STEPS)
-    hosts.trains()
-    assert sum(isinstance(one.event, JobCreated) for one in records(hosts.url)) == 1
-    third = hosts.masters[2]
-    hosts.lead(third, "--max-restarts", "7")
-    assert third.ended() == 2
-    assert f"max_restarts is {hosts.state().job.spec.max_restarts} there, 7 here" in third.said()
-    for host in hosts.trainers:
-        host.finish()
-    assert [one.ended() for one in (*hosts.masters[:2], *hosts.trainers)] == [0] * 4
-    assert hosts.state().job.state == "succeeded"
-    assert [one.left() for one in (*hosts.masters, *hosts.trainers)] == [[]] * 5
+def test_who_may_stand_by(hosts: Hosts) -> None:
+    """Not a master with another token, which would turn all agents away once it led, nor one of other settings: it is told which.
 
-
-def test_a_late_standby_begins_no_run(hosts: Hosts) -> None:
-    """A standby's master that is frozen until the job has ended, and is started anew then, finds that and ends."""
-    leading, standby, _ = hosts.masters
+    A standby's master that is frozen until the job has ended, and is started anew then, finds that and ends: it begins no run.
+    """
+    leading, standby, other = hosts.masters
     hosts.lead(leading)
     hosts.leader()
+    leading.says("leads job many")
+    line = ("master", *SIZE, "--bind", hosts.at(other), "--log", hosts.url)
+    hosts.lead(standby, "--max-restarts", "7")
+    other.start(*line, token="quite-another-token", program="dlrover")
+    assert other.ended() == 2
+    assert f"not that of the master at {hosts.at(leading)}, which leads job 'many'" in other.said()
+    assert standby.ended() == 2
+    assert f"max_restarts is {hosts.state().job.spec.max_restarts} there, 7 here" in standby.said()
     hosts.lead(standby)
     standby.says("stands by for job many")
     frozen = standby.one("dlrover-master")
@@ -190,47 +194,7 @@ def test_a_late_standby_begins_no_run(hosts: Hosts) -> None:
     frozen.kill()
     assert standby.ended() == 1
     assert sum(isinstance(one.event, JobCreated) for one in records(hosts.url)) == 1
-    assert (leading.left(), standby.left()) == ([], [])
-
-
-def test_the_only_master_is_asked_to_go(hosts: Hosts) -> None:
-    """It goes, says that nobody leads now, and leaves the job running; the next one started anywhere goes on with it."""
-    first, second, _ = hosts.masters
-    hosts.lead(first)
-    hosts.train(STEPS)
-    hosts.trains()
-    first.signal()
-    assert first.ended() == 0
-    assert "job many trains on, but nobody stands by to lead it: start another dlrover master" in first.said()
-    hosts.lead(second)
-    second.says("job many is alive in the log: its run goes on")
-    assert hosts.leader() is second
-    for host in hosts.trainers:
-        host.finish()
-    assert [one.ended() for one in (second, *hosts.trainers)] == [0] * 3
-    assert hosts.state().world.worlds["worker"].generation == 1
-    assert [one.left() for one in (*hosts.masters, *hosts.trainers)] == [[]] * 5
-
-
-def test_one_host_with_its_log_in_etcd(etcd_server: Cluster, etcd_prefix: str, tmp_path: Path) -> None:
-    """Its master is killed: the next one leads long before the dead one's lease is over, and nothing is restarted."""
-    url = etcd_server.url(etcd_prefix, ttl="60")
-    with Job(tmp_path, "--log", url, *QUICK_END, STEPS) as job:
-        step = int(job.trains(1)["step"])
-        master = job.one("dlrover-master")
-        killed = time.monotonic()
-        master.kill()
-        master.ends()
-        job.until(lambda status: status["role"] == "leader" and status["step"] > step, "the next master")
-        assert time.monotonic() - killed < 15.0
-        job.trains(1, beyond=step + 50)
-        assert job.one("dlrover-master").pid != master.pid
-        job.finish()
-        assert job.ended() == 0
-        assert job.left() == []
-    done = dlrover("status", "e2e", "--log", url, "--json")
-    assert (json.loads(done.stdout)["state"], json.loads(done.stdout)["control_plane"]) == ("succeeded", None)
-    assert sum(isinstance(one.event, JobCreated) for one in records(url, "e2e")) == 1
+    assert [one.left() for one in hosts.masters] == [[]] * 3
 
 
 def test_the_control_plane_is_said_to_be_degraded(tmp_path: Path) -> None:
@@ -243,6 +207,7 @@ def test_the_control_plane_is_said_to_be_degraded(tmp_path: Path) -> None:
             follower = subprocess.Popen(line, stdout=out, stderr=remarks)
         try:
             eventually(lambda: "WorkersStarted" in (tmp_path / "events").read_text(), "the follower")
+            patience = (tmp_path / "remarks").read_text()  # where it had to wait for its first answer it says so
             etcd.pause(0)
             eventually(lambda: "control plane degraded: " in job.said(), "the launcher's word")
             before = int(job.until(lambda status: status["degraded"], "a master that knows")["step"])
@@ -272,7 +237,7 @@ def test_the_control_plane_is_said_to_be_degraded(tmp_path: Path) -> None:
             follower.wait(BOUND_S)
         seqs = [int(line.split()[0]) for line in (tmp_path / "events").read_text().splitlines()]
         assert seqs == list(range(1, len(seqs) + 1))
-        remarks_said = (tmp_path / "remarks").read_text().splitlines()
+        remarks_said = (tmp_path / "remarks").read_text().removeprefix(patience).splitlines()
         assert len(remarks_said) == 2, remarks_said
         assert all(one.startswith("dlrover events: ") for one in remarks_said)
         assert job.left() == []
@@ -295,10 +260,16 @@ def test_a_password_changed_under_a_job_does_not_end_it(tmp_path: Path) -> None:
             job.finish()
             assert job.ended() == 0
             assert job.left() == []
+        done = dlrover("status", "e2e", "--log", url, "--json", env=born)
+        assert (json.loads(done.stdout)["state"], json.loads(done.stdout)["control_plane"]) == ("succeeded", None)
+        assert sum(isinstance(one.event, JobCreated) for one in records(etcd.url("t"), "e2e")) == 1
 
 
 def test_a_log_that_cannot_be_right_is_told(tmp_path: Path) -> None:
-    """Nobody there, the wrong CA, the wrong password: by every command, with the part that is wrong, and without the password."""
+    """The wrong CA, the wrong password: by every command, with the part that is wrong, and without the password.
+
+    Where nobody is there `status` says it of log and masters, and `--follow` does not wait for what may be a wrong URL.
+    """
     with Cluster(tls=True, user="root", password="correct-horse") as etcd:
         assert etcd.certificates is not None
         good = etcd.url("t")
@@ -313,31 +284,27 @@ def test_a_log_that_cannot_be_right_is_told(tmp_path: Path) -> None:
         wrong_ca = wrong_ca.replace(str(etcd.certificates.cacert), str(other))
         assert wrong_ca != good
         wrong_password = good.replace("correct-horse", "battery-staple")
-        for url, words in (
-            (wrong_ca, "cacert"),
-            (wrong_password, "password"),
+        nowhere = ("many", "--log", "etcd://127.0.0.1:1/t", "--state-dir", str(tmp_path))
+        wrong = {
+            ("status", "many", "--log", wrong_ca): "cacert",
+            ("status", "many", "--log", wrong_password): "password",
+            ("events", "many", "--follow", "--log", wrong_password): "password",
+            ("stop", "many", "--log", wrong_password): "password",
+        }
+        asked = [*wrong, ("status", *nowhere, "--master", "127.0.0.1:1"), ("events", "--follow", *nowhere)]
+        with (
+            ThreadPoolExecutor(len(asked)) as pool,
+            Job(tmp_path, "--log", wrong_password, *QUICK_END, STEPS) as job,
         ):
-            for done in (
-                dlrover("status", "many", "--log", url),
-                dlrover("events", "many", "--follow", "--log", url),
-                dlrover("stop", "many", "--log", url),
-            ):
-                assert done.returncode in (2, 4), done.stderr
-                assert words in done.stderr
-                assert "correct-horse" not in done.stderr + done.stdout
-                assert "battery-staple" not in done.stderr + done.stdout
-        with Job(tmp_path, "--log", wrong_password, *QUICK_END, STEPS) as job:
+            *refused, status, events = pool.map(lambda words: dlrover(*words), asked)
             assert job.ended() == 2
             assert "password" in job.said()
             assert "battery-staple" not in job.said()
-
-
-def test_neither_log_nor_master(tmp_path: Path) -> None:
-    """Nobody is there: `status` says it of both, `--follow` does not wait for what may be a wrong URL."""
-    nowhere = ("many", "--log", "etcd://127.0.0.1:1/t", "--state-dir", str(tmp_path))
-    asked = (("status", *nowhere, "--master", "127.0.0.1:1"), ("events", "--follow", *nowhere))
-    with ThreadPoolExecutor() as pool:
-        status, events = pool.map(lambda words: dlrover(*words), asked)
+        for done, word in zip(refused, wrong.values(), strict=True):
+            assert done.returncode in (2, 4), done.stderr
+            assert word in done.stderr
+            assert "correct-horse" not in done.stderr + done.stdout
+            assert "battery-staple" not in done.stderr + done.stdout
     assert (status.returncode, events.returncode) == (4, 4)
     assert "the masters cannot be asked: " in status.stderr
     assert "dlrover status: waiting: no answer yet from etcd://127.0.0.1:1/t" in status.stderr
@@ -346,12 +313,23 @@ def test_neither_log_nor_master(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_where_the_masters_stand_by(hosts: Hosts) -> None:
-    """HOST of an endpoint, whose masters only stand by: Ctrl-C there stops the job all the same, through the one that leads."""
+    """HOST of an endpoint, whose masters only stand by: Ctrl-C there stops the job all the same, through the one that leads.
+
+    That one is its host's second: the first was killed, and the second leads long before the dead one's lease is over.
+    """
     leading, host = hosts.masters[0], hosts.trainers[0]
+    assert "ttl=2" in hosts.url
+    hosts.url = hosts.url.replace("ttl=2", "ttl=60")
     leading.start(
         "master", "--nnodes", "1:2", *SIZE[2:], "--bind", hosts.at(leading), "--log", hosts.url, program="dlrover"
     )
     hosts.leader()
+    token, master = hosts.state().token, leading.one("dlrover-master")
+    killed = time.monotonic()
+    master.kill()
+    hosts.decides(token)
+    assert time.monotonic() - killed < 15.0
+    assert leading.one("dlrover-master").pid != master.pid
     c10d = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", hosts.at(host), "--rdzv-id", "many")
     host.start(*c10d, "--set", "last_call_s=0.5", "--log", hosts.url, STEPS, "--term")
     host.says(f"stands by for job many; {hosts.at(leading)} leads")
@@ -393,22 +371,3 @@ def test_an_etcd_without_room_is_told(tmp_path: Path) -> None:
             assert "is led by" not in job.said()
         told = asyncio.run(doctor_log.log(etcd.url("t")))
         assert (told.verdict, told.values["alarms"]) == (Verdict.FAIL, ["NOSPACE"])
-
-
-def test_a_master_with_another_token_does_not_stand_by(hosts: Hosts) -> None:
-    """It would turn all agents away once it led. While nobody leads, `status` says so, and `stop` that it waits for somebody."""
-    first, second, _ = hosts.masters
-    hosts.lead(first)
-    hosts.leader()
-    first.says("leads job many")
-    line = ("master", *SIZE, "--bind", hosts.at(second), "--log", hosts.url)
-    second.start(*line, token="quite-another-token", program="dlrover")
-    assert second.ended() == 2
-    assert f"not that of the master at {hosts.at(first)}, which leads job 'many'" in second.said()
-    first.signal()
-    assert first.ended() == 0
-    assert "nobody leads it now" in dlrover("status", "many", "--log", hosts.url).stdout
-    done = dlrover("suspend", "many", "--log", hosts.url, "--timeout", "3")
-    assert done.returncode == 6
-    assert "dlrover suspend: waiting: nobody leads job 'many'" in done.stderr
-    assert (first.left(), second.left()) == ([], [])

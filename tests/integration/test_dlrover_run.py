@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import BIN, BOUND_S, SCRIPTS, Job, eventually, warmth
+from running import BIN, BOUND_S, SCRIPTS, Job, warmth
 
 STEPS, WHERE, FAILS = (str(SCRIPTS / name) for name in ("steps.py", "where.py", "fails.py"))
 COLD = ("--preload", "none")
@@ -113,7 +113,10 @@ def test_a_state_directory_on_a_network_file_system_is_refused_by_name(tmp_path:
 # ---- failures
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize(
+    "restarts",
+    [pytest.param(0, marks=pytest.mark.nightly(reason="the one with a restart stands for it in make test")), 1],
+)
 def test_a_failure_is_told_by_its_root_cause(tmp_path: Path, restarts: int) -> None:
     """Rank 1 raises, rank 0 dies of it. After the last restart the exit status is 1, and the last words are rank 1's own lines
 
@@ -142,15 +145,6 @@ def test_a_failure_is_told_by_its_root_cause(tmp_path: Path, restarts: int) -> N
         assert job.left() == []
 
 
-def test_a_preload_that_is_left_out_is_named(tmp_path: Path) -> None:
-    """A module that cannot be imported once for all workers is told, with the reason, and the job runs without it."""
-    (tmp_path / "fine.py").write_text("print('hello')\n")
-    with Job(tmp_path, "--preload", "nosuch", str(tmp_path / "fine.py")) as job:
-        assert job.ended() == 0
-        assert "dlrover-run: --preload nosuch is left out: cannot be imported: ModuleNotFoundError" in job.said()
-        assert "hello" in job.out.read_text()
-
-
 # ---- what a script sees
 
 
@@ -159,11 +153,17 @@ def seen(folder: Path, count: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"where-{rank}").read_text()) for rank in range(count)]
 
 
-@pytest.mark.parametrize("module", [False, True])
-def test_a_script_sees_what_it_sees_under_torchrun(tmp_path: Path, module: bool) -> None:
-    """The same environment of each rank, arguments, directory, ``__main__`` and first path, warm and cold, script and module."""
-    ours, cold, theirs = (tmp_path / name for name in ("ours", "cold", "theirs"))
-    for folder in ours, cold, theirs:
+@pytest.mark.parametrize(
+    "module",
+    [False, pytest.param(True, marks=pytest.mark.nightly(reason="the script stands for the module in make test"))],
+)
+def test_a_cold_script_sees_what_it_sees_under_torchrun(tmp_path: Path, module: bool) -> None:
+    """The same environment of each rank, arguments, directory, ``__main__`` and first path, script and module.
+
+    What warm ones see, and more of it, is compared in `test_parity.py`.
+    """
+    cold, theirs = (tmp_path / name for name in ("cold", "theirs"))
+    for folder in cold, theirs:
         folder.mkdir()
     env = {"PYTHONPATH": str(SCRIPTS)} if module else {}
     program = ("-m", "where", "--lr", "0.1", "x") if module else (WHERE, "--lr", "0.1", "x")
@@ -174,16 +174,11 @@ def test_a_script_sees_what_it_sees_under_torchrun(tmp_path: Path, module: bool)
         env=born,
         cwd=tmp_path,
     )
-    for folder, options in (ours, ()), (cold, COLD):
-        job = Job(
-            tmp_path, *options, "--nproc-per-node", "2", *program, job=folder.name, env={**env, "FOLDER": str(folder)}
-        )
-        with job:
-            assert job.ended() == 0
+    with Job(tmp_path, *COLD, "--nproc-per-node", "2", *program, env={**env, "FOLDER": str(cold)}) as job:
+        assert job.ended() == 0
     assert torchrun.wait(BOUND_S) == 0
     expected = seen(theirs, 2)
     assert [one["environment"]["RANK"] for one in expected] == ["0", "1"]
-    assert [trim(one) for one in seen(ours, 2)] == [trim(one) for one in expected]
     assert [trim(one) for one in seen(cold, 2)] == [trim(one) for one in expected]
 
 
@@ -194,20 +189,23 @@ def trim(told: dict[str, Any]) -> dict[str, Any]:
     return {**told, "environment": environment}
 
 
-def test_the_ways_to_name_a_program(tmp_path: Path) -> None:
-    """``--no-python`` runs any program, ``--run-path`` a script by runpy, each once per rank with its environment."""
-    program = ("sh", "-c", 'echo "rank $RANK of $WORLD_SIZE"')
-    with Job(tmp_path, "--no-python", "--nproc-per-node", "2", *program) as job:
-        assert job.ended() == 0
-        assert sorted(job.out.read_text().splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
-    with Job(tmp_path, "--run-path", WHERE, job="path") as job:
+def test_a_path_to_run_and_a_preload_that_is_left_out(tmp_path: Path) -> None:
+    """``--run-path`` runs a script by runpy. A module that cannot be imported once for all workers is told, with the reason,
+
+    and the job runs without it.
+    """
+    with Job(tmp_path, "--preload", "nosuch", "--run-path", WHERE) as job:
         assert job.ended() == 0
         assert seen(tmp_path, 1)[0]["name"] == "__main__"
+        assert "dlrover-run: --preload nosuch is left out: cannot be imported: ModuleNotFoundError" in job.said()
 
 
 def test_streams_go_where_they_are_told(tmp_path: Path) -> None:
-    """``-r`` sends streams into files, ``-t`` into files and to the console, all under ``--log-dir`` in the rank's folder."""
-    says = 'echo "out $RANK"; echo "err $RANK" >&2'
+    """``-r`` sends streams into files, ``-t`` into files and to the console, all under ``--log-dir`` in the rank's folder.
+
+    The program is any one, by ``--no-python``: it runs once per rank, with its environment.
+    """
+    says = 'echo "out $RANK of $WORLD_SIZE"; echo "err $RANK" >&2'
     with Job(
         tmp_path,
         "--nproc-per-node",
@@ -224,13 +222,13 @@ def test_streams_go_where_they_are_told(tmp_path: Path) -> None:
         says,
     ) as job:
         assert job.ended() == 0
-        assert job.out.read_text() == "[default0]:out 0\n"  # as torchrun marks them
+        assert job.out.read_text() == "[default0]:out 0 of 2\n"  # as torchrun marks them
         assert "err 0" in job.said()
         assert "err 1" not in job.said()
         files = {path.relative_to(tmp_path / "logs"): path.read_text() for path in (tmp_path / "logs").rglob("*.log")}
         kept = {(path.parent.name, path.name): text for path, text in files.items() if text}
-        assert kept[("0", "stdout.log")] == "out 0\n"
-        assert kept[("1", "stdout.log")] == "out 1\n"
+        assert kept[("0", "stdout.log")] == "out 0 of 2\n"
+        assert kept[("1", "stdout.log")] == "out 1 of 2\n"
         assert kept[("1", "stderr.log")] == "err 1\n"
 
 
@@ -247,7 +245,7 @@ def test_a_second_run_of_a_name_begins_a_new_run_in_the_same_log(tmp_path: Path)
         job.trains(1, beyond=job.trains(1)["step"])
         job.finish()
         assert job.ended() == 0
-    with Job(tmp_path, STEPS) as job:  # ends at once, the file being there
+    with Job(tmp_path, "--no-python", "true") as job:
         assert job.ended() == 0
         runs = [one["fields"]["run"] for one in job.events("JobCreated")]
         assert len(set(runs)) == 2
@@ -262,17 +260,6 @@ def test_a_log_elsewhere(tmp_path: Path) -> None:
         assert f"dlrover report e2e --log {url}" in job.said()
         assert "JobFailed" in job.dlrover("events", "--log", url)
         assert not (job.state / "log.db").exists()
-
-
-def test_fewer_nodes_may_be_enough(tmp_path: Path) -> None:
-    """``--nnodes 1:2 --local-nodes 2``: both nodes train, each with its ranks."""
-    with Job(tmp_path, "--nnodes", "1:2", "--local-nodes", "2", STEPS) as job:
-        status = job.trains(1)
-        assert status["world_size"] == 2
-        eventually(lambda: job.told(0) and job.told(1), "both ranks")
-        job.finish()
-        assert job.ended() == 0
-        assert job.left() == []
 
 
 # ---- what is told afterwards

@@ -1,7 +1,8 @@
 """Masters on three hosts, an etcd of three members, training on two: whatever dies, stops or is cut off, nothing decided is lost.
 
-What is done is in `outages`, what must hold after each of them in `shared_log`. Outages
-that are not told here are in the campaign, with all of these: ``make campaign NAME=masters``.
+What is done is in `outages`, what must hold after each of them in `shared_log`. One job lives through an outage of each kind
+in ``make test``, others through more of them in ``make nightly``. Those that are not told here are in the campaign, with all
+of these: ``make campaign NAME=masters``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from twins import twins
 SEED = 4
 
 pytestmark = pytest.mark.timeout(240)
+more = pytest.mark.nightly(reason="test_one_outage_of_each_kind stands for it in make test")
 
 
 def outages(folder: Path, *names: str) -> None:
@@ -38,6 +40,12 @@ def _outages(folder: Path, names: Sequence[str]) -> None:
         stage.finish()
 
 
+def test_one_outage_of_each_kind(tmp_path: Path) -> None:
+    """Etcd without a majority, a zombie whose append comes late, answers that get lost, a lease that ends early."""
+    outages(tmp_path, "quorum_lost", "zombie_with_an_append", "answers_lost", "lease_revoked")
+
+
+@more
 def test_members_of_etcd_die_and_stop(tmp_path: Path) -> None:
     """The leading member, another one, two, all: training goes on, and decisions as soon as there is a majority."""
     outages(
@@ -51,6 +59,7 @@ def test_members_of_etcd_die_and_stop(tmp_path: Path) -> None:
     )
 
 
+@more
 def test_masters_die_stop_and_come_back(tmp_path: Path) -> None:
     """Another one leads, with all that was decided; what the old one still wants is refused by etcd and by agents."""
     outages(
@@ -63,6 +72,7 @@ def test_masters_die_stop_and_come_back(tmp_path: Path) -> None:
     )
 
 
+@more
 def test_the_way_to_etcd_breaks(tmp_path: Path) -> None:
     """A master that is cut off for long stands by for another one; answers that get lost it bears."""
     outages(
@@ -74,6 +84,7 @@ def test_the_way_to_etcd_breaks(tmp_path: Path) -> None:
     )
 
 
+@more
 def test_what_is_done_to_the_keys(tmp_path: Path) -> None:
     """Revisions are compacted, leases end early, space runs out."""
     outages(tmp_path, "compaction", "lease_revoked", "out_of_space")
@@ -81,5 +92,11 @@ def test_what_is_done_to_the_keys(tmp_path: Path) -> None:
 
 def test_two_masters_at_the_same_instant(etcd_server: Cluster, tmp_path: Path) -> None:
     """Whoever comes first begins the run, and the other one stands by for it."""
-    for number in range(3):
+    twins(etcd_server, tmp_path / "0", 0)
+
+
+@pytest.mark.nightly(reason="test_two_masters_at_the_same_instant stands for it in make test")
+def test_two_masters_at_the_same_instant_again_and_again(etcd_server: Cluster, tmp_path: Path) -> None:
+    """The same, with other masters that are the first."""
+    for number in range(1, 4):
         twins(etcd_server, tmp_path / str(number), number)

@@ -26,6 +26,10 @@ from dlrover_core.errors import LogUnavailable, SpecError
 from dlrover_core.testing.log_conformance import CODEC, JOB, Pen, seqs
 
 STORY_S = 60.0
+# Tests that share a cluster run in one process: otherwise each process would start that cluster anew.
+of_three = pytest.mark.xdist_group("etcd_client_three")
+of_locked = pytest.mark.xdist_group("etcd_client_locked")
+of_sealed = pytest.mark.xdist_group("etcd_client_sealed")
 RPC = load().rpc
 
 
@@ -68,6 +72,7 @@ def three() -> Iterator[Cluster]:
         yield etcd
 
 
+@of_three
 def test_a_stopped_member_costs_one_attempt(three: Cluster) -> None:
     """Of a member that is stopped, and still connected, the next one takes over, and calls after that never ask it."""
 
@@ -118,6 +123,7 @@ def test_a_killed_member_costs_nothing() -> None:
         run(story(server))
 
 
+@of_three
 def test_a_leader_outlives_its_members_one_by_one(three: Cluster) -> None:
     """A leadership lives through the stop of each member in turn, and each batch lands once."""
 
@@ -148,6 +154,7 @@ def test_a_leader_outlives_its_members_one_by_one(three: Cluster) -> None:
     run(story())
 
 
+@of_three
 def test_opening_does_not_wait_for_a_stopped_member(three: Cluster) -> None:
     """With one of three stopped a log is opened and led as if it were not there, or nearly."""
 
@@ -291,6 +298,7 @@ def base64_of(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
+@of_locked
 def test_wrong_credentials_say_which(locked: Cluster) -> None:
     """No user, a wrong password and a missing permission are three different errors, each with its remedy."""
 
@@ -304,6 +312,7 @@ def test_wrong_credentials_say_which(locked: Cluster) -> None:
     run(story())
 
 
+@of_locked
 def test_a_user_who_may_only_read_reads(locked: Cluster) -> None:
     """Who may read and not write opens and follows the log; only leading says that it may not."""
 
@@ -326,6 +335,7 @@ def test_a_user_who_may_only_read_reads(locked: Cluster) -> None:
     run(story())
 
 
+@of_locked
 def test_a_token_that_is_over_is_renewed(locked: Cluster) -> None:
     """Tokens die with the member that gave them: calls and watches go on with a new one."""
 
@@ -344,6 +354,7 @@ def test_a_token_that_is_over_is_renewed(locked: Cluster) -> None:
     run(story())
 
 
+@of_locked
 def test_many_calls_authenticate_once(locked: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred first calls at once ask for one token: etcd compares passwords slowly."""
 
@@ -393,6 +404,7 @@ def foreign(tmp_path: Path) -> Any:
     return certificates(tmp_path)
 
 
+@of_sealed
 def test_certificates_of_both_sides(sealed: Cluster) -> None:
     """With the right three files a log is led, written and read."""
 
@@ -407,6 +419,7 @@ def test_certificates_of_both_sides(sealed: Cluster) -> None:
     run(story())
 
 
+@of_sealed
 def test_wrong_certificates_say_which(sealed: Cluster, foreign: Any, etcd_server: Cluster, tmp_path: Path) -> None:
     """CA, name, client certificate, key, no TLS on either side: each has an error of its own."""
 
@@ -429,6 +442,7 @@ def test_wrong_certificates_say_which(sealed: Cluster, foreign: Any, etcd_server
     run(story())
 
 
+@of_sealed
 def test_renewed_certificates_are_taken_up(sealed: Cluster, foreign: Any, tmp_path: Path) -> None:
     """Files that were replaced are read again when a call fails: short-lived certificates need no restart."""
 
@@ -464,18 +478,20 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     run(story())
 
 
-def test_a_stopped_etcd_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_etcd_is_told(etcd_server: Cluster, etcd_prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an etcd that accepts connections and says nothing, just that is said."""
     monkeypatch.setattr(checks, "OPEN_S", 0.5)
 
-    async def story(server: Cluster) -> None:
+    async def story() -> None:
         with pytest.raises(LogUnavailable, match="accepts connections and says nothing"):
-            await EtcdLog.open_url(server.url(), CODEC)
+            await EtcdLog.open_url(etcd_server.url(etcd_prefix), CODEC)
 
-    with Cluster() as server:
-        server.pause(0)
-        run(story(server))
-        server.resume(0)
+    etcd_server.pause(0)
+    try:
+        run(story())
+    finally:
+        etcd_server.resume(0)
+    etcd_server.wait_healthy()
 
 
 def test_something_else_there() -> None:

@@ -60,6 +60,7 @@ def test_lines_of_workers_and_of_the_kernel_are_evidence(tmp_path: Path) -> None
         assert job.left() == []
 
 
+@pytest.mark.nightly(reason="test_slow_ranks.py::test_detectors_can_be_off stands for it in make test")
 def test_with_detectors_off_nothing_is_looked_for(tmp_path: Path) -> None:
     """`--detect off` leaves output alone: the log has no evidence but the deaths themselves."""
     (tmp_path / "train.py").write_text(SCRIPT)

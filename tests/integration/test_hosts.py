@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts_net import Host, Net, best, loopback, namespaces, where
+from hosts_net import Host, Net, best, loopback, where
 from running import SCRIPTS, eventually
 
 WHERE, STEPS, FAILS = (str(SCRIPTS / name) for name in ("where.py", "steps.py", "raises.py"))
@@ -40,14 +38,12 @@ def c10d(host: Host, nodes: str, job: str = "many") -> tuple[str, ...]:
     return ("--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", at, "--rdzv-id", job, *QUICK_END)
 
 
-@pytest.fixture(params=[namespaces, loopback])
+@pytest.fixture(
+    params=[best, pytest.param(loopback, marks=pytest.mark.nightly(reason="the best kind stands for it in make test"))]
+)
 def each_net(request: pytest.FixtureRequest) -> Iterator[Net]:
-    """Both kinds of hosts, as far as they are permitted."""
-    with contextlib.ExitStack() as stack:
-        try:
-            made = stack.enter_context(request.param())
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("network namespaces are not permitted here")
+    """Both kinds of hosts, where network namespaces are permitted."""
+    with request.param() as made:
         yield made
 
 

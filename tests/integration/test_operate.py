@@ -39,6 +39,7 @@ def test_a_whole_life_by_hand(tmp_path: Path) -> None:
         token = job.state / "jobs" / job.name / "token"
         assert token.read_text().strip() == TOKEN
         assert stat.S_IMODE(token.stat().st_mode) == 0o600
+        assert "--token-file" in tell(job, "stop", code=6, token="of-another-job")  # what to do; and nothing is done
 
         said = tell(job, "scale", "worker=2", "--wait", "--reason", "a second node")
         assert "generation 2, 2 nodes, 2 ranks" in said
@@ -59,7 +60,9 @@ def test_a_whole_life_by_hand(tmp_path: Path) -> None:
         assert [one["fields"]["node"] for one in job.events("NodeDrained")] == ["worker-1-0"]
         assert "worker-1-1" in job.status()["nodes"]  # type: ignore[index]  # on this very host: there is no other
 
-        assert "suspended (lunch)" in tell(job, "suspend", "--wait", "--reason", "lunch")
+        (tmp_path / "given").write_text(TOKEN)
+        given = ("--token-file", str(tmp_path / "given"), "--master", job.settings["masters"][0])
+        assert "suspended (lunch)" in tell(job, "suspend", *given, "--wait", "--reason", "lunch")
         assert eventually(job.status, "a status")["state"] == "suspended"
         assert job.processes("worker-0") == job.processes("worker-1") == []
         assert "the job is suspended already" in tell(job, "suspend", code=5)
@@ -80,18 +83,6 @@ def test_a_whole_life_by_hand(tmp_path: Path) -> None:
         assert "the job has ended: it is stopped" in tell(job, "suspend", code=5)
 
 
-def test_another_token_is_refused(tmp_path: Path) -> None:
-    """Whoever has another job's token is told what to do, and nothing is done."""
-    with Job(tmp_path, STEPS) as job:
-        job.trains(1)
-        assert "--token-file" in tell(job, "stop", code=6, token="of-another-job")
-        (tmp_path / "given").write_text(TOKEN)
-        said = tell(job, "suspend", "--token-file", str(tmp_path / "given"), "--master", job.settings["masters"][0])
-        assert "suspend is done as event" in said
-        tell(job, "stop", "--no-wait")
-        assert job.ended() == 1
-
-
 def test_waiting_has_its_bound_and_outlives_a_master(tmp_path: Path) -> None:
     """Workers that do not heed SIGTERM are waited for as long as was said; the order holds under the next master too."""
     with Job(tmp_path, "--set", "stop_grace_s=600", STEPS, "--deaf") as job:
@@ -104,9 +95,18 @@ def test_waiting_has_its_bound_and_outlives_a_master(tmp_path: Path) -> None:
         assert tell(job, "resume").startswith("job e2e: resume is done as event")
         job.one("worker-0").kill()
         job.trains(2)
+        tell(job, "stop", "--no-wait")
+        job.one("worker-0").kill()
+        assert job.ended() == 1
 
 
-@pytest.mark.parametrize("at", ["suspended", "stopping"])
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param("suspended", marks=pytest.mark.nightly(reason="the one that trains stands for it in make test")),
+        "training",
+    ],
+)
 def test_the_command_of_a_job_without_masters_says_so(tmp_path: Path, at: str) -> None:
     """A job whose launcher was killed has nobody to ask; what it leaves is no secret."""
     with Job(tmp_path, STEPS) as job:

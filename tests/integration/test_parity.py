@@ -59,6 +59,13 @@ class Launch(NamedTuple):
 
 SCRIPT = str(SCRIPTS / "parity.py")
 FAILS = ("-r", "3", "--max-restarts", "0")
+QUICK = {"DLROVER_WARM": "core"}  # for those in which only the end matters
+OF_A_KIND = pytest.mark.nightly(reason="an exception and a signal stand for the other ends in make test")
+BY_PATH = pytest.mark.nightly(
+    reason="test_dlrover_run.py has a --run-path, and here a script stands for it in make test"
+)
+PATH = pytest.param("path", marks=BY_PATH)
+ENDS = [pytest.param("exit", marks=OF_A_KIND), "raise", pytest.param("record", marks=OF_A_KIND), "signal"]
 LAUNCHES = {
     "script": Launch(("-t", "3", "--max-restarts", "3"), (SCRIPT, "--exercise", "${local_rank}", "$$x", "--", "-r")),
     "module": Launch(
@@ -80,12 +87,12 @@ LAUNCHES = {
     "program": Launch(
         ("--max-restarts", "0", "--no-python", "-r", "1"),
         ("sh", "-c", 'echo "$0 $RANK $LOCAL_RANK $WORLD_SIZE $1"', "${local_rank}", "$$x"),
-        {"PET_TEE": "0:1"},
+        {"PET_TEE": "0:1", **QUICK},
     ),
-    "exit": Launch(FAILS, (SCRIPT, "--end", "exit")),
-    "raise": Launch(FAILS, (SCRIPT, "--end", "raise")),
-    "record": Launch(FAILS, (SCRIPT, "--end", "record")),
-    "signal": Launch(FAILS, (SCRIPT, "--end", "signal")),
+    "exit": Launch(FAILS, (SCRIPT, "--end", "exit"), QUICK),
+    "raise": Launch(FAILS, (SCRIPT, "--end", "raise"), QUICK),
+    "record": Launch(FAILS, (SCRIPT, "--end", "record"), QUICK),
+    "signal": Launch(FAILS, (SCRIPT, "--end", "signal"), QUICK),
 }
 
 
@@ -138,16 +145,26 @@ def kept(logs: Path) -> dict[str, str]:
 Pair = tuple[Told, Told]
 
 
+class Pairs(dict[str, Pair]):
+    """Every launch under both, made when a test asks for it: theirs, ours. Side by side, as most of it is importing torch."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, name: str) -> Pair:
+        with ThreadPoolExecutor(2) as pool:
+            theirs, ours = pool.map(
+                lambda launcher: launched(self._folder, launcher, name), ("torchrun", "dlrover-run")
+            )
+        self[name] = theirs, ours
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    """Every launch under both: theirs, ours. Two at a time, because most of a launch is importing torch."""
-    folder = tmp_path_factory.mktemp("parity")
-    with ThreadPoolExecutor(2) as pool:
-        told = {
-            name: [pool.submit(launched, folder, launcher, name) for launcher in ("torchrun", "dlrover-run")]
-            for name in LAUNCHES
-        }
-        return {name: (theirs.result(), ours.result()) for name, (theirs, ours) in told.items()}
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    """What the launches told."""
+    return Pairs(tmp_path_factory.mktemp("parity"))
 
 
 def environment(told: Told, rank: int) -> dict[str, str]:
@@ -158,8 +175,8 @@ def environment(told: Told, rank: int) -> dict[str, str]:
 # ---- what a script sees
 
 
-@pytest.mark.parametrize("name", ["script", "module", "path"])
-def test_every_variable_is_there_with_its_value(pairs: dict[str, Pair], name: str) -> None:
+@pytest.mark.parametrize("name", ["script", "module", PATH])
+def test_every_variable_is_there_with_its_value(pairs: Pairs, name: str) -> None:
     """Each rank has each variable that torchrun gives, equal but for those listed; and no more than those listed."""
     theirs, ours = pairs[name]
     for rank in (0, 1):
@@ -175,7 +192,7 @@ def test_every_variable_is_there_with_its_value(pairs: dict[str, Pair], name: st
 
 
 @pytest.mark.parametrize("name", ["script", "module"])
-def test_a_script_cannot_tell_the_launchers_apart(pairs: dict[str, Pair], name: str) -> None:
+def test_a_script_cannot_tell_the_launchers_apart(pairs: Pairs, name: str) -> None:
     """Arguments, `__main__`, paths, streams, signals, mask, limits, session, priority, threads: all as under torchrun."""
     theirs, ours = pairs[name]
     for rank in (0, 1):
@@ -203,7 +220,8 @@ def ignored(told: Told, rank: int) -> int:
     return int(told.facts[rank]["ignored"], 16) & ~GLIBC_SIGNALS
 
 
-def test_run_path_runs_the_script_as_main(pairs: dict[str, Pair]) -> None:
+@BY_PATH
+def test_run_path_runs_the_script_as_main(pairs: Pairs) -> None:
     """Under both it is ``__main__`` with its arguments; torchrun runs it inside a process of multiprocessing's, we do not."""
     theirs, ours = pairs["path"]
     for rank in (0, 1):
@@ -214,7 +232,7 @@ def test_run_path_runs_the_script_as_main(pairs: dict[str, Pair]) -> None:
                 assert ours.facts[rank][fact] == theirs.facts[rank][fact]
 
 
-def test_what_scripts_do_works_alike(pairs: dict[str, Pair]) -> None:
+def test_what_scripts_do_works_alike(pairs: Pairs) -> None:
     """Collectives, the store, data loaders by fork and spawn, children of their own, threads: same results; exit handlers ran."""
     theirs, ours = pairs["script"]
     for rank in (0, 1):
@@ -234,8 +252,8 @@ def shown(text: str) -> list[str]:
     return sorted(ours, key=lambda line: line[-1] if line[-1] in "01" else "")
 
 
-@pytest.mark.parametrize("name", ["script", "module", "path", "program"])
-def test_output_goes_to_the_same_places(pairs: dict[str, Pair], name: str) -> None:
+@pytest.mark.parametrize("name", ["script", "module", PATH, "program"])
+def test_output_goes_to_the_same_places(pairs: Pairs, name: str) -> None:
     """Console with prefixes, files in the same folders with the same text, filtered ones too, by redirects, tee and filters."""
     theirs, ours = pairs[name]
     assert shown(ours.out) == shown(theirs.out)
@@ -251,8 +269,8 @@ def test_output_goes_to_the_same_places(pairs: dict[str, Pair], name: str) -> No
 # ---- how its end is told
 
 
-@pytest.mark.parametrize("name", ["exit", "raise", "record", "signal"])
-def test_failures_have_one_exit_status(pairs: dict[str, Pair], name: str) -> None:
+@pytest.mark.parametrize("name", ENDS)
+def test_failures_have_one_exit_status(pairs: Pairs, name: str) -> None:
     """However rank 1 fails, the launcher's status is 1; its exit handlers ran, or not, alike; rank 0 was stopped."""
     theirs, ours = pairs[name]
     assert (ours.code, theirs.code) == (1, 1)
@@ -264,13 +282,15 @@ def test_failures_have_one_exit_status(pairs: dict[str, Pair], name: str) -> Non
 @pytest.mark.parametrize(
     ("name", "theirs_says", "ours_says"),
     [
-        ("exit", "exitcode  : 3 ", "exitcode : 3"),
+        pytest.param("exit", "exitcode  : 3 ", "exitcode : 3", marks=OF_A_KIND),
         ("raise", "exitcode  : 1 ", "ValueError: bad batch 17"),  # torchrun tells the exception only with @record
-        ("record", "RuntimeError: cannot open shard 9", "RuntimeError: cannot open shard 9"),
+        pytest.param(
+            "record", "RuntimeError: cannot open shard 9", "RuntimeError: cannot open shard 9", marks=OF_A_KIND
+        ),
         ("signal", "Signal 11 (SIGSEGV)", "exitcode : -11 (killed by SIGSEGV)"),
     ],
 )
-def test_the_summary_says_at_least_as_much(pairs: dict[str, Pair], name: str, theirs_says: str, ours_says: str) -> None:
+def test_the_summary_says_at_least_as_much(pairs: Pairs, name: str, theirs_says: str, ours_says: str) -> None:
     """Who, where, how and why, the root cause first; and whatever torchrun's summary knows."""
     theirs, ours = pairs[name]
     assert theirs_says in theirs.err

@@ -140,7 +140,10 @@ def incidents(records: list[Record]) -> Iterator[int]:
 
 @pytest.mark.slow_loop(reason="commands import what they need on the loop that is theirs alone")
 def test_explain_reaches_into_the_archive(url: str, history: list[Batch], capsys: pytest.CaptureFixture[str]) -> None:
-    """Three truncations, an elder version's events and foreign snapshots later: cause, evidence and rule, word for word."""
+    """Three truncations, an elder version's events and foreign snapshots later: cause, evidence and rule, word for word.
+
+    The archive lies below the URL that says where, one folder per job: nothing but its files and its mark.
+    """
 
     async def story() -> list[Record]:
         log = await open_small(url)
@@ -154,6 +157,8 @@ def test_explain_reaches_into_the_archive(url: str, history: list[Batch], capsys
             await log.close()
 
     records = asyncio.run(story())
+    store = open_store(url.partition("archive=")[2].replace("%3A", ":").replace("%2F", "/"), JOB)
+    assert {name.rpartition(".")[2] for name in store.names()} == {"seg", "archive"}
     asked = list(incidents(records))
     assert max(asked) <= 2 * SEGMENT_EVENTS
     for seq in asked:
@@ -194,21 +199,6 @@ def test_explain_says_what_the_archive_has_lost(
     capsys.readouterr()
     assert main(["explain", JOB, "30", "--log", url]) == 4
     assert "event 1: " in capsys.readouterr().err
-
-
-def test_the_archive_of_a_url_is_where_the_url_says(url: str, history: list[Batch]) -> None:
-    """Files lie below the URL, one folder per job, and nothing but files of the archive and its mark."""
-
-    async def story() -> None:
-        log = await open_small(url)
-        try:
-            await write(log, history)
-        finally:
-            await log.close()
-
-    asyncio.run(story())
-    store = open_store(url.partition("archive=")[2].replace("%3A", ":").replace("%2F", "/"), JOB)
-    assert {name.rpartition(".")[2] for name in store.names()} == {"seg", "archive"}
 
 
 def test_masters_archive_and_delete_one_after_the_other(etcd_server: Etcd, etcd_prefix: str) -> None:

@@ -13,6 +13,11 @@ with warnings.catch_warnings():
     from lightning.pytorch.callbacks import ModelCheckpoint
     from torch.utils.data import DataLoader, TensorDataset
 
+    from dlrover_adapters.torch.lightning import FlashCheckpointIO
+
+__all__ = ["FlashCheckpointIO", "Small", "data", "trainer"]
+torch.set_num_threads(1)  # threads that spin are of no use to a model as small as this
+
 
 class Small(LightningModule):
     """Two layers with batch norm and dropout, so that buffers and random numbers count; it remembers its losses."""
