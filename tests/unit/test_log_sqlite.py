@@ -461,6 +461,7 @@ def test_people_can_look_at_it(tmp_path: Path) -> None:
 # ---- places
 
 
+@pytest.mark.slow_loop(reason="the test makes ten thousand events at once")
 def test_only_the_owner_can_read(tmp_path: Path) -> None:
     """Directories are 0700 and files 0600, whatever the umask."""
 
