@@ -348,6 +348,8 @@ def test_a_failing_script_ends_all_with_torchs_own_summary(stage: Stage) -> None
         assert run.wait(BOUND_S) == 1
         assert "ChildFailedError" in stage.said(node)
         assert "Root Cause (first observed failure)" in stage.said(node)
+    # The master is told that both are gone, and writes it down; torchrun does not wait for that.
+    _until(lambda: fold(stage.records()).job.state != "running")
     records = stage.records()
     state = fold(records)
     assert (state.job.state, state.failures.restarts) == ("failed", 0), [record.event for record in records]
