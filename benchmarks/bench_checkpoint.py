@@ -89,7 +89,7 @@ def saves(result: Result, chosen: argparse.Namespace) -> None:
             most=False,
         ),
         Row(
-            "minor faults of a warm save, more than of the same steps without",
+            "minor faults in the calls of a warm, blocking save, more than in those without",
             "faults",
             [save["faults"] - save["other_faults"] for found in one["ours_blocking"] for save in found["saves"]],
             (),

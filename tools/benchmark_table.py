@@ -33,6 +33,7 @@ NAMES = (
     "straggler",
     "detectors",
     "import",
+    "checkpoint",
 )
 HEAD, TAIL = "## Latest results", "## Reading them"
 

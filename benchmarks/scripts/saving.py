@@ -333,19 +333,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     def window(saving: bool) -> tuple[float, float, int]:
         nonlocal step
-        stall, spent[0], before, began = 0.0, 0.0, faults(), time.perf_counter()
+        stall, spent[0], missed, began = 0.0, 0.0, 0, time.perf_counter()
         for at in range(options.window):
             training.step()
             step += 1
-            called = time.perf_counter()
+            called, before = time.perf_counter(), faults()
             if saving and at == 0:
                 engine.save(step)
             else:
                 engine.tick(step)
             stall += time.perf_counter() - called
+            missed += faults() - before
         if saving:
             engine.wait()
-        return time.perf_counter() - began, stall + spent[0], faults() - before
+        return time.perf_counter() - began, stall + spent[0], missed
 
     took, stall, missed = window(saving=True)
     plain = window(saving=False)[0]
