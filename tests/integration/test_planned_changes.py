@@ -194,7 +194,12 @@ def test_hosts_that_come_late_cost_no_step(tmp_path: Path, kind: str, monkeypatc
 
 @pytest.mark.parametrize(
     ("kind", "heeds"),
-    [also("ddp", "", stands=FSDP), also("fsdp", "", stands="the same with deaf ranks"), ("fsdp", "deaf")],
+    [
+        also("ddp", "", stands=FSDP),
+        also("fsdp", "", stands="the same with deaf ranks"),
+        ("fsdp", "deaf"),
+        also("ddp", "deaf", stands=FSDP),
+    ],
 )
 def test_shrinking_costs_no_step(tmp_path: Path, kind: str, heeds: str) -> None:
     """`dlrover scale worker=1`: one of two nodes goes at a boundary, its part of the state stays.

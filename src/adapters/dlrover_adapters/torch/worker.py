@@ -7,6 +7,7 @@ that are not Python get their environment from here too.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -22,7 +23,9 @@ from . import steps
 from .environment import rank_environment
 
 WARM = "DLROVER_WARM"
-"""``core``: the zygote imports torch alone. For scripts without optimizers: 2 s of CPU and 100 MiB less on each node's start."""
+"""``core``, instead of ``all``: the zygote imports torch alone. For scripts without optimizers: 2 s of CPU and 100 MiB less on
+each node's start.
+"""
 PROBE_SIZE = 256  # large enough that a product is shared out to the OpenMP team
 
 
@@ -34,7 +37,10 @@ def import_core() -> None:
 
 def import_rest() -> None:
     """What scripts pull in at their first optimizer (`_dynamo`, 0.7 to 2 s), checkpoint (0.15 s), wrapper or error."""
-    if os.environ.get(WARM) == "core":
+    warm = os.environ.get(WARM, "all")
+    if warm not in {"all", "core"}:
+        raise ValueError(f"{WARM} is 'all' or 'core', got {warm!r}")
+    if warm == "core":
         return
     import msgpack  # noqa: F401 - as below
     import torch._dynamo
@@ -43,7 +49,9 @@ def import_rest() -> None:
     import torch.nn.parallel
     import torch.utils.data  # noqa: F401 - for their side effect: they are imported
 
-    from .checkpoint import flash  # noqa: F401 - as above
+    # Where it cannot be imported (no xxhash, an older torch), scripts that want it are told; others are forked all the same.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("dlrover_adapters.torch.checkpoint.flash")
 
 
 def refusal_in_zygote() -> str:
