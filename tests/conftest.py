@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from dlrover_core.diagnosis import matching
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -105,6 +107,7 @@ def slow_callbacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     if excuse is not None or _suite(request.path) not in {"unit", "integration", "chaos"}:
         yield
         return
+    matching.prepare()  # once per process, as a master does it before anything fails
     watch, slow = _Stopwatch(), list[str]()
     gc.callbacks.append(watch.collected)
     try:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from dlrover_core.diagnosis.patterns import words
-from dlrover_core.diagnosis.signatures import CodePattern, Signature, Table
+from dlrover_core.diagnosis.signatures import CodePattern, Signature, Table, table
 
 GROUP = "dlrover.matchers"
 LINE_BYTES_MAX = 4096
@@ -173,6 +173,11 @@ class Matcher:
 def matcher(table: Table) -> Matcher:
     """The table's matcher, compiled once."""
     return Matcher(table)
+
+
+def prepare(extra: str = "") -> None:
+    """Read the table and compile it, 30 to 70 ms of CPU: else the first failure waits for it. ``extra``: `JobSpec.signatures`."""
+    matcher(table(extra))
 
 
 @functools.lru_cache(maxsize=1)

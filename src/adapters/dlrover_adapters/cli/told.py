@@ -96,9 +96,9 @@ def _writable(fd: int) -> bool:
 def warm(own: str) -> None:
     """Load what judging and telling need, a quarter of a second's work. ``own``: the user's signatures, as in `JobSpec`."""
     importlib.import_module("dlrover_core.history.headline")
-    from dlrover_core.diagnosis import matching, signatures
+    from dlrover_core.diagnosis import matching
 
-    matching.matcher(signatures.table(own))
+    matching.prepare(own)
 
 
 def on_stderr(job: str) -> Teller:
