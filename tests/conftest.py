@@ -43,6 +43,10 @@ OUR_SEGMENTS = ("dlrover", "psm_", "torch_", "sem.")
 SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
+# torch looks up the name of every address that it connects to, in the test process too: a datagram that is lost costs 5 s else.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Whoever runs tests in the background ignores signals, and what tests start would inherit that."""
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):

@@ -47,7 +47,10 @@ def test_any_one_process_may_be_killed(tmp_path: Path) -> None:
         lives = [born(job, rank) for rank in (0, 1)]
 
         # Of those that no worker needs.
-        standby = next(one for one in job.processes("dlrover-master") if one.pid != leader(status))
+        standby = eventually(
+            lambda: next((one for one in job.processes("dlrover-master") if one.pid != leader(status)), None),
+            "a standby master",
+        )
         standby.kill()
         replaced(job, standby)
         for freeze in (False, True):

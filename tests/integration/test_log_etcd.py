@@ -254,9 +254,9 @@ def test_a_known_death_is_not_waited_for(etcd_server: Cluster, etcd_prefix: str)
         async with opened(url) as log, opened(url) as other:
             first = await log.lead(JOB, "a", 600.0)
             with pytest.raises(NotLeading, match="led by a"):
-                await other.lead(JOB, "b", wait=False, after="somebody else")
+                await other.lead(JOB, "b", wait=False, dead=["somebody else"])
             assert first.valid()
-            second = await asyncio.wait_for(other.lead(JOB, "b", after="a"), 5)
+            second = await asyncio.wait_for(other.lead(JOB, "b", dead=["nobody", "a"]), 5)
             assert second.token > first.token
             assert isinstance(await first.append(make_batch(first.token, 1, 1)), Fenced)
 
@@ -407,7 +407,7 @@ def test_what_landed_before_the_lease_ended_has_landed(etcd_server: Cluster, etc
         async with opened(url) as log, opened(url) as other:
             pen = Pen(await log.lead(JOB, "a", 600.0))
             batch = await pen.write(events=3)
-            heir = Pen(await other.lead(JOB, "b", after="a"), head=3)
+            heir = Pen(await other.lead(JOB, "b", dead=["nobody", "a"]), head=3)
             assert_outcome(await pen.lead.append(batch), AlreadyAppended(3))
             assert not pen.lead.valid()
             await heir.write()
@@ -424,7 +424,7 @@ def test_a_newer_versions_batch_fences_like_any_other(etcd_server: Cluster, etcd
         url = etcd_server.url(etcd_prefix)
         async with opened(url) as log, opened(url) as other:
             pen = Pen(await log.lead(JOB, "a", 600.0))
-            heir = await other.lead(JOB, "b", after="a")
+            heir = await other.lead(JOB, "b", dead=["nobody", "a"])
             etcd, keys = log.etcd, log.keys(JOB)
             strange = [etcd.put_op(keys.batch(1), b"?"), etcd.put_op(keys.head, Head(1, heir.token, 1).packed())]
             await etcd.call("Txn", etcd.txn([], strange))
@@ -680,7 +680,7 @@ def test_only_the_leader_deletes(archived: str) -> None:
                 await pen.lead.snapshot(Snapshot(seq, "", b""))
             with pytest.raises(LogError, match="only its leader"):
                 await other.trim(JOB, pen.head)
-            await other.lead(JOB, "b", after="a")
+            await other.lead(JOB, "b", dead=["nobody", "a"])
             assert await log.trim(JOB, pen.head) == 0
             assert await other.trim(JOB, pen.head) == 3  # the batches before the older snapshot
 

@@ -30,6 +30,7 @@ DIFFERS = {
     "DLROVER_RUN_MARK": "marks what belongs to this run, so that nothing is left behind",
     "GLIBC_TUNABLES": "copies of 16 MiB and more, as those of checkpoints, go past the caches",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "is_available() must not initialise CUDA in the process that workers are forked from",
+    "RES_OPTIONS": "a question to a name server that is lost costs 1 s and not 5",
     "TORCH_FR_BUFFER_SIZE": "torch's flight recorder, by which a hang is explained",
     "TORCHINDUCTOR_CACHE_DIR": "torch sets it, to its own default, as soon as torch._dynamo is imported: earlier here",
 }

@@ -81,6 +81,12 @@ def test_only_large_copies_go_past_the_caches(inherited: str, told: str) -> None
     assert env["GLIBC_TUNABLES"] == told
 
 
+def test_a_lost_question_to_a_name_server_costs_a_second() -> None:
+    """Torch asks one for every connection that it makes; glibc alone would wait for 5 s. What the user says stands."""
+    assert birth_environment(LaunchConfig(("train.py",)), {})["RES_OPTIONS"] == "timeout:1 attempts:5"
+    assert birth_environment(LaunchConfig(("train.py",)), {"RES_OPTIONS": "rotate"})["RES_OPTIONS"] == "rotate"
+
+
 def test_workers_are_born_without_our_secrets() -> None:
     """The job's token stays with the agent; what the user sets arrives."""
     born = {"DLROVER_TOKEN": "x", "DLROVER_ETCD_PASSWORD": "y", "HOME": "/root"}

@@ -7,7 +7,7 @@ Outcomes are no tuples: `Appended(2)` does not equal `AlreadyAppended(2)`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Union, runtime_checkable
 
@@ -144,11 +144,11 @@ class EventLog(Protocol):
         ...
 
     async def lead(
-        self, job: str, holder: str, ttl_s: float = 5.0, *, wait: bool = True, after: str = ""
+        self, job: str, holder: str, ttl_s: float = 5.0, *, wait: bool = True, dead: Collection[str] = ()
     ) -> Leadership:
         """Become the leader of ``job``; with ``wait`` stand by until the present one is gone, else raise `NotLeading`.
 
-        ``after`` is a holder that the caller knows to be dead: if it is the present one, its lease is not waited for.
+        ``dead`` are holders that the caller knows to be dead: if the present one is among them, its lease is not waited for.
         """
         ...
 

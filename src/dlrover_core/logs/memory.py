@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping
 from typing import NamedTuple, Union
 
 from dlrover_core.errors import LogCorrupt, LogFull, LogUnavailable, NotLeading
@@ -137,7 +137,7 @@ class MemoryLog:
         ttl_s: float = 5.0,  # noqa: ARG002  # the port's; nobody dies here unannounced
         *,
         wait: bool = True,
-        after: str = "",  # noqa: ARG002  # as above
+        dead: Collection[str] = (),  # noqa: ARG002  # as above
     ) -> MemoryLeadership:
         """Become the leader, in the order of asking. Raises `NotLeading` without ``wait``."""
         self._check()

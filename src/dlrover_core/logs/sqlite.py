@@ -17,7 +17,7 @@ import functools
 import logging
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -125,7 +125,7 @@ class SqliteLog:
         ttl_s: float = 5.0,  # noqa: ARG002  # the port's; here the kernel knows who lives
         *,
         wait: bool = True,
-        after: str = "",  # noqa: ARG002  # as above
+        dead: Collection[str] = (),  # noqa: ARG002  # as above
     ) -> SqliteLeadership:
         """Take the job's lock, mend what needs mending, raise the token.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ class Master:
     Masters of one run bear the same; an empty one serves whatever run is live.
 
     One that ``answers`` serves its listener from the beginning: while another one leads it says so, and where. Where several
-    masters share one listening socket, none of them may. ``after`` is the holder of a master that is known to be dead.
+    masters share one listening socket, none of them may. ``dead`` are the holders of masters that are known to be so.
     ``watch`` is given every batch that this master has committed, with the state at its end; it must not wait, nor raise.
     ``model`` decides; another than the usual one is `job.state.model` with a user's hook. The first failure would load the table
     of signatures, 30 to 70 ms: `diagnosis.matching.prepare` does that ahead.
@@ -92,13 +92,13 @@ class Master:
         snapshot_events: int = SNAPSHOT_EVENTS,
         begins: bool = True,
         answers: bool = False,
-        after: str = "",
+        dead: Collection[str] = (),
         watch: Callable[[JobState, Sequence[Record]], None] | None = None,
         model: Model[JobState] = MODEL,
     ) -> None:
         self._watch, self._model = watch, model
         self._spec, self._log, self._listener, self._wall = spec, event_log, listener, wall
-        self._holder, self._run_id, self._ttl_s, self._after = holder, run_id, ttl_s, after
+        self._holder, self._run_id, self._ttl_s, self._dead = holder, run_id, ttl_s, dead
         self._begins, self._answers = begins, answers
         self._standby = Standby(event_log, spec.job, holder=holder, address=listener.address, wall=wall, looks=answers)
         self.sessions = Sessions(self)
@@ -234,8 +234,8 @@ class Master:
         return self._lead
 
     async def _become_leader(self) -> None:
-        name, holder, ttl_s, after = self._spec.job, self._holder, self._ttl_s, self._after
-        self._lead = await patiently(lambda: self._log.lead(name, holder, ttl_s, after=after))
+        name, holder, ttl_s, dead = self._spec.job, self._holder, self._ttl_s, self._dead
+        self._lead = await patiently(lambda: self._log.lead(name, holder, ttl_s, dead=dead))
 
     async def _take_over(self, lead: Leadership) -> None:
         state = await patiently(self._standby.restored)

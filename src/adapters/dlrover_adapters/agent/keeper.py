@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from . import wire
-from .process import run_executed, set_name, set_title
+from .process import libc, run_executed, set_name, set_title
 
 BACKLOG = 1024  # every rank of a world connects at once
 
@@ -37,9 +37,20 @@ def open_store(bind: str) -> tuple[Any, int]:
     return store, port
 
 
+def ask_nobody() -> None:
+    """Let this process know names by its files alone. torch's store asks for the name of everybody who connects, one after the
+
+    other: a thousand ranks are a thousand questions to a name server, and one that is lost holds up all of them for 5 s.
+    """
+    configure = getattr(libc(), "__nss_configure_lookup", None)  # glibc's; others have no such thing
+    if configure is not None:
+        configure(b"hosts", b"files")
+
+
 def serve(link: socket.socket) -> int:
     """Answer frames until the agent is gone: ``open`` (one more store), ``drop`` (a port nobody uses any more), ``title``."""
     set_name("dlrover-keeper")
+    ask_nobody()
     stores: dict[int, Any] = {}
     while (frame := wire.receive(link)) is not None:
         match frame.body:

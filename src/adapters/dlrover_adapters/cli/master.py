@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--number", type=int, required=True)
-    parser.add_argument("--after", default="")
+    parser.add_argument("--dead", action="append", default=[])
     options = parser.parse_args()
     _die_with(options.parent)
     settings = Settings.read(options.config)
@@ -60,7 +60,7 @@ def main() -> int:
     # Ctrl-C reaches the whole foreground group; only the launcher decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settle()
-    return asyncio.run(_run(settings, options.fd, holder, options.after))
+    return asyncio.run(_run(settings, options.fd, holder, options.dead))
 
 
 def _die_with(parent: int) -> None:
@@ -72,7 +72,7 @@ def _die_with(parent: int) -> None:
         sys.exit(EX_AGAIN)
 
 
-async def _run(settings: Settings, fd: int, holder: str, after: str) -> int:
+async def _run(settings: Settings, fd: int, holder: str, dead: list[str]) -> int:
     try:
         async with open_log(settings.log) as event_log:
             teller = told.on_stderr(settings.job.job)
@@ -86,13 +86,13 @@ async def _run(settings: Settings, fd: int, holder: str, after: str) -> int:
                 run_id=settings.run,
                 begins=not settings.shared,
                 answers=settings.shared,
-                after=after,
+                dead=dead,
                 watch=teller.committed,
                 model=model(policies.hook(settings.job.policy)),
             )
             loop = asyncio.get_running_loop()
             # After another one's death the first failure may be there already.
-            warm_s = TAKEN_OVER_S if after else told.WARM_S
+            warm_s = TAKEN_OVER_S if dead else told.WARM_S
             loop.call_later(warm_s, loop.run_in_executor, None, told.warm, settings.job.signatures)
             asked = asyncio.Event()
             loop.add_signal_handler(signal.SIGTERM, asked.set)
@@ -111,7 +111,7 @@ async def _run(settings: Settings, fd: int, holder: str, after: str) -> int:
         log.error("master cannot encrypt", error=str(error))
         return EX_AGAIN
     except (SchemaTooNew, LogCorrupt, OtherRun, SpecError) as error:
-        if after and settings.shared and isinstance(error, SpecError) and error.field == "log":
+        if dead and settings.shared and isinstance(error, SpecError) and error.field == "log":
             # A master before us led in this very log: a password was changed since then, or a member. Training goes on.
             log.error("master cannot lead now", error=str(error))
             return EX_AGAIN

@@ -9,6 +9,7 @@ killed with us by the kernel.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import os
 import signal
@@ -29,10 +30,13 @@ if TYPE_CHECKING:
 
 CRASHES_MAX, CRASH_WINDOW_S = 20, 10.0
 BACK_OFF_S = 0.5
+DEAD_MAX = 128
+"""Successors are told of so many dead masters; what the oldest of them led is over anyway."""
 LEAVE_S = 10.0
 SAY_S = 2.0
-RESERVE_S, RESERVE_MAX_S = 1.0, 30.0
-"""The reserve starts this long after the first agents are warm, and no later than this: the start needs the processor first."""
+RESERVE_S, RESERVE_MAX_S = 5.0, 30.0
+"""The reserve starts this long after the first agents are warm, and no later than this: the start and the first steps need the
+processor first. A master that dies before has a successor all the same, within a second instead of at once."""
 
 
 class MastersFailed(Exception):
@@ -95,6 +99,7 @@ class Supervisor:
         self._masters: dict[int, asyncio.subprocess.Process] = {}
         self._over = asyncio.Event()
         self._crashes: list[float] = []
+        self._dead = collections.deque[str](maxlen=DEAD_MAX)
         self._asked = self._number = 0
         self._failure = ""
         self.left = False
@@ -128,11 +133,11 @@ class Supervisor:
 
     async def _keep_one(self) -> None:
         """Keep one master's place filled until the job is over."""
-        loop, after = asyncio.get_running_loop(), ""
+        loop = asyncio.get_running_loop()
         while not self._over.is_set():
             began = loop.time()
             self._number += 1
-            code, after = await self._one_master(self._number, after)
+            code = await self._one_master(self._number)
             if code == EX_OVER or (self._leaves and self._asked):
                 self.left = code != EX_OVER
                 self._over.set()
@@ -149,8 +154,8 @@ class Supervisor:
             if loop.time() - began < BACK_OFF_S:
                 await asyncio.sleep(BACK_OFF_S)
 
-    async def _one_master(self, number: int, after: str) -> tuple[int, str]:
-        """The exit code of a master that knows that ``after`` is dead, and as whom it led."""
+    async def _one_master(self, number: int) -> int:
+        """The exit code of a master that knows who is dead: any of them may have led last, for some are refused by the log."""
         fd = self._port.fileno()
         process = await asyncio.create_subprocess_exec(
             *module_command("dlrover_adapters.cli.master"),
@@ -164,7 +169,7 @@ class Supervisor:
             str(os.getpid()),
             "--number",
             str(number),
-            *(["--after", after] if after else []),
+            *(word for holder in self._dead for word in ("--dead", holder)),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(fd,),
             env={**os.environ, "DLROVER_TOKEN": self._token, MARK: self._settings.mark},
@@ -174,12 +179,13 @@ class Supervisor:
         if self._leaves and self._asked:
             self._ask(process)
         try:
-            return await process.wait(), self._settings.holder(process.pid, number)
+            return await process.wait()
         finally:
             del self._masters[process.pid]
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+            self._dead.append(self._settings.holder(process.pid, number))
 
     @staticmethod
     def _ask(process: asyncio.subprocess.Process) -> None:

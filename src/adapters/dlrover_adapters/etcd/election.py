@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 import random
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import structlog
@@ -46,17 +47,17 @@ class _Held(NamedTuple):
     revision: int
 
 
-async def campaign(etcd: Etcd, keys: Keys, holder: str, ttl_s: float, *, wait: bool, after: str = "") -> Won:
+async def campaign(etcd: Etcd, keys: Keys, holder: str, ttl_s: float, *, wait: bool, dead: Collection[str] = ()) -> Won:
     """Win the leadership of a job; with ``wait`` whenever it becomes free, however long etcd cannot be reached meanwhile.
 
-    ``holder`` is unique per process: a campaign sent twice recognises its own key by it and by the lease. ``after`` is a holder
-    known to be dead. Raises `NotLeading`; `LogError` where the token does not rise; without ``wait`` `LogUnavailable`.
+    ``holder`` is unique per process: a campaign sent twice recognises its own key by it and by the lease. ``dead`` are holders
+    known to be so. Raises `NotLeading`; `LogError` where the token does not rise; without ``wait`` `LogUnavailable`.
     """
     pause, said = PAUSE_FIRST_S, ""
     while True:
         try:
             held = await _look(etcd, keys)
-            if held.created and after and held.leader.holder == after:
+            if held.created and held.leader.holder in dead:
                 await _depose(etcd, keys, held.created)
                 held = held._replace(created=0)
             if not held.created:

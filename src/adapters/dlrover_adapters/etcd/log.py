@@ -7,7 +7,7 @@ defragmented here: that belongs to whoever runs the etcd.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing
 
 import structlog
@@ -78,16 +78,16 @@ class EtcdLog:
         return Keys(self.etcd.address.prefix, job)
 
     async def lead(
-        self, job: str, holder: str, ttl_s: float = 5.0, *, wait: bool = True, after: str = ""
+        self, job: str, holder: str, ttl_s: float = 5.0, *, wait: bool = True, dead: Collection[str] = ()
     ) -> EtcdLeadership:
-        """Win the election, when the present leader is gone, or at once where that is ``after``. The URL's ``ttl`` goes first.
+        """Win the election, when the present leader is gone or among the ``dead``. The URL's ``ttl`` goes first.
 
         Raises `SpecError` where this user or this etcd cannot lead, `NotLeading`, `LogError` where the token does not rise.
         """
         keys = self.keys(job)
         ttl_s = self.etcd.address.ttl_s or ttl_s
         Timing.of(ttl_s).checked()
-        campaign = asyncio.ensure_future(self._campaign(keys, holder, ttl_s, wait=wait, after=after))
+        campaign = asyncio.ensure_future(self._campaign(keys, holder, ttl_s, wait=wait, dead=dead))
         self._campaigns.add(campaign)
         try:
             won = await campaign
@@ -105,7 +105,9 @@ class EtcdLog:
         self._leading[job] = lead
         return lead
 
-    async def _campaign(self, keys: Keys, holder: str, ttl_s: float, *, wait: bool, after: str) -> election.Won:
+    async def _campaign(
+        self, keys: Keys, holder: str, ttl_s: float, *, wait: bool, dead: Collection[str]
+    ) -> election.Won:
         said = False
         while not self._may_write:
             try:
@@ -123,7 +125,7 @@ class EtcdLog:
         archive = await self._archive(keys.job)
         if archive is not None and not await self.head(keys.job):
             await asyncio.to_thread(archive.check)
-        return await election.campaign(self.etcd, keys, holder, ttl_s, wait=wait, after=after)
+        return await election.campaign(self.etcd, keys, holder, ttl_s, wait=wait, dead=dead)
 
     def parted(self, lead: EtcdLeadership) -> None:
         """A leadership is over."""
