@@ -5,7 +5,6 @@ For states of which every rank had a part of its own, as torch.distributed.check
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
@@ -22,7 +21,7 @@ from dlrover_adapters.checkpoint.table import Item, Table
 from dlrover_core.checkpoint.arena import ArenaBroken
 
 from .meeting import Meeting
-from .vault import Holding, Vault, VaultGone
+from .vault import MEMORY, Holding, Vault, VaultGone
 
 log = logging.getLogger("dlrover.torch")
 _TRIES = 4
@@ -41,32 +40,40 @@ class State(NamedTuple):
 class _Held(NamedTuple):
     state: State
     rank: int
+    node: str
     address: str
-    node: int
 
 
-def recalled(vault: Vault | None, step: int | None, stored: tuple[int, int] | None) -> Remembered | None:
+def recalled(
+    vault: Vault | None, step: int | None, stored: tuple[int, int] | None, meeting: Meeting | None = None
+) -> Remembered | None:
     """The newest state that the nodes hold whole, or that of ``step``; None: storage (``stored``) has a newer one.
 
-    A collective of all ranks of the job; each gives its own line to its agent. What is damaged on any rank is passed over by all.
+    A collective of all ranks of the job; each gives its own line to its agent. A copy that is damaged is passed over by all, and
+    a state of which some part is nowhere whole.
     """
-    meeting = Meeting.of_environment()
+    meeting = meeting or Meeting.of_environment()
     holdings: tuple[Holding, ...] = ()
-    address = ""
+    node, address, why = f"rank {meeting.rank}", "", "" if vault is not None else "it has no agent"
     if vault is not None:
-        with contextlib.suppress(VaultGone):
+        node = vault.told.node
+        try:
             found = vault.inventory()
             holdings, address = found.holdings, found.replica
-    mine = [(one.generation, one.step, one.world, one.layout, one.rank, address) for one in holdings]
-    everybody = meeting.all_gather("dcp/held", msgpack.packb(mine))
-    held = [
-        _Held(State(*one[:4]), one[4], one[5], node)
-        for node, raw in enumerate(everybody)
-        for one in msgpack.unpackb(raw)
+        except VaultGone as error:
+            why = f"its agent does not say what it holds: {error}"
+    mine = [(one.generation, one.step, one.world, one.layout, one.rank) for one in holdings]
+    everybody = [
+        msgpack.unpackb(raw) for raw in meeting.all_gather("dcp/held", msgpack.packb((node, address, why, mine)))
     ]
-    for state in _whole(held, step, stored)[:_TRIES]:
-        remembered = Remembered(vault, holdings, held, state)
-        if _agreed(meeting, remembered):
+    held = [_Held(State(*one[:4]), one[4], node, address) for node, address, _, its in everybody for one in its]
+    reasons = {rank: why for rank, (*_, why, _) in enumerate(everybody) if why}
+    if held and reasons:
+        # Without a line nothing can be read from others' memory either.
+        log.warning("memory is passed over, %s", "; ".join(f"rank {rank} says: {why}" for rank, why in reasons.items()))
+    for state in _whole(held, step, stored)[:_TRIES] if not reasons else ():
+        remembered = Remembered(vault, node, holdings, held, state)
+        if remembered.agreed(meeting):
             return remembered
         remembered.close()
     if vault is not None:
@@ -87,41 +94,21 @@ def _whole(held: Iterable[_Held], step: int | None, stored: tuple[int, int] | No
     return sorted(found, reverse=True)
 
 
-def _agreed(meeting: Meeting, remembered: Remembered) -> bool:
-    """Every rank looks at what its own node has; all go on, or none does."""
-    try:
-        tables, why = remembered.look(meeting.local_rank), ""
-    except (ArenaBroken, VaultGone, OSError) as error:
-        tables, why = {}, f"{type(error).__name__}: {error}"
-    told = [
-        msgpack.unpackb(raw, strict_map_key=False)
-        for raw in meeting.all_gather("dcp/seen", msgpack.packb((why, tables)))
-    ]
-    for rank, (reason, _) in enumerate(told):
-        if reason:
-            log.warning("step %d in memory is passed over, rank %d says: %s", remembered.state.step, rank, reason)
-    found: dict[int, bytes] = {}
-    for _, one in told:
-        found.update(one)
-    if any(reason for reason, _ in told) or len(found) != remembered.state.world:
-        return False
-    remembered.tables = {rank: Table.unpacked(raw) for rank, raw in found.items()}
-    return True
-
-
 class Remembered:
     """One state, read from this node's memory or its peers'. ``tables``: of each old rank what it had."""
 
-    def __init__(self, vault: Vault | None, holdings: Iterable[Holding], held: Iterable[_Held], state: State) -> None:
+    def __init__(
+        self, vault: Vault | None, node: str, holdings: Iterable[Holding], held: Iterable[_Held], state: State
+    ) -> None:
         self.state, self.tables = state, dict[int, Table]()
-        self._vault = vault
+        self._vault, self._node = vault, node
+        # One's own before a copy: it was there first.
         self._here = {
-            one.rank: one for one in holdings if State(one.generation, one.step, one.world, one.layout) == state
+            one.rank: one
+            for one in sorted(holdings, key=lambda one: one.kind == MEMORY)
+            if State(one.generation, one.step, one.world, one.layout) == state
         }
-        self._elsewhere: dict[int, list[str]] = {}
-        for one in held:
-            if one.state == state and one.address:
-                self._elsewhere.setdefault(one.rank, []).append(one.address)
+        self._elsewhere = [one for one in held if one.state == state and one.address]
         self._views: dict[int, SlotView] = {}
         self._places: dict[tuple[str, tuple[int, ...]], tuple[int, Item]] = {}
 
@@ -130,15 +117,40 @@ class Remembered:
         """Its step."""
         return self.state.step
 
-    def look(self, local_rank: int) -> dict[int, bytes]:
-        """Verify what is here, the ranks of a node a part of it each; the tables of all that is here."""
-        tables = {}
+    def agreed(self, meeting: Meeting) -> bool:
+        """Every rank looks at what its own node has; what is damaged is used by nobody. Is all of the state left?"""
+        told = [
+            msgpack.unpackb(raw, strict_map_key=False)
+            for raw in meeting.all_gather("dcp/seen", msgpack.packb((self._node, *self._look(meeting.local_rank))))
+        ]
+        broken = {(node, rank): why for node, _, its in told for rank, why in its.items()}
+        for (node, rank), why in broken.items():
+            log.warning("step %d of rank %d in the memory of %s is passed over: %s", self.step, rank, node, why)
+        whole = {rank: raw for node, tables, _ in told for rank, raw in tables.items() if (node, rank) not in broken}
+        if len(whole) != self.state.world:
+            log.warning(
+                "step %d in memory is passed over: %d of %d parts are whole", self.step, len(whole), self.state.world
+            )
+            return False
+        self._here = {rank: one for rank, one in self._here.items() if (self._node, rank) not in broken}
+        self._elsewhere = [one for one in self._elsewhere if (one.node, one.rank) not in broken]
+        for rank in self._views.keys() - self._here.keys():
+            self._views.pop(rank).release()
+        self.tables = {rank: Table.unpacked(raw) for rank, raw in whole.items()}
+        return True
+
+    def _look(self, local_rank: int) -> tuple[dict[int, bytes], dict[int, str]]:
+        """Verify what is here, the ranks of a node a part of it each; the tables of all that is here, and what is damaged."""
+        tables, broken = {}, {}
         for number, rank in enumerate(sorted(self._here)):
-            view = self._view(rank)
-            tables[rank] = view.table.packed()
-            if self._vault is not None and number % self._vault.nproc == local_rank:
-                view.verify()
-        return tables
+            try:
+                view = self._view(rank)
+                tables[rank] = view.table.packed()
+                if self._vault is not None and number % self._vault.nproc == local_rank:
+                    view.verify()
+            except (ArenaBroken, VaultGone, OSError) as error:
+                broken[rank] = f"{type(error).__name__}: {error}"
+        return tables, broken
 
     def metadata(self) -> Any:
         """As torch has it, made from the tables."""
@@ -184,7 +196,7 @@ class Remembered:
 
     def _fetched(self, vault: Vault, rank: int) -> SlotView:
         state, last = self.state, VaultGone(f"nobody serves step {self.step} of rank {rank}")
-        for address in dict.fromkeys(self._elsewhere.get(rank, ())):
+        for address in dict.fromkeys(one.address for one in self._elsewhere if one.rank == rank):
             try:
                 got = vault.fetch(address, rank, state.generation, state.step, state.layout)
                 return _mapped(got.fd, 0)

@@ -1,0 +1,102 @@
+"""States that torch's planner dealt out, found in the memory of nodes by all ranks together."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.unit.restoring import Arena, FakeNode, Live, World, bits, fsdp, sharded, state
+
+from dlrover_adapters.torch.checkpoint.meeting import Meeting
+from dlrover_adapters.torch.checkpoint.remembered import Remembered, recalled
+from dlrover_adapters.torch.checkpoint.vault import REPLICA, VaultGone
+
+
+class Node(FakeNode):
+    """As `Vault`, with what only hooks ask for."""
+
+    nproc = 1
+
+    def close(self) -> None:
+        """The line."""
+
+
+class Deaf(Node):
+    """An agent that does not answer."""
+
+    def inventory(self) -> Any:
+        """Never."""
+        raise VaultGone("no answer to 'inventory' within 10 s")
+
+
+@pytest.fixture
+def pair() -> list[Node]:
+    """Two nodes of one rank each; both have both ranks' steps 9 and 10, their own and a copy."""
+    cluster: dict[str, FakeNode] = {}
+    nodes = [Node(cluster), Node(cluster)]
+    for rank, arena in enumerate(fsdp(list(nodes), 2, 9, 10)):
+        copy = nodes[1 - rank].has(Arena(rank, 2, 1, arena.shares, ((0,), (1,))), REPLICA)
+        copy.save(9, slot=0)
+        copy.save(10, slot=1)
+    return nodes
+
+
+def found(nodes: list[Any], step: int | None = None) -> list[tuple[int, Any]]:
+    """The step that every rank recalls, and the first part of ``model.w`` as it reads it; step -1: none."""
+
+    def one(rank: int, meeting: Meeting) -> tuple[int, Any]:
+        state = recalled(nodes[rank], step, None, meeting)
+        if state is None:
+            return -1, None
+        try:
+            return state.step, bits(_first(state))
+        finally:
+            state.close()
+
+    return World(nodes, [Live(rank, sharded(rank, 2)) for rank in range(2)]).together(one)
+
+
+def _first(remembered: Remembered) -> Any:
+    remembered.metadata()
+    return remembered.chunk("model.w", (0, 0)).clone()
+
+
+def part(step: int) -> Any:
+    """What ``model.w`` begins with, as rank 0 has it."""
+    share = next(one for one in sharded(0, 2) if one.name == "model.w")
+    return bits(state(step)["model.w"][: share.shape[0]])
+
+
+def test_the_newest(pair: list[Node]) -> None:
+    """Without a fault, and by its number."""
+    assert [step for step, _ in found(list(pair))] == [10, 10]
+    assert [step for step, _ in found(list(pair), 9)] == [9, 9]
+
+
+@pytest.mark.parametrize("which", ["own", "copy"])
+def test_a_damaged_copy_is_used_by_nobody(pair: list[Node], which: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One of two copies of a rank's part is damaged: told, and the other one read by all."""
+    _, arena = pair[0 if which == "own" else 1].arenas[1 if which == "own" else 2]
+    assert arena.rank == 0
+    arena.damage(slot=1)
+    with caplog.at_level(logging.WARNING):
+        assert [(step, (read == part(10)).all()) for step, read in found(list(pair))] == [(10, True)] * 2
+    assert "step 10 of rank 0 in the memory of" in caplog.text
+
+
+def test_the_state_before_is_taken_where_no_copy_is_whole(pair: list[Node]) -> None:
+    """Both copies of a part are damaged."""
+    pair[0].arenas[1][1].damage(slot=1)
+    pair[1].arenas[2][1].damage(slot=1)
+    assert [(step, (read == part(9)).all()) for step, read in found(list(pair))] == [(9, True)] * 2
+
+
+def test_an_agent_that_does_not_answer_is_told(pair: list[Node], caplog: pytest.LogCaptureFixture) -> None:
+    """Its rank could read nothing from others either: storage, for all, and loudly."""
+    with caplog.at_level(logging.WARNING):
+        assert found([pair[0], Deaf({})]) == [(-1, None)] * 2
+    assert "memory is passed over, rank 1 says: its agent does not say what it holds: no answer" in caplog.text
