@@ -11,6 +11,8 @@ READY := $(VENV)/.installed
 # Workers of the unit tests, and of the integration tests: those mostly wait for other processes.
 JOBS ?= 2
 SIDE_JOBS ?= 3
+# Where this is set every process compiles all that it imports, again and again; caches are ignored by git, and `make clean` knows them.
+unexport PYTHONDONTWRITEBYTECODE
 # More options for pytest: make unit ARGS="-k world -x"
 ARGS ?=
 
@@ -67,11 +69,13 @@ format: $(READY) ## rewrite what `make check` would complain about, where a mach
 
 clean: ## remove the environment and all caches
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Made anew when what it is made from changes. pip >= 25.1 knows dependency groups; older interpreters bring older ones.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.11 ...")'
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade "pip>=25.1" --constraint constraints.txt
-	$(PY) -m pip install --quiet --editable ".[http,torch,etcd,archive,diagnosis,lightning,huggingface,safetensors]" --group dev --constraint constraints.txt
+	@# What is imported is compiled when it first is: of 20,000 files most never are.
+	$(PY) -m pip install --quiet --no-compile --editable ".[http,torch,etcd,archive,diagnosis,lightning,huggingface,safetensors]" --group dev --constraint constraints.txt
 	@touch $@

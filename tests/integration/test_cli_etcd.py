@@ -312,6 +312,7 @@ def test_a_log_that_cannot_be_right_is_told(tmp_path: Path) -> None:
     assert "--log or --state-dir names another" in events.stderr
 
 
+@pytest.mark.nightly(reason="Ctrl-C on one host stands for it in make test")
 def test_ctrl_c_where_the_masters_stand_by(hosts: Hosts) -> None:
     """HOST of an endpoint, whose masters only stand by: Ctrl-C there stops the job all the same, through the one that leads.
 

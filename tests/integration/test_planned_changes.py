@@ -192,6 +192,7 @@ def test_hosts_that_come_late_cost_no_step(tmp_path: Path, kind: str, monkeypatc
         assert [host.left() for host in (a, b)] == [[], []]
 
 
+@pytest.mark.nightly(reason="a drained node stands for it in make test")
 @pytest.mark.parametrize(
     ("kind", "heeds"),
     [
@@ -234,6 +235,7 @@ def test_a_node_that_is_told_to_go_costs_no_step(tmp_path: Path) -> None:
         assert job.left() == []
 
 
+@pytest.mark.nightly(reason="stories of jobs that end stand for it in make test")
 @pytest.mark.parametrize("when", [also("before", stands="a boundary that nobody gets to"), "leave"])
 def test_a_script_that_ends_while_a_change_is_planned_ends_well(tmp_path: Path, when: str) -> None:
     """While the successor comes, or when the boundary is chosen already and none of the ranks gets there: the job succeeds."""
@@ -260,6 +262,7 @@ DROPS = {
 DRAIN, GROWTH = DROPS
 
 
+@pytest.mark.nightly(reason="stories of plans that are dropped stand for it in make test")
 @pytest.mark.parametrize("case", [also(DRAIN, stands="the growth"), GROWTH])
 def test_ranks_go_on_from_the_boundary_of_a_plan_that_is_dropped(tmp_path: Path, case: str) -> None:
     """One rank does not come to the boundary in time: all go on with the next step; the change is made at another one."""

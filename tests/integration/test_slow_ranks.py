@@ -33,6 +33,7 @@ def test_a_slow_rank_and_a_nan_are_named(tmp_path: Path) -> None:
         assert job.left() == []
 
 
+@pytest.mark.nightly(reason="detectors that are on stand for it in make test")
 def test_detectors_can_be_off(tmp_path: Path) -> None:
     """With ``--detect off`` workers measure nothing, and a NaN is the script's own business."""
     with Job(tmp_path, "--detect", "off", "--nproc-per-node", "2", SLOWING) as job:

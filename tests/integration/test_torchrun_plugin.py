@@ -281,6 +281,7 @@ def test_a_killed_worker_restarts_all_until_its_budget_is_spent(stage: Stage) ->
     assert fold(records).job.state == "failed"
 
 
+@pytest.mark.nightly(reason="the host of the masters, killed, stands for it in make test")
 def test_a_killed_node_comes_back(stage: Stage) -> None:
     """A whole torchrun tree dies; the others wait, and train again with the one that takes its place."""
     host, other = stage.pair()
@@ -294,6 +295,7 @@ def test_a_killed_node_comes_back(stage: Stage) -> None:
     finish(stage, second, host, again)
 
 
+@pytest.mark.nightly(reason="hosts that come late to dlrover-run stand for it in make test")
 def test_nodes_join_late_and_leave_gracefully(stage: Stage) -> None:
     """MIN:MAX: one begins alone, takes a second in, and goes on alone when that gets SIGTERM."""
     a = stage.run("a", nnodes="1:2")
@@ -356,6 +358,7 @@ def test_a_failing_script_ends_all_with_torchs_own_summary(stage: Stage) -> None
     assert "rank 1" in state.job.root
 
 
+@pytest.mark.nightly(reason="that of dlrover-run stands for it in make test")
 def test_who_has_finished_does_not_begin_again(stage: Stage) -> None:
     """Torch's elastic agent starts nothing after its workers ended well: the others are not left waiting for it for ever."""
     host, other = stage.pair()

@@ -105,7 +105,11 @@ PRELOADS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PRELOADS)
+OTHERS = pytest.mark.nightly(reason="preloads that are unfit in other ways stand for it in make test")
+NIGHTLY = ("multiplies", "bad_fork", "raises", "exits")
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=OTHERS) if one in NIGHTLY else one for one in PRELOADS])
 def test_an_unfit_preload_is_refused_by_name(rig: Make, tmp_path: Path, name: str) -> None:
     """A preload after which forked workers could not train is named, with the reason; the others are loaded, all goes on."""
     text, reason = PRELOADS[name]
@@ -145,7 +149,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+SPAWN = pytest.mark.nightly(reason="forkserver stands for it in make test")
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=SPAWN), "forkserver"])
 def test_data_loader_workers(rig: Make, tmp_path: Path, method: str) -> None:
     """DataLoader workers start by every method inside forked workers, with a dataset class of the script's own."""
 

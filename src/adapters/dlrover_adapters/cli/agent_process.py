@@ -15,6 +15,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+from dlrover_adapters.telemetry import light  # noqa: F401  # first of all
+
+# isort: split
+
 import structlog
 
 from dlrover_adapters.agent.checkpoints.duty import CheckpointDuty

@@ -19,6 +19,10 @@ import sys
 import time
 from pathlib import Path
 
+from dlrover_adapters.telemetry import light  # noqa: F401  # first of all
+
+# isort: split
+
 import structlog
 
 from dlrover_adapters.cli import policies, told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import signal
@@ -62,6 +63,7 @@ def _run(options: Options) -> int:
     token = _token(options, shared=meeting.joining)
     # First of all: torch's import takes longest, and everything below happens meanwhile.
     with ahead.started(settings, token, options.local_nodes or 1) as first:
+        importlib.import_module("dlrover_adapters.telemetry.light")
         say_unused(options)
         if meeting.joining:
             from dlrover_adapters.cli import join
