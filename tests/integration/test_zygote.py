@@ -60,12 +60,14 @@ def test_omp_num_threads_acts_as_under_torchrun(rig: Make, monkeypatch: pytest.M
 
 def test_imports_are_not_on_the_recovery_path(rig: Make) -> None:
     """What torch pulls in lazily is there before the script begins, and so is what was asked to be preloaded."""
-    script = "tell(*[name in sys.modules for name in ('torch', 'torch._dynamo', 'torch.distributed', 'statistics')])"
+    ours = [f"dlrover_adapters.torch.checkpoint.{name}" for name in ("flash", "restore")]
+    names = ["torch", "torch._dynamo", "torch.distributed", *ours, "statistics"]
+    script = f"tell(*[name in sys.modules for name in {names}])"
 
     async def test() -> None:
         async with rig(script, torch=True, preload=("statistics",)) as one:
             await one.run()
-            assert await one.told() == [0, True, True, True, True]
+            assert await one.told() == [0, *[True] * len(names)]
             assert one.launcher.refused == {}
 
     run(test())

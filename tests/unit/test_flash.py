@@ -392,6 +392,7 @@ def test_a_save_with_every_slot_in_use_is_left_out_and_counted() -> None:
         list(run.train(5, 5, ckpt.step))
         ckpt.wait()
         assert {stamp.step for _, stamp in control.stamps()} == {2, 5}
+        assert len(ckpt._costs.writes) == 1, "how long slots are read for says how often storage can keep up"
 
 
 def test_replaced_tensors_of_the_same_form_keep_the_memory() -> None:
@@ -464,6 +465,26 @@ def test_saves_that_come_before_their_memory_are_left_out(monkeypatch: pytest.Mo
         ckpt.wait()
         assert (ckpt.stats.saves, ckpt.stats.early, ckpt.stats.populated) == (3, 2, True)
         assert saved(ckpt)[0] == 4
+
+
+def test_a_run_that_is_over_before_its_memory_is_there_is_on_storage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All saves were left out: its last state is saved when it closes, and what they cost is not taken for what saves cost."""
+    found, populate = threading.Event(), Mapped._populate
+    monkeypatch.setattr(memory, "WORTH_WAITING_BYTES", 0)
+    monkeypatch.setattr(Mapped, "_populate", lambda mapped, pin: (found.wait(30), populate(mapped, pin)))
+    run = Training(plain)
+    with FlashCheckpoint(str(tmp_path), **run.parts, every=2) as ckpt:
+        list(run.train(1, 5, ckpt.step))
+        assert (ckpt.stats.saves, ckpt.stats.early) == (0, 2)
+        assert not ckpt._costs.stalls
+        found.set()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["step-0000000005"]
+    again = Training(plain)
+    with FlashCheckpoint(str(tmp_path), **again.parts) as ckpt:
+        assert ckpt.restore() == 5
+    assert all(map(torch.equal, again.parts["model"].parameters(), run.parts["model"].parameters()))
 
 
 def test_objects_that_outgrow_their_room_get_more(tmp_path: Path) -> None:

@@ -13,16 +13,38 @@ from tests.unit.restoring import Arena, FakeNode, Live, World, bits, fsdp, shard
 
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
 from dlrover_adapters.torch.checkpoint.remembered import Remembered, recalled
-from dlrover_adapters.torch.checkpoint.vault import REPLICA, VaultGone
+from dlrover_adapters.torch.checkpoint.vault import REPLICA, Fetched, VaultGone
 
 
 class Node(FakeNode):
     """As `Vault`, with what only hooks ask for."""
 
-    nproc = 1
+    nproc, gone = 1, ""
+
+    def borrow(self, holding: int) -> int:
+        """As `Vault`."""
+        if self.gone:
+            raise VaultGone(self.gone)
+        return super().borrow(holding)
+
+    def fetch(self, address: str, rank: int, generation: int, step: int, layout: int) -> Fetched:
+        """As `Vault`."""
+        if self.gone:
+            raise VaultGone(self.gone)
+        return super().fetch(address, rank, generation, step, layout)
 
     def close(self) -> None:
         """The line."""
+        self.gone = "closed"
+
+
+class Fading(Node):
+    """An agent that stops to answer after it has said what it holds."""
+
+    def borrow(self, holding: int) -> int:
+        """In vain."""
+        self.gone = f"no answer to 'borrow' of {holding} within 10 s"
+        raise VaultGone(self.gone)
 
 
 class Deaf(Node):
@@ -47,6 +69,9 @@ def pair() -> list[Node]:
 
 def found(nodes: list[Any], step: int | None = None) -> list[tuple[int, Any]]:
     """The step that every rank recalls, and the first part of ``model.w`` as it reads it; step -1: none."""
+
+    for node in nodes:
+        node.gone = ""  # workers have a line of their own each time
 
     def one(rank: int, meeting: Meeting) -> tuple[int, Any]:
         state = recalled(nodes[rank], step, None, meeting)
@@ -100,3 +125,12 @@ def test_an_agent_that_does_not_answer_is_told(pair: list[Node], caplog: pytest.
     with caplog.at_level(logging.WARNING):
         assert found([pair[0], Deaf({})]) == [(-1, None)] * 2
     assert "memory is passed over, rank 1 says: its agent does not say what it holds: no answer" in caplog.text
+
+
+def test_a_line_that_ends_meanwhile_is_no_damage(pair: list[Node], caplog: pytest.LogCaptureFixture) -> None:
+    """Every part is there twice, but one rank could read none of them: storage, for all."""
+    fading = Fading(pair[1].others)
+    fading.arenas = pair[1].arenas
+    with caplog.at_level(logging.WARNING):
+        assert found([pair[0], fading]) == [(-1, None)] * 2
+    assert "without a line to the agents of ranks {1: \"no answer to 'borrow'" in caplog.text

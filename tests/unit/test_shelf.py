@@ -20,7 +20,17 @@ from dlrover_adapters.checkpoint.seal import seal
 from dlrover_adapters.checkpoint.slotview import SlotView
 from dlrover_adapters.torch.checkpoint.dcp import FlashStorageReader, FlashStorageWriter
 from dlrover_adapters.torch.checkpoint.shelf import SLOTS, NoSlot, Shelf, layout_of, whole
-from dlrover_adapters.torch.checkpoint.vault import MEMORY, Arena, Fetched, Holding, Inventory, Keeping, Told, Vault
+from dlrover_adapters.torch.checkpoint.vault import (
+    MEMORY,
+    Arena,
+    Fetched,
+    Holding,
+    Inventory,
+    Keeping,
+    Told,
+    Vault,
+    VaultGone,
+)
 from dlrover_core.checkpoint.arena import Control, Geometry
 
 # torch's own: what it says about a single process, and about its older calls.
@@ -61,7 +71,7 @@ class Agent:
 class Line:
     """A worker's line to the agent, with what `Shelf` and `recalled` use of a `Vault`."""
 
-    rank, local_rank, world, nproc = 0, 0, 1, 1
+    rank, local_rank, world, nproc, gone = 0, 0, 1, 1, ""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -103,6 +113,8 @@ class Line:
 
     def borrow(self, holding: int) -> int:
         """To be read."""
+        if self.gone:
+            raise VaultGone(self.gone)
         return os.dup(self._agent.arenas[holding][0])
 
     def fetch(self, *_args: Any, **_kwargs: Any) -> Fetched:
@@ -110,7 +122,8 @@ class Line:
         raise AssertionError
 
     def close(self) -> None:
-        """Nothing to close."""
+        """The line."""
+        self.gone = "closed"
 
 
 @pytest.fixture

@@ -141,7 +141,7 @@ class Control:
     saves = Word(528)
     """States published."""
     skipped = Word(536)
-    """Saves left out because every slot was in use."""
+    """Saves left out: every slot was in use, or not populated yet."""
     torn = Word(544)
     """Copies thrown away because the state changed meanwhile."""
     every = Word(552)

@@ -121,7 +121,7 @@ class LogConformance:
         """An appended batch is there, whole, with its last sequence number as the head."""
 
         async def story(log: EventLog) -> None:
-            lead = await log.lead(JOB, "a")
+            lead = await log.lead(JOB, "a", dead=("nobody",))
             batch = make_batch(lead.token, 1, 1, events=3)
             assert await lead.append(batch) == Appended(3)
             assert await log.head(JOB) == 3

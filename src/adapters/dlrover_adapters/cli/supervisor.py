@@ -1,15 +1,14 @@
 """A job's masters and their launcher: it owns the port, the node processes and two masters, one leading and one in reserve.
 
-Masters may die at any moment: the reserve has the log's lock within a millisecond and the port is still open, because it is
-ours. In a log that hosts share there is one master here, and the reserve is on another host; the successor of one that died
-knows that, and does not wait for a dead one's lease. We ourselves hold no state; when we are killed, everything we started is
-killed with us by the kernel.
+Masters may die at any moment: the reserve, once it is there, has the log's lock within a millisecond and the port is still
+open, because it is ours. In a log that hosts share there is one master here, and the reserve is on another host; the successor
+of one that died knows that, and does not wait for a dead one's lease. We ourselves hold no state; when we are killed, everything
+we started is killed with us by the kernel.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import os
 import signal
@@ -31,12 +30,12 @@ if TYPE_CHECKING:
 CRASHES_MAX, CRASH_WINDOW_S = 20, 10.0
 BACK_OFF_S = 0.5
 DEAD_MAX = 128
-"""Successors are told of so many dead masters; what the oldest of them led is over anyway."""
+"""Successors are told of so many dead masters: of those that lived longest, as whom the log refuses leads nothing."""
 LEAVE_S = 10.0
 SAY_S = 2.0
 RESERVE_S, RESERVE_MAX_S = 5.0, 30.0
-"""The reserve starts this long after the first agents are warm, and no later than this: the start and the first steps need the
-processor first. A master that dies before has a successor all the same, within a second instead of at once."""
+"""The reserve starts this long after the first agents are warm, which is waited for no longer than this: the start and the first
+steps need the processor first. A master that dies before has a successor all the same, within a second instead of at once."""
 
 
 class MastersFailed(Exception):
@@ -99,7 +98,7 @@ class Supervisor:
         self._masters: dict[int, asyncio.subprocess.Process] = {}
         self._over = asyncio.Event()
         self._crashes: list[float] = []
-        self._dead = collections.deque[str](maxlen=DEAD_MAX)
+        self._dead: list[tuple[float, str]] = []
         self._asked = self._number = 0
         self._failure = ""
         self.left = False
@@ -156,7 +155,7 @@ class Supervisor:
 
     async def _one_master(self, number: int) -> int:
         """The exit code of a master that knows who is dead: any of them may have led last, for some are refused by the log."""
-        fd = self._port.fileno()
+        fd, began = self._port.fileno(), asyncio.get_running_loop().time()
         process = await asyncio.create_subprocess_exec(
             *module_command("dlrover_adapters.cli.master"),
             "--config",
@@ -169,7 +168,7 @@ class Supervisor:
             str(os.getpid()),
             "--number",
             str(number),
-            *(word for holder in self._dead for word in ("--dead", holder)),
+            *(word for _, holder in self._dead for word in ("--dead", holder)),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(fd,),
             env={**os.environ, "DLROVER_TOKEN": self._token, MARK: self._settings.mark},
@@ -185,7 +184,10 @@ class Supervisor:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-            self._dead.append(self._settings.holder(process.pid, number))
+            lived_s = asyncio.get_running_loop().time() - began
+            self._dead.append((lived_s, self._settings.holder(process.pid, number)))
+            if len(self._dead) > DEAD_MAX:
+                self._dead.remove(min(self._dead))
 
     @staticmethod
     def _ask(process: asyncio.subprocess.Process) -> None:

@@ -29,6 +29,7 @@ def settings(options: Options) -> dict[str, Any]:
         name: tuple(int(one) for one in parse_streams(name, "0" if quiet else getattr(options, name), nproc))
         for name in ("redirects", "tee")
     }
+    _check_warmth()
     if options.virtual_local_rank:
         _check_devices(nproc)
     return {
@@ -110,6 +111,12 @@ def preload(text: str) -> tuple[str, ...] | None:
 def run_id(options: Options) -> str:
     """What workers see as TORCHELASTIC_RUN_ID, if somebody named it; else the run's own id."""
     return "" if options.standalone or options.rdzv_id == "none" else str(options.rdzv_id)
+
+
+def _check_warmth() -> None:
+    # The zygote would say so too, to whom nobody listens yet.
+    if (warm := os.environ.get("DLROVER_WARM", "all")) not in {"all", "core"}:
+        raise SpecError("DLROVER_WARM", f"is 'all' or 'core', got {warm!r}")
 
 
 def _check_devices(nproc: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import logging
 import os
 import random
 import sys
@@ -49,9 +50,14 @@ def import_rest() -> None:
     import torch.nn.parallel
     import torch.utils.data  # noqa: F401 - for their side effect: they are imported
 
-    # Where it cannot be imported (no xxhash, an older torch), scripts that want it are told; others are forked all the same.
-    with contextlib.suppress(ImportError):
-        importlib.import_module("dlrover_adapters.torch.checkpoint.flash")
+    try:
+        for name in ("flash", "restore"):
+            importlib.import_module(f"dlrover_adapters.torch.checkpoint.{name}")
+    except Exception as error:  # noqa: BLE001  # no xxhash, an older torch, an fsspec that is configured wrongly
+        # Scripts that want it meet the same error; others are forked all the same.
+        logging.getLogger("dlrover.torch").warning(
+            "FlashCheckpoint cannot be imported: %s: %s", type(error).__name__, error
+        )
 
 
 def refusal_in_zygote() -> str:

@@ -34,7 +34,9 @@ EVERY_BYTES = 8 * 1024 * 1024
 """One block is looked at of so many bytes, and at least one of each tensor of the `TENSORS` largest."""
 TENSORS = 64
 _log = logging.getLogger(__name__)
-_chance = random.Random()  # not the script's generator, which is part of the state
+_chance = (
+    random.SystemRandom()
+)  # not the script's generator, which is part of the state; nor one that forks would share
 
 
 class Pair(NamedTuple):

@@ -302,20 +302,28 @@ class Engine:
         self._stalled(began)
         return True
 
-    def store_newest(self) -> None:
-        """The newest state that was saved goes to storage, if it was not to anyway. All ranks, at their end."""
+    def store_newest(self) -> bool:
+        """The newest state that all ranks saved goes to storage, if it was not to anyway; False: all that were due were left out.
+
+        All ranks, at their end: what some rank left out all have heard of by then, and the newest of the others nobody has
+        overwritten.
+        """
         control, newest = self.control, self._newest
-        if control is None or newest is None or newest[1]:
-            return
-        step, here = newest[0], {}
-        if step not in self._heard_missed():
-            here = {slot: stamp for slot, stamp in control.stamps() if stamp[:2] == (self.generation, step)}
-        if not here and isinstance(self.line, Standalone):
-            self.line.missed(step)
-        for slot, stamp in here.items():
+        if control is None or newest is None:
+            return True
+        missed = self._heard_missed()
+        held = [(stamp.step, slot, stamp) for slot, stamp in control.stamps() if stamp.generation == self.generation]
+        whole = [one for one in held if one[0] not in missed]
+        if newest[0] not in {one[0] for one in whole} and isinstance(self.line, Standalone) and not newest[1]:
+            self.line.missed(newest[0])
+        if not whole:
+            return False
+        step, slot, stamp = max(whole)
+        if not stamp.due:
             control.publish(slot, stamp._replace(due=True))
             self.line.saved(self.arena_id, slot, step, due=True)
-        self._newest = (step, True)
+        self._newest = (newest[0], True)
+        return True
 
     def _begin(self, call: int, without: frozenset[int]) -> int | None:
         """A slot that may be overwritten, begun; ``without`` some; None: there is none."""

@@ -203,17 +203,23 @@ class FlashCheckpoint:
         writing = control is not None and sum(map(control.pinned, range(control.geometry.slots))) > engine.spare
         if self._returned:
             self._costs.step(began - self._returned, copying=flying or self._saved_last, writing=writing)
+        if writing:
+            self._writing_since = self._writing_since or began
+        elif self._writing_since:
+            self._costs.written(began - self._writing_since)
+            self._writing_since = 0.0
         self._fence()
         due = self._cadence.due(step)
         plan = self._boundary.reached(control, self._call) if control is not None and self._boundary is not None else 0
         if plan:
             self._stand_at(plan, step, engine)
+            self._saved_last = due.memory
         elif due.memory:
-            self._save(step, due=due.storage, populated=True)
+            self._saved_last = self._save(step, due=due.storage, populated=True)
         else:
+            self._saved_last = False
             engine.settle()
-        self._saved_last = due.memory
-        if due.memory:
+        if self._saved_last:
             self._costs.saved(engine.stats.stall_s)
         self._replan(step, engine)
         self._step = step
@@ -240,9 +246,10 @@ class FlashCheckpoint:
     def close(self) -> None:
         """Finish what is under way, and let everything go. Idempotent; every rank calls it, or leaves its ``with``.
 
-        Of the newest state that was saved, storage gets a copy too, unless ``store_every`` is 0. Without an agent that is waited
-        for, for `CLOSE_S` at most; else the agent sees to it. What fails on storage is logged and not raised: the script's exit
-        code is its own. Who wants to know calls `wait` before.
+        Of the newest state that was saved, storage gets a copy too, unless ``store_every`` is 0; of the present one, as that of
+        the last `step`, where all saves were left out. Without an agent that is waited for, for `CLOSE_S` at most; else the agent
+        sees to it. What fails on storage is logged and not raised: the script's exit code is its own. Who wants to know calls
+        `wait` before.
         """
         self._finish(wait=True)
 
@@ -260,7 +267,7 @@ class FlashCheckpoint:
             if self._engine is not None and wait:
                 self._engine.settle()
                 if self.url and self._cadence.plan.store_every:
-                    self._engine.store_newest()
+                    self._store_newest(self._engine)
             if isinstance(self._line, Standalone) and wait and not self._line.wait(CLOSE_S):
                 _log.error(
                     "%s: not everything is written after %g s, and not waited for any more",
@@ -272,6 +279,14 @@ class FlashCheckpoint:
                 self._line.close()
             if self._engine is not None:
                 self._engine.close()
+
+    def _store_newest(self, engine: Engine) -> None:
+        if engine.store_newest() or self._step is None:
+            return
+        # All saves were left out: a short run, whose memory was not populated in time. What it has learnt is not to be lost.
+        self._call += 1
+        if self._save(self._step, due=True, populated=False):
+            engine.settle()
 
     def __enter__(self) -> FlashCheckpoint:  # noqa: PYI034  # Self needs 3.11
         return self
@@ -293,6 +308,7 @@ class FlashCheckpoint:
     # ---- parts
 
     _saved_last = False
+    _writing_since = 0.0
 
     def _opened(self) -> Vault | Standalone:
         self._open_still()

@@ -75,7 +75,7 @@ def recalled(
         remembered = Remembered(vault, node, holdings, held, state)
         if remembered.agreed(meeting):
             return remembered
-        remembered.close()
+        remembered.release()
     if vault is not None:
         vault.close()
     return None
@@ -121,12 +121,17 @@ class Remembered:
         """Every rank looks at what its own node has; what is damaged is used by nobody. Is all of the state left?"""
         told = [
             msgpack.unpackb(raw, strict_map_key=False)
-            for raw in meeting.all_gather("dcp/seen", msgpack.packb((self._node, *self._look(meeting.local_rank))))
+            for raw in meeting.all_gather(
+                "dcp/seen", msgpack.packb((self._node, *self._look(meeting.local_rank), self._gone))
+            )
         ]
-        broken = {(node, rank): why for node, _, its in told for rank, why in its.items()}
+        if lost := {rank: gone for rank, (*_, gone) in enumerate(told) if gone}:
+            log.warning("step %d in memory is passed over, without a line to the agents of ranks %s", self.step, lost)
+            return False
+        broken = {(node, rank): why for node, _, its, _ in told for rank, why in its.items()}
         for (node, rank), why in broken.items():
             log.warning("step %d of rank %d in the memory of %s is passed over: %s", self.step, rank, node, why)
-        whole = {rank: raw for node, tables, _ in told for rank, raw in tables.items() if (node, rank) not in broken}
+        whole = {rank: raw for node, tables, *_ in told for rank, raw in tables.items() if (node, rank) not in broken}
         if len(whole) != self.state.world:
             log.warning(
                 "step %d in memory is passed over: %d of %d parts are whole", self.step, len(whole), self.state.world
@@ -138,6 +143,11 @@ class Remembered:
             self._views.pop(rank).release()
         self.tables = {rank: Table.unpacked(raw) for rank, raw in whole.items()}
         return True
+
+    @property
+    def _gone(self) -> str:
+        """Why this rank can read nothing from others; empty: it can."""
+        return self._vault.gone if self._vault is not None else "there is no agent"
 
     def _look(self, local_rank: int) -> tuple[dict[int, bytes], dict[int, str]]:
         """Verify what is here, the ranks of a node a part of it each; the tables of all that is here, and what is damaged."""
@@ -204,11 +214,15 @@ class Remembered:
                 last = error
         raise last
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Let the memory go."""
         for view in self._views.values():
             view.release()
         self._views = {}
+
+    def close(self) -> None:
+        """The same, and the line to the agent."""
+        self.release()
         if self._vault is not None:
             self._vault.close()
 
