@@ -139,7 +139,9 @@ def test_a_failure_is_told_by_its_root_cause(tmp_path: Path, restarts: int) -> N
         assert f"dlrover report e2e --state-dir {job.state}" in summary
         cause, _, others = summary.partition("other failures of the same attempt:")
         assert "closed by peer" not in cause
-        assert re.search(r"rank 0 on worker-0-0: (exit code 1|stopped after it): .*Connection closed by peer", others)
+        # On a busy machine it is stopped before it has noticed anything, and has nothing to say.
+        felt = re.search(r"rank 0 on worker-0-0: (exit code 1|stopped after it): .*Connection closed by peer", others)
+        assert felt or not others, others
         assert ("tried: restart of the processes once" in summary) == bool(restarts)
         assert len(job.events("IncidentOpened")) == restarts + 1
         assert job.left() == []

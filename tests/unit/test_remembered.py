@@ -69,7 +69,6 @@ def pair() -> list[Node]:
 
 def found(nodes: list[Any], step: int | None = None) -> list[tuple[int, Any]]:
     """The step that every rank recalls, and the first part of ``model.w`` as it reads it; step -1: none."""
-
     for node in nodes:
         node.gone = ""  # workers have a line of their own each time
 
