@@ -34,3 +34,10 @@ def logs_as_they_were() -> Iterator[None]:
     before = structlog.get_config()
     yield
     structlog.configure(**before)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is no rank of anything, whatever it was started by."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "DLROVER_AGENT_SOCKET"):
+        monkeypatch.delenv(name, raising=False)

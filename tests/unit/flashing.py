@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dlrover_adapters.checkpoint.slotview import SlotView
 from dlrover_adapters.torch.checkpoint.capture import Capture
@@ -85,3 +87,65 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
+
+
+def net(*layers: nn.Module) -> nn.Module:
+    """A small model with dropout."""
+    return nn.Sequential(nn.Linear(8, 32), *layers, nn.Dropout(0.3), nn.Linear(32, 1))
+
+
+def plain() -> dict[str, Any]:
+    """Adam and dropout."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def step(batch: torch.Tensor, _number: int) -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return {"model": model, "optimizer": optimizer, "step": step}
+
+
+def batch_norm() -> dict[str, Any]:
+    """Statistics that forward writes."""
+    found = plain()
+    model = net(nn.BatchNorm1d(32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(batch: torch.Tensor, _number: int) -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return {**found, "model": model, "optimizer": optimizer, "step": step}
+
+
+def averaged_as_extra() -> dict[str, Any]:
+    """The same, given as a thing with a state dict."""
+    model = nn.Sequential(nn.Linear(8, 400), nn.Linear(400, 400), nn.Dropout(0.2), nn.Linear(400, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def step(batch: torch.Tensor, _number: int) -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        ema.update_parameters(model)
+
+    return {"model": model, "optimizer": optimizer, "extra": {"ema": ema}, "step": step}
+
+
+def scheduled() -> dict[str, Any]:
+    """Two schedulers."""
+    found = plain()
+    first = torch.optim.lr_scheduler.OneCycleLR(found["optimizer"], max_lr=0.1, total_steps=40)
+    second = torch.optim.lr_scheduler.MultiStepLR(found["optimizer"], milestones=[3, 6])
+    inner = found["step"]
+
+    def step(batch: torch.Tensor, number: int) -> None:
+        inner(batch, number)
+        first.step()
+        second.step()
+
+    return {**found, "scheduler": [first, second], "step": step}

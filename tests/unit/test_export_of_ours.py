@@ -17,14 +17,11 @@ from dlrover_adapters.cli.main import main
 from dlrover_adapters.torch.checkpoint.flash import FlashCheckpoint
 from dlrover_adapters.torch.checkpoint.sources import LARGE_BYTES
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # torch's, in one process
+pytestmark = [
+    pytest.mark.usefixtures("alone"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),  # torch's, in one process
+]
 Run = tuple[str, Path, dict[str, Any]]
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "DLROVER_AGENT_SOCKET"):
-        monkeypatch.delenv(name, raising=False)
 
 
 class Sampler:

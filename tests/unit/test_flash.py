@@ -7,63 +7,21 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from flashing import Training, give_back, same, saved
+from flashing import Training, averaged_as_extra, batch_norm, give_back, net, plain, same, saved, scheduled
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dlrover_adapters.torch.checkpoint import copier as copiers
-from dlrover_adapters.torch.checkpoint import memory
 from dlrover_adapters.torch.checkpoint.copier import Flight
 from dlrover_adapters.torch.checkpoint.flash import FlashCheckpoint
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
-from dlrover_adapters.torch.checkpoint.memory import Mapped
-from dlrover_adapters.torch.checkpoint.sources import Mismatch
-from dlrover_core.errors import SpecError
 
 BEFORE, AFTER = 5, 4
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "DLROVER_AGENT_SOCKET"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def net(*layers: nn.Module) -> nn.Module:
-    """A small model with dropout."""
-    return nn.Sequential(nn.Linear(8, 32), *layers, nn.Dropout(0.3), nn.Linear(32, 1))
-
-
-def plain() -> dict[str, Any]:
-    """Adam and dropout."""
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-    def step(batch: torch.Tensor, _number: int) -> None:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-
-    return {"model": model, "optimizer": optimizer, "step": step}
-
-
-def batch_norm() -> dict[str, Any]:
-    """Statistics that forward writes."""
-    found = plain()
-    model = net(nn.BatchNorm1d(32))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def step(batch: torch.Tensor, _number: int) -> None:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-
-    return {**found, "model": model, "optimizer": optimizer, "step": step}
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def spectral_norm() -> dict[str, Any]:
@@ -92,21 +50,6 @@ def averaged() -> dict[str, Any]:
     return {"model": {"net": found["model"], "ema": ema}, "optimizer": found["optimizer"], "step": step}
 
 
-def averaged_as_extra() -> dict[str, Any]:
-    """The same, given as a thing with a state dict."""
-    model = nn.Sequential(nn.Linear(8, 400), nn.Linear(400, 400), nn.Dropout(0.2), nn.Linear(400, 1))
-    optimizer = torch.optim.Adam(model.parameters())
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-
-    def step(batch: torch.Tensor, _number: int) -> None:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-        ema.update_parameters(model)
-
-    return {"model": model, "optimizer": optimizer, "extra": {"ema": ema}, "step": step}
-
-
 def scaled() -> dict[str, Any]:
     """Steps that are left out, of loss that is not finite."""
     model = net()
@@ -121,21 +64,6 @@ def scaled() -> dict[str, Any]:
         scaler.update()
 
     return {"model": model, "optimizer": optimizer, "extra": scaler, "step": step}
-
-
-def scheduled() -> dict[str, Any]:
-    """Two schedulers."""
-    found = plain()
-    first = torch.optim.lr_scheduler.OneCycleLR(found["optimizer"], max_lr=0.1, total_steps=40)
-    second = torch.optim.lr_scheduler.MultiStepLR(found["optimizer"], milestones=[3, 6])
-    inner = found["step"]
-
-    def step(batch: torch.Tensor, number: int) -> None:
-        inner(batch, number)
-        first.step()
-        second.step()
-
-    return {**found, "scheduler": [first, second], "step": step}
 
 
 def accumulated() -> dict[str, Any]:
@@ -370,135 +298,7 @@ def test_what_is_named_live_may_be_written_at_any_time(held: Held) -> None:
         assert ckpt.stats.live_bytes == sum(one.nbytes for one in was.values())
 
 
-# ---- slots
-
-
-def test_a_save_with_every_slot_in_use_is_left_out_and_counted() -> None:
-    """Whoever reads the memory is not disturbed, and training goes on."""
-    run = Training(plain)
-    with FlashCheckpoint("", **run.parts, every=1) as ckpt:
-        list(run.train(1, 2, ckpt.step))
-        ckpt.wait()
-        assert ckpt._engine is not None
-        control = ckpt._engine.control
-        assert control is not None
-        control.pin(0)
-        control.pin(1)
-        list(run.train(3, 4, ckpt.step))
-        assert (ckpt.stats.skipped, control.skipped) == (2, 2)
-        assert {stamp.step for _, stamp in control.stamps()} == {1, 2}
-        control.unpin(0)
-        control.unpin(1)
-        list(run.train(5, 5, ckpt.step))
-        ckpt.wait()
-        assert {stamp.step for _, stamp in control.stamps()} == {2, 5}
-        assert len(ckpt._costs.writes) == 1, "how long slots are read for says how often storage can keep up"
-
-
-def test_replaced_tensors_of_the_same_form_keep_the_memory() -> None:
-    """``optimizer.load_state_dict`` makes new tensors: the next save copies those."""
-    run = Training(plain)
-    with FlashCheckpoint("", **run.parts, every=1) as ckpt:
-        list(run.train(1, 2, ckpt.step))
-        memory = ckpt._engine.memory if ckpt._engine is not None else None
-        run.parts["optimizer"].load_state_dict(run.parts["optimizer"].state_dict())
-        for left in run.train(3, 4, ckpt.step):
-            ckpt.wait()
-            _, tensors, _ = saved(ckpt)
-            assert torch.equal(tensors["optimizer.state.0.weight.exp_avg"], left["optimizer"]["state"][0]["exp_avg"])
-        assert ckpt._engine is not None
-        assert ckpt._engine.memory is memory
-        assert ckpt.stats.layouts == 1
-
-
-def test_other_tensors_are_another_layout_in_new_memory() -> None:
-    """A parameter more: what was saved before is another state."""
-    run = Training(plain)
-    with FlashCheckpoint("", **run.parts, every=1) as ckpt:
-        list(run.train(1, 2, ckpt.step))
-        assert ckpt._engine is not None
-        assert ckpt._engine.memory is not None
-        layout = ckpt._engine.memory.table.layout
-        more = nn.Linear(2, 2)
-        run.parts["model"].append(nn.Dropout(0.0))
-        run.parts["model"].more = nn.Identity()
-        run.parts["model"][0].register_parameter("more", more.weight)
-        run.parts["optimizer"].add_param_group({"params": [more.weight]})
-        list(run.train(3, 4, ckpt.step))
-        ckpt.wait()
-        assert ckpt._engine.memory.table.layout != layout
-        step, tensors, _ = saved(ckpt)
-        assert step == 4
-        assert torch.equal(tensors["model.0.more"], more.weight)
-
-
-def test_memory_is_made_before_the_first_step_as_it_will_be_needed() -> None:
-    """What Adam keeps is foreseen, so that the first save finds its pages."""
-    run = Training(plain)
-    with FlashCheckpoint("", **run.parts, every=2) as ckpt:
-        list(run.train(1, 1, ckpt.step))
-        assert ckpt._engine is not None
-        memory = ckpt._engine.memory
-        assert memory is not None
-        assert memory.populated.wait(30)
-        assert ckpt.stats.saves == 0
-        list(run.train(2, 4, ckpt.step))
-        ckpt.wait()
-        assert (ckpt._engine.memory, ckpt.stats.layouts, ckpt.stats.saves) == (memory, 1, 2)
-
-
-def test_saves_that_come_before_their_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training does not stand while pages are found, unless somebody asks for a save himself."""
-    found, populate = threading.Event(), Mapped._populate
-    monkeypatch.setattr(memory, "WORTH_WAITING_BYTES", 0)
-    monkeypatch.setattr(Mapped, "_populate", lambda mapped, pin: (found.wait(30), populate(mapped, pin)))
-    run = Training(plain)
-    with FlashCheckpoint("", **run.parts, every=1) as ckpt:
-        list(run.train(1, 2, ckpt.step))
-        assert (ckpt.stats.saves, ckpt.stats.early, ckpt.stats.skipped, ckpt.stats.populated) == (0, 2, 0, False)
-        assert ckpt.save(2)
-        found.set()
-        assert ckpt._engine is not None
-        assert ckpt._engine.memory is not None
-        assert ckpt._engine.memory.populated.wait(30)
-        list(run.train(3, 4, ckpt.step))
-        ckpt.wait()
-        assert (ckpt.stats.saves, ckpt.stats.early, ckpt.stats.populated) == (3, 2, True)
-        assert saved(ckpt)[0] == 4
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_run_that_is_over_before_its_memory_is_there_is_on_storage(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every: int
-) -> None:
-    """All saves were left out: its last state is saved when it closes, and what they cost is not taken for what saves cost."""
-    found, populate = threading.Event(), Mapped._populate
-    monkeypatch.setattr(memory, "WORTH_WAITING_BYTES", 0)
-    monkeypatch.setattr(Mapped, "_populate", lambda mapped, pin: (found.wait(30), populate(mapped, pin)))
-    run = Training(plain)
-    with FlashCheckpoint(str(tmp_path), **run.parts, every=every) as ckpt:
-        list(run.train(1, 5, ckpt.step))
-        assert (ckpt.stats.saves, ckpt.stats.early) == (0, 5 // every)
-        assert not ckpt._costs.stalls
-        found.set()
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["step-0000000005"]
-    again = Training(plain)
-    with FlashCheckpoint(str(tmp_path), **again.parts) as ckpt:
-        assert ckpt.restore() == 5
-    assert all(map(torch.equal, again.parts["model"].parameters(), run.parts["model"].parameters()))
-
-
-def test_objects_that_outgrow_their_room_get_more(tmp_path: Path) -> None:
-    """A history that grows with each step is saved all the same."""
-    run = Training(plain)
-    state: dict[str, Any] = {"history": ""}
-    with FlashCheckpoint("", **run.parts, state=state, every=1) as ckpt:
-        for step in range(1, 4):
-            state["history"] += "x" * 1_500_000
-            list(run.train(step, step, ckpt.step))
-        ckpt.wait()
-        step, _, objects = saved(ckpt)
-        assert (step, len(objects["state.history"]) > 4_500_000) == (3, True)
+# ---- other ranks
 
 
 class Pair:
@@ -678,125 +478,3 @@ def test_closed_is_closed() -> None:
     assert not run.parts["optimizer"]._optimizer_step_pre_hooks
     assert not any(module._load_state_dict_pre_hooks for module in run.parts["model"].modules())
     assert threading.active_count() == 1 or not any("dlrover" in one.name for one in threading.enumerate())
-
-
-# ---- arguments
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"mode": "sync"}, "mode: 'async' or 'blocking'"),
-        ({"verify": True}, "verify: 'sample', 'full' or 'off'"),
-        ({"format": "safetensors"}, "format: 'dcp' or 'torch'"),
-        ({"keep": -1}, "keep: a number"),
-        ({"slots": 1}, "slots: 2 to 8"),
-        ({"every": 0}, "every="),
-        ({"every": "sometimes"}, "every="),
-        ({"every": 5, "store_every": "auto"}, "store_every"),
-        ({"model": {}}, "nothing to save"),
-        ({"model": torch.zeros(2)}, "a torch.nn.Module"),
-        ({"optimizer": nn.Linear(1, 1)}, "param_groups"),
-        ({"extra": object()}, "state_dict"),
-        ({"state": [1]}, "a dict"),
-        ({"frozen": 3.0}, "names or tensors"),
-    ],
-    ids=lambda one: one if isinstance(one, str) else next(iter(one)),
-)
-def test_wrong_arguments_are_refused_with_what_to_do(wrong: dict[str, Any], said: str) -> None:
-    """At once, by name."""
-    given: dict[str, Any] = {"model": nn.Linear(2, 2), "frozen": (), **wrong}
-    with pytest.raises(SpecError, match=said):
-        FlashCheckpoint("/tmp/nowhere", **given)
-
-
-def test_a_name_of_nothing_is_a_mistake() -> None:
-    """At the first save at the latest."""
-    with (
-        FlashCheckpoint("", model=nn.Linear(2, 2), frozen=["encoder.*"], every=1) as ckpt,
-        pytest.raises(SpecError, match="encoder"),
-    ):
-        ckpt.step(1)
-
-
-# ---- storage without an agent
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # torch's reader, in one process
-def test_without_an_agent_states_are_written_by_a_thread(tmp_path: Path) -> None:
-    """Complete checkpoints, the newest ones, that torch's own reader opens."""
-    import torch.distributed.checkpoint as dcp
-
-    run = Training(batch_norm)
-    with FlashCheckpoint(f"file://{tmp_path}", **run.parts, every=1, store_every=2, keep=2) as ckpt:
-        left = list(run.train(1, 7, lambda step: (ckpt.step(step), ckpt.wait())))
-    found = sorted(one.name for one in tmp_path.iterdir())
-    assert found == ["step-0000000006", "step-0000000007"]
-    state = {"model": {name: torch.zeros_like(one) for name, one in run.parts["model"].state_dict().items()}}
-    dcp.load(state, checkpoint_id=str(tmp_path / found[-1]), no_dist=True)
-    assert same(state["model"], left[6]["model"])
-
-
-@pytest.mark.parametrize("build", [batch_norm, averaged_as_extra, scheduled], ids=lambda build: build.__name__)
-def test_a_run_restored_from_storage_equals_the_undisturbed_one(
-    build: Callable[[], dict[str, Any]], tmp_path: Path
-) -> None:
-    """By the calls that users make, and nothing else."""
-    undisturbed = list(Training(build).train(1, 10))
-    run = Training(build)
-    with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=4) as ckpt:
-        assert ckpt.restore() == 0
-        list(run.train(1, 7, ckpt.step))
-    other = Training(build, seed=99)
-    other.data = run.data
-    with FlashCheckpoint(str(tmp_path), **other.parts, every=2, store_every=4) as again:
-        assert again.restore() == 6
-        assert same(list(other.train(7, 10, again.step)), undisturbed[6:])
-        again.wait()
-        assert again.restore() == 8
-
-
-def test_a_restore_says_what_differs_and_refuses_another_optimizer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A scheduler that was added later is named; Adam's state is not taken for SGD's, and nothing is written."""
-    run = Training(plain)
-    with FlashCheckpoint(str(tmp_path), **run.parts, every=1, store_every=1) as ckpt:
-        list(run.train(1, 2, ckpt.step))
-    model, optimizer = run.parts["model"], run.parts["optimizer"]
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with FlashCheckpoint(str(tmp_path), model=model, optimizer=optimizer, scheduler=scheduler, every=1) as ckpt:
-        assert ckpt.restore() == 2
-    assert "scheduler is not in this checkpoint" in caplog.text
-    other = net()
-    before = [one.detach().clone() for one in other.parameters()]
-    with (
-        FlashCheckpoint(str(tmp_path), model=other, optimizer=torch.optim.SGD(other.parameters()), every=1) as ckpt,
-        pytest.raises(Mismatch, match="saved from Adam, and is SGD now"),
-    ):
-        ckpt.restore()
-    assert all(map(torch.equal, before, other.parameters()))
-
-
-def test_a_storage_that_fails_does_not_stop_training(tmp_path: Path) -> None:
-    """It is said, and said again to who waits."""
-    run = Training(plain)
-    blocked = tmp_path / "file"
-    blocked.write_text("no folder")
-    ckpt = FlashCheckpoint(str(blocked / "run"), **run.parts, every=1, store_every=1)
-    list(run.train(1, 4, ckpt.step))
-    with pytest.raises(OSError, match="file"):
-        ckpt.wait()
-    assert ckpt.stats.saves == 4
-    ckpt.close()
-
-
-@pytest.mark.parametrize(("nodes", "replica", "share"), [(2, "host:1", 0.1), (2, "", 1.0), (1, "host:1", 1.0)])
-def test_copies_on_other_nodes_make_storage_less_urgent(nodes: int, replica: str, share: float) -> None:
-    """The interval of ``every="auto"`` counts the failures that memory does not survive: few where partners have copies."""
-    model = torch.nn.Linear(4, 4)
-    with FlashCheckpoint("", model=model, every="auto") as ckpt:
-        line = ckpt._opened()
-        line.told = line.told._replace(nodes=nodes, replica=replica)
-        ckpt.step(1)
-        assert ckpt._cadence.bounds.lost_share == share

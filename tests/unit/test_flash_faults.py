@@ -32,12 +32,7 @@ from dlrover_adapters.torch.checkpoint.opening import opened
 from dlrover_core.errors import CoreError, SpecError
 
 LIMIT_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "DLROVER_AGENT_SOCKET"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Training:

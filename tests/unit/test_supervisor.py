@@ -15,32 +15,46 @@ from dlrover_adapters.cli.settings import EX_AGAIN, EX_OVER
 from dlrover_adapters.cli.supervisor import NoNodes, Supervisor
 
 
-def test_a_successor_is_told_of_every_dead_master(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever led last may have died before two that the log refused: its lease is waited for unless it, too, is named."""
-    codes = iter([-9, EX_AGAIN, EX_AGAIN, EX_OVER])
+async def told_of_the_dead(monkeypatch: pytest.MonkeyPatch, codes: list[int], lives: list[float]) -> list[list[str]]:
+    """Which dead masters each one is told of; ``codes`` they end with, after ``lives`` seconds by the loop's clock."""
     told: list[list[str]] = []
+    loop, ahead = asyncio.get_running_loop(), 0.0
+    clock = loop.time
+    monkeypatch.setattr(loop, "time", lambda: clock() + ahead)
 
     async def started(*words: str, **_: Any) -> Any:
         told.append([after for word, after in itertools.pairwise(words) if word == "--dead"])
-        code = next(codes)
+        number = len(told) - 1
 
         async def wait() -> int:
-            return code
+            nonlocal ahead
+            ahead += lives[number]
+            return codes[number]
 
-        return SimpleNamespace(pid=100 + len(told), wait=wait, returncode=code)
-
-    async def supervised() -> None:
-        with socket.socket() as port:
-            settings = SimpleNamespace(
-                directory="",
-                shared=True,
-                mark="",
-                job=SimpleNamespace(job="j"),
-                holder=lambda pid, number: f"host-{pid}-{number}",
-            )
-            await asyncio.wait_for(Supervisor(settings, "t", port, NoNodes()).run(), 10)  # type: ignore[arg-type]
+        return SimpleNamespace(pid=100 + len(told), wait=wait, returncode=codes[number])
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
     monkeypatch.setattr(supervisor, "BACK_OFF_S", 0.0)
-    asyncio.run(supervised())
+    with socket.socket() as port:
+        settings: Any = SimpleNamespace(
+            directory="",
+            shared=True,
+            mark="",
+            job=SimpleNamespace(job="j"),
+            holder=lambda pid, number: f"host-{pid}-{number}",
+        )
+        await asyncio.wait_for(Supervisor(settings, "t", port, NoNodes()).run(), 10_000)
+    return told
+
+
+def test_a_successor_is_told_of_every_dead_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever led last may have died before two that the log refused: its lease is waited for unless it, too, is named."""
+    told = asyncio.run(told_of_the_dead(monkeypatch, [-9, EX_AGAIN, EX_AGAIN, EX_OVER], [60.0, 0.1, 0.1, 0.1]))
     assert told == [[], ["host-101-1"], ["host-101-1", "host-102-2"], ["host-101-1", "host-102-2", "host-103-3"]]
+
+
+def test_of_too_many_those_that_lived_longest_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log refuses masters for minutes: the one that led is named still."""
+    monkeypatch.setattr(supervisor, "DEAD_MAX", 2)
+    told = asyncio.run(told_of_the_dead(monkeypatch, [-9, *[EX_AGAIN] * 4, EX_OVER], [60.0, *[1.0] * 5]))
+    assert [("host-101-1" in one, len(one)) for one in told] == [(False, 0), (True, 1), *[(True, 2)] * 4]

@@ -1,0 +1,146 @@
+"""The memory of `FlashCheckpoint`: which saves it takes, which are left out, and when another one is made."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flashing import Training, plain, saved
+from torch import nn
+
+from dlrover_adapters.torch.checkpoint import memory
+from dlrover_adapters.torch.checkpoint.flash import FlashCheckpoint
+from dlrover_adapters.torch.checkpoint.memory import Mapped
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def test_a_save_with_every_slot_in_use_is_left_out_and_counted() -> None:
+    """Whoever reads the memory is not disturbed, and training goes on."""
+    run = Training(plain)
+    with FlashCheckpoint("", **run.parts, every=1) as ckpt:
+        list(run.train(1, 2, ckpt.step))
+        ckpt.wait()
+        assert ckpt._engine is not None
+        control = ckpt._engine.control
+        assert control is not None
+        control.pin(0)
+        control.pin(1)
+        list(run.train(3, 4, ckpt.step))
+        assert (ckpt.stats.skipped, control.skipped) == (2, 2)
+        assert {stamp.step for _, stamp in control.stamps()} == {1, 2}
+        control.unpin(0)
+        control.unpin(1)
+        list(run.train(5, 5, ckpt.step))
+        ckpt.wait()
+        assert {stamp.step for _, stamp in control.stamps()} == {2, 5}
+        assert len(ckpt._costs.writes) == 1, "how long slots are read for says how often storage can keep up"
+
+
+def test_replaced_tensors_of_the_same_form_keep_the_memory() -> None:
+    """``optimizer.load_state_dict`` makes new tensors: the next save copies those."""
+    run = Training(plain)
+    with FlashCheckpoint("", **run.parts, every=1) as ckpt:
+        list(run.train(1, 2, ckpt.step))
+        memory = ckpt._engine.memory if ckpt._engine is not None else None
+        run.parts["optimizer"].load_state_dict(run.parts["optimizer"].state_dict())
+        for left in run.train(3, 4, ckpt.step):
+            ckpt.wait()
+            _, tensors, _ = saved(ckpt)
+            assert torch.equal(tensors["optimizer.state.0.weight.exp_avg"], left["optimizer"]["state"][0]["exp_avg"])
+        assert ckpt._engine is not None
+        assert ckpt._engine.memory is memory
+        assert ckpt.stats.layouts == 1
+
+
+def test_other_tensors_are_another_layout_in_new_memory() -> None:
+    """A parameter more: what was saved before is another state."""
+    run = Training(plain)
+    with FlashCheckpoint("", **run.parts, every=1) as ckpt:
+        list(run.train(1, 2, ckpt.step))
+        assert ckpt._engine is not None
+        assert ckpt._engine.memory is not None
+        layout = ckpt._engine.memory.table.layout
+        more = nn.Linear(2, 2)
+        run.parts["model"].append(nn.Dropout(0.0))
+        run.parts["model"].more = nn.Identity()
+        run.parts["model"][0].register_parameter("more", more.weight)
+        run.parts["optimizer"].add_param_group({"params": [more.weight]})
+        list(run.train(3, 4, ckpt.step))
+        ckpt.wait()
+        assert ckpt._engine.memory.table.layout != layout
+        step, tensors, _ = saved(ckpt)
+        assert step == 4
+        assert torch.equal(tensors["model.0.more"], more.weight)
+
+
+def test_memory_is_made_before_the_first_step_as_it_will_be_needed() -> None:
+    """What Adam keeps is foreseen, so that the first save finds its pages."""
+    run = Training(plain)
+    with FlashCheckpoint("", **run.parts, every=2) as ckpt:
+        list(run.train(1, 1, ckpt.step))
+        assert ckpt._engine is not None
+        memory = ckpt._engine.memory
+        assert memory is not None
+        assert memory.populated.wait(30)
+        assert ckpt.stats.saves == 0
+        list(run.train(2, 4, ckpt.step))
+        ckpt.wait()
+        assert (ckpt._engine.memory, ckpt.stats.layouts, ckpt.stats.saves) == (memory, 1, 2)
+
+
+def test_saves_that_come_before_their_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training does not stand while pages are found, unless somebody asks for a save himself."""
+    found, populate = threading.Event(), Mapped._populate
+    monkeypatch.setattr(memory, "WORTH_WAITING_BYTES", 0)
+    monkeypatch.setattr(Mapped, "_populate", lambda mapped, pin: (found.wait(30), populate(mapped, pin)))
+    run = Training(plain)
+    with FlashCheckpoint("", **run.parts, every=1) as ckpt:
+        list(run.train(1, 2, ckpt.step))
+        assert (ckpt.stats.saves, ckpt.stats.early, ckpt.stats.skipped, ckpt.stats.populated) == (0, 2, 0, False)
+        assert ckpt.save(2)
+        found.set()
+        assert ckpt._engine is not None
+        assert ckpt._engine.memory is not None
+        assert ckpt._engine.memory.populated.wait(30)
+        list(run.train(3, 4, ckpt.step))
+        ckpt.wait()
+        assert (ckpt.stats.saves, ckpt.stats.early, ckpt.stats.populated) == (3, 2, True)
+        assert saved(ckpt)[0] == 4
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_run_that_is_over_before_its_memory_is_there_is_on_storage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every: int
+) -> None:
+    """All saves were left out: its last state is saved when it closes, and what they cost is not taken for what saves cost."""
+    found, populate = threading.Event(), Mapped._populate
+    monkeypatch.setattr(memory, "WORTH_WAITING_BYTES", 0)
+    monkeypatch.setattr(Mapped, "_populate", lambda mapped, pin: (found.wait(30), populate(mapped, pin)))
+    run = Training(plain)
+    with FlashCheckpoint(str(tmp_path), **run.parts, every=every) as ckpt:
+        list(run.train(1, 5, ckpt.step))
+        assert (ckpt.stats.saves, ckpt.stats.early) == (0, 5 // every)
+        assert not ckpt._costs.stalls
+        found.set()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["step-0000000005"]
+    again = Training(plain)
+    with FlashCheckpoint(str(tmp_path), **again.parts) as ckpt:
+        assert ckpt.restore() == 5
+    assert all(map(torch.equal, again.parts["model"].parameters(), run.parts["model"].parameters()))
+
+
+def test_objects_that_outgrow_their_room_get_more(tmp_path: Path) -> None:
+    """A history that grows with each step is saved all the same."""
+    run = Training(plain)
+    state: dict[str, Any] = {"history": ""}
+    with FlashCheckpoint("", **run.parts, state=state, every=1) as ckpt:
+        for step in range(1, 4):
+            state["history"] += "x" * 1_500_000
+            list(run.train(step, step, ckpt.step))
+        ckpt.wait()
+        step, _, objects = saved(ckpt)
+        assert (step, len(objects["state.history"]) > 4_500_000) == (3, True)
