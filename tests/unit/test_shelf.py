@@ -19,7 +19,7 @@ from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.checkpoint.seal import seal
 from dlrover_adapters.checkpoint.slotview import SlotView
 from dlrover_adapters.torch.checkpoint.dcp import FlashStorageReader, FlashStorageWriter
-from dlrover_adapters.torch.checkpoint.shelf import SLOTS, NoSlot, Shelf, layout_of, whole
+from dlrover_adapters.torch.checkpoint.shelf import SLOTS, TOLD_S, NoSlot, Shelf, layout_of, whole
 from dlrover_adapters.torch.checkpoint.vault import (
     MEMORY,
     Arena,
@@ -208,9 +208,14 @@ def test_what_the_saver_writes_is_torchs_own(agent: Agent, tmp_path: Path) -> No
     assert found["note"] == "step 10"
 
 
+def shelf_of(line: Line, *, world: int = 1, **how: Any) -> Any:
+    """One whose states nobody writes to storage."""
+    return Shelf("", rank=0, world=world, kind="dcp", vault=line, **how)  # type: ignore[arg-type]  # as good as a vault
+
+
 def test_slots_that_are_read_are_not_overwritten(agent: Agent) -> None:
     """With every other slot pinned a save takes none of them; with none left it fails, is counted, and what was there stays."""
-    shelf: Any = Shelf("", rank=0, world=1, kind="dcp", vault=Line(agent))  # type: ignore[arg-type]  # as good as one
+    shelf = shelf_of(Line(agent))
     pieces = [whole("w", torch.ones(4))]
     layout = layout_of("one")
     slots = [shelf.put(step, pieces, {}, layout=layout, holders=((0,),)) for step in range(1, SLOTS + 1)]
@@ -220,10 +225,59 @@ def test_slots_that_are_read_are_not_overwritten(agent: Agent) -> None:
         control.pin(slot)
     assert shelf.put(9, pieces, {}, layout=layout, holders=((0,),)) == slots[0]
     control.pin(slots[0])
-    with pytest.raises(NoSlot, match="faster than storage"):
+    with pytest.raises(NoSlot, match="faster than storage or the partner"):
         shelf.put(10, pieces, {}, layout=layout, holders=((0,),))
     assert control.skipped == 1
     assert sorted(stamp.step for _, stamp in control.stamps()) == [2, 3, 9]
+    shelf.close()
+
+
+def test_a_save_waits_for_whoever_reads(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    """While all slots are read, a save that may wait does, and says why; it takes what is let go."""
+    now, paused = 0.0, 0
+
+    def pause(seconds: float) -> None:
+        nonlocal now, paused
+        now, paused = now + seconds, paused + 1
+        if now > TOLD_S + 1:
+            shelf._control.unpin(slots[1])
+
+    shelf = shelf_of(Line(agent), clock=lambda: now, pause=pause)
+    how: Any = {"layout": layout_of("one"), "holders": ((0,),)}
+    pieces = [whole("w", torch.ones(4))]
+    slots = [shelf.put(step, pieces, {}, **how) for step in range(1, SLOTS + 1)]
+    for slot in slots:
+        shelf._control.pin(slot)
+    assert shelf.put(9, pieces, {}, wait_s=60, **how) == slots[1]
+    assert now > TOLD_S + 1
+    assert paused < 100
+    assert [one.message for one in caplog.records].count(
+        "step 9 waits for memory: states come faster than storage or the partner node takes them"
+    ) == 1
+    assert sorted(stamp.step for _, stamp in shelf._control.stamps()) == [1, 3, 9]
+    assert shelf._control.skipped == 0
+    shelf._control.pin(slots[1])
+    shelf._control.pin(slots[0])
+    now = 0.0
+    with pytest.raises(NoSlot, match=r"for 2 s: .*save less often"):
+        shelf.put(10, pieces, {}, wait_s=2, **how)
+    shelf.close()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replica", "holders", "more"),
+    [(1, "h:1", ((0,), (1,)), 0), (2, "", ((0,), (1,)), 0), (2, "h:1", ((0,), (1,)), 2), (2, "h:1", ((0, 1),), 0)],
+)
+def test_room_for_what_is_copied_to_other_nodes(
+    agent: Agent, nodes: int, replica: str, holders: Any, more: int
+) -> None:
+    """Two slots more where parts of a state are copied to a partner: these stay pinned from copy to copy."""
+    line = Line(agent)
+    line.world, line.told = 2, line.told._replace(nodes=nodes, replica=replica)
+    line.ready = lambda *_: None  # type: ignore[method-assign]
+    shelf = shelf_of(line, world=2)
+    shelf.put(1, [whole("w", torch.ones(4))], {}, layout=layout_of("one"), holders=holders)
+    assert shelf._control.geometry.slots == SLOTS + more
     shelf.close()
 
 

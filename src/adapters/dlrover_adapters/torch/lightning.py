@@ -67,7 +67,9 @@ class FlashCheckpointIO(CheckpointIO):
         pieces = [whole(f"t{number}", one) for number, one in enumerate(tensors)]
         layout = layout_of((_KIND, [(str(one.dtype), tuple(one.shape)) for one in tensors]))
         objects = {_REST: rest.getvalue(), _PATH: place.encode()}
-        slot = self._put(lambda: shelf.put(step, pieces, objects, layout=layout, holders=((shelf.rank,),)))
+        slot = self._put(
+            lambda wait_s: shelf.put(step, pieces, objects, layout=layout, holders=((shelf.rank,),), wait_s=wait_s)
+        )
         shelf.busy.add(slot)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="dlrover-lightning")
@@ -138,12 +140,12 @@ class FlashCheckpointIO(CheckpointIO):
 
     # ---- files
 
-    def _put(self, put: Callable[[], int]) -> int:
+    def _put(self, put: Callable[[float], int]) -> int:
         """Into a slot that is not being written to its file; wait for the first such, if all are."""
         for _ in range(SLOTS + 1):
             self._gather()
             try:
-                return put()
+                return put(0.0 if self._writing else WRITE_S)
             except NoSlot:
                 if not self._writing:
                     raise

@@ -6,7 +6,8 @@
 
 The last number in ``checkpoint_id`` is the step. What lies under the URL are ordinary checkpoints of torch's.
 Under an agent of ours a save is done when all ranks have the state in the agent's memory; the saver writes it, and the job's log
-says when it is committed. Elsewhere it is done when it is on storage. Planning and resharding are torch's own planner's.
+says when it is committed. Where saves come faster than storage takes them, newer ones go there in place of older ones, and a save
+waits if every slot is being read. Elsewhere a save is done when it is on storage. Planning and resharding are torch's planner's.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from .vault import Vault, VaultGone
 
 log = logging.getLogger("dlrover.torch")
 
+WAIT_S = 600.0
+"""How long a save waits for memory that storage or a partner node is reading: as long as DCP's own would wait for storage."""
 _NUMBER = re.compile(r"(\d+)(?!.*\d)")
 
 
@@ -217,7 +220,9 @@ class FlashStorageWriter(StorageWriter):
         paths = tuple((name, tuple(mappings[name])) for name in dict.fromkeys(names) if name in mappings)
         shelf = self._opened()
         holders = tuple((rank,) for rank in range(self._told.world))
-        slot = shelf.put(self._step, pieces, objects, layout=self._told.layout, holders=holders, paths=paths)
+        slot = shelf.put(
+            self._step, pieces, objects, layout=self._told.layout, holders=holders, paths=paths, wait_s=WAIT_S
+        )
         if shelf.vault is None:
             view = shelf.view(slot)
             try:

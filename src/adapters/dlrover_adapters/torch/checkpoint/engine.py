@@ -24,12 +24,11 @@ from dlrover_core.checkpoint.slots import NOTHING, Kept, choose
 from .capture import Capture, Chunk, Signature
 from .copier import Copier, Flight, Moves, Pair
 from .layout import agreed, data_bytes, with_own
-from .line import Line, copied_elsewhere
+from .line import Line, spare_slots
 from .meeting import Meeting
 from .memory import Mapped, blob_room
 from .sources import Path
 from .standalone import Standalone
-from .vault import spread_of
 
 TORN_MAX = 3
 """Copies in a row that were thrown away; from then on training stands while they are made."""
@@ -143,7 +142,7 @@ class Engine:
             self.memory.close()
             self.memory = None
         self._moves = {}
-        self.spare = self._spare(table)
+        self.spare = spare_slots(self.line, table.holders)
         geometry = Geometry(
             min(SLOTS_MAX, self.options.slots + self.spare), len(table.packed()), blob_bytes, data_bytes(table)
         )
@@ -157,12 +156,6 @@ class Engine:
         self.line.ready(arena.id, table.holders)
         cuda = any(one.tensor.is_cuda for one in self.capture.chunks())
         self.memory.populate(pin=cuda)
-
-    def _spare(self, table: Table) -> int:
-        """Slots more, where no node has all of the state: the step that all have copied stays, and the one that they copy now."""
-        nodes = int(self.line.told.nodes)
-        alone = nodes < 2 or spread_of(table.holders, self.line.nproc, nodes) == 1
-        return 2 if not alone and copied_elsewhere(self.line) else 0
 
     def _base_of(self, control: Control) -> tuple[int, int] | None:
         """What the ranks began from; where nobody has asked, the newest that is there."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from dlrover_core.checkpoint.arena import Geometry
 
-from .vault import Arena, Inventory, Keeping
+from .vault import Arena, Inventory, Keeping, spread_of
 
 
 class Line(Protocol):
@@ -51,3 +51,10 @@ def copied_elsewhere(line: Line) -> bool:
     """Do other nodes take copies of this one's states?"""
     # At the greeting the saver may not have been there yet.
     return line.told.nodes > 1 and bool(line.told.replica or line.inventory().replica)
+
+
+def spare_slots(line: Line, holders: Sequence[Sequence[int]]) -> int:
+    """Slots more, where no node has all of the state: the step that all have copied stays, and the one that they copy now."""
+    nodes = int(line.told.nodes)
+    alone = nodes < 2 or spread_of(holders, line.nproc, nodes) == 1
+    return 2 if not alone and copied_elsewhere(line) else 0

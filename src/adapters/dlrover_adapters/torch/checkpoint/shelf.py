@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +22,23 @@ import torch
 from dlrover_adapters.checkpoint.hashing import digest
 from dlrover_adapters.checkpoint.slotview import SlotView
 from dlrover_adapters.checkpoint.table import Item, Table, pack_blob
-from dlrover_core.checkpoint.arena import PAGE, Control, Geometry, Stamp
+from dlrover_core.checkpoint.arena import PAGE, SLOTS_MAX, Control, Geometry, Stamp
 from dlrover_core.checkpoint.slots import NOTHING, Kept, choose
 from dlrover_core.errors import CoreError
 
+from .line import spare_slots
 from .vault import Keeping, Vault
 
 SLOTS = 3
-"""One that is being read, one that is whole, one that is being written."""
+"""One that is read, one that is whole, one that is written. Where parts are copied to other nodes, `spare_slots` more."""
+ASIDE_S, ASIDE_MAX_S = 0.001, 0.1
+"""Pauses while every slot is read: the first, and the longest."""
+TOLD_S = 2.0
+"""Whoever waits for longer is told why."""
 BLOB_MIN_BYTES = 256 * 1024
 _ALIGN = 64
+
+log = logging.getLogger("dlrover.torch")
 
 
 class NoSlot(CoreError):
@@ -73,9 +82,12 @@ class Shelf:
         keep: int = 0,
         vault: Vault | None = None,
         writes: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.url, self.rank, self.world, self.kind, self.keep = url, rank, world, kind, keep
         self.vault, self._writes = vault, writes
+        self._clock, self._pause = clock, pause
         self.generation = vault.told.generation if vault is not None else 0
         self._memory: mmap.mmap | None = None
         self._control: Control | None = None
@@ -95,19 +107,18 @@ class Shelf:
         layout: int,
         holders: tuple[tuple[int, ...], ...],
         paths: tuple[tuple[str, tuple[Any, ...]], ...] = (),
+        wait_s: float = 0.0,
     ) -> int:
         """Copy a state into a slot and publish it; the slot. It goes to storage where there is a ``url``. No collective.
 
-        ``pieces`` of the same layout, in the same order, reuse the memory of the time before. Raises `NoSlot`, `VaultRefused`.
+        ``pieces`` of the same layout, in the same order, reuse the memory of the time before. While all slots are read, it waits,
+        for ``wait_s`` seconds at most. Raises `NoSlot`, `VaultRefused`.
         """
         table = Table(layout, self.world, self.rank, holders, _items(pieces), tuple(sorted(objects)), paths)
         blob = pack_blob(objects)
         control = self._opened(table, len(blob))
         self._calls += 1
-        slot = self._free(control)
-        control.begin(slot)
-        if control.pinned(slot):
-            raise NoSlot(f"step {step}: a slot was taken for reading just now; save it again")
+        slot = self._begin(control, step, wait_s)
         self._copy(slot, table.items, pieces)
         at = control.geometry.blob_at(slot)
         self._mapped[at : at + len(blob)] = blob
@@ -118,7 +129,32 @@ class Shelf:
             self.vault.saved(self._id, slot, step, due=bool(self.url))
         return slot
 
-    def _free(self, control: Control) -> int:
+    def _begin(self, control: Control, step: int, wait_s: float) -> int:
+        """A slot that nobody reads, begun: waited for, because whoever reads comes to an end."""
+        begun, pause, told = self._clock(), ASIDE_S, False
+        while True:
+            slot = self._free(control)
+            if slot is not None:
+                control.begin(slot)
+                if not control.pinned(slot):
+                    return slot
+                # Somebody has come to read it just now, and finds it empty.
+            waited = self._clock() - begun
+            if waited >= wait_s:
+                control.skipped += 1
+                raise NoSlot(
+                    f"step {step}: all {control.geometry.slots} slots of rank {self.rank} were needed for {waited:.0f} s: states "
+                    "come faster than storage or the partner node takes them; save less often, or look why they are slow"
+                )
+            if waited >= TOLD_S and not told:
+                told = True
+                log.warning(
+                    "step %s waits for memory: states come faster than storage or the partner node takes them", step
+                )
+            self._pause(min(pause, wait_s - waited))
+            pause = min(ASIDE_MAX_S, 2 * pause)
+
+    def _free(self, control: Control) -> int | None:
         stamps = dict(control.stamps())
         kept = [
             Kept(
@@ -129,13 +165,7 @@ class Shelf:
             for one in range(control.geometry.slots)
         ]
         # Whoever saves so has met all others since the save before: what was begun then is published everywhere.
-        slot = choose(kept, call=self._calls, lag=1, alone=self.world == 1 or not self.vault)
-        if slot is None:
-            control.skipped += 1
-            raise NoSlot(
-                f"all {len(kept)} slots of rank {self.rank} are being read: states come faster than storage takes them"
-            )
-        return slot
+        return choose(kept, call=self._calls, lag=1, alone=self.world == 1 or not self.vault)
 
     def _copy(self, slot: int, items: Sequence[Item], pieces: Sequence[Piece]) -> None:
         begin = self._control.geometry.data_at(slot) if self._control is not None else 0
@@ -159,8 +189,9 @@ class Shelf:
         self.close_memory()
         packed = table.packed()
         size = max((one.at + one.size for one in table.items), default=0)
+        slots = SLOTS + (spare_slots(self.vault, table.holders) if self.vault is not None else 0)
         # Objects grow by a little from save to save.
-        geometry = Geometry(SLOTS, len(packed), max(BLOB_MIN_BYTES, _power(2 * blob_bytes)), size)
+        geometry = Geometry(min(SLOTS_MAX, slots), len(packed), max(BLOB_MIN_BYTES, _power(2 * blob_bytes)), size)
         fresh = True
         if self.vault is None:
             self._memory = mmap.mmap(-1, geometry.total_bytes)
