@@ -277,7 +277,7 @@ def test_a_killed_worker_restarts_all_until_its_budget_is_spent(stage: Stage) ->
     assert re.search(rf"RendezvousClosedError: job 'probe' failed: rank {again.rank} .*exit", stage.said(other.node))
     records = stage.records()
     exits = [record.event for record in records if type(record.event).__name__ == "WorkerExited"]
-    assert (exits[0].rank, exits[0].exit_code) == (3, -9)  # type: ignore[attr-defined]
+    assert (exits[0].rank, exits[0].exit_code) == (3, -9), exits  # type: ignore[attr-defined]
     assert fold(records).job.state == "failed"
 
 

@@ -270,6 +270,26 @@ def test_who_has_no_environment_does_not_say_whether_it_was_the_last(monkeypatch
     assert (found.rank, found.last) == (5, None)
 
 
+@pytest.mark.parametrize(("local_rank", "missing"), [(0, 3), (1, 1)])
+def test_who_has_no_environment_is_who_is_missing_of_its_node(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, missing: int
+) -> None:
+    """The sibling says where the node's ranks begin: the rank beside it, and not the one before it, is the dead one's."""
+    told = {"TORCHELASTIC_RUN_ID": "run", "RANK": "2", "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": "2"}
+    with (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as one,
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other,
+    ):
+        children = [torchrun_workers._Child(one.pid, 1, told), torchrun_workers._Child(other.pid, 2, {})]
+        monkeypatch.setattr(torchrun_workers, "_children", lambda: children)
+        found = torchrun_workers.find("run", 5)
+        for seen in found:
+            os.close(seen.pidfd)
+        one.kill()
+        other.kill()
+    assert [(seen.pid, seen.rank) for seen in found] == [(one.pid, 2), (other.pid, missing)]
+
+
 def test_torchs_last_words_count_where_nothing_was_seen() -> None:
     """With ranks, exit codes and error files, the earliest first."""
 

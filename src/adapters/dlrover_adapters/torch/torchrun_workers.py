@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .torchrun_desk import Seen
 
-RUN, RANK, LOCAL_SIZE = "TORCHELASTIC_RUN_ID", "RANK", "LOCAL_WORLD_SIZE"
+RUN, RANK, LOCAL_RANK, LOCAL_SIZE = "TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 RESTARTS, RESTARTS_MAX, ERROR_FILE = (
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_MAX_RESTARTS",
@@ -39,7 +39,8 @@ def find(run: str, first_rank: int) -> tuple[Seen, ...]:
     ]
     ranks = {int(child.environment[RANK]) for child in known}
     size = int(known[0].environment.get(LOCAL_SIZE, "1")) if known else 1
-    base = _base(ranks, size) if known else first_rank
+    # Ranks of a node are one block.
+    base = int(known[0].environment[RANK]) - int(known[0].environment.get(LOCAL_RANK, "0")) if known else first_rank
     missing = [rank for rank in range(base, base + size) if rank not in ranks]
     found = [_seen(child) for child in known]
     dead = [child for child in children if not child.environment]
@@ -59,11 +60,6 @@ def exit_code(pidfd: int) -> int | None:
     if told is None:
         return None
     return told.si_status if told.si_code == os.CLD_EXITED else -told.si_status
-
-
-def _base(ranks: set[int], size: int) -> int:
-    """The node's lowest rank: ranks of a node are one block."""
-    return min(ranks) if len(ranks) == size else max(0, max(ranks) - size + 1)
 
 
 def _seen(child: _Child) -> Seen:
