@@ -80,6 +80,18 @@ def test_an_error_of_the_decision_is_everybodys(port: int) -> None:
     assert "there is nothing to decide" in str(one)
 
 
+def test_a_decision_may_have_a_bound_of_its_own(port: int) -> None:
+    """Where ranks have much to read before it, more is waited for than elsewhere; here, less."""
+    came = meet(
+        port,
+        2,
+        lambda meeting: None if meeting.rank else meeting.decide("read", b"", b"".join, limit_s=0.5),
+        limit_s=60,
+    )
+    assert isinstance(came[0], MeetingFailed)
+    assert "rank 1 of 2 did not come within 0.5 s" in str(came[0])
+
+
 def test_who_does_not_come_is_named(port: int) -> None:
     """Everybody who came learns which ranks did not."""
     came = meet(

@@ -345,8 +345,14 @@ class Between:
         self.threads[0].start()
 
     def run(self) -> None:
-        """One connection."""
-        with self.listener.accept()[0] as near, socket.create_connection(self.to) as far:
+        """One connection after the other."""
+        with contextlib.suppress(OSError):
+            while True:
+                self.one(self.listener.accept()[0])
+
+    def one(self, dialled: socket.socket) -> None:
+        """A connection, to its end."""
+        with dialled as near, socket.create_connection(self.to) as far:
             back = threading.Thread(target=self.copy, args=(near, far, lambda piece, _: piece))
             back.start()
             self.copy(far, near, self.change)
@@ -371,6 +377,7 @@ class Between:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)  # wakes accept
         self.listener.close()
         self.threads[0].join(IDLE_S)
 
@@ -403,6 +410,39 @@ def test_cut_on_the_way(node: Callable[..., Node], at: int) -> None:
     cut = Between(peer.address, lambda piece, passed: None if passed + len(piece) > at else piece)
     with cut, pytest.raises(PeerFailed):
         fetch(cut.address, wanted, OURS, generation=1, idle_s=1.0)
+
+
+def test_cut_once(node: Callable[..., Node]) -> None:
+    """A connection that ends in the middle is made once more."""
+    peer, home = node(), Home()
+    view = home.save(1)
+    wanted, cuts = peer.has(view), [None]
+
+    def change(piece: bytearray, passed: int) -> bytes | None:
+        return cuts.pop() if cuts and passed > 100_000 else piece
+
+    with Between(peer.address, change) as between:
+        assert same(view, opened(fetch(between.address, wanted, OURS, generation=1).fd))
+    assert not cuts
+
+
+def test_memory_is_found_before_bytes_come(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long whoever asks takes to find memory, nothing is sent meanwhile, and nobody calls it silent."""
+    sent = threading.Event()
+    wait = Pace.wait
+    monkeypatch.setattr(Pace, "wait", lambda self, size: (sent.set(), wait(self, size))[1])
+    peer = node(idle_s=0.1)
+    view = Home().save(1)
+    early: list[bool] = []
+
+    def allow(_size: int) -> str:
+        early.append(sent.wait(0.3))
+        return ""
+
+    assert same(view, fetched(peer, peer.has(view), allow=allow))
+    assert early == [False]
+    assert sent.is_set()
+    assert peer.complaints == []
 
 
 def test_the_sender_dies(node: Callable[..., Node]) -> None:

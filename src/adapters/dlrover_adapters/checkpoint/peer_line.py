@@ -27,7 +27,7 @@ import msgpack
 
 from dlrover_core.errors import CoreError
 
-MAGIC = b"DLRPEER1"
+MAGIC = b"DLRPEER2"
 FRAME_BYTES_MAX = 1024 * 1024
 GREETING_S = 5.0
 IDLE_S = 10.0
@@ -41,6 +41,10 @@ _CHUNK_BYTES = 1024 * 1024
 
 class PeerFailed(CoreError):
     """A transfer came to nothing; nothing of it is kept. Try again later, another node, or the next tier."""
+
+
+class PeerCut(PeerFailed):
+    """The peer was silent, or gone, in the middle of it: another try may do."""
 
 
 class PeerRefused(PeerFailed):
@@ -176,7 +180,7 @@ class Line:
                 with view[at:] as rest:
                     count = self._done(functools.partial(self.socket.recv_into, rest), patient=patient)
                 if not count:
-                    raise PeerFailed(f"the peer hung up, {len(view) - at:,} bytes early")
+                    raise PeerCut(f"the peer hung up, {len(view) - at:,} bytes early")
                 at += count
 
     def _receive(self, size: int, *, patient: bool = False) -> bytes:
@@ -193,9 +197,9 @@ class Line:
             self.socket.settimeout(wait_s)
             return what()
         except TimeoutError as error:
-            raise PeerFailed(f"the peer has been silent for {wait_s:.1f} s") from error
+            raise PeerCut(f"the peer has been silent for {wait_s:.1f} s") from error
         except OSError as error:
-            raise PeerFailed(f"the peer is gone: {error}") from error
+            raise PeerCut(f"the peer is gone: {error}") from error
 
     def close(self) -> None:
         """Idempotent."""

@@ -26,6 +26,7 @@ from dlrover_adapters.checkpoint.peer_line import (
     Credentials,
     Line,
     Pace,
+    PeerCut,
     PeerFailed,
     PeerRefused,
     StrangerRefused,
@@ -38,13 +39,14 @@ from dlrover_adapters.checkpoint.slotview import SlotView
 from dlrover_core.checkpoint.arena import ArenaBroken, Geometry
 
 __all__ = [
-    "Copy", "Credentials", "Pace", "PeerFailed", "PeerRefused", "Received", "Sent", "Server", "StrangerRefused", "Tls", "Wanted",
-    "fetch", "send",
+    "Copy", "Credentials", "Pace", "PeerCut", "PeerFailed", "PeerRefused", "Received", "Sent", "Server", "StrangerRefused",
+    "Tls", "Wanted", "fetch", "send",
 ]  # fmt: skip
 
 CONNECTIONS_MAX = 16
 COPY_SLOTS = 2
 NOTHING = (-1, -1)
+TRIES = 2
 _JOIN_S = 5.0
 
 
@@ -116,9 +118,25 @@ def fetch(
 ) -> Received:
     """Bring one rank's state from the saver at ``address``. ``allow``: of so many bytes, why they are too many (empty: not).
 
-    Raises `PeerRefused` (the peer says why, or there is no room), `StrangerRefused`, `PeerFailed`.
+    Cut off in the middle, it is tried `TRIES` times. Raises `PeerRefused` (the peer says why, or there is no room),
+    `StrangerRefused`, `PeerFailed`.
     """
     began = time.monotonic()
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(PeerCut):
+            return _fetch(address, wanted, credentials, generation, allow, idle_s, began)
+    return _fetch(address, wanted, credentials, generation, allow, idle_s, began)
+
+
+def _fetch(
+    address: str,
+    wanted: Wanted,
+    credentials: Credentials,
+    generation: int,
+    allow: Callable[[int], str] | None,
+    idle_s: float,
+    began: float,
+) -> Received:
     line = dial(address, credentials, idle_s=idle_s)
     try:
         line.say({"op": "get", "run": credentials.run, "generation": generation, "wanted": list(wanted)})
@@ -127,6 +145,7 @@ def fetch(
             raise PeerFailed(f"{wanted} was asked for, and {header.wanted} came")
         memory = _room("dlrover-fetched", header.geometry(1), allow)
         try:
+            line.say({"ready": True})  # to find fresh memory takes a second for each GiB or two
             memory.take(line, header, 0, fresh=True)
         except BaseException:
             memory.close()
@@ -354,7 +373,10 @@ class Server:
                 raise PeerRefused(
                     f"this node has no step {wanted.step} of generation {wanted.generation} of rank {wanted.rank}"
                 )
-            line.say({"state": Header.of(view).told()})
+            header = Header.of(view)
+            line.say({"state": header.told()})
+            line.allow(header.size)
+            line.hear(patient=True)  # it gets its memory first
             give(line, view, self._pace)
 
     @contextlib.contextmanager

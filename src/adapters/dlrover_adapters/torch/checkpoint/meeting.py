@@ -20,7 +20,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from dlrover_core.errors import CoreError
 
 PREFIX = "dlrover/checkpoint/"
-LIMIT_S = 300.0
+LIMIT_S = 1800.0
+"""Ranks prepare their data and their model at different speeds. Who is dead is not waited for: its agent ends the others."""
+DIAL_S = 300.0
 CHUNK_BYTES = 4 * 1024 * 1024
 """Of a value, in one request: torch's store, where libuv serves it, hangs up on more than 8 MiB."""
 _NAMED_MAX = 16
@@ -73,20 +75,23 @@ class Meeting:
 
     # ---- collectives
 
-    def decide(self, name: str, mine: bytes, how: Callable[[list[bytes]], bytes]) -> bytes:
+    def decide(
+        self, name: str, mine: bytes, how: Callable[[list[bytes]], bytes], *, limit_s: float | None = None
+    ) -> bytes:
         """What rank 0 makes, by ``how``, of what every rank has to say; the same for all. Raises `MeetingFailed`.
 
-        An error that ``how`` raises is rank 0's own; the others are told of it.
+        An error that ``how`` raises is rank 0's own; the others are told of it. ``limit_s``: for this once.
         """
         if self.world == 1:
             return how([mine])
+        limit_s = self.limit_s if limit_s is None else limit_s
         key = self._round(name)
         if self.rank:
             self.post(f"{key}/{self.rank}", mine)
-            return self._heard(name, f"{key}/decided")
+            return self._heard(name, f"{key}/decided", limit_s)
         keys = [f"{key}/{rank}" for rank in range(1, self.world)]
         try:
-            self._wait(name, keys, range(1, self.world), self.limit_s)
+            self._wait(name, keys, range(1, self.world), limit_s)
             decided = how([mine, *map(self._taken, keys)])
         except Exception as error:
             missing = error.missing if isinstance(error, MeetingFailed) else ()
@@ -114,7 +119,7 @@ class Meeting:
             return value or b""
         key = f"{self._round(name)}/shared"
         if self.rank:
-            return self._heard(name, key)
+            return self._heard(name, key, self.limit_s)
         self.post(key, msgpack.packb([None, value]))
         self._stale.append(key)
         return value or b""
@@ -143,9 +148,9 @@ class Meeting:
         self._rounds[name] = self._rounds.get(name, 0) + 1
         return f"{name}/{self._rounds[name]}"
 
-    def _heard(self, name: str, key: str) -> bytes:
+    def _heard(self, name: str, key: str, limit_s: float) -> bytes:
         """What rank 0 decided. It waits for others for as long as we do: its word of their absence comes only after that."""
-        self._wait(name, [key], range(1), 2 * self.limit_s)
+        self._wait(name, [key], range(1), 2 * limit_s)
         failed, decided = msgpack.unpackb(self._taken(key))
         if failed is not None:
             raise MeetingFailed(f"{name}: {failed}", tuple(decided))
@@ -195,7 +200,7 @@ def _dialled(rank: int, world: int, limit_s: float) -> Store:
             f"rank {rank} of {world} does not know where to meet the others: MASTER_ADDR and MASTER_PORT are not set, and no "
             "process group is initialized; start it with dlrover-run or torchrun, or initialize the process group first"
         )
-    wait = timedelta(seconds=limit_s)
+    wait = timedelta(seconds=min(DIAL_S, limit_s))
     try:
         store = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=wait)
     except RuntimeError as error:

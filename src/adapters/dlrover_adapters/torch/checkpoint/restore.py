@@ -51,6 +51,8 @@ log = logging.getLogger("dlrover.torch")
 
 FULL, HEADER = "full", "header"
 FROM_NOTHING = "nothing"
+READ_S = 3600.0
+"""How long the first rank that has read its part waits for the last: one reads from memory, another from slow storage."""
 _SLOWNESS = (MEMORY, PEER, DISK, STORAGE)
 _UNUSABLE = (ArenaBroken, VaultGone, CheckpointDamaged, CheckpointIncomplete, CheckpointTooNew, Uncovered, OSError)
 
@@ -135,7 +137,8 @@ def restore(
             attempt = _Attempt(capture, line, inventory, meeting, order, held, verify, trusted=trusted)
             verdict = attempt.verdict(place, disk)
             torn = torn or verdict.torn
-            order = Order.unpacked(meeting.decide("restore", verdict._replace(torn=torn).packed(), judge.then))
+            told = verdict._replace(torn=torn).packed()
+            order = Order.unpacked(meeting.decide("restore", told, judge.then, limit_s=READ_S))
             if attempt.error is not None:
                 raise attempt.error  # this rank's own: that its tensors are others than were saved, for one
             if order.what == APPLY:
@@ -460,7 +463,7 @@ class _Attempt:
                     log.warning("checkpoint: the piece of old rank %d cannot be told to others: %s", source.rank, error)
                     continue
                 mine[source.rank] = zlib.compress(msgpack.packb((view.table.packed(), bytes(view.blob))), 1)
-        merged = self._meeting.decide("restore/tables", msgpack.packb(mine), _merged)
+        merged = self._meeting.decide("restore/tables", msgpack.packb(mine), _merged, limit_s=READ_S)
         found = {}
         for rank, packed in msgpack.unpackb(merged, strict_map_key=False).items():
             table, blob = msgpack.unpackb(zlib.decompress(packed))
