@@ -75,7 +75,8 @@ class Run:
         self.name, self.state, self.curve, self.steps = name, folder / "state", folder / f"{name}.curve", steps
         self.token = os.urandom(16).hex()
         command = [str(Path(sys.executable).parent / "dlrover-run"), "--local-nodes", "2", "--job-id", name]
-        command += ["--state-dir", str(self.state), "--preload", "sklearn.datasets", str(SCRIPT), "--steps", str(steps)]
+        command += ["--state-dir", str(self.state), "--preload", "sklearn.datasets"]
+        command += ["--set", "heartbeat_s=0.2", str(SCRIPT), "--steps", str(steps)]
         command += ["--pause", str(PAUSE_S), "--checkpoint", str(folder / f"{name}.pt"), "--curve", str(self.curve)]
         print("$", " ".join(command), flush=True)
         self.process = subprocess.Popen(command, env={**os.environ, "DLROVER_TOKEN": self.token})

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from running import eventually
 
 from dlrover_adapters.agent.checkpoints.arenas import State
 from dlrover_adapters.agent.checkpoints.duty import CheckpointDuty
@@ -623,7 +624,9 @@ def test_nothing_outlives_a_killed_agent(rig: Make, gone: Gone, tmp_path: Path, 
                 assert len(pids) == 3, "zygote, saver and worker"
                 arena = inodes(agent.pid)
                 assert len(arena) == 1
-                assert all(holders(arena, pids)[1:]), "saver and worker have it mapped"
+                await asyncio.to_thread(
+                    eventually, lambda: all(holders(arena, pids)[1:]), "saver and worker have it mapped"
+                )
                 if stopped:
                     os.kill(pids[1], signal.SIGSTOP)
                 ending.pop_all().close()

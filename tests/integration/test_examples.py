@@ -22,9 +22,9 @@ def torchrun(folder: Path, *words: str) -> str:
     return told(line, folder)
 
 
-def told(line: Sequence[str], folder: Path) -> str:
+def told(line: Sequence[str], folder: Path, bound_s: float = BOUND_S) -> str:
     """What a command that succeeds prints."""
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=BOUND_S, check=False)
+    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=bound_s, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -143,10 +143,10 @@ def ended(said: str, world: int) -> tuple[int, float]:
     return int(done[1]), float(done[2])
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(280)
 def test_it_survives_everything(tmp_path: Path) -> None:
     """Worker, agent, master, zygote and keeper are killed, and the curve is the undisturbed one, bit for bit."""
-    said = told([sys.executable, str(CHAOS / "survive_everything.py"), "--steps", "90"], tmp_path)
+    said = told([sys.executable, str(CHAOS / "survive_everything.py"), "--steps", "100"], tmp_path, 250.0)
     assert len(re.findall(r"^>>> step \d+: SIGKILL to the ", said, re.MULTILINE)) == 5
     assert "0 losses differ; exit codes [0, 0]; left behind: []" in said
     assert said.endswith("Survived everything: the same curve, bit for bit\n")
