@@ -257,8 +257,9 @@ def live(plan: Plan, rank: int, exchange: Exchange, fd: int, page: mmap.mmap, fo
 
     from dlrover_adapters.torch.checkpoint import engine as engines
     from dlrover_adapters.torch.checkpoint.capture import Capture
-    from dlrover_adapters.torch.checkpoint.engine import Engine, Options
+    from dlrover_adapters.torch.checkpoint.engine import Engine
     from dlrover_adapters.torch.checkpoint.hooks import Hooks
+    from dlrover_adapters.torch.checkpoint.stats import Options
     from dlrover_core.checkpoint.slots import slots_for
 
     torch.set_num_threads(1)

@@ -85,6 +85,7 @@ def main() -> None:
         if rank == 0 and step % options.save_every == 0:
             save(options.checkpoint, model.module, optimizer, step)
         time.sleep(options.pause)
+    del model  # one that outlives its group may hang in that (torch 2.13, gloo)
     dist.destroy_process_group()
     diary.note("end", options.steps)
 

@@ -44,17 +44,8 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
     part.replace(path)
 
 
-def main() -> None:
+def train(options: argparse.Namespace) -> None:
     """Train, and print the accuracy on the held-out digits."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds added to every step, to have time to watch")
-    parser.add_argument("--curve", type=Path, help="rank 0 appends each step and its loss, exactly, to this file")
-    options = parser.parse_args()
-    dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     images, labels, test_images, test_labels = data()
     torch.manual_seed(0)
@@ -85,6 +76,21 @@ def main() -> None:
         with torch.no_grad():
             accuracy = (model.module(test_images).argmax(1) == test_labels).float().mean().item()
         print(f"accuracy on {len(test_labels)} held-out digits: {accuracy:.4f} after {options.steps} steps", flush=True)
+
+
+def main() -> None:
+    """Join the others, train, and leave them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds added to every step, to have time to watch")
+    parser.add_argument("--curve", type=Path, help="rank 0 appends each step and its loss, exactly, to this file")
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    train(options)
+    # After `train`, when the model is gone: one that outlives its group can hang where it ends (torch 2.13: DDP over gloo).
     dist.destroy_process_group()
 
 

@@ -55,17 +55,8 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
     part.replace(path)
 
 
-def main() -> None:
+def train(options: argparse.Namespace) -> None:
     """Train; rank 0 says how large the world is, whenever it begins."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=65, help="rows of a step, in all")
-    parser.add_argument("--save-every", type=int, default=5)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="on a file system that all nodes share")
-    parser.add_argument("--pause", type=float, default=0.02, help="seconds added to every step, to have time to join")
-    parser.add_argument("--until-joined", type=int, default=0, help="go on after --steps until the world is this large")
-    options = parser.parse_args()
-    dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = DistributedDataParallel(
@@ -98,6 +89,21 @@ def main() -> None:
         with torch.no_grad():
             left = nn.functional.cross_entropy(model.module(points), arms).item()
         print(f"done after step {step} in a world of {world}: loss on {HELD_OUT} other points {left:.4f}", flush=True)
+
+
+def main() -> None:
+    """Join the others, train, and leave them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=65, help="rows of a step, in all")
+    parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--checkpoint", type=Path, required=True, help="on a file system that all nodes share")
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds added to every step, to have time to join")
+    parser.add_argument("--until-joined", type=int, default=0, help="go on after --steps until the world is this large")
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    train(options)
+    # After `train`, when the model is gone: one that outlives its group can hang where it ends (torch 2.13: DDP over gloo).
     dist.destroy_process_group()
 
 

@@ -25,18 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dlrover_adapters.torch import FlashCheckpoint
 
 
-def main() -> None:
+def train(options: argparse.Namespace) -> None:
     """Train, die once if told to, and print the accuracy on the held-out digits."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--checkpoint", required=True, help="where: a URL or a folder")
-    parser.add_argument("--every", type=int, default=2, help="steps between saves into memory")
-    parser.add_argument("--store-every", type=int, default=50, help="steps between saves to storage")
-    parser.add_argument("--die-at", type=int, default=0, help="rank 1 kills itself after this step, once")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds added to every step, to have time to watch")
-    parser.add_argument("--curve", type=Path, help="rank 0 appends each step and its loss, exactly, to this file")
-    options = parser.parse_args()
-    dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     digits = load_digits()
     images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16.0, torch.tensor(digits.target)
@@ -84,6 +74,22 @@ def main() -> None:
         print(
             f"accuracy on {int(held_out.sum())} held-out digits: {accuracy:.4f} after {options.steps} steps", flush=True
         )
+
+
+def main() -> None:
+    """Join the others, train, and leave them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--checkpoint", required=True, help="where: a URL or a folder")
+    parser.add_argument("--every", type=int, default=2, help="steps between saves into memory")
+    parser.add_argument("--store-every", type=int, default=50, help="steps between saves to storage")
+    parser.add_argument("--die-at", type=int, default=0, help="rank 1 kills itself after this step, once")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds added to every step, to have time to watch")
+    parser.add_argument("--curve", type=Path, help="rank 0 appends each step and its loss, exactly, to this file")
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    train(options)
+    # After `train`, when the model is gone: one that outlives its group can hang where it ends (torch 2.13: DDP over gloo).
     dist.destroy_process_group()
 
 

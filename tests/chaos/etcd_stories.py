@@ -36,8 +36,11 @@ TTL_S = 2.0
 RETRY_S = 0.02
 LOOK_S = 0.01
 BOUND_S = 20.0
-PROGRESS_S = 9.0  # etcd may need two elections of up to 2 s, and whoever asked a dead member asks again
+PROGRESS_S = (
+    25.0  # etcd may need elections of up to 2 s, several where the machine pauses; who asked the dead asks again
+)
 ELECTED_S = 2 * TTL_S + 3.0
+BRIEF_S, BRIEF_TRIALS = 0.75 * TTL_S, 4  # the last renewal before a partition may be a quarter of the lease old
 STORY_S = 90.0
 SHARE_LARGE, LARGE_BYTES = 0.05, 20_000
 ROUNDS = 3
@@ -491,17 +494,14 @@ async def _partition(stand: Stand, *, up: bool, down: bool) -> None:
     """First shorter than the lease, then longer."""
     proxies = await stand.proxies()
     one = await stand.writing(proxies)
-    await stand.renewed(one)
-    token = one.token
-    for proxy in proxies:
-        proxy.block(up=up, down=down)
-    lead = one.lead
+    # Noticing takes 1.3 s at most; where the machine had no time for it nothing is proven, and it is done again.
+    for _ in range(BRIEF_TRIALS):
+        if await _brief_partition(stand, one, proxies, up=up, down=down):
+            break
+    else:
+        raise AssertionError(f"{BRIEF_TRIALS} times noticing that there is no etcd took more than {BRIEF_S} s")
+    lead, elected = one.lead, one.elected
     assert lead is not None
-    await stand.until(lead.trouble, "a leader without etcd says so")
-    for proxy in proxies:
-        proxy.heal()
-    await stand.progress()
-    assert one.token == token, "the leadership was lost in a partition shorter than the lease"
     for proxy in proxies:
         proxy.block(up=up, down=down)
     await stand.until(lambda: not lead.valid(), "a leader without etcd gives no orders")
@@ -509,7 +509,25 @@ async def _partition(stand: Stand, *, up: bool, down: bool) -> None:
     for proxy in proxies:
         proxy.heal()
     await stand.progress()
-    assert one.elected > 1, "the leadership outlived its lease"
+    assert one.elected > elected, "the leadership outlived its lease"
+
+
+async def _brief_partition(stand: Stand, one: Candidate, proxies: list[Proxy], *, up: bool, down: bool) -> bool:
+    """Cut off until it is noticed. False: that took so long that the lease may have ended; else the leadership has survived."""
+    await stand.renewed(one)
+    token, lead = one.token, one.lead
+    assert lead is not None
+    blocked_at = time.monotonic()
+    for proxy in proxies:
+        proxy.block(up=up, down=down)
+    await stand.until(lead.trouble, "a leader without etcd says so")
+    for proxy in proxies:
+        proxy.heal()
+    brief = time.monotonic() - blocked_at < BRIEF_S
+    await stand.progress()
+    if brief:
+        assert one.token == token, "the leadership was lost in a partition shorter than the lease"
+    return brief
 
 
 @story()
@@ -636,7 +654,8 @@ async def out_of_space(stand: Stand) -> None:
     await _fill(stand)
     await stand.until(lambda: one.full, "the log is full")
     assert one.lead is not None
-    assert "LogFull" in one.lead.trouble()
+    lead = one.lead
+    assert "LogFull" in lead.trouble()
     log = await open_log(stand.etcd.url(PREFIX))
     try:
         newest = stand._newest
@@ -647,7 +666,8 @@ async def out_of_space(stand: Stand) -> None:
     await asyncio.to_thread(stand.etcd.delete, "junk")
     await asyncio.to_thread(stand.etcd.make_room)
     await stand.progress()
-    assert one.lead.trouble() == ""
+    # While etcd defragmented it answered nothing: a renewal that failed meanwhile is trouble until the next one.
+    await stand.until(lambda: not lead.trouble(), "the lease is renewed again")
     assert one.token == token, "the leadership was lost for want of space"
 
 

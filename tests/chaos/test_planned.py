@@ -6,6 +6,7 @@ Whatever dies in the middle of one: nobody waits for ever, and what was made at 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 
 from dlrover_core.errors import CoreError
 from dlrover_core.history import report_of
-from dlrover_core.job import checkpoints, failures, nodes, planning, scaling, world
+from dlrover_core.job import checkpoints, failures, nodes, planning, progress, scaling, world
 from dlrover_core.kernel.events import Record
+from dlrover_core.runtime.agent import LAST_WORD_S
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.checkpointing import check_saved
@@ -56,6 +58,17 @@ class Told:
     def dropped(self) -> list[str]:
         """Why plans were dropped."""
         return [one.reason for one in self.facts(planning.WorldPlanDropped)]
+
+
+def first(told: Told, kind: type) -> int:
+    """Where in the log the first event of a kind is."""
+    return next(record.seq for record in told.records if isinstance(record.event, kind))
+
+
+def trained(told: Told, generation: int = 2) -> int:
+    """Where in the log a generation made its first step."""
+    steps = (one for one in told.records if isinstance(one.event, progress.FirstStep))
+    return next(one.seq for one in steps if one.event.generation == generation)
 
 
 def tell(
@@ -189,6 +202,55 @@ def test_an_agent_that_is_told_to_go_loses_no_step() -> None:
     told = tell(story, stop_grace_s=20.0)
     assert (told.lost, told.sizes) == (0, [2, 2])
     assert told.facts(failures.IncidentOpened) == []
+
+
+def test_an_agent_that_is_told_to_go_stays_until_the_next_world_trains() -> None:
+    """Workers need longer to start than an agent waits for its master's word: it has had that, and what it holds is needed."""
+
+    async def story(cluster: Cluster) -> None:
+        await step(cluster, 15)
+        cluster.training.times = dataclasses.replace(cluster.training.times, start_s=LAST_WORD_S + 5.0)
+        cluster.agents["worker-1-0"].part("SIGTERM")
+
+    told = tell(story, stop_grace_s=60.0)
+    assert (told.lost, told.sizes) == (0, [2, 2])
+    assert told.facts(failures.IncidentOpened) == []
+    assert trained(told) < first(told, nodes.NodeReleased)
+
+
+@pytest.mark.parametrize("command", ["drain", "scale"])
+def test_a_node_that_others_have_their_state_from_is_not_let_go_sooner_by_a_signal(command: str) -> None:
+    """It has left its world at a boundary, and its platform's SIGTERM comes before the next one trains."""
+
+    async def story(cluster: Cluster) -> None:
+        await step(cluster, 15)
+        cluster.training.times = dataclasses.replace(cluster.training.times, start_s=LAST_WORD_S + 5.0)
+        smaller = {"command": "scale", "nodes_max": 1, "nodes_min": 1}
+        await cluster.leader.obey({"command": "drain", "node": "worker-1"} if command == "drain" else smaller)
+        await recorded(cluster, lambda records: sum(isinstance(one.event, world.WorldFormed) for one in records) > 1)
+        cluster.agents["worker-1-0"].part("SIGTERM")
+
+    told = tell(story, stop_grace_s=60.0)
+    assert told.lost == 0
+    assert told.facts(failures.IncidentOpened) == []
+    assert trained(told) < first(told, nodes.NodeReleased)
+
+
+def test_a_node_that_others_have_their_state_from_goes_when_its_platform_wants_it() -> None:
+    """The next world makes no step in the grace of a SIGTERM: it goes."""
+
+    async def story(cluster: Cluster) -> None:
+        await step(cluster, 15)
+        cluster.training.times = dataclasses.replace(cluster.training.times, start_s=60.0)
+        await cluster.leader.obey({"command": "drain", "node": "worker-1"})
+        await recorded(cluster, lambda records: sum(isinstance(one.event, world.WorldFormed) for one in records) > 1)
+        cluster.agents["worker-1-0"].part("SIGTERM")
+
+    told = tell(story, stop_grace_s=20.0)
+    assert told.facts(failures.IncidentOpened) == []
+    asked = next(r.at for r in told.records if isinstance(r.event, planning.NodeDrained) and not r.event.host)
+    released = next(r.at for r in told.records if isinstance(r.event, nodes.NodeReleased))
+    assert released - asked == pytest.approx(20_000_000, abs=1000)
 
 
 def test_a_single_node_moves() -> None:

@@ -15,7 +15,6 @@ from dlrover_core.job.job import JobStopped, JobStopping, StopJob
 from dlrover_core.job.scaling import DrainNode
 from dlrover_core.kernel.engine import CommandRefused
 from dlrover_core.kernel.events import Record
-from dlrover_core.runtime.duties import REST_S
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.checkpointing import check_saved
@@ -25,6 +24,7 @@ from dlrover_core.testing.saving import Knobs, Restore, Saving
 from dlrover_core.testing.training import Training
 
 Story = Callable[[Cluster], Awaitable[None]]
+SLOW_S = 3000.0
 
 
 class Told:
@@ -418,18 +418,31 @@ def test_a_flapping_storage_is_told_of_now_and_then() -> None:
 
 
 def test_a_storage_that_is_gone_does_not_keep_a_job_from_ending() -> None:
-    """What was due as the script ended is waited for, for a bounded time."""
+    """What was due as the script ended is tried for a while, and then given up."""
+    knobs = Knobs(every=2, store_every=10)
 
     async def story(cluster: Cluster) -> None:
         assert cluster.training.saving is not None
         await step(cluster, 55)
         cluster.training.saving.broken.add("*")
-        began = asyncio.get_running_loop().time()
-        await cluster.until(lambda: cluster.state.job.over, limit_s=2 * REST_S, every_s=0.1)
-        assert asyncio.get_running_loop().time() - began == pytest.approx(REST_S, abs=5)
+        await cluster.until(lambda: cluster.state.job.over, limit_s=10 * knobs.patience_s, every_s=0.1)
 
-    told = tell(story, Knobs(every=2, store_every=10))
+    told = tell(story, knobs)
     assert told.committed[-1] == (1, 50)
+
+
+def test_a_job_has_succeeded_when_its_last_state_is_on_storage() -> None:
+    """That takes most of an hour: the job ends when it is there, and no sooner."""
+    began = []
+
+    async def story(cluster: Cluster) -> None:
+        await step(cluster, 60)
+        began.append(asyncio.get_running_loop().time())
+        await cluster.until(lambda: cluster.state.job.over, limit_s=2 * SLOW_S, every_s=1)
+        assert asyncio.get_running_loop().time() - began[0] == pytest.approx(SLOW_S, abs=5)
+
+    told = tell(story, Knobs(every=2, store_every=10, write_s=SLOW_S))
+    assert told.committed[-1] == (1, 60)
 
 
 # ---- anything at any time

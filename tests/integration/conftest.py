@@ -22,7 +22,7 @@ from dlrover_adapters.agent.config import LaunchConfig
 from dlrover_adapters.agent.launcher import LinuxLauncher
 from dlrover_core.runtime.launcher import Notice, StoreReady, WorkerExit, WorkersLaunch
 
-BOUND_S = 30.0
+BOUND_S = 60.0  # between two notices a worker may import torch twice
 SCRIPTS = str(Path(__file__).parent / "scripts")  # what the tests of `dlrover-run` share
 if SCRIPTS not in sys.path:
     sys.path.insert(0, SCRIPTS)

@@ -54,14 +54,12 @@ def test_saved_at_the_moment_of_the_call(used: ModuleType, tmp_path: Path) -> No
     assert isinstance(stager, used.AsyncStager)
     used.torch.distributed.init_process_group("gloo", store=used.torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        places = set()
         for step in range(1, 5):
             now = used.state(step)
             saved: Any = used.dcp.async_save(now, checkpoint_id=str(step), storage_writer=writer, async_stager=stager)
             for tensor in (*now["model"].values(), now["half"], *now["rows"]):
                 tensor.zero_()
             saved.result(timeout=BOUND_S)
-            places.add(stager.stage(used.state())["half"].data_ptr())
         found = used.state()
         for step in range(1, 5):
             used.dcp.load(found, checkpoint_id=str(step), storage_reader=used.FlashStorageReader(str(tmp_path)))
@@ -70,7 +68,6 @@ def test_saved_at_the_moment_of_the_call(used: ModuleType, tmp_path: Path) -> No
         used.torch.distributed.destroy_process_group()
         stager.close()
         writer.close()
-    assert len(places) == 1
 
 
 def test_an_unchanged_plan_is_known(used: ModuleType, tmp_path: Path) -> None:
@@ -148,10 +145,14 @@ def sharded(seed):
     full = torch.arange(35.0).reshape(7, 5) + seed
     return {"w": distribute_tensor(full, mesh, [Shard(0)]), "same": torch.full((3,), float(seed)), "note": {"seed": seed}}
 writer, stager = FlashStorageWriter(folder), FlashStager()
-for step in (10, 20):
-    now = sharded(step)
+def saved(step, now):
     done = dcp.async_save(now, checkpoint_id=f"step-{step}", storage_writer=writer, async_stager=stager)
     now["w"].to_local().zero_()
+    return done
+for step in (3, 5):
+    saved(step, sharded(step)).result()
+states = {step: sharded(step) for step in (7, 10, 20)}  # which takes collectives of the main thread's
+for done in [saved(step, now) for step, now in states.items()]:
     done.result()
 stager.close(); writer.close()
 reader, found = FlashStorageReader(folder), sharded(0)
@@ -164,7 +165,10 @@ dist.destroy_process_group()
 
 
 def test_two_ranks_save_and_any_number_load(used: ModuleType, tmp_path: Path) -> None:
-    """Shards of two ranks, saved beside training, are loaded by two ranks and by one: torch's planner reshards."""
+    """Shards of two ranks, saved beside training, are loaded by two ranks and by one: torch's planner reshards.
+
+    So it is, too, of those that nobody waits for before the next: torch would mix up what the ranks say to each other.
+    """
     script = tmp_path / "ranks.py"
     script.write_text(textwrap.dedent(RANKS))
     folder = str(tmp_path / "ckpts")
@@ -177,6 +181,11 @@ def test_two_ranks_save_and_any_number_load(used: ModuleType, tmp_path: Path) ->
         used.dcp.load(found, storage_reader=reader)
         assert used.torch.equal(found["w"], used.torch.arange(35.0).reshape(7, 5) + 20)
         assert found["note"] == {"seed": 20}
+    for step in (3, 5, 7, 10):
+        found = {"w": used.torch.zeros(7, 5), "same": used.torch.zeros(3), "note": {"seed": 0}}
+        used.dcp.load(found, checkpoint_id=f"{folder}/step-{step:010d}")
+        assert used.torch.equal(found["w"], used.torch.arange(35.0).reshape(7, 5) + step)
+        assert found["note"] == {"seed": step}
 
 
 KILLED = """

@@ -78,6 +78,8 @@ def test_a_stopped_member_costs_one_attempt(three: Cluster) -> None:
 
     async def story() -> None:
         loop = asyncio.get_running_loop()
+        attempt_s = 3.0  # long, so that a pause of the machine is none
+        patient = {"timeout_s": 30.0, "attempt_s": attempt_s}
         leader = await asyncio.to_thread(three.leader)
         stopped = (leader + 1) % 3
         async with connected(three.url("stopped")) as etcd:
@@ -88,12 +90,12 @@ def test_a_stopped_member_costs_one_attempt(three: Cluster) -> None:
             three.pause(stopped)
             try:
                 began = loop.time()
-                await asyncio.gather(*(etcd.call("Range", request) for _ in range(50)))
-                assert ATTEMPT_S * 0.9 < loop.time() - began < ATTEMPT_S * 2
+                await asyncio.gather(*(etcd.call("Range", request, **patient) for _ in range(50)))
+                assert attempt_s * 0.9 < loop.time() - began < attempt_s * 2
                 began = loop.time()
                 for _ in range(20):
-                    await etcd.call("Range", request)
-                assert loop.time() - began < ATTEMPT_S
+                    await etcd.call("Range", request, **patient)
+                assert loop.time() - began < attempt_s
                 # Another failure does not lead back to it either.
                 etcd._members.leave(etcd._members.now())
                 assert etcd._members.now().endpoint != three.endpoints[stopped]
@@ -116,8 +118,8 @@ def test_a_killed_member_costs_nothing() -> None:
             await etcd.call("Range", etcd.range("x"))
             server.kill(killed)
             began = loop.time()
-            await etcd.call("Range", etcd.range("x"))
-            assert loop.time() - began < ATTEMPT_S
+            await etcd.call("Range", etcd.range("x"), timeout_s=40.0, attempt_s=20.0)
+            assert loop.time() - began < 10.0
 
     with Cluster(members=3) as server:
         run(story(server))
@@ -167,7 +169,8 @@ def test_opening_does_not_wait_for_a_stopped_member(three: Cluster) -> None:
             log = await EtcdLog.open_url(three.url("opening"), CODEC)
             await Pen(await log.lead(JOB, "a")).write()
             await log.close()
-            assert loop.time() - began < 2 * ATTEMPT_S + 1
+            # It took a second for each of a dozen calls if every one of them asked the stopped one first.
+            assert loop.time() - began < 8 * ATTEMPT_S
         finally:
             three.resume(stopped)
         await asyncio.to_thread(three.wait_healthy)

@@ -11,7 +11,7 @@ from running import SCRIPTS, Job, eventually
 
 RANKS = str(SCRIPTS / "shared_ranks.py")
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(240)
 
 
 def told(folder: Path, rank: int, generation: int) -> list[dict[str, Any]]:

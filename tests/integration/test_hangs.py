@@ -16,7 +16,7 @@ from running import warmth
 from dlrover_adapters.torch import witness
 
 SCRIPT = Path(__file__).parent / "scripts" / "hangs.py"
-THRESHOLD_S, ALLOWED_S = 2.0, 2.0
+THRESHOLD_S, ALLOWED_S = 2.0, 8.0  # on a quiet machine 1.2; whoever waits in vain for stacks waits for 15
 BOUND_S = 100
 
 
@@ -87,6 +87,7 @@ def test_hangs_are_named_and_ended(
     assert [one["fields"]["signature"] for one in named] == [
         "hang.stopped" if at in stopped else "hang.rank" for at in range(len(ranks))
     ]
+    assert sum(one["event"] == "StacksSeen" for one in told) == len(ranks), "a rank was named without stacks"
     assert all("GIL" in named[at]["fields"]["rule"] for at in gil)
     after = [round(one["at_us"] / 1e6 - at - THRESHOLD_S, 2) for one, at in zip(named, began, strict=True)]
     assert all(one <= ALLOWED_S for one in after), after

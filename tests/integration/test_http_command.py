@@ -192,7 +192,7 @@ def test_too_much_is_not_read() -> None:
     """A body beyond the limit is refused, whatever its head says, and one that never comes is cut off."""
 
     async def story() -> None:
-        async with leading(handshake_s=0.5) as (master, address):
+        async with leading(handshake_s=1.0) as (master, address):
             before = master.state.seq
             status, told = await post(address, b'{"command": "stop", "reason": "' + b"x" * BODY_BYTES_MAX + b'"}')
             assert (status, told["reason"]) == (413, f"a command has at most {BODY_BYTES_MAX} bytes")

@@ -379,7 +379,7 @@ def test_no_handshake(beginning: bytes) -> None:
     """Who connects and does not finish asking is cut off after the handshake time; agents stay."""
 
     async def story() -> None:
-        async with Master(limits=LIMITS._replace(handshake_s=0.2)) as master, dialer() as here:
+        async with Master(limits=LIMITS._replace(handshake_s=1.0)) as master, dialer() as here:
             connection = await here.connect(master.address)
             reader, writer = await raw(master.address)
             writer.write(beginning)
@@ -463,9 +463,9 @@ def test_half_open_reader() -> None:
             words = 0
             while not pouring.done():
                 await good_end.send(b"word")
-                assert await asyncio.wait_for(good.receive(), 1.0) == b"word"
+                assert await asyncio.wait_for(good.receive(), 5.0) == b"word"
                 words += 1
-            with pytest.raises(ConnectionLost, match="read nothing for 0"):
+            with pytest.raises(ConnectionLost, match=r"read nothing for \d\.\d s"):
                 await pouring
             assert words > 10
             writer.transport.abort()
@@ -496,7 +496,7 @@ def test_slow_reader_is_waited_for() -> None:
     """A peer that reads slowly, but reads, keeps its connection however long it takes."""
 
     async def story() -> None:
-        limits, frames = LIMITS._replace(send_s=0.3), 24
+        limits, frames = LIMITS._replace(send_s=2.0), 28
         async with Master(echo=False, limits=limits) as master:
             reader, writer = await upgraded(master.address)
             end = await master.came.get()
@@ -507,10 +507,10 @@ def test_slow_reader_is_waited_for() -> None:
 
             began, pouring = asyncio.get_running_loop().time(), asyncio.ensure_future(pour())
             for _ in range(frames):
-                await asyncio.wait({pouring}, timeout=0.05)
+                await asyncio.wait({pouring}, timeout=0.2)
                 await reader.readexactly(FRAME_BYTES_MAX + 10)
             await pouring
-            assert asyncio.get_running_loop().time() - began > 3 * limits.send_s
+            assert asyncio.get_running_loop().time() - began > 2 * limits.send_s
             writer.transport.abort()
 
     run(story)

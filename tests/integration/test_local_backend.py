@@ -84,6 +84,14 @@ def run(story: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(told())
 
 
+def lives(pid: int) -> bool:
+    """Is it there, and no zombie?"""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def wait_dead(*pids: int) -> None:
     """Wait until processes that may not be our children have ended."""
     for pid in pids:
@@ -247,9 +255,7 @@ def test_nothing_of_a_node_is_left(tmp_path: Path, way: str) -> None:
                     await backend.delete(name, TOKEN, BOUND_S if way == "deleted with grace" else 0.0)
                     await watch.gone(name)
                 # Dead and told; who reaps them is their next parent's business.
-                assert [
-                    pid for pid in brood if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
-                ] == []
+                assert [pid for pid in brood if lives(pid)] == []
 
     run(story)
 

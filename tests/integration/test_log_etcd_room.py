@@ -16,6 +16,8 @@ from dlrover_core.errors import LogCorrupt, LogError
 from dlrover_core.kernel.log import Snapshot
 from dlrover_core.testing.log_conformance import JOB, Pen, seqs
 
+SMALL = 100  # of a segment's 10,000 events, which take long to make, where their number does not matter
+
 # ---- the archive
 
 
@@ -30,9 +32,10 @@ def test_without_an_archive_nothing_is_deleted(etcd_server: Cluster, etcd_prefix
 
     async def story() -> None:
         async with opened(etcd_server.url(etcd_prefix)) as log:
+            log.segment_events = SMALL
             pen = Pen(await log.lead(JOB, "a"))
             for _ in range(4):
-                await pen.write(events=5_000)
+                await pen.write(events=SMALL // 2)
                 await pen.lead.snapshot(Snapshot(pen.head, "", b""))
             assert list(await log.archive(JOB)) == []
             assert await log.trim(JOB, pen.head) == 0
@@ -71,11 +74,12 @@ def test_a_damaged_archive_deletes_nothing(archived: str, tmp_path: Path) -> Non
 
     async def story() -> None:
         async with opened(archived) as log:
+            log.segment_events = SMALL
             pen = Pen(await log.lead(JOB, "a"))
             for _ in range(4):
-                await pen.write(events=2_500)
+                await pen.write(events=SMALL // 4)
             assert len(await log.archive(JOB)) == 1
-            for seq in (9_999, 10_000):
+            for seq in (SMALL - 1, SMALL):
                 await pen.lead.snapshot(Snapshot(seq, "", b""))
             file = next((tmp_path / "archive").rglob("*.seg"))
             content = bytearray(file.read_bytes())
@@ -84,7 +88,7 @@ def test_a_damaged_archive_deletes_nothing(archived: str, tmp_path: Path) -> Non
             file.write_bytes(content)
             with pytest.raises(LogCorrupt):
                 await log.trim(JOB, pen.head)
-            assert len(await seqs(log.read(JOB))) == 10_000
+            assert len(await seqs(log.read(JOB))) == SMALL
 
     run(story())
 
@@ -94,11 +98,12 @@ def test_only_the_leader_deletes(archived: str) -> None:
 
     async def story() -> None:
         async with opened(archived) as log, opened(archived) as other:
+            log.segment_events = other.segment_events = SMALL
             pen = Pen(await log.lead(JOB, "a", 600.0))
             for _ in range(4):
-                await pen.write(events=2_500)
+                await pen.write(events=SMALL // 4)
             await log.archive(JOB)
-            for seq in (9_999, 10_000):
+            for seq in (SMALL - 1, SMALL):
                 await pen.lead.snapshot(Snapshot(seq, "", b""))
             with pytest.raises(LogError, match="only its leader"):
                 await other.trim(JOB, pen.head)

@@ -87,8 +87,8 @@ def test_waiting_has_its_bound_and_outlives_a_master(tmp_path: Path) -> None:
     """Workers that do not heed SIGTERM are waited for as long as was said; the order holds under the next master too."""
     with Job(tmp_path, "--set", "stop_grace_s=600", STEPS, "--deaf") as job:
         job.trains(1)
-        said = tell(job, "suspend", "--wait", "--timeout", "0.5", code=7)
-        assert "not so within 0.5 s: workers of 1 node have not stopped yet" in said
+        said = tell(job, "suspend", "--wait", "--timeout", "3", code=7)
+        assert "not so within 3 s: workers of 1 node have not stopped yet" in said
         leader = eventually(job.status, "a status")["leader"]
         next(one for one in job.processes("dlrover-master") if f"/{one.pid}/" in leader).kill()
         assert "the job is suspended already" in tell(job, "suspend", code=5)

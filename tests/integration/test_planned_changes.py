@@ -41,14 +41,15 @@ def also(*case: str | int, stands: str) -> Any:
 
 
 FSDP = "the same with FSDP2, where what only one rank has must be had from it,"
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(240)
 
 
 @functools.cache
 def curve(steps: int) -> list[str]:
     """The losses of an undisturbed run."""
     line = [sys.executable, RANKS, "alone", str(steps)]
-    return subprocess.run(line, capture_output=True, text=True, check=True, timeout=BOUND_S).stdout.split()
+    # Nobody is waited for in there: how long it takes says how busy the machine is, and only the test's own bound holds.
+    return subprocess.run(line, capture_output=True, text=True, check=True).stdout.split()
 
 
 def curve_to(step: int) -> list[str]:
@@ -76,6 +77,11 @@ def makes(folder: Path, steps: int, life: int = 0, rank: int = 0) -> list[int]:
     )
 
 
+def lives(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """What a rank said at the begin of each."""
+    return [one for one in told(folder, rank) if "began" in one]
+
+
 def nothing_lost(folder: Path, ranks: int = 1) -> list[dict[str, Any]]:
     """Every step was made once, in order, by every rank that was there all the time, and the losses are as they must be.
 
@@ -83,9 +89,10 @@ def nothing_lost(folder: Path, ranks: int = 1) -> list[dict[str, Any]]:
     """
     for rank in range(ranks):
         made = [one for one in told(folder, rank) if "step" in one]
-        assert [one["step"] for one in made] == list(range(1, len(made) + 1)), f"rank {rank}"
+        off = next((at for at, one in enumerate(made) if one["step"] != at + 1), None)
+        assert off is None, f"rank {rank}: not step {off + 1} follows but {made[off]}; lives: {lives(folder, rank)}"
         assert [one["loss"] for one in made] == curve_to(len(made)), f"rank {rank}"
-    return [one for one in told(folder) if "began" in one]
+    return lives(folder)
 
 
 def dlrover(job: Job, verb: str, *words: str) -> str:
@@ -122,14 +129,15 @@ def all_well(folder: Path, events: list[Event], worlds: int, ranks: int, tier: s
 
     Whoever was to come was there before training was bothered.
     """
-    lives = nothing_lost(folder, ranks)
-    formed, planned = of(WorldFormed, events), of(WorldPlanned, events)
-    assert len(formed) == len(lives) == worlds
-    assert [one["began"] for one in lives] == [max(0, one.resume_step) for one in formed]
-    assert [one["tier"] for one in lives[:1]] == ["nothing"]
-    assert {one["tier"] for one in lives[1:]} <= set(tier.split("|"))
-    assert all(one["began"] for one in lives[1:])
+    # First what was in the way: with it the rest says nothing.
     assert of(IncidentOpened, events) == of(WorldPlanDropped, events) == []
+    began = nothing_lost(folder, ranks)
+    formed, planned = of(WorldFormed, events), of(WorldPlanned, events)
+    assert len(formed) == len(began) == worlds
+    assert [one["began"] for one in began] == [max(0, one.resume_step) for one in formed]
+    assert [one["tier"] for one in began[:1]] == ["nothing"]
+    assert {one["tier"] for one in began[1:]} <= set(tier.split("|"))
+    assert all(one["began"] for one in began[1:])
     assert [one.fell for one in of(Restored, events) if one.fell] == []
     asked_at = [events.index(one) for one in of(BoundaryAsked, events) if not one.go]
     joined = {one.node: events.index(one) for one in of(NodeJoined, events)}
@@ -222,8 +230,12 @@ def test_shrinking_costs_no_step(tmp_path: Path, kind: str, heeds: str) -> None:
 
 
 def test_a_node_that_is_told_to_go_costs_no_step(tmp_path: Path) -> None:
-    """SIGTERM to one agent, as from its platform: it leaves at a boundary once another is there, with status 0."""
-    with Job(tmp_path, "--local-nodes", "2", *LAUNCH, RANKS, "fsdp", str(tmp_path), "0") as job:
+    """SIGTERM to one agent, as from its platform: it leaves at a boundary once another is there, with status 0.
+
+    Half of the grace is all that its successor has to come: as long as everything here is waited for.
+    """
+    grace = ("--set", f"stop_grace_s={2 * BOUND_S:g}")
+    with Job(tmp_path, "--local-nodes", "2", *LAUNCH, *grace, RANKS, "fsdp", str(tmp_path), "0") as job:
         makes(tmp_path, 10)
         agent = job.one("dlrover-agent", "--node worker-1-0")
         agent.kill(signal.SIGTERM)
@@ -281,9 +293,9 @@ def test_ranks_go_on_from_the_boundary_of_a_plan_that_is_dropped(tmp_path: Path,
         makes(tmp_path, 10, life=1)
         job.finish()
         assert job.ended() == 0
-        lives, events = nothing_lost(tmp_path, ranks=2), happened(job)
-        assert [one["tier"] for one in lives] == ["nothing", "memory"]
-        assert lives[1]["began"] > waits_at
+        began, events = nothing_lost(tmp_path, ranks=2), happened(job)
+        assert [one["tier"] for one in began] == ["nothing", "memory"]
+        assert began[1]["began"] > waits_at
         assert of(WorldPlanDropped, events) == dropped
         assert of(IncidentOpened, events) == []
         assert job.left() == []

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from running import SCRIPTS, Job, eventually
 
 SLOWING = str(SCRIPTS / "slowing.py")
+TIMES = 3.0
+"""Rank 1 computes ten times as much. What others' work on the same cores makes of a rank is less, and may be told as well."""
+
+
+def named(job: Job) -> bool:
+    """Has the job said that rank 1 computes far more than it did?"""
+    assert job.process.poll() is None, "the job has ended before a slow rank was named"
+    return any(
+        float(times) > TIMES for times in re.findall(r"rank 1 on worker-0-0 computes ([\d.]+)x slower", job.said())
+    )
 
 
 def test_a_slow_rank_and_a_nan_are_named(tmp_path: Path) -> None:
@@ -15,12 +26,13 @@ def test_a_slow_rank_and_a_nan_are_named(tmp_path: Path) -> None:
     rank whose loss became NaN first is named, the processes begin anew, no node goes, and the job ends well.
     """
     with Job(tmp_path, "--nproc-per-node", "2", SLOWING) as job:
-        eventually(lambda: "rank 1 on worker-0-0 computes" in job.said(), "a slow rank")
-        slow = job.events("SlowRank")[0]["fields"]
-        assert (slow["node"], slow["rank"]) == ("worker-0-0", 1)
-        assert slow["now_us"] > 1.5 * slow["before_us"]
+        eventually(lambda: named(job), "a slow rank")
+        slow = [one["fields"] for one in job.events("SlowRank")]
+        assert ("worker-0-0", 1) in [
+            (one["node"], one["rank"]) for one in slow if one["now_us"] > TIMES * one["before_us"]
+        ]
         seen = [one["fields"] for one in job.events("EvidenceSeen") if one["fields"]["source"] == "slow"]
-        assert seen[0]["text"].startswith("rank 1 on worker-0-0 computes ")
+        assert any(one["text"].startswith("rank 1 on worker-0-0 computes ") for one in seen)
         assert job.events("IncidentOpened") == []
         (tmp_path / "ill").touch()
         job.trains(2)

@@ -178,6 +178,7 @@ for step in range(int(os.environ["STEPS"])):
 if os.environ.get("END") == "wait":
     tell("trained")
     forever()
+del model  # one that outlives its group may hang in that (torch 2.13, gloo)
 dist.destroy_process_group()
 """
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 from typing import Any
 
 import msgpack
@@ -33,6 +35,22 @@ def trained(*layers: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
 def by_name(capture: Capture) -> dict[str, Chunk]:
     """Its chunks."""
     return {one.name: one for one in capture.chunks()}
+
+
+def test_a_model_goes_with_its_last_user() -> None:
+    """Not when garbage is collected: its memory may be most of a GPU's, and a DDP model must be gone before its group.
+
+    Until somebody walks through it, that is: torch's own walk leaves a ring behind that has all modules in it.
+    """
+    model, optimizer = trained(nn.Linear(8, 8))
+    capture = Capture(model=model, optimizer=optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model, capture
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 # ---- which class

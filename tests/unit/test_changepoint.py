@@ -91,6 +91,34 @@ def test_slower_still_is_found_and_told_against_what_was_normal() -> None:
     assert point.slow.times == pytest.approx(1.5, rel=0.03)
 
 
+@pytest.mark.parametrize("times", [1.3, 0.7])
+@pytest.mark.parametrize("later", [10, 60, 150, 300])
+def test_a_change_soon_after_another_is_found(times: float, later: int) -> None:
+    """A rank that has just changed, perhaps with all others, and then takes three times as long: found at once and not learnt as
+    what is normal; ``jump`` is what both changes made together where peers hold themselves against what was before both.
+    """
+    point = ChangePoint()
+    found(noisy(WARM, 0.02, 1) + noisy(60 + later, 0.02, 2, times), point)
+    before = point.number
+    assert before == (1 if times > 1 else 0)
+    steps = found(noisy(100, 0.02, 3, 3.0), point)
+    assert steps
+    assert steps[0] <= 60
+    assert point.jump == pytest.approx(3.0 / min(times, 1.0), rel=0.05)
+    assert point.slow is not None
+    assert point.slow.now_s == pytest.approx(3.0 * STEP_S, rel=0.05)
+    assert point.slow.before_s == pytest.approx(STEP_S * min(times, 1.0), rel=0.05)
+
+
+@pytest.mark.parametrize("sigma", [0.01, 0.05, 0.15])
+def test_noise_alone_is_no_second_change(sigma: float) -> None:
+    """What is held against the level of three windows has room for all that their noise makes of it."""
+    for seed in range(20):
+        point = ChangePoint()
+        found(noisy(WARM, sigma, seed) + noisy(WARM, sigma, seed + 50, 1.6), point)
+        assert point.number == 1
+
+
 def test_another_process_of_a_slow_rank_is_slow_still() -> None:
     """A restart teaches a new baseline, and does not make a slow machine a normal one; its recovery is seen after it."""
     point = ChangePoint()

@@ -13,7 +13,7 @@ from dlrover_core.job.evidence import ReportEvidence
 from dlrover_core.job.state import Order
 from dlrover_core.job.world import ReportFinished, WithdrawStore
 from dlrover_core.runtime import messages
-from dlrover_core.runtime.duties import REST_S, Desk
+from dlrover_core.runtime.duties import TOLD_EACH_S, TOLD_S, Desk
 from dlrover_core.runtime.launcher import Notice, WorkerExit
 from dlrover_core.testing import virtual_loop
 
@@ -130,16 +130,36 @@ def test_workers_have_finished_once_nothing_is_under_way() -> None:
     at_work(story)
 
 
-def test_workers_have_finished_though_something_never_ends() -> None:
-    """A storage that fails for good does not keep a job from ending."""
+def test_what_is_under_way_is_waited_for_and_told_of() -> None:
+    """However long it takes: nobody here knows how much it is. But people are told after a moment, and then now and then."""
 
     async def story(stage: Stage, desk: Desk, _: Any) -> None:
+        told: list[float] = []
+        desk.waits = told.append
         desk.at_rest.clear()
         stage.launcher.kill(0, code=0)
-        await asyncio.sleep(REST_S - 1)
+        await asyncio.sleep(7200)
         assert stage.commands(ReportFinished) == []
-        await asyncio.sleep(2)
+        assert told[:3] == pytest.approx([TOLD_S, TOLD_S + TOLD_EACH_S, TOLD_S + 2 * TOLD_EACH_S])
+        assert len(told) == pytest.approx(7200 / TOLD_EACH_S, abs=1)
+        desk.at_rest.set()
+        await asyncio.sleep(1)
         assert len(stage.commands(ReportFinished)) == 1
+
+    at_work(story)
+
+
+def test_who_is_told_to_leave_does_not_wait() -> None:
+    """The job is stopped while something is still under way: the agent goes at once."""
+
+    async def story(stage: Stage, desk: Desk, connection: Any) -> None:
+        desk.at_rest.clear()
+        stage.launcher.kill(0, code=0)
+        await asyncio.sleep(100)
+        await stage.order(connection, WAIT._replace(leave=True, reason="stopped"))
+        await asyncio.sleep(1)
+        assert stage.commands(ReportFinished) == []
+        assert stage.agent.leaving == "stopped"
 
     at_work(story)
 

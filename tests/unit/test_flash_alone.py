@@ -129,12 +129,12 @@ def test_a_storage_that_fails_does_not_stop_training(tmp_path: Path) -> None:
     ckpt.close()
 
 
-@pytest.mark.parametrize(("nodes", "replica", "share"), [(2, "host:1", 0.1), (2, "", 1.0), (1, "host:1", 1.0)])
-def test_copies_on_other_nodes_make_storage_less_urgent(nodes: int, replica: str, share: float) -> None:
+@pytest.mark.parametrize(("nodes", "copies", "share"), [(2, True, 0.1), (2, False, 1.0), (1, True, 1.0)])
+def test_copies_on_other_nodes_make_storage_less_urgent(nodes: int, copies: bool, share: float) -> None:
     """The interval of ``every="auto"`` counts the failures that memory does not survive: few where partners have copies."""
     model = torch.nn.Linear(4, 4)
     with FlashCheckpoint("", model=model, every="auto") as ckpt:
         line = ckpt._opened()
-        line.told = line.told._replace(nodes=nodes, replica=replica)
+        line.told = line.told._replace(nodes=nodes, copies=copies)
         ckpt.step(1)
         assert ckpt._cadence.bounds.lost_share == share

@@ -14,7 +14,8 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -600,10 +601,15 @@ def test_urls_that_no_log_understands(url: str) -> None:
 
 
 def test_schemes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed distribution adds a scheme by an entry point."""
+    """An installed distribution adds a scheme by an entry point; it is looked for, and imported, beside the loop."""
+    threads = set[threading.Thread]()
+
+    def load() -> type[MemoryLog]:
+        threads.add(threading.current_thread())
+        return MemoryLog
 
     def entry_points(group: str) -> list[SimpleNamespace]:
-        load: Callable[[], type[MemoryLog]] = lambda: MemoryLog  # noqa: E731  # an entry point's load
+        threads.add(threading.current_thread())
         return [SimpleNamespace(name="tape", load=load)] if group == "dlrover.logs" else []
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
@@ -615,6 +621,8 @@ def test_schemes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
             await open_log("disc:7", CODEC)
 
     run(story())
+    assert threads
+    assert threading.current_thread() not in threads, "the loop stood still for it"
 
 
 def test_unused_log_makes_no_files(tmp_path: Path) -> None:

@@ -78,7 +78,9 @@ def test_the_saver_seals_over_what_an_older_run_left(tmp_path: Path) -> None:
     with pytest.raises(CheckpointIncomplete):
         storing.seal(storing.Order.of(told), 120)
     views = [arena.view() for arena in sharded(state(1), 2, generation=1)]
-    storing.write(views, storing.Order.of(told))
+    progress = storing.Progress()
+    storing.write(views, storing.Order.of(told), progress)
+    assert 0 < progress.size <= progress.written, "and it can be seen how far it is"
     with pytest.raises(CheckpointIncomplete):
         storing.seal(storing.Order.of(told), 120, 2)
     assert storing.seal(storing.Order.of(told), 120, 1) > 0

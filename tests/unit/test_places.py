@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from dlrover_adapters.agent.checkpoints.saving import STALL_S
 from dlrover_adapters.checkpoint import places
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_core.errors import SpecError
@@ -234,3 +235,82 @@ def test_a_url_that_cannot_be_used_is_refused_at_once(url: Any) -> None:
     """Unknown schemes, caches and empty URLs are wrong settings, said before anything is written."""
     with pytest.raises(SpecError):
         Place(url)
+
+
+class Disk:
+    """A disk that takes ``bytes_per_s``, and a page cache that takes all at once; the longest sync of it, and the largest."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, bytes_per_s: float) -> None:
+        self.bytes_per_s, self.now, self.dirty, self.longest_s, self.largest = bytes_per_s, 0.0, 0, 0.0, 0
+        monkeypatch.setattr(places.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(os, "write", lambda _, view: self.took(len(view)))
+        monkeypatch.setattr(os, "fdatasync", lambda _: self.sync())
+        monkeypatch.setattr(os, "fsync", lambda _: self.sync())
+
+    def took(self, size: int) -> int:
+        """Into the page cache."""
+        self.dirty += size
+        return size
+
+    def sync(self) -> None:
+        """Out of it."""
+        took_s, self.largest = self.dirty / self.bytes_per_s, max(self.largest, self.dirty)
+        self.now += took_s
+        self.dirty, self.longest_s = 0, max(self.longest_s, took_s)
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 48 << 20])
+def test_a_slow_disk_does_not_look_like_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    """At 100 KB/s something is seen to move far more often than a saver is given up; a fast one is not held up by it."""
+    content = bytes(piece)
+    disk = Disk(monkeypatch, 100e3)
+    with Place(str(tmp_path)).writer("slow") as out:
+        for _ in range((96 << 20) // piece):
+            out.write(content)
+    assert disk.longest_s < 0.75 * STALL_S
+    disk = Disk(monkeypatch, 1e9)
+    with Place(str(tmp_path)).writer("fast") as out:
+        for _ in range((384 << 20) // piece):
+            out.write(content)
+    assert disk.largest == places.SYNC_EACH_BYTES
+
+
+def test_a_disk_that_becomes_slow_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's cache is full, or its credits are used up: the next syncs are smaller."""
+    disk, content = Disk(monkeypatch, 1e9), bytes(1 << 20)
+    with Place(str(tmp_path)).writer("a") as out:
+        for number in range(768):
+            if number == 300:
+                assert disk.largest == places.SYNC_EACH_BYTES
+                disk.bytes_per_s = 4e6
+            if number == 600:
+                disk.largest = 0
+            out.write(content)
+    assert disk.longest_s < 0.75 * STALL_S
+    assert disk.largest < places.SYNC_EACH_BYTES
+
+
+def test_a_disk_whose_syncs_all_take_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds each, however small: they do not become smaller, and so many."""
+    disk, content, syncs = Disk(monkeypatch, 1e9), bytes(1 << 20), []
+    monkeypatch.setattr(os, "fdatasync", lambda _: syncs.append(setattr(disk, "now", disk.now + 10)))
+    with Place(str(tmp_path)).writer("a") as out:
+        for _ in range(64):
+            out.write(content)
+    assert len(syncs) == (64 << 20) // places.SYNC_FIRST_BYTES
+
+
+def test_whoever_wants_to_know_is_told_how_much_is_written(place: Place, tmp_path: Path) -> None:
+    """Piece by piece, of every file."""
+    told: list[int] = []
+    one = Place(place.url if not place.local else str(tmp_path / "told"), told.append)
+    one._remote = place._remote
+    with one.writer("a") as out:
+        out.write(b"12345")
+        assert sum(told) == 5
+        out.write(b"678")
+    one.put("b", b"9")
+    assert sum(told) == 9
+    assert one.get("a") == b"12345678"

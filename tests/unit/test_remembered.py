@@ -119,6 +119,21 @@ def test_the_state_before_is_taken_where_no_copy_is_whole(pair: list[Node]) -> N
     assert [(step, (read == part(9)).all()) for step, read in found(list(pair))] == [(9, True)] * 2
 
 
+def test_what_a_rank_needs_of_others_is_brought_before_all_agree(
+    pair: list[Node], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node that came anew has nothing: it fetches its rank's part at once. Can it not, storage is for all to read."""
+    new = Node(pair[0].others)
+    assert [step for step, _ in found([pair[0], new])] == [10, 10]
+    assert new.fetched[0] == 1
+    pair[0].down = pair[1].down = True
+    with caplog.at_level(logging.WARNING):
+        assert found([pair[0], new]) == [(-1, None)] * 2
+    assert (
+        "step 10 in memory is passed over, rank 1 says: the part of rank 1: VaultRefused: nobody answers" in caplog.text
+    )
+
+
 def test_an_agent_that_does_not_answer_is_told(pair: list[Node], caplog: pytest.LogCaptureFixture) -> None:
     """Its rank could read nothing from others either: storage, for all, and loudly."""
     with caplog.at_level(logging.WARNING):

@@ -1,211 +1,27 @@
-"""States that come whole, in memory that an agent holds: torch.distributed.checkpoint's and Lightning's, beyond their process."""
+"""Memory for states that come whole: which slot the next one takes, and what waits for what."""
 
 from __future__ import annotations
 
-import itertools
-import mmap
-import os
+import threading
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from tests.unit.shelving import Agent, Line, phases, running
 
-from dlrover_adapters.checkpoint.hashing import digests
-from dlrover_adapters.checkpoint.parts import write_part
-from dlrover_adapters.checkpoint.places import Place
-from dlrover_adapters.checkpoint.seal import seal
-from dlrover_adapters.checkpoint.slotview import SlotView
-from dlrover_adapters.torch.checkpoint.dcp import FlashStorageReader, FlashStorageWriter
-from dlrover_adapters.torch.checkpoint.shelf import SLOTS, TOLD_S, NoSlot, Shelf, layout_of, whole
-from dlrover_adapters.torch.checkpoint.vault import (
-    MEMORY,
-    Arena,
-    Fetched,
-    Holding,
-    Inventory,
-    Keeping,
-    Told,
-    Vault,
-    VaultGone,
-)
-from dlrover_core.checkpoint.arena import Control, Geometry
+from dlrover_adapters.torch.checkpoint.shelf import SLOTS, TOLD_S, Lasting, NoSlot, Shelf, layout_of, whole
 
-# torch's own: what it says about a single process, and about its older calls.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-class Agent:
-    """Holds memory as an agent does, for one rank; what workers say to it. Its lines are `line`."""
-
-    def __init__(self) -> None:
-        self.arenas: dict[int, tuple[int, tuple[int, Geometry]]] = {}
-        self.kept: list[Keeping] = []
-        self.due: list[tuple[int, bool]] = []
-        self.generation = 1
-        self._ids = itertools.count(1)
-
-    def close(self) -> None:
-        """Let the memory go."""
-        for fd, _ in self.arenas.values():
-            os.close(fd)
-
-    def views(self) -> Iterator[tuple[int, int, SlotView]]:
-        """All slots that hold something: arena, slot, what is in it."""
-        for number, (fd, _) in self.arenas.items():
-            memory = mmap.mmap(fd, 0)
-            for slot, _stamp in Control(memory).stamps():
-                yield number, slot, SlotView(memory, slot)
-
-    def hash(self) -> None:
-        """What the saver does at publication."""
-        for _, slot, view in self.views():
-            words = b"".join(one.to_bytes(8, "little") for one in digests(view.data))
-            at = view.control.geometry.digests_at(slot)
-            view.memory[at : at + len(words)] = words
-            view.control.note_hashed(slot, view.stamp.sequence)
-
-
-class Line:
-    """A worker's line to the agent, with what `Shelf` and `recalled` use of a `Vault`."""
-
-    rank, local_rank, world, nproc, gone = 0, 0, 1, 1, ""
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self.told = Told(agent.generation, "worker-0", 1, 0, "run", "", -1, False, 2**40)
-
-    def arena(self, layout: int, geometry: Geometry) -> Arena:
-        """The same again where it fits."""
-        for number, (fd, like) in self._agent.arenas.items():
-            if like == (layout, geometry):
-                return Arena(number, False, os.dup(fd))
-        fd, number = os.memfd_create("test"), next(self._agent._ids)
-        os.ftruncate(fd, geometry.total_bytes)
-        self._agent.arenas[number] = (fd, (layout, geometry))
-        return Arena(number, True, os.dup(fd))
-
-    def ready(self, arena: int, holders: Any = None) -> None:
-        """Its words make sense."""
-        Control(mmap.mmap(self._agent.arenas[arena][0], 0))
-        assert holders == ((0,),)
-
-    def keeping(self, keeping: Keeping) -> None:
-        """For the master."""
-        self._agent.kept.append(keeping)
-
-    def saved(self, arena: int, slot: int, step: int, *, due: bool) -> None:
-        """Published."""
-        self._agent.due.append((step, due))
-
-    def inventory(self) -> Inventory:
-        """As the agent looks."""
-        return Inventory(
-            tuple(
-                Holding(one, MEMORY, 0, 1, view.stamp.generation, view.stamp.step, view.table.layout, slot)
-                for one, slot, view in self._agent.views()
-            ),
-            "",
-            -1,
-        )
-
-    def borrow(self, holding: int) -> int:
-        """To be read."""
-        if self.gone:
-            raise VaultGone(self.gone)
-        return os.dup(self._agent.arenas[holding][0])
-
-    def fetch(self, *_args: Any, **_kwargs: Any) -> Fetched:
-        """There is nobody else."""
-        raise AssertionError
-
-    def close(self) -> None:
-        """The line."""
-        self.gone = "closed"
+BESIDE_S = 0.3
+"""For this long it is seen that something does not happen."""
 
 
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     """This process runs under it."""
-    one = Agent()
-    monkeypatch.setattr(Vault, "here", classmethod(lambda _cls: True))
-    monkeypatch.setattr(Vault, "connect", classmethod(lambda _cls: Line(one)))
-    yield one
-    one.close()
-
-
-def state(step: int) -> dict[str, Any]:
-    """Of a step."""
-    return {"w": torch.full((300, 7), float(step)), "deep": {"b": torch.arange(5) + step}, "note": f"step {step}"}
-
-
-def saved(url: Path, *steps: int) -> None:
-    """By a worker that is gone afterwards."""
-    writer = FlashStorageWriter(str(url), keep=3)
-    for step in steps:
-        dcp.save(state(step), checkpoint_id=step, storage_writer=writer)
-    writer.close()
-
-
-def loaded(url: Path, step: int | None = None) -> tuple[int | None, str]:
-    """By another worker, and compared: which step, and from where."""
-    reader, found = FlashStorageReader(str(url)), state(0)
-    dcp.load(found, checkpoint_id=step, storage_reader=reader)
-    assert reader.step is not None
-    wanted = state(reader.step)
-    assert torch.equal(found["w"], wanted["w"])
-    assert torch.equal(found["deep"]["b"], wanted["deep"]["b"])
-    assert found["note"] == wanted["note"]
-    return reader.step, reader.tier
-
-
-def test_what_a_worker_saved_its_successor_loads_from_memory(agent: Agent, tmp_path: Path) -> None:
-    """Memory outlives the worker: the newest step is loaded from it, and an older one by its number, with storage untouched."""
-    saved(tmp_path / "ckpts", 10, 20, 30)
-    agent.hash()
-    assert loaded(tmp_path / "ckpts") == (30, "memory")
-    assert loaded(tmp_path / "ckpts", 20) == (20, "memory")
-    assert not (tmp_path / "ckpts").exists()
-    assert agent.due == [(10, True), (20, True), (30, True)]
-    assert [(one.url, one.keep, one.format) for one in agent.kept] == [(str(tmp_path / "ckpts"), 3, "dcp")]
-
-
-def test_the_next_generation_saves_into_the_same_memory(agent: Agent, tmp_path: Path) -> None:
-    """A new worker with the same state takes its predecessor's memory over, and what is in it stays until it is the oldest."""
-    saved(tmp_path, 10, 20)
-    agent.generation = 2
-    saved(tmp_path, 15)
-    assert len(agent.arenas) == 1
-    agent.hash()
-    assert loaded(tmp_path) == (15, "memory"), "the newer generation is the newer state"
-
-
-def test_damage_in_memory_falls_to_what_is_older(agent: Agent, tmp_path: Path) -> None:
-    """One flipped bit in memory: that step is passed over for the one before; with all damaged storage is read."""
-    saved(tmp_path, 10, 20)
-    agent.hash()
-    views = {view.stamp.step: view for _, _, view in agent.views()}
-    write_part(views[10], Place(str(tmp_path)), run="run")
-    seal(Place(str(tmp_path)), 10, [0])
-    for step, found in ((20, (10, "memory")), (10, (10, "storage"))):
-        view = views[step]
-        at = view.control.geometry.data_at(view.slot) + 100
-        view.memory[at : at + 1] = bytes([view.memory[at] ^ 1])
-        assert loaded(tmp_path) == found
-
-
-def test_what_the_saver_writes_is_torchs_own(agent: Agent, tmp_path: Path) -> None:
-    """The slot of a planned state, written and sealed as the agent does, is loaded by torch's own reader, nested as it was."""
-    saved(tmp_path, 10)
-    (_, _, view) = next(agent.views())
-    write_part(view, Place(str(tmp_path)), run="run")
-    seal(Place(str(tmp_path)), 10, [0])
-    found = state(0)
-    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "step-0000000010"))
-    assert torch.equal(found["deep"]["b"], state(10)["deep"]["b"])
-    assert found["note"] == "step 10"
+    with running(monkeypatch) as one:
+        yield one
 
 
 def shelf_of(line: Line, *, world: int = 1, **how: Any) -> Any:
@@ -265,15 +81,15 @@ def test_a_save_waits_for_whoever_reads(agent: Agent, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize(
-    ("nodes", "replica", "holders", "more"),
-    [(1, "h:1", ((0,), (1,)), 0), (2, "", ((0,), (1,)), 0), (2, "h:1", ((0,), (1,)), 2), (2, "h:1", ((0, 1),), 0)],
+    ("nodes", "copies", "holders", "more"),
+    [(1, True, ((0,), (1,)), 0), (2, False, ((0,), (1,)), 0), (2, True, ((0,), (1,)), 2), (2, True, ((0, 1),), 0)],
 )
 def test_room_for_what_is_copied_to_other_nodes(
-    agent: Agent, nodes: int, replica: str, holders: Any, more: int
+    agent: Agent, nodes: int, copies: bool, holders: Any, more: int
 ) -> None:
     """Two slots more where parts of a state are copied to a partner: these stay pinned from copy to copy."""
     line = Line(agent)
-    line.world, line.told = 2, line.told._replace(nodes=nodes, replica=replica)
+    line.world, line.told = 2, line.told._replace(nodes=nodes, copies=copies)
     line.ready = lambda *_: None  # type: ignore[method-assign]
     shelf = shelf_of(line, world=2)
     shelf.put(1, [whole("w", torch.ones(4))], {}, layout=layout_of("one"), holders=holders)
@@ -281,22 +97,103 @@ def test_room_for_what_is_copied_to_other_nodes(
     shelf.close()
 
 
-def test_lightnings_newest_is_in_memory_though_its_file_is_not(agent: Agent, tmp_path: Path) -> None:
-    """A worker that died before a file was written: `newest` writes it from memory and names it; loading takes memory."""
-    pytest.importorskip("lightning")
-    from dlrover_adapters.torch.lightning import FlashCheckpointIO
+@pytest.mark.parametrize("wait", ["a slot", "a copy"])
+def test_a_long_save_is_no_hang(agent: Agent, monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+    """A save that training may be standing for is announced once it takes long, to its end; a short one is not."""
+    now, told = 0.0, phases(monkeypatch)
+    inside: list[list[str]] = []
 
-    path = tmp_path / "epoch=0-step=7.ckpt"
-    plugin = FlashCheckpointIO()
-    plugin.save_checkpoint({"global_step": 7, "state_dict": {"w": torch.full((9,), 7.0)}, "hyper": {"a": (1, 2)}}, path)
-    plugin.teardown()
-    path.unlink()
-    agent.hash()
-    successor = FlashCheckpointIO()
-    assert successor.newest() == str(path)
-    assert torch.load(path, weights_only=True)["hyper"] == {"a": (1, 2)}
-    path.write_bytes(b"nobody reads this")
-    found = successor.load_checkpoint(path)
-    assert found["state_dict"]["w"].eq(7).all()
-    assert found["hyper"] == {"a": (1, 2)}
-    successor.teardown()
+    def pause(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        inside.append(list(told))
+        if now > TOLD_S + 1:
+            shelf._control.unpin(0)
+
+    shelf = shelf_of(Line(agent), clock=lambda: now, pause=pause)
+    how: Any = {"layout": layout_of("one"), "holders": ((0,),)}
+    pieces = [whole("w", torch.ones(4)), whole("v", torch.ones(4))]
+    for step in range(1, SLOTS + 1):
+        shelf.put(step, pieces, {}, **how)
+    assert told == []
+    if wait == "a slot":
+        for slot in range(SLOTS):
+            shelf._control.pin(slot)
+    else:
+        copied = Lasting.look
+
+        def copying(self: Lasting, *words: Any) -> bool:
+            nonlocal now
+            now += TOLD_S
+            return copied(self, *words)
+
+        monkeypatch.setattr(Lasting, "look", copying)
+    shelf.put(9, pieces, {}, wait_s=60, **how)
+    assert told == ["checkpoint", ""]
+    assert all(one in ([], ["checkpoint"]) for one in inside)
+    shelf.close()
+
+
+@pytest.mark.parametrize("shelves", [1, 2])
+def test_two_states_at_once_go_into_two_slots(agent: Agent, monkeypatch: pytest.MonkeyPatch, shelves: int) -> None:
+    """While a state is copied by one thread, another's waits, though it is of another shelf: both are whole in the end."""
+    both = [shelf_of(Line(agent)) for _ in range(shelves)]
+    beside, copies, copy = threading.Event(), [0], Shelf._copy
+    later: list[Any] = []
+
+    def copying(shelf: Any, slot: int, *what: Any) -> None:
+        copies[0] += 1
+        if copies[0] == 1:
+            later.append(pool.submit(put, 2))
+            assert not beside.wait(BESIDE_S)
+            copy(shelf, slot, *what)
+        else:
+            beside.set()
+            copy(shelf, slot, *what)
+
+    def put(step: int) -> Any:
+        pieces = [whole("w", torch.full((1000,), float(step)))]
+        return both[step % shelves].put(step, pieces, {}, layout=layout_of("one"), holders=((0,),))
+
+    monkeypatch.setattr(Shelf, "_copy", copying)
+    with ThreadPoolExecutor(2) as pool:
+        slots = [pool.submit(put, 1).result(), later[0].result()]
+    assert len(set(slots)) == 2
+    found = {view.stamp.step: view.tensor(view.table.items[0]).unique().tolist() for _, _, view in agent.views()}
+    assert found == {1: [1.0], 2: [2.0]}
+    for one in both:
+        one.close()
+
+
+def test_a_slot_that_is_written_by_us_stays_though_another_layout_comes_between(agent: Agent) -> None:
+    """Slots that are kept are those of their own arena: neither forgotten at the next layout, nor taken for its slots."""
+    shelf = shelf_of(Line(agent))
+    layouts = {name: {"layout": layout_of(name), "holders": ((0,),)} for name in ("full", "weights")}
+    pieces = {name: [whole("w", torch.ones(size))] for name, size in (("full", 400), ("weights", 40))}
+
+    def put(step: int, name: str) -> Any:
+        return shelf.put_busy(step, pieces[name], {}, **layouts[name])
+
+    kept = [put(step, "full") for step in range(SLOTS)]
+    assert len({put(10 + step, "weights").slot for step in range(SLOTS)}) == SLOTS
+    with pytest.raises(NoSlot):
+        put(20, "full")
+    assert [one.view.unchanged() for one in kept] == [True] * SLOTS
+    shelf.free(kept[1])
+    assert put(21, "full").slot == kept[1].slot
+    shelf.close()
+
+
+def test_without_an_agent_memory_of_another_layout_is_all_free() -> None:
+    """What is kept of the memory before is no slot of the new one."""
+    shelf = Shelf("", rank=0, world=1, kind="torch")
+    kept = []
+    for number, name in enumerate(("full", "weights", "full")):
+        pieces = [whole("w", torch.full((len(name),), float(number)))]
+        how: Any = {"layout": layout_of(name), "holders": ((0,),)}
+        kept += [shelf.put_busy(step, pieces, {}, **how) for step in range(SLOTS)]
+    assert [one.view.tensor(one.view.table.items[0])[0].item() for one in kept] == [0.0] * 3 + [1.0] * 3 + [2.0] * 3
+    for one in kept:
+        one.view.release()
+        shelf.free(one)
+    shelf.close()

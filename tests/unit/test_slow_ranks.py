@@ -89,6 +89,23 @@ def test_beats_are_read_as_they_were_written_and_fit_a_frame() -> None:
     assert encode(sent, 2) == encode(Beat(3, 660, 0), 2)
 
 
+def test_what_all_suffered_hides_no_straggler() -> None:
+    """Both ranks of the only node become 1.4 times as slow, which is nobody's; just then one becomes three times as slow as the
+    other. It is named before sixty steps more, though the other one is called slow as well, and the other one is not.
+    """
+    node, paces, told = NodePace(), Paces(), []
+    world = {"worker": World(3, True, members=(Member("worker-0-0", 2, 0),), size=2)}
+    for at in range(200):
+        for rank in range(2):
+            times = (1.4 if at >= 120 else 1.0) * (3.0 if rank == 1 and at >= 134 else 1.0)
+            node.read(rank, 1, [0.04 * times * (1 + 0.05 * ((at * 7 + rank) % 3 - 1))], at * BLOCK_STEPS, float(at))
+        paces.heard("worker-0-0", 3, node.beat(0).told(), ())
+        told += list(paces.findings(world, set(), float(at)))
+    assert [one.rank for one in told] == [1]
+    assert told[0].now_us == pytest.approx(168_000, rel=0.05)
+    assert told[0].step <= 134 * BLOCK_STEPS + 60
+
+
 # ---- one rank held against the others
 
 

@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -17,6 +18,7 @@ import pytest
 from dlrover_adapters.agent.checkpoints import budget
 from dlrover_adapters.agent.checkpoints import vault as server
 from dlrover_adapters.agent.checkpoints.arenas import Arena, Arenas, NoRoom, Owner, State
+from dlrover_adapters.agent.checkpoints.duty import CheckpointDuty
 from dlrover_adapters.agent.checkpoints.hashing import hash_newest
 from dlrover_adapters.agent.checkpoints.ranks import Began
 from dlrover_adapters.agent.checkpoints.site import Keeping
@@ -25,7 +27,10 @@ from dlrover_adapters.checkpoint.hashing import digest, digests
 from dlrover_adapters.checkpoint.slotview import SlotGone, SlotView
 from dlrover_adapters.checkpoint.table import Table
 from dlrover_adapters.torch.checkpoint import vault as client
+from dlrover_adapters.torch.checkpoint.line import spare_slots
 from dlrover_core.checkpoint.arena import BLOCK_BYTES, PAGE, ArenaBroken, Control, Geometry, Stamp
+from dlrover_core.job.state import Order
+from dlrover_core.runtime.granted import Granted
 from dlrover_core.runtime.launcher import WorkersLaunch
 
 MIB = 1 << 20
@@ -106,7 +111,7 @@ def test_a_rank_gets_its_memory_and_its_successor_the_same(tmp_path: Path, monke
             one = await connected(tmp_path, monkeypatch)
             told = one.told
             assert (told.generation, told.node, told.nodes, told.node_rank, told.run) == (3, "n-0-1", 2, 1, "run")
-            assert (told.replica, told.committed, told.lenders) == ("", -1, ())
+            assert (told.replica, told.committed, told.lenders, told.copies) == ("", -1, (), False)
             arena = await asyncio.to_thread(one.arena, 2**64 - 1, GEOMETRY)
             assert (arena.fresh, os.fstat(arena.fd).st_size) == (True, GEOMETRY.total_bytes)
             memory, control = filled(arena.fd, GEOMETRY, Owner(2, 4, 2**64 - 1))
@@ -215,6 +220,35 @@ def test_an_agent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(client.VaultGone, match="no answer"):
             one.inventory()
     one.close()
+
+
+def test_an_agent_is_waited_for_as_long_as_a_job_bears_its_silence() -> None:
+    """Ten seconds of a busy host are no reason to lose a generation; an agent that is dead hangs up at once."""
+    assert Granted().unreachable_s == client.ANSWER_S
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", ""])
+def test_who_takes_copies_is_told_before_it_can_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bind: str
+) -> None:
+    """A saver that is late to listen costs no rank the slots that are kept for copies, for as long as the generation lasts."""
+
+    async def test() -> None:
+        async with opened(tmp_path) as vault:
+            keeps: Any = SimpleNamespace(vault=vault, saving=None)
+            duty = CheckpointDuty(keeps, token=b"", host="h", bind=bind)
+            order = Order(leave=False, reason="", grace_us=0)
+            site: Any = SimpleNamespace(saving=SimpleNamespace(address=""), order=order)
+            duty._site = site
+            monkeypatch.setattr(duty, "greeted", lambda _caller: None)
+            vault.listener = duty
+            one: Any = await connected(tmp_path, monkeypatch)
+            assert (one.told.replica, one.told.copies) == ("", bool(bind))
+            monkeypatch.setattr(one, "inventory", lambda: pytest.fail("it waits for the saver"))
+            assert spare_slots(one, ((0, 1), (2, 3))) == (2 if bind else 0)
+            one.close()
+
+    run(test)
 
 
 def test_answers_that_nobody_reads_end_the_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

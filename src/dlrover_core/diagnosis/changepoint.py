@@ -14,7 +14,10 @@ than the change: then longer windows, of 2 to 16 times as many steps, find it la
 The baseline is the median of 64 windows: the first ones, then one in `SPACING_S` at most, so that it spans half an hour and
 follows the day. Deviations are those of windows from one to the next, which a drift does not inflate. A window enters the
 baseline 60 steps late, and never while it looks slow: what is to be found must not teach what is normal. A rank that gets
-*faster* begins anew, and so does one that was found slower, on its new level: so a second change is found as well.
+*faster* begins anew, and so does one that was found slower, on its new level: so a second change is found as well. Until there is
+a baseline of the new level, of sixteen windows, they are held against the level itself, with more room (`UNSURE`). Otherwise what
+changes within those 320 steps would be learnt as normal, and a rank three times as slow never be found where a smaller change,
+of all ranks perhaps, came just before.
 
 Bounded memory (about 800 numbers a rank), constant work per block, no clock, no randomness.
 """
@@ -38,6 +41,7 @@ MIDDLE = 0.55  # the deviation of the mean of the middle two of four, of that of
 SCALES = 5
 HISTORY = 64
 HISTORY_LEAST = 16
+UNSURE = 2.0  # so many times the deviation while three windows are all that is known of a level
 WARM_UP = 4  # blocks: the first steps compile, allocate, fill caches
 SPACING_S = 30.0
 
@@ -67,6 +71,7 @@ class _Scale:
         self._apart: deque[float] = deque(maxlen=HISTORY)
         self._pushed = 0
         self._next_at = -math.inf
+        # Not known, or until `ready` those of the level that this one began on.
         self.base = self.reach = math.nan
 
     def push(self, value: float) -> float | None:
@@ -91,6 +96,11 @@ class _Scale:
     def ready(self) -> bool:
         """Is there a baseline?"""
         return len(self._history) >= HISTORY_LEAST
+
+    @property
+    def room(self) -> float:
+        """How far a window must be from ``base`` to count; nothing is while there is none."""
+        return self.reach if self.ready else UNSURE * self.reach
 
     def windows(self) -> tuple[float, ...]:
         """The values of the newest windows, side by side, oldest first."""
@@ -159,38 +169,40 @@ class ChangePoint:
         self._scales = [_Scale(2**power) for power in range(SCALES)]
 
     def _look(self, number: int, scale: _Scale, at_s: float) -> bool:
-        windows = scale.windows()
-        if scale.ready:
-            low, high = min(windows), max(windows)
-            if low > scale.base + scale.reach:
-                self._found(number, scale, sorted(windows)[1])
-                return True
-            if high < scale.base - scale.reach:
-                self._begin_anew(number, sorted(windows)[1])
-                return False
-            if max(windows[1:]) > scale.base + scale.reach:
-                return False
-        scale.admit(windows[0], at_s)
+        windows, level = scale.windows(), sorted(scale.windows())[1]
+        # Without a base it is not a number, and neither more nor less than anything.
+        above, below = scale.base + scale.room, scale.base - scale.room
+        if min(windows) > above:
+            self._found(number, scale, level)
+            return True
+        if max(windows) < below:
+            self._begin_anew(number, level, level)
+            return False
+        if not max(windows[1:]) > above:
+            scale.admit(windows[0], at_s)
         return False
 
     def _found(self, number: int, scale: _Scale, level: float) -> None:
-        before = self.slow.before_s if self.slow is not None else math.exp(scale.base)
+        # A second change before the first has a baseline: peers still hold themselves against what was before both.
+        base = self._usual if self._usual is not None and not scale.ready else scale.base
+        before = self.slow.before_s if self.slow is not None else math.exp(base)
         steps = BLOCK_STEPS * BLOCKS * WINDOWS * scale.blocks
         self.number += 1
         self._found_at = self._blocks
-        self.jump = math.exp(level - scale.base)
+        self.jump = math.exp(level - base)
         self.slow = Change(before, math.exp(level), steps)
         # It is over below the middle of what was and what is, seen at the scale that saw it.
         self._over = (number, (math.log(before) + level) / 2)
-        self._begin_anew(number, scale.base)
+        self._begin_anew(number, level, base)
 
-    def _begin_anew(self, number: int, base: float) -> None:
-        """On the level that is now; ``base`` is compared with until that has a baseline of its own."""
+    def _begin_anew(self, number: int, level: float, base: float) -> None:
+        """On the level that is now; `ratio` compares with ``base`` until that has a baseline of its own."""
         self._base = base
         fresh = [_Scale(2**power) for power in range(SCALES)]
         for scale, before in zip(fresh[: number + 1], self._scales, strict=False):
             # All of the new level, for longer windows have seen it too.
             scale.newest, scale.middles = before.newest, before.middles
+            scale.base, scale.reach = level, before.reach
         self._scales = fresh
 
     def _mind_end(self) -> None:
@@ -200,6 +212,11 @@ class ChangePoint:
             self.slow = None
 
     @property
+    def _usual(self) -> float | None:
+        """What `ratio` compares with."""
+        return self._scales[0].base if self._scales[0].ready else self._base
+
+    @property
     def fresh(self) -> bool:
         """Is the newest change so new that peers who made it too are still held against what they were before?"""
         return self._blocks - self._found_at < HISTORY_LEAST * BLOCKS
@@ -207,8 +224,7 @@ class ChangePoint:
     @property
     def ratio(self) -> float:
         """What it takes now over what it took, by the 60 newest steps; 0.0 while that is not known."""
-        scale = self._scales[0]
-        base = scale.base if scale.ready else self._base
+        scale, base = self._scales[0], self._usual
         if base is None or not scale.full:
             return 0.0
         return math.exp(sorted(scale.windows())[1] - base)

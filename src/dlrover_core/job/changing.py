@@ -44,8 +44,13 @@ def works(state: JobState, node: nodes.Node) -> bool:
 
 
 def drained(state: JobState, node: nodes.Node, host: str, reason: str, now: int, within_us: int) -> NodeDrained:
-    """The event of a node's leave: at a step boundary within so long, where there can be one, else at once."""
-    planned = within_us > 0 and works(state, node) and state.planning.able(state, node.group)
+    """The event of a node's leave: at a step boundary within so long, where there can be one, else at once.
+
+    Who has left its world at one already stays for the next world's first step, if that is made in time.
+    """
+    known = state.planning.leaving.get(node.node)
+    lends = known is not None and known.out
+    planned = within_us > 0 and (lends or (works(state, node) and state.planning.able(state, node.group)))
     return NodeDrained(node.node, host, reason, now + within_us if planned else 0)
 
 

@@ -203,7 +203,8 @@ def _clear(state: JobState, fact: NodeDrained, record: Record) -> Iterator[Event
 def _clear_planned(state: JobState, node: nodes.Node, record: Record) -> Iterator[Event]:
     """Its successor first: it is to be there when the world is changed."""
     slot = state.nodes.slots[f"{node.group}-{node.index}"]
-    wanted = state.planning.leaving[node.node].why != nodes.SCALED_DOWN and not slot.given_up
+    leaving = state.planning.leaving[node.node]
+    wanted = leaving.why != nodes.SCALED_DOWN and not leaving.out and not slot.given_up
     if wanted and planning.successor(state, node) is None:
         yield from nodes.plan(state, node.group, node.index)
     yield from changing.advance(state, node.group, record.at)

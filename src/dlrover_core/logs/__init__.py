@@ -7,6 +7,7 @@ with ``async classmethod open_url(url: str, codec: Codec) -> EventLog``.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 Opener = Callable[[str, "Codec"], Awaitable["EventLog"]]
 
 GROUP = "dlrover.logs"
+OURS = ("memory", "sqlite")
 
 
 def open_log(url: str, codec: Codec | None = None) -> Opening:
@@ -56,7 +58,9 @@ class Opening:
             await self._log.close()
 
     async def _open(self) -> EventLog:
-        opener = find_opener(self.url.partition(":")[0])
+        scheme = self.url.partition(":")[0]
+        # To read what each distribution offers, and to import what is found, takes longer than a loop should stand still.
+        opener = find_opener(scheme) if scheme in OURS else await asyncio.to_thread(find_opener, scheme)
         codec = self.codec
         if codec is None:
             from dlrover_core.job.state import CODEC
@@ -80,6 +84,6 @@ def find_opener(scheme: str) -> Opener:
 
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if scheme not in found:
-        known = ", ".join(sorted({"memory", "sqlite", *found}))
+        known = ", ".join(sorted({*OURS, *found}))
         raise SpecError("log", f"no log is installed for {scheme!r}; there are: {known}")
     return cast(Opener, found[scheme].load().open_url)

@@ -219,8 +219,8 @@ class Agent:
         asyncio.get_running_loop().call_later(LAST_WORD_S, self._part_unanswered)
 
     def _part_unanswered(self, *, waits: bool = True) -> None:
-        if waits and self._parting_number < 0 and self._order.generation:
-            # Heard: the world is changed at a step boundary, and it leaves then.
+        if waits and self._parting_number < 0:
+            # Heard: it leaves after a change at a step boundary. It has no work before that: others need what it holds.
             later = partial(self._part_unanswered, waits=False)
             asyncio.get_running_loop().call_later(self._settings.stop_grace_s, later)
         elif not self._order.leave:

@@ -7,7 +7,6 @@ hold either up, and speaks to the leader through its `Desk`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterable
 from typing import Protocol, runtime_checkable
 
@@ -16,7 +15,8 @@ from dlrover_core.runtime.launcher import Notice
 from dlrover_core.runtime.messages import Message
 from dlrover_core.runtime.within import within
 
-REST_S = 600.0
+TOLD_S, TOLD_EACH_S = 10.0, 60.0
+"""What is waited for after a good end is told of after so long, and then each time as long as that."""
 
 
 class Desk:
@@ -36,6 +36,8 @@ class Desk:
         # Workers that have ended well are only said to have finished once nothing is on its way to storage any more.
         self.at_rest = asyncio.Event()
         self.at_rest.set()
+        # Tells people what that is, which has been waited for so many seconds.
+        self.waits: Callable[[float], None] = lambda _: None
         self._send = send
 
     def send(self, command: Message) -> None:
@@ -55,9 +57,15 @@ class Desk:
         self.hurried.set()
 
     async def until_at_rest(self) -> None:
-        """Until no duty has anything under way, for a bounded time: a storage that fails must not keep a job from ending."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await within(REST_S, self.at_rest.wait())
+        """Until no duty has anything under way. How long that takes nobody can say here: whose duty it is gives up what fails."""
+        loop = asyncio.get_running_loop()
+        began, told_s = loop.time(), TOLD_S
+        while not self.at_rest.is_set():
+            try:
+                await within(told_s, self.at_rest.wait())
+            except asyncio.TimeoutError:
+                self.waits(loop.time() - began)
+                told_s = TOLD_EACH_S
 
 
 class Orders:

@@ -53,7 +53,8 @@ class RankLoss(NamedTuple):
 
 
 class PaceBeat(NamedTuple):
-    """``common``: the median rank's cost over its baseline, ``others``: that of the ranks not slow; 0: not known yet.
+    """``common``: the median rank's cost over its baseline, ``others``: that of the ranks not slow, or where all are, of all;
+    0: not known yet.
 
     All of it up to ``step``, which may be a second ago. ``slower``: how many are slow, ``slow`` may be cut short.
     """
@@ -137,6 +138,9 @@ class NodePace:
         """What stands now."""
         ratios = [one.changes.ratio for one in self._ranks.values()]
         others = [one.changes.ratio for one in self._ranks.values() if one.changes.slow is None]
+        if not others and sum(one > 0 for one in ratios) > 1:
+            # All are slow, a little perhaps and for what all suffer: one may be far slower still, by itself.
+            others = ratios
         slow = [
             SlowRank(
                 first_rank + local,

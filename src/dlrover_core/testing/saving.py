@@ -50,7 +50,8 @@ class Knobs:
     ``slots`` states fit into a node's memory. ``spread``: over how many nodes one state is, 0: over all; 1: each node holds all.
     A node writes its part in ``write_s``, and tries again ``retry_s`` after a failure. A restore takes ``restore_s``, from
     anywhere else than the node's own memory ``fetch_s``. ``replicas``: nodes keep a copy of their partner's newest state.
-    ``planned``: ranks can agree on a boundary.
+    ``planned``: ranks can agree on a boundary. A job that has ended well waits while a node writes, and ``patience_s`` after the
+    first failure, or for others when its own part is written.
     """
 
     every: int = 1
@@ -59,6 +60,7 @@ class Knobs:
     spread: int = 1
     write_s: float = 0.25
     retry_s: float = 1.0
+    patience_s: float = 30.0
     restore_s: float = 0.01
     fetch_s: float = 0.5
     replicas: bool = False
@@ -305,6 +307,7 @@ class SaveDuty:
         self._written: list[Written] = []
         self._writing: dict[tuple[State, tuple[int, ...]], asyncio.Task[None]] = {}
         self._failing = False
+        self._until: dict[State, float] = {}  # how long what is due is waited for
         self._copied = -1
         self._armed = self._waits = 0
         self._desk: Desk | None = None
@@ -402,6 +405,10 @@ class SaveDuty:
             await asyncio.sleep(self._knobs.write_s)
             works = self._saving.works(desk.node)
             self._tell_storage(desk, works=works)
+            if state not in self._until:
+                loop, patience_s = asyncio.get_running_loop(), self._knobs.patience_s
+                self._until[state] = loop.time() + patience_s
+                loop.call_later(patience_s, self._wake.set)
             if works:
                 break
             await asyncio.sleep(self._knobs.retry_s)
@@ -456,9 +463,10 @@ class SaveDuty:
         self._ended.clear()
 
     def _rest(self, desk: Desk) -> None:
-        """What is due is waited for until it is committed, or at least written by this node."""
+        """What is due is waited for until it is committed, or given up."""
         due = [state for state, places in self._writing if not places and state[0] == self._began]
-        if due and max(due)[1] > desk.order.committed:
+        newest, now = max(due, default=(0, NO_STEP)), asyncio.get_running_loop().time()
+        if newest[1] > desk.order.committed and now < self._until.get(newest, math.inf):
             desk.at_rest.clear()
         else:
             desk.at_rest.set()

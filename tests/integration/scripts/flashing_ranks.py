@@ -74,8 +74,8 @@ def main(kind: str, steps: str, every: str, url: str, killed: str) -> None:
         file.write(
             json.dumps({"digest": digest(model, optimizer), "saves": stats.saves, "skipped": stats.skipped}) + "\n"
         )
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    dist.destroy_process_group()  # without a DDP model that would outlive it, and may hang in that (torch 2.13, gloo)

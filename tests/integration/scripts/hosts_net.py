@@ -127,6 +127,11 @@ class Host:
         if kind is not None:
             for log in sorted(self.folder.glob("err-*")) + sorted(self.folder.glob("state/jobs/*/control.log")):
                 sys.stderr.write(f"--- {log}\n{log.read_text()[-5000:]}\n")
+            for job in sorted(self.folder.glob("state/jobs/*")):
+                line = [str(BIN / "dlrover"), "events", job.name, "--state-dir", str(self.state)]
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    found = subprocess.run(line, capture_output=True, text=True, timeout=BOUND_S, check=False).stdout
+                    sys.stderr.write(f"--- events of {job.name} on {self.name}\n{found[-12_000:]}\n")
         self.die()
         scratch.sweep()  # what was killed with its sweeper is swept by the next launcher: there will be none
 

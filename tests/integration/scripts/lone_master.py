@@ -1,7 +1,8 @@
-"""A master with a real listener and a real log, and nothing else: ``lone_master.py FOLDER``; its token is in DLROVER_TOKEN.
+"""A master with a real listener and a real log, and nothing else: ``lone_master.py FOLDER [STRANGERS]``.
 
-The job has two nodes that train, ``worker-0-0`` and ``worker-1-0``, and one that may be anything, ``guest-0-0``. Agents come
-by themselves. It prints its address once it leads, logs to FOLDER/control.log, and ends with SIGTERM.
+Its token is in DLROVER_TOKEN; it lets so many connections wait that have not said yet who they are. The job has two nodes that
+train, ``worker-0-0`` and ``worker-1-0``, and one that may be anything, ``guest-0-0``. Agents come by themselves. It
+prints its address once it leads, logs to FOLDER/control.log, and ends with SIGTERM.
 """
 
 import asyncio
@@ -18,7 +19,8 @@ from dlrover_adapters.telemetry.logs import set_up
 from dlrover_core import GroupSpec, JobSpec, Master, open_log
 
 FOLDER = Path(sys.argv[1])
-LIMITS = HttpLimits(handshake_s=3.0, ping_s=2.0, send_s=2.0, close_s=0.5, strangers_max=1500)
+STRANGERS_MAX = int(sys.argv[2]) if len(sys.argv) > 2 else 1500
+LIMITS = HttpLimits(handshake_s=3.0, ping_s=2.0, send_s=2.0, close_s=0.5, strangers_max=STRANGERS_MAX)
 SPEC = JobSpec(
     "hostile",
     (GroupSpec(nodes_min=2, nodes_max=2), GroupSpec("guest", nodes_min=1, nodes_max=1)),

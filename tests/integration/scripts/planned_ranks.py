@@ -93,7 +93,6 @@ def train(kind: str, folder: Path, steps: int, at_boundary: str = "") -> None:
             dist.all_reduce(heard)
             time.sleep(PACE_S)
     tell(life=life, ended=step)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -101,3 +100,4 @@ if __name__ == "__main__":
         alone(int(sys.argv[2]))
     else:
         train(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+        dist.destroy_process_group()  # without a DDP model that would outlive it, and may hang in that (torch 2.13, gloo)

@@ -68,8 +68,8 @@ def main(kind: str, verb: str, url: str, store: str) -> None:
         torch.save({"model": weights, "optimizer": state, "at": position.at}, f"{store}.found")
     checkpoint.close()
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    dist.destroy_process_group()  # without a DDP model that would outlive it, and may hang in that (torch 2.13, gloo)

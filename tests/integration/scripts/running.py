@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -15,8 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dlrover_adapters.agent.looks import catches
 from dlrover_adapters.cli.scratch import MARK
 from dlrover_adapters.http.client import fetch_status
+from dlrover_adapters.torch.witness import wanted_signal
 from dlrover_core.errors import CoreError
 
 if TYPE_CHECKING:
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 SCRIPTS = Path(__file__).parent
 BIN = Path(sys.executable).parent
-BOUND_S = 45.0
+BOUND_S = 90.0
 TOKEN = "of-the-tests"
 LOOK_S = 0.02
 Found = TypeVar("Found")
@@ -56,6 +59,19 @@ class Process:
         except OSError:
             return False
         return stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+
+    def standing(self) -> str:
+        """Its state, the CPU time it has had, and what the kernel has each of its threads wait for (0: nothing, it runs)."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
+            threads = [
+                f"{(one / 'comm').read_text().strip()}: {(one / 'wchan').read_text() or '?'}"
+                for one in sorted(Path(f"/proc/{self.pid}/task").iterdir())
+            ]
+        except OSError:
+            return f"{self} is gone"
+        cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return f"{self} {fields[0].decode()}, {cpu_s:.2f} s of CPU; {', '.join(threads)}"
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Send it a signal."""
@@ -118,13 +134,14 @@ class Job:
     ) -> None:
         if kind is not None:
             told = f"--- stderr\n{self.said()[-6000:]}\n--- stdout\n{self.out.read_text()[-2000:]}\n"
-            sys.stderr.write(f"{told}--- control log\n{self.control_log()[-6000:]}\n")
+            sys.stderr.write(f"{told}--- control log\n{self.control_log()[-6000:]}\n--- events\n{self.happened()}\n")
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
         if self.settings:
             for one in processes(self.mark):
-                one.kill()
+                with contextlib.suppress(ProcessLookupError):  # it may have ended since
+                    one.kill()
 
     # ---- what it says
 
@@ -137,9 +154,32 @@ class Job:
         path = self.state / "jobs" / self.name / "control.log"
         return path.read_text() if path.exists() else ""
 
+    def happened(self) -> str:
+        """The newest of its events, for people; empty if there is no log yet."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.dlrover("events")[-12_000:]
+        return "they cannot be read"
+
     def ended(self, bound_s: float = BOUND_S) -> int:
-        """Its exit status, when it has ended."""
-        return self.process.wait(bound_s)
+        """Its exit status, when it has ended; what there still is of it, and where that stands, if it does not."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(bound_s)
+        living = [Process(self.process.pid, "dlrover-run", ""), *(processes(self.mark) if self.settings else [])]
+        stands = "\n".join([*(one.standing() for one in living), *self.stacks(living)])
+        raise AssertionError(f"dlrover-run has not ended within {bound_s:g} s\n{stands}")
+
+    def stacks(self, living: Sequence[Process]) -> list[str]:
+        """Where the workers among these are: they write it on a signal, without Python's lock, which a hang may have in hand."""
+        number = wanted_signal("")
+        for one in living:
+            if one.name.startswith("worker-") and catches(one.pid, number):
+                with contextlib.suppress(ProcessLookupError):  # it may have ended since
+                    os.kill(one.pid, number)
+        folder = Path(self.settings["run_dir"]) if self.settings else self.state
+        found = sorted(folder.rglob("stacks-*.txt"))
+        with contextlib.suppress(AssertionError):
+            eventually(lambda: all(one.stat().st_size for one in found), "the workers' stacks", 2.0)
+        return [f"{one.name}:\n{one.read_text(errors='replace')[-3000:]}" for one in found]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -200,11 +240,11 @@ class Job:
 
         def look() -> Process | None:
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-            names = {int(pid): Path(f"/proc/{pid}/comm") for pid in children}
-            return next(
-                (Process(pid, "sweeper", "") for pid, comm in names.items() if comm.read_text() == "dlrover-sweeper\n"),
-                None,
-            )
+            for pid in children:
+                with contextlib.suppress(OSError):  # reaped since
+                    if Path(f"/proc/{pid}/comm").read_text() == "dlrover-sweeper\n":
+                        return Process(int(pid), "sweeper", "")
+            return None
 
         return eventually(look, "a sweeper")
 

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from bystanders import LOOK_S, Petition, Petitioner, Witness
-from chain import Link, flaws, links
+from chain import PAUSE_S, Link, flaws, links
 from hosts_net import TOKEN, Host, Net, loopback
 from running import BOUND_S, SCRIPTS, Process, eventually
 from tools.etcd_cluster import Cluster
@@ -46,7 +46,11 @@ JOB, PREFIX = "many", "outages"
 TTL_S = 2.0
 QUOTA_BYTES = 48 * 1024 * 1024
 GAP_S = 2.0
-"""The longest a rank may go without a step of 50 ms: much less than any outage lasts, and much for a busy machine."""
+"""The longest a rank may go without a step of 50 ms: much less than any outage lasts, and much for a busy machine.
+
+Not counted is for how long the machine itself stood still, as a `Metronome` tells.
+"""
+STOOD_S = 0.25
 DECIDES_S = 20.0
 TXN_BYTES = 200
 """An append is larger, and what else goes to etcd all the time is smaller: renewals of the lease, pings."""
@@ -112,6 +116,37 @@ class Loop:
             running.result(bound_s)
         finally:
             running.cancel()
+
+
+class Metronome:
+    """Beats as a rank makes steps, beside them and without a job: when it is late, the machine or its disk stood still."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "metronome"
+        self._beats = [time.monotonic()]
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metronome")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        part = self._file.with_suffix(".part")
+        while not self._over.wait(PAUSE_S):
+            part.write_text(f"{len(self._beats)}")
+            part.replace(self._file)
+            self._beats.append(time.monotonic())
+
+    def stood_s(self, since: float, until: float) -> float:
+        """For how long of this time it did not beat: every pause of more than `STOOD_S` counts, as far as it lies therein."""
+        beats = [*self._beats, time.monotonic()]
+        pauses = ((before, after) for before, after in itertools.pairwise(beats) if after - before > STOOD_S)
+        return sum(max(0.0, min(after, until) - max(before, since)) for before, after in pauses)
 
 
 class MasterHost(Host):
@@ -197,6 +232,7 @@ class Stage:
             for number, name in enumerate(TRAINERS + IMPOSTOR + READER, start=5):
                 net.addresses[name], net.prefixes[name] = f"127.0.0.{number}", []
                 net.options[name] = ["--local-addr", net.addresses[name]]
+            self.metronome = enter(Metronome(self.training))
             self.masters = {name: enter(self._master_host(net, name)) for name in MASTERS}
             self.trainers = [enter(Host(net, name, self.folder)) for name in TRAINERS]
             self.reader = enter(Host(net, READER, self.folder))
@@ -460,10 +496,14 @@ class Stage:
             lives = len({one.pid for one in links})
             assert lives == self.lives, f"rank {rank} has had {lives} processes, not {self.lives}"
             moments = [self._since, *(one.at for one in links if one.at > self._since), time.monotonic()]
-            gap, at = max((after - before, before) for before, after in itertools.pairwise(moments))
-            assert gap < GAP_S or self.bereaved, (
-                f"rank {rank} made no step for {gap:.1f} s, {at - self._since:.1f} s after the outage began"
-            )
+            for before, after in itertools.pairwise(moments):
+                if self.bereaved or after - before < GAP_S:
+                    continue
+                stood_s = self.metronome.stood_s(before, after)
+                assert after - before - stood_s < GAP_S, (
+                    f"rank {rank} made no step for {after - before:.1f} s, {before - self._since:.1f} s after the outage "
+                    f"began; for {stood_s:.1f} s of that the machine stood still"
+                )
 
     def links(self, rank: int) -> list[Link]:
         """The steps of a rank so far."""

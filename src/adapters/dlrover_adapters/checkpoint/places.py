@@ -17,7 +17,7 @@ import re
 import stat
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from dlrover_adapters.storage.store import ATOMIC, require, shown
@@ -25,8 +25,14 @@ from dlrover_core.errors import SpecError
 
 DRAFT_OLD_S = 600.0
 """A draft that nobody has written to for so long, in seconds, was left behind by a writer that died."""
-SYNC_EACH_BYTES = 256 * 1024 * 1024
-"""How much may lie in the page cache unwritten: else the last sync would hold the disk for all others at once."""
+SYNC_EACH_BYTES = 128 * 1024 * 1024
+"""How much may lie in the page cache unwritten: else the last sync would hold the disk for all others at once. And whoever
+watches a writer (`agent.checkpoints.saving.STALL_S`) sees nothing of it during a sync: it must be short, or a slow disk is
+taken for one that hangs. So the first of a file is of `SYNC_FIRST_BYTES`, and later ones are as large as the disk is fast."""
+SYNC_FIRST_BYTES, SYNC_LEAST_BYTES = 4 * 1024 * 1024, 1024 * 1024
+SYNC_FAST_S, SYNC_SLOW_S = 5.0, 20.0
+"""After one that took less the next is twice as large, after one that took more half as large. Between them it stays: where each
+takes its time whatever its size, behind what others write, small ones would make it worse."""
 _REMOTE_BLOCK_BYTES = 64 * 1024 * 1024
 _PIECE_BYTES = 16 * 1024 * 1024
 _READ_AT_ONCE = 512
@@ -65,12 +71,13 @@ class Place:
 
     Keys, endpoints and time-outs come from the file system's own environment, or from fsspec's (``FSSPEC_S3_...``). Nothing is
     touched before the first call. Raises `SpecError` for what fsspec does not know, and for what needs a package more.
+    ``wrote`` is told the bytes of each piece of a file that has been written.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, wrote: Callable[[int], None] | None = None) -> None:
         if not url:
             raise SpecError("checkpoints", "an empty URL")
-        self.url = url.rstrip("/") or "/"
+        self.url, self._wrote = url.rstrip("/") or "/", wrote
         self._remote: tuple[Any, str] | None = None
         self._folder: str | None = _local_path(self.url)
         if self._folder is None:
@@ -95,7 +102,7 @@ class Place:
             draft = self._local_draft(name) if self._folder is not None else self._remote_draft(name, size_hint)
         try:
             with self._ours(name, others=True):
-                yield draft
+                yield draft if self._wrote is None else _Told(draft, self._wrote)
             with self._ours(name):
                 draft.commit()
         except BaseException:
@@ -261,6 +268,18 @@ class Place:
             raise OSError(errno.ETIMEDOUT if slow else errno.EIO, told, self.shown(name)) from error
 
 
+class _Told(NamedTuple):
+    """Tells how much was written of a file."""
+
+    out: Sink
+    wrote: Callable[[int], None]
+
+    def write(self, content: Any) -> int:
+        size = self.out.write(content)
+        self.wrote(size)
+        return size
+
+
 # Whose errors come from whoever writes, not from what is written to.
 _NO_STORAGE = frozenset({"builtins", "dlrover_adapters", "dlrover_core", "pickle", "torch"})
 _NUMBERS = (
@@ -308,19 +327,27 @@ class _LocalDraft:
         _sweep(self._folder, name)
         self._draft = os.path.join(self._folder, f".{name}.{uuid.uuid4().hex}.draft")
         self._fd = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._unsynced = 0
+        self._unsynced, self._sync_bytes = 0, SYNC_FIRST_BYTES
 
     def write(self, content: Any) -> int:
         view = memoryview(content).cast("B")
         rest = view
         while len(rest):
-            written = os.write(self._fd, rest[:_PIECE_BYTES])
+            written = os.write(self._fd, rest[: min(_PIECE_BYTES, self._sync_bytes - self._unsynced)])
             rest = rest[written:]
             self._unsynced += written
-            if self._unsynced >= SYNC_EACH_BYTES:
-                os.fdatasync(self._fd)
-                self._unsynced = 0
+            if self._unsynced >= self._sync_bytes:
+                self._sync()
         return len(view)
+
+    def _sync(self) -> None:
+        began = time.monotonic()
+        os.fdatasync(self._fd)
+        took_s, self._unsynced = time.monotonic() - began, 0
+        if took_s < SYNC_FAST_S:
+            self._sync_bytes = min(SYNC_EACH_BYTES, 2 * self._sync_bytes)
+        elif took_s > SYNC_SLOW_S:
+            self._sync_bytes = max(SYNC_LEAST_BYTES, self._sync_bytes // 2)
 
     def commit(self) -> None:
         os.fsync(self._fd)

@@ -139,6 +139,7 @@ def _checkpoints(raw: dict[str, Any], config: LaunchConfig, launcher: LinuxLaunc
         host=raw["address"],
         bind=bind,
         tls=files if all(files[:2]) else (),
+        say=_say,
     )
 
 

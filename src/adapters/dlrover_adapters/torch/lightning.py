@@ -18,9 +18,9 @@ import io
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -32,16 +32,24 @@ from dlrover_adapters.checkpoint.torchfile import Leaf, save
 from dlrover_core.checkpoint.arena import ArenaBroken
 from dlrover_core.errors import CoreError
 
+from . import steps
 from .checkpoint.meeting import Meeting
-from .checkpoint.shelf import SLOTS, NoSlot, Shelf, layout_of, whole
+from .checkpoint.shelf import WAIT_S, Busy, NoSlot, Shelf, layout_of, whole
 from .checkpoint.vault import MEMORY, Vault, VaultGone
 
-WRITE_S = 600.0
-"""How long saving waits for a file that is being written, where every slot of memory is in use."""
+RESCUE_S = 3600.0
+"""How long all ranks wait for rank 0 to write the file that was in memory only, and as long again."""
 _REST, _PATH = "rest", "path"
 _KIND = "lightning"
 
 log = logging.getLogger("dlrover.torch")
+
+
+class _Write(NamedTuple):
+    """A file that is being written, or waits for that, and from where."""
+
+    path: str
+    busy: Busy
 
 
 class FlashCheckpointIO(CheckpointIO):
@@ -51,7 +59,7 @@ class FlashCheckpointIO(CheckpointIO):
         self._files = TorchCheckpointIO()
         self._shelf: Shelf | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._writing: dict[Future[None], tuple[int, str]] = {}
+        self._writing: dict[Future[None], _Write] = {}
 
     # ---- Lightning asks for
 
@@ -60,20 +68,21 @@ class FlashCheckpointIO(CheckpointIO):
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} takes no storage_options; fsspec reads keys from its environment")
         place, step = str(path), int(checkpoint.get("global_step", 0))
-        tensors: list[torch.Tensor] = []
-        rest = io.BytesIO()
-        torch.save(_apart(checkpoint, tensors), rest)
-        shelf = self._opened()
-        pieces = [whole(f"t{number}", one) for number, one in enumerate(tensors)]
-        layout = layout_of((_KIND, [(str(one.dtype), tuple(one.shape)) for one in tensors]))
-        objects = {_REST: rest.getvalue(), _PATH: place.encode()}
-        slot = self._put(
-            lambda wait_s: shelf.put(step, pieces, objects, layout=layout, holders=((shelf.rank,),), wait_s=wait_s)
-        )
-        shelf.busy.add(slot)
+        with steps.phase("checkpoint"):
+            tensors: list[torch.Tensor] = []
+            rest = io.BytesIO()
+            torch.save(_apart(checkpoint, tensors), rest)
+            shelf = self._opened()
+            pieces = [whole(f"t{number}", one) for number, one in enumerate(tensors)]
+            objects = {_REST: rest.getvalue(), _PATH: place.encode()}
+            how: Any = {
+                "layout": layout_of((_KIND, [(str(one.dtype), tuple(one.shape)) for one in tensors])),
+                "holders": ((shelf.rank,),),
+            }
+            busy = self._put(lambda wait_s: shelf.put_busy(step, pieces, objects, wait_s=wait_s, **how))
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="dlrover-lightning")
-        self._writing[self._pool.submit(_written, shelf.view(slot), place)] = (slot, place)
+        self._writing[self._pool.submit(_written, busy.view, place)] = _Write(place, busy)
 
     def load_checkpoint(
         self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
@@ -98,7 +107,7 @@ class FlashCheckpointIO(CheckpointIO):
     def teardown(self) -> None:
         """All files are written. Raises what went wrong with the last ones."""
         try:
-            wait(self._writing, timeout=WRITE_S)
+            self._wait(self._writing)
             self._gather()
         finally:
             if self._pool is not None:
@@ -118,10 +127,9 @@ class FlashCheckpointIO(CheckpointIO):
         On all ranks alike, before ``fit``: what rank 0 finds counts.
         """
         meeting = Meeting.of_environment()
-        found = b""
-        if meeting.rank == 0:
-            found = self._rescued().encode()
-        return meeting.share("lightning", found if meeting.rank == 0 else None).decode() or None
+        with steps.phase("checkpoint"):
+            found = meeting.decide("lightning", b"", lambda _: self._rescued().encode(), limit_s=RESCUE_S)
+        return found.decode() or None
 
     def _rescued(self) -> str:
         for view in self._views():
@@ -140,30 +148,41 @@ class FlashCheckpointIO(CheckpointIO):
 
     # ---- files
 
-    def _put(self, put: Callable[[float], int]) -> int:
+    def _put(self, put: Callable[[float], Busy]) -> Busy:
         """Into a slot that is not being written to its file; wait for the first such, if all are."""
-        for _ in range(SLOTS + 1):
+        while True:
             self._gather()
             try:
-                return put(0.0 if self._writing else WRITE_S)
+                return put(0.0 if self._writing else WAIT_S)
             except NoSlot:
                 if not self._writing:
                     raise
-                wait(self._writing, timeout=WRITE_S, return_when=FIRST_COMPLETED)
-        raise NoSlot(f"no file was written within {WRITE_S:g} s, and all memory is in use")
+                if not self._first(list(self._writing), WAIT_S):
+                    raise NoSlot(f"no file was written within {WAIT_S:g} s, and all memory is in use") from None
+
+    def _first(self, those: list[Future[None]], limit_s: float | None = None) -> bool:
+        """Wait until one of those is done. Each that is, is a sign of life: the pause of training begins anew."""
+        with steps.phase("checkpoint"):
+            return bool(wait(those, timeout=limit_s, return_when=FIRST_COMPLETED).done)
+
+    def _wait(self, those: Iterable[Future[None]]) -> None:
+        """Until they are done, however slow storage is: Lightning's own files are waited for, too."""
+        left = list(those)
+        while left := [one for one in left if not one.done()]:
+            self._first(left)
 
     def _gather(self) -> None:
         """Raise what went wrong with files that are done."""
         done = [one for one in self._writing if one.done()]
         for one in done:
-            slot, _ = self._writing.pop(one)
+            written = self._writing.pop(one)
             if self._shelf is not None:
-                self._shelf.busy.discard(slot)
+                self._shelf.free(written.busy)
         for one in done:
             one.result()
 
     def _finish(self, path: str) -> None:
-        wait([one for one, (_, there) in self._writing.items() if there == path], timeout=WRITE_S)
+        self._wait(one for one, there in self._writing.items() if there.path == path)
 
     # ---- memory
 

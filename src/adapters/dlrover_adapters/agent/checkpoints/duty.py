@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import traceback
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import structlog
@@ -31,6 +33,8 @@ from .site import Keeping, Site
 from .storage import Storage
 from .vault import Caller, Greeting, Refused, Vault, Wanted
 
+LOST_S = 30.0
+"""Where no look has succeeded for so long, by a fault of ours, nobody waits any more for what is on its way to storage."""
 LOOK_S = 1.0
 """What ranks say may be lost; the words in their arenas are not, and are looked at so often."""
 APART_S = 0.05
@@ -55,10 +59,20 @@ class CheckpointDuty:
     """Of one agent. ``token`` proves to other nodes' savers that we are of the job; they dial ``host``, ours listens on ``bind``.
 
     An empty ``bind``: nothing goes between nodes. ``tls``: files of the CA, of the certificate that this node shows, and of its
-    key; empty: transfers are not encrypted.
+    key; empty: transfers are not encrypted. ``say`` tells people at once what they wait for, or have lost, at a good end.
     """
 
-    def __init__(self, launcher: Keeps, *, token: bytes, host: str, bind: str, tls: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        launcher: Keeps,
+        *,
+        token: bytes,
+        host: str,
+        bind: str,
+        tls: tuple[str, ...] = (),
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._say = say
         self._launcher, self._token, self._host, self._bind, self._tls = launcher, token, host, bind, tls
         self._wake = asyncio.Event()
         self._site: Site | None = None
@@ -73,6 +87,7 @@ class CheckpointDuty:
         self._hashed: dict[int, int] = {}
         self._first_saved: dict[int, int] = {}
         self._stumbles: set[str] = set()
+        self._lost_since = math.inf
         self._wrote: dict[int, bool] = {}  # whether there was something to write, by generation
         self._told_written: tuple[Written, ...] = ()
 
@@ -110,7 +125,9 @@ class CheckpointDuty:
         if site is None:
             return Greeting()
         order = site.order
-        return Greeting(site.saving.address, order.committed, True, order.resume_step, order.lenders)
+        return Greeting(
+            site.saving.address, order.committed, True, order.resume_step, order.lenders, copies=bool(self._bind)
+        )
 
     def greeted(self, caller: Caller) -> None:
         """The first rank that saves with us brings the saver with it."""
@@ -209,6 +226,7 @@ class CheckpointDuty:
         site = self._site = Site(desk, vault.arenas, saving)
         self._storage, self._copying = Storage(site, self._wake.set), Copying(site, self._wake.set)
         vault.listener, saving.changed, desk.seen_news = self, self._wake.set, self._wake.set
+        desk.waits = self._waits
         try:
             while True:
                 with contextlib.suppress(asyncio.TimeoutError):
@@ -217,8 +235,13 @@ class CheckpointDuty:
                 if saving.begun:
                     try:
                         self._look(site, self._storage, self._copying)
+                        self._lost_since = math.inf
                     except Exception as error:  # noqa: BLE001  # training must not end because of its checkpoints
                         self._stumbled(error)
+                        now = asyncio.get_running_loop().time()
+                        self._lost_since = min(self._lost_since, now)
+                        if now - self._lost_since >= LOST_S:
+                            desk.at_rest.set()
                     await asyncio.sleep(APART_S)  # many ranks that save at every step are looked at once
         finally:
             vault.listener = None
@@ -232,15 +255,40 @@ class CheckpointDuty:
         """The agent goes, its workers with it: what is newest goes to storage and to the partner, within their grace."""
         if self._site is None or self._storage is None or self._copying is None or not self._site.saving.begun:
             return
-        if order.outcome == "succeeded":
-            return  # the script has saved what it wanted to
-        site = self._site
-        both = asyncio.gather(self._storage.settle(lambda: self._whole(site)), self._copying.settle())
+        site, storage, well = self._site, self._storage, order.outcome == "succeeded"
+        # A script that has ended well has saved what it wanted to: nothing is added to that.
+        work = storage.finish() if well else storage.settle(lambda: self._whole(site))
+        both = asyncio.gather(work, *([] if well else [self._copying.settle()]))
+        in_time = True
         try:
             await within(order.grace_us / SECOND_US, both)
         except asyncio.TimeoutError:
+            in_time = False
             log.warning("the agent goes before everything is on storage", grace_us=order.grace_us)
         except Exception as error:  # noqa: BLE001  # the agent goes all the same
+            self._stumbled(error)
+        if well or not in_time:
+            self._tell_missing(site, storage)
+
+    def _tell_missing(self, site: Site, storage: Storage) -> None:
+        """Nobody would look for it where the job has ended well, nor where a stop had to be quick."""
+        missing, newest = storage.missing(), site.committed.step
+        if missing is not None:
+            log.error("a step is not on storage", step=missing.step, reason=missing.words, committed=newest)
+            there = f"the newest there is step {newest}" if newest >= 0 else "no step is there"
+            self._say(f"step {missing.step} is not a checkpoint on storage: {missing.words}; {there}")
+
+    def _waits(self, for_s: float) -> None:
+        """All workers have ended well, and their agent waits for us."""
+        if self._storage is None:
+            return
+        try:
+            awaited = self._storage.awaited
+            log.info(
+                "the script has ended; what it saved is on its way to storage", for_s=round(for_s), **awaited._asdict()
+            )
+            self._say(f"the script has ended; step {awaited.step} {awaited.words}")
+        except Exception as error:  # noqa: BLE001  # as in `run`
             self._stumbled(error)
 
     def _stumbled(self, error: Exception) -> None:

@@ -49,6 +49,7 @@ class Orders:
         self._queues: dict[str, queue.Queue[dict[str, Any]]] = {}
         self._fetching = threading.BoundedSemaphore(FETCHES_MAX)
         self._generation = 0
+        self._progress = storing.Progress()
         self._copies: list[tuple[int, Any]] = []
         self._server: Any = None
         self._credentials: Any = None
@@ -73,7 +74,7 @@ class Orders:
             time.sleep(MOVES_S)
             now = moved()
             if now != before:
-                self._say({"op": "moves"})
+                self._say({"op": "moves", "written": self._progress.written, "size": self._progress.size})
             before = now
 
     # ---- frames, in the main thread
@@ -152,7 +153,7 @@ class Orders:
                 if view is None:
                     raise OSError(f"the copy of step {step} of rank {rank} is not there any more")
                 views.append(view)
-            parts, size = storing.write(views, order)
+            parts, size = storing.write(views, order, self._progress)
         return {"parts": parts, "size": size}
 
     def _copied(self, rank: int, generation: int, step: int, layout: int) -> Any:

@@ -89,6 +89,8 @@ class Saving:
         self._config, self._arenas, self._make, self._gone = config, arenas, make, gone
         self.changed: Callable[[], None] = lambda: None
         self.address = ""
+        self.progress = 0, 0
+        """Of what is being written to storage, the bytes that are, of how many, as the saver said last; 0: it has not said."""
         self._saver: Spare | None = None
         self._life: asyncio.Task[None] | None = None
         self._rest_until, self._rest_s, self._why = 0.0, REST_S, ""
@@ -329,6 +331,8 @@ class Saving:
 
     def _order(self, body: dict[str, Any]) -> asyncio.Future[Done]:
         key = next(self._keys)
+        if body["op"] == "persist":
+            self.progress = 0, 0
         answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         if not self._storing:
             self._moved_at = asyncio.get_running_loop().time()
@@ -400,6 +404,9 @@ class Saving:
         one = self._pending.get(body.get("key", 0))
         if body.get("op") == "moves" or (one is not None and one.body["op"] in STORES):
             self._moved_at = asyncio.get_running_loop().time()
+        match body:
+            case {"op": "moves", "written": int(written), "size": int(size)}:
+                self.progress = written, size
 
     def _heard(self, frame: wire.Frame) -> None:
         fds = frame.fds

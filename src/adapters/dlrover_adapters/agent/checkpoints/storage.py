@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -42,6 +42,22 @@ def _what(one: Written) -> tuple[int, int, bool]:
     return one.step, one.generation, bool(one.places)
 
 
+class Awaited(NamedTuple):
+    """What is on its way to storage: a step, in words what happens to it, and about how many bytes of how many; 0: unknown."""
+
+    step: int
+    doing: str
+    written: int = 0
+    size: int = 0
+
+    @property
+    def words(self) -> str:
+        """What happens to it, for people."""
+        from dlrover_core.history.phrases import size  # rare, and an agent's start should be fast
+
+        return f"{self.doing}: {size(self.written)} of {size(self.size)}" if self.size else self.doing
+
+
 class Storage:
     """Of one node. ``written``: what all parts of this node are on storage of, the newest last. ``changed``: look again."""
 
@@ -56,8 +72,8 @@ class Storage:
         self._ordered: asyncio.Task[None] | None = None
         self._ordered_what: tuple[State, tuple[int, ...]] | None = None
         self._sealed, self._sealing = NOTHING, False
-        self._seal_at, self._seal_back_off_s = 0.0, BACK_OFF_S
-        self._tried = NOTHING
+        self._seal_at, self._seal_back_off_s, self._seal_failures = 0.0, BACK_OFF_S, 0
+        self._tried = self._asked = self._failed_on = NOTHING
         self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
         self._writes = False
         self._failures, self._failed_at = 0, 0.0
@@ -92,15 +108,52 @@ class Storage:
         What is due and not written, or written and not committed, or committed and not sealed; unless it failed too often.
         """
         site, keeping = self._site, self._site.keeping
-        if keeping is None or not keeping.url or not writes or self._failures >= TRIES_MAX:
+        if keeping is None or not keeping.url or not writes:
             return False
-        if self._working is not None or self._sealing or self._due() is not None:
+        if self._working is not None or self._sealing:
             return True
-        own = [_state(one) for one in self.written if one.generation == site.generation and not one.places]
-        newest = max(own, default=NOTHING)
+        due, newest = self._due(), self._newest
+        if due is not None:
+            # However often others failed before it, each is tried.
+            return self._failures < TRIES_MAX or due != self._failed_on
         if newest > site.committed:
             return self._commit_may_come(newest)
-        return self._leads and site.committed == newest and site.committed != self._sealed
+        return site.committed == newest and self._leads and self._unsealed and self._seal_failures < TRIES_MAX
+
+    @property
+    def _newest(self) -> State:
+        """The newest that this generation has written because it was due."""
+        own = [_state(one) for one in self.written if one.generation == self._site.generation and not one.places]
+        return max(own, default=NOTHING)
+
+    @property
+    def awaited(self) -> Awaited:
+        """What `unfinished` waits for."""
+        if self._working is not None:
+            written, size = self._site.saving.progress
+            return Awaited(self._working.step, "is being written", min(written, size), size)
+        due = self._due()
+        if due is not None:
+            return Awaited(due.step, f"is tried again: {self.failing}" if self.failing else "is to be written")
+        if self._newest > self._site.committed:
+            return Awaited(self._newest.step, "is written here, and waits for other nodes' parts")
+        return Awaited(self._site.committed.step, "is written, and waits for its seal")
+
+    def missing(self) -> Awaited | None:
+        """Of what this generation was to store, what is not there as the agent goes, and why; None: nothing."""
+        keeping, site = self._site.keeping, self._site
+        if keeping is None or not keeping.url or not self._writes:
+            return None
+        asked = self._asked
+        if asked.generation == site.generation and asked > site.committed:
+            if self.has(asked):
+                return Awaited(asked.step, "not all nodes have written their parts")
+            if asked == self._working:
+                return self.awaited._replace(doing="was still being written")
+            return Awaited(asked.step, self.failing or "it was lost in memory before it was written")
+        if self._unsealed:
+            return Awaited(site.committed.step, "its parts are there, and no seal")
+        return None
 
     @property
     def _leads(self) -> bool:
@@ -138,8 +191,10 @@ class Storage:
         for state in reversed(self._site.whole):
             if state <= self._tried or state.generation != self._site.generation:
                 return None
-            if self._site.is_due(state) and not self.has(state):
-                return state
+            if self._site.is_due(state):
+                self._asked = max(self._asked, state)
+                if not self.has(state):
+                    return state
         return None
 
     async def _write_due(self, state: State, keeping: Keeping) -> None:
@@ -214,7 +269,7 @@ class Storage:
         if error.lost:
             log.warning("a step was not written to storage", step=state.step, reason=reason)
             return
-        self._failures += 1
+        self._failures, self._failed_on = self._failures + 1, state
         self._failed_at = asyncio.get_running_loop().time()
         self._retry_at = self._failed_at + self._back_off_s
         self._back_off_s = min(BACK_OFF_MAX_S, 2 * self._back_off_s)
@@ -309,30 +364,43 @@ class Storage:
         The node of rank 0 does, and whoever was ordered to write parts of it: rank 0's node may be why that was ordered. Twice is
         as good as once.
         """
+        if self._sealing or not self._unsealed:
+            return
         committed = self._site.committed
-        if self._sealing or committed == self._sealed or committed.step < 0:
-            return
-        if not self._leads and not any(_state(one) == committed and one.places for one in self.written):
-            return
         if asyncio.get_running_loop().time() >= self._seal_at:
             self._sealing = True
             self._spawn(self._seal_it(committed, keeping), f"seal of step {committed.step}")
 
+    @property
+    def _unsealed(self) -> bool:
+        """Has the newest committed step no seal yet that is ours to write?"""
+        committed = self._site.committed
+        if committed == self._sealed or committed.step < 0:
+            return False
+        return self._leads or any(_state(one) == committed and one.places for one in self.written)
+
     async def _seal_it(self, state: State, keeping: Keeping) -> None:
         try:
             await self._order("seal", state, keeping)
-            self._sealed, self._seal_back_off_s = state, BACK_OFF_S
+            self._sealed, self._seal_back_off_s, self._seal_failures = state, BACK_OFF_S, 0
         except Unsaved as error:
-            self._failures += 1
-            self._failed_at = asyncio.get_running_loop().time()
+            self._seal_failures += 1
             log.warning("a step on storage cannot be sealed", step=state.step, url=keeping.url, reason=str(error))
-            self._seal_at = self._failed_at + self._seal_back_off_s
+            self._seal_at = asyncio.get_running_loop().time() + self._seal_back_off_s
             self._seal_back_off_s = min(BACK_OFF_MAX_S, 2 * self._seal_back_off_s)
         finally:
             self._sealing = False
             self._changed()
 
     # ---- the end
+
+    async def finish(self) -> None:
+        """The job has succeeded: what other nodes were still writing when this one had finished is committed now; seal it."""
+        keeping = self._site.keeping
+        self._seal_at, self._seal_failures = 0.0, min(self._seal_failures, TRIES_MAX - 1)
+        while keeping is not None and keeping.url and self._unsealed and self._seal_failures < TRIES_MAX:
+            self._seal(keeping)
+            await asyncio.sleep(SETTLE_LOOK_S)
 
     async def settle(self, everywhere: Callable[[], int]) -> None:
         """The agent goes: what only memory has is written now, and sealed once all have written it.

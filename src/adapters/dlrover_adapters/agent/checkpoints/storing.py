@@ -31,17 +31,34 @@ class Order(NamedTuple):
         )
 
 
-def write(views: Sequence[SlotView], order: Order) -> tuple[int, int]:
+class Progress:
+    """How far whoever writes has come: about so many of so many bytes. One thread writes it, another reads it."""
+
+    def __init__(self) -> None:
+        self.written = self.size = 0
+
+    def begins(self, size: int) -> None:
+        """To write so many bytes."""
+        self.written, self.size = 0, size
+
+    def wrote(self, size: int) -> None:
+        """So many more."""
+        self.written += size
+
+
+def write(views: Sequence[SlotView], order: Order, progress: Progress | None = None) -> tuple[int, int]:
     """The parts of these ranks of one node; how many, and their bytes. Raises OSError, `CoreError`, `ArenaBroken`."""
     from dlrover_adapters.checkpoint import parts
     from dlrover_adapters.checkpoint.manifests import TORCH
     from dlrover_adapters.checkpoint.places import Place
 
-    place = Place(order.url)
+    progress = progress if progress is not None else Progress()
+    place = Place(order.url, progress.wrote)
     if order.format == TORCH:
         together = [(views[0], tuple(views[1:]))]
     else:
         together = [(one, ()) for one in views if order.everything or _writes(one)]
+    progress.begins(_size(views, everything=order.everything, once=order.format == TORCH))
     stands_in = {"everything": True} if order.everything and order.format != TORCH else {}
     reports = [
         parts.write_part(
@@ -61,6 +78,14 @@ def write(views: Sequence[SlotView], order: Order) -> tuple[int, int]:
 
 def _writes(view: SlotView) -> bool:
     return bool(view.table.objects) or any(item.write for item in view.table.items)
+
+
+def _size(views: Sequence[SlotView], *, everything: bool, once: bool) -> int:
+    """The bytes of tensors that are to be written; ``once``: all in one file, what several ranks hold one time."""
+    items = [item for view in views for item in view.table.items if item.write or everything or once]
+    return sum(
+        {(one.name, tuple(one.offsets)): one.size for one in items}.values() if once else (one.size for one in items)
+    )
 
 
 def seal(order: Order, step: int, generation: int = 0) -> int:

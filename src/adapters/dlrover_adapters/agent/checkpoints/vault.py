@@ -35,7 +35,7 @@ TABLE_BYTES_MAX = 256 * 2**20
 HOLDINGS_MAX = 512
 TEXT_MAX = 2000
 PATH_BYTES_MAX = 107  # sun_path, less its NUL
-FETCH_S_MAX = 600.0
+FETCH_S_MAX = 3600.0
 
 log = structlog.get_logger("dlrover.agent")
 
@@ -64,6 +64,7 @@ class Greeting(NamedTuple):
     plans: bool = False
     resume_step: int = -1
     lenders: tuple[tuple[str, int, int], ...] = ()
+    copies: bool = False
 
 
 class Wanted(NamedTuple):

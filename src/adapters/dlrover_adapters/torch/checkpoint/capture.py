@@ -11,6 +11,7 @@ same place of memory; where it is not, the walk is made again, and if it finds o
 from __future__ import annotations
 
 import fnmatch
+import functools
 import io
 import logging
 import pickle
@@ -78,6 +79,20 @@ class Signature(NamedTuple):
     objects: tuple[str, ...]
 
 
+def _owned(optimizers: Mapping[Path, Any]) -> frozenset[int]:
+    """Ids of the parameters that optimizers write."""
+    return frozenset(map(id, parameters(optimizers.values())))
+
+
+def _fqns(models: Mapping[Path, ModelSource]) -> dict[int, str]:
+    """Names of parameters. With several models their keys lead them, as two may have the same names."""
+    fqns: dict[int, str] = {}
+    for path, source in models.items():
+        for fqn, (_owner, _key, tensor) in source._found().items():
+            fqns.setdefault(id(tensor), ".".join((*path[1:], fqn)))
+    return fqns
+
+
 class Capture:
     """The state of one rank. ``rank``: its global number, for what every rank has of its own.
 
@@ -106,9 +121,14 @@ class Capture:
         self._hinted = False
         self._saved: frozenset[str] = frozenset()
         self._frozen, self._live = _Chosen("frozen", frozen), _Chosen("live", live)
-        self._sources: list[Source] = [ModelSource(path, one, self._owned) for path, one in self.models.items()]
+        # None of them knows us: models are to go with their last user, not when garbage is collected. Until then a DDP model
+        # would hold its group, and with torch 2.13 a gloo group that goes with such a model may hang.
+        owned = functools.partial(_owned, self.optimizers)
+        models = {path: ModelSource(path, one, owned) for path, one in self.models.items()}
+        fqns = functools.partial(_fqns, models)
+        self._sources: list[Source] = [*models.values()]
         self._sources += [
-            OptimizerSource(path, one, self._fqns, beside=isinstance(one, torch.optim.Optimizer))
+            OptimizerSource(path, one, fqns, beside=isinstance(one, torch.optim.Optimizer))
             for path, one in self.optimizers.items()
         ]
         self._sources += [StatefulSource((path,), one, large=False) for path, one in schedulers.items()]
@@ -123,19 +143,6 @@ class Capture:
         self._sizes: list[tuple[int, ...]] = []
         self._anew: set[str] = set()
         self._serialised = _Serialised()
-
-    def _owned(self) -> frozenset[int]:
-        """Ids of the parameters that optimizers write."""
-        return frozenset(map(id, parameters(self.optimizers.values())))
-
-    def _fqns(self) -> dict[int, str]:
-        """Names of parameters. With several models their keys lead them, as two may have the same names."""
-        fqns: dict[int, str] = {}
-        models = [one for one in self._sources if isinstance(one, ModelSource)]
-        for source, path in zip(models, self.models, strict=True):
-            for fqn, (_owner, _key, tensor) in source._found().items():
-                fqns.setdefault(id(tensor), ".".join((*path[1:], fqn)))
-        return fqns
 
     # ---- tensors
 

@@ -83,6 +83,16 @@ class Moves:
             torch.cuda.current_stream(self.cuda[0][1].device).synchronize()
         return aside
 
+    def same(self) -> bool:
+        """Is in the slot, byte by byte, what would be copied there now?"""
+        compare = ctypes.CDLL(None).memcmp
+        compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+        for item, chunk in self.pairs:
+            tensor = chunk.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            if compare(self._begin + item.at, tensor.data_ptr(), item.size):
+                return False
+        return True
+
     def samples(self, verify: str) -> list[tuple[int, int, int]]:
         """(address in the slot, bytes, hash of what is to be there); of tensors in the host's memory, of whatever strides."""
         if verify == "off":

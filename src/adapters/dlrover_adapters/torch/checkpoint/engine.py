@@ -3,7 +3,7 @@
 A save begins in `save`, on the training thread: what is live is copied there, the rest beside what comes next. It ends in the
 copier's thread, which publishes the slot; the training thread *settles* it before the next one at the latest. A save that was
 left out, or thrown away because it was torn, is posted to all ranks before the training thread goes on: `core.checkpoint.slots`
-says why.
+says why. What somebody asks for himself (`Engine.save_by_hand`) is not left out: a slot is waited for, by all ranks together.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 import torch
 
+from dlrover_adapters.checkpoint.hashing import digest
 from dlrover_adapters.checkpoint.table import Table, pack_blob
+from dlrover_adapters.torch import steps
 from dlrover_core.checkpoint.arena import SLOTS_MAX, Control, Geometry, Stamp
 from dlrover_core.checkpoint.slots import NOTHING, Kept, choose
 
@@ -27,8 +27,10 @@ from .layout import agreed, data_bytes, with_own
 from .line import Line, spare_slots
 from .meeting import Meeting
 from .memory import Mapped, blob_room
+from .omissions import Missed, Unstored
 from .sources import Path
 from .standalone import Standalone
+from .stats import Options, Stats
 
 TORN_MAX = 3
 """Copies in a row that were thrown away; from then on training stands while they are made."""
@@ -36,42 +38,15 @@ OWN_LAYOUTS_MAX = 8
 """How often this rank alone gets other memory because tensors that only it has are others; from then on they are objects."""
 EARLY = "the memory for states is still being populated; saves begin when it is there"
 BUSY = "every slot is being read; storage is slower than saves come"
+BY_HAND_S = 1200.0
+"""How long a save by hand waits for a slot; well below what an announced phase may take (``hang_phase_s``, 1,800 s)."""
+TOLD_S = 2.0
+"""Who waits for so long says for what."""
+LOOK_S, LOOK_MAX_S = 0.01, 0.1
+"""Between two looks whether a slot is free, the first and the longest: nobody tells us."""
+NEW, SAME, DUE = b"0", b"1", b"2"
+"""Of a step that is saved again: its state is another one now, or not here; it is as it was; and it is due on storage already."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class Stats:
-    """What saving has done and cost so far; the ``*_s`` are seconds of the newest save unless they say ``total``.
-
-    ``stall_s``: the training thread stood in our hands; ``live_s``: of that, for copying what others than the optimizer write,
-    and what is no tensor; ``copy_s``: the copy, beside training or not. ``copied_bytes`` is all of it, ``live_bytes`` what is
-    live. ``skipped``: saves left out because every slot was in use; ``early``: as the memory was not populated yet; ``torn``:
-    copies thrown away. ``populated``: all of the memory is there.
-    """
-
-    saves: int = 0
-    skipped: int = 0
-    early: int = 0
-    torn: int = 0
-    layouts: int = 0
-    stall_s: float = 0.0
-    stall_total_s: float = 0.0
-    live_s: float = 0.0
-    copy_s: float = 0.0
-    copied_bytes: int = 0
-    live_bytes: int = 0
-    blob_bytes: int = 0
-    populated: bool = False
-
-
-class Options(NamedTuple):
-    """How saves are made: ``beside`` training or not, ``verify`` as `FlashCheckpoint`, ``slots`` of the arena."""
-
-    beside: bool
-    verify: str
-    coupled: bool
-    slots: int
-    lag: int = 2
 
 
 class Engine:
@@ -88,7 +63,9 @@ class Engine:
         """Generation and step of what this generation began from; None: nobody has asked."""
         self.beside = options.beside
         self._kept: list[Kept] = []
-        self._known_missed: set[int] = set()
+        self.missed, self.unstored = Missed(meeting), Unstored(tells=meeting.rank == 0)
+        self._again = NOTHING
+        """The newest step that was saved once more, by hand; what agents tell of it may be of the time before."""
         self._chunks: list[Chunk] | None = None
         self._signature: Signature | None = None
         self._own_layouts = 0
@@ -102,6 +79,8 @@ class Engine:
         """Of the newest save that was left out, for people."""
         self.spare = 0
         """Slots that are pinned for copies on other nodes, whatever else is read."""
+        self.clock: Callable[[], float] = time.monotonic
+        self.pause: Callable[[float], object] = time.sleep
 
     @property
     def control(self) -> Control | None:
@@ -174,7 +153,8 @@ class Engine:
                 self._kept[slot] = Kept()
             elif (stamp.generation, stamp.step) == self.base:
                 self._kept[slot] = Kept(step, base=True)
-        self._newest = None
+        self._newest, self._again = None, NOTHING
+        self.unstored.forget()
 
     def _laid_out(self) -> dict[str, bytes]:
         """The objects to be saved now, with the layout as it must be.
@@ -244,34 +224,135 @@ class Engine:
 
     # ---- saving
 
-    def save(self, step: int, call: int, *, due: bool, blocking: bool = False, populated: bool = False) -> bool:
+    def save(
+        self,
+        step: int,
+        call: int,
+        *,
+        due: bool,
+        blocking: bool = False,
+        populated: bool = False,
+        waits: Callable[[float], bool] | None = None,
+    ) -> bool:
         """Save the state after ``step``, in the ``call``-th call; ``due``: for storage too. False: left out.
 
-        ``populated``: only into memory that is there, as training would stand for seconds while pages are found.
-        A collective only where the layout is a new one. Raises `MeetingFailed`, `VaultGone`, `SpecError`.
+        ``populated``: only into memory that is there, as training would stand for seconds while pages are found. ``waits``: does
+        it wait for a slot any longer, after so many seconds? A collective only where the layout is a new one. Raises
+        `MeetingFailed`, `VaultGone`, `SpecError`.
         """
         began = time.perf_counter()
         self.settle()
         self._stall_s = 0.0
         self._newest = (step, due)
         objects = self._laid_out()
+        claimed = self._claim(step, call, objects, lag=self.options.lag, populated=populated, waits=waits)
+        if claimed is None:
+            self._left_out(step, due=due)
+        else:
+            self._copy(step, call, claimed, due=due, blocking=blocking)
+        self._stalled(began)
+        return claimed is not None
+
+    def save_by_hand(self, step: int, call: int, *, due: bool) -> bool:
+        """Save this very state, even if that takes time: a slot is waited for, `BY_HAND_S` seconds at most. False: left out.
+
+        All ranks begin it together, so that what was saved before is known to be whole on all, and none goes on before the
+        slowest has its slot: they wait here, and not in a collective of the script's with a time limit of its own. So it is left
+        out by all or by none. What is in memory of this step, and is the same still, is not copied again. Not ``coupled``, each
+        rank is on its own. Raises as `save`.
+        """
+        began = time.perf_counter()
+        with steps.phase("checkpoint"):
+            self.settle()
+            self._stall_s = 0.0
+            objects = self._laid_out()
+            before = self._newest if self._newest is not None and self._newest[0] == step else None
+            self._newest = (step, due or (before is not None and before[1]))
+            mine = self._unchanged(step, objects, due=due) if before is not None else NEW
+            least = self._least(f"begin/{step}", mine)
+            if least == NEW:
+                if before is not None:
+                    self.missed.anew(step)
+                    self._again = step
+                saved = self._save_together(step, call, objects, due=due, there=mine != NEW)
+            else:
+                self._mark(step, due=due and least == SAME)
+                saved = True
+        self._stalled(began)
+        return saved
+
+    def _save_together(self, step: int, call: int, objects: dict[str, bytes], *, due: bool, there: bool) -> bool:
+        """By all ranks, or by none; ``there``: this one has it in memory."""
+        # Nobody tells ranks that neither meet nor have an agent what is whole everywhere.
+        in_vain = not self._coupled and isinstance(self.line, Standalone)
+        waits = None if in_vain else lambda waited_s: waited_s < BY_HAND_S
+        claimed = None if there else self._claim(step, call, objects, lag=0, waits=waits)
+        ready = there or claimed is not None
+        if self._least(f"save/{step}", SAME if ready else NEW) == NEW:
+            self._left_out(step, due=due)
+            return False
+        if claimed is not None:
+            self._copy(step, call, claimed, due=due)
+        else:
+            self._mark(step, due=due)
+        return True
+
+    def _claim(
+        self,
+        step: int,
+        call: int,
+        objects: dict[str, bytes],
+        *,
+        lag: int,
+        populated: bool = False,
+        waits: Callable[[float], bool] | None = None,
+    ) -> tuple[int, tuple[int, int]] | None:
+        """A slot that is begun, with the objects in it, their size and digest; None: there is none. ``lag`` as in `choose`."""
         memory = self.memory
         assert memory is not None
         early = frozenset(slot for slot in range(memory.geometry.slots) if populated and memory.costs(slot))
-        slot = self._begin(call, early)
+        self.why_left_out = EARLY if early else BUSY
+        slot = self._begin(step, call, lag, early)
+        if slot is None and waits is not None:
+            slot = self._begin_later(step, call, lag, waits)
         if slot is None:
-            self.why_left_out = EARLY if early else BUSY
-            self.stats.early += bool(early)
-            self.stats.skipped += not early
-            self._missed(step, due=due)
-            memory.control.skipped = self.stats.skipped + self.stats.early
-            self._stalled(began)
-            return False
+            return None
         written = memory.write_blob(slot, objects)
-        if written is None:
-            _log.info("objects have outgrown their room: new memory")
-            self._open(memory.table, blob_room(len(pack_blob(objects))))
-            return self.save(step, call, due=due, blocking=blocking, populated=populated)
+        if written is not None:
+            return slot, written
+        _log.info("objects have outgrown their room: new memory")
+        self._open(memory.table, blob_room(len(pack_blob(objects))))
+        return self._claim(step, call, objects, lag=lag, populated=populated, waits=waits)
+
+    def _begin_later(self, step: int, call: int, lag: int, waits: Callable[[float], bool]) -> int | None:
+        """A slot, once there is one: whoever reads comes to an end."""
+        began, pause_s, told = self.clock(), LOOK_S, False
+        with steps.phase("checkpoint"):
+            while waits(waited_s := self.clock() - began):
+                if waited_s >= TOLD_S and not told:
+                    told = True
+                    _log.warning("step %d waits for memory: %s", step, BUSY)
+                self.pause(pause_s)
+                pause_s = min(LOOK_MAX_S, 2 * pause_s)
+                slot = self._begin(step, call, lag)
+                if slot is not None:
+                    return slot
+        return None
+
+    def _left_out(self, step: int, *, due: bool) -> None:
+        """Count it, and let all others know."""
+        control, early = self.control, self.why_left_out == EARLY
+        assert control is not None
+        self.stats.early += early
+        self.stats.skipped += not early
+        self._missed(step, due=due)
+        control.skipped = self.stats.skipped + self.stats.early
+
+    def _copy(
+        self, step: int, call: int, claimed: tuple[int, tuple[int, int]], *, due: bool, blocking: bool = False
+    ) -> None:
+        """Into a slot that is begun."""
+        slot, written = claimed
         beside, live = self._moves_to(slot)
         at_live = time.perf_counter()
         stands = blocking or not self.beside
@@ -292,8 +373,55 @@ class Engine:
             self._after(flight)
         else:
             self.copier.start(flight)
-        self._stalled(began)
-        return True
+
+    # ---- a step that is saved again
+
+    def _held(self, step: int) -> tuple[int, Stamp] | None:
+        """Where this generation's state of a step is whole."""
+        control = self.control
+        for slot, stamp in control.stamps() if control is not None else ():
+            if (stamp.generation, stamp.step) == (self.generation, step) and not self._kept[slot].base:
+                return slot, stamp
+        return None
+
+    def _unchanged(self, step: int, objects: dict[str, bytes], *, due: bool) -> bytes:
+        """Is what is in memory of this step what would be saved now? All of it is compared: scripts swap weights for a save."""
+        held = self._held(step)
+        if held is None:
+            return NEW
+        slot, stamp = held
+        blob = pack_blob(objects)
+        if (len(blob), digest(blob)) != (stamp.blob_bytes, stamp.blob_digest):
+            return NEW
+        if not all(moves.same() for moves in self._moves_to(slot)):
+            return NEW
+        if isinstance(self.line, Standalone) and (self.line.failed is not None or not self._coupled):
+            return SAME  # written again; and ranks that do not ask each other must have as much to write
+        return DUE if stamp.due or not due else SAME
+
+    @property
+    def _coupled(self) -> bool:
+        """Do all ranks come to the same calls soon?"""
+        return self.options.coupled or self.meeting.world == 1
+
+    def _least(self, name: str, mine: bytes) -> bytes:
+        """Of what all ranks have to say; where they do not meet, this one's own."""
+        if self.meeting.world == 1 or not self._coupled:
+            return mine
+        return self.meeting.decide(name, mine, min, limit_s=BY_HAND_S + self.meeting.limit_s)
+
+    def _mark(self, step: int, *, due: bool) -> None:
+        """What is in memory of this step goes to storage."""
+        held = self._held(step)
+        if held is not None and due:
+            self._publish_due(step, *held)
+
+    def _publish_due(self, step: int, slot: int, stamp: Stamp) -> None:
+        control = self.control
+        assert control is not None
+        if not stamp.due:
+            control.publish(slot, stamp._replace(due=True))
+        self.line.saved(self.arena_id, slot, step, due=True)
 
     def store_newest(self) -> bool:
         """The newest state that all ranks saved goes to storage, if it was not to anyway; False: all that were due were left out.
@@ -313,28 +441,36 @@ class Engine:
             return False
         step, slot, stamp = max(whole)
         if not stamp.due:
-            control.publish(slot, stamp._replace(due=True))
-            self.line.saved(self.arena_id, slot, step, due=True)
+            self._publish_due(step, slot, stamp)
         self._newest = (newest[0], True)
         return True
 
-    def _begin(self, call: int, without: frozenset[int]) -> int | None:
+    def _begin(self, step: int, call: int, lag: int, without: frozenset[int] = frozenset()) -> int | None:
         """A slot that may be overwritten, begun; ``without`` some; None: there is none."""
         assert self.memory is not None
         control = self.memory.control
+        whole = control.whole - 1
+        if self.options.coupled and whole == self._again:
+            whole = NOTHING
+        # Saved once more it takes its own place: where two slots hold one step, who reads might take either.
+        own = [slot for slot, one in enumerate(self._kept) if one.step == step and not one.base]
         for _ in self._kept:
             kept = [one._replace(pinned=slot in without or control.pinned(slot)) for slot, one in enumerate(self._kept)]
-            slot = choose(
-                kept,
-                call=call,
-                missed=self._heard_missed(),
-                whole=control.whole - 1,
-                coupled=self.options.coupled,
-                alone=self.meeting.world == 1,
-                lag=self.options.lag,
-            )
+            if own and step == self._again and self._coupled:
+                slot = next((one for one in own if not kept[one].pinned), None)
+            else:
+                slot = choose(
+                    kept,
+                    call=call,
+                    missed=self._heard_missed(),
+                    whole=whole,
+                    coupled=self.options.coupled,
+                    alone=self.meeting.world == 1,
+                    lag=lag,
+                )
             if slot is None:
                 return None
+            self._look_at_storage(control, slot)
             control.begin(slot)
             self._kept[slot] = Kept()
             if not control.pinned(slot):
@@ -342,21 +478,21 @@ class Engine:
             # Somebody has come to read it just now, and finds it empty.
         return None
 
+    def _look_at_storage(self, control: Control, slot: int) -> None:
+        """This slot is about to be overwritten."""
+        if isinstance(self.line, Standalone):
+            return  # what is due there is pinned until it is written
+        last = next((stamp for at, stamp in control.stamps() if at == slot), None)
+        due = last is not None and last.due and last.generation == self.generation and last.step != self._again
+        self.unstored.look(control.committed - 1, last.step if due and last is not None else NOTHING)
+        self.stats.unstored = self.unstored.count
+
     def _heard_missed(self) -> set[int]:
-        """Of the steps in our slots those that some rank has not saved."""
-        if self.meeting.world == 1:
-            return set()
-        steps = {one.step for one in self._kept if one.step != NOTHING and not one.base}
-        self._known_missed &= steps
-        for step in steps - self._known_missed:
-            if self.meeting.look(f"missed/{step}") is not None:
-                self._known_missed.add(step)
-        return self._known_missed
+        return self.missed.heard(one.step for one in self._kept if one.step != NOTHING and not one.base)
 
     def _missed(self, step: int, *, due: bool) -> None:
         """This rank has no state of this step: all are told before we go on."""
-        if self.meeting.world > 1:
-            self.meeting.post(f"missed/{step}", b"1")
+        self.missed.tell(step)
         if due and isinstance(self.line, Standalone):
             self.line.missed(step)
 

@@ -14,12 +14,13 @@ backward, all else within `step`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
 import time
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -34,18 +35,21 @@ from dlrover_core.errors import CoreError, SpecError
 
 from .boundary import Boundary
 from .capture import Capture, parameters
-from .engine import Engine, Options, Stats
+from .engine import Engine
 from .hooks import Hooks, why_blocking
 from .line import copied_elsewhere
 from .meeting import Meeting
 from .standalone import Standalone
-from .vault import Keeping, Vault, VaultRefused
+from .stats import Options, Stats
+from .vault import Keeping, Vault, VaultGone, VaultRefused
 
 ASYNC, BLOCKING = "async", "blocking"
 LOST_SHARE = 0.1
 """Of all failures, those that take a node and its partner at once, where partners have copies: a guess, on the safe side."""
-CLOSE_S = 600.0
-"""How long `FlashCheckpoint.close` waits for storage without an agent."""
+CLOSE_S, CLOSING_S = 3600.0, 30.0
+"""How long `FlashCheckpoint.close` waits for storage without an agent, and after how long it says so."""
+PARTS_S = 3600.0
+"""How much longer one rank may write its part of a step than another, without an agent."""
 CUDA_LAG = 3
 """A host is ahead of its device by up to a step: what it has come through is known one call later."""
 _log = logging.getLogger("dlrover.torch")
@@ -53,6 +57,10 @@ _log = logging.getLogger("dlrover.torch")
 
 class NoMemory(CoreError):
     """There is no room for the states of this job in the memory of its nodes. The message says how much is needed."""
+
+
+class AgentGone(CoreError):
+    """The agent that keeps this rank's states in memory does not answer, or will not have it. The message says what it said."""
 
 
 class FlashCheckpoint:
@@ -163,16 +171,17 @@ class FlashCheckpoint:
         line = self._opened()
         verify = "full" if self._verify != "off" else "header"
         try:
-            found = restoring.restore(
-                self._capture,
-                line,
-                self._meeting,
-                url=self.url,
-                step=step,
-                verify=verify,
-                local=self._local,
-                trusted=self._trusted,
-            )
+            with _asking():
+                found = restoring.restore(
+                    self._capture,
+                    line,
+                    self._meeting,
+                    url=self.url,
+                    step=step,
+                    verify=verify,
+                    local=self._local,
+                    trusted=self._trusted,
+                )
         except BaseException:
             self._capture.forget()  # the room that was made for it
             raise
@@ -226,13 +235,22 @@ class FlashCheckpoint:
         self._returned = time.perf_counter()
 
     def save(self, step: int, *, to_storage: bool = True) -> bool:
-        """Save the state after ``step`` now, whatever is due; False: every slot is in use. On every rank."""
+        """Save the state after ``step`` now, whatever is due. On every rank: they wait for each other, unless not ``coupled``.
+
+        While every slot is in use, because storage is slow, it waits, for twenty minutes at most; False: that was not enough, and
+        no rank has saved it. What `step` has just saved is not copied again, but goes to storage, unless it has changed since.
+        """
         self._open_still()
         engine = self._engine_now()
         self._prepare(engine)
         self._call += 1
         self._fence()
-        return self._save(step, due=to_storage and bool(self.url), populated=False)
+        with _asking():
+            saved = engine.save_by_hand(step, self._call, due=to_storage and bool(self.url))
+        if not saved:
+            _log.error("step %d was not saved, though that was asked for: %s", step, engine.why_left_out)
+        self._tell_layout(engine)
+        return saved
 
     def wait(self) -> None:
         """Until what was saved is published in memory; and, without an agent, written to storage. Raises what failed there."""
@@ -268,17 +286,21 @@ class FlashCheckpoint:
                 self._engine.settle()
                 if self.url and self._cadence.plan.store_every:
                     self._store_newest(self._engine)
-            if isinstance(self._line, Standalone) and wait and not self._line.wait(CLOSE_S):
-                _log.error(
-                    "%s: not everything is written after %g s, and not waited for any more",
-                    Place(self.url).shown(),
-                    CLOSE_S,
-                )
+            if isinstance(self._line, Standalone) and wait:
+                self._wait_for_storage(self._line)
         finally:
             if self._line is not None:
                 self._line.close()
             if self._engine is not None:
                 self._engine.close()
+
+    def _wait_for_storage(self, line: Standalone) -> None:
+        shown = Place(self.url).shown() if self.url else ""
+        if line.wait(CLOSING_S):
+            return
+        _log.warning("%s: states are still being written; this process ends when they are, or in %g s", shown, CLOSE_S)
+        if not line.wait(CLOSE_S):
+            _log.error("%s: not everything is written after %g s, and not waited for any more", shown, CLOSE_S)
 
     def _store_newest(self, engine: Engine) -> None:
         if engine.store_newest() or self._step is None:
@@ -314,7 +336,8 @@ class FlashCheckpoint:
         self._open_still()
         if self._line is None:
             if Vault.here():
-                self._line = Vault.connect()
+                with _asking():
+                    self._line = Vault.connect()
             else:
                 if self._format == "torch" and self.world > 1:
                     raise SpecError(
@@ -329,7 +352,7 @@ class FlashCheckpoint:
                 atexit.register(_at_exit, weakref.ref(self))
                 self._line = Standalone(
                     self.url,
-                    Meeting.of_environment(),
+                    Meeting.of_environment(limit_s=PARTS_S),
                     rank=self.rank,
                     world=self.world,
                     keep=self._keep,
@@ -355,10 +378,8 @@ class FlashCheckpoint:
         """Once, before the first save."""
         if engine.prepared:
             return
-        try:
+        with _asking():
             engine.prepare()
-        except VaultRefused as error:
-            raise NoMemory(f"states cannot be kept in memory: {error}") from error
         if copied_elsewhere(engine.line):
             self._cadence.bounds = replace(self._cadence.bounds, lost_share=LOST_SHARE)
         self._tell(engine)
@@ -389,26 +410,30 @@ class FlashCheckpoint:
 
     def _save(self, step: int, *, due: bool, populated: bool) -> bool:
         engine = self._engine_now()
-        try:
+        with _asking():
             saved = engine.save(step, self._call, due=due, populated=populated)
-        except VaultRefused as error:
-            raise NoMemory(f"states cannot be kept in memory: {error}") from error
         left_out = engine.stats.skipped + engine.stats.early
         if not saved and left_out & (left_out - 1) == 0:  # the first, the second, the fourth ...
             _log.warning("step %d was not saved (%d by now): %s", step, left_out, engine.why_left_out)
-        if engine.stats.layouts != self._told_layouts:
-            self._tell(engine)
+        self._tell_layout(engine)
         return saved
 
+    def _tell_layout(self, engine: Engine) -> None:
+        if engine.stats.layouts != self._told_layouts:
+            self._tell(engine)
+
     def _stand_at(self, plan: int, step: int, engine: Engine) -> None:
-        """The boundary of a planned change: save, whatever it takes, and wait."""
-        control, boundary = engine.control, self._boundary
-        assert control is not None and boundary is not None
-        while not engine.save(step, self._call, due=False, blocking=True):
-            if control.armed != plan:
-                return
-            time.sleep(0.01)  # until a reader has done with its slot; nobody tells us
-        boundary.wait(control, plan, step, lambda: self._closed)
+        """The boundary of a planned change: save, however long another slot is read, unless it is dropped meanwhile; and wait."""
+        boundary = self._boundary
+        assert boundary is not None
+
+        def armed(_waited_s: float = 0.0) -> bool:
+            return engine.control is not None and engine.control.armed == plan
+
+        with _asking():
+            saved = engine.save(step, self._call, due=False, blocking=True, waits=armed)
+        if saved and engine.control is not None:
+            boundary.wait(engine.control, plan, step, lambda: self._closed)
 
     def _fence(self) -> None:
         """On CUDA: wait until the device has done what was asked of it before the call before this one."""
@@ -432,6 +457,20 @@ class FlashCheckpoint:
         )
         if taken is not None:
             self._tell(engine)
+
+
+@contextlib.contextmanager
+def _asking() -> Iterator[None]:
+    """What an agent does not give is told as an error of ours."""
+    try:
+        yield
+    except VaultRefused as error:
+        raise NoMemory(f"states cannot be kept in memory: {error}") from error
+    except VaultGone as error:
+        raise AgentGone(
+            f"this node's agent, which keeps the states, is not to be had: {error}; its log says why, and `dlrover status` "
+            "whether it lives. Start the script again with dlrover-run; what is on storage is still there"
+        ) from error
 
 
 def _at_exit(ckpt: weakref.ref[FlashCheckpoint]) -> None:

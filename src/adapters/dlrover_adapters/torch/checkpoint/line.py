@@ -20,7 +20,7 @@ class Line(Protocol):
 
     @property
     def told(self) -> Any:
-        """Of `Told` the generation, how many nodes, this one's number, its address for others, and whether plans are made."""
+        """Of `Told` the generation, how many nodes, this one's number, and whether copies go between nodes and plans are made."""
 
     def arena(self, layout: int, geometry: Geometry) -> Arena:
         """Memory for this rank's states."""
@@ -49,8 +49,7 @@ class Line(Protocol):
 
 def copied_elsewhere(line: Line) -> bool:
     """Do other nodes take copies of this one's states?"""
-    # At the greeting the saver may not have been there yet.
-    return line.told.nodes > 1 and bool(line.told.replica or line.inventory().replica)
+    return line.told.nodes > 1 and bool(line.told.copies)
 
 
 def spare_slots(line: Line, holders: Sequence[Sequence[int]]) -> int:

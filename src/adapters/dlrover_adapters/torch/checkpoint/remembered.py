@@ -26,6 +26,8 @@ from .vault import MEMORY, Holding, Vault, VaultGone
 log = logging.getLogger("dlrover.torch")
 _TRIES = 4
 """States that are looked at before storage is."""
+READ_S = 3600.0
+"""How long ranks wait for the slowest to read, compare and fetch; reading and fetching have bounds of their own."""
 
 
 class State(NamedTuple):
@@ -119,12 +121,7 @@ class Remembered:
 
     def agreed(self, meeting: Meeting) -> bool:
         """Every rank looks at what its own node has; what is damaged is used by nobody. Is all of the state left?"""
-        told = [
-            msgpack.unpackb(raw, strict_map_key=False)
-            for raw in meeting.all_gather(
-                "dcp/seen", msgpack.packb((self._node, *self._look(meeting.local_rank), self._gone))
-            )
-        ]
+        told = _said(meeting, "dcp/seen", (self._node, *self._look(meeting.local_rank), self._gone))
         if lost := {rank: gone for rank, (*_, gone) in enumerate(told) if gone}:
             log.warning("step %d in memory is passed over, without a line to the agents of ranks %s", self.step, lost)
             return False
@@ -142,7 +139,32 @@ class Remembered:
         for rank in self._views.keys() - self._here.keys():
             self._views.pop(rank).release()
         self.tables = {rank: Table.unpacked(raw) for rank, raw in whole.items()}
-        return True
+        away = [rank for rank, (node, its, *_) in enumerate(told) if rank not in its or (node, rank) in broken]
+        return self._all_bring(meeting, away)
+
+    def _all_bring(self, meeting: Meeting, away: list[int]) -> bool:
+        """As many ranks as had saved it: each needs the part of its number. Those whose nodes have it not get it while all can
+        still take something else.
+        """
+        if meeting.world != self.state.world or not away:
+            return True
+        why = self._bring((meeting.rank,)) if meeting.rank in away else ""
+        lost = {rank: why for rank, why in enumerate(_said(meeting, "dcp/brought", why)) if why}
+        for rank, reason in lost.items():
+            log.warning("step %d in memory is passed over, rank %d says: %s", self.step, rank, reason)
+        return not lost
+
+    def bring(self, chunks: Iterable[tuple[str, tuple[int, ...]]]) -> str:
+        """Have the parts here that these chunks and objects (without offsets) are in; why not, empty: they are."""
+        return self._bring(dict.fromkeys(self._places[one][0] for one in chunks))
+
+    def _bring(self, ranks: Iterable[int]) -> str:
+        for rank in ranks:
+            try:
+                self._view(rank)
+            except (ArenaBroken, VaultGone, OSError) as error:
+                return f"the part of rank {rank}: {type(error).__name__}: {error}"
+        return ""
 
     @property
     def _gone(self) -> str:
@@ -179,6 +201,10 @@ class Remembered:
             paths.update(table.paths)
         return metadata(items, objects, paths)
 
+    def shape(self, chunk: tuple[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Of a chunk; of an object: ()."""
+        return self._places[chunk][1].shape
+
     def chunk(self, name: str, offsets: tuple[int, ...]) -> torch.Tensor:
         """One chunk, for reading, until `close`."""
         rank, item = self._places[name, offsets]
@@ -205,12 +231,13 @@ class Remembered:
         return self._views[rank]
 
     def _fetched(self, vault: Vault, rank: int) -> SlotView:
-        state, last = self.state, VaultGone(f"nobody serves step {self.step} of rank {rank}")
+        state = self.state
+        last: Exception = VaultGone(f"nobody serves step {self.step} of rank {rank}")
         for address in dict.fromkeys(one.address for one in self._elsewhere if one.rank == rank):
             try:
                 got = vault.fetch(address, rank, state.generation, state.step, state.layout)
                 return _mapped(got.fd, 0)
-            except VaultGone as error:
+            except (ArenaBroken, VaultGone, OSError) as error:
                 last = error
         raise last
 
@@ -225,6 +252,12 @@ class Remembered:
         self.release()
         if self._vault is not None:
             self._vault.close()
+
+
+def _said(meeting: Meeting, name: str, mine: object) -> list[Any]:
+    """What every rank says, by rank."""
+    told = meeting.decide(name, msgpack.packb(mine), msgpack.packb, limit_s=READ_S)
+    return [msgpack.unpackb(one, strict_map_key=False) for one in msgpack.unpackb(told)]
 
 
 def _mapped(fd: int, slot: int) -> SlotView:

@@ -13,6 +13,7 @@ import logging
 import math
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import torch
 from dlrover_adapters.checkpoint.hashing import digest
 from dlrover_adapters.checkpoint.slotview import SlotView
 from dlrover_adapters.checkpoint.table import Item, Table, pack_blob
+from dlrover_adapters.torch import steps
 from dlrover_core.checkpoint.arena import PAGE, SLOTS_MAX, Control, Geometry, Stamp
 from dlrover_core.checkpoint.slots import NOTHING, Kept, choose
 from dlrover_core.errors import CoreError
@@ -34,11 +36,16 @@ SLOTS = 3
 ASIDE_S, ASIDE_MAX_S = 0.001, 0.1
 """Pauses while every slot is read: the first, and the longest."""
 TOLD_S = 2.0
-"""Whoever waits for longer is told why."""
+"""What takes longer is said: to people, where it is waiting, and to whoever looks for hangs."""
+WAIT_S = 1700.0
+"""How long a save may wait for what others do. Less than an announced phase may take (``hang_phase_s``): the error says more."""
 BLOB_MIN_BYTES = 256 * 1024
 _ALIGN = 64
 
 log = logging.getLogger("dlrover.torch")
+
+# A process is one rank, and all of its shelves of one layout are one piece of memory at its agent.
+_PUTTING = threading.RLock()
 
 
 class NoSlot(CoreError):
@@ -65,11 +72,52 @@ def layout_of(described: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(described).encode(), digest_size=8).digest(), "little") >> 1
 
 
+class Lasting:
+    """What training may be standing for. Once it has taken `TOLD_S` it is announced as a checkpoint, until the end of ``with``.
+
+    Not at once: a short save beside training is no pause of it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._begun = clock, clock()
+        self._told = contextlib.ExitStack()
+        self.announced = False
+
+    def __enter__(self) -> Lasting:  # noqa: PYI034  # Self needs 3.11
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._told.close()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return self._clock() - self._begun
+
+    def look(self, why: str = "", *words: object) -> bool:
+        """It is not over. ``why``: logged, once, when it is announced. True: it was, just now."""
+        if self.announced or self.seconds < TOLD_S:
+            return False
+        self.announced = True
+        self._told.enter_context(steps.phase("checkpoint"))
+        if why:
+            log.warning(why, *words)
+        return True
+
+
+class Busy(NamedTuple):
+    """A slot that is not overwritten until `Shelf.free`, and what is in it."""
+
+    arena: int
+    slot: int
+    view: SlotView
+
+
 class Shelf:
     """This rank's memory for such states. ``world`` and ``rank`` as the states have them; ``url`` and ``keep`` of the storage.
 
     ``vault``: the line to the agent, None without one. ``kind``: ``"dcp"`` or ``"torch"``, how it lies on storage. An empty
-    ``url``: whoever puts states here writes them by himself. Slots in ``busy`` are not overwritten.
+    ``url``: whoever puts states here writes them by himself. For several threads: states are put one after the other.
     """
 
     def __init__(
@@ -92,9 +140,10 @@ class Shelf:
         self._memory: mmap.mmap | None = None
         self._control: Control | None = None
         self._table: Table | None = None
-        self._id, self._calls = -1, 0
+        self._id, self._calls = 0, 0
         self._begun: dict[int, int] = {}
-        self.busy: set[int] = set()
+        # By arena, since others' come between: whoever reads one of ours does so though the next state is of another layout.
+        self._busy: set[tuple[int, int]] = set()
 
     # ---- saving
 
@@ -116,22 +165,37 @@ class Shelf:
         """
         table = Table(layout, self.world, self.rank, holders, _items(pieces), tuple(sorted(objects)), paths)
         blob = pack_blob(objects)
-        control = self._opened(table, len(blob))
-        self._calls += 1
-        slot = self._begin(control, step, wait_s)
-        self._copy(slot, table.items, pieces)
-        at = control.geometry.blob_at(slot)
-        self._mapped[at : at + len(blob)] = blob
-        control.saves += 1
-        control.publish(slot, Stamp(self.generation, step, control.saves, len(blob), digest(blob), due=bool(self.url)))
-        self._begun[slot] = self._calls
-        if self.vault is not None:
-            self.vault.saved(self._id, slot, step, due=bool(self.url))
-        return slot
+        # One that is being copied is in no slot yet: another one beside it would take the same.
+        with _PUTTING, Lasting(self._clock) as lasting:
+            control = self._opened(table, len(blob))
+            self._calls += 1
+            slot = self._begin(control, step, wait_s, lasting)
+            self._copy(slot, table.items, pieces, lasting)
+            at = control.geometry.blob_at(slot)
+            self._mapped[at : at + len(blob)] = blob
+            control.saves += 1
+            stamp = Stamp(self.generation, step, control.saves, len(blob), digest(blob), due=bool(self.url))
+            control.publish(slot, stamp)
+            self._begun[slot] = self._calls
+            if self.vault is not None:
+                self.vault.saved(self._id, slot, step, due=bool(self.url))
+            return slot
 
-    def _begin(self, control: Control, step: int, wait_s: float) -> int:
+    def put_busy(self, step: int, pieces: Sequence[Piece], objects: Mapping[str, bytes], **how: Any) -> Busy:
+        """`put`, for whoever writes it by himself: nothing comes over it until `free`. Release its ``view``, too."""
+        with _PUTTING:
+            slot = self.put(step, pieces, objects, **how)
+            busy = Busy(self._id, slot, SlotView(self._mapped, slot, table=self._table))
+            self._busy.add(busy[:2])
+            return busy
+
+    def free(self, busy: Busy) -> None:
+        """It may be overwritten. From any thread, also while another one waits for it in `put`."""
+        self._busy.discard(busy[:2])
+
+    def _begin(self, control: Control, step: int, wait_s: float, lasting: Lasting) -> int:
         """A slot that nobody reads, begun: waited for, because whoever reads comes to an end."""
-        begun, pause, told = self._clock(), ASIDE_S, False
+        begun, pause = lasting.seconds, ASIDE_S
         while True:
             slot = self._free(control)
             if slot is not None:
@@ -139,18 +203,16 @@ class Shelf:
                 if not control.pinned(slot):
                     return slot
                 # Somebody has come to read it just now, and finds it empty.
-            waited = self._clock() - begun
+            waited = lasting.seconds - begun
             if waited >= wait_s:
                 control.skipped += 1
                 raise NoSlot(
                     f"step {step}: all {control.geometry.slots} slots of rank {self.rank} were needed for {waited:.0f} s: states "
                     "come faster than storage or the partner node takes them; save less often, or look why they are slow"
                 )
-            if waited >= TOLD_S and not told:
-                told = True
-                log.warning(
-                    "step %s waits for memory: states come faster than storage or the partner node takes them", step
-                )
+            lasting.look(
+                "step %s waits for memory: states come faster than storage or the partner node takes them", step
+            )
             self._pause(min(pause, wait_s - waited))
             pause = min(ASIDE_MAX_S, 2 * pause)
 
@@ -160,19 +222,20 @@ class Shelf:
             Kept(
                 stamps[one].step if one in stamps else NOTHING,
                 self._begun.get(one, 0),
-                pinned=control.pinned(one) or one in self.busy,
+                pinned=control.pinned(one) or (self._id, one) in self._busy,
             )
             for one in range(control.geometry.slots)
         ]
         # Whoever saves so has met all others since the save before: what was begun then is published everywhere.
         return choose(kept, call=self._calls, lag=1, alone=self.world == 1 or not self.vault)
 
-    def _copy(self, slot: int, items: Sequence[Item], pieces: Sequence[Piece]) -> None:
+    def _copy(self, slot: int, items: Sequence[Item], pieces: Sequence[Piece], lasting: Lasting) -> None:
         begin = self._control.geometry.data_at(slot) if self._control is not None else 0
         for item, piece in zip(items, pieces, strict=True):
             if item.size:
                 raw = torch.frombuffer(self._mapped, dtype=torch.uint8, count=item.size, offset=begin + item.at)
                 raw.view(piece.tensor.dtype).view(piece.tensor.shape).copy_(piece.tensor.detach())
+                lasting.look()
 
     # ---- memory
 
@@ -194,7 +257,8 @@ class Shelf:
         geometry = Geometry(min(SLOTS_MAX, slots), len(packed), max(BLOB_MIN_BYTES, _power(2 * blob_bytes)), size)
         fresh = True
         if self.vault is None:
-            self._memory = mmap.mmap(-1, geometry.total_bytes)
+            # Numbered as an agent's arenas are, but below 0: what is read of the memory before is none of this one's.
+            self._memory, self._id = mmap.mmap(-1, geometry.total_bytes), self._id - 1
         else:
             arena = self.vault.arena(table.layout, geometry)
             try:
@@ -214,7 +278,7 @@ class Shelf:
                 table_bytes=len(packed),
                 table_digest=digest(packed),
             )
-        self._table, self._begun, self.busy = table, {}, set()
+        self._table, self._begun = table, {}
         if self.vault is not None:
             self.vault.ready(self._id, table.holders)
             if self.url:
@@ -232,10 +296,6 @@ class Shelf:
             node_bytes=geometry.total_bytes * (self.vault.nproc if self.vault is not None else 1),
             writes=self._writes,
         )
-
-    def view(self, slot: int) -> SlotView:
-        """What lies in a slot, to be written by whoever has no agent to do it; release it. Put the slot into `busy` meanwhile."""
-        return SlotView(self._mapped, slot, table=self._table)
 
     def close_memory(self) -> None:
         """Let this process's mapping go; the agent keeps what it holds."""

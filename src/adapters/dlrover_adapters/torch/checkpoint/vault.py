@@ -31,9 +31,10 @@ from dlrover_core.checkpoint.arena import Geometry
 SOCKET_VARIABLE = "DLROVER_AGENT_SOCKET"
 PATH_NAME = "vault.sock"
 PACKET_BYTES_MAX = 64 * 1024
-ANSWER_S = 10.0
-"""Of a question that takes the agent no work."""
-FETCH_S = 120.0
+ANSWER_S = 300.0
+"""Of a question that takes the agent no work: as long as a job bears an agent that is not heard of. One that is dead hangs up."""
+FETCH_S = 3600.0
+"""Of bringing a state, those of others before it too. What stalls is given up long before, by the savers themselves."""
 TELL_S = 1.0
 """What is said once may wait for so long while the agent is busy."""
 MEMORY, REPLICA = "memory", "replica"
@@ -57,6 +58,7 @@ class Told(NamedTuple):
     changes that lose no step, where the ranks can agree on a boundary. ``memory``: bytes that arenas may still take here.
     ``resume_step``: from where the leader believes the ranks go on (-1: it does not know). ``lenders``: nodes that have left the
     world before at its boundary ``resume_step`` and wait: the address of each one's saver, its first rank there, and how many.
+    ``copies``: nodes of this job take copies of each other's states, whether or not the saver can be reached yet.
     """
 
     generation: int
@@ -70,6 +72,7 @@ class Told(NamedTuple):
     memory: int
     resume_step: int = -1
     lenders: tuple[tuple[str, int, int], ...] = ()
+    copies: bool = False
 
 
 class Arena(NamedTuple):

@@ -1,0 +1,74 @@
+"""What is not there: saves that some rank has not made, and states that storage never took."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from dlrover_core.checkpoint.slots import NOTHING
+
+from .meeting import Meeting
+
+_log = logging.getLogger(__name__)
+
+
+class Missed:
+    """Which steps some rank has not saved. Whoever misses one tells it before it goes on; of the others it is looked up."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._known: set[int] = set()
+        self._attempts: dict[int, int] = {}
+
+    def tell(self, step: int) -> None:
+        """This rank has no state of it."""
+        if self._meeting.world > 1:
+            self._meeting.post(self._name(step), b"1")
+
+    def heard(self, steps: Iterable[int]) -> set[int]:
+        """Of these steps those that somebody misses."""
+        if self._meeting.world == 1:
+            return set()
+        asked = set(steps)
+        self._known &= asked
+        for step in asked - self._known:
+            if self._meeting.look(self._name(step)) is not None:
+                self._known.add(step)
+        return self._known
+
+    def anew(self, step: int) -> None:
+        """All ranks are to save it once more: what was told of it counts no more."""
+        self._attempts = {step: self._attempts.get(step, 0) + 1}
+        self._known.discard(step)
+
+    def _name(self, step: int) -> str:
+        attempt = self._attempts.get(step, 0)
+        return f"missed/{step}.{attempt}" if attempt else f"missed/{step}"
+
+
+class Unstored:
+    """Steps that were due on storage, were overwritten in memory before it had them, and are older than what it has now."""
+
+    def __init__(self, *, tells: bool) -> None:
+        self.count = 0
+        self._tells = tells
+        self._doubtful: set[int] = set()
+
+    def look(self, committed: int, overwritten: int = NOTHING) -> None:
+        """Before a slot is overwritten: the newest step on storage, and the one in that slot, if it was due there."""
+        late = {step for step in self._doubtful if step < committed}
+        self._doubtful -= {*late, committed}
+        if overwritten > committed:
+            self._doubtful.add(overwritten)
+        before, self.count = self.count, self.count + len(late)
+        if self._tells and before.bit_length() != self.count.bit_length():  # the first, the second, the fourth ...
+            _log.warning(
+                "step %d was due on storage and will not be there (%d such steps by now): a newer state took its place in memory "
+                "before storage had taken it; store less often, or give it one slot more",
+                max(late),
+                self.count,
+            )
+
+    def forget(self) -> None:
+        """Training goes on from another state."""
+        self._doubtful.clear()

@@ -1,0 +1,579 @@
+"""`FlashCheckpoint.save`: what somebody asks for himself is saved, however slow storage is, by all ranks or by none."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import HashStore
+
+from dlrover_adapters.checkpoint import listing
+from dlrover_adapters.checkpoint.places import Place
+from dlrover_adapters.torch import steps
+from dlrover_adapters.torch.checkpoint import engine as engines
+from dlrover_adapters.torch.checkpoint import flash
+from dlrover_adapters.torch.checkpoint.flash import AgentGone, FlashCheckpoint, NoMemory
+from dlrover_adapters.torch.checkpoint.meeting import Meeting
+from dlrover_adapters.torch.checkpoint.omissions import Unstored
+from dlrover_adapters.torch.checkpoint.standalone import Standalone
+from dlrover_adapters.torch.checkpoint.vault import Vault, VaultGone, VaultRefused
+from dlrover_core import GroupSpec, JobSpec
+from dlrover_core.errors import CoreError
+
+LIMIT_S = 60.0
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+class Training:
+    """A model of one layer, whose values say which step it is."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(8, 8)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+
+    def work(self, step: int) -> None:
+        """One step."""
+        self.optimizer.zero_grad()
+        self.model(torch.ones(1, 8)).sum().backward()
+        self.optimizer.step()
+        self.set(float(step))
+
+    def set(self, value: float) -> None:
+        """Something else than the optimizer writes the weights."""
+        with torch.no_grad():
+            self.model.weight.fill_(value)
+
+    @property
+    def at(self) -> float:
+        """The step whose values it has."""
+        return float(self.model.weight.detach().flatten()[0])
+
+
+class Clock:
+    """Time goes on by pauses alone; ``then``: what happens in each."""
+
+    def __init__(self, then: Callable[[float], object] = lambda _now: None) -> None:
+        self.now, self.then, self.pauses = 0.0, then, 0
+
+    def __call__(self) -> float:
+        """Now."""
+        return self.now
+
+    def pause(self, seconds: float) -> None:
+        """In place of a sleep."""
+        self.now += seconds
+        self.pauses += 1
+        self.then(self.now)
+
+
+def engine_of(ckpt: FlashCheckpoint, clock: Clock | None = None) -> Any:
+    """Its engine, by this clock."""
+    engine = ckpt._engine_now()
+    if clock is not None:
+        engine.clock, engine.pause = clock, clock.pause
+    return engine
+
+
+def held(ckpt: FlashCheckpoint) -> dict[int, bool]:
+    """The steps that are whole in memory, and whether they are due on storage."""
+    ckpt.wait()
+    return {stamp.step: stamp.due for _, stamp in engine_of(ckpt).control.stamps()}
+
+
+def pinned(ckpt: FlashCheckpoint, step: int) -> Callable[[], None]:
+    """Somebody reads this one, until what this gives is called."""
+    control = engine_of(ckpt).control
+    slot = next(slot for slot, stamp in control.stamps() if stamp.step == step)
+    control.pin(slot)
+    return lambda: control.unpin(slot)
+
+
+def complete(url: Path) -> list[int]:
+    """Steps that are whole on storage."""
+    return [one.step for one in listing.steps(Place(str(url))) if one.state == listing.COMPLETE]
+
+
+# ---- one rank
+
+
+def test_a_save_by_hand_waits_while_every_slot_is_in_use(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is announced as a phase, and told after two seconds; what `step` saves by itself never waits."""
+    phases: list[str] = []
+
+    @contextlib.contextmanager
+    def phase(name: str) -> Iterator[None]:
+        phases.append(name)
+        yield
+        phases.append(f"{name} is over")
+
+    monkeypatch.setattr(steps, "phase", phase)
+    run = Training()
+    with FlashCheckpoint("", **run.parts, every=1) as ckpt:
+        for step in (1, 2):
+            run.work(step)
+            ckpt.step(step)
+            ckpt.wait()
+        let_go = [pinned(ckpt, 1), pinned(ckpt, 2)]
+        clock = Clock(lambda now: let_go[0]() if now > 3.0 else None)
+        engine_of(ckpt, clock)
+        run.work(3)
+        ckpt.step(3)
+        assert (clock.pauses, ckpt.stats.skipped, phases) == (0, 1, [])
+        assert ckpt.save(3)
+        assert 3.0 < clock.now < 4.0
+        assert "step 3 waits for memory" in caplog.text
+        assert phases == ["checkpoint", "checkpoint", "checkpoint is over", "checkpoint is over"]
+        assert held(ckpt).keys() == {2, 3}
+        assert ckpt.stats.skipped == 1
+
+
+def test_it_gives_up_after_a_while_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Well before the announced phase would be taken for a hang."""
+    run = Training()
+    with FlashCheckpoint("", **run.parts, every=1) as ckpt:
+        run.work(1)
+        ckpt.step(1)
+        ckpt.save(2)
+        let_go = [pinned(ckpt, one) for one in held(ckpt)]
+        clock = Clock()
+        engine_of(ckpt, clock)
+        assert not ckpt.save(3)
+        assert (
+            engines.BY_HAND_S
+            <= clock.now
+            < engines.BY_HAND_S + 1.0
+            < 0.75 * JobSpec("job", (GroupSpec(),)).hang_phase_s
+        )
+        assert "step 3 was not saved, though that was asked for" in caplog.text
+        assert ckpt.stats.skipped == 1
+        for one in let_go:
+            one()
+        assert ckpt.save(3)
+
+
+def test_ctrl_c_ends_the_wait() -> None:
+    """And nothing is lost by it."""
+    run = Training()
+
+    def interrupt(_now: float) -> None:
+        raise KeyboardInterrupt
+
+    with FlashCheckpoint("", **run.parts, every=1) as ckpt:
+        for step in (1, 2):
+            run.work(step)
+            ckpt.step(step)
+            ckpt.wait()
+        let_go = [pinned(ckpt, 1), pinned(ckpt, 2)]
+        engine_of(ckpt, Clock(interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(3)
+        assert held(ckpt).keys() == {1, 2}
+        for one in let_go:
+            one()
+        assert ckpt.save(3)
+        assert held(ckpt).keys() == {2, 3}
+
+
+def test_what_step_has_just_saved_is_not_copied_again(tmp_path: Path) -> None:
+    """It goes to storage as it is; nobody waits for the slot that storage reads."""
+    run = Training()
+    with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=1000) as ckpt:
+        for step in range(1, 5):
+            run.work(step)
+            ckpt.step(step)
+        ckpt.wait()
+        let_go = [pinned(ckpt, 2), pinned(ckpt, 4)]
+        engine_of(ckpt, Clock(lambda _now: pytest.fail("it waits")))
+        assert ckpt.save(4)
+        assert (ckpt.stats.saves, held(ckpt)) == (2, {2: False, 4: True})
+        assert complete(tmp_path) == [4]
+        line: Any = ckpt._line
+        line.written.clear()
+        assert ckpt.save(4)
+        ckpt.wait()
+        assert line.written == [], "it is there already"
+        for one in let_go:
+            one()
+
+
+def test_weights_that_were_swapped_for_the_save_are_saved(tmp_path: Path) -> None:
+    """In the place of what `step` saved: nobody can take one for the other."""
+    run = Training()
+    with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=1000) as ckpt:
+        for step in range(1, 5):
+            run.work(step)
+            ckpt.step(step)
+        ckpt.wait()
+        let_go = pinned(ckpt, 2)
+        run.model.weight.data = torch.full((8, 8), 77.0)
+        assert ckpt.save(4)
+        assert held(ckpt) == {2: False, 4: True}
+        let_go()
+        run.set(0.0)
+        assert ckpt.restore(4) == 4
+        assert run.at == 77.0
+
+
+# ---- several
+
+
+class Two:
+    """Ranks of one world, as threads with the names of their numbers."""
+
+    def __init__(self) -> None:
+        self.together = threading.Barrier(2, timeout=LIMIT_S)
+
+    def run(self, rank: Callable[[int], object]) -> None:
+        """Both, to their end."""
+
+        def named(number: int) -> None:
+            threading.current_thread().name = str(number)
+            try:
+                rank(number)
+            except BaseException:
+                self.together.abort()
+                raise
+
+        with ThreadPoolExecutor(2) as pool:
+            for one in [pool.submit(named, number) for number in range(2)]:
+                one.result(LIMIT_S)
+
+    def train(self, run: Training, ckpt: FlashCheckpoint, first: int, last: int) -> None:
+        """With a collective in each step."""
+        for step in range(first, last + 1):
+            self.together.wait()
+            run.work(step)
+            ckpt.step(step)
+        ckpt.wait()
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Two:
+    """Those of this test."""
+    store = HashStore()
+
+    def mine(**_: Any) -> Meeting:
+        return Meeting(store, int(threading.current_thread().name), 2, limit_s=LIMIT_S)
+
+    monkeypatch.setattr(Meeting, "of_environment", mine)
+    return Two()
+
+
+def test_the_last_step_is_the_last_on_storage(two: Two, tmp_path: Path) -> None:
+    """As in the README: `step(n)` saves it in memory, `save(n)` wants it on storage, `close` adds nothing older."""
+
+    def rank(_number: int) -> None:
+        run = Training()
+        with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=1000) as ckpt:
+            two.train(run, ckpt, 1, 4)
+            assert ckpt.save(4)
+            assert held(ckpt) == {2: False, 4: True}
+            assert ckpt.stats.saves == 2
+
+    two.run(rank)
+    assert complete(tmp_path) == [4]
+
+
+def test_a_step_right_after_one_that_was_saved_finds_a_slot(two: Two, tmp_path: Path) -> None:
+    """That they meet for it proves the one before, which the next call would have proven."""
+
+    def rank(_number: int) -> None:
+        run = Training()
+        with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=1000) as ckpt:
+            two.train(run, ckpt, 1, 5)
+            engine_of(ckpt, Clock(lambda _now: pytest.fail("it waits")))
+            assert ckpt.save(5)
+            assert held(ckpt) == {4: False, 5: True}
+
+    two.run(rank)
+    assert complete(tmp_path) == [5]
+
+
+def test_all_wait_for_the_rank_whose_slots_are_read(two: Two, tmp_path: Path) -> None:
+    """It left out step 6, the others did not; once its slot is free, all have it, and nothing else goes to storage."""
+    done: list[int] = []
+
+    def rank(number: int) -> None:
+        run = Training()
+        with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=1000) as ckpt:
+            two.train(run, ckpt, 1, 4)
+            let_go = [pinned(ckpt, 2), pinned(ckpt, 4)] if number else []
+            two.train(run, ckpt, 5, 6)
+            assert ckpt.stats.skipped == number
+
+            def waits(now: float) -> None:
+                assert number == 1
+                assert not done
+                if now > 5.0:
+                    let_go.pop(0)()
+
+            engine_of(ckpt, Clock(waits))
+            assert ckpt.save(6)
+            done.append(number)
+            assert held(ckpt)[6]
+            for one in let_go:
+                one()
+            # What was told of the first attempt counts no more: the step is relied on.
+            two.train(run, ckpt, 7, 9)
+            assert held(ckpt).keys() == {6, 8}
+
+    two.run(rank)
+    assert complete(tmp_path) == [6, 8]
+
+
+def test_what_one_rank_cannot_save_no_rank_saves(two: Two, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """They are told alike, and an older step stays whole on both."""
+
+    def rank(number: int) -> None:
+        run = Training()
+        with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=1000) as ckpt:
+            two.train(run, ckpt, 1, 4)
+            let_go = [pinned(ckpt, 2), pinned(ckpt, 4)] if number else []
+            engine = engine_of(ckpt, Clock())
+            two.together.wait()
+            run.work(5)
+            assert not ckpt.save(5)
+            assert 4 in held(ckpt)
+            assert engine.meeting.look("missed/5") is not None
+            for one in let_go:
+                one()
+            two.together.wait()
+            assert ckpt.save(5)
+
+    two.run(rank)
+    assert complete(tmp_path) == [5]
+    assert caplog.text.count("step 5 was not saved, though that was asked for") == 2
+
+
+def test_where_one_rank_has_changed_its_state_each_saves_its_own(two: Two, tmp_path: Path) -> None:
+    """Who has not need not copy it again; agents' word of the step may be of what it was before, and is not relied on."""
+
+    def rank(number: int) -> None:
+        run = Training()
+        with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=1000) as ckpt:
+            two.train(run, ckpt, 1, 4)
+            two.together.wait()
+            if number == 0:
+                run.set(77.0)
+            assert ckpt.save(4)
+            engine = engine_of(ckpt)
+            assert held(ckpt) == {2: False, 4: True}
+            assert ckpt.stats.saves == 3 - number
+            engine.control.whole = 5
+            assert engine._begin(5, engine._kept[1].call + 1, 2) is None, "2 is what both have for sure"
+
+    two.run(rank)
+    assert complete(tmp_path) == [4]
+    run = Training()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Meeting, "of_environment", lambda **_: Meeting(None, 0, 1))
+        with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=0) as again:
+            assert again.restore(4) == 4
+    assert run.at == 77.0
+
+
+def test_ranks_that_do_not_meet_save_each_on_its_own(two: Two) -> None:
+    """One may be hours behind: the other does not wait for it."""
+
+    def rank(number: int) -> None:
+        run = Training()
+        with FlashCheckpoint("", **run.parts, every=2, coupled=False) as ckpt:
+            engine_of(ckpt, Clock(lambda _now: pytest.fail("it waits")))
+            ckpt.restore()
+            if number == 0:
+                for step in (1, 2):
+                    run.work(step)
+                    ckpt.step(step)
+                assert ckpt.save(2)
+                assert ckpt.save(3)
+                assert held(ckpt).keys() == {2, 3}
+            two.together.wait()
+
+    two.run(rank)
+
+
+# ---- the boundary of a planned change
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_at_a_boundary_a_slot_is_waited_for_until_the_plan_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, dropped: bool
+) -> None:
+    """As one save, announced as a phase; it is told to be missed only where it is given up."""
+    told: list[tuple[int, int]] = []
+    run = Training()
+    with FlashCheckpoint("", **run.parts, every=1) as ckpt:
+        for step in (1, 2):
+            run.work(step)
+            ckpt.step(step)
+            ckpt.wait()
+        let_go = [pinned(ckpt, 1), pinned(ckpt, 2)]
+        control = engine_of(ckpt).control
+
+        def later(now: float) -> None:
+            assert ckpt.stats.skipped == 0
+            if now > 100.0 and dropped:
+                control.armed = 0
+            elif now > 100.0:
+                let_go[0]()
+
+        def boundary(_line: Standalone, plan: int, step: int) -> None:
+            told.append((plan, step))
+            control.armed = 0
+
+        monkeypatch.setattr(Standalone, "boundary", boundary)
+        engine_of(ckpt, Clock(later))
+        control.armed = control.go = 9
+        run.work(3)
+        ckpt.step(3)
+        assert told == ([] if dropped else [(9, 3)])
+        assert (ckpt.stats.skipped, 3 in held(ckpt)) == (int(dropped), not dropped)
+
+
+# ---- what storage never took
+
+
+def test_a_state_that_was_due_and_is_overwritten_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Once storage has a newer one, so that it will never have this."""
+    unstored = Unstored(tells=True)
+    unstored.look(-1, 10)
+    unstored.look(10, 20)
+    unstored.look(10)
+    assert unstored.count == 0
+    unstored.look(30)
+    assert unstored.count == 1
+    assert "step 20 was due on storage and will not be there" in caplog.text
+    unstored.look(30, 30)
+    unstored.look(30, 40)
+    unstored.forget()
+    unstored.look(99)
+    assert unstored.count == 1
+
+
+def test_the_engine_looks_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    """With an agent storage takes them from memory whenever it is ready: `save` said yes, and the state is gone before."""
+    run = Training()
+    with FlashCheckpoint("", **run.parts, every=1, slots=3) as ckpt:
+        run.work(99)
+        ckpt.step(99)
+        ckpt.wait()
+        engine = engine_of(ckpt)
+
+        class Agent:
+            """In place of one: it takes what it is told."""
+
+            told = ckpt._opened().told
+
+            def saved(self, *_: Any, **__: Any) -> None:
+                """Heard."""
+
+        engine.line = Agent()
+        for step in range(100, 106):
+            engine.save(step, step, due=step in {100, 101})
+            engine.settle()
+            if step == 100:
+                pinned(ckpt, 100)
+        assert ckpt.stats.unstored == 0
+        engine.control.committed = 101
+        engine.save(106, 106, due=True)
+        assert ckpt.stats.unstored == 0
+        engine.control.committed = 107
+        engine.save(107, 107, due=False)
+        assert ckpt.stats.unstored == 1
+        assert "step 101 was due on storage" in caplog.text
+        engine.settle()
+
+
+# ---- an agent that is not to be had
+
+
+def test_an_agent_that_does_not_answer_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what to look at; it is no bare exception of the line's."""
+
+    def gone(_cls: object = None) -> Vault:
+        raise VaultGone("no answer to 'hello' within 300 s")
+
+    def refused(_cls: object = None) -> Vault:
+        raise VaultRefused("too little memory")
+
+    monkeypatch.setattr(Vault, "here", classmethod(lambda _cls: True))
+    for connect, kind, said in (
+        (gone, AgentGone, r"'hello' within 300 s.*dlrover status"),
+        (refused, NoMemory, "little"),
+    ):
+        monkeypatch.setattr(Vault, "connect", classmethod(connect))
+        run = Training()
+        with FlashCheckpoint("", **run.parts, every=1) as ckpt:
+            for call in (ckpt.restore, lambda ckpt=ckpt: ckpt.step(1), lambda ckpt=ckpt: ckpt.save(1)):
+                with pytest.raises(kind, match=said) as raised:
+                    call()
+                assert isinstance(raised.value, CoreError)
+
+
+@pytest.mark.parametrize("call", ["prepare", "save", "save_by_hand"])
+def test_nor_does_it_later(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """In whichever call."""
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise VaultGone("no answer to 'arena' within 300 s")
+
+    run = Training()
+    with FlashCheckpoint("", **run.parts, every=1) as ckpt:
+        engine = engine_of(ckpt)
+        monkeypatch.setattr(engine, call, gone)
+        with pytest.raises(AgentGone, match="'arena' within 300 s"):
+            ckpt.save(1) if call == "save_by_hand" else ckpt.step(1)
+
+
+# ---- without an agent
+
+
+def test_parts_may_take_very_different_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whoever has written its own waits for the slowest disk for an hour, and so does the end of the script."""
+    limits: list[float] = []
+
+    def mine(limit_s: float = 0.0) -> Meeting:
+        limits.append(limit_s)
+        return Meeting(None, 0, 1)
+
+    monkeypatch.setattr(Meeting, "of_environment", mine)
+    run = Training()
+    with FlashCheckpoint(str(tmp_path), **run.parts, every=1) as ckpt:
+        ckpt.step(1)
+    assert limits == [0.0, flash.PARTS_S]
+    assert flash.PARTS_S >= 3600.0
+    assert flash.CLOSE_S >= flash.PARTS_S
+
+
+def test_the_end_says_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """After half a minute, and again when it waits no more."""
+    waited: list[float | None] = []
+
+    written = Standalone.wait
+
+    def wait(line: Standalone, limit_s: float | None = None) -> bool:
+        waited.append(limit_s)
+        assert written(line, LIMIT_S)
+        return False
+
+    run = Training()
+    with caplog.at_level(logging.WARNING), FlashCheckpoint(str(tmp_path), **run.parts, every=1) as ckpt:
+        ckpt.step(1)
+        ckpt.wait()
+        monkeypatch.setattr(Standalone, "wait", wait)
+    assert waited == [flash.CLOSING_S, flash.CLOSE_S]
+    assert "still being written" in caplog.text
+    assert "not waited for any more" in caplog.text
