@@ -48,6 +48,7 @@ from dlrover_adapters.checkpoint.slotview import SlotView
 from dlrover_adapters.torch import steps
 from dlrover_core.errors import CoreError, SpecError
 
+from .flash import AgentGone
 from .meeting import Meeting
 from .remembered import Remembered, recalled
 from .shelf import WAIT_S, Piece, Shelf, layout_of
@@ -73,19 +74,15 @@ def step_in(checkpoint_id: object) -> int | None:
     return int(found[1])
 
 
-class NoAgent(CoreError):
-    """This process is a rank of an agent's world, and that agent does not answer. Nothing was saved."""
-
-
 def _vault() -> Vault | None:
-    """The line to the agent; None: there is none, as for all ranks. Raises `NoAgent`."""
+    """The line to the agent; None: there is none, as for all ranks. Raises `AgentGone`."""
     if not Vault.here():
         return None
     try:
         return Vault.connect()
     except VaultGone as error:
         # The others may have their lines: states of which they keep all parts but ours would never be whole.
-        raise NoAgent(
+        raise AgentGone(
             f"the agent of this node does not answer: {error}; nothing is saved on any rank. Save again; if it stays so, "
             "look at the load of this host, and at its agent's log"
         ) from error
@@ -95,7 +92,7 @@ def _line() -> Vault | None:
     """The same for loading, which all ranks do without memory where one has no line."""
     try:
         return _vault()
-    except NoAgent as error:
+    except AgentGone as error:
         log.warning("memory is not read: %s", error.__cause__)
         return None
 
