@@ -7,7 +7,6 @@ with ``async classmethod open_url(url: str, codec: Codec) -> EventLog``.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -60,7 +59,12 @@ class Opening:
     async def _open(self) -> EventLog:
         scheme = self.url.partition(":")[0]
         # To read what each distribution offers, and to import what is found, takes longer than a loop should stand still.
-        opener = find_opener(scheme) if scheme in OURS else await asyncio.to_thread(find_opener, scheme)
+        if scheme in OURS:
+            opener = find_opener(scheme)
+        else:
+            import asyncio  # who only names a log, as the launcher does before its first agent, needs none
+
+            opener = await asyncio.to_thread(find_opener, scheme)
         codec = self.codec
         if codec is None:
             from dlrover_core.job.state import CODEC
