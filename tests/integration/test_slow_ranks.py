@@ -21,6 +21,7 @@ def named(job: Job) -> bool:
     )
 
 
+@pytest.mark.timeout(240)
 def test_a_slow_rank_and_a_nan_are_named(tmp_path: Path) -> None:
     """The rank that computes more than it did is named, though both make the same steps, and nothing is restarted for it; the
     rank whose loss became NaN first is named, the processes begin anew, no node goes, and the job ends well.

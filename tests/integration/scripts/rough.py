@@ -121,12 +121,18 @@ class Story(Job):
         before = len(self.points)
         self.alive(lambda: len(self.points) >= before + more, f"{more} more steps after {self.points[-1:]}")
 
-    def recovers(self, lives: int, more: int = 5) -> None:
-        """Wait until the newest process of rank 0, which is its ``lives``-th, has made so many steps."""
+    def recovers(self, lives: int, more: int = 5, *, in_vain: bool = False) -> None:
+        """Wait until the newest process of rank 0, which is its ``lives``-th, has made so many steps.
+
+        ``in_vain``: a process that was ended before its world had formed is none.
+        """
 
         def look() -> bool:
             told = self.told(0)
             pids = [int(words[1]) for words in told if words[0] == "begin"]
+            if in_vain:
+                formed = {int(words[1]) for words in told if words[0] == "formed"}
+                pids = [pid for pid in pids if pid in formed or pid == pids[-1]]
             assert len(pids) <= lives, f"{len(pids)} lives of rank 0, not {lives}: {told}"
             return len(pids) == lives and sum(one.pid == pids[-1] for one in self.points) >= more
 
