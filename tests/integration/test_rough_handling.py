@@ -268,8 +268,8 @@ def test_full_disks_stop_no_training(tmp_path: Path, undisturbed: Curve) -> None
             victim.ends()
         assert job.lives() == [2, 2]
         shutil.rmtree(ballast)
-        # The world that could not be logged was to meet in the store of the keeper that died meanwhile: it ends at once, sometimes
-        # when its script has just begun.
+        # The world that could not be logged was to meet in the store of the keeper that died meanwhile: it ends at once,
+        # sometimes when its script has just begun.
         job.recovers(3, in_vain=True)
         job.until(lambda now: not now["degraded"], "decisions are made again")
         ends_well(job, undisturbed)
