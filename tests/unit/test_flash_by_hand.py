@@ -47,6 +47,14 @@ class Training:
         self.optimizer.step()
         self.set(float(step))
 
+    def trains(self, ckpt: FlashCheckpoint, first: int, last: int, meet: Callable[[], object] = lambda: None) -> None:
+        """Steps, saved as is due; ``meet``: before each, as a collective would."""
+        for step in range(first, last + 1):
+            meet()
+            self.work(step)
+            ckpt.step(step)
+        ckpt.wait()
+
     def set(self, value: float) -> None:
         """Something else than the optimizer writes the weights."""
         with torch.no_grad():
@@ -189,10 +197,7 @@ def test_what_step_has_just_saved_is_not_copied_again(tmp_path: Path) -> None:
     """It goes to storage as it is; nobody waits for the slot that storage reads."""
     run = Training()
     with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=1000) as ckpt:
-        for step in range(1, 5):
-            run.work(step)
-            ckpt.step(step)
-        ckpt.wait()
+        run.trains(ckpt, 1, 4)
         let_go = [pinned(ckpt, 2), pinned(ckpt, 4)]
         engine_of(ckpt, Clock(lambda _now: pytest.fail("it waits")))
         assert ckpt.save(4)
@@ -211,10 +216,7 @@ def test_weights_that_were_swapped_for_the_save_are_saved(tmp_path: Path) -> Non
     """In the place of what `step` saved: nobody can take one for the other."""
     run = Training()
     with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=1000) as ckpt:
-        for step in range(1, 5):
-            run.work(step)
-            ckpt.step(step)
-        ckpt.wait()
+        run.trains(ckpt, 1, 4)
         let_go = pinned(ckpt, 2)
         run.model.weight.data = torch.full((8, 8), 77.0)
         assert ckpt.save(4)
@@ -251,11 +253,7 @@ class Two:
 
     def train(self, run: Training, ckpt: FlashCheckpoint, first: int, last: int) -> None:
         """With a collective in each step."""
-        for step in range(first, last + 1):
-            self.together.wait()
-            run.work(step)
-            ckpt.step(step)
-        ckpt.wait()
+        run.trains(ckpt, first, last, self.together.wait)
 
 
 @pytest.fixture
