@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from dlrover_adapters.checkpoint import listing
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.torch import steps
-from dlrover_adapters.torch.checkpoint import engine as engines
+from dlrover_adapters.torch.checkpoint import by_hand
 from dlrover_adapters.torch.checkpoint import flash
 from dlrover_adapters.torch.checkpoint.flash import AgentGone, FlashCheckpoint, NoMemory
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
@@ -158,9 +158,9 @@ def test_it_gives_up_after_a_while_and_says_so(caplog: pytest.LogCaptureFixture)
         engine_of(ckpt, clock)
         assert not ckpt.save(3)
         assert (
-            engines.BY_HAND_S
+            by_hand.BY_HAND_S
             <= clock.now
-            < engines.BY_HAND_S + 1.0
+            < by_hand.BY_HAND_S + 1.0
             < 0.75 * JobSpec("job", (GroupSpec(),)).hang_phase_s
         )
         assert "step 3 was not saved, though that was asked for" in caplog.text

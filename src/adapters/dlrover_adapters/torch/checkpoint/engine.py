@@ -3,7 +3,7 @@
 A save begins in `save`, on the training thread: what is live is copied there, the rest beside what comes next. It ends in the
 copier's thread, which publishes the slot; the training thread *settles* it before the next one at the latest. A save that was
 left out, or thrown away because it was torn, is posted to all ranks before the training thread goes on: `core.checkpoint.slots`
-says why. What somebody asks for himself (`Engine.save_by_hand`) is not left out: a slot is waited for, by all ranks together.
+says why. What somebody asks for himself (`by_hand.save`) is not left out: a slot is waited for, by all ranks together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from dlrover_adapters.checkpoint.hashing import digest
 from dlrover_adapters.checkpoint.table import Table, pack_blob
 from dlrover_adapters.torch import steps
 from dlrover_core.checkpoint.arena import SLOTS_MAX, Control, Geometry, Stamp
@@ -38,14 +37,10 @@ OWN_LAYOUTS_MAX = 8
 """How often this rank alone gets other memory because tensors that only it has are others; from then on they are objects."""
 EARLY = "the memory for states is still being populated; saves begin when it is there"
 BUSY = "every slot is being read; storage is slower than saves come"
-BY_HAND_S = 1200.0
-"""How long a save by hand waits for a slot; well below what an announced phase may take (``hang_phase_s``, 1,800 s)."""
 TOLD_S = 2.0
 """Who waits for so long says for what."""
 LOOK_S, LOOK_MAX_S = 0.01, 0.1
 """Between two looks whether a slot is free, the first and the longest: nobody tells us."""
-NEW, SAME, DUE = b"0", b"1", b"2"
-"""Of a step that is saved again: its state is another one now, or not here; it is as it was; and it is due on storage already."""
 _log = logging.getLogger(__name__)
 
 
@@ -222,6 +217,11 @@ class Engine:
             )
         return found
 
+    @property
+    def _coupled(self) -> bool:
+        """Do all ranks come to the same calls soon?"""
+        return self.options.coupled or self.meeting.world == 1
+
     # ---- saving
 
     def save(
@@ -252,50 +252,6 @@ class Engine:
             self._copy(step, call, claimed, due=due, blocking=blocking)
         self._stalled(began)
         return claimed is not None
-
-    def save_by_hand(self, step: int, call: int, *, due: bool) -> bool:
-        """Save this very state, even if that takes time: a slot is waited for, `BY_HAND_S` seconds at most. False: left out.
-
-        All ranks begin it together, so that what was saved before is known to be whole on all, and none goes on before the
-        slowest has its slot: they wait here, and not in a collective of the script's with a time limit of its own. So it is left
-        out by all or by none. What is in memory of this step, and is the same still, is not copied again. Not ``coupled``, each
-        rank is on its own. Raises as `save`.
-        """
-        began = time.perf_counter()
-        with steps.phase("checkpoint"):
-            self.settle()
-            self._stall_s = 0.0
-            objects = self._laid_out()
-            before = self._newest if self._newest is not None and self._newest[0] == step else None
-            self._newest = (step, due or (before is not None and before[1]))
-            mine = self._unchanged(step, objects, due=due) if before is not None else NEW
-            least = self._least(f"begin/{step}", mine)
-            if least == NEW:
-                if before is not None:
-                    self.missed.anew(step)
-                    self._again = step
-                saved = self._save_together(step, call, objects, due=due, there=mine != NEW)
-            else:
-                self._mark(step, due=due and least == SAME)
-                saved = True
-        self._stalled(began)
-        return saved
-
-    def _save_together(self, step: int, call: int, objects: dict[str, bytes], *, due: bool, there: bool) -> bool:
-        """By all ranks, or by none; ``there``: this one has it in memory."""
-        # Nobody tells ranks that neither meet nor have an agent what is whole everywhere.
-        in_vain = not self._coupled and isinstance(self.line, Standalone)
-        waits = None if in_vain else lambda waited_s: waited_s < BY_HAND_S
-        claimed = None if there else self._claim(step, call, objects, lag=0, waits=waits)
-        ready = there or claimed is not None
-        if self._least(f"save/{step}", SAME if ready else NEW) == NEW:
-            self._left_out(step, due=due)
-            return False
-        if claimed is not None:
-            self._copy(step, call, claimed, due=due)
-        else:
-            self._mark(step, due=due)
-        return True
 
     def _claim(
         self,
@@ -373,77 +329,6 @@ class Engine:
             self._after(flight)
         else:
             self.copier.start(flight)
-
-    # ---- a step that is saved again
-
-    def _held(self, step: int) -> tuple[int, Stamp] | None:
-        """Where this generation's state of a step is whole."""
-        control = self.control
-        for slot, stamp in control.stamps() if control is not None else ():
-            if (stamp.generation, stamp.step) == (self.generation, step) and not self._kept[slot].base:
-                return slot, stamp
-        return None
-
-    def _unchanged(self, step: int, objects: dict[str, bytes], *, due: bool) -> bytes:
-        """Is what is in memory of this step what would be saved now? All of it is compared: scripts swap weights for a save."""
-        held = self._held(step)
-        if held is None:
-            return NEW
-        slot, stamp = held
-        blob = pack_blob(objects)
-        if (len(blob), digest(blob)) != (stamp.blob_bytes, stamp.blob_digest):
-            return NEW
-        if not all(moves.same() for moves in self._moves_to(slot)):
-            return NEW
-        if isinstance(self.line, Standalone) and (self.line.failed is not None or not self._coupled):
-            return SAME  # written again; and ranks that do not ask each other must have as much to write
-        return DUE if stamp.due or not due else SAME
-
-    @property
-    def _coupled(self) -> bool:
-        """Do all ranks come to the same calls soon?"""
-        return self.options.coupled or self.meeting.world == 1
-
-    def _least(self, name: str, mine: bytes) -> bytes:
-        """Of what all ranks have to say; where they do not meet, this one's own."""
-        if self.meeting.world == 1 or not self._coupled:
-            return mine
-        return self.meeting.decide(name, mine, min, limit_s=BY_HAND_S + self.meeting.limit_s)
-
-    def _mark(self, step: int, *, due: bool) -> None:
-        """What is in memory of this step goes to storage."""
-        held = self._held(step)
-        if held is not None and due:
-            self._publish_due(step, *held)
-
-    def _publish_due(self, step: int, slot: int, stamp: Stamp) -> None:
-        control = self.control
-        assert control is not None
-        if not stamp.due:
-            control.publish(slot, stamp._replace(due=True))
-        self.line.saved(self.arena_id, slot, step, due=True)
-
-    def store_newest(self) -> bool:
-        """The newest state that all ranks saved goes to storage, if it was not to anyway; False: all that were due were left out.
-
-        All ranks, at their end: what some rank left out all have heard of by then, and the newest of the others nobody has
-        overwritten.
-        """
-        control, newest = self.control, self._newest
-        if control is None or newest is None:
-            return True
-        missed = self._heard_missed()
-        held = [(stamp.step, slot, stamp) for slot, stamp in control.stamps() if stamp.generation == self.generation]
-        whole = [one for one in held if one[0] not in missed]
-        if newest[0] not in {one[0] for one in whole} and isinstance(self.line, Standalone) and not newest[1]:
-            self.line.missed(newest[0])
-        if not whole:
-            return False
-        step, slot, stamp = max(whole)
-        if not stamp.due:
-            self._publish_due(step, slot, stamp)
-        self._newest = (newest[0], True)
-        return True
 
     def _begin(self, step: int, call: int, lag: int, without: frozenset[int] = frozenset()) -> int | None:
         """A slot that may be overwritten, begun; ``without`` some; None: there is none."""

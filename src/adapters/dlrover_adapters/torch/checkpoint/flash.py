@@ -33,6 +33,7 @@ from dlrover_core.checkpoint.cadence import Bounds, Cadence, Costs
 from dlrover_core.checkpoint.slots import LAG, slots_for
 from dlrover_core.errors import CoreError, SpecError
 
+from . import by_hand
 from .boundary import Boundary
 from .capture import Capture, parameters
 from .engine import Engine
@@ -246,7 +247,7 @@ class FlashCheckpoint:
         self._call += 1
         self._fence()
         with _asking():
-            saved = engine.save_by_hand(step, self._call, due=to_storage and bool(self.url))
+            saved = by_hand.save(engine, step, self._call, due=to_storage and bool(self.url))
         if not saved:
             _log.error("step %d was not saved, though that was asked for: %s", step, engine.why_left_out)
         self._tell_layout(engine)
@@ -303,7 +304,7 @@ class FlashCheckpoint:
             _log.error("%s: not everything is written after %g s, and not waited for any more", shown, CLOSE_S)
 
     def _store_newest(self, engine: Engine) -> None:
-        if engine.store_newest() or self._step is None:
+        if by_hand.store_newest(engine) or self._step is None:
             return
         # All saves were left out: a short run, whose memory was not populated in time. What it has learnt is not to be lost.
         self._call += 1

@@ -1,0 +1,138 @@
+"""Saves that a script asks for itself, and states in memory that are marked as due on storage.
+
+A save by hand is not left out because memory is in use: all ranks wait together until each has a slot. What `FlashCheckpoint`
+has just saved by itself is not copied again: it is compared with the present state, and marked.
+"""
+
+from __future__ import annotations
+
+import time
+
+from dlrover_adapters.checkpoint.hashing import digest
+from dlrover_adapters.checkpoint.table import pack_blob
+from dlrover_adapters.torch import steps
+from dlrover_core.checkpoint.arena import Stamp
+
+from .engine import Engine
+from .standalone import Standalone
+
+BY_HAND_S = 1200.0
+"""How long a save by hand waits for a slot; well below what an announced phase may take (``hang_phase_s``, 1,800 s)."""
+NEW, SAME, DUE = b"0", b"1", b"2"
+"""Of a step that is saved again: its state is another one now, or not here; it is as it was; and it is due on storage already."""
+
+
+def save(engine: Engine, step: int, call: int, *, due: bool) -> bool:
+    """Save this very state, even if that takes time: a slot is waited for, `BY_HAND_S` seconds at most. False: left out.
+
+    All ranks begin it together, so that what was saved before is known to be whole on all, and none goes on before the
+    slowest has its slot: they wait here, and not in a collective of the script's with a time limit of its own. So it is left
+    out by all or by none. What is in memory of this step, and is the same still, is not copied again. Not ``coupled``, each
+    rank is on its own. Raises as `Engine.save`.
+    """
+    began = time.perf_counter()
+    with steps.phase("checkpoint"):
+        engine.settle()
+        engine._stall_s = 0.0
+        objects = engine._laid_out()
+        before = engine._newest if engine._newest is not None and engine._newest[0] == step else None
+        engine._newest = (step, due or (before is not None and before[1]))
+        mine = _unchanged(engine, step, objects, due=due) if before is not None else NEW
+        least = _least(engine, f"begin/{step}", mine)
+        if least == NEW:
+            if before is not None:
+                engine.missed.anew(step)
+                engine._again = step
+            saved = _save_together(engine, step, call, objects, due=due, there=mine != NEW)
+        else:
+            _mark(engine, step, due=due and least == SAME)
+            saved = True
+    engine._stalled(began)
+    return saved
+
+
+def _save_together(engine: Engine, step: int, call: int, objects: dict[str, bytes], *, due: bool, there: bool) -> bool:
+    """By all ranks, or by none; ``there``: this one has it in memory."""
+    # Nobody tells ranks that neither meet nor have an agent what is whole everywhere.
+    in_vain = not engine._coupled and isinstance(engine.line, Standalone)
+    waits = None if in_vain else lambda waited_s: waited_s < BY_HAND_S
+    claimed = None if there else engine._claim(step, call, objects, lag=0, waits=waits)
+    ready = there or claimed is not None
+    if _least(engine, f"save/{step}", SAME if ready else NEW) == NEW:
+        engine._left_out(step, due=due)
+        return False
+    if claimed is not None:
+        engine._copy(step, call, claimed, due=due)
+    else:
+        _mark(engine, step, due=due)
+    return True
+
+
+def _held(engine: Engine, step: int) -> tuple[int, Stamp] | None:
+    """Where this generation's state of a step is whole."""
+    control = engine.control
+    for slot, stamp in control.stamps() if control is not None else ():
+        if (stamp.generation, stamp.step) == (engine.generation, step) and not engine._kept[slot].base:
+            return slot, stamp
+    return None
+
+
+def _unchanged(engine: Engine, step: int, objects: dict[str, bytes], *, due: bool) -> bytes:
+    """Is what is in memory of this step what would be saved now? All of it is compared: scripts swap weights for a save."""
+    held = _held(engine, step)
+    if held is None:
+        return NEW
+    slot, stamp = held
+    blob = pack_blob(objects)
+    if (len(blob), digest(blob)) != (stamp.blob_bytes, stamp.blob_digest):
+        return NEW
+    if not all(moves.same() for moves in engine._moves_to(slot)):
+        return NEW
+    if isinstance(engine.line, Standalone) and (engine.line.failed is not None or not engine._coupled):
+        return SAME  # written again; and ranks that do not ask each other must have as much to write
+    return DUE if stamp.due or not due else SAME
+
+
+def _least(engine: Engine, name: str, mine: bytes) -> bytes:
+    """Of what all ranks have to say; where they do not meet, this one's own."""
+    if engine.meeting.world == 1 or not engine._coupled:
+        return mine
+    return engine.meeting.decide(name, mine, min, limit_s=BY_HAND_S + engine.meeting.limit_s)
+
+
+def _mark(engine: Engine, step: int, *, due: bool) -> None:
+    """What is in memory of this step goes to storage."""
+    held = _held(engine, step)
+    if held is not None and due:
+        _publish_due(engine, step, *held)
+
+
+def _publish_due(engine: Engine, step: int, slot: int, stamp: Stamp) -> None:
+    control = engine.control
+    assert control is not None
+    if not stamp.due:
+        control.publish(slot, stamp._replace(due=True))
+    engine.line.saved(engine.arena_id, slot, step, due=True)
+
+
+def store_newest(engine: Engine) -> bool:
+    """The newest state that all ranks saved goes to storage, if it was not to anyway; False: all that were due were left out.
+
+    All ranks, at their end: what some rank left out all have heard of by then, and the newest of the others nobody has
+    overwritten.
+    """
+    control, newest = engine.control, engine._newest
+    if control is None or newest is None:
+        return True
+    missed = engine._heard_missed()
+    held = [(stamp.step, slot, stamp) for slot, stamp in control.stamps() if stamp.generation == engine.generation]
+    whole = [one for one in held if one[0] not in missed]
+    if newest[0] not in {one[0] for one in whole} and isinstance(engine.line, Standalone) and not newest[1]:
+        engine.line.missed(newest[0])
+    if not whole:
+        return False
+    step, slot, stamp = max(whole)
+    if not stamp.due:
+        _publish_due(engine, step, slot, stamp)
+    engine._newest = (newest[0], True)
+    return True
