@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -111,6 +113,85 @@ def test_overwriting_takes_the_old_state_away_first() -> None:
     with pytest.raises(KeyboardInterrupt):
         control.publish(0, newer)
     assert Control(memory).stamp(0) is None
+
+
+def stops(memory: bytearray, between: Callable[[], object], *, loads: bool = False) -> Control:
+    """A control whose every store, or load, has ``between`` around it: what another process does at that very moment."""
+    control = Control(memory)
+    writes, reads = control._set, control._get
+
+    def stored(at: int, value: int) -> None:
+        between()
+        writes(at, value)
+        between()
+
+    def loaded(at: int) -> int:
+        between()
+        return reads(at)
+
+    if loads:
+        control._get = loaded  # type: ignore[method-assign]
+    else:
+        control._set = stored  # type: ignore[method-assign]
+    return control
+
+
+def test_a_state_becomes_due_by_one_store_that_leaves_it_the_same() -> None:
+    """Before and after every store a reader finds the state whole: not due, then due; never damaged, never gone."""
+    memory, control = made()
+    state = STAMP._replace(due=False)
+    control.publish(1, state)
+    seen: list[Stamp | None] = []
+    marks = stops(memory, lambda: seen.append(Control(memory).stamp(1)))
+    assert marks.mark_due(1, state)
+    assert seen == [state, state._replace(due=True)]
+    assert state.same(Control(memory).stamp(1))
+    assert Control(memory).stamp(1) != state
+    assert marks.mark_due(1, state), "again it changes nothing"
+    assert seen[2:] == [state._replace(due=True)] * 2
+    assert not control.mark_due(1, state._replace(sequence=9)), "another state is not marked"
+    control.begin(1)
+    assert not control.mark_due(1, state), "nor one that is there no more"
+    assert control.stamp(1) is None
+
+
+@pytest.mark.parametrize("load", range(14))
+def test_a_state_that_becomes_due_while_its_header_is_read_is_not_damaged(load: int) -> None:
+    """Whichever word a reader has come to when another process marks the state."""
+    memory, control = made()
+    state = STAMP._replace(due=False)
+    control.publish(1, state)
+    loads = itertools.count()
+    reader = stops(memory, lambda: next(loads) == load and control.mark_due(1, state), loads=True)
+    assert state.same(reader.stamp(1))
+    assert next(loads) > load, "the reader came so far"
+
+
+@pytest.mark.parametrize("load", range(14))
+def test_a_step_that_is_published_anew_while_its_header_is_read_is_not_damaged(load: int) -> None:
+    """Saved once more a step has the same number: a reader finds the old state, the new one, or none."""
+    memory, control = made()
+    newer = STAMP._replace(sequence=8, blob_digest=1, due=False)
+
+    def anew() -> None:
+        if next(loads) == load:
+            control.begin(1)
+            control.publish(1, newer)
+
+    control.publish(1, STAMP)
+    loads = itertools.count()
+    found = stops(memory, anew, loads=True).stamp(1)
+    assert found is None or found.same(STAMP) or found == newer
+
+
+def test_a_slot_that_is_published_without_being_begun_shows_no_mixture() -> None:
+    """Between any two stores there is the state before, none, or the new one."""
+    memory, control = made()
+    control.publish(1, STAMP)
+    newer = STAMP._replace(step=122, sequence=8)
+    seen: set[Stamp | None] = set()
+    stops(memory, lambda: seen.add(Control(memory).stamp(1))).publish(1, newer)
+    assert seen == {STAMP, None, newer}
 
 
 def test_slots_are_independent() -> None:
@@ -251,7 +332,7 @@ def test_what_is_stored_in_order_is_seen_in_order(monkeypatch: pytest.MonkeyPatc
     control.begin(1)
     assert Watched.since() == ["store state", "fence"]
     control.publish(1, STAMP)
-    assert Watched.since() == ["load", "store", "fence", "store state", "fence"]
+    assert Watched.since() == ["load state", "load", "store", "fence", "store state", "fence"]
     assert control.stamp(1) == STAMP
     assert Watched.since() == ["fence", "load state", "fence", "load", "fence", "load state", "load"]
     control.pin(1)

@@ -43,6 +43,17 @@ def test_an_empty_slot_and_an_overwritten_one_are_told() -> None:
     assert not view.unchanged()
 
 
+def test_a_state_that_becomes_due_while_it_is_read_is_the_same_state() -> None:
+    """A rank that closes marks its newest state as due; whoever reads or writes it at that moment goes on."""
+    arena = whole(state())
+    view = arena.view()
+    assert not view.stamp.due
+    assert arena.control.mark_due(0, view.stamp)
+    assert view.unchanged()
+    assert view.verify()
+    assert arena.view().stamp.due
+
+
 def test_a_changed_byte_anywhere_is_found_and_named() -> None:
     """Of a slot with digests no byte of data, blob, table or header can change unnoticed; the block and its tensors are named."""
     big = torch.zeros(BLOCK_BYTES // 4 + 100)

@@ -11,7 +11,8 @@ is 64-bit words in the control page, each written by one side only and read by t
 several of them nothing promises: where it matters there is a `fence`.
 
 A slot is whole when its ``state`` word says so, and that word is written last (`Control.publish`). A worker that dies in the
-middle leaves it `EMPTY`, and the other slots as they were.
+middle leaves it `EMPTY`, and the other slots as they were. A state that is whole may become due on storage while others read it:
+that changes one word (`Control.mark_due`), and the state stays the same one (`Stamp.same`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ PAGE = 4096
 BLOCK_BYTES = 16 * 1024 * 1024
 """Of a slot's data, what one digest is of."""
 SLOTS_MAX = 8
-MAGIC = int.from_bytes(b"DLRVCK01", "little")
+MAGIC = int.from_bytes(b"DLRVCK02", "little")
 EMPTY = 0
+LOOKS_MAX = 4
+"""How often a header is read that is another one each time; then the slot is being overwritten."""
 _WORD = 8
 _SLOT_AT, _SLOT_BYTES = 1024, 128
 
@@ -88,7 +91,7 @@ class Geometry:
 class Stamp(NamedTuple):
     """What a slot holds: the state after ``step`` of ``generation``; ``sequence`` counts publications in this arena.
 
-    ``blob_digest`` is of the blob's ``blob_bytes`` bytes. ``due``: it is to go to storage.
+    ``blob_digest`` is of the blob's ``blob_bytes`` bytes. ``due``: it is to go to storage; this may change while a slot is read.
     """
 
     generation: int
@@ -98,12 +101,17 @@ class Stamp(NamedTuple):
     blob_digest: int
     due: bool = False
 
+    def same(self, other: Stamp | None) -> bool:
+        """Is the other one of the same state? Whether a state is due on storage is no part of it."""
+        return other is not None and self[:5] == other[:5]
+
 
 # The control page; what is not here is a `Word` of `Control`.
 _MAGIC, _SLOTS, _TABLE, _BLOB, _DATA = 0, 8, 16, 24, 32
 _PINNED = 248
 # Words of one slot, from its own place on.
 _STATE, _GENERATION, _STEP, _SEQUENCE, _BLOB_USED, _BLOB_DIGEST, _DUE, _SEAL, _HASHED = range(0, 72, 8)
+_HEADER = _GENERATION, _STEP, _SEQUENCE, _BLOB_USED, _BLOB_DIGEST, _SEAL, _DUE
 
 
 class Word:
@@ -220,15 +228,26 @@ class Control:
     def publish(self, slot: int, stamp: Stamp) -> None:
         """Everything is there: say so, by one store."""
         at = self._slot(slot)
-        for offset, value in zip(
-            (_GENERATION, _STEP, _SEQUENCE, _BLOB_USED, _BLOB_DIGEST, _DUE, _SEAL),
-            (*map(int, stamp), self._seal(slot, stamp)),
-            strict=True,
-        ):
+        if self._get(at + _STATE) != EMPTY:
+            self.begin(slot)  # or a reader would see words of both states
+        for offset, value in zip(_HEADER, self._header(slot, stamp), strict=True):
             self._set(at + offset, value)
         fence()  # the state itself, too
         self._set(at + _STATE, stamp.step + 1)
         fence()  # before any word that says more of it, as `boundary` does
+
+    def mark_due(self, slot: int, stamp: Stamp) -> bool:
+        """The state in this slot is to go to storage: say so, by one store, whoever reads it. False: it is there no more."""
+        if not stamp.same(self.stamp(slot)):
+            return False
+        self._set(self._slot(slot) + _DUE, self._seal(slot, stamp._replace(due=True)))
+        fence()  # before the agent is told
+        return True
+
+    def _header(self, slot: int, stamp: Stamp) -> tuple[int, ...]:
+        """The words of `_HEADER`. The seal is of all but ``due``, which is a seal itself: each changes without the other."""
+        due = self._seal(slot, stamp) if stamp.due else 0
+        return (*map(int, stamp[:5]), self._seal(slot, stamp._replace(due=False)), due)
 
     def _seal(self, slot: int, stamp: Stamp) -> int:
         """A digest of the header itself: a word that was changed by whatever is found."""
@@ -242,20 +261,25 @@ class Control:
     def stamp(self, slot: int) -> Stamp | None:
         """What a slot holds; None: nothing whole. Raises `ArenaBroken` for a header that is not as it was written."""
         at = self._slot(slot)
-        fence()  # what was read of the slot, or pinned, before
-        state = self._get(at + _STATE)
-        if state == EMPTY:
-            return None
-        fence()
-        offsets = (_GENERATION, _STEP, _SEQUENCE, _BLOB_USED, _BLOB_DIGEST, _DUE)
-        generation, step, sequence, used, digest, due = (self._get(at + offset) for offset in offsets)
-        stamp, seal = Stamp(generation, step, sequence, used, digest, bool(due)), self._get(at + _SEAL)
-        fence()
-        if self._get(at + _STATE) != state:
-            return None  # overwritten meanwhile
-        if state != stamp.step + 1 or due > 1 or seal != self._seal(slot, stamp):
-            raise ArenaBroken(f"slot {slot}: its header is damaged")
-        return stamp
+        before: tuple[int, ...] = ()
+        for _ in range(LOOKS_MAX):
+            fence()  # what was read of the slot, or pinned, before
+            state = self._get(at + _STATE)
+            if state == EMPTY:
+                return None
+            fence()
+            words = tuple(self._get(at + offset) for offset in _HEADER)
+            fence()
+            if self._get(at + _STATE) != state:
+                return None  # overwritten meanwhile
+            stamp = Stamp(*words[:5], due=words[-1] != 0)
+            if state == stamp.step + 1 and words == self._header(slot, stamp):
+                return stamp
+            if words == before:
+                raise ArenaBroken(f"slot {slot}: its header is damaged")
+            # The same step may have been published anew between two loads. What is damaged is so the next time, too.
+            before = words
+        return None
 
     def stamps(self) -> Iterator[tuple[int, Stamp]]:
         """The slots that hold something whole; damaged ones are left out."""

@@ -108,9 +108,9 @@ class SlotView:
     # ---- is it good
 
     def unchanged(self) -> bool:
-        """Does the slot still hold what it held when this view was made? Ask after reading."""
+        """Does the slot still hold the state that it held when this view was made? Ask after reading; it may have become due."""
         try:
-            return self.control.stamp(self.slot) == self.stamp
+            return self.stamp.same(self.control.stamp(self.slot))
         except ArenaBroken:
             return False
 
@@ -120,7 +120,7 @@ class SlotView:
         True: every byte was compared; False: the data were not, for want of digests or of ``full``. Raises `SlotDamaged`, which
         says where, and `SlotGone` if the slot was overwritten meanwhile.
         """
-        if self.control.stamp(self.slot) != self.stamp:
+        if not self.stamp.same(self.control.stamp(self.slot)):
             raise SlotGone(f"slot {self.slot} was overwritten")
         self._verify_blob()
         compared = full and self.hashed

@@ -65,7 +65,7 @@ def hash_newest(arena: Mapped) -> bool:
                 begin = at + block * BLOCK_BYTES
                 with memory[begin : min(begin + BLOCK_BYTES, at + sizes.data_bytes)] as piece:
                     found = digest(piece)
-                if control.stamp(slot) != stamp:
+                if not stamp.same(control.stamp(slot)):
                     return False
                 ctypes.c_uint64.from_buffer(arena.memory, sizes.digests_at(slot) + block * 8).value = found
         # Overwritten since: the number is of a publication that is there no more, and so means nothing.

@@ -57,7 +57,7 @@ class Mapped:
 
     @contextlib.contextmanager
     def pinned(self, slot: int, stamp: Stamp | None = None) -> Iterator[None]:
-        """Keep a slot from being overwritten. Raises `SlotGone` where it is not ``stamp`` any more once it is pinned."""
+        """Keep a slot from being overwritten. Raises `SlotGone` where its state is not that of ``stamp`` once it is pinned."""
         with self._lock:
             if self._over:
                 raise SlotGone(f"arena {self.id} is not there any more")
@@ -66,7 +66,7 @@ class Mapped:
             if self._pins[slot] == 1 and slot not in self._held:
                 self.control.pin(slot)
         try:
-            if stamp is not None and self.control.stamp(slot) != stamp:
+            if stamp is not None and not stamp.same(self.control.stamp(slot)):
                 raise SlotGone(f"step {stamp.step} of rank {self.rank} was overwritten before it could be read")
             yield
         finally:

@@ -110,8 +110,7 @@ def _mark(engine: Engine, step: int, *, due: bool) -> None:
 def _publish_due(engine: Engine, step: int, slot: int, stamp: Stamp) -> None:
     control = engine.control
     assert control is not None
-    if not stamp.due:
-        control.publish(slot, stamp._replace(due=True))
+    control.mark_due(slot, stamp)
     engine.line.saved(engine.arena_id, slot, step, due=True)
 
 
