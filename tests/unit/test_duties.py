@@ -130,6 +130,23 @@ def test_workers_have_finished_once_nothing_is_under_way() -> None:
     at_work(story)
 
 
+def test_what_is_not_on_storage_is_told_with_the_end() -> None:
+    """Asked when nothing is on its way any more, since only then it is known."""
+
+    async def story(stage: Stage, desk: Desk, _: Any) -> None:
+        said = ""
+        desk.unstored = lambda: said
+        desk.at_rest.clear()
+        stage.launcher.kill(0, code=0)
+        await asyncio.sleep(100)
+        said = "step 16 is not a checkpoint on storage"
+        desk.at_rest.set()
+        await asyncio.sleep(1)
+        assert [one.unstored for one in stage.commands(ReportFinished)] == [said]  # type: ignore[attr-defined]
+
+    at_work(story)
+
+
 def test_what_is_under_way_is_waited_for_and_told_of() -> None:
     """However long it takes: nobody here knows how much it is. But people are told after a moment, and then now and then."""
 

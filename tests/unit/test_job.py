@@ -38,6 +38,28 @@ def test_success() -> None:
     assert desired(drive.state).launch == ()
 
 
+def test_a_last_state_that_is_not_on_storage_fails_the_job() -> None:
+    """A script that ended well on all nodes, one of which could not store its part: nobody may take that for a success."""
+    drive = Drive(nodes_max=2).up()
+    why = "step 16 is not a checkpoint on storage (/ckpts): No space left; no step is there"
+    drive.do(world.ReportFinished("worker-0-0", 1, 16, why))
+    assert drive.state.job.state == "running", "the other node's workers are still at it"
+    drive.do(world.ReportFinished("worker-1-0", 1, 16))
+    assert drive.names() == ["WorkersFinished", "JobFailed"]
+    failed = drive.facts(job.JobFailed)[-1]
+    assert failed.root == f"worker-0-0: {why}"
+    assert all(order.leave and order.outcome == "failed" for order in desired(drive.state).orders.values())
+
+
+def test_a_generation_that_begins_anew_owes_nothing_of_the_one_before() -> None:
+    """A node that could not store its part, and runs again because another one failed: what counts is what becomes of that."""
+    drive = Drive(nodes_max=2, nproc=1).up()
+    drive.do(world.ReportFinished("worker-0-0", 1, 16, "step 16 is not a checkpoint on storage"))
+    drive.exit("worker-1-0", 1)
+    assert drive.world.generation == 2
+    assert drive.world.unstored == {}
+
+
 def test_success_closes_what_is_open() -> None:
     """A script that signals no steps mends its incidents by ending well."""
     drive = Drive().up()

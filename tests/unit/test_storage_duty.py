@@ -23,7 +23,7 @@ from dlrover_adapters.agent.checkpoints.duty import CheckpointDuty
 from dlrover_adapters.agent.checkpoints.ranks import Ranks
 from dlrover_adapters.agent.checkpoints.saving import Saving, Unsaved
 from dlrover_adapters.agent.checkpoints.site import Keeping, Site
-from dlrover_adapters.agent.checkpoints.storage import Storage
+from dlrover_adapters.agent.checkpoints.storage import BACK_OFF_S, TORN_MAX, Storage
 from dlrover_adapters.agent.checkpoints.vault import Caller
 from dlrover_adapters.agent.children import Child
 from dlrover_adapters.agent.nursery import Spare
@@ -304,6 +304,91 @@ def test_a_lost_state_does_not_keep_the_others_from_being_written() -> None:
         await looks(one)
         await settles(one, 40)
         assert [each.step for each in one.written] == [42]
+
+    virtually(test)
+
+
+def test_a_write_that_was_given_up_is_tried_again_as_long_as_the_state_is_whole_in_memory() -> None:
+    """A saver that could not read a slot whole is no proof that the state is lost: memory says whether it is there."""
+
+    async def test() -> None:
+        site = Here(State(1, 38), State(1, 40))
+        site.savers.fails(LOST, None)
+        one = Storage(site, nothing)
+        await looks(one)
+        assert one.unfinished(writes=True), "a good end waits for it"
+        await asyncio.sleep(BACK_OFF_S)
+        await looks(one)
+        assert site.savers.done == [("persist", 1, 40)] * 2
+        assert one.has(State(1, 40))
+        assert not site.of(ReportStorage), "nothing is wrong with the storage"
+        assert one.unstored() == ""
+
+    virtually(test)
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_where_the_last_state_is_lost_the_newest_that_is_left_is_written(*, damaged: bool) -> None:
+    """Damaged in memory, or gone from there: what is older and whole takes its place, and what is lost is named."""
+
+    async def test() -> None:
+        site = Here(State(1, 36), State(1, 38), State(1, 40))
+
+        async def persist(body: dict[str, Any]) -> None:
+            if body["step"] == 40:
+                if not damaged:
+                    site.has = [State(1, 36), State(1, 38)]
+                raise LOST
+
+        site.savers.what = persist
+        one = Storage(site, nothing)
+        for _ in range(TORN_MAX + 1):
+            await looks(one)
+            await asyncio.sleep(BACK_OFF_S)
+        assert site.savers.done == [("persist", 1, 40)] * (TORN_MAX if damaged else 1) + [("persist", 1, 38)]
+        site.ordered(committed=38, committed_of=1)
+        await looks(one)
+        assert not one.unfinished(writes=True)
+        assert one.unstored() == (
+            f"step 40 is not a checkpoint on storage ({KEEPING.url}): it was lost in memory before it was written; the newest "
+            "there is step 38. See that the storage can be written, then start the job again: it goes on from step 38"
+        )
+
+    virtually(test)
+
+
+def test_of_several_nodes_none_writes_another_state_than_was_due() -> None:
+    """What one of several nodes has left, the others need not have: only a step that all of them write is ever whole."""
+
+    async def test() -> None:
+        site = Here(State(1, 38), State(1, 40), nodes=2)
+        site.savers.fails(LOST)
+        one = Storage(site, nothing)
+        for _ in range(TORN_MAX + 1):
+            await looks(one)
+            await asyncio.sleep(BACK_OFF_S)
+        assert site.savers.done == [("persist", 1, 40)] * TORN_MAX
+        assert "step 40 is not a checkpoint on storage" in one.unstored()
+        assert "no step is there" in one.unstored()
+
+    virtually(test)
+
+
+def test_a_node_speaks_for_its_own_parts() -> None:
+    """What this node has written and others have not is theirs to tell; a seal that is its own to write is not."""
+
+    async def test() -> None:
+        site = Here(State(1, 40), nodes=2)
+        one = Storage(site, nothing)
+        await looks(one)
+        assert one.missing() is not None
+        assert one.unstored() == ""
+        site.ordered(committed=40, committed_of=1)
+        assert one.unstored().startswith(
+            f"step 40 is not a checkpoint on storage ({KEEPING.url}): its parts are there, and no seal"
+        )
+        await looks(one)
+        assert one.unstored() == ""
 
     virtually(test)
 

@@ -371,6 +371,7 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     ),
     world.WorkersFinished: lambda fact: (
         f"the workers of {fact.node} in generation {fact.generation} ended with exit code 0"
+        f"{fact.unstored and f', but {fact.unstored}'}"
     ),
     world.StoreOffered: lambda fact: f"{fact.node} offers a store at {fact.address}",
     world.StoreWithdrawn: lambda fact: f"{fact.node} has lost its store at {fact.address}",

@@ -69,13 +69,17 @@ class WorkersStopped(NamedTuple):
     step: int = -1
 
 
-@event(46)
+@event(46, version=2, upcast={1: lambda fields: (*fields, "")})
 class WorkersFinished(NamedTuple):
-    """All workers of a node ended with exit code 0; ``step`` is the last they had made (-1 unknown)."""
+    """All workers of a node ended with exit code 0; ``step`` is the last they had made (-1 unknown).
+
+    ``unstored``: why a state that was due on storage is not there, in words; empty: storage has all that it was to have.
+    """
 
     node: str
     generation: int
     step: int = -1
+    unstored: str = ""
 
 
 @event(47)
@@ -124,11 +128,12 @@ class ReportStopped(NamedTuple):
 
 
 class ReportFinished(NamedTuple):
-    """An agent's workers all ended well; ``step`` is the last they had made (-1 unknown)."""
+    """An agent's workers all ended well; ``step`` is the last they had made (-1 unknown); ``unstored`` as `WorkersFinished`."""
 
     node: str
     generation: int
     step: int = -1
+    unstored: str = ""
 
 
 # A node that ends, however.
@@ -149,6 +154,7 @@ class World(Remembering):
 
     ``planned_stop``: its end was planned; ``planned_change``: that of the one before, whose workers may still be stopping.
     ``called_at``: the last call counts from here, when it ended or a place in ``came`` was filled for the first time since.
+    ``unstored``: of nodes that have finished, why a state that was due on storage is not there.
     """
 
     generation: int = 0
@@ -168,6 +174,7 @@ class World(Remembering):
     stopped: list[str] = field(default_factory=list)
     came: dict[str, int] = field(default_factory=dict)
     before: int = 0
+    unstored: dict[str, str] = field(default_factory=dict)
 
     def done(self, node: str) -> bool:
         """Has this member's work ended well? Once the world is dissolved everybody is needed again."""
@@ -409,7 +416,7 @@ def _finished(state: JobState, command: ReportFinished, now: int) -> Iterator[Ev
     world = _current(state, command.node, command.generation)
     if not world.active or world.listed("finished", command.node):
         raise Refused(f"generation {command.generation} is not running on {command.node!r}")
-    yield WorkersFinished(command.node, command.generation, command.step)
+    yield WorkersFinished(command.node, command.generation, command.step, command.unstored[: nodes.TEXT_MAX])
 
 
 def _offer(state: JobState, command: OfferStore, now: int) -> Iterator[Event]:
@@ -460,7 +467,11 @@ def _all_finished(state: JobState, fact: WorkersFinished, record: Record) -> Ite
         return
     worlds = [state.world.worlds.get(group.name) or World() for group in state.job.spec.groups]
     if all(world.active and len(world.finished) == len(world.members) for world in worlds):
-        yield job.JobSucceeded(fact.generation)
+        unstored = next((f"{node}: {why}" for world in worlds for node, why in world.unstored.items()), "")
+        if unstored:
+            yield job.JobFailed("unstored: the script ended well, and its last state is not on storage", 0, unstored)
+        else:
+            yield job.JobSucceeded(fact.generation)
 
 
 # ---- evolve
@@ -538,7 +549,10 @@ def _on_stopped(slice_: WorldSlice, fact: WorkersStopped, record: Record) -> Non
 
 
 def _on_finished(slice_: WorldSlice, fact: WorkersFinished, record: Record) -> None:
-    slice_.worlds[group_of(fact.node)].finished.append(fact.node)
+    world = slice_.worlds[group_of(fact.node)]
+    world.finished.append(fact.node)
+    if fact.unstored:
+        world.unstored[fact.node] = fact.unstored
 
 
 EVENTS = (

@@ -38,6 +38,8 @@ class Desk:
         self.at_rest.set()
         # Tells people what that is, which has been waited for so many seconds.
         self.waits: Callable[[float], None] = lambda _: None
+        # Asked once nothing is on its way any more: why a state that was due on storage is not there; empty: all are there.
+        self.unstored: Callable[[], str] = lambda: ""
         self._send = send
 
     def send(self, command: Message) -> None:

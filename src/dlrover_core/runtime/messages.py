@@ -30,7 +30,7 @@ from dlrover_core.job import (
 from dlrover_core.job.state import Order
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
 
-VERSION = 4
+VERSION = 5
 OLDEST_VERSION = 1
 # What duties report is unknown to older masters.
 DUTIES_VERSION = 3
@@ -203,10 +203,14 @@ _COMMAND_KIND = {cls: kind for kind, cls in COMMANDS.items()}
 
 # How many fields the kinds that have grown since had in an older version: its peers refuse any further one.
 _WIDTHS: Mapping[int, Mapping[type, int]] = {
-    1: {Hello: 6, Goodbye: 3, Order: 14, nodes.ReportJoined: 4, Beat: 3, BeatSeen: 1, failures.ReportExit: 9},
-    2: {Order: 16, Beat: 3, BeatSeen: 1, failures.ReportExit: 9},
-    3: {Order: 26, Beat: 9, BeatSeen: 1},
-}
+    1: {
+        Hello: 6, Goodbye: 3, Order: 14, nodes.ReportJoined: 4, Beat: 3, BeatSeen: 1, failures.ReportExit: 9,
+        world.ReportFinished: 3,
+    },
+    2: {Order: 16, Beat: 3, BeatSeen: 1, failures.ReportExit: 9, world.ReportFinished: 3},
+    3: {Order: 26, Beat: 9, BeatSeen: 1, world.ReportFinished: 3},
+    4: {world.ReportFinished: 3},
+}  # fmt: skip
 
 
 def fields_for(message: Message, version: int) -> Message:

@@ -226,7 +226,7 @@ class CheckpointDuty:
         site = self._site = Site(desk, vault.arenas, saving)
         self._storage, self._copying = Storage(site, self._wake.set), Copying(site, self._wake.set)
         vault.listener, saving.changed, desk.seen_news = self, self._wake.set, self._wake.set
-        desk.waits = self._waits
+        desk.waits, desk.unstored = self._waits, self._unstored
         try:
             while True:
                 with contextlib.suppress(asyncio.TimeoutError):
@@ -290,6 +290,14 @@ class CheckpointDuty:
             self._say(f"the script has ended; step {awaited.step} {awaited.words}")
         except Exception as error:  # noqa: BLE001  # as in `run`
             self._stumbled(error)
+
+    def _unstored(self) -> str:
+        """As `Desk.unstored`."""
+        try:
+            return self._storage.unstored() if self._storage is not None else ""
+        except Exception as error:  # noqa: BLE001  # as in `run`
+            self._stumbled(error)
+            return ""
 
     def _stumbled(self, error: Exception) -> None:
         """A fault of ours: told once, and the next look may do better."""

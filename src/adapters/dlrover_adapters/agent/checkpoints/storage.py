@@ -24,6 +24,8 @@ COMMIT_S = 30.0
 """After a good end it is awaited for so long that others have written what we have: who has lost its part never will."""
 SEAL_S, HELD_WAIT_S, SETTLE_S, SETTLE_LOOK_S = 3.0, 5.0, 10.0, 0.05
 """At any other end, after the last thing that happened: a node that is alone; one of several; that of rank 0. Looked so often."""
+TORN_MAX = 3
+"""Writes of one state that the saver gave up though the state is whole in memory; then the state is damaged."""
 TRIES_MAX = 6
 """Failures in a row after which a job that has succeeded waits for its storage no more: about half a minute."""
 REASON_MAX = 500
@@ -74,6 +76,7 @@ class Storage:
         self._sealed, self._sealing = NOTHING, False
         self._seal_at, self._seal_back_off_s, self._seal_failures = 0.0, BACK_OFF_S, 0
         self._tried = self._asked = self._failed_on = NOTHING
+        self._lost, self._torn = NOTHING, (NOTHING, 0)
         self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
         self._writes = False
         self._failures, self._failed_at = 0, 0.0
@@ -155,6 +158,23 @@ class Storage:
             return Awaited(site.committed.step, "its parts are there, and no seal")
         return None
 
+    def unstored(self) -> str:
+        """Why what this generation was to store is not there, once nothing is on its way any more; empty: nothing is missing.
+
+        Only what this node itself could not do: each of the other nodes speaks for its own parts.
+        """
+        missing = self.missing()
+        if missing is None or (self._asked > self._site.committed and self.has(self._asked)):
+            return ""
+        keeping, newest = self._site.keeping, self._site.committed.step
+        url = keeping.url if keeping is not None else ""
+        there = f"the newest there is step {newest}" if newest >= 0 else "no step is there"
+        again = f"goes on from step {newest}" if newest >= 0 else "begins anew"
+        return (
+            f"step {missing.step} is not a checkpoint on storage ({url}): {missing.words}; {there}. See that the storage can be "
+            f"written, then start the job again: it {again}"
+        )
+
     @property
     def _leads(self) -> bool:
         return self._site.launch is not None and self._site.launch.node_rank == 0
@@ -191,26 +211,55 @@ class Storage:
         for state in reversed(self._site.whole):
             if state <= self._tried or state.generation != self._site.generation:
                 return None
+            if state == self._lost:
+                continue
             if self._site.is_due(state):
                 self._asked = max(self._asked, state)
                 if not self.has(state):
                     return state
+            if self._replaces(state) and not self.has(state):
+                return state
         return None
+
+    def _replaces(self, state: State) -> bool:
+        """Is it the newest that is left of a generation whose last due state was lost? Of several nodes each may have another."""
+        launch, lost = self._site.launch, self._lost
+        alone = launch is not None and launch.nodes <= 1
+        left = [one for one in self._site.whole if one != lost]
+        return alone and state.generation == lost.generation and state < lost and state == max(left)
 
     async def _write_due(self, state: State, keeping: Keeping) -> None:
         try:
             await self._write(state, keeping, self._site.own(state))
             self._tried = state
         except Unsaved as error:
+            lost = error.lost and not self._whole_still(state)
+            if not lost and error.lost:
+                self._torn_in_memory(state, error)
+                return
             self._failed(keeping, state, error)
-            if error.lost:
-                self._tried = state
+            if lost:
+                # What is older and whole may take its place.
+                self._lost = max(self._lost, state)
             else:
                 # Tried again while it is in memory, or the next that is due: only what all nodes write alike is ever whole there.
                 await self._next_tier(state, keeping)
         finally:
             self._working = None
             self._changed()
+
+    def _whole_still(self, state: State) -> bool:
+        """Is a state that the saver takes for lost in memory all the same? Then it is tried again, `TORN_MAX` times."""
+        self._site.look()
+        times = self._torn[1] if self._torn[0] == state else 0
+        return state in self._site.whole and times + 1 < TORN_MAX
+
+    def _torn_in_memory(self, state: State, error: Unsaved) -> None:
+        self._torn = state, (self._torn[1] if self._torn[0] == state else 0) + 1
+        self._retry_at = asyncio.get_running_loop().time() + BACK_OFF_S
+        log.warning(
+            "a step is whole in memory and was not read whole; it is tried again", step=state.step, reason=str(error)
+        )
 
     async def _next_tier(self, state: State, keeping: Keeping) -> None:
         if keeping.local:
