@@ -134,15 +134,15 @@ def test_what_is_not_on_storage_is_told_with_the_end() -> None:
     """Asked when nothing is on its way any more, since only then it is known."""
 
     async def story(stage: Stage, desk: Desk, _: Any) -> None:
-        said = ""
+        said = "", -1
         desk.unstored = lambda: said
         desk.at_rest.clear()
         stage.launcher.kill(0, code=0)
         await asyncio.sleep(100)
-        said = "step 16 is not a checkpoint on storage"
+        said = "step 16 is not a checkpoint on storage", 16
         desk.at_rest.set()
         await asyncio.sleep(1)
-        assert [one.unstored for one in stage.commands(ReportFinished)] == [said]  # type: ignore[attr-defined]
+        assert [(one.unstored, one.due) for one in stage.commands(ReportFinished)] == [said]  # type: ignore[attr-defined]
 
     at_work(story)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from drive import Drive, spec_of
 
-from dlrover_core.job import job, nodes, silence, world
+from dlrover_core.job import checkpoints, job, nodes, silence, world
 from dlrover_core.job.state import desired
 from dlrover_core.kernel.engine import CommandFailed, NotDone
 
@@ -49,6 +49,18 @@ def test_a_last_state_that_is_not_on_storage_fails_the_job() -> None:
     failed = drive.facts(job.JobFailed)[-1]
     assert failed.root == f"worker-0-0: {why}"
     assert all(order.leave and order.outcome == "failed" for order in desired(drive.state).orders.values())
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_what_other_nodes_were_still_writing_counts_once_all_have_finished(*, committed: bool) -> None:
+    """A node that has written its parts cannot know whether others will: the leader does, when they have finished."""
+    drive = Drive(nodes_max=2).up()
+    drive.do(checkpoints.ReportKeeping("worker-0-0", 1, "/ckpts", 2, 4, 3, False, 1))
+    why = "step 16 is not a checkpoint on storage (/ckpts): not all nodes have written their parts; no step is there"
+    drive.do(world.ReportFinished("worker-0-0", 1, 16, why, 16))
+    drive.do(checkpoints.CommitCheckpoint("worker", 1, 16 if committed else 12, 2, 1, 1))
+    drive.do(world.ReportFinished("worker-1-0", 1, 16))
+    assert drive.state.job.state == ("succeeded" if committed else "failed")
 
 
 def test_a_generation_that_begins_anew_owes_nothing_of_the_one_before() -> None:

@@ -322,7 +322,9 @@ def test_a_write_that_was_given_up_is_tried_again_as_long_as_the_state_is_whole_
         assert site.savers.done == [("persist", 1, 40)] * 2
         assert one.has(State(1, 40))
         assert not site.of(ReportStorage), "nothing is wrong with the storage"
-        assert one.unstored() == ""
+        site.ordered(committed=40, committed_of=1)
+        await looks(one)
+        assert one.unstored() == ("", -1)
 
     virtually(test)
 
@@ -349,7 +351,9 @@ def test_where_the_last_state_is_lost_the_newest_that_is_left_is_written(*, dama
         site.ordered(committed=38, committed_of=1)
         await looks(one)
         assert not one.unfinished(writes=True)
-        assert one.unstored() == (
+        told, step = one.unstored()
+        assert step == -1
+        assert told == (
             f"step 40 is not a checkpoint on storage ({KEEPING.url}): it was lost in memory before it was written; the newest "
             "there is step 38. See that the storage can be written, then start the job again: it goes on from step 38"
         )
@@ -368,27 +372,32 @@ def test_of_several_nodes_none_writes_another_state_than_was_due() -> None:
             await looks(one)
             await asyncio.sleep(BACK_OFF_S)
         assert site.savers.done == [("persist", 1, 40)] * TORN_MAX
-        assert "step 40 is not a checkpoint on storage" in one.unstored()
-        assert "no step is there" in one.unstored()
+        told, step = one.unstored()
+        assert step == -1, "whatever is committed: this node has lost its own part"
+        assert told.startswith("step 40 is not a checkpoint on storage")
+        assert "no step is there" in told
 
     virtually(test)
 
 
-def test_a_node_speaks_for_its_own_parts() -> None:
-    """What this node has written and others have not is theirs to tell; a seal that is its own to write is not."""
+def test_what_others_have_not_written_counts_unless_it_is_committed() -> None:
+    """A node that has its parts on storage names the step; a seal that is its own to write is not others' to bring."""
 
     async def test() -> None:
         site = Here(State(1, 40), nodes=2)
         one = Storage(site, nothing)
         await looks(one)
-        assert one.missing() is not None
-        assert one.unstored() == ""
+        told, step = one.unstored()
+        assert step == 40
+        assert "not all nodes have written their parts" in told
         site.ordered(committed=40, committed_of=1)
-        assert one.unstored().startswith(
+        told, step = one.unstored()
+        assert step == -1
+        assert told.startswith(
             f"step 40 is not a checkpoint on storage ({KEEPING.url}): its parts are there, and no seal"
         )
         await looks(one)
-        assert one.unstored() == ""
+        assert one.unstored() == ("", -1)
 
     virtually(test)
 

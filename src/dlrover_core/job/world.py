@@ -69,17 +69,19 @@ class WorkersStopped(NamedTuple):
     step: int = -1
 
 
-@event(46, version=2, upcast={1: lambda fields: (*fields, "")})
+@event(46, version=2, upcast={1: lambda fields: (*fields, "", -1)})
 class WorkersFinished(NamedTuple):
     """All workers of a node ended with exit code 0; ``step`` is the last they had made (-1 unknown).
 
-    ``unstored``: why a state that was due on storage is not there, in words; empty: storage has all that it was to have.
+    ``unstored``: why a state that was due on storage is not there, in words; empty: storage has all that it was to have. ``due``:
+    the step of that state, unless it is committed by the time that all nodes have finished; -1: in any case.
     """
 
     node: str
     generation: int
     step: int = -1
     unstored: str = ""
+    due: int = -1
 
 
 @event(47)
@@ -128,12 +130,13 @@ class ReportStopped(NamedTuple):
 
 
 class ReportFinished(NamedTuple):
-    """An agent's workers all ended well; ``step`` is the last they had made (-1 unknown); ``unstored`` as `WorkersFinished`."""
+    """An agent's workers all ended well; ``step`` is the last they had made (-1 unknown); the rest as `WorkersFinished`."""
 
     node: str
     generation: int
     step: int = -1
     unstored: str = ""
+    due: int = -1
 
 
 # A node that ends, however.
@@ -154,7 +157,7 @@ class World(Remembering):
 
     ``planned_stop``: its end was planned; ``planned_change``: that of the one before, whose workers may still be stopping.
     ``called_at``: the last call counts from here, when it ended or a place in ``came`` was filled for the first time since.
-    ``unstored``: of nodes that have finished, why a state that was due on storage is not there.
+    ``unstored``: of nodes that have finished, which step was due on storage and is not there, and why; -1: whatever is committed.
     """
 
     generation: int = 0
@@ -174,7 +177,7 @@ class World(Remembering):
     stopped: list[str] = field(default_factory=list)
     came: dict[str, int] = field(default_factory=dict)
     before: int = 0
-    unstored: dict[str, str] = field(default_factory=dict)
+    unstored: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def done(self, node: str) -> bool:
         """Has this member's work ended well? Once the world is dissolved everybody is needed again."""
@@ -416,7 +419,7 @@ def _finished(state: JobState, command: ReportFinished, now: int) -> Iterator[Ev
     world = _current(state, command.node, command.generation)
     if not world.active or world.listed("finished", command.node):
         raise Refused(f"generation {command.generation} is not running on {command.node!r}")
-    yield WorkersFinished(command.node, command.generation, command.step, command.unstored[: nodes.TEXT_MAX])
+    yield WorkersFinished(*command[:3], command.unstored[: nodes.TEXT_MAX], max(-1, command.due))
 
 
 def _offer(state: JobState, command: OfferStore, now: int) -> Iterator[Event]:
@@ -467,9 +470,14 @@ def _all_finished(state: JobState, fact: WorkersFinished, record: Record) -> Ite
         return
     worlds = [state.world.worlds.get(group.name) or World() for group in state.job.spec.groups]
     if all(world.active and len(world.finished) == len(world.members) for world in worlds):
-        unstored = next((f"{node}: {why}" for world in worlds for node, why in world.unstored.items()), "")
-        if unstored:
-            yield job.JobFailed("unstored: the script ended well, and its last state is not on storage", 0, unstored)
+        owed = [
+            f"{node}: {why}"
+            for group, world in state.world.worlds.items()
+            for node, (due, why) in world.unstored.items()
+            if due < 0 or (world.generation, due) > state.checkpoints.of(group).newest
+        ]
+        if owed:
+            yield job.JobFailed("unstored: the script ended well, and its last state is not on storage", 0, owed[0])
         else:
             yield job.JobSucceeded(fact.generation)
 
@@ -552,7 +560,7 @@ def _on_finished(slice_: WorldSlice, fact: WorkersFinished, record: Record) -> N
     world = slice_.worlds[group_of(fact.node)]
     world.finished.append(fact.node)
     if fact.unstored:
-        world.unstored[fact.node] = fact.unstored
+        world.unstored[fact.node] = fact.due, fact.unstored
 
 
 EVENTS = (

@@ -363,12 +363,12 @@ class Agent:
         )
 
     async def _finish(self, generation: int) -> None:
-        unstored = ""
+        unstored: tuple[str, int] = ("", -1)
         if self._desk is not None:
             await self._desk.until_at_rest()
             unstored = self._desk.unstored()
         if generation == self._generation:
-            self._outbox.add(world.ReportFinished(self.node, generation, self._step, unstored))
+            self._outbox.add(world.ReportFinished(self.node, generation, self._step, *unstored))
 
     def _stepped(self, step: WorkerStep) -> None:
         if step.generation != self._generation:

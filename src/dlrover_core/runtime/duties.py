@@ -38,8 +38,9 @@ class Desk:
         self.at_rest.set()
         # Tells people what that is, which has been waited for so many seconds.
         self.waits: Callable[[float], None] = lambda _: None
-        # Asked once nothing is on its way any more: why a state that was due on storage is not there; empty: all are there.
-        self.unstored: Callable[[], str] = lambda: ""
+        # Asked once nothing is on its way any more: why a state that was due on storage is not there, and its step, as
+        # `WorkersFinished` has them.
+        self.unstored: Callable[[], tuple[str, int]] = lambda: ("", -1)
         self._send = send
 
     def send(self, command: Message) -> None:

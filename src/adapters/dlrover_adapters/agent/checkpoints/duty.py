@@ -291,13 +291,13 @@ class CheckpointDuty:
         except Exception as error:  # noqa: BLE001  # as in `run`
             self._stumbled(error)
 
-    def _unstored(self) -> str:
+    def _unstored(self) -> tuple[str, int]:
         """As `Desk.unstored`."""
         try:
-            return self._storage.unstored() if self._storage is not None else ""
+            return self._storage.unstored() if self._storage is not None else ("", -1)
         except Exception as error:  # noqa: BLE001  # as in `run`
             self._stumbled(error)
-            return ""
+            return "", -1
 
     def _stumbled(self, error: Exception) -> None:
         """A fault of ours: told once, and the next look may do better."""

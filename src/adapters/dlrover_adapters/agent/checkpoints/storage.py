@@ -158,22 +158,24 @@ class Storage:
             return Awaited(site.committed.step, "its parts are there, and no seal")
         return None
 
-    def unstored(self) -> str:
+    def unstored(self) -> tuple[str, int]:
         """Why what this generation was to store is not there, once nothing is on its way any more; empty: nothing is missing.
 
-        Only what this node itself could not do: each of the other nodes speaks for its own parts.
+        And the step, if other nodes may still write their parts of it: it counts unless it is committed when all have finished.
         """
         missing = self.missing()
-        if missing is None or (self._asked > self._site.committed and self.has(self._asked)):
-            return ""
+        if missing is None:
+            return "", -1
         keeping, newest = self._site.keeping, self._site.committed.step
         url = keeping.url if keeping is not None else ""
         there = f"the newest there is step {newest}" if newest >= 0 else "no step is there"
         again = f"goes on from step {newest}" if newest >= 0 else "begins anew"
-        return (
+        told = (
             f"step {missing.step} is not a checkpoint on storage ({url}): {missing.words}; {there}. See that the storage can be "
             f"written, then start the job again: it {again}"
         )
+        others = self._asked > self._site.committed and self.has(self._asked)
+        return told, missing.step if others else -1
 
     @property
     def _leads(self) -> bool:
