@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from dlrover_adapters.checkpoint import listing
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.torch import steps
-from dlrover_adapters.torch.checkpoint import by_hand, flash
+from dlrover_adapters.torch.checkpoint import by_hand, closing, flash
 from dlrover_adapters.torch.checkpoint.flash import AgentGone, FlashCheckpoint, NoMemory
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
 from dlrover_adapters.torch.checkpoint.omissions import Unstored
@@ -207,6 +207,7 @@ def test_what_step_has_just_saved_is_not_copied_again(tmp_path: Path) -> None:
         assert ckpt.save(4)
         ckpt.wait()
         assert line.written == [], "it is there already"
+        line.written.append(4)
         for one in let_go:
             one()
 
@@ -550,7 +551,7 @@ def test_parts_may_take_very_different_times(monkeypatch: pytest.MonkeyPatch, tm
         ckpt.step(1)
     assert limits == [0.0, flash.PARTS_S]
     assert flash.PARTS_S >= 3600.0
-    assert flash.CLOSE_S >= flash.PARTS_S
+    assert closing.CLOSE_S >= flash.PARTS_S
 
 
 def test_the_end_says_what_it_waits_for(
@@ -571,6 +572,6 @@ def test_the_end_says_what_it_waits_for(
         ckpt.step(1)
         ckpt.wait()
         monkeypatch.setattr(Standalone, "wait", wait)
-    assert waited == [flash.CLOSING_S, flash.CLOSE_S]
+    assert waited == [closing.CLOSING_S, closing.CLOSE_S]
     assert "still being written" in caplog.text
     assert "not waited for any more" in caplog.text

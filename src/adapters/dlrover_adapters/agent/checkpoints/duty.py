@@ -29,7 +29,7 @@ from .arenas import MEMORY, Arena, NoRoom, State, word
 from .copying import Copying
 from .ranks import Ranks
 from .saving import Saving, Serving, Unsaved
-from .site import Keeping, Site
+from .site import TEXT_MAX, Keeping, Site
 from .storage import Storage
 from .vault import Caller, Greeting, Refused, Vault, Wanted
 
@@ -87,6 +87,7 @@ class CheckpointDuty:
         self._hashed: dict[int, int] = {}
         self._first_saved: dict[int, int] = {}
         self._stumbles: set[str] = set()
+        self._alarmed: set[Caller] = set()
         self._lost_since = math.inf
         self._wrote: dict[int, bool] = {}  # whether there was something to write, by generation
         self._told_written: tuple[Written, ...] = ()
@@ -176,9 +177,18 @@ class CheckpointDuty:
                 self._ranks.keeps(caller, keeping)
                 if caller.local_rank == min(self._ranks.callers, default=0) or self._site.keeping is None:
                     self._site.keeping = keeping
+        elif body.get("op") == "alarm":
+            self._alarm(caller, str(body.get("words", ""))[:TEXT_MAX])
         else:
             self._ranks.told(caller, body)
         self._wake.set()
+
+    def _alarm(self, caller: Caller, words: str) -> None:
+        """A rank has left a save out because of an error: all are logged, and the first of each rank is told to people."""
+        log.error("a rank left a save out", rank=caller.rank, generation=caller.generation, reason=words)
+        if caller not in self._alarmed:
+            self._alarmed = {one for one in self._alarmed if one.generation == caller.generation} | {caller}
+            self._say(f"rank {caller.rank}: {words}")
 
     async def reachable(self) -> None:
         """Wait for the saver's address."""

@@ -6,20 +6,27 @@ has just saved by itself is not copied again: it is compared with the present st
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from dlrover_adapters.checkpoint.hashing import digest
 from dlrover_adapters.checkpoint.table import pack_blob
 from dlrover_adapters.torch import steps
-from dlrover_core.checkpoint.arena import Stamp
+from dlrover_core.checkpoint.arena import Control, Stamp
+from dlrover_core.checkpoint.slots import NOTHING
 
-from .engine import Engine
+from .engine import LOOK_MAX_S, Engine
+from .meeting import Meeting, MeetingFailed
 from .standalone import Standalone
 
 BY_HAND_S = 1200.0
 """How long a save by hand waits for a slot; well below what an announced phase may take (``hang_phase_s``, 1,800 s)."""
-NEW, SAME, DUE = b"0", b"1", b"2"
-"""Of a step that is saved again: its state is another one now, or not here; it is as it was; and it is due on storage already."""
+WORD_S = 15.0
+"""How long a script that ends waits for the agents' word that its last state is whole on all ranks."""
+FAILED, NEW, SAME, DUE = b"", b"0", b"1", b"2"
+"""What a rank says of the step, the least counts: it cannot be saved here; its state is another one than in memory, or not there;
+it is as it was; it is that, and due on storage already."""
+OTHERS = "another rank could not save it; its log says why"
 
 
 def save(engine: Engine, step: int, call: int, *, due: bool) -> bool:
@@ -34,12 +41,20 @@ def save(engine: Engine, step: int, call: int, *, due: bool) -> bool:
     with steps.phase("checkpoint"):
         engine.settle()
         engine._stall_s = 0.0
-        objects = engine._laid_out()
         before = engine._newest if engine._newest is not None and engine._newest[0] == step else None
-        engine._newest = (step, due or (before is not None and before[1]))
-        mine = _unchanged(engine, step, objects, due=due) if before is not None else NEW
+        try:
+            objects = engine._laid_out(call)
+            engine._newest = (step, due or (before is not None and before[1]))
+            mine = _unchanged(engine, step, objects, due=due) if before is not None else NEW
+        except BaseException:
+            decline(engine.meeting, step, coupled=engine._coupled)
+            raise
         least = _least(engine, f"begin/{step}", mine)
-        if least == NEW:
+        if least == FAILED:
+            engine.why_left_out = OTHERS
+            engine._left_out(step, due=due)
+            saved = False
+        elif least == NEW:
             if before is not None:
                 engine.missed.anew(step)
                 engine._again = step
@@ -51,12 +66,23 @@ def save(engine: Engine, step: int, call: int, *, due: bool) -> bool:
     return saved
 
 
+def decline(meeting: Meeting, step: int, *, coupled: bool) -> None:
+    """For a rank that an error keeps from `save`: the others, who wait for it to begin, leave the step out, too."""
+    if meeting.world > 1 and coupled:
+        with contextlib.suppress(MeetingFailed):  # then nobody can be told anything
+            meeting.decide(f"begin/{step}", FAILED, min, limit_s=BY_HAND_S + meeting.limit_s)
+
+
 def _save_together(engine: Engine, step: int, call: int, objects: dict[str, bytes], *, due: bool, there: bool) -> bool:
     """By all ranks, or by none; ``there``: this one has it in memory."""
     # Nobody tells ranks that neither meet nor have an agent what is whole everywhere.
     in_vain = not engine._coupled and isinstance(engine.line, Standalone)
     waits = None if in_vain else lambda waited_s: waited_s < BY_HAND_S
-    claimed = None if there else engine._claim(step, call, objects, lag=0, waits=waits)
+    try:
+        claimed = None if there else engine._claim(step, call, objects, lag=0, waits=waits)
+    except BaseException:
+        _least(engine, f"save/{step}", NEW)
+        raise
     ready = there or claimed is not None
     if _least(engine, f"save/{step}", SAME if ready else NEW) == NEW:
         engine._left_out(step, due=due)
@@ -114,24 +140,36 @@ def _publish_due(engine: Engine, step: int, slot: int, stamp: Stamp) -> None:
     engine.line.saved(engine.arena_id, slot, step, due=True)
 
 
-def store_newest(engine: Engine) -> bool:
-    """The newest state that all ranks saved goes to storage, if it was not to anyway; False: all that were due were left out.
+def store_newest(engine: Engine) -> int:
+    """The newest state that all ranks saved goes to storage, if it was not to anyway; its step. `NOTHING`: there is none.
 
     All ranks, at their end: what some rank left out all have heard of by then, and the newest of the others nobody has
-    overwritten.
+    overwritten. Where the ranks' store has gone nobody has heard: then the agents' word is waited for, `WORD_S` at most.
     """
     control, newest = engine.control, engine._newest
     if control is None or newest is None:
-        return True
+        return NOTHING
     missed = engine._heard_missed()
     held = [(stamp.step, slot, stamp) for slot, stamp in control.stamps() if stamp.generation == engine.generation]
     whole = [one for one in held if one[0] not in missed]
     if newest[0] not in {one[0] for one in whole} and isinstance(engine.line, Standalone) and not newest[1]:
         engine.line.missed(newest[0])
     if not whole:
-        return False
+        return NOTHING
+    if engine.missed.unknown is not None and not isinstance(engine.line, Standalone):
+        known = _known_whole(engine, control, max(whole)[0])
+        whole = [one for one in whole if one[0] <= known] or whole
     step, slot, stamp = max(whole)
     if not stamp.due:
         _publish_due(engine, step, slot, stamp)
-    engine._newest = (newest[0], True)
-    return True
+    engine._newest = (newest[0], newest[1] or newest[0] == step)
+    return step
+
+
+def _known_whole(engine: Engine, control: Control, step: int) -> int:
+    """The newest step that the agents know to be whole on all ranks, once that is ``step``, or after `WORD_S`."""
+    until = engine.clock() + WORD_S
+    with steps.phase("checkpoint"):
+        while control.whole - 1 < step and engine.clock() < until:
+            engine.pause(LOOK_MAX_S)
+    return control.whole - 1

@@ -148,6 +148,9 @@ class Capture:
 
     def chunks(self) -> list[Chunk]:
         """All tensors, as they are now; the walk is made only if some of them are not what they were."""
+        for source in self._sources:
+            if isinstance(source, ModelSource):
+                source.reshard()
         if self._chunks is None or not self._unchanged():
             self._walk()
         assert self._chunks is not None

@@ -271,12 +271,14 @@ class Copier:
 
     def close(self) -> None:
         """End the thread. Idempotent; what is in flight lands first."""
-        with contextlib.suppress(BaseException):
-            self.settle()
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+        try:
+            with contextlib.suppress(Exception):  # whoever settles before hears of it
+                self.settle()
+        finally:
+            if self._thread is not None:
+                self._queue.put(None)
+                self._thread.join()
+                self._thread = None
 
 
 def _run(flights: queue.SimpleQueue[Flight | None]) -> None:

@@ -8,6 +8,7 @@ says why. What somebody asks for himself (`by_hand.save`) is not left out: a slo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import warnings
@@ -19,12 +20,14 @@ from dlrover_adapters.checkpoint.table import Table, pack_blob
 from dlrover_adapters.torch import steps
 from dlrover_core.checkpoint.arena import SLOTS_MAX, Control, Geometry, Stamp
 from dlrover_core.checkpoint.slots import NOTHING, Kept, choose
+from dlrover_core.errors import CoreError
 
+from .alarms import Alarms
 from .capture import Capture, Chunk, Signature
 from .copier import Copier, Flight, Moves, Pair
 from .layout import agreed, data_bytes, with_own
 from .line import Line, spare_slots
-from .meeting import Meeting
+from .meeting import Meeting, MeetingFailed
 from .memory import Mapped, blob_room
 from .omissions import Missed, Unstored
 from .sources import Path
@@ -37,6 +40,14 @@ OWN_LAYOUTS_MAX = 8
 """How often this rank alone gets other memory because tensors that only it has are others; from then on they are objects."""
 EARLY = "the memory for states is still being populated; saves begin when it is there"
 BUSY = "every slot is being read; storage is slower than saves come"
+UNPROVEN = (
+    "the ranks' store does not answer, so a state in memory is only overwritten once the agents say that a newer one is whole on "
+    "all ranks"
+)
+STORE_LOST = (
+    "the store of this generation does not answer (its keeper has ended): until the next generation saves go on by the agents' "
+    "word of what is whole on all ranks, and are left out while that is not known"
+)
 TOLD_S = 2.0
 """Who waits for so long says for what."""
 LOOK_S, LOOK_MAX_S = 0.01, 0.1
@@ -44,11 +55,18 @@ LOOK_S, LOOK_MAX_S = 0.01, 0.1
 _log = logging.getLogger(__name__)
 
 
+class OthersFailed(CoreError):
+    """A layout could not be agreed on, because of an error on another rank."""
+
+
 class Engine:
     """Made once per generation and rank; `prepare` gets the memory. All calls but `landed` from the training thread."""
 
-    def __init__(self, capture: Capture, line: Line, meeting: Meeting, options: Options) -> None:
+    def __init__(
+        self, capture: Capture, line: Line, meeting: Meeting, options: Options, alarms: Alarms | None = None
+    ) -> None:
         self.capture, self.line, self.meeting, self.options = capture, line, meeting, options
+        self.alarms = alarms or Alarms()
         self.stats = Stats()
         self.copier = Copier()
         self.prepared = False
@@ -61,7 +79,10 @@ class Engine:
         self.missed, self.unstored = Missed(meeting), Unstored(tells=meeting.rank == 0)
         self._again = NOTHING
         """The newest step that was saved once more, by hand; what agents tell of it may be of the time before."""
+        self._unknown_told = False
         self._chunks: list[Chunk] | None = None
+        self._layout: tuple[Table, int] | None = None
+        """The newest table that all ranks agreed on, and the room for objects: memory that was refused is asked for again."""
         self._signature: Signature | None = None
         self._own_layouts = 0
         self._newest: tuple[int, bool] | None = None
@@ -94,12 +115,16 @@ class Engine:
         if self.prepared:
             return
         self.prepared = True
-        chunks = self.capture.foreseen()
+        try:
+            chunks = self.capture.foreseen()
+            objects, paths = self.capture.objects() if chunks is not None else ({}, {})
+        except BaseException:
+            absent(self.meeting)
+            raise
         # All ranks foresee or none: what one cannot, nobody waits for.
         if any(raw != b"1" for raw in self.meeting.all_gather("foreseen", b"1" if chunks is not None else b"0")):
             return
         assert chunks is not None
-        objects, paths = self.capture.objects()
         self._lay_out(chunks, objects, paths)
 
     def _lay_out(self, chunks: list[Chunk], objects: Mapping[str, bytes], paths: Mapping[str, Path]) -> None:
@@ -107,15 +132,16 @@ class Engine:
         signature = self.capture.signature(chunks, objects)
         own = frozenset(name for name in objects if self.capture.own(name))
         table = agreed(chunks, signature, paths, own, self.meeting, int(self.line.told.node_rank))
-        self._open(table, blob_room(len(pack_blob(objects))))
+        # Agreed on, whether or not there is memory for it here.
         self._signature, self._chunks = signature, None
+        self._open(table, blob_room(len(pack_blob(objects))))
         self.stats.layouts += 1
 
     def _open(self, table: Table, blob_bytes: int) -> None:
         if self.memory is not None:
             self.memory.close()
             self.memory = None
-        self._moves = {}
+        self._moves, self._layout = {}, (table, blob_bytes)
         self.spare = spare_slots(self.line, table.holders)
         geometry = Geometry(
             min(SLOTS_MAX, self.options.slots + self.spare), len(table.packed()), blob_bytes, data_bytes(table)
@@ -127,7 +153,12 @@ class Engine:
         for slot, stamp in self.memory.control.stamps():
             if (stamp.generation, stamp.step) == self._base_of(self.memory.control):
                 self._kept[slot] = Kept(stamp.step, base=True)
-        self.line.ready(arena.id, table.holders)
+        try:
+            self.line.ready(arena.id, table.holders)
+        except BaseException:  # nobody reads what would be saved there
+            self.memory.close()
+            self.memory = None
+            raise
         cuda = any(one.tensor.is_cuda for one in self.capture.chunks())
         self.memory.populate(pin=cuda)
 
@@ -151,15 +182,27 @@ class Engine:
         self._newest, self._again = None, NOTHING
         self.unstored.forget()
 
-    def _laid_out(self) -> dict[str, bytes]:
+    def _laid_out(self, call: int) -> dict[str, bytes]:
         """The objects to be saved now, with the layout as it must be.
 
         A collective where what all ranks have alike is of another form; what one rank has alone is its own matter.
         """
-        chunks = self.capture.chunks()
-        objects, paths = self.capture.objects()
+        if self.memory is None and self._layout is not None:
+            self._open(*self._layout)
+        first = self.memory is None
+        try:
+            chunks = self.capture.chunks()
+            objects, paths = self.capture.objects()
+        except BaseException as error:
+            if first:
+                absent(self.meeting, call, error)
+            raise
         before = self._signature
-        if self.memory is None or before is None:
+        if first or before is None:
+            said = self.meeting.all_gather(f"layout/{call}", b"")
+            wrong = next((f"rank {rank}: {one.decode()}" for rank, one in enumerate(said) if one), "")
+            if wrong:
+                raise OthersFailed(wrong)
             self._lay_out(chunks, objects, paths)
         elif chunks is not self._chunks or objects.keys() != set(before.objects):
             now = self.capture.signature(chunks, objects)
@@ -219,8 +262,9 @@ class Engine:
 
     @property
     def _coupled(self) -> bool:
-        """Do all ranks come to the same calls soon?"""
-        return self.options.coupled or self.meeting.world == 1
+        """Do all ranks come to the same calls soon, and can they say so to each other?"""
+        meets = self.options.coupled and self.missed.unknown is None and not self.meeting.gone
+        return meets or self.meeting.world == 1
 
     # ---- saving
 
@@ -244,7 +288,7 @@ class Engine:
         self.settle()
         self._stall_s = 0.0
         self._newest = (step, due)
-        objects = self._laid_out()
+        objects = self._laid_out(call)
         claimed = self._claim(step, call, objects, lag=self.options.lag, populated=populated, waits=waits)
         if claimed is None:
             self._left_out(step, due=due)
@@ -272,6 +316,8 @@ class Engine:
         if slot is None and waits is not None:
             slot = self._begin_later(step, call, lag, waits)
         if slot is None:
+            if self.missed.unknown is not None and not early:
+                self.why_left_out = UNPROVEN
             return None
         written = memory.write_blob(slot, objects)
         if written is not None:
@@ -298,11 +344,20 @@ class Engine:
     def _left_out(self, step: int, *, due: bool) -> None:
         """Count it, and let all others know."""
         control, early = self.control, self.why_left_out == EARLY
-        assert control is not None
         self.stats.early += early
         self.stats.skipped += not early
         self._missed(step, due=due)
-        control.skipped = self.stats.skipped + self.stats.early
+        if control is not None:
+            control.skipped = self.stats.skipped + self.stats.early
+
+    def failed(self, step: int, *, due: bool) -> None:
+        """An error has left out the save of this step: all others are told, unless the state is here all the same."""
+        control, flight = self.control, self.copier.flight
+        here = {one.step for _, one in control.stamps() if one.generation == self.generation} if control else set()
+        if step in here or (flight is not None and flight.step == step):
+            return
+        self._kept = [Kept() if one.step == step and not one.base else one for one in self._kept]
+        self._missed(step, due=due)
 
     def _copy(
         self, step: int, call: int, claimed: tuple[int, tuple[int, int]], *, due: bool, blocking: bool = False
@@ -341,15 +396,16 @@ class Engine:
         own = [slot for slot, one in enumerate(self._kept) if one.step == step and not one.base]
         for _ in self._kept:
             kept = [one._replace(pinned=slot in without or control.pinned(slot)) for slot, one in enumerate(self._kept)]
+            missed = self._heard_missed()
             if own and step == self._again and self._coupled:
                 slot = next((one for one in own if not kept[one].pinned), None)
             else:
                 slot = choose(
                     kept,
                     call=call,
-                    missed=self._heard_missed(),
+                    missed=missed,
                     whole=whole,
-                    coupled=self.options.coupled,
+                    coupled=self.options.coupled and self.missed.unknown is None,
                     alone=self.meeting.world == 1,
                     lag=lag,
                 )
@@ -373,7 +429,11 @@ class Engine:
         self.stats.unstored = self.unstored.count
 
     def _heard_missed(self) -> set[int]:
-        return self.missed.heard(one.step for one in self._kept if one.step != NOTHING and not one.base)
+        found = self.missed.heard(one.step for one in self._kept if one.step != NOTHING and not one.base)
+        if self.missed.unknown is not None and not self._unknown_told:
+            self._unknown_told = True
+            self.alarms.ring(STORE_LOST, self.missed.unknown)
+        return found
 
     def _missed(self, step: int, *, due: bool) -> None:
         """This rank has no state of this step: all are told before we go on."""
@@ -424,14 +484,18 @@ class Engine:
             self.beside = False
             _log.error("%d copies in a row were thrown away: from now on training stands while they are made", TORN_MAX)
 
-    def settle(self) -> None:
-        """The flight has landed, and everybody who must know what became of it does."""
+    def settle(self, *, raises: bool = False) -> None:
+        """The flight has landed, and everybody who must know what became of it does. What went wrong in it is an alarm."""
         flight = self.copier.flight
         if flight is None:
             return
         began = time.perf_counter()
         try:
             self.copier.settle()
+        except Exception as error:
+            if raises:
+                raise
+            self.alarms.ring(f"step {flight.step} was not saved", error)
         finally:
             self._after(flight)
             self._stalled(began)
@@ -476,3 +540,13 @@ class Engine:
             if self.memory is not None:
                 self.memory.close()
                 self.memory = None
+
+
+def absent(meeting: Meeting, call: int = 0, why: BaseException | None = None) -> None:
+    """For a rank that an error keeps from a collective of the others: they are told, and wait for it in vain no longer.
+
+    ``call`` 0: in `Engine.prepare`; else in the first layout of a save in this call.
+    """
+    name, said = (f"layout/{call}", f"{type(why).__name__}: {why}"[:200]) if call else ("foreseen", "0")
+    with contextlib.suppress(MeetingFailed):  # then nobody can be told anything
+        meeting.all_gather(name, said.encode())

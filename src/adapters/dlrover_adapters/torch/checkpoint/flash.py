@@ -20,7 +20,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -29,17 +29,20 @@ import torch
 
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.torch import steps
-from dlrover_core.checkpoint.cadence import Bounds, Cadence, Costs
+from dlrover_core.checkpoint.cadence import Bounds, Cadence, Costs, Due
 from dlrover_core.checkpoint.slots import LAG, slots_for
 from dlrover_core.errors import CoreError, SpecError
 
-from . import by_hand
+from . import by_hand, closing
+from .alarms import Alarms, about_truth
 from .boundary import Boundary
 from .capture import Capture, parameters
-from .engine import Engine
+from .closing import NotStored
+from .engine import Engine, absent
 from .hooks import Hooks, why_blocking
 from .line import copied_elsewhere
 from .meeting import Meeting
+from .omissions import Missed
 from .standalone import Standalone
 from .stats import Options, Stats
 from .vault import Keeping, Vault, VaultGone, VaultRefused
@@ -47,8 +50,6 @@ from .vault import Keeping, Vault, VaultGone, VaultRefused
 ASYNC, BLOCKING = "async", "blocking"
 LOST_SHARE = 0.1
 """Of all failures, those that take a node and its partner at once, where partners have copies: a guess, on the safe side."""
-CLOSE_S, CLOSING_S = 3600.0, 30.0
-"""How long `FlashCheckpoint.close` waits for storage without an agent, and after how long it says so."""
 PARTS_S = 3600.0
 """How much longer one rank may write its part of a step than another, without an agent."""
 CUDA_LAG = 3
@@ -153,6 +154,9 @@ class FlashCheckpoint:
         self._returned = 0.0
         self._stall_seen = 0.0
         self._fences: list[Any] = []
+        self._alarms = Alarms()
+        self._absent: Exception | None = None
+        """Why this rank has no engine, for the rest of the generation."""
         self._closed = False
 
     # ---- use
@@ -200,14 +204,32 @@ class FlashCheckpoint:
     def step(self, step: int) -> None:
         """Step ``step`` is done: its state goes to memory, and to storage, when it is due. Never waits for storage.
 
-        On every rank, after everything that writes the state. Raises `CoreError` once it is closed.
+        On every rank, after everything that writes the state. Raises `SpecError` and `Mismatch` for a state that cannot be saved
+        as it was given (`alarms.about_truth`), and `CoreError` once it is closed. Any other error leaves this save out: it is
+        logged, told to the agent and counted in ``stats.failed``, and training goes on.
         """
         self._open_still()
         began = time.perf_counter()
         steps.tell(step)
-        engine = self._engine_now()
-        self._prepare(engine)
         self._call += 1
+        due = self._cadence.due(step)
+        try:
+            engine = self._engine_now()
+            self._prepare(engine)
+            self._observe(engine, began)
+            self._saved_last = self._step_saved(step, due, engine)
+        except Exception as error:
+            if about_truth(error):
+                raise
+            self._saved_last = False
+            self._alarms.ring(f"step {step} was not saved", error)
+            if due.memory:
+                self._miss(step, due=due.storage, error=error)
+        self._step = step
+        self._returned = time.perf_counter()
+
+    def _observe(self, engine: Engine, began: float) -> None:
+        """What the step before this call has cost."""
         flying = engine.copier.flight is not None
         control = engine.control
         writing = control is not None and sum(map(control.pinned, range(control.geometry.slots))) > engine.spare
@@ -218,36 +240,71 @@ class FlashCheckpoint:
         elif self._writing_since:
             self._costs.written(began - self._writing_since)
             self._writing_since = 0.0
+
+    def _step_saved(self, step: int, due: Due, engine: Engine) -> bool:
         self._fence()
-        due = self._cadence.due(step)
-        plan = self._boundary.reached(control, self._call) if control is not None and self._boundary is not None else 0
+        plan, control = 0, engine.control
+        if control is not None and self._boundary is not None:
+            with self._going_on("the boundary of a planned change was not looked for"):
+                plan = self._boundary.reached(control, self._call)
         if plan:
             self._stand_at(plan, step, engine)
-            self._saved_last = due.memory
+            saved = due.memory
         elif due.memory:
-            self._saved_last = self._save(step, due=due.storage, populated=True)
+            saved = self._save(step, due=due.storage, populated=True)
         else:
-            self._saved_last = False
             engine.settle()
-        if self._saved_last:
+            saved = False
+        if saved:
             self._costs.saved(engine.stats.stall_s)
-        self._replan(step, engine)
-        self._step = step
-        self._returned = time.perf_counter()
+        with self._going_on("the intervals between saves stay as they are"):
+            self._replan(step, engine)
+        return saved
+
+    @contextlib.contextmanager
+    def _going_on(self, what: str) -> Iterator[None]:
+        """Errors in here are alarms, unless they are about the truth of the state."""
+        try:
+            yield
+        except Exception as error:
+            if about_truth(error):
+                raise
+            self._alarms.ring(what, error)
+
+    def _miss(self, step: int, *, due: bool, error: Exception) -> None:
+        """Let the other ranks know that this one has no state of a step."""
+        with self._going_on(f"other ranks could not be told that step {step} is missing here"):
+            if self._engine is not None:
+                self._engine.failed(step, due=due)
+            else:
+                # They have no memory either: without this rank there was no layout to agree on.
+                absent(self._meeting, self._call, error)
+                Missed(self._meeting).tell(step)
 
     def save(self, step: int, *, to_storage: bool = True) -> bool:
         """Save the state after ``step`` now, whatever is due. On every rank: they wait for each other, unless not ``coupled``.
 
-        While every slot is in use, because storage is slow, it waits, for twenty minutes at most; False: that was not enough, and
-        no rank has saved it. What `step` has just saved is not copied again, but goes to storage, unless it has changed since.
+        While every slot is in use, because storage is slow, it waits, for twenty minutes at most; False: that was not enough, or
+        an error kept some rank from saving it, which is logged: no rank has saved it. What `step` has just saved is not copied
+        again, but goes to storage, unless it has changed since. Raises as `step`.
         """
         self._open_still()
-        engine = self._engine_now()
-        self._prepare(engine)
         self._call += 1
-        self._fence()
-        with _asking():
-            saved = by_hand.save(engine, step, self._call, due=to_storage and bool(self.url))
+        due = to_storage and bool(self.url)
+        try:
+            engine = self._engine_now()
+            self._prepare(engine)
+            self._fence()
+            with _asking():
+                saved = by_hand.save(engine, step, self._call, due=due)
+        except Exception as error:
+            if about_truth(error):
+                raise
+            self._alarms.ring(f"step {step} was not saved, though that was asked for", error)
+            self._miss(step, due=due, error=error)
+            if self._engine is None:
+                by_hand.decline(self._meeting, step, coupled=self._coupled)
+            return False
         if not saved:
             _log.error("step %d was not saved, though that was asked for: %s", step, engine.why_left_out)
         self._tell_layout(engine)
@@ -256,7 +313,7 @@ class FlashCheckpoint:
     def wait(self) -> None:
         """Until what was saved is published in memory; and, without an agent, written to storage. Raises what failed there."""
         if self._engine is not None:
-            self._engine.settle()
+            self._engine.settle(raises=True)
         if isinstance(self._line, Standalone):
             self._line.wait()
             if self._line.failed is not None:
@@ -267,8 +324,8 @@ class FlashCheckpoint:
 
         Of the newest state that was saved, storage gets a copy too, unless ``store_every`` is 0; of the present one, as that of
         the last `step`, where all saves were left out. Without an agent that is waited for, for `CLOSE_S` at most; else the agent
-        sees to it. What fails on storage is logged and not raised: the script's exit code is its own. Who wants to know calls
-        `wait` before.
+        sees to it, and fails the job where it cannot. Raises `NotStored` where it is known here that the last state does not get
+        to storage: a script that ends well has its last state there.
         """
         self._finish(wait=True)
 
@@ -283,33 +340,13 @@ class FlashCheckpoint:
         if self._hooks is not None:
             self._hooks.remove()
         try:
-            if self._engine is not None and wait:
-                self._engine.settle()
-                if self.url and self._cadence.plan.store_every:
-                    self._store_newest(self._engine)
-            if isinstance(self._line, Standalone) and wait:
-                self._wait_for_storage(self._line)
+            if wait:
+                closing.store_last(self)
         finally:
             if self._line is not None:
                 self._line.close()
             if self._engine is not None:
                 self._engine.close()
-
-    def _wait_for_storage(self, line: Standalone) -> None:
-        shown = Place(self.url).shown() if self.url else ""
-        if line.wait(CLOSING_S):
-            return
-        _log.warning("%s: states are still being written; this process ends when they are, or in %g s", shown, CLOSE_S)
-        if not line.wait(CLOSE_S):
-            _log.error("%s: not everything is written after %g s, and not waited for any more", shown, CLOSE_S)
-
-    def _store_newest(self, engine: Engine) -> None:
-        if by_hand.store_newest(engine) or self._step is None:
-            return
-        # All saves were left out: a short run, whose memory was not populated in time. What it has learnt is not to be lost.
-        self._call += 1
-        if self._save(self._step, due=True, populated=False):
-            engine.settle()
 
     def __enter__(self) -> FlashCheckpoint:  # noqa: PYI034  # Self needs 3.11
         return self
@@ -317,14 +354,21 @@ class FlashCheckpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._finish(wait=kind is None or issubclass(kind, KeyboardInterrupt))
+        if kind is None:
+            self._finish(wait=True)
+            return
+        try:
+            self._finish(wait=issubclass(kind, KeyboardInterrupt))
+        except NotStored as unstored:  # what the script raises goes on
+            _log.error("%s", unstored)  # it is the sentence that counts
 
     @property
     def stats(self) -> Stats:
         """What saving has done and cost so far."""
         engine = self._engine
         if engine is None:
-            return Stats()
+            return Stats(failed=self._alarms.count)
+        engine.stats.failed = self._alarms.count
         engine.stats.populated = engine.memory is not None and engine.memory.populated.is_set()
         return engine.stats
 
@@ -362,13 +406,22 @@ class FlashCheckpoint:
         return self._line
 
     def _engine_now(self) -> Engine:
+        if self._absent is not None:
+            raise CoreError(f"nothing is saved in this generation: {self._absent}") from self._absent
         if self._engine is None:
-            line = self._opened()
+            try:
+                line = self._opened()
+            except Exception as error:
+                if not about_truth(error):
+                    self._absent = error
+                    absent(self._meeting)
+                raise
+            self._alarms.tell = line.alarm
             why = why_blocking(self._capture.optimizers.values()) if self._options.beside else ""
             if why:
                 _log.warning("training stands while states are copied: %s", why)
                 self._options = self._options._replace(beside=False)
-            engine = self._engine = Engine(self._capture, line, self._meeting, self._options)
+            engine = self._engine = Engine(self._capture, line, self._meeting, self._options, self._alarms)
             if self._options.beside:
                 self._hooks = Hooks(engine, self._capture.optimizers.values(), self._capture.models.values())
             if self._coupled:
@@ -409,10 +462,10 @@ class FlashCheckpoint:
 
     _told_layouts = -1
 
-    def _save(self, step: int, *, due: bool, populated: bool) -> bool:
+    def _save(self, step: int, *, due: bool, populated: bool, waits: Callable[[float], bool] | None = None) -> bool:
         engine = self._engine_now()
         with _asking():
-            saved = engine.save(step, self._call, due=due, populated=populated)
+            saved = engine.save(step, self._call, due=due, populated=populated, waits=waits)
         left_out = engine.stats.skipped + engine.stats.early
         if not saved and left_out & (left_out - 1) == 0:  # the first, the second, the fourth ...
             _log.warning("step %d was not saved (%d by now): %s", step, left_out, engine.why_left_out)
@@ -477,8 +530,17 @@ def _asking() -> Iterator[None]:
 def _at_exit(ckpt: weakref.ref[FlashCheckpoint]) -> None:
     """What is due is written, unless the script has failed: then other ranks may be gone."""
     found = ckpt()
-    if found is not None:
+    if found is None:
+        return
+    try:
         found._finish(wait=isinstance(getattr(sys, "last_value", None), (KeyboardInterrupt, type(None))))
+    except NotStored as error:
+        _log.error("%s", error)  # it is the sentence that counts
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        # The interpreter would end with 0, whatever is raised here; `close`, or ``with``, has it raised in the script.
+        os._exit(1)
 
 
 def _check(*, mode: str, verify: str, format: str, keep: object, slots: object) -> None:  # noqa: A002  # as above

@@ -37,6 +37,9 @@ class Line(Protocol):
     def keeping(self, keeping: Keeping) -> None:
         """How states are kept."""
 
+    def alarm(self, words: str) -> None:
+        """A save of this rank was left out because of an error."""
+
     def acked(self, plan: int) -> None:
         """This rank looks for the boundary of a plan."""
 

@@ -9,6 +9,7 @@ A collective has one outcome for all: rank 0 gathers, and what comes of it, the 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -23,6 +24,8 @@ PREFIX = "dlrover/checkpoint/"
 LIMIT_S = 1800.0
 """Ranks prepare their data and their model at different speeds. Who is dead is not waited for: its agent ends the others."""
 DIAL_S = 300.0
+AGAIN_S, AGAIN_MAX = 2.0, 3
+"""How long a lost connection to the store is made anew, about; and how often within one wait."""
 CHUNK_BYTES = 4 * 1024 * 1024
 """Of a value, in one request: torch's store, where libuv serves it, hangs up on more than 8 MiB."""
 _NAMED_MAX = 16
@@ -35,6 +38,10 @@ class MeetingFailed(CoreError):
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.missing = missing
+
+
+class StoreGone(MeetingFailed):
+    """The store does not answer, nor to a new connection: the ranks of this generation cannot talk to each other any more."""
 
 
 class Meeting:
@@ -53,10 +60,15 @@ class Meeting:
         self._rounds: dict[str, int] = {}
         self._stale: list[str] = []
         self._alone: dict[str, bytes] | None = {} if world == 1 else None
+        self.gone = ""
+        """Why the store is not asked any more; empty: it answers, as far as is known."""
+        self._base: Store | None = None
         if store is not None and world > 1:
             # The second meeting of a process is another one than the first, with nothing global to count them by.
             opened = self._asked("open", lambda: store.add(f"{PREFIX}opened/{rank}", 1))
-            self._store: Store = PrefixStore(f"{PREFIX}{opened}", store)
+            self._prefix = f"{PREFIX}{opened}"
+            self._store: Store = PrefixStore(self._prefix, store)
+            self._base = store
 
     @classmethod
     def of_environment(cls, *, limit_s: float = LIMIT_S) -> Meeting:
@@ -166,18 +178,27 @@ class Meeting:
             self._asked(one, lambda one=one: self._store.delete_key(one))  # type: ignore[misc]  # mypy/10740
 
     def _wait(self, name: str, keys: list[str], ranks: range, limit_s: float) -> None:
-        try:
-            self._store.wait(keys, timedelta(seconds=limit_s))
-        except RuntimeError as error:
-            missing = [rank for key, rank in zip(keys, ranks, strict=True) if self.look(key) is None]
-            if not missing:
+        until = time.monotonic() + limit_s
+        for again in range(AGAIN_MAX + 1):
+            if self.gone:
+                raise StoreGone(f"{name}: {self.gone}")
+            store = self._store
+            try:
+                store.wait(keys, timedelta(seconds=max(0.001, until - time.monotonic())))
+            except RuntimeError as error:
+                missing = [rank for key, rank in zip(keys, ranks, strict=True) if self.look(key) is None]
+                if not missing:
+                    return
+                if self._store is not store and again < AGAIN_MAX:
+                    continue  # the connection was lost, and there is a new one
+                named = ", ".join(map(str, missing[:_NAMED_MAX])) + (", ..." if len(missing) > _NAMED_MAX else "")
+                raise MeetingFailed(
+                    f"{name}: rank{'s' * (len(missing) > 1)} {named} of {self.world} did not come within {limit_s:g} s; "
+                    "all ranks have to make the same calls in the same order",
+                    tuple(missing),
+                ) from error
+            else:
                 return
-            named = ", ".join(map(str, missing[:_NAMED_MAX])) + (", ..." if len(missing) > _NAMED_MAX else "")
-            raise MeetingFailed(
-                f"{name}: rank{'s' * (len(missing) > 1)} {named} of {self.world} did not come within {limit_s:g} s; "
-                "all ranks have to make the same calls in the same order",
-                tuple(missing),
-            ) from error
 
     def _get(self, key: str) -> bytes:
         return self._asked(key, lambda: self._store.get(key))
@@ -186,10 +207,37 @@ class Meeting:
         self._asked(key, lambda: self._store.set(key, value))  # type: ignore[arg-type]  # bytes are taken as they are
 
     def _asked(self, name: str, call: Callable[[], _T]) -> _T:
+        if self.gone:
+            raise StoreGone(f"{name}: {self.gone}")
+        try:
+            return call()
+        except RuntimeError as error:
+            told = f"this generation's store does not answer: {_brief(error)}"
+            if self._base is None:
+                raise MeetingFailed(f"{name}: {told}") from error
+            if not self._connected_again(self._base):
+                self.gone = told
+                raise StoreGone(f"{name}: {told}") from error
         try:
             return call()
         except RuntimeError as error:
             raise MeetingFailed(f"{name}: this generation's store does not answer: {_brief(error)}") from error
+
+    def _connected_again(self, base: Store) -> bool:
+        """Make a new connection to the same store; False: it is not there. A lost connection alone must not part the ranks."""
+        try:
+            limit = base.timeout
+            base.set_timeout(timedelta(seconds=AGAIN_S))
+            try:
+                fresh = base.clone()
+                fresh.check([self._prefix])
+            finally:
+                base.set_timeout(limit)
+            fresh.set_timeout(limit)
+        except (RuntimeError, AttributeError):  # stores of others may have no `clone`
+            return False
+        self._base, self._store = fresh, PrefixStore(self._prefix, fresh)
+        return True
 
 
 def _dialled(rank: int, world: int, limit_s: float) -> Store:

@@ -7,33 +7,46 @@ from collections.abc import Iterable
 
 from dlrover_core.checkpoint.slots import NOTHING
 
-from .meeting import Meeting
+from .meeting import Meeting, MeetingFailed
 
 _log = logging.getLogger(__name__)
 
 
 class Missed:
-    """Which steps some rank has not saved. Whoever misses one tells it before it goes on; of the others it is looked up."""
+    """Which steps some rank has not saved. Whoever misses one tells it before it goes on; of the others it is looked up.
+
+    Where the store of the ranks does not answer, that is not known any more: ``unknown`` says why, until the generation ends.
+    From then on only what the agents tell of each other proves that a state is whole on all ranks (`slots.choose`, not coupled).
+    The other ranks find the same, since the store has gone for all; a connection that one rank alone has lost is made anew by
+    its meeting.
+    """
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
         self._known: set[int] = set()
         self._attempts: dict[int, int] = {}
+        self.unknown: MeetingFailed | None = None
 
     def tell(self, step: int) -> None:
         """This rank has no state of it."""
-        if self._meeting.world > 1:
-            self._meeting.post(self._name(step), b"1")
+        if self._meeting.world > 1 and self.unknown is None:
+            try:
+                self._meeting.post(self._name(step), b"1")
+            except MeetingFailed as error:
+                self.unknown = error
 
     def heard(self, steps: Iterable[int]) -> set[int]:
-        """Of these steps those that somebody misses."""
+        """Of these steps those that somebody misses; where there is ``unknown``, as far as it was known before."""
         if self._meeting.world == 1:
             return set()
         asked = set(steps)
         self._known &= asked
-        for step in asked - self._known:
-            if self._meeting.look(self._name(step)) is not None:
-                self._known.add(step)
+        try:
+            for step in asked - self._known if self.unknown is None else ():
+                if self._meeting.look(self._name(step)) is not None:
+                    self._known.add(step)
+        except MeetingFailed as error:
+            self.unknown = error
         return self._known
 
     def anew(self, step: int) -> None:

@@ -9,6 +9,7 @@ Names are those of torch.distributed.checkpoint: fully qualified, the same wheth
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple, Protocol
 
@@ -86,9 +87,21 @@ class ModelSource:
         self._others = False
         self._modules: list[torch.nn.Module] = []
 
+    def reshard(self) -> None:
+        """Take back what FSDP2 gathered for a forward without a backward, such as an evaluation's: only shards are the state.
+
+        A root stays gathered then, by default, and its parameters are other tensors as long as it is.
+        """
+        distributed = sys.modules.get("torch.distributed.fsdp")
+        sharding = getattr(distributed, "FSDPModule", None)
+        for one in self._modules or self._model.modules() if sharding is not None else ():
+            if isinstance(one, sharding):
+                one.reshard()
+
     def _found(self) -> dict[str, tuple[Any, str, torch.Tensor]]:
         places: dict[str, tuple[Any, str, torch.Tensor]] = {}
         self._modules = []
+        self.reshard()
         for prefix, module in self._model.named_modules(remove_duplicate=False):
             self._modules.append(module)
             for owner in (module._parameters, module._buffers):

@@ -104,13 +104,17 @@ class Standalone:
 
     def arena(self, layout: int, geometry: Geometry) -> Arena:  # noqa: ARG002  # a vault would look for that layout's
         """Memory of this process."""
+        fd = -1
         try:
             fd = os.memfd_create("dlrover-arena", os.MFD_CLOEXEC)
             os.ftruncate(fd, geometry.total_bytes)
+            room = _Room(os.dup(fd))
         except OSError as error:
+            if fd >= 0:
+                os.close(fd)
             raise VaultRefused(f"no memory for checkpoints ({geometry.total_bytes:,} bytes): {error}") from error
         self._made += 1
-        self._arenas[self._made] = _Room(os.dup(fd))
+        self._arenas[self._made] = room
         return Arena(self._made, fresh=True, fd=fd)
 
     def ready(self, arena: int, holders: Sequence[Sequence[int]] | None = None) -> None:  # noqa: ARG002  # as a vault's
@@ -146,6 +150,9 @@ class Standalone:
 
     def keeping(self, keeping: Keeping) -> None:
         """Nobody asks."""
+
+    def alarm(self, words: str) -> None:
+        """The log of this process has them."""
 
     def acked(self, plan: int) -> None:
         """There are no plans."""

@@ -13,14 +13,15 @@ class Stats:
     ``stall_s``: the training thread stood in our hands; ``live_s``: of that, for copying what others than the optimizer write,
     and what is no tensor; ``copy_s``: the copy, beside training or not. ``copied_bytes`` is all of it, ``live_bytes`` what is
     live. ``skipped``: saves left out because every slot was in use; ``early``: as the memory was not populated yet; ``torn``:
-    copies thrown away. ``unstored``: states that were due on storage and made room in memory for newer ones before it took them.
-    ``populated``: all of the memory is there.
+    copies thrown away; ``failed``: errors that left a save out, as `alarms` says. ``unstored``: states that were due on storage
+    and made room in memory for newer ones before it took them. ``populated``: all of the memory is there.
     """
 
     saves: int = 0
     skipped: int = 0
     early: int = 0
     torn: int = 0
+    failed: int = 0
     unstored: int = 0
     layouts: int = 0
     stall_s: float = 0.0

@@ -278,6 +278,10 @@ class Vault:
         told = [[one, why[:500]] for one, why in fell][:8]
         self._tell({"op": "restored", "step": step, "tier": tier, "took_us": took_us, "fell": told}, TELL_S)
 
+    def alarm(self, words: str) -> None:
+        """A save of this rank was left out because of an error; for people. Never raises."""
+        self._tell({"op": "alarm", "words": words})
+
     def acked(self, plan: int) -> None:
         """This rank looks for the boundary of ``plan`` from now on. Never raises."""
         self._tell({"op": "acked", "plan": plan}, TELL_S)

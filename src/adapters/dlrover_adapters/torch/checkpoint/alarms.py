@@ -1,0 +1,50 @@
+"""Which errors of a save end training, and what becomes of all others.
+
+An error about the *truth* of the state is raised: what would be saved is not what the script means, so every later save would be
+wrong, too. That is decided here and nowhere else (`about_truth`). Every other error (the store, the agent, memory, a disk, a
+``state_dict`` that raises) leaves that save out and rings an alarm: it is logged, told to the agent and counted, and training
+goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from dlrover_core.errors import SpecError
+
+from .sources import Mismatch
+
+TRUTH = (SpecError, Mismatch)
+"""A state that cannot be saved as it was given, or that is another one than on other ranks or in the checkpoint."""
+KINDS_MAX = 16
+WORDS_MAX = 500
+_log = logging.getLogger("dlrover.torch")
+
+
+def about_truth(error: BaseException) -> bool:
+    """Does this error of a save end training? What ends the process, such as Ctrl-C, does, too."""
+    return isinstance(error, TRUTH) or not isinstance(error, Exception)
+
+
+class Alarms:
+    """Errors that did not end training. ``count``: all of them; ``newest``: the last one; ``tell``: passes words to the agent."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.newest: Exception | None = None
+        self.tell: Callable[[str], None] = lambda _: None
+        self._kinds: dict[str, int] = {}
+
+    def ring(self, what: str, error: Exception) -> None:
+        """``what`` did not happen, because of this error. Of one kind the first, the second, the fourth ... is told."""
+        self.count += 1
+        self.newest = error
+        kind = type(error).__name__ if len(self._kinds) < KINDS_MAX else ""
+        times = self._kinds[kind] = self._kinds.get(kind, 0) + 1
+        if times & (times - 1) == 0:
+            words = f"{what}: {type(error).__name__}: {error}"[:WORDS_MAX]
+            _log.error(
+                "%s (%d errors by now). Training goes on", words, self.count, exc_info=error if times == 1 else None
+            )
+            self.tell(words)

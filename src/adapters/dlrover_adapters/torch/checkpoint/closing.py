@@ -1,0 +1,88 @@
+"""The end of a script: its last state goes to storage, or the script hears that it does not."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from dlrover_adapters.checkpoint.places import Place
+from dlrover_core.checkpoint.slots import NOTHING
+from dlrover_core.errors import CoreError
+
+from . import by_hand
+from .alarms import about_truth
+from .engine import Engine
+from .standalone import Standalone
+
+if TYPE_CHECKING:
+    from .flash import FlashCheckpoint
+
+CLOSE_S, CLOSING_S = 3600.0, 30.0
+"""How long `FlashCheckpoint.close` waits for storage without an agent, and after how long it says so."""
+_log = logging.getLogger("dlrover.torch")
+
+
+class NotStored(CoreError):
+    """A script ends, and its last state is not on storage. The message says which step, why, what is there and what to do."""
+
+
+def store_last(ckpt: FlashCheckpoint) -> None:
+    """The newest state goes to storage. Raises `NotStored` where it does not."""
+    engine, stored = ckpt._engine, NOTHING
+    if engine is not None:
+        engine.settle()
+    if ckpt.url and ckpt._cadence.plan.store_every and (engine is not None or ckpt._step is not None):
+        stored = _store_newest(ckpt, engine)
+    line = ckpt._line
+    if isinstance(line, Standalone):
+        in_time = _wait_for_storage(ckpt, line)
+        if stored != NOTHING and stored not in line.written:
+            why = line.failed or ("some rank has no part of it" if in_time else f"it took longer than {CLOSE_S:g} s")
+            raise _not_stored(ckpt, stored, str(why)) from line.failed
+
+
+def _store_newest(ckpt: FlashCheckpoint, engine: Engine | None) -> int:
+    """The step that goes to storage as the script ends; `NOTHING`: nothing has been saved, nor should have been."""
+    stored = by_hand.store_newest(engine) if engine is not None else NOTHING
+    if stored == NOTHING and ckpt._step is not None and (engine is None or engine._newest is not None):
+        # All saves were left out: a short run, whose memory was not populated in time. What it has learnt is not to be lost.
+        stored = _save_at_last(ckpt, ckpt._step)
+    newest = engine._newest if engine is not None else None
+    if newest is not None and newest[1] and newest[0] > stored:
+        raise _not_stored(ckpt, newest[0], engine.why_left_out if engine is not None else "", stored)
+    return stored
+
+
+def _save_at_last(ckpt: FlashCheckpoint, step: int) -> int:
+    ckpt._call += 1
+    try:
+        engine = ckpt._engine_now()
+        saved = ckpt._save(step, due=True, populated=False, waits=lambda waited_s: waited_s < by_hand.BY_HAND_S)
+        engine.settle(raises=True)
+    except Exception as error:
+        if about_truth(error):
+            raise
+        ckpt._miss(step, due=True, error=error)
+        raise _not_stored(ckpt, step, f"{type(error).__name__}: {error}") from error
+    if not saved:
+        raise _not_stored(ckpt, step, engine.why_left_out)
+    return step
+
+
+def _not_stored(ckpt: FlashCheckpoint, step: int, why: str, instead: int = NOTHING) -> NotStored:
+    there = f"step {instead} goes there instead" if instead != NOTHING else "what `dlrover ckpt ls` shows is there"
+    return NotStored(
+        f"step {step}, the last state of this script, is not on storage ({Place(ckpt.url).shown()}): {why}; {there}. See to "
+        "that, then start the script again: it goes on from the newest state that is there"
+    )
+
+
+def _wait_for_storage(ckpt: FlashCheckpoint, line: Standalone) -> bool:
+    shown = Place(ckpt.url).shown() if ckpt.url else ""
+    if line.wait(CLOSING_S):
+        return True
+    _log.warning("%s: states are still being written; this process ends when they are, or in %g s", shown, CLOSE_S)
+    if line.wait(CLOSE_S):
+        return True
+    _log.error("%s: not everything is written after %g s, and not waited for any more", shown, CLOSE_S)
+    return False
