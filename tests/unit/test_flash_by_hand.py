@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -496,8 +497,10 @@ def test_the_engine_looks_for_it(caplog: pytest.LogCaptureFixture) -> None:
 # ---- an agent that is not to be had
 
 
-def test_an_agent_that_does_not_answer_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what to look at; it is no bare exception of the line's."""
+def test_an_agent_that_does_not_answer_is_an_error_of_a_restore_and_an_alarm_of_a_save(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restore says what to look at, in an error of ours; a save is left out, says the same and training goes on."""
 
     def gone(_cls: object = None) -> Vault:
         raise VaultGone("no answer to 'hello' within 300 s")
@@ -513,15 +516,19 @@ def test_an_agent_that_does_not_answer_is_an_error_of_ours(monkeypatch: pytest.M
         monkeypatch.setattr(Vault, "connect", classmethod(connect))
         run = Training()
         with FlashCheckpoint("", **run.parts, every=1) as ckpt:
-            for call in (ckpt.restore, lambda ckpt=ckpt: ckpt.step(1), lambda ckpt=ckpt: ckpt.save(1)):
-                with pytest.raises(kind, match=said) as raised:
-                    call()
-                assert isinstance(raised.value, CoreError)
+            with pytest.raises(kind, match=said) as raised:
+                ckpt.restore()
+            assert isinstance(raised.value, CoreError)
+            caplog.clear()
+            ckpt.step(1)
+            assert not ckpt.save(1)
+            assert re.search(said, caplog.text)
+            assert ckpt.stats.failed == 2
 
 
 @pytest.mark.parametrize("call", ["prepare", "save", "by hand"])
 def test_nor_does_it_later(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """In whichever call."""
+    """In whichever call: the save is left out, and the next one is tried."""
 
     def gone(*_: Any, **__: Any) -> None:
         raise VaultGone("no answer to 'arena' within 300 s")
@@ -530,8 +537,12 @@ def test_nor_does_it_later(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     with FlashCheckpoint("", **run.parts, every=1) as ckpt:
         engine = engine_of(ckpt)
         monkeypatch.setattr(*((by_hand, "save") if call == "by hand" else (engine, call)), gone)
-        with pytest.raises(AgentGone, match="'arena' within 300 s"):
-            ckpt.save(1) if call == "by hand" else ckpt.step(1)
+        assert not ckpt.save(1) if call == "by hand" else ckpt.step(1) is None
+        assert isinstance(ckpt._alarms.newest, AgentGone)
+        assert "'arena' within 300 s" in str(ckpt._alarms.newest)
+        monkeypatch.undo()
+        assert ckpt.save(2)
+        assert (ckpt.stats.failed, held(ckpt).keys()) == (1, {2})
 
 
 # ---- without an agent

@@ -28,17 +28,22 @@ class NotStored(CoreError):
 
 def store_last(ckpt: FlashCheckpoint) -> None:
     """The newest state goes to storage. Raises `NotStored` where it does not."""
-    engine, stored = ckpt._engine, NOTHING
+    engine, stored, wrong = ckpt._engine, NOTHING, None
     if engine is not None:
         engine.settle()
     if ckpt.url and ckpt._cadence.plan.store_every and (engine is not None or ckpt._step is not None):
-        stored = _store_newest(ckpt, engine)
+        try:
+            stored = _store_newest(ckpt, engine)
+        except NotStored as error:  # what else is on its way to storage gets there first
+            wrong = error
     line = ckpt._line
     if isinstance(line, Standalone):
         in_time = _wait_for_storage(ckpt, line)
         if stored != NOTHING and stored not in line.written:
             why = line.failed or ("some rank has no part of it" if in_time else f"it took longer than {CLOSE_S:g} s")
             raise _not_stored(ckpt, stored, str(why)) from line.failed
+    if wrong is not None:
+        raise wrong
 
 
 def _store_newest(ckpt: FlashCheckpoint, engine: Engine | None) -> int:
