@@ -4,7 +4,8 @@ Savers do it among themselves, beside training: no rank, no collective, no accel
 that the agent is handed, in the format of arenas, and serves what the node has; `send` and `fetch` are the other ends.
 
 A copy is whole or not there: it goes into a slot that nobody reads and that is not the newest, every block is compared with the
-saver's digest on arrival, and only then is the slot published. Fenced twice: another run is a stranger, and so is who speaks for
+saver's digest on arrival, table and objects with their HMAC, and only then is the slot published. So what lies in a node's memory
+is either the node's own or was written by somebody who knows the job's token: objects from there may be unpickled. Fenced twice: another run is a stranger, and so is who speaks for
 a generation that this node knows to be over. Nothing is resumed: who was cut off starts again.
 """
 
@@ -100,7 +101,7 @@ def send(
         line.allow(header.size)
         had = bool(line.hear(patient=True).get("had"))  # it gets its memory first
         if not had:
-            give(line, view, pace or Pace(PACE_BYTES_S))
+            give(line, view, pace or Pace(PACE_BYTES_S), data_bytes=header.data_bytes)
             line.hear()
         return Sent(_us_since(began), 0 if had else header.size, had)
     finally:
@@ -113,36 +114,40 @@ def fetch(
     credentials: Credentials,
     *,
     generation: int,
+    whole: bool = True,
     allow: Callable[[int], str] | None = None,
     idle_s: float = IDLE_S,
 ) -> Received:
     """Bring one rank's state from the saver at ``address``. ``allow``: of so many bytes, why they are too many (empty: not).
 
+    Not ``whole``: its table and its objects only; the arena that comes has no data then.
     Cut off in the middle, it is tried `TRIES` times. Raises `PeerRefused` (the peer says why, or there is no room),
     `StrangerRefused`, `PeerFailed`.
     """
-    began = time.monotonic()
+    began, asked = time.monotonic(), {"op": "get" if whole else "head", "generation": generation}
     for _ in range(TRIES - 1):
         with contextlib.suppress(PeerCut):
-            return _fetch(address, wanted, credentials, generation, allow, idle_s, began)
-    return _fetch(address, wanted, credentials, generation, allow, idle_s, began)
+            return _fetch(address, wanted, credentials, asked, allow, idle_s, began)
+    return _fetch(address, wanted, credentials, asked, allow, idle_s, began)
 
 
 def _fetch(
     address: str,
     wanted: Wanted,
     credentials: Credentials,
-    generation: int,
+    asked: dict[str, Any],
     allow: Callable[[int], str] | None,
     idle_s: float,
     began: float,
 ) -> Received:
     line = dial(address, credentials, idle_s=idle_s)
     try:
-        line.say({"op": "get", "run": credentials.run, "generation": generation, "wanted": list(wanted)})
+        line.say({**asked, "run": credentials.run, "wanted": list(wanted)})
         header = Header.heard(line.hear().get("state"))
         if not wanted.fits(header.wanted):
             raise PeerFailed(f"{wanted} was asked for, and {header.wanted} came")
+        if asked["op"] == "head" and header.data_bytes:
+            raise PeerFailed("table and objects were asked for, and all of a state came")
         memory = _room("dlrover-fetched", header.geometry(1), allow)
         try:
             line.say({"ready": True})  # to find fresh memory takes a second for each GiB or two
@@ -358,26 +363,26 @@ class Server:
             if not isinstance(keep, (list, tuple)) or len(keep) != 2 or not all(type(one) is int for one in keep):
                 raise PeerFailed("what it wants kept makes no sense")
             self._take(line, Header.heard(asked.get("state")), (keep[0], keep[1]))
-        elif asked.get("op") == "get":
+        elif asked.get("op") in {"get", "head"}:
             told = asked.get("wanted")
             if not isinstance(told, list) or len(told) != 4 or not all(type(one) is int for one in told):
                 raise PeerFailed("what it wants makes no sense")
-            self._hand_out(line, Wanted(*told))
+            self._hand_out(line, Wanted(*told), whole=asked["op"] == "get")
         else:
             raise PeerFailed("a request that this version does not know")
 
-    def _hand_out(self, line: Line, wanted: Wanted) -> None:
+    def _hand_out(self, line: Line, wanted: Wanted, *, whole: bool) -> None:
         with self.copied(wanted) as copied, self._lookup(wanted) if copied is None else _nothing() as own:
             view = copied or own
             if view is None:
                 raise PeerRefused(
                     f"this node has no step {wanted.step} of generation {wanted.generation} of rank {wanted.rank}"
                 )
-            header = Header.of(view)
+            header = Header.of(view) if whole else Header.of(view).head
             line.say({"state": header.told()})
             line.allow(header.size)
             line.hear(patient=True)  # it gets its memory first
-            give(line, view, self._pace)
+            give(line, view, self._pace, data_bytes=header.data_bytes)
 
     @contextlib.contextmanager
     def copied(self, wanted: Wanted) -> Iterator[SlotView | None]:
