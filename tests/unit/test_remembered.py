@@ -33,6 +33,12 @@ class Node(FakeNode):
             raise VaultGone(self.gone)
         return super().fetch(address, rank, generation, step, layout)
 
+    def head(self, address: str, rank: int, generation: int, step: int, layout: int) -> Fetched:
+        """As `Vault`."""
+        if self.gone:
+            raise VaultGone(self.gone)
+        return super().head(address, rank, generation, step, layout)
+
     def close(self) -> None:
         """The line."""
         self.gone = "closed"

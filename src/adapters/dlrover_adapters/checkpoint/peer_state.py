@@ -150,8 +150,8 @@ class Memory:
             ended = line.hear()
             if not line.sealed(ended.get("objects"), table, blob):
                 raise PeerFailed(
-                    f"step {stamp.step} of rank {header.rank}: its table or its objects were changed on the way; nothing of it is "
-                    "used. Where this is no fault of the network somebody stands between these nodes: encrypt by --tls-ca"
+                    f"step {stamp.step} of rank {header.rank}: its table or its objects were changed on the way, so nothing "
+                    "of it is used; if the network is not faulty, somebody in between forges them: encrypt the job by TLS"
                 )
             self._compare(header, bytes(table), blob, found, ended.get("digests"))
             if fresh:

@@ -5,8 +5,10 @@ that the agent is handed, in the format of arenas, and serves what the node has;
 
 A copy is whole or not there: it goes into a slot that nobody reads and that is not the newest, every block is compared with the
 saver's digest on arrival, table and objects with their HMAC, and only then is the slot published. So what lies in a node's memory
-is either the node's own or was written by somebody who knows the job's token: objects from there may be unpickled. Fenced twice: another run is a stranger, and so is who speaks for
-a generation that this node knows to be over. Nothing is resumed: who was cut off starts again.
+is either the node's own or was written by somebody who knows the job's token: objects from there may be unpickled.
+
+Fenced twice: another run is a stranger, and so is who speaks for a generation that this node knows to be over. Nothing is
+resumed: who was cut off starts again.
 """
 
 from __future__ import annotations
