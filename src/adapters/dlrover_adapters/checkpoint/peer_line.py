@@ -317,6 +317,6 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
         except ConnectionResetError:
             more = b""
         if not more:
-            raise PeerFailed("it hung up in the middle of the greeting; it may be of another version, or full")
+            raise PeerCut("it hung up in the middle of the greeting; it may be of another version, or full")
         found += more
     return found

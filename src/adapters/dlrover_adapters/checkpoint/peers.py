@@ -7,6 +7,9 @@ A copy is whole or not there: it goes into a slot that nobody reads and that is 
 saver's digest on arrival, table and objects with their HMAC, and only then is the slot published. So what lies in a node's memory
 is either the node's own or was written by somebody who knows the job's token: objects from there may be unpickled.
 
+Connections that have not proved yet that they know the token are strangers' (`_Door`): a bounded number, of which the oldest
+makes room for the next, so that nobody can keep the savers of a job from each other by holding connections open.
+
 Fenced twice: another run is a stranger, and so is who speaks for a generation that this node knows to be over. Nothing is
 resumed: who was cut off starts again.
 """
@@ -14,6 +17,8 @@ resumed: who was cut off starts again.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import socket
 import ssl
 import threading
@@ -46,7 +51,11 @@ __all__ = [
     "Tls", "Wanted", "fetch", "send",
 ]  # fmt: skip
 
-CONNECTIONS_MAX = 16
+CONNECTIONS_MAX = 128
+"""Of savers of this job, at a time."""
+STRANGERS_MAX = 128
+"""Connections that have not proved yet that they are of this job; a further one takes the place of the oldest."""
+BACKLOG = 4096
 COPY_SLOTS = 2
 NOTHING = (-1, -1)
 TRIES = 2
@@ -201,6 +210,61 @@ class _Kept:
         return next((slot for slot in order[: COPY_SLOTS - 1] if not self.readers[slot]), -1)
 
 
+class _Door:
+    """All connections of a server, by number: strangers until they are `admitted`, of whom the oldest makes room for the newest.
+
+    Kept are descriptors of our own: TLS takes a connection's first one over, and whoever serves it may have closed it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._strangers: dict[int, socket.socket] = {}  # by age: the first is the oldest
+        self._peers: dict[int, socket.socket] = {}
+
+    def __len__(self) -> int:
+        return len(self._strangers) + len(self._peers)
+
+    def came(self, sock: socket.socket) -> int:
+        """A stranger's connection; its number."""
+        own = sock.dup()
+        with self._lock:
+            if len(self._strangers) >= STRANGERS_MAX:
+                _hang_up(self._strangers.pop(next(iter(self._strangers))))
+            number = next(self._numbers)
+            self._strangers[number] = own
+            return number
+
+    def admitted(self, number: int) -> bool:
+        """It is a saver's of this job; False: there is no room for one more. Raises `PeerFailed` where it has just made room."""
+        with self._lock:
+            own = self._strangers.pop(number, None)
+            if own is None:
+                raise PeerFailed(f"{STRANGERS_MAX} newer connections wait")
+            self._peers[number] = own
+            return len(self._peers) <= CONNECTIONS_MAX
+
+    def left(self, number: int) -> None:
+        """It is over."""
+        with self._lock:
+            for some in (self._strangers, self._peers):
+                if number in some:
+                    some.pop(number).close()
+
+    def shut(self) -> None:
+        """Hang up on everybody; who serves them is woken."""
+        with self._lock:
+            for one in (*self._strangers.values(), *self._peers.values()):
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+
+
+def _hang_up(own: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        own.shutdown(socket.SHUT_RDWR)
+    own.close()
+
+
 class Server:
     """Takes copies and serves states, in threads of this process, from `start` to `stop`.
 
@@ -233,7 +297,7 @@ class Server:
         self._listener: socket.socket | None = None
         self._context: ssl.SSLContext | None = None
         self._threads: set[threading.Thread] = set()
-        self._sockets: set[socket.socket] = set()
+        self._door = _Door()
 
     # ---- its life
 
@@ -241,7 +305,7 @@ class Server:
         """Listen; the port. Raises OSError, ssl.SSLError (certificates that cannot be used)."""
         self._context = self._credentials.tls.serving() if self._credentials.tls is not None else None
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        listener = socket.create_server((bind, port), family=family, backlog=CONNECTIONS_MAX)
+        listener = socket.create_server((bind, port), family=family, backlog=BACKLOG)
         self._listener = listener
         self._thread("peers", lambda: self._accept(listener))
         return int(listener.getsockname()[1])
@@ -255,9 +319,7 @@ class Server:
             self._listener.close()
         with self._lock:
             threads = list(self._threads)
-            for one in self._sockets:
-                with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+        self._door.shut()
         for thread in threads:
             thread.join(_JOIN_S)
         self.forget(lambda _copy: True)
@@ -319,28 +381,28 @@ class Server:
                 if self._stopped.wait(0.1):
                     return
                 continue
-            with self._lock:
-                full = len(self._sockets) >= CONNECTIONS_MAX
-                if not full:
-                    self._sockets.add(sock)
-            if full:
+            try:
+                number = self._door.came(sock)
+            except OSError:  # out of descriptors
                 sock.close()
-                self._refused(str(address[0]), f"{CONNECTIONS_MAX} connections are open")
                 continue
-            self._thread("peer", lambda sock=sock, address=address: self._serve(sock, str(address[0])))  # type: ignore[misc]
+            if self._stopped.is_set():  # it has come too late to be hung up on by `stop`
+                self._door.left(number)
+                sock.close()
+                return
+            self._thread("peer", functools.partial(self._serve, sock, number, str(address[0])))
 
     # ---- a connection
 
-    def _serve(self, sock: socket.socket, address: str) -> None:
+    def _serve(self, sock: socket.socket, number: int, address: str) -> None:
         line: Line | None = None
         try:
             line = greet(sock, self._credentials, self._context, idle_s=self._idle_s)
-            with self._lock:  # TLS has taken the socket over
-                self._sockets.discard(sock)
-                sock = line.socket
-                self._sockets.add(sock)
+            room = self._door.admitted(number)
             asked = line.hear()
             try:
+                if not room:
+                    raise PeerRefused(f"{CONNECTIONS_MAX} other savers are connected; try again later")
                 self._answer(line, asked)
             except (PeerFailed, ArenaBroken) as error:
                 self._refused(address, str(error))
@@ -349,10 +411,9 @@ class Server:
         except PeerFailed as error:
             self._refused(address, str(error))
         finally:
-            with self._lock:
-                self._sockets.discard(sock)
             if line is not None:
                 line.close()
+            self._door.left(number)
 
     def _answer(self, line: Line, asked: dict[str, Any]) -> None:
         if asked.get("run") != self._credentials.run:
