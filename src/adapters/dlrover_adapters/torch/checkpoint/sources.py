@@ -327,10 +327,10 @@ class StateSource:
                 raise Mismatch(
                     f"state: {name} was saved, and {key} is no dict any more; give a state of the same shape"
                 )
-        place = reached(owner, keys[-1]) if isinstance(owner, list) else keys[-1]
-        if place is not None:
-            owner[place] = value
-        return place is not None
+        last: int | str | None = reached(owner, keys[-1]) if isinstance(owner, list) else keys[-1]
+        if last is not None:
+            owner[last] = value
+        return last is not None
 
 
 class GeneratorSource:
