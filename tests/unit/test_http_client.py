@@ -90,6 +90,7 @@ def test_a_status_without_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
         (b"<html>", {"content_type": "text/html"}, "it answers with text/html"),
         (gzip.compress(b" " * 10_000_000), {"content_encoding": "gzip"}, "its answer is no JSON"),
     ],
+    ids=["deep", "a list", "cut off", "no UTF-8", "HTML", "compressed"],
 )
 def test_what_is_no_status(body: bytes, headers: dict[str, str], says_what: str) -> None:
     """Whatever comes in place of a status is an error in words."""
