@@ -445,6 +445,12 @@ def test_copies_survive_the_saver_and_are_fetched(node: Make, gone: Gone) -> Non
     first, again = (vault.fetch(found.replica, 0, 1, 8, 7) for _ in range(2))
     with mmap.mmap(first.fd, 0) as copy:
         tell(sorted(one.kind for one in found.holdings), bytes_of(copy, 0), first.id == again.id, again.took_us)
+    before = vault.inventory().holdings
+    head, again = (vault.head(found.replica, 0, 1, 8, 7) for _ in range(2))
+    with mmap.mmap(head.fd, 0) as memory:
+        view = SlotView(memory, 0)
+        tell(view.stamp.step, len(view.data), again.took_us, vault.inventory().holdings == before)
+        view.release()
     try:
         vault.fetch(found.replica, 0, 1, 9, 7)
     except VaultGone as refused:
@@ -453,6 +459,7 @@ def test_copies_survive_the_saver_and_are_fetched(node: Make, gone: Gone) -> Non
 
     async def test() -> None:
         async with node(
+            "from dlrover_adapters.checkpoint.slotview import SlotView\n"
             "from dlrover_adapters.torch.checkpoint.vault import VaultGone\n" + textwrap.dedent(script)
         ) as one:
             await one.rig.start()
@@ -467,6 +474,12 @@ def test_copies_survive_the_saver_and_are_fetched(node: Make, gone: Gone) -> Non
             await one.until(lambda: len([each for each in one.of(OfferReplica) if each.address]) == 2)
             os.kill(one.rig.launcher.pids["rank 0"], signal.SIGUSR1)
             assert (await one.rig.told())[1:] == [["memory", "replica"], [8], True, 0]
+            assert (await one.rig.told())[1:] == [
+                8,
+                0,
+                0,
+                True,
+            ]  # table and objects alone, once, and no copy to count on
             refused, vault_gone = (await one.rig.told())[1:]
             assert "no step 9 of generation 1 of rank 0" in refused
             assert vault_gone == ""

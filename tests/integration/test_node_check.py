@@ -17,7 +17,7 @@ def test_good_nodes_one_of_them_slow(tmp_path: Path) -> None:
     site = tmp_path / "site.sh"
     site.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/site\n")
     site.chmod(0o755)
-    slow = {"MOCK_SLOW_RANK": "1:0.6"}
+    slow = {"DLROVER_TESTING": "1", "MOCK_SLOW_RANK": "1:0.6"}
     with Job(tmp_path, *FULL, "--check-script", str(site), WHERE, env=slow) as job:
         assert job.ended() == 0
         judged = job.events("CheckJudged")
@@ -31,7 +31,7 @@ def test_good_nodes_one_of_them_slow(tmp_path: Path) -> None:
 
 def test_a_faulty_node_is_replaced_before_anybody_trains(tmp_path: Path) -> None:
     """It is named, its successor passes with the other one as partner, and the first world is of those two."""
-    with Job(tmp_path, *FULL, WHERE, env={"MOCK_ERR_RANK": "worker-1-0"}) as job:
+    with Job(tmp_path, *FULL, WHERE, env={"DLROVER_TESTING": "1", "MOCK_ERR_RANK": "worker-1-0"}) as job:
         assert job.ended() == 0
         said = job.said()
         assert "node check: worker-1-0 is faulty: mocked error (MOCK_ERR_RANK)" in said

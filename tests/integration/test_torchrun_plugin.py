@@ -418,3 +418,42 @@ def test_masters_end_with_torchrun(stage: Stage) -> None:
     assert not alive
     os.kill(world[0].pid, signal.SIGKILL)
     world[0].gone()
+
+
+# ---- encryption
+
+
+DATA = Path(__file__).parent / "data"
+CA, OTHER, MASTER = (str(DATA / f"{name}.pem") for name in ("ca", "other", "master"))
+
+
+def test_masters_that_speak_tls(stage: Stage) -> None:
+    """By files in ``--rdzv-conf`` HOST's masters encrypt and torchruns check them; who names none or another CA is told so."""
+    a = stage.run("a", nnodes="1:4", conf=f"tls_cert={MASTER},tls_ca={CA},last_call_timeout=20")
+    plain = stage.run("plain", nnodes="1:4", conf="is_host=false,join_timeout=3")
+    other = stage.run("other", nnodes="1:4", conf=f"is_host=false,join_timeout=3,tls_ca={OTHER}")
+    assert (plain.wait(BOUND_S), other.wait(BOUND_S)) == (1, 1)
+    assert "speaks only TLS; name the CA of its certificate" in stage.said("plain")
+    assert "its certificate is not of the CA" in stage.said("other")
+    token = (stage.state / "dlrover" / "jobs" / "probe" / "torchrun.token").read_text().strip()
+    with pytest.raises(CoreError, match="speaks only TLS"):
+        asyncio.run(fetch_status(f"127.0.0.1:{stage.port}", token))
+    b = stage.run("b", nnodes="1:4", conf=f"is_host=false,tls_ca={CA}")
+    finish(stage, stage.world(2), a, b)
+
+
+@pytest.mark.parametrize(
+    ("conf", "words"),
+    [
+        (f"tls_cert={MASTER}", "tls_ca is missing"),
+        (f"tls_ca={CA}", "tls_cert is missing"),
+        (f"tls_ca={CA},tls_key={MASTER}", "tls_key belongs to a tls_cert"),
+        (f"tls_ca={OTHER},tls_cert={MASTER}", "would not be taken"),
+        ("tls_ca=/nowhere.pem", "/nowhere.pem cannot be read"),
+    ],
+)
+def test_files_that_cannot_be_right(stage: Stage, conf: str, words: str) -> None:
+    """They are refused before anything is started."""
+    assert stage.run("a", nnodes="1", conf=conf).wait(BOUND_S) != 0
+    assert words in stage.said("a")
+    assert stage.nobody_came()

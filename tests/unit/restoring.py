@@ -189,6 +189,7 @@ class FakeNode:
         self.arenas: dict[int, tuple[str, Arena]] = {}
         self.reports: list[tuple[int, str, tuple[tuple[str, str], ...]]] = []
         self.fetched: list[int] = []
+        self.heads: list[int] = []
         self.down = False
         self.lenders: tuple[tuple[str, int, int], ...] = ()
 
@@ -220,6 +221,13 @@ class FakeNode:
 
     def fetch(self, address: str, rank: int, generation: int, step: int, layout: int) -> Fetched:
         """As `Vault`; verified, as peers do."""
+        found = self._brought(address, rank, generation, step, layout)
+        self.fetched.append(rank)
+        return found
+
+    def _brought(
+        self, address: str, rank: int, generation: int, step: int, layout: int, *, full: bool = True
+    ) -> Fetched:
         peer = self.others[address]
         if peer.down:
             raise VaultRefused(f"nobody answers at {address}")
@@ -228,14 +236,25 @@ class FakeNode:
                 if (one.rank, *stamp[:2], one.layout) == (rank, generation, step, layout or one.layout):
                     view = SlotView(one.map, slot)
                     try:
-                        view.verify()
+                        view.verify(full=full)
                     except ValueError as error:
                         raise VaultRefused(str(error)) from error
                     finally:
                         view.release()
-                    self.fetched.append(rank)
                     return Fetched(0, 1, alone(one, slot))
         raise VaultRefused(f"{address} has no step {step} of rank {rank}")
+
+    def head(self, address: str, rank: int, generation: int, step: int, layout: int) -> Fetched:
+        """As `Vault`: without the data."""
+        found = self._brought(address, rank, generation, step, layout, full=False)
+        self.heads.append(rank)
+        memory = mmap.mmap(found.fd, 0)
+        view = SlotView(memory, 0)
+        at = view.control.geometry.data_at(0)
+        memory[at : at + len(view.data)] = bytes(len(view.data))
+        view.release()
+        memory.close()
+        return found
 
     def restored(self, step: int, tier: str, took_us: int, fell: Any = ()) -> None:
         """As `Vault`."""

@@ -255,6 +255,44 @@ def test_a_state_is_filled_where_it_is() -> None:
     assert (fresh["seen"], fresh["names"], fresh["late"]["x"].item()) == (7, ["a", "b"], 3.0)
 
 
+def test_lists_that_are_not_there_yet_are_made() -> None:
+    """Lists of tensors, of dicts and of both among other things grow to what was saved, beyond ten places too."""
+    state: dict[str, Any] = {
+        "row": [torch.full((1,), float(one)) for one in range(12)],
+        "mixed": [1, torch.ones(2), None, {"a": torch.zeros(3), "b": "x"}, [torch.full((1,), 9.0)], {}],
+    }
+    saved = Capture(state=state)
+    tensors = {one.name: one.tensor.clone() for one in saved.chunks()}
+    objects = {name: torch.load(io.BytesIO(raw)) for name, raw in saved.objects()[0].items()}
+    row: list[Any] = [torch.zeros(1)]
+    fresh: dict[str, Any] = {"row": row}
+    capture = Capture(state=fresh)
+    shapes = {name: ("float32", tuple(one.shape)) for name, one in reversed(tensors.items())}
+    for target in capture.targets(shapes):
+        target.tensor.copy_(tensors[target.name])
+    capture.load(dict(reversed(objects.items())))
+    assert fresh["row"] is row
+    assert [one.item() for one in row] == list(range(12))
+    one, ones, none, both, nine, empty = fresh["mixed"]
+    assert (one, none, both["b"], empty) == (1, None, "x", {})
+    assert (ones.tolist(), both["a"].tolist(), nine[0].item()) == ([1, 1], [0, 0, 0], 9.0)
+
+
+@pytest.mark.parametrize("place", ["1", "3", "50000000", "9" * 30, "9" * 5000, "-1", "x"])
+@pytest.mark.parametrize("inside", ["", ".more"])
+def test_a_stored_name_cannot_make_a_list_grow(place: str, inside: str) -> None:
+    """Whoever writes to a storage chooses names: a place that nothing leads up to is an error, not that much memory."""
+    for tensor in (True, False):
+        row: list[Any] = []
+        fresh: dict[str, Any] = {"row": row, "seen": 7}
+        capture = Capture(state=fresh)
+        name = f"state.row.{place}{inside}"
+        assert not capture.targets({}) if not tensor else len(capture.targets({name: ("float32", (1,))})) == 1
+        with pytest.raises(Mismatch, match="is a place in a list of which earlier places are missing"):
+            capture.load({} if tensor else {name: 1})
+        assert len(row) == 0
+
+
 def test_every_object_loads_without_trust() -> None:
     """``torch.load(weights_only=True)`` opens what a usual training saves."""
     model, optimizer = trained(nn.Linear(8, 8))

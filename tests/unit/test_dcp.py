@@ -123,6 +123,54 @@ def stored(agent: Agent, url: Path, step: int) -> None:
     seal(Place(str(url)), step, [0])
 
 
+# ---- who may run code
+
+
+class Evil:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an agent: storage only."""
+    monkeypatch.setattr(Vault, "here", classmethod(lambda _cls: False))
+
+
+@pytest.mark.usefixtures("alone")
+def test_objects_on_storage_run_no_code(tmp_path: Path) -> None:
+    """Torch's planner unpickles what it gets: from storage that is nothing that could run code, unless somebody says so."""
+    writer, mark = FlashStorageWriter(str(tmp_path / "ckpts")), tmp_path / "ran"
+    dcp.save({"w": torch.ones(3), "evil": Evil(mark)}, checkpoint_id=1, storage_writer=writer)
+    writer.close()
+    with pytest.raises(
+        CheckpointException, match=r"evil is not of a kind .* FlashStorageReader\(\.\.\., trusted=True\)"
+    ):
+        dcp.load({"w": torch.zeros(3), "evil": 0}, storage_reader=FlashStorageReader(str(tmp_path / "ckpts")))
+    assert not mark.exists()
+    trusting = FlashStorageReader(str(tmp_path / "ckpts"), trusted=True)
+    dcp.load({"w": torch.zeros(3), "evil": 0}, storage_reader=trusting)
+    assert mark.exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_usual_objects_need_no_trust(tmp_path: Path) -> None:
+    """Plain Python, numpy's arrays and small tensors come back as they were."""
+    numpy = pytest.importorskip("numpy")
+    kept = {"note": "x", "row": [1, 2.5, None], "array": numpy.arange(3), "pair": (1, torch.ones(2))}
+    writer, found = FlashStorageWriter(str(tmp_path)), dict.fromkeys(kept)
+    dcp.save(dict(kept), checkpoint_id=1, storage_writer=writer)
+    writer.close()
+    dcp.load(found, storage_reader=FlashStorageReader(str(tmp_path)))
+    assert (found["note"], found["row"], found["array"].tolist()) == ("x", [1, 2.5, None], [0, 1, 2])  # type: ignore[union-attr]
+    assert found["pair"][1].tolist() == [1, 1]  # type: ignore[index]
+
+
 # ---- saves at once
 
 

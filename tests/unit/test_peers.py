@@ -9,18 +9,19 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlrover_adapters.checkpoint import peer_line
+from dlrover_adapters.checkpoint import peer_line, peer_state, peers
 from dlrover_adapters.checkpoint.hashing import digest
 from dlrover_adapters.checkpoint.hashing import digests as digests_of
-from dlrover_adapters.checkpoint.peer_line import FRAME_BYTES_MAX, MAGIC, Line, Pace, dial
+from dlrover_adapters.checkpoint.peer_line import FRAME_BYTES_MAX, GREETING_S, MAGIC, Line, Pace, dial
 from dlrover_adapters.checkpoint.peers import (
-    CONNECTIONS_MAX,
+    STRANGERS_MAX,
     Copy,
     Credentials,
     PeerFailed,
@@ -34,7 +35,7 @@ from dlrover_adapters.checkpoint.peers import (
 )
 from dlrover_adapters.checkpoint.slotview import SlotView
 from dlrover_adapters.checkpoint.table import Item, Table, pack_blob
-from dlrover_core.checkpoint.arena import BLOCK_BYTES, PAGE, Control, Geometry, Stamp
+from dlrover_core.checkpoint.arena import BLOCK_BYTES, PAGE, ArenaBroken, Control, Geometry, Stamp
 
 OURS = Credentials("run-1", b"the token of this job")
 LAYOUT = 7
@@ -335,10 +336,15 @@ def test_damaged_before_it_is_sent(node: Callable[..., Node]) -> None:
 class Between:
     """A proxy that changes what passes."""
 
-    def __init__(self, address: str, change: Callable[[bytearray, int], bytes | None]) -> None:
-        """``change``: a piece from the server, and how much passed before; None cuts the line."""
+    def __init__(
+        self,
+        address: str,
+        change: Callable[[bytearray, int], bytes | None],
+        back: Callable[[bytearray, int], bytes | None] = lambda piece, _: piece,
+    ) -> None:
+        """``change``: a piece from the server, and how much passed before; None cuts the line. ``back``: one to the server."""
         host, _, port = address.rpartition(":")
-        self.to, self.change = (host, int(port)), change
+        self.to, self.change, self.back = (host, int(port)), change, back
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         self.threads = [threading.Thread(target=self.run)]
@@ -353,7 +359,7 @@ class Between:
     def one(self, dialled: socket.socket) -> None:
         """A connection, to its end."""
         with dialled as near, socket.create_connection(self.to) as far:
-            back = threading.Thread(target=self.copy, args=(near, far, lambda piece, _: piece))
+            back = threading.Thread(target=self.copy, args=(near, far, self.back))
             back.start()
             self.copy(far, near, self.change)
             back.join(IDLE_S)
@@ -497,6 +503,71 @@ def test_nonsense(node: Callable[..., Node], asked: dict[str, Any]) -> None:
     assert fetched(peer, peer.has(Home().save(1)))
 
 
+class Forger:
+    """Somebody on the way who replaces the objects of a state by others of the same XXH3, which is no cryptographic digest."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, view: SlotView) -> None:
+        self.true = bytes(view.blob)
+        self.false = self.true.replace(b"step", b"EVIL")
+        assert len(self.true) == len(self.false) != 0
+        real = peer_state.digest
+        # Finding such bytes takes no computing to speak of; here the digest is made to overlook these.
+        monkeypatch.setattr(
+            peer_state, "digest", lambda raw: real(self.true if bytes(raw) == self.false else bytes(raw))
+        )
+
+    def __call__(self, piece: bytearray, _passed: int) -> bytes:
+        """As `Between` wants it."""
+        return bytes(piece).replace(self.true, self.false)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_forged_objects_are_not_fetched(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """Objects are unpickled by workers: without TLS, too, nobody on the way can put others in their place."""
+    peer = node()
+    view = Home().save(1)
+    wanted = peer.has(view)
+    with Between(peer.address, Forger(monkeypatch, view)) as between:
+        with pytest.raises(PeerFailed, match="step 1 of rank 0: its table or its objects were changed on the way"):
+            fetch(between.address, wanted, OURS, generation=1, whole=whole)
+        assert fetch(peer.address, wanted, OURS, generation=1, whole=whole)
+
+
+def test_forged_objects_are_no_copy(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy whose objects somebody changed on the way is not published: nobody ever reads it."""
+    partner, home = node(), Home()
+    send(partner.address, home.save(1), OURS, generation=1)
+    view = home.save(2)
+    changed = "step 2 of rank 0: its table or its objects were changed on the way"
+    between = Between(partner.address, lambda piece, _: piece, Forger(monkeypatch, view))
+    with between, pytest.raises(PeerRefused, match=changed):
+        send(between.address, view, OURS, generation=1)
+    (copy,) = partner.made
+    assert [stamp.step for _, stamp in Control(mmap.mmap(copy.fd, 0)).stamps()] == [1]
+
+
+def test_head(node: Callable[..., Node]) -> None:
+    """Table and objects alone come without the data, of which nobody may think that they are there."""
+    home, peer = Home(), node()
+    view = home.save(7)
+    wanted = peer.has(view)
+    got = fetch(peer.address, wanted, OURS, generation=1, whole=False)
+    assert got.size == view.control.table_used + len(view.blob)
+    memory = mmap.mmap(got.fd, 0)
+    os.close(got.fd)
+    found = SlotView(memory, 0)
+    assert found.table == view.table
+    assert found.objects() == view.objects() == {"step": b"7"}
+    assert found.stamp[:2] == (1, 7)
+    with pytest.raises(ArenaBroken, match="lies outside of the data"):
+        found.raw(found.table.items[0])
+    send(peer.address, home.save(8), OURS, generation=1)
+    got = fetch(peer.address, wanted._replace(step=8), OURS, generation=1, whole=False)  # of a copy, too
+    os.close(got.fd)
+
+
 def test_silence_is_bounded(node: Callable[..., Node]) -> None:
     """A peer that takes nothing more is left after a while; so is one that never greets."""
     peer = node(idle_s=0.2)
@@ -530,15 +601,72 @@ def test_a_peer_that_trickles_is_left() -> None:
 
 
 def test_connections_are_bounded(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than so many connections are turned away, and the first one to end makes room."""
+    """More than so many connections of savers are turned away in words, and the first one to end makes room."""
+    monkeypatch.setattr(peers, "CONNECTIONS_MAX", 3)
     peer = node()
-    lines = [dial(peer.address, OURS) for _ in range(CONNECTIONS_MAX)]
-    with pytest.raises(PeerFailed):
-        dial(peer.address, OURS)
+    wanted = peer.has(Home().save(1))
+    lines = [dial(peer.address, OURS) for _ in range(3)]
+    with pytest.raises(PeerRefused, match="3 other savers are connected; try again later"):
+        fetched(peer, wanted)
     for line in lines:
         line.close()
-    until(lambda: not peer.server._sockets)
-    assert fetched(peer, peer.has(Home().save(1)))
+    until(lambda: not len(peer.server._door))
+    assert fetched(peer, wanted)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_strangers_keep_nobody_out(node: Callable[..., Node], tls: dict[str, Tls], encrypted: bool) -> None:
+    """1,000 connections that never greet, and more all the time: copies and fetches go through; the oldest strangers are left."""
+    credentials = OURS._replace(tls=tls["ours"]) if encrypted else OURS
+    peer, home = node(credentials), Home(1)
+    host, _, port = peer.address.rpartition(":")
+    wanted, stop = peer.has(Home().save(1)), threading.Event()
+
+    def stranger() -> socket.socket:
+        return socket.create_connection((host, int(port)), timeout=IDLE_S)
+
+    strangers = [stranger() for _ in range(1000)]
+
+    def more() -> None:
+        while not stop.wait(0.01):
+            strangers.append(stranger())
+
+    thread = threading.Thread(target=more)
+    thread.start()
+    try:
+        for step in range(1, 4):
+            began = time.monotonic()
+            assert send(peer.address, home.save(step), credentials, generation=1).size
+            assert fetched(peer, wanted, credentials)
+            assert time.monotonic() - began < GREETING_S  # no time-out of a stranger was waited for
+    finally:
+        stop.set()
+        thread.join()
+    until(lambda: len(peer.server._door) <= STRANGERS_MAX)
+    strangers[0].settimeout(IDLE_S)
+    with contextlib.suppress(ConnectionResetError):
+        while strangers[0].recv(1024):  # what there is of a greeting, and then the end
+            pass
+    for one in strangers:
+        one.close()
+
+
+def test_another_version_is_named() -> None:
+    """A saver of another release is refused at its greeting, by the numbers of both protocols."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def older() -> None:
+            with listener.accept()[0] as sock:
+                sock.sendall(b"DLRPEER2" + bytes(32))
+                sock.recv(1024)
+
+        thread = threading.Thread(target=older)
+        thread.start()
+        with pytest.raises(
+            PeerFailed, match=r"of another version: it speaks protocol 2, this one 3; install one release"
+        ):
+            dial(f"127.0.0.1:{listener.getsockname()[1]}", OURS)
+        thread.join(IDLE_S)
 
 
 def test_stop_ends_transfers(node: Callable[..., Node]) -> None:
@@ -555,7 +683,7 @@ def test_stop_ends_transfers(node: Callable[..., Node]) -> None:
 
     thread = threading.Thread(target=fetching)
     thread.start()
-    until(lambda: bool(peer.server._sockets))
+    until(lambda: bool(len(peer.server._door)))
     peer.server.stop()
     thread.join(IDLE_S)
     assert len(ended) == 1

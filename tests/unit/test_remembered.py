@@ -33,6 +33,12 @@ class Node(FakeNode):
             raise VaultGone(self.gone)
         return super().fetch(address, rank, generation, step, layout)
 
+    def head(self, address: str, rank: int, generation: int, step: int, layout: int) -> Fetched:
+        """As `Vault`."""
+        if self.gone:
+            raise VaultGone(self.gone)
+        return super().head(address, rank, generation, step, layout)
+
     def close(self) -> None:
         """The line."""
         self.gone = "closed"
@@ -99,6 +105,34 @@ def test_the_newest(pair: list[Node]) -> None:
     """Without a fault, and by its number."""
     assert [step for step, _ in found(list(pair))] == [10, 10]
     assert [step for step, _ in found(list(pair), 9)] == [9, 9]
+
+
+def test_tables_do_not_come_through_the_store(pair: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store takes what anybody writes: of what other nodes have, the tables come from their savers."""
+    posted: list[bytes] = []
+    post = Meeting.post
+    monkeypatch.setattr(Meeting, "post", lambda self, name, value: (posted.append(value), post(self, name, value)))
+    new = Node(pair[0].others)
+    assert [step for step, _ in found([pair[0], new])] == [10, 10]
+    assert (pair[0].heads, new.heads) == ([], [0])
+    assert posted
+    assert not [one for one in posted if b"model.w" in one]
+
+
+def test_a_table_that_does_not_come_is_told(pair: list[Node], caplog: pytest.LogCaptureFixture) -> None:
+    """What one rank cannot plan with, no rank uses."""
+    new = Node(pair[0].others)
+    monkey = new.head
+
+    def head(address: str, rank: int, generation: int, step: int, layout: int) -> Fetched:
+        if step == 10:
+            raise VaultGone("its table or its objects were changed on the way")
+        return monkey(address, rank, generation, step, layout)
+
+    new.head = head  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        assert [step for step, _ in found([pair[0], new])] == [9, 9]
+    assert "step 10 in memory is passed over, rank 1 says: the table of rank 0: VaultGone: its table or" in caplog.text
 
 
 @pytest.mark.parametrize("which", ["own", "copy"])

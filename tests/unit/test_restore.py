@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import zlib
 from pathlib import Path
 
+import msgpack
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -33,6 +35,7 @@ from dlrover_adapters.checkpoint.table import Item, Table, pack_blob  # noqa: E4
 from dlrover_adapters.torch.checkpoint import filling  # noqa: E402
 from dlrover_adapters.torch.checkpoint.capture import Target  # noqa: E402
 from dlrover_adapters.torch.checkpoint.ladder import RestoreFailed  # noqa: E402
+from dlrover_adapters.torch.checkpoint.meeting import Meeting  # noqa: E402
 from dlrover_adapters.torch.checkpoint.sources import Mismatch  # noqa: E402
 from dlrover_adapters.torch.checkpoint.vault import (  # noqa: E402
     REPLICA,
@@ -44,6 +47,37 @@ from dlrover_core.checkpoint.arena import BLOCK_BYTES, PAGE, Control, Geometry, 
 def cluster() -> dict[str, FakeNode]:
     """Nodes by address."""
     return {}
+
+
+@pytest.fixture
+def posted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Everything that ranks put into the store."""
+    found: list[bytes] = []
+    post = Meeting.post
+
+    def one(self: Meeting, name: str, value: bytes) -> None:
+        found.append(value)
+        post(self, name, value)
+
+    monkeypatch.setattr(Meeting, "post", one)
+    return found
+
+
+def pickled(value: object) -> bool:
+    """Is there an object as torch.save makes it somewhere in what was posted, packed or compressed however often?"""
+    if isinstance(value, (list, tuple)):
+        return any(map(pickled, value))
+    if isinstance(value, dict):
+        return any(map(pickled, value.values()))
+    if not isinstance(value, bytes):
+        return False
+    if b"PK\x03\x04" in value:
+        return True
+    with contextlib.suppress(zlib.error):
+        return pickled(zlib.decompress(value))
+    with contextlib.suppress(ValueError):
+        return pickled(msgpack.unpackb(value, strict_map_key=False))
+    return False
 
 
 # ---- own memory
@@ -312,6 +346,19 @@ def test_reshard_from_memory(cluster: dict[str, FakeNode], old: int, new: int) -
     assert {(one.step, one.tier) for one in world.restore()} == {(10, "memory")}
     assert all(live.is_at(10) for live in world.lives)
     assert all(live.objects["extra"] == {"position": 10} for live in world.lives)
+
+
+def test_objects_do_not_come_through_the_store(cluster: dict[str, FakeNode], posted: list[bytes]) -> None:
+    """The store takes what anybody writes: other nodes' tables and objects come from their savers."""
+    nodes = [FakeNode(cluster) for _ in range(3)]
+    fsdp(nodes[:2], 2, 10)
+    world = World(nodes, [Live(rank, sharded(rank, 3)) for rank in range(3)])
+    assert {one.step for one in world.restore()} == {10}
+    assert all(live.is_at(10) for live in world.lives)
+    assert all(live.objects["extra"] == {"position": 10} for live in world.lives)
+    assert [sorted(node.heads) for node in nodes] == [[1], [0], [0, 1]]
+    assert posted
+    assert not [one for one in posted if pickled(one)]
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (4, 1), (3, 4)])

@@ -3,7 +3,8 @@
 Both ends prove that they know the job's token, which itself is never sent: each answers the other's random challenge by HMAC,
 in constant time, the client first. With TLS (`Tls`) everything is encrypted, both ends show a certificate of the job's CA, and
 the server's certificate is part of what is proved, so that nobody in between can pass the proof on. Without TLS frames are still
-authenticated; the raw bytes between them have digests, against damage and not against malice.
+authenticated, and so are a state's table and objects: their HMAC (`Line.seal`) is in the frame that ends the transfer. Only the
+tensors' bytes have digests against damage and not against malice.
 
 Everything is bounded: frames, the greeting, silence, and whole transfers by a least speed.
 """
@@ -27,7 +28,8 @@ import msgpack
 
 from dlrover_core.errors import CoreError
 
-MAGIC = b"DLRPEER2"
+FAMILY = b"DLRPEER"
+MAGIC = FAMILY + b"3"
 FRAME_BYTES_MAX = 1024 * 1024
 GREETING_S = 5.0
 IDLE_S = 10.0
@@ -156,6 +158,21 @@ class Line:
             raise PeerRefused(str(body["error"]))
         return body
 
+    def seal(self, *parts: Any) -> bytes:
+        """The HMAC of raw bytes that this end sends: the other end computes the same by `sealed`."""
+        return self._seal(self._out, parts)
+
+    def sealed(self, seal: object, *parts: Any) -> bool:
+        """Are these the raw bytes that the other end sent with this HMAC?"""
+        return isinstance(seal, bytes) and hmac.compare_digest(seal, self._seal(self._in, parts))
+
+    def _seal(self, direction: bytes, parts: tuple[Any, ...]) -> bytes:
+        made = hmac.new(self._key, b"raw|" + direction, "sha256")
+        for part in parts:
+            made.update(len(part).to_bytes(8, "big"))
+            made.update(part)
+        return made.digest()
+
     def _mac(self, direction: bytes, number: int, packed: bytes) -> bytes:
         told = direction + number.to_bytes(8, "big") + packed
         return hmac.digest(self._key, told, "sha256")[:_FRAME_MAC]
@@ -228,7 +245,7 @@ def dial(address: str, credentials: Credentials, *, idle_s: float = IDLE_S) -> L
         ours = os.urandom(_NONCE)
         greeting = _exactly(sock, len(MAGIC) + _NONCE)
         if not greeting.startswith(MAGIC):
-            raise PeerFailed(f"at {address} listens something else, or another version")
+            raise PeerFailed(f"at {address} {_other(greeting)}")
         nonces = greeting[len(MAGIC) :] + ours
         sock.sendall(ours + _proof(credentials.token, b"client", nonces, shown))
         answer = _exactly(sock, _MAC)
@@ -257,6 +274,14 @@ def greet(
             raise StrangerRefused("who dialled does not know this job's token")
         sock.sendall(_proof(credentials.token, b"server", nonces, shown))
         return Line(sock, _proof(credentials.token, b"frames", nonces, shown), serves=True, idle_s=idle_s)
+
+
+def _other(greeting: bytes) -> str:
+    """Who greets so, in words."""
+    if not greeting.startswith(FAMILY):
+        return "listens something else than a saver"
+    theirs, ours = (one[len(FAMILY) : len(MAGIC)].decode("ascii", "replace") for one in (greeting, MAGIC))
+    return f"listens a saver of another version: it speaks protocol {theirs}, this one {ours}; install one release on all hosts"
 
 
 @contextlib.contextmanager
@@ -292,6 +317,6 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
         except ConnectionResetError:
             more = b""
         if not more:
-            raise PeerFailed("it hung up in the middle of the greeting; it may be of another version, or full")
+            raise PeerCut("it hung up in the middle of the greeting; it may be of another version, or full")
         found += more
     return found

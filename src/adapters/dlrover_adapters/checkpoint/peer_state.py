@@ -83,6 +83,11 @@ class Header(NamedTuple):
         return Wanted(self.rank, self.stamp.generation, self.stamp.step, self.layout)
 
     @property
+    def head(self) -> Header:
+        """The same state without its data: what comes for it is table and blob."""
+        return self._replace(blob_room=self.stamp.blob_bytes, data_bytes=0)
+
+    @property
     def size(self) -> int:
         """Bytes that follow."""
         return self.table_bytes + self.stamp.blob_bytes + self.data_bytes
@@ -143,6 +148,11 @@ class Memory:
                 line.receive_into(block)
                 found.append(digest(block))
             ended = line.hear()
+            if not line.sealed(ended.get("objects"), table, blob):
+                raise PeerFailed(
+                    f"step {stamp.step} of rank {header.rank}: its table or its objects were changed on the way, so nothing "
+                    "of it is used; if the network is not faulty, somebody in between forges them: encrypt the job by TLS"
+                )
             self._compare(header, bytes(table), blob, found, ended.get("digests"))
             if fresh:
                 memory[PAGE : PAGE + len(table)] = table
@@ -167,13 +177,13 @@ class Memory:
         """Raises `PeerFailed`."""
         what = f"step {header.stamp.step} of rank {header.rank}"
         if digest(table) != header.table_digest:
-            raise PeerFailed(f"{what}: its table was damaged on the way")
+            raise PeerFailed(f"{what}: its table was damaged before it was sent")
         try:
             Table.unpacked(table)
         except ArenaBroken as error:
             raise PeerFailed(f"{what}: {error}") from error
         if digest(blob) != header.stamp.blob_digest:
-            raise PeerFailed(f"{what}: its blob was damaged on the way, or before")
+            raise PeerFailed(f"{what}: its objects were damaged before they were sent")
         if not isinstance(wanted, list) or len(wanted) != len(found):
             raise PeerFailed(f"{what}: {len(found)} blocks came, with digests that are not of them")
         bad = next(
@@ -183,15 +193,16 @@ class Memory:
             raise PeerFailed(f"{what}: block {bad} was damaged on the way, or before")
 
 
-def give(line: Line, view: SlotView, pace: Pace) -> None:
-    """Send a state as it lies in its slot; nothing is copied."""
-    line.allow(len(view.data) + len(view.blob))
-    with memoryview(view.memory) as memory:
-        line.send(memory[PAGE : PAGE + view.control.table_used], pace)
+def give(line: Line, view: SlotView, pace: Pace, *, data_bytes: int) -> None:
+    """Send a state as it lies in its slot; nothing is copied. ``data_bytes``: of its data, 0 or all."""
+    line.allow(data_bytes + len(view.blob))
+    table = bytes(memoryview(view.memory)[PAGE : PAGE + view.control.table_used])
+    line.send(table, pace)
     line.send(view.blob, pace)
-    known = view.digests() if view.hashed else None
+    seal = line.seal(table, view.blob)
+    known = view.digests()[: -(-data_bytes // BLOCK_BYTES)] if view.hashed else None
     own: list[int] = []
-    for begin in range(0, len(view.data), BLOCK_BYTES):
+    for begin in range(0, data_bytes, BLOCK_BYTES):
         block = view.data[begin : begin + BLOCK_BYTES]
         if known is None:
             own.append(digest(block))
@@ -199,4 +210,4 @@ def give(line: Line, view: SlotView, pace: Pace) -> None:
     if not view.unchanged():
         line.say({"error": f"step {view.stamp.step} was overwritten while it was sent"})
         raise PeerFailed(f"step {view.stamp.step} was overwritten while it was sent; pin its slot")
-    line.say({"digests": list(known if known is not None else own)})
+    line.say({"digests": list(known if known is not None else own), "objects": seal})

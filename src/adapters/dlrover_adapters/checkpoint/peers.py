@@ -4,13 +4,21 @@ Savers do it among themselves, beside training: no rank, no collective, no accel
 that the agent is handed, in the format of arenas, and serves what the node has; `send` and `fetch` are the other ends.
 
 A copy is whole or not there: it goes into a slot that nobody reads and that is not the newest, every block is compared with the
-saver's digest on arrival, and only then is the slot published. Fenced twice: another run is a stranger, and so is who speaks for
-a generation that this node knows to be over. Nothing is resumed: who was cut off starts again.
+saver's digest on arrival, table and objects with their HMAC, and only then is the slot published. So what lies in a node's memory
+is either the node's own or was written by somebody who knows the job's token: objects from there may be unpickled.
+
+Connections that have not proved yet that they know the token are strangers' (`_Door`): a bounded number, of which the oldest
+makes room for the next, so that nobody can keep the savers of a job from each other by holding connections open.
+
+Fenced twice: another run is a stranger, and so is who speaks for a generation that this node knows to be over. Nothing is
+resumed: who was cut off starts again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import socket
 import ssl
 import threading
@@ -43,7 +51,11 @@ __all__ = [
     "Tls", "Wanted", "fetch", "send",
 ]  # fmt: skip
 
-CONNECTIONS_MAX = 16
+CONNECTIONS_MAX = 128
+"""Of savers of this job, at a time."""
+STRANGERS_MAX = 128
+"""Connections that have not proved yet that they are of this job; a further one takes the place of the oldest."""
+BACKLOG = 4096
 COPY_SLOTS = 2
 NOTHING = (-1, -1)
 TRIES = 2
@@ -100,7 +112,7 @@ def send(
         line.allow(header.size)
         had = bool(line.hear(patient=True).get("had"))  # it gets its memory first
         if not had:
-            give(line, view, pace or Pace(PACE_BYTES_S))
+            give(line, view, pace or Pace(PACE_BYTES_S), data_bytes=header.data_bytes)
             line.hear()
         return Sent(_us_since(began), 0 if had else header.size, had)
     finally:
@@ -113,36 +125,40 @@ def fetch(
     credentials: Credentials,
     *,
     generation: int,
+    whole: bool = True,
     allow: Callable[[int], str] | None = None,
     idle_s: float = IDLE_S,
 ) -> Received:
     """Bring one rank's state from the saver at ``address``. ``allow``: of so many bytes, why they are too many (empty: not).
 
+    Not ``whole``: its table and its objects only; the arena that comes has no data then.
     Cut off in the middle, it is tried `TRIES` times. Raises `PeerRefused` (the peer says why, or there is no room),
     `StrangerRefused`, `PeerFailed`.
     """
-    began = time.monotonic()
+    began, asked = time.monotonic(), {"op": "get" if whole else "head", "generation": generation}
     for _ in range(TRIES - 1):
         with contextlib.suppress(PeerCut):
-            return _fetch(address, wanted, credentials, generation, allow, idle_s, began)
-    return _fetch(address, wanted, credentials, generation, allow, idle_s, began)
+            return _fetch(address, wanted, credentials, asked, allow, idle_s, began)
+    return _fetch(address, wanted, credentials, asked, allow, idle_s, began)
 
 
 def _fetch(
     address: str,
     wanted: Wanted,
     credentials: Credentials,
-    generation: int,
+    asked: dict[str, Any],
     allow: Callable[[int], str] | None,
     idle_s: float,
     began: float,
 ) -> Received:
     line = dial(address, credentials, idle_s=idle_s)
     try:
-        line.say({"op": "get", "run": credentials.run, "generation": generation, "wanted": list(wanted)})
+        line.say({**asked, "run": credentials.run, "wanted": list(wanted)})
         header = Header.heard(line.hear().get("state"))
         if not wanted.fits(header.wanted):
             raise PeerFailed(f"{wanted} was asked for, and {header.wanted} came")
+        if asked["op"] == "head" and header.data_bytes:
+            raise PeerFailed("table and objects were asked for, and all of a state came")
         memory = _room("dlrover-fetched", header.geometry(1), allow)
         try:
             line.say({"ready": True})  # to find fresh memory takes a second for each GiB or two
@@ -194,6 +210,61 @@ class _Kept:
         return next((slot for slot in order[: COPY_SLOTS - 1] if not self.readers[slot]), -1)
 
 
+class _Door:
+    """All connections of a server, by number: strangers until they are `admitted`, of whom the oldest makes room for the newest.
+
+    Kept are descriptors of our own: TLS takes a connection's first one over, and whoever serves it may have closed it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._strangers: dict[int, socket.socket] = {}  # by age: the first is the oldest
+        self._peers: dict[int, socket.socket] = {}
+
+    def __len__(self) -> int:
+        return len(self._strangers) + len(self._peers)
+
+    def came(self, sock: socket.socket) -> int:
+        """A stranger's connection; its number."""
+        own = sock.dup()
+        with self._lock:
+            if len(self._strangers) >= STRANGERS_MAX:
+                _hang_up(self._strangers.pop(next(iter(self._strangers))))
+            number = next(self._numbers)
+            self._strangers[number] = own
+            return number
+
+    def admitted(self, number: int) -> bool:
+        """It is a saver's of this job; False: there is no room for one more. Raises `PeerFailed` where it has just made room."""
+        with self._lock:
+            own = self._strangers.pop(number, None)
+            if own is None:
+                raise PeerFailed(f"{STRANGERS_MAX} newer connections wait")
+            self._peers[number] = own
+            return len(self._peers) <= CONNECTIONS_MAX
+
+    def left(self, number: int) -> None:
+        """It is over."""
+        with self._lock:
+            for some in (self._strangers, self._peers):
+                if number in some:
+                    some.pop(number).close()
+
+    def shut(self) -> None:
+        """Hang up on everybody; who serves them is woken."""
+        with self._lock:
+            for one in (*self._strangers.values(), *self._peers.values()):
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+
+
+def _hang_up(own: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        own.shutdown(socket.SHUT_RDWR)
+    own.close()
+
+
 class Server:
     """Takes copies and serves states, in threads of this process, from `start` to `stop`.
 
@@ -226,7 +297,7 @@ class Server:
         self._listener: socket.socket | None = None
         self._context: ssl.SSLContext | None = None
         self._threads: set[threading.Thread] = set()
-        self._sockets: set[socket.socket] = set()
+        self._door = _Door()
 
     # ---- its life
 
@@ -234,7 +305,7 @@ class Server:
         """Listen; the port. Raises OSError, ssl.SSLError (certificates that cannot be used)."""
         self._context = self._credentials.tls.serving() if self._credentials.tls is not None else None
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        listener = socket.create_server((bind, port), family=family, backlog=CONNECTIONS_MAX)
+        listener = socket.create_server((bind, port), family=family, backlog=BACKLOG)
         self._listener = listener
         self._thread("peers", lambda: self._accept(listener))
         return int(listener.getsockname()[1])
@@ -248,9 +319,7 @@ class Server:
             self._listener.close()
         with self._lock:
             threads = list(self._threads)
-            for one in self._sockets:
-                with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+        self._door.shut()
         for thread in threads:
             thread.join(_JOIN_S)
         self.forget(lambda _copy: True)
@@ -312,28 +381,28 @@ class Server:
                 if self._stopped.wait(0.1):
                     return
                 continue
-            with self._lock:
-                full = len(self._sockets) >= CONNECTIONS_MAX
-                if not full:
-                    self._sockets.add(sock)
-            if full:
+            try:
+                number = self._door.came(sock)
+            except OSError:  # out of descriptors
                 sock.close()
-                self._refused(str(address[0]), f"{CONNECTIONS_MAX} connections are open")
                 continue
-            self._thread("peer", lambda sock=sock, address=address: self._serve(sock, str(address[0])))  # type: ignore[misc]
+            if self._stopped.is_set():  # it has come too late to be hung up on by `stop`
+                self._door.left(number)
+                sock.close()
+                return
+            self._thread("peer", functools.partial(self._serve, sock, number, str(address[0])))
 
     # ---- a connection
 
-    def _serve(self, sock: socket.socket, address: str) -> None:
+    def _serve(self, sock: socket.socket, number: int, address: str) -> None:
         line: Line | None = None
         try:
             line = greet(sock, self._credentials, self._context, idle_s=self._idle_s)
-            with self._lock:  # TLS has taken the socket over
-                self._sockets.discard(sock)
-                sock = line.socket
-                self._sockets.add(sock)
+            room = self._door.admitted(number)
             asked = line.hear()
             try:
+                if not room:
+                    raise PeerRefused(f"{CONNECTIONS_MAX} other savers are connected; try again later")
                 self._answer(line, asked)
             except (PeerFailed, ArenaBroken) as error:
                 self._refused(address, str(error))
@@ -342,10 +411,9 @@ class Server:
         except PeerFailed as error:
             self._refused(address, str(error))
         finally:
-            with self._lock:
-                self._sockets.discard(sock)
             if line is not None:
                 line.close()
+            self._door.left(number)
 
     def _answer(self, line: Line, asked: dict[str, Any]) -> None:
         if asked.get("run") != self._credentials.run:
@@ -358,26 +426,26 @@ class Server:
             if not isinstance(keep, (list, tuple)) or len(keep) != 2 or not all(type(one) is int for one in keep):
                 raise PeerFailed("what it wants kept makes no sense")
             self._take(line, Header.heard(asked.get("state")), (keep[0], keep[1]))
-        elif asked.get("op") == "get":
+        elif asked.get("op") in {"get", "head"}:
             told = asked.get("wanted")
             if not isinstance(told, list) or len(told) != 4 or not all(type(one) is int for one in told):
                 raise PeerFailed("what it wants makes no sense")
-            self._hand_out(line, Wanted(*told))
+            self._hand_out(line, Wanted(*told), whole=asked["op"] == "get")
         else:
             raise PeerFailed("a request that this version does not know")
 
-    def _hand_out(self, line: Line, wanted: Wanted) -> None:
+    def _hand_out(self, line: Line, wanted: Wanted, *, whole: bool) -> None:
         with self.copied(wanted) as copied, self._lookup(wanted) if copied is None else _nothing() as own:
             view = copied or own
             if view is None:
                 raise PeerRefused(
                     f"this node has no step {wanted.step} of generation {wanted.generation} of rank {wanted.rank}"
                 )
-            header = Header.of(view)
+            header = Header.of(view) if whole else Header.of(view).head
             line.say({"state": header.told()})
             line.allow(header.size)
             line.hear(patient=True)  # it gets its memory first
-            give(line, view, self._pace)
+            give(line, view, self._pace, data_bytes=header.data_bytes)
 
     @contextlib.contextmanager
     def copied(self, wanted: Wanted) -> Iterator[SlotView | None]:

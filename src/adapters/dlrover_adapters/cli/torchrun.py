@@ -28,7 +28,10 @@ UNUSED = {
     "timeout", "close_timeout", "read_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt",
     "store_type", "rank",
 }  # fmt: skip
-OURS = {"join_timeout", "last_call_timeout", "is_host", "state_dir", "log", "token_file", "on_join", "log_level"}
+OURS = {
+    "join_timeout", "last_call_timeout", "is_host", "state_dir", "log", "token_file", "on_join", "log_level",
+    "tls_cert", "tls_key", "tls_ca",
+}  # fmt: skip
 
 
 def creator() -> Callable[[Any], Any]:
@@ -44,23 +47,36 @@ class Place(NamedTuple):
     log: str
 
 
+class Tls(NamedTuple):
+    """Files in PEM form; without ``ca`` nothing is encrypted."""
+
+    cert: str = ""
+    """What this host's masters show, if it runs them."""
+    key: str = ""
+    """Its private key; empty: in ``cert``."""
+    ca: str = ""
+    """What this host checks masters by."""
+
+
 def create(params: Any) -> Any:
     """The rendezvous for this torchrun; on HOST with its masters. Raises `ValueError` for what cannot be right."""
     from dlrover_adapters.agent.keeper import open_store
     from dlrover_adapters.cli import hosts
     from dlrover_adapters.http.client import HttpDialer
+    from dlrover_adapters.http.tls import dialled
     from dlrover_adapters.torch.rendezvous import DlroverRendezvous
     from dlrover_adapters.torch.torchrun_line import Parts
 
     host, port = _endpoint(params)
     spec, place = _spec(params, port), _place(params, port)
     _log_to(place, params.get("log_level", "info"))
-    token = _token(params, place, host)
+    token, tls = _token(params, place, host), _tls(params)
+    encryption = dialled(tls.ca)
     master = hosts.joined(host, port)
     where = hosts.place(master, params.local_addr or "")
     seat = contextlib.ExitStack()
     name = seat.enter_context(hosts.seat(place.directory)).name
-    masters = _masters(params, spec, place, token, host, port)
+    masters = _masters(params, spec, place, token, host, port, tls)
 
     def close(seconds: float | None) -> None:
         if masters is not None:
@@ -70,7 +86,7 @@ def create(params: Any) -> Any:
     parts = Parts(
         job=place.job,
         masters=(master,),
-        dialer=lambda: HttpDialer(token, job=place.job),
+        dialer=lambda: HttpDialer(token, job=place.job, tls=encryption),
         host=socket.gethostname(),
         bind=where.bind,
         address=where.address,
@@ -182,6 +198,25 @@ def _token(params: Any, place: Place, host: str) -> str:
     return load_token({}, path)
 
 
+def _tls(params: Any) -> Tls:
+    """The files that are named, looked into. Raises `ValueError`."""
+    from dlrover_adapters.http import tls as encryption
+
+    told = (params.get(name) for name in ("tls_cert", "tls_key", "tls_ca"))
+    found = Tls(*(str(Path(one).absolute()) if one else "" for one in told))
+    if found.key and not found.cert:
+        raise ValueError("--rdzv-conf: tls_key belongs to a tls_cert, and there is none")
+    if found.cert and not found.ca:
+        raise ValueError(
+            "--rdzv-conf: tls_ca is missing: this host, too, checks masters by a CA; a self-signed tls_cert is its own"
+        )
+    if found.cert:
+        encryption.check(*found)
+    else:
+        encryption.dialled(found.ca)
+    return found
+
+
 def _loops(host: str) -> bool:
     import ipaddress
 
@@ -203,10 +238,11 @@ def _log_to(place: Place, level: str) -> None:
         set_up(place.directory / "control.log", level, role="torchrun", pid=os.getpid())
 
 
-def _masters(params: Any, spec: JobSpec, place: Place, token: str, host: str, port: int) -> Masters | None:
+def _masters(params: Any, spec: JobSpec, place: Place, token: str, host: str, port: int, tls: Tls) -> Masters | None:
     """HOST's masters, if this is HOST and nobody has started them yet. Raises `ValueError`."""
     from dlrover_adapters.cli import hosts
     from dlrover_adapters.cli.torchrun_masters import Masters
+    from dlrover_adapters.http import tls as encryption
 
     stated = params.get_as_bool("is_host")
     if stated is False or (stated is None and not hosts.is_this_machine(host)):
@@ -218,6 +254,12 @@ def _masters(params: Any, spec: JobSpec, place: Place, token: str, host: str, po
             return None  # by another torchrun on this machine, or its masters: then we dial as everybody does
         raise ValueError(f"the master cannot listen at {hosts.joined(host, port)}: {error.strerror}") from error
     with port_socket:
+        if tls.ca and not tls.cert:
+            raise ValueError(
+                f"--rdzv-conf: tls_cert is missing, and tls_key if it is a file of its own: this host runs the masters, of {host}"
+            )
+        if tls.cert:
+            encryption.check(*tls, host)
         return Masters(
             spec,
             place.directory,
@@ -226,4 +268,5 @@ def _masters(params: Any, spec: JobSpec, place: Place, token: str, host: str, po
             port_socket,
             hosts.joined(host, port),
             params.get("log_level", "info"),
+            tls,
         )

@@ -28,14 +28,24 @@ class Masters:
     """What torchrun holds of them. They end with this process, and by themselves with the job."""
 
     def __init__(
-        self, spec: JobSpec, directory: Path, log: str, token: str, port: socket.socket, address: str, level: str
+        self,
+        spec: JobSpec,
+        directory: Path,
+        log: str,
+        token: str,
+        port: socket.socket,
+        address: str,
+        level: str,
+        tls: tuple[str, str, str] = ("", "", ""),
     ) -> None:
+        """``tls``: files of the certificate that masters show, of its key, and of the CA; empty: nothing is encrypted."""
         from dlrover_adapters.agent.spawn import module_command
 
         run = secrets.token_hex(6)
         settings = Settings(
             spec=spec.to_json(), run=run, mark=run, log=log, directory=str(directory), argv=(), nproc=1, mode="script",
             masters=(address,), joining=True, log_level=level, control_log=str(directory / "control.log"),
+            tls_cert=tls[0], tls_key=tls[1], tls_ca=tls[2],
         )  # fmt: skip
         config = settings.write()
         life, self._life = os.pipe()

@@ -7,7 +7,7 @@ import json
 import os
 import ssl
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
 import aiohttp
@@ -102,7 +102,29 @@ async def _fetch(address: str, token: str, tls: ssl.SSLContext | None) -> Mappin
     async with _session(token) as session, session.get(url, ssl=tls if tls is not None else True) as response:
         if response.status != _OK:
             raise _refusal(address, response.status, bool(token))
-        return cast(Mapping[str, Any], await response.json())
+        return await _answer(address, response, STATUS_BYTES_MAX)
+
+
+async def _answer(address: str, response: aiohttp.ClientResponse, bytes_max: int) -> Mapping[str, Any]:
+    """All of an answer, in however many pieces it comes. Raises `NotAMaster` for what no master answers."""
+    if response.content_type != "application/json":
+        raise NotAMaster(
+            f"what listens at {address} is no dlrover master: it answers with {response.content_type[:80]}"
+        )
+    found = bytearray()
+    async for piece in response.content.iter_any():
+        found += piece
+        if len(found) > bytes_max:
+            raise NotAMaster(
+                f"what listens at {address} is no dlrover master: it answers more than {bytes_max:,} bytes"
+            )
+    try:
+        told = json.loads(found)
+    except (ValueError, RecursionError) as error:
+        raise NotAMaster(f"what listens at {address} is no dlrover master: its answer is no JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise NotAMaster(f"what listens at {address} is no dlrover master: it answers {type(told).__name__}, not a map")
+    return told
 
 
 class Unanswered(ConnectionLost):
@@ -136,8 +158,13 @@ async def _send(address: str, token: str, asked: Mapping[str, Any], tls: ssl.SSL
     async with _session(token) as session, session.post(url, json=dict(asked), ssl=secure) as response:
         if response.status not in (_OK, _BAD_REQUEST, _CONFLICT, _TOO_LARGE, _UNAVAILABLE):
             raise _refusal(address, response.status, bool(token))
-        told = json.loads(await response.content.read(ANSWER_BYTES_MAX))
+        try:
+            told = await _answer(address, response, ANSWER_BYTES_MAX)
+        except NotAMaster as error:  # whatever spoils an answer, the command was sent
+            raise Unanswered(f"the master at {address} gave no answer: {error}") from error
         if response.status == _OK:
+            if type(told.get("seq")) is not int:
+                raise Unanswered(f"the master at {address} gave no answer: it does not say which record it made")
             return int(told["seq"])
         reason = str(told.get("reason", ""))
         if response.status == _CONFLICT:
@@ -166,10 +193,12 @@ def _why(error: BaseException) -> str:
 
 
 def _session(token: str) -> aiohttp.ClientSession:
-    # No total timeout: each call has its own. No limit and no reuse: a connection is an agent's for life.
+    # No total timeout: each call has its own. No limit and no reuse: a connection is an agent's for life. Masters compress
+    # nothing, and a few compressed bytes could become any number.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None)
-    return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=tokens.authorization(token))
+    headers = {**tokens.authorization(token), "Accept-Encoding": "identity"}
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers, auto_decompress=False)
 
 
 def _url(address: str, path: str, tls: ssl.SSLContext | None, job: str = "") -> str:

@@ -3,8 +3,9 @@
 What it measures is what training is made of: matrix products, and all-reduces over gloo or NCCL. Everything is verified: a wrong
 result is a failure as much as none. Sizes are small: it is meant to tell a broken or dragging node from others, not to rate one.
 
-Tests, and people who want to see it, may make it fail or drag: ``MOCK_ERR_RANK`` (a rank of the job, or a node's name) fails
-alone, ``MOCK_ERR_PAIR`` fails with partners, ``MOCK_SLOW_RANK=WHO:SECONDS`` takes so much longer.
+Tests, and people who want to see it, may make it fail or drag, where ``DLROVER_TESTING=1`` is set too: ``MOCK_ERR_RANK`` (a rank
+of the job, or a node's name) fails alone, ``MOCK_ERR_PAIR`` fails with partners, ``MOCK_SLOW_RANK=WHO:SECONDS`` takes so much
+longer. Without it these variables do nothing: one that somebody forgot must not condemn a node.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ CPU_SIZE, CPU_PRODUCTS, GPU_SIZE, GPU_PRODUCTS = 384, 20, 8192, 50
 WARM_UP = 3
 CPU_ELEMENTS, GPU_ELEMENTS, REDUCES = 2**16, 2**24, 10
 TELL_S = 2.0
+TESTING = "DLROVER_TESTING"
+"""Set to 1: variables that inject faults are obeyed."""
 
 
 class Broken(Exception):
@@ -33,7 +36,9 @@ class Broken(Exception):
 
 
 def mine(variable: str) -> bool:
-    """Is this worker, or its node, meant by a test hook?"""
+    """Is this worker, or its node, meant by a variable that injects a fault, and are faults to be injected at all?"""
+    if os.environ.get(TESTING) != "1":
+        return False
     who = os.environ.get(variable, "").rpartition(":")[0] or os.environ.get(variable, "")
     return bool(who) and who in (os.environ["DLROVER_CHECK_RANK"], os.environ["DLROVER_CHECK_NODE"])
 

@@ -22,6 +22,8 @@ MEMORY, REPLICA = "memory", "replica"
 ARENAS_MAX = 256
 """Arenas and copies together; a host of 16 ranks that changed its world 3 times has 64."""
 COPIES_MAX = 128
+HEADS_MAX = 64
+"""Tables and objects of other nodes' states that are kept for those of our ranks that ask later."""
 NUMBER_MAX = 2**53
 _NAME = "dlrover-arena"
 
@@ -121,6 +123,7 @@ class Arenas:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._all: dict[int, Arena] = {}
+        self._heads: list[Arena] = []
         self._numbers, self._openings = itertools.count(1), itertools.count(1)
 
     def __iter__(self) -> Iterator[Arena]:
@@ -220,12 +223,35 @@ class Arenas:
             raise
         return found
 
-    def fetched(self, slot: tuple[int, ...], fd: int) -> Arena:
-        """What our saver brought; ``slot`` as `Arena.fetched`, layout 0: any. ``fd`` is ours. Raises `NoRoom`, `ArenaBroken`."""
+    def fetched(self, slot: tuple[int, ...], fd: int, *, whole: bool = True) -> Arena:
+        """What our saver brought; ``slot`` as `Arena.fetched`, layout 0: any. ``fd`` is ours. Raises `NoRoom`, `ArenaBroken`.
+
+        Not ``whole``: it has no data, and is no copy that anybody may count on; the last `HEADS_MAX` are kept.
+        """
         rank, _, _, layout = slot
-        found = self.adopt(Owner(rank, 0, layout), fd)
+        found = self.adopt(Owner(rank, 0, layout), fd) if whole else self._head(Owner(rank, 0, layout), fd)
         found.fetched = (*slot[:3], found.owner.layout)
         return found
+
+    def brought(self, slot: tuple[int, ...], *, whole: bool) -> Arena | None:
+        """What our saver has brought for this already."""
+        return next((one for one in (self if whole else self._heads) if one.brought(slot)), None)
+
+    def _head(self, owner: Owner, fd: int) -> Arena:
+        found = Arena(0, REPLICA, owner, None, fd, os.fstat(fd).st_size)
+        try:
+            found.look()
+        except ArenaBroken:
+            found.close()
+            raise
+        self._heads.append(found)
+        self.forget_heads(HEADS_MAX)
+        return found
+
+    def forget_heads(self, keep: int = 0) -> None:
+        """Let tables and objects go that were brought without data, but for the last ``keep``."""
+        while len(self._heads) > keep:
+            self._heads.pop(0).close()
 
     # ---- what is where
 

@@ -136,6 +136,7 @@ class CheckpointDuty:
         if site is None or vault is None or vault.launch is None:
             return
         if site.generation != vault.launch.generation:
+            site.arenas.forget_heads()
             site.begin(vault.launch)
             # What was whole everywhere, or planned, was so of another generation.
             site.desk.whole = site.desk.aim = site.desk.safe = -1
@@ -201,26 +202,27 @@ class CheckpointDuty:
         if site is None:
             raise Refused("this node has not joined yet")
         slot = wanted.rank, wanted.generation, wanted.step, wanted.layout
-        known = next((one for one in site.arenas if one.brought(slot)), None)
+        known = site.arenas.brought(slot, whole=wanted.whole)
         if known is not None:
             return known, 0
-        under_way = self._fetching.get(slot)
+        key = (*slot, wanted.whole)
+        under_way = self._fetching.get(key)
         if under_way is None:
-            under_way = self._fetching[slot] = asyncio.ensure_future(self._fetch(site, wanted, slot))
-            under_way.add_done_callback(functools.partial(self._fetched, slot))
+            under_way = self._fetching[key] = asyncio.ensure_future(self._fetch(site, wanted, slot))
+            under_way.add_done_callback(functools.partial(self._fetched, key))
         return await asyncio.shield(under_way)
 
-    def _fetched(self, slot: tuple[int, ...], done: asyncio.Task[tuple[Arena, int]]) -> None:
-        del self._fetching[slot]
+    def _fetched(self, key: tuple[int, ...], done: asyncio.Task[tuple[Arena, int]]) -> None:
+        del self._fetching[key]
         if not done.cancelled():
             done.exception()  # seen, though whoever asked may have gone
 
     @staticmethod
     async def _fetch(site: Site, wanted: Wanted, slot: tuple[int, ...]) -> tuple[Arena, int]:
-        order = {"op": "fetch", "address": wanted.address, "wanted": list(slot)}
+        order = {"op": "fetch", "address": wanted.address, "wanted": list(slot), "whole": wanted.whole}
         try:
             done = await within(wanted.within_s, site.saving.order(order))
-            return site.arenas.fetched(slot, done.fd), int(done.body["took_us"])
+            return site.arenas.fetched(slot, done.fd, whole=wanted.whole), int(done.body["took_us"])
         except (Unsaved, NoRoom, ArenaBroken) as error:
             raise Refused(str(error)) from error
         except asyncio.TimeoutError as error:

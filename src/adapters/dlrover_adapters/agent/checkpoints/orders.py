@@ -246,7 +246,12 @@ class Orders:
         wanted = peers.Wanted(*body["wanted"])
         with self._fetching:
             found = peers.fetch(
-                body["address"], wanted, self._credentials, generation=self._generation, allow=self._allow
+                body["address"],
+                wanted,
+                self._credentials,
+                generation=self._generation,
+                whole=body["whole"],
+                allow=self._allow,
             )
         try:
             told = {"op": "done", "key": body["key"], "took_us": found.took_us, "size": found.size}

@@ -68,7 +68,7 @@ class Greeting(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A slot of another node's, at the saver of ``address``."""
+    """A slot of another node's, at the saver of ``address``. Not ``whole``: its table and objects only."""
 
     address: str
     rank: int
@@ -76,6 +76,7 @@ class Wanted(NamedTuple):
     step: int
     layout: int
     within_s: float
+    whole: bool = True
 
 
 class Listener(Protocol):
@@ -149,6 +150,7 @@ class Vault:
             self._socket.close()
             self._socket = None
             os.unlink(self.path)
+        self.arenas.forget_heads()
         for arena in self.arenas:
             self.arenas.forget(arena)
 
@@ -360,7 +362,9 @@ class Vault:
             raise Refused(f"nothing is fetched from {str(address)[:100]!r} within {str(within_s)[:20]} s")
         if self.listener is None:
             raise Refused("nobody here can fetch anything")
-        found, took_us = await self.listener.fetch(Wanted(address, rank, generation, step, layout, float(within_s)))
+        whole = body.get("whole", True) is not False
+        wanted = Wanted(address, rank, generation, step, layout, float(within_s), whole)
+        found, took_us = await self.listener.fetch(wanted)
         return {"id": found.id, "took_us": took_us}, found.fd
 
     def forget(self, arena: Arena) -> None:

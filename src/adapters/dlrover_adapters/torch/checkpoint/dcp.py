@@ -50,6 +50,7 @@ from dlrover_core.errors import CoreError, SpecError
 
 from .flash import AgentGone
 from .meeting import Meeting
+from .opening import rewritten
 from .remembered import Remembered, recalled
 from .shelf import WAIT_S, Piece, Shelf, layout_of
 from .staging import FlashStager
@@ -297,12 +298,14 @@ class FlashStorageReader(StorageReader):
 
     ``memory=False``: storage only; name the step, since each rank looks for the newest by itself then, and one that is committed
     meanwhile would be another's (which is refused). With memory every rank of the job must load, at the same time. Afterwards
-    `tier` and `step` say what was read.
+    `tier` and `step` say what was read. ``trusted``: objects on storage may be of any kind, as whoever can write there is trusted
+    to run code here: torch's planner unpickles what it gets. Without, they are plain Python, tensors and numpy arrays, or loading
+    fails.
     """
 
-    def __init__(self, url: str, *, memory: bool = True) -> None:
+    def __init__(self, url: str, *, memory: bool = True, trusted: bool = False) -> None:
         super().__init__()
-        self.url, self._memory = url, memory
+        self.url, self._memory, self._trusted = url, memory, trusted
         self.step: int | None = None
         self.tier = ""
         self._wanted: int | None = None
@@ -425,7 +428,8 @@ class FlashStorageReader(StorageReader):
         if self._remembered is not None:
             return self._remembered.object(name)
         assert self._reader is not None
-        return self._reader.object(name)
+        raw = self._reader.object(name)
+        return raw if self._trusted else rewritten(name, raw, where="FlashStorageReader")
 
     def _chunks(self, wanted: list[MetadataIndex]) -> Iterator[tuple[MetadataIndex, torch.Tensor]]:
         if self._remembered is not None:

@@ -78,16 +78,12 @@ class Verdict(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What all ranks do next. ``places``: of each rank its node's index; ``addresses`` by node.
-
-    ``shared``: of which old ranks' pieces tables and objects are to be told to all, each by the node with that index.
-    """
+    """What all ranks do next. ``places``: of each rank its node's index; ``addresses`` by node."""
 
     what: str
     plan: Plan | None = None
     places: tuple[int, ...] = ()
     addresses: tuple[str, ...] = ()
-    shared: tuple[tuple[int, Source], ...] = ()
     fell: tuple[tuple[str, str], ...] = ()
     why: str = ""
 
@@ -103,8 +99,7 @@ class Order(NamedTuple):
             return order
         plan = Plan(*order.plan)
         sources = tuple(tuple(Source(*one) for one in read) for read in plan.sources)
-        shared = tuple((place, Source(*source)) for place, source in order.shared)
-        return order._replace(plan=plan._replace(sources=sources), shared=shared)
+        return order._replace(plan=plan._replace(sources=sources))
 
 
 class Judge:
@@ -229,21 +224,8 @@ class Judge:
     def _order(self, what: str) -> bytes:
         plan = self._plan
         assert plan is not None
-        wanted = sorted(
-            {
-                source
-                for place, read in enumerate(plan.sources)
-                for source in read
-                if plan.reshard or source.node != place
-            }
-        )
-        # Of each old rank one node tells; of what only a lender has, one that reads it.
-        shared = {}
-        for source in reversed(wanted):
-            readers = (place for place, read in enumerate(plan.sources) if source in read)
-            shared[source.rank] = (source.node if self._nodes[source.node].ranks else next(readers), source)
         addresses = tuple(node.address for node in self._nodes)
-        return Order(what, plan, self._places, addresses, tuple(shared.values()), tuple(self._fell)).packed()
+        return Order(what, plan, self._places, addresses, tuple(self._fell)).packed()
 
 
 def _no_way_back(step: int, newer: int) -> str:

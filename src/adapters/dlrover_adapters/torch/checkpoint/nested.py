@@ -11,6 +11,8 @@ Path = tuple[Any, ...]
 LARGE_BYTES = 256 * 1024
 """Tensors of at least so much in an ``extra`` lie in the arena as tensors; smaller ones are serialised with the rest of it."""
 _MARK = "__dlrover_tensor__"
+_DIGITS_MAX = 18
+"""Of a place in a list."""
 
 
 def name_of(path: Path) -> str:
@@ -34,11 +36,25 @@ def leaves(node: Any, path: Path) -> Iterator[tuple[Path, Any, Any, Any]]:
             yield at, value, node, key
 
 
-def reached(row: list[Any], key: str) -> int:
-    """A place in a list, which is made as long as that needs."""
-    place = int(key)
-    row.extend([None] * (place + 1 - len(row)))
+def reached(row: list[Any], key: str) -> int | None:
+    """The place in a list that a stored name leads to: one that is there, or the next one, which is made. None: neither.
+
+    A stored name may hold any number: the list must not grow by more than what is stored for it.
+    """
+    place = int(key) if key.isdecimal() and len(key) <= _DIGITS_MAX else -1
+    if not 0 <= place <= len(row):
+        return None
+    if place == len(row):
+        row.append(None)
     return place
+
+
+def in_order(name: str) -> tuple[tuple[bool, int, str], ...]:
+    """A key that sorts names so that places of a list come in turn: 0, 1, ..., 10."""
+    parts = name.split(".")
+    return tuple(
+        (False, int(one), "") if one.isdecimal() and len(one) <= _DIGITS_MAX else (True, 0, one) for one in parts
+    )
 
 
 def holds(values: list[Any]) -> bool:

@@ -1,7 +1,8 @@
 """Objects of a checkpoint, unpickled. Whoever can write to a storage must not thereby run code in the jobs that read it.
 
 So what comes from disk or storage is of the kinds that ``torch.load(weights_only=True)`` makes: plain Python, tensors, and
-numpy's arrays and numbers. What has never left this job's memory is as trustworthy as the script that saved it.
+numpy's arrays and numbers. What comes from memory is as trustworthy as the script that saved it: it is this node's own, or a
+saver that knows the job's token sent it and nobody changed it on the way.
 """
 
 from __future__ import annotations
@@ -17,21 +18,33 @@ import torch
 from .ladder import RestoreFailed
 
 
-def opened(objects: Mapping[str, bytes], *, trusted: bool) -> dict[str, Any]:
-    """Objects by name. Raises `RestoreFailed` for one of another kind, unless they are ``trusted``."""
+def opened(
+    objects: Mapping[str, bytes], *, trusted: bool, where: str = "FlashCheckpoint", to: str | None = "cpu"
+) -> dict[str, Any]:
+    """Objects by name. Raises `RestoreFailed` for one of another kind, unless they are ``trusted``.
+
+    ``where``: who takes ``trusted=True``, for people. Tensors among them go ``to`` this device, None: to their own.
+    """
     found: dict[str, Any] = {}
     with _numbers():
         for name, raw in objects.items():
             try:
-                found[name] = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+                found[name] = torch.load(io.BytesIO(raw), map_location=to, weights_only=True)
             except (pickle.UnpicklingError, RuntimeError) as error:
                 if not trusted:
                     raise RestoreFailed(
                         f"{name} is not of a kind that can be loaded without running code from the checkpoint "
-                        f"({_kind(error)}); if you trust whoever can write there: FlashCheckpoint(..., trusted=True)"
+                        f"({_kind(error)}); if you trust whoever can write there: {where}(..., trusted=True)"
                     ) from error
-                found[name] = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False)
+                found[name] = torch.load(io.BytesIO(raw), map_location=to, weights_only=False)
     return found
+
+
+def rewritten(name: str, raw: bytes, *, where: str) -> bytes:
+    """The same object, serialised by us: whoever unpickles it runs no code that somebody put there. Raises `RestoreFailed`."""
+    stream = io.BytesIO()
+    torch.save(opened({name: raw}, trusted=False, where=where, to=None)[name], stream)
+    return stream.getvalue()
 
 
 @contextlib.contextmanager

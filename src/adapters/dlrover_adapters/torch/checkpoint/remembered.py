@@ -128,7 +128,7 @@ class Remembered:
         broken = {(node, rank): why for node, _, its, _ in told for rank, why in its.items()}
         for (node, rank), why in broken.items():
             log.warning("step %d of rank %d in the memory of %s is passed over: %s", self.step, rank, node, why)
-        whole = {rank: raw for node, tables, *_ in told for rank, raw in tables.items() if (node, rank) not in broken}
+        whole = {rank for node, its, *_ in told for rank in its if (node, rank) not in broken}
         if len(whole) != self.state.world:
             log.warning(
                 "step %d in memory is passed over: %d of %d parts are whole", self.step, len(whole), self.state.world
@@ -138,21 +138,32 @@ class Remembered:
         self._elsewhere = [one for one in self._elsewhere if (one.node, one.rank) not in broken]
         for rank in self._views.keys() - self._here.keys():
             self._views.pop(rank).release()
-        self.tables = {rank: Table.unpacked(raw) for rank, raw in whole.items()}
-        away = [rank for rank, (node, its, *_) in enumerate(told) if rank not in its or (node, rank) in broken]
-        return self._all_bring(meeting, away)
+        return self._all_bring(meeting, whole)
 
-    def _all_bring(self, meeting: Meeting, away: list[int]) -> bool:
-        """As many ranks as had saved it: each needs the part of its number. Those whose nodes have it not get it while all can
-        still take something else.
+    def _all_bring(self, meeting: Meeting, ranks: set[int]) -> bool:
+        """Each rank gets the tables of all parts; of as many ranks as had saved it each the part of its number, too: that one it
+        needs. Those whose nodes have it not get it while all can still take something else.
         """
-        if meeting.world != self.state.world or not away:
-            return True
-        why = self._bring((meeting.rank,)) if meeting.rank in away else ""
+        same = meeting.world == self.state.world
+        why = (self._bring((meeting.rank,)) if same else "") or self._read_tables(ranks, meeting.rank)
         lost = {rank: why for rank, why in enumerate(_said(meeting, "dcp/brought", why)) if why}
         for rank, reason in lost.items():
             log.warning("step %d in memory is passed over, rank %d says: %s", self.step, rank, reason)
         return not lost
+
+    def _read_tables(self, ranks: set[int], first: int) -> str:
+        """From what is here, else from the other nodes by the agent: not through the store, which takes what anybody writes."""
+        for rank in sorted(ranks, key=lambda rank: (rank - first) % self.state.world):
+            try:
+                if rank in self._here or rank in self._views:
+                    self.tables[rank] = self._view(rank).table
+                else:
+                    head = self._fetched(cast(Vault, self._vault), rank, whole=False)
+                    self.tables[rank] = head.table
+                    head.release()
+            except (ArenaBroken, VaultGone, OSError) as error:
+                return f"the table of rank {rank}: {type(error).__name__}: {error}"
+        return ""
 
     def bring(self, chunks: Iterable[tuple[str, tuple[int, ...]]]) -> str:
         """Have the parts here that these chunks and objects (without offsets) are in; why not, empty: they are."""
@@ -171,18 +182,18 @@ class Remembered:
         """Why this rank can read nothing from others; empty: it can."""
         return self._vault.gone if self._vault is not None else "there is no agent"
 
-    def _look(self, local_rank: int) -> tuple[dict[int, bytes], dict[int, str]]:
-        """Verify what is here, the ranks of a node a part of it each; the tables of all that is here, and what is damaged."""
-        tables, broken = {}, {}
+    def _look(self, local_rank: int) -> tuple[list[int], dict[int, str]]:
+        """Verify what is here, the ranks of a node a part of it each; the ranks whose parts are here, and what is damaged."""
+        there, broken = [], {}
         for number, rank in enumerate(sorted(self._here)):
             try:
                 view = self._view(rank)
-                tables[rank] = view.table.packed()
+                there.append(rank)
                 if self._vault is not None and number % self._vault.nproc == local_rank:
                     view.verify()
             except (ArenaBroken, VaultGone, OSError) as error:
                 broken[rank] = f"{type(error).__name__}: {error}"
-        return tables, broken
+        return there, broken
 
     def metadata(self) -> Any:
         """As torch has it, made from the tables."""
@@ -230,12 +241,12 @@ class Remembered:
                 self._views[rank] = self._fetched(vault, rank)
         return self._views[rank]
 
-    def _fetched(self, vault: Vault, rank: int) -> SlotView:
-        state = self.state
+    def _fetched(self, vault: Vault, rank: int, *, whole: bool = True) -> SlotView:
+        state, ask = self.state, vault.fetch if whole else vault.head
         last: Exception = VaultGone(f"nobody serves step {self.step} of rank {rank}")
         for address in dict.fromkeys(one.address for one in self._elsewhere if one.rank == rank):
             try:
-                got = vault.fetch(address, rank, state.generation, state.step, state.layout)
+                got = ask(address, rank, state.generation, state.step, state.layout)
                 return _mapped(got.fd, 0)
             except (ArenaBroken, VaultGone, OSError) as error:
                 last = error

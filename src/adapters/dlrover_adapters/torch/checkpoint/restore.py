@@ -10,8 +10,9 @@ the saver got to that: then the slot's header, its blob and its table are verifi
 compared with. ``"header"`` leaves the blocks of one's own memory unread; what comes from other nodes is always verified in full.
 Of pieces that several ranks of a node read, each verifies one.
 
-A world of another shape reshards: tables and objects of all pieces are told to all, and each rank takes the chunks it needs, from
-its node's memory or from others'. Bytes go straight from the slot into the tensors (`filling`); there is no second copy.
+A world of another shape reshards: each node's agent fetches tables and objects of all pieces, and each rank takes the chunks it
+needs, from its node's memory or from others'. Bytes go straight from the slot into the tensors (`filling`); there is no second
+copy.
 
 A step is chosen from storage. Where this generation has saved newer ones that is refused: states are compared by generation and
 step, so the next failure would bring the newer ones back.
@@ -24,17 +25,14 @@ import logging
 import mmap
 import os
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
-
-import msgpack
 
 from dlrover_adapters.checkpoint.manifests import CheckpointDamaged, CheckpointIncomplete, CheckpointTooNew
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.checkpoint.reader import StepReader
 from dlrover_adapters.checkpoint.slotview import read_table
-from dlrover_adapters.checkpoint.table import Table, unpack_blob
+from dlrover_adapters.checkpoint.table import Table
 from dlrover_core.checkpoint.agreement import DISK, MEMORY, STORAGE, Holders, Piece, Plan, Source
 from dlrover_core.checkpoint.arena import ArenaBroken, Control
 from dlrover_core.errors import CoreError, SpecError
@@ -68,6 +66,9 @@ class Line(Protocol):
 
     def fetch(self, address: str, rank: int, generation: int, step: int, layout: int) -> Any:
         """One rank's state from another node, verified."""
+
+    def head(self, address: str, rank: int, generation: int, step: int, layout: int) -> Any:
+        """Its table and its objects alone."""
 
     def restored(self, step: int, tier: str, took_us: int, fell: Any = ()) -> None:
         """What became of it."""
@@ -294,6 +295,13 @@ def _arena(line: Line, number: int) -> tuple[int, Holders]:
 # ---- one plan
 
 
+class _Head(NamedTuple):
+    """Of a piece on another node what is needed to plan with it, and what is no tensor."""
+
+    table: Table
+    objects: dict[str, bytes]
+
+
 class _Attempt:
     """What this rank does to follow a plan. Everything that it opens is closed with ``held``."""
 
@@ -328,10 +336,9 @@ class _Attempt:
         """Get everything ready; say whether it is good. Errors of this rank are everybody's, so they are told and not raised."""
         if not self.plan.sources:
             return self._stored(storage if self.plan.tier == STORAGE else disk)
-        shared = self._shared()
         bad: list[tuple[int, str]] = []
         try:
-            self._ready(shared, bad)
+            self._ready(bad)
         except Uncovered as error:
             bad.append((-1, str(error)))
         except Exception as error:  # noqa: BLE001  # the others wait for us: it is raised when they know
@@ -348,14 +355,18 @@ class _Attempt:
         self._capture.load(self._loaded)
 
     def _examine(self, *, trusted: bool) -> None:
-        """Is what is no tensor what is asked for? What comes from memory is trusted: it never left this job."""
+        """Is what is no tensor what is asked for?
+
+        What comes from memory is trusted: this node saved it, or somebody who knows the job's token sent it, and nobody changed
+        it on the way (`peer_line.Line.seal`). It never lay in the store that the ranks meet in.
+        """
         self._loaded = opened(self._objects, trusted=trusted)
         examine = getattr(self._capture, "examine", None)
         self.notes = examine(self._loaded) if examine is not None else ()
 
     # ---- from memory
 
-    def _ready(self, shared: dict[int, tuple[Table, dict[str, bytes]]], bad: list[tuple[int, str]]) -> None:
+    def _ready(self, bad: list[tuple[int, str]]) -> None:
         """Open what is here, find out what else is needed, fetch that, verify. Pieces that are no good go to ``bad``."""
         sources = {one.rank: one for one in self.plan.sources[self._place]}
         here = {rank: one for rank, one in sources.items() if one.node == self._place}
@@ -364,16 +375,21 @@ class _Attempt:
         for rank, source in here.items():
             with _told_of(bad, rank):
                 opened[rank] = self._piece(source)
-        bad.extend((rank, "its node cannot read it") for rank in away if rank not in shared)
+        own = self._meeting.rank
+        if own in away and not self.plan.reshard:  # all of it is needed
+            with _told_of(bad, own):
+                opened[own] = self._piece(away[own])
+            self.tier = PEER
+        heads = self._heads({rank: one for rank, one in away.items() if rank not in opened}, bad) if not bad else {}
         if bad:
             return
         tables = {rank: one.view.table for rank, one in opened.items()}
-        tables.update({rank: shared[rank][0] for rank in away})
+        tables.update({rank: one.table for rank, one in heads.items()})
         # What is of one's own number first, then what is here.
         order = sorted(tables, key=lambda rank: (rank != self._meeting.rank, rank in away, rank))
         needed = self._needed(order, tables)
         for rank in dict.fromkeys(rank for _need, rank, _item in needed):
-            if rank in away:
+            if rank in away and rank not in opened:
                 with _told_of(bad, rank):
                     opened[rank] = self._piece(away[rank])
                 self.tier = PEER
@@ -382,7 +398,7 @@ class _Attempt:
                 self._verified(opened[rank])
         for rank in order:
             with _told_of(bad, rank):
-                self._keep(opened[rank].view.objects() if rank in opened else shared[rank][1])
+                self._keep(opened[rank].view.objects() if rank in opened else heads[rank].objects)
         if not bad:
             self._examine(trusted=True)
             self._fills = [(need, filling.Piece(opened[rank], item)) for need, rank, item in needed]
@@ -434,9 +450,12 @@ class _Attempt:
     def _opened(self, fd: int, slot: int) -> Held:
         held = Held(fd, slot)
         self._held.callback(held.close)
+        self._checked(held)
+        return held
+
+    def _checked(self, held: Held) -> None:
         if held.view.stamp[:2] != (self.plan.generation, self.plan.step):
             raise ArenaBroken(f"it holds step {held.view.stamp.step} of generation {held.view.stamp.generation} now")
-        return held
 
     def _verified(self, held: Held) -> None:
         if self._verify == FULL and not filling.verify(held, self._threads):
@@ -449,26 +468,30 @@ class _Attempt:
 
     # ---- tables of pieces that are elsewhere
 
-    def _shared(self) -> dict[int, tuple[Table, dict[str, bytes]]]:
-        """Of the pieces that some node has to fetch, tables and objects, told by those who have them."""
-        if not self._order.shared:
-            return {}
-        mine = {}
-        for place, source in self._order.shared:
-            if place == self._place and self._ranks[0] == self._meeting.rank:
-                try:
-                    view = self._piece(source).view
-                    view.objects()  # verified
-                except _UNUSABLE as error:
-                    log.warning("checkpoint: the piece of old rank %d cannot be told to others: %s", source.rank, error)
-                    continue
-                mine[source.rank] = zlib.compress(msgpack.packb((view.table.packed(), bytes(view.blob))), 1)
-        merged = self._meeting.decide("restore/tables", msgpack.packb(mine), _merged, limit_s=READ_S)
+    def _heads(self, away: Mapping[int, Source], bad: list[tuple[int, str]]) -> dict[int, _Head]:
+        """Tables and objects of pieces that other nodes have, by their old ranks; what does not come goes to ``bad``.
+
+        By the agents, never through the store that the ranks meet in: that one takes what anybody writes.
+        """
         found = {}
-        for rank, packed in msgpack.unpackb(merged, strict_map_key=False).items():
-            table, blob = msgpack.unpackb(zlib.decompress(packed))
-            found[rank] = (Table.unpacked(table), unpack_blob(blob))
+        world = max(1, self.plan.world)
+        # Each rank begins elsewhere, so that not all ask one node first.
+        for rank in sorted(away, key=lambda rank: (rank - self._meeting.rank) % world):
+            with _told_of(bad, rank):
+                found[rank] = self._head(away[rank])
         return found
+
+    def _head(self, source: Source) -> _Head:
+        line, plan = self._line, self.plan
+        if line is None:
+            raise VaultGone("without an agent nothing comes from other nodes")
+        address = self._order.addresses[source.node]
+        held = Held(line.head(address, source.rank, plan.generation, plan.step, plan.layout).fd, 0)
+        try:
+            self._checked(held)
+            return _Head(held.view.table, held.view.objects())
+        finally:
+            held.close()
 
     # ---- from disk and storage
 
@@ -489,13 +512,6 @@ class _Attempt:
         except Exception as error:  # noqa: BLE001  # as above
             return self._fatal(error, torn=torn)
         return Verdict(torn=torn)
-
-
-def _merged(told: list[bytes]) -> bytes:
-    merged: dict[int, bytes] = {}
-    for one in told:
-        merged.update(msgpack.unpackb(one, strict_map_key=False))
-    return msgpack.packb(merged)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

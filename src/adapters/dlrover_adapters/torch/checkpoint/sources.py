@@ -20,7 +20,7 @@ from dlrover_core.errors import CoreError, SpecError
 
 from .generators import draw_again, drawn
 from .kinds import CLASSES, class_of
-from .nested import LARGE_BYTES, Path, is_large, leaves, local, marked, name_of, reached, unmarked
+from .nested import LARGE_BYTES, Path, in_order, is_large, leaves, local, marked, name_of, reached, unmarked
 
 _OBJECTS = "__objects__"
 
@@ -262,12 +262,16 @@ class StateSource:
 
     def __init__(self, path: Path, state: MutableMapping[str, Any]) -> None:
         self._path, self._state = path, state
+        self._late: dict[str, torch.Tensor] = {}
+        """Room for tensors of lists in which something that is no tensor comes before them: it comes with `load`."""
 
     def tensors(self) -> Iterator[Found]:
         """Nobody knows who writes them."""
         for path, value, owner, key in leaves(self._state, self._path):
             if isinstance(value, torch.Tensor):
                 yield Found(path, value, owner, key)
+        for name, value in self._late.items():
+            yield Found((*self._path, name), value, self._late, name)
 
     def sizes(self) -> tuple[int, ...]:
         """Which leaves are tensors; those in lists that were replaced have other owners."""
@@ -284,21 +288,30 @@ class StateSource:
     def make_room(self, shapes: Shapes) -> None:
         """What was saved and is not there is made, where dicts lead to it."""
         prefix = name_of(self._path) + "."
+        self._late = {}
         here = {name_of(found.path) for found in self.tensors()}
-        for name, (dtype, shape) in shapes.items():
-            if name.startswith(prefix) and name not in here:
-                self._set(name.removeprefix(prefix), torch.empty(shape, dtype=getattr(torch, dtype)))
+        for name in sorted((one for one in shapes if one.startswith(prefix) and one not in here), key=in_order):
+            dtype, shape = shapes[name]
+            room = torch.empty(shape, dtype=getattr(torch, dtype))
+            if not self._set(name.removeprefix(prefix), room):
+                self._late[name.removeprefix(prefix)] = room
 
     def load(self, objects: Mapping[str, Any]) -> None:
-        """Set what is no tensor."""
+        """Set what is no tensor, and tensors that had to wait for it. Raises `Mismatch`."""
         prefix = name_of(self._path) + "."
         here = {name_of(path): (owner, key) for path, _value, owner, key in leaves(self._state, self._path)}
-        for name, value in objects.items():
-            if name in here:
-                owner, key = here[name]
-                owner[key] = value
-            elif name.startswith(prefix):
-                self._set(name.removeprefix(prefix), value)
+        for name in objects.keys() & here.keys():
+            owner, key = here[name]
+            owner[key] = objects[name]
+        new = {name.removeprefix(prefix): objects[name] for name in objects if name.startswith(prefix)}
+        found = {**{name: new[name] for name in new if prefix + name not in here}, **self._late}
+        self._late = {}
+        for name in sorted(found, key=in_order):
+            if not self._set(name, found[name]):
+                raise Mismatch(
+                    f"state: {prefix}{name} is a place in a list of which earlier places are missing in the checkpoint, or that "
+                    "is no list any more; give a state of the same shape, or check who else writes to this storage"
+                )
 
     def asked(self) -> Iterator[tuple[str, ...]]:
         """All leaves that are no tensors."""
@@ -309,19 +322,28 @@ class StateSource:
         """One."""
         return (name_of(self._path),)
 
-    def _set(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: Any) -> bool:
+        """False: it is a place in a list that nothing leads up to yet."""
         owner: Any = self._state
         keys = name.split(".")
         for key, following in itertools.pairwise(keys):
             if isinstance(owner, list):
-                owner = owner[reached(owner, key)]
+                length, place = len(owner), reached(owner, key)
+                if place is None:
+                    return False
+                if place == length:
+                    owner[place] = [] if following.isdecimal() else {}
+                owner = owner[place]
             else:
                 owner = owner.setdefault(key, [] if following.isdecimal() else {})
             if not isinstance(owner, (MutableMapping, list)):
                 raise Mismatch(
                     f"state: {name} was saved, and {key} is no dict any more; give a state of the same shape"
                 )
-        owner[reached(owner, keys[-1]) if isinstance(owner, list) else keys[-1]] = value
+        last: int | str | None = reached(owner, keys[-1]) if isinstance(owner, list) else keys[-1]
+        if last is not None:
+            owner[last] = value
+        return last is not None
 
 
 class GeneratorSource:

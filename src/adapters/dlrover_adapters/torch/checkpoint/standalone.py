@@ -172,6 +172,8 @@ class Standalone:
         """There are no peers."""
         raise VaultRefused(f"no peer at {address} without an agent")
 
+    head = fetch
+
     def restored(self, step: int, tier: str, took_us: int, fell: Sequence[tuple[str, str]] = ()) -> None:
         """For people."""
         for one, why in fell:
