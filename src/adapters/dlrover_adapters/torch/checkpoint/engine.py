@@ -21,8 +21,9 @@ from dlrover_adapters.torch import steps
 from dlrover_core.checkpoint.arena import SLOTS_MAX, Control, Geometry, Stamp
 from dlrover_core.checkpoint.slots import NOTHING, Kept, choose
 
+from . import devices
 from .capture import Capture, Chunk, Signature
-from .copier import Copier, Flight, Moves, Pair
+from .copier import Aside, Copier, Flight, Moves, Pair
 from .layout import agreed, data_bytes, with_own
 from .line import Line, spare_slots
 from .meeting import Meeting
@@ -55,7 +56,7 @@ class Engine:
     def __init__(self, capture: Capture, line: Line, meeting: Meeting, options: Options) -> None:
         self.capture, self.line, self.meeting, self.options = capture, line, meeting, options
         self.stats = Stats()
-        self.copier = Copier()
+        self.copier, self._aside = Copier(), Aside(options.device_bytes)
         self.prepared = False
         self.memory: Mapped | None = None
         self.arena_id = -1
@@ -133,8 +134,8 @@ class Engine:
             if (stamp.generation, stamp.step) == self._base_of(self.memory.control):
                 self._kept[slot] = Kept(stamp.step, base=True)
         self.line.ready(arena.id, table.holders)
-        cuda = any(one.tensor.is_cuda for one in self.capture.chunks())
-        self.memory.populate(pin=cuda)
+        used = devices.used_by(one.tensor for one in self.capture.chunks())
+        self.memory.populate(pin=used[0] if used else None)
 
     def _base_of(self, control: Control) -> tuple[int, int] | None:
         """What the ranks began from; where nobody has asked, the newest that is there."""
@@ -356,7 +357,9 @@ class Engine:
         beside, live = self._moves_to(slot)
         at_live = time.perf_counter()
         stands = blocking or not self.beside
-        aside = live.all_now(wait=stands)
+        looks = [] if stands else beside.looks(self.options.verify)
+        stands = stands or looks is None
+        aside = live.all_now(None if stands else self._aside)
         self.stats.live_s, self.stats.live_bytes = time.perf_counter() - at_live, live.size
         self.stats.blob_bytes, self.stats.copied_bytes = written[0], beside.size + live.size
         self._kept[slot] = Kept(step, call)
@@ -365,7 +368,7 @@ class Engine:
             self._landed(flight, slot, written)
 
         samples = [] if stands else beside.samples(self.options.verify)
-        flight = Flight(step, beside, samples, landed, due=due, aside=aside)
+        flight = Flight(step, beside, samples, landed, due=due, aside=aside, looks=looks or [])
         if stands:
             beside.all_now()
             flight.samples = []

@@ -14,7 +14,7 @@ class Stats:
     and what is no tensor; ``copy_s``: the copy, beside training or not. ``copied_bytes`` is all of it, ``live_bytes`` what is
     live. ``skipped``: saves left out because every slot was in use; ``early``: as the memory was not populated yet; ``torn``:
     copies thrown away. ``unstored``: states that were due on storage and made room in memory for newer ones before it took them.
-    ``populated``: all of the memory is there.
+    ``populated``: all of the memory is there; ``pinned``: and all of it is pinned for CUDA.
     """
 
     saves: int = 0
@@ -31,6 +31,7 @@ class Stats:
     live_bytes: int = 0
     blob_bytes: int = 0
     populated: bool = False
+    pinned: bool = False
 
 
 class Options(NamedTuple):
@@ -41,3 +42,5 @@ class Options(NamedTuple):
     coupled: bool
     slots: int
     lag: int = 2
+    device_bytes: int = 0
+    """As `FlashCheckpoint`: of each GPU's memory, for copies of live tensors."""
