@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import pickle
 import threading
@@ -15,7 +14,6 @@ from flashing import Training, averaged_as_extra, batch_norm, give_back, net, pl
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from dlrover_adapters.torch.checkpoint import copier as copiers
 from dlrover_adapters.torch.checkpoint.copier import Flight
 from dlrover_adapters.torch.checkpoint.flash import FlashCheckpoint
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
@@ -406,51 +404,6 @@ def test_an_optimizer_that_steps_within_backward_is_noticed(held: Held, caplog: 
         _, tensors, _ = saved(ckpt)
         assert all(torch.equal(tensors[f"model.{name}"], one) for name, one in was.items())
     assert "within backward" in caplog.text
-
-
-def test_the_order_of_calls_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The side stream begins after what was computed, and the compute stream, not the host, waits for its end."""
-    told: list[str] = []
-
-    class Stream:
-        def __init__(self, device: object = None) -> None:
-            pass
-
-        def wait_stream(self, other: object) -> None:
-            told.append(f"side waits for {other}")
-
-    class Event:
-        def record(self, stream: object = None) -> None:
-            told.append("recorded")
-
-        def wait(self) -> None:
-            told.append("compute stream waits")
-
-        def synchronize(self) -> None:
-            told.append("copier waits")
-
-    class Place:
-        def copy_(self, tensor: object, *, non_blocking: bool) -> None:
-            told.append(f"copy {non_blocking=}")
-
-    class Tensor:
-        device = "cuda:0"
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: "compute")
-    moves: Any = copiers.Moves.__new__(copiers.Moves)
-    moves.pairs, moves.batches, moves.strided, moves.cuda, moves.size = [], [], [], [(Place(), Tensor())], 1
-    copier = copiers.Copier()
-    flight = Flight(1, moves, [], lambda _flight: told.append("published"))
-    copier._thread = threading.current_thread()
-    copier.start(flight)
-    assert told == ["side waits for compute", "copy non_blocking=True", "recorded"]
-    copier.before_overwriting()
-    assert told[3:] == ["compute stream waits"]
-    flight.finish()
-    assert told[4:] == ["copier waits", "published"]
 
 
 # ---- models are left as they were

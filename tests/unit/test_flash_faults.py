@@ -22,7 +22,6 @@ from torch.distributed import HashStore
 
 from dlrover_adapters.checkpoint import listing
 from dlrover_adapters.checkpoint.places import Place
-from dlrover_adapters.torch.checkpoint import copier as copiers
 from dlrover_adapters.torch.checkpoint.copier import Flight
 from dlrover_adapters.torch.checkpoint.flash import FlashCheckpoint
 from dlrover_adapters.torch.checkpoint.generators import drawn
@@ -190,37 +189,6 @@ def test_a_torn_copy_of_strided_tensors_is_thrown_away(make: Any, verify: str, m
         with pytest.warns(RuntimeWarning, match="thrown away"):
             ckpt.wait()
         assert (ckpt.stats.torn, ckpt.stats.saves) == (1, 1)
-
-
-def test_with_scalars_of_the_host_the_compute_stream_waits_and_the_host_does_not() -> None:
-    """Adam on CUDA has its step counters in the host's memory: those the host copies itself, and goes on."""
-    told: list[str] = []
-
-    class Event:
-        def wait(self) -> None:
-            told.append("compute stream waits")
-
-        def synchronize(self) -> None:
-            told.append("copier waits")
-            assert ended.wait(LIMIT_S)
-
-    class Batch:
-        def run(self) -> None:
-            told.append("scalars")
-
-    ended = threading.Event()
-    moves: Any = copiers.Moves.__new__(copiers.Moves)
-    moves.pairs, moves.batches, moves.strided, moves.cuda, moves.size = [], [Batch()], [], [], 1
-    copier = copiers.Copier()
-    flight = Flight(1, moves, [], lambda _flight: None)
-    flight.event = Event()
-    copier.start(flight)
-    copier.before_overwriting()  # returns, with the device still at work
-    assert not flight.done.is_set()
-    assert {"compute stream waits", "scalars"} <= set(told)
-    ended.set()
-    copier.settle()
-    copier.close()
 
 
 # ---- a line that was left

@@ -1,9 +1,9 @@
-"""Copies states beside training: a thread of its own, without the GIL; on CUDA a stream of its own.
+"""Copies states beside training: a thread of its own, without the GIL; on CUDA a stream of its own for each device.
 
 Whoever has to wait for a copy helps to make it: `Copier.settle` does the batches that nobody has begun. A copy is *torn* when
 what was copied is not what was there at its begin. Version counters do not tell (BatchNorm, fused optimizers and ``.data`` do not
-move them), so random blocks are hashed at the begin and compared with what lies in the slot at the end. Tensors of a device are
-not looked at: a look would have the host wait for it.
+move them), so random blocks are hashed at the begin and compared with what lies in the slot at the end. `looks` does that for
+tensors on a CUDA device. Tensors on other devices are not looked at: a look would have the host wait for them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import random
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,8 +26,9 @@ import torch
 from dlrover_adapters.checkpoint.hashing import digest
 from dlrover_adapters.checkpoint.table import Item
 
-from . import streaming
+from . import devices, streaming
 from .capture import Chunk
+from .looks import Look, Looks
 from .memory import Mapped
 
 BLOCK_BYTES = 4096
@@ -59,11 +61,13 @@ class Moves:
         )
         self._begin = begin
         others = [one for one in self.pairs if not _is_plain(one.chunk.tensor)]
-        self.cuda = [(memory.place(slot, item), chunk.tensor) for item, chunk in others if chunk.tensor.is_cuda]
-        self.strided = [(memory.place(slot, item), chunk.tensor) for item, chunk in others if not chunk.tensor.is_cuda]
+        placed = [(memory.place(slot, item), chunk.tensor) for item, chunk in others]
+        self.cuda = [one for one in placed if devices.on_cuda(one[1])]
+        self.strided = [one for one in placed if not devices.on_cuda(one[1])]
         self._looked_at = sorted(
-            (one for one in self.pairs if one.chunk.tensor.device.type == "cpu"), key=lambda one: -one.item.size
+            (one for one in self.pairs if devices.on_host(one.chunk.tensor)), key=lambda one: -one.item.size
         )
+        self._looks = Looks(self.cuda, _chance)
         self.size = sum(one.item.size for one in self.pairs)
 
     def strides(self) -> None:
@@ -71,17 +75,16 @@ class Moves:
         for place, tensor in self.strided:
             place.copy_(tensor)
 
-    def all_now(self, *, wait: bool = True) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Everything, in this thread. Not ``wait``: what lies on a device is set aside there, and is yet to be copied."""
-        aside = [(place, tensor.clone()) for place, tensor in self.cuda] if not wait else []
-        for place, tensor in self.cuda if wait else ():
-            place.copy_(tensor, non_blocking=True)
+    def all_now(self, aside: Aside | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Everything, in this thread; but for what is put ``aside`` on its device, which is yet to be copied."""
+        later, now = aside.put(self.cuda) if aside is not None else ([], self.cuda)
+        for place, tensor in now:
+            devices.copy(devices.of(tensor), place, tensor)
         for batch in self.batches:
             batch.run()
         self.strides()
-        if self.cuda and wait:
-            torch.cuda.current_stream(self.cuda[0][1].device).synchronize()
-        return aside
+        devices.wait_for(devices.used_by(tensor for _place, tensor in now))
+        return later
 
     def same(self) -> bool:
         """Is in the slot, byte by byte, what would be copied there now?"""
@@ -92,6 +95,16 @@ class Moves:
             if compare(self._begin + item.at, tensor.data_ptr(), item.size):
                 return False
         return True
+
+    def looks(self, verify: str) -> list[Look] | None:
+        """At tensors on CUDA devices, as they are now; None: a device has no memory left for that."""
+        try:
+            return self._looks.take(verify, tensors=TENSORS, block_bytes=BLOCK_BYTES, every_bytes=EVERY_BYTES)
+        except devices.OutOfMemory as error:
+            _log.warning(
+                "training stands for this save: a device has no memory to look whether its copy is torn: %s", error
+            )
+            return None
 
     def samples(self, verify: str) -> list[tuple[int, int, int]]:
         """(address in the slot, bytes, hash of what is to be there); of tensors in the host's memory, of whatever strides."""
@@ -113,7 +126,7 @@ class Moves:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return devices.on_host(tensor) and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _hash(address: int, size: int) -> int:
@@ -132,6 +145,37 @@ def _hash_of(tensor: torch.Tensor, at: int, size: int) -> int:
     return _hash(copied.data_ptr(), size)
 
 
+class Aside:
+    """Copies of live tensors on their own devices, up to ``room`` bytes a device, for a moment: who saves does not wait for them.
+
+    A device that has no memory for that has none for training either: from then on nothing is put there.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+
+    def put(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[Any], Sequence[Any]]:
+        """What was put aside, each with its place in the slot; and the rest, to be copied while training stands."""
+        later, now = [], []
+        left: dict[torch.device, int] = defaultdict(lambda: self._room)
+        try:
+            for place, tensor in copies if self._room else ():
+                device = devices.of(tensor)
+                if tensor.nbytes > left[device]:
+                    now.append((place, tensor))
+                    continue
+                left[device] -= tensor.nbytes
+                later.append((place, devices.clone(tensor)))
+        except devices.OutOfMemory as error:
+            self._room = 0
+            _log.warning(
+                "the device has no memory to put %d live tensors aside, so from now on training stands while they are copied: %s",
+                len(copies),
+                error,
+            )
+        return (later, now) if self._room else ([], copies)
+
+
 @dataclass
 class Flight:
     """One copy under way. ``landed`` is called once by the copier, with whether everything arrived as it was."""
@@ -144,8 +188,10 @@ class Flight:
     """It is to go to storage."""
     aside: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Live tensors of a device, set aside there."""
-    event: Any = None
-    """On CUDA: when the copies of the side stream are done."""
+    looks: list[Look] = field(default_factory=list)
+    """As ``samples``, of tensors on CUDA devices."""
+    marks: list[devices.Mark] = field(default_factory=list)
+    """Of each CUDA device: the end of its copies."""
     began: float = field(default_factory=time.perf_counter)
     torn: bool = False
     error: BaseException | None = None
@@ -186,9 +232,13 @@ class Flight:
             with self._empty:
                 self._empty.wait_for(lambda: not self._open)
             self.read.set()
-            if self.event is not None:
-                self.event.synchronize()
+            if self.marks:
+                devices.choose(self.marks[0].device)  # this thread's would be the first GPU, which is another rank's
+            for mark in self.marks:
+                mark.wait()
+            self.aside = []
             self.torn = any(_hash(address, size) != before for address, size, before in self.samples)
+            self.torn = self.torn or any(look.differs() for look in self.looks)
         except BaseException as error:  # noqa: BLE001  # told to the training thread, which waits for it
             self.error = error
         try:
@@ -207,13 +257,16 @@ class Copier:
         self.flight: Flight | None = None
         self._queue: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._streams: dict[torch.device, Any] = {}
+        self._beside = devices.SideStreams()
 
     def start(self, flight: Flight) -> None:
         """Begin to copy beside what comes next. The one before is settled."""
         assert self.flight is None, "settle it first"
         if flight.moves.cuda or flight.aside:
-            flight.event = self._beside([*flight.moves.cuda, *flight.aside])
+            copies = devices.grouped([*flight.moves.cuda, *flight.aside])
+            for look in flight.looks:
+                copies[look.device].append((look.arrived, look.seen))
+            flight.marks = self._beside.copy(copies)
         if self._thread is None:
             # It knows the queue alone: a copier that nobody closed and nobody has any more ends it.
             self._thread = threading.Thread(
@@ -224,28 +277,15 @@ class Copier:
         self.flight = flight
         self._queue.put(flight)
 
-    def _beside(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Copies from a device, on a stream that begins when what was computed so far is there; their end as an event."""
-        device = copies[0][1].device
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for place, tensor in copies:
-                place.copy_(tensor, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-        return event
-
     def before_overwriting(self) -> float:
         """What is being copied is about to be written: wait. For what lies on CUDA the device does, not the host. Seconds."""
         flight = self.flight
         if flight is None or flight.done.is_set():
             return 0.0
         began = time.perf_counter()
-        if flight.event is not None:
-            flight.event.wait()  # by the stream that is current now
+        if flight.marks:
+            for mark in flight.marks:
+                mark.hold()
             if flight.moves.batches or flight.moves.strided:  # Adam's step counters, for example
                 flight.work()
                 flight.read.wait()

@@ -22,9 +22,10 @@ from dlrover_core.checkpoint.arena import SLOTS_MAX, Control, Geometry, Stamp
 from dlrover_core.checkpoint.slots import NOTHING, Kept, choose
 from dlrover_core.errors import CoreError
 
+from . import devices
 from .alarms import Alarms
 from .capture import Capture, Chunk, Signature
-from .copier import Copier, Flight, Moves, Pair
+from .copier import Aside, Copier, Flight, Moves, Pair
 from .layout import agreed, data_bytes, with_own
 from .line import Line, spare_slots
 from .meeting import Meeting, MeetingFailed
@@ -68,7 +69,7 @@ class Engine:
         self.capture, self.line, self.meeting, self.options = capture, line, meeting, options
         self.alarms = alarms or Alarms()
         self.stats = Stats()
-        self.copier = Copier()
+        self.copier, self._aside = Copier(), Aside(options.device_bytes)
         self.prepared = False
         self.memory: Mapped | None = None
         self.arena_id = -1
@@ -159,8 +160,8 @@ class Engine:
             self.memory.close()
             self.memory = None
             raise
-        cuda = any(one.tensor.is_cuda for one in self.capture.chunks())
-        self.memory.populate(pin=cuda)
+        used = devices.used_by(one.tensor for one in self.capture.chunks())
+        self.memory.populate(pin=used[0] if used else None)
 
     def _base_of(self, control: Control) -> tuple[int, int] | None:
         """What the ranks began from; where nobody has asked, the newest that is there."""
@@ -367,7 +368,9 @@ class Engine:
         beside, live = self._moves_to(slot)
         at_live = time.perf_counter()
         stands = blocking or not self.beside
-        aside = live.all_now(wait=stands)
+        looks = [] if stands else beside.looks(self.options.verify)
+        stands = stands or looks is None
+        aside = live.all_now(None if stands else self._aside)
         self.stats.live_s, self.stats.live_bytes = time.perf_counter() - at_live, live.size
         self.stats.blob_bytes, self.stats.copied_bytes = written[0], beside.size + live.size
         self._kept[slot] = Kept(step, call)
@@ -376,7 +379,7 @@ class Engine:
             self._landed(flight, slot, written)
 
         samples = [] if stands else beside.samples(self.options.verify)
-        flight = Flight(step, beside, samples, landed, due=due, aside=aside)
+        flight = Flight(step, beside, samples, landed, due=due, aside=aside, looks=looks or [])
         if stands:
             beside.all_now()
             flight.samples = []

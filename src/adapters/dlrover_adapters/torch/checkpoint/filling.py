@@ -32,6 +32,7 @@ from dlrover_adapters.checkpoint.slotview import SlotDamaged, SlotView
 from dlrover_adapters.checkpoint.table import Item
 from dlrover_core.checkpoint.arena import BLOCK_BYTES, ArenaBroken
 
+from . import devices
 from .capture import Target
 from .memory import ask_for_huge_pages
 
@@ -180,6 +181,7 @@ def fill(needed: Iterable[tuple[Need, Piece]], threads: int) -> None:
     """Copy. Raises `ArenaBroken` where a slot changed meanwhile: then the targets are torn."""
     work: list[Callable[[], None]] = []
     views: dict[int, SlotView] = {}
+    needed = list(needed)
     for need, (held, item) in needed:
         views[id(held)] = held.view
         tensor = need.target.tensor[need.there]
@@ -192,7 +194,7 @@ def fill(needed: Iterable[tuple[Need, Piece]], threads: int) -> None:
         for begin in range(0, len(memory), PIECE_BYTES):
             part = memory[begin : begin + PIECE_BYTES]
             work.append(functools.partial(_read, held.fd, part, at + begin))
-    _beside(threads, work)
+    _beside(threads, work, devices.used_by(need.target.tensor for need, _piece in needed))
     for view in views.values():
         if not view.unchanged():
             raise ArenaBroken(f"step {view.stamp.step} of rank {view.table.rank} was overwritten while it was read")
@@ -205,7 +207,7 @@ def _run(item: Item, here: Slices) -> int | None:
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return devices.on_host(tensor) and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _copy(tensor: torch.Tensor, view: SlotView, item: Item, here: Slices) -> None:
@@ -234,13 +236,17 @@ def threads_for(local_world: int) -> int:
     return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // max(1, local_world)))
 
 
-def _beside(threads: int, work: Sequence[Callable[[], None]]) -> None:
-    """All of it, by so many threads. Raises the first error, and leaves out what is not begun then."""
+def _beside(threads: int, work: Sequence[Callable[[], None]], used: Sequence[torch.device] = ()) -> None:
+    """All of it, by so many threads, on the first of the CUDA devices ``used``: a new thread's would be another rank's GPU.
+
+    Raises the first error, and leaves out what is not begun then.
+    """
     if threads == 1 or len(work) < 2:
         for one in work:
             one()
         return
-    with ThreadPoolExecutor(threads, thread_name_prefix="restore") as pool:
+    begin = functools.partial(devices.choose, used[0]) if used else None
+    with ThreadPoolExecutor(threads, thread_name_prefix="restore", initializer=begin) as pool:
         futures = [pool.submit(one) for one in work]
         try:
             for future in futures:
@@ -273,6 +279,7 @@ def read(reader: StepReader, targets: Sequence[Target], threads: int) -> None:
             functools.partial(_read_file, reader, direct.get(file, []), parted.get(file, []))
             for file in {**direct, **parted}
         ],
+        devices.used_by(target.tensor for target in targets),
     )
 
 

@@ -25,15 +25,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.torch import steps
 from dlrover_core.checkpoint.cadence import Bounds, Cadence, Costs, Due
 from dlrover_core.checkpoint.slots import LAG, slots_for
 from dlrover_core.errors import CoreError, SpecError
 
-from . import by_hand, closing
+from . import by_hand, closing, devices
 from .alarms import Alarms, about_truth
 from .boundary import Boundary
 from .capture import Capture, parameters
@@ -52,6 +50,7 @@ LOST_SHARE = 0.1
 """Of all failures, those that take a node and its partner at once, where partners have copies: a guess, on the safe side."""
 PARTS_S = 3600.0
 """How much longer one rank may write its part of a step than another, without an agent."""
+DEVICE_BYTES = 256 * 2**20
 CUDA_LAG = 3
 """A host is ahead of its device by up to a step: what it has come through is known one call later."""
 _log = logging.getLogger("dlrover.torch")
@@ -80,6 +79,8 @@ class FlashCheckpoint:
     ``torch.load``, where every node has all of the state. ``coupled`` False: no collective between two steps. ``local``: a
     folder of this host, written while ``url`` fails. ``trusted``: objects on storage may be of any kind, as whoever can write
     there is trusted to run code here; else they are plain Python, tensors and numpy arrays, or restoring refuses them.
+    ``device_bytes``: of each GPU's memory, what a save may take for a moment to put tensors aside that others than the optimizers
+    write; those beyond it are copied while training stands.
 
     Without an agent an interpreter that ends, by Ctrl-C too, closes what is open; a signal that kills it (SIGTERM, unless the
     script handles it) does not. Raises `SpecError` for what cannot be saved so.
@@ -106,6 +107,7 @@ class FlashCheckpoint:
         coupled: bool = True,
         local: str | None = None,
         trusted: bool = False,
+        device_bytes: int = DEVICE_BYTES,
     ) -> None:
         _check(mode=mode, verify=verify, format=format, keep=keep, slots=slots)
         _check_places(url, local)
@@ -125,8 +127,13 @@ class FlashCheckpoint:
             live=live,
             rank=self.rank,
         )
-        self._cuda = any(one.is_cuda for one in parameters(self._capture.optimizers.values()))
-        lag = CUDA_LAG if self._cuda else LAG
+        trained = [
+            *parameters(self._capture.optimizers.values()),
+            *(one for model in self._capture.models.values() for one in model.parameters()),
+        ]
+        self._devices = devices.used_by(trained)
+        self._why_stands = devices.why_blocking(trained)
+        lag = CUDA_LAG if self._devices else LAG
         fixed = max(1, every) if isinstance(every, int) else lag
         least = slots_for(fixed, self.world, lag)
         self._options = Options(
@@ -135,6 +142,7 @@ class FlashCheckpoint:
             coupled=coupled,
             slots=slots or least + (not coupled and self.world > 1),
             lag=lag,
+            device_bytes=device_bytes,
         )
         if self._options.slots < least:
             raise SpecError("slots", f"every={every} needs {least} slots in a world of {self.world}, got {slots}")
@@ -153,7 +161,7 @@ class FlashCheckpoint:
         """What `restore` read from: "memory", "peer", "disk", "storage"; "nothing" where there was nothing."""
         self._returned = 0.0
         self._stall_seen = 0.0
-        self._fences: list[Any] = []
+        self._fences: list[list[devices.Mark]] = []
         self._alarms = Alarms()
         self._absent: Exception | None = None
         """Why this rank has no engine, for the rest of the generation."""
@@ -370,6 +378,7 @@ class FlashCheckpoint:
             return Stats(failed=self._alarms.count)
         engine.stats.failed = self._alarms.count
         engine.stats.populated = engine.memory is not None and engine.memory.populated.is_set()
+        engine.stats.pinned = engine.memory is not None and engine.memory.pinned
         return engine.stats
 
     # ---- parts
@@ -417,7 +426,9 @@ class FlashCheckpoint:
                     absent(self._meeting)
                 raise
             self._alarms.tell = line.alarm
-            why = why_blocking(self._capture.optimizers.values()) if self._options.beside else ""
+            why = ""
+            if self._options.beside:
+                why = self._why_stands or why_blocking(self._capture.optimizers.values())
             if why:
                 _log.warning("training stands while states are copied: %s", why)
                 self._options = self._options._replace(beside=False)
@@ -490,14 +501,13 @@ class FlashCheckpoint:
             boundary.wait(engine.control, plan, step, lambda: self._closed)
 
     def _fence(self) -> None:
-        """On CUDA: wait until the device has done what was asked of it before the call before this one."""
-        if not self._cuda:
+        """On CUDA: wait until each device that trains has done what was asked of it before the call before this one."""
+        if not self._devices:
             return
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._fences.append(event)
+        self._fences.append([devices.mark(one) for one in self._devices])
         if len(self._fences) > 1:
-            self._fences.pop(0).synchronize()
+            for one in self._fences.pop(0):
+                one.wait()
 
     def _replan(self, step: int, engine: Engine) -> None:
         control = engine.control

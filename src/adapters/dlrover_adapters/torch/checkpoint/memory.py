@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import math
 import mmap
 import os
 import threading
-from typing import Any
 
 import torch
 
 from dlrover_adapters.checkpoint.hashing import digest
 from dlrover_adapters.checkpoint.table import Item, Table, pack_blob
-from dlrover_core.checkpoint.arena import PAGE, ArenaBroken, Control, Geometry
+from dlrover_core.checkpoint.arena import PAGE, ArenaBroken, Control, Geometry, rounded
+
+from . import devices
 
 POPULATE_BYTES = 4 * 1024 * 1024
 """At a time: meanwhile this process can map no other memory."""
@@ -23,6 +25,7 @@ WORTH_WAITING_BYTES = 64 * 1024 * 1024
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 HUGE_BYTES = 2 * 1024 * 1024
 BLOB_MIN_BYTES = 1024 * 1024
+_log = logging.getLogger("dlrover.torch")
 
 
 def blob_room(used: int) -> int:
@@ -80,8 +83,10 @@ class Mapped:
         self._stop = False
         self._populating: threading.Thread | None = None
         self.populated = threading.Event()
-        self._populated_bytes = 0
-        self.pinned = False
+        self._ready_bytes = 0
+        self._pinned: list[int] = []
+        self._pin_for: torch.device | None = None
+        self._pins_fail = False
 
     def _as_agreed(self, packed: bytes) -> bool:
         try:
@@ -99,35 +104,65 @@ class Mapped:
 
     # ---- populating
 
-    def populate(self, *, pin: bool = False) -> None:
-        """Have all pages there before the first save, in a thread of its own. ``pin`` them for CUDA."""
+    def populate(self, *, pin: torch.device | None = None) -> None:
+        """Have all pages there before the first save, in a thread of its own. ``pin`` them for this CUDA device."""
+        self._pin_for = pin
         self._populating = threading.Thread(
             target=self._populate, args=(pin,), name="dlrover-checkpoint-memory", daemon=True
         )
         self._populating.start()
 
-    def _populate(self, pin: bool) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        total = self.geometry.total_bytes
-        for at in range(0, total, POPULATE_BYTES):
-            if self._stop:
+    def _populate(self, pin: torch.device | None) -> None:
+        if pin is not None:
+            devices.choose(pin)  # a new thread's is the first GPU: it would get a context of this process
+        begin = 0
+        for slot in range(self.geometry.slots):
+            end = self.geometry.digests_at(slot + 1)
+            if not self._populate_range(begin, end):
                 return
-            size = min(POPULATE_BYTES, total - at)
-            if libc.madvise(ctypes.c_void_p(self.address + at), ctypes.c_size_t(size), _POPULATE_WRITE):
-                self._touch(at, size)
-            self._populated_bytes = at + size
-        if pin and not self._stop:
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            failed = runtime.cudaHostRegister(self.address, total, 0)
-            self.pinned = int(failed) == 0
+            if pin is not None and not self._pins_fail:
+                self._pin(slot)
+            self._ready_bytes = begin = end
         self.populated.set()
 
+    def _populate_range(self, begin: int, end: int) -> bool:
+        """False: nobody wants it any more."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        for at in range(begin, end, POPULATE_BYTES):
+            if self._stop:
+                return False
+            size = min(POPULATE_BYTES, end - at)
+            if libc.madvise(ctypes.c_void_p(self.address + at), ctypes.c_size_t(size), _POPULATE_WRITE):
+                self._touch(at, size)
+            if self._pin_for is None or self._pins_fail:
+                self._ready_bytes = at + size
+        return not self._stop
+
+    def _pin(self, slot: int) -> None:
+        """One call a slot, as launches wait for the driver meanwhile; not less, as a copy must lie within one registration."""
+        address, size = self.data_at(slot), rounded(self.geometry.data_bytes)
+        why = devices.pin(address, size) if size else ""
+        if not why:
+            self._pinned.append(address)
+            return
+        self._pins_fail = True
+        _log.warning(
+            "the memory for states cannot be pinned, so copies from the GPU are slow and training stands for them: %s; "
+            "raise the limit of locked memory (ulimit -l) or give the container more memory",
+            why,
+        )
+
+    @property
+    def pinned(self) -> bool:
+        """Are all slots pinned for CUDA?"""
+        return self._pin_for is not None and len(self._pinned) == self.geometry.slots
+
     def costs(self, slot: int) -> bool:
-        """Would who writes this slot now have to find many of its pages?"""
+        """Would who writes this slot now have to find many of its pages, or wait until they are pinned?"""
         if self._populating is None or not self._populating.is_alive():
             return False
         begin, end = self.geometry.digests_at(slot), self.geometry.digests_at(slot + 1)
-        return end - max(begin, self._populated_bytes) > WORTH_WAITING_BYTES
+        return end - max(begin, self._ready_bytes) > WORTH_WAITING_BYTES
 
     def _touch(self, at: int, size: int) -> None:
         """An older kernel: read a byte of each page. That maps them all the same where the file has them, or makes zero pages."""
@@ -163,10 +198,9 @@ class Mapped:
         if self._populating is not None:
             self._populating.join()
             self._populating = None
-        if self.pinned:
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostUnregister(self.address)
-            self.pinned = False
+        if self._pin_for is not None and self._pinned:
+            devices.unpin(self._pin_for, self._pinned)
+            self._pinned = []
         self.control.release()
         with contextlib.suppress(BufferError):  # a tensor still looks at it: it goes with that
             self.memory.close()

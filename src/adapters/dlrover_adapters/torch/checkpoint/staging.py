@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from dlrover_core.errors import CoreError
 
+from . import devices
 from .shelf import ASIDE_MAX_S, ASIDE_S, WAIT_S, Lasting
 
 
@@ -41,15 +42,17 @@ class FlashStager(AsyncStager):
         self._sets: tuple[dict[tuple[Any, ...], torch.Tensor], ...] = ({}, {})
         self._staged: list[weakref.ref[_Staged] | None] = [None, None]
         self._turn = 0
+        self._used: set[torch.device] = set()
+        """The CUDA devices that the save under way copies from."""
 
     def stage(self, state_dict: Any) -> Any:
         """The same state dict with copies of its tensors on the CPU. Raises `CoreError` where both sets stay in use."""
         with self._lock:
             turn = self._turn = self._free()
+            self._used.clear()
             with torch.no_grad():
                 copied = _Staged(self._copied(dict(state_dict), (), self._sets[turn]))
-            if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                torch.cuda.synchronize()
+            devices.wait_for(self._used)
             self._staged[turn] = weakref.ref(copied)
             return copied
 
@@ -106,10 +109,12 @@ class FlashStager(AsyncStager):
     ) -> torch.Tensor:
         there = room.get(path)
         if there is None or there.shape != tensor.shape or there.dtype != tensor.dtype:
-            there = room[path] = torch.empty(
-                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda and torch.cuda.is_available()
-            )
-        return there.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            there = room[path] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=devices.on_cuda(tensor))
+        if not devices.on_cuda(tensor):
+            return there.copy_(tensor.detach())
+        self._used.add(devices.of(tensor))
+        devices.copy(devices.of(tensor), there, tensor.detach())
+        return there
 
 
 def _on_cpu(mesh: Any) -> Any:

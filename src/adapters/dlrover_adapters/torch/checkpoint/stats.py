@@ -14,7 +14,8 @@ class Stats:
     and what is no tensor; ``copy_s``: the copy, beside training or not. ``copied_bytes`` is all of it, ``live_bytes`` what is
     live. ``skipped``: saves left out because every slot was in use; ``early``: as the memory was not populated yet; ``torn``:
     copies thrown away; ``failed``: errors that left a save out, as `alarms` says. ``unstored``: states that were due on storage
-    and made room in memory for newer ones before it took them. ``populated``: all of the memory is there.
+    and made room in memory for newer ones before it took them. ``populated``: all of the memory is there; ``pinned``: and all of
+    it is pinned for CUDA.
     """
 
     saves: int = 0
@@ -32,6 +33,7 @@ class Stats:
     live_bytes: int = 0
     blob_bytes: int = 0
     populated: bool = False
+    pinned: bool = False
 
 
 class Options(NamedTuple):
@@ -42,3 +44,5 @@ class Options(NamedTuple):
     coupled: bool
     slots: int
     lag: int = 2
+    device_bytes: int = 0
+    """As `FlashCheckpoint`: of each GPU's memory, for copies of live tensors."""
