@@ -8,6 +8,7 @@ says why. What somebody asks for himself (`Engine.save_by_hand`) is not left out
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import warnings
@@ -24,7 +25,7 @@ from dlrover_core.checkpoint.slots import NOTHING, Kept, choose
 from .capture import Capture, Chunk, Signature
 from .copier import Copier, Flight, Moves, Pair
 from .layout import agreed, data_bytes, with_own
-from .line import Line, spare_slots
+from .line import Line, old_tables, spare_slots
 from .meeting import Meeting
 from .memory import Mapped, blob_room
 from .omissions import Missed, Unstored
@@ -99,19 +100,23 @@ class Engine:
         if self.prepared:
             return
         self.prepared = True
-        chunks = self.capture.foreseen()
+        with self.meeting.refusing("foreseen"):
+            chunks = self.capture.foreseen()
+            objects, paths = self.capture.objects()
         # All ranks foresee or none: what one cannot, nobody waits for.
         if any(raw != b"1" for raw in self.meeting.all_gather("foreseen", b"1" if chunks is not None else b"0")):
             return
         assert chunks is not None
-        objects, paths = self.capture.objects()
         self._lay_out(chunks, objects, paths)
 
     def _lay_out(self, chunks: list[Chunk], objects: Mapping[str, bytes], paths: Mapping[str, Path]) -> None:
         """Agree on a layout with all ranks, and get the memory for it."""
-        signature = self.capture.signature(chunks, objects)
-        own = frozenset(name for name in objects if self.capture.own(name))
-        table = agreed(chunks, signature, paths, own, self.meeting, int(self.line.told.node_rank))
+        with self.meeting.refusing("layout"):
+            signature = self.capture.signature(chunks, objects)
+            own = frozenset(filter(self.capture.own, (*objects, *(one.name for one in chunks))))
+            before = old_tables(self.line) if self.base is not None else ()
+        node, spread = int(self.line.told.node_rank), self.options.spread
+        table = agreed(chunks, signature, paths, own, self.meeting, node, before=before, spread=spread)
         self._open(table, blob_room(len(pack_blob(objects))))
         self._signature, self._chunks = signature, None
         self.stats.layouts += 1
@@ -161,9 +166,10 @@ class Engine:
 
         A collective where what all ranks have alike is of another form; what one rank has alone is its own matter.
         """
-        chunks = self.capture.chunks()
-        objects, paths = self.capture.objects()
         before = self._signature
+        with self.meeting.refusing("layout") if before is None else contextlib.nullcontext():
+            chunks = self.capture.chunks()
+            objects, paths = self.capture.objects()
         if self.memory is None or before is None:
             self._lay_out(chunks, objects, paths)
         elif chunks is not self._chunks or objects.keys() != set(before.objects):

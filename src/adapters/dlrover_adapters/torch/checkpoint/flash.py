@@ -133,6 +133,7 @@ class FlashCheckpoint:
             coupled=coupled,
             slots=slots or least + (not coupled and self.world > 1),
             lag=lag,
+            spread=format != "torch",
         )
         if self._options.slots < least:
             raise SpecError("slots", f"every={every} needs {least} slots in a world of {self.world}, got {slots}")

@@ -34,10 +34,14 @@ class Stats:
 
 
 class Options(NamedTuple):
-    """How saves are made: ``beside`` training or not, ``verify`` as `FlashCheckpoint`, ``slots`` of the arena."""
+    """How saves are made: ``beside`` training or not, ``verify`` as `FlashCheckpoint`, ``slots`` of the arena.
+
+    ``spread``: replicas are written by several nodes, each its share; else by the first node that has all of it.
+    """
 
     beside: bool
     verify: str
     coupled: bool
     slots: int
     lag: int = 2
+    spread: bool = True
