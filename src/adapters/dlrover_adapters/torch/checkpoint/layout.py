@@ -87,11 +87,13 @@ class Share(NamedTuple):
 class _List(NamedTuple):
     """What this rank has, as it is sent.
 
-    ``names``: packed, sorted: name, dtype, full shape, live, and whose bytes a tied tensor has.
+    ``all``: the names, sorted.
+    ``names``: packed, of each name: name, dtype, full shape, live, and whose bytes a tied tensor has.
     ``places``: offsets and shapes as in `ChunkList`.
     ``size``: bytes of what is not tied.
     """
 
+    all: tuple[str, ...]
     names: bytes
     places: bytes
     size: int
@@ -99,11 +101,11 @@ class _List(NamedTuple):
     @classmethod
     def of(cls, chunks: Sequence[Chunk], signature: Signature, own: frozenset[str]) -> _List:
         """Of the chunks that other ranks may have as well."""
-        common = [one for one in signature.chunks if one[0] not in own]
+        common = [one for one in signature.chunks if one[0] not in own] if own else signature.chunks
         names = msgpack.packb([(name, dtype, full, live, tied) for name, dtype, full, _, _, live, tied in common])
         numbers = array("q", chain.from_iterable(chain(one[3], one[4]) for one in common))
         size = sum(one.size for one in chunks if not one.same_as and one.name not in own)
-        return cls(names, _little(numbers), size)
+        return cls(tuple(one[0] for one in common), names, _little(numbers), size)
 
     @property
     def names_digest(self) -> bytes:
@@ -220,12 +222,11 @@ def _exchanged(mine: _List, wanted: bytes, told: Sequence[_Said], meeting: Meets
     common, share = meeting.assign("shares", raw, assign, speakers)
     holders, writers, own = msgpack.unpackb(zlib.decompress(common), use_list=False)
     flags = zlib.decompress(share)
-    names_ = [one[0] for one in msgpack.unpackb(mine.names)]
-    if len(flags) != len(names_):
+    if len(flags) != len(mine.all):
         raise LayoutFailed(
-            f"rank {meeting.rank} got a share of {len(flags)} chunks and has {len(names_)}; report this as a bug of dlrover"
+            f"rank {meeting.rank} got a share of {len(flags)} chunks and has {len(mine.all)}; report this as a bug of dlrover"
         )
-    keeps = {name: bool(flag & WRITES) for name, flag in zip(names_, flags, strict=True) if flag & KEEPS}
+    keeps = {name: bool(flag & WRITES) for name, flag in zip(mine.all, flags, strict=True) if flag & KEEPS}
     return Share(keeps, holders, writers, own)
 
 
@@ -281,12 +282,13 @@ def _apart(paths: Mapping[str, Path]) -> dict[str, Path]:
     for path in paths.values():
         for end, key in enumerate(path):
             below[path[:end]].add(key)
+    lists = {path for path, keys in below.items() if 0 in keys and keys == set(range(len(keys)))}
     found: dict[str, Path] = {}
     for name, path in paths.items():
-        whole = [
-            key if below[path[:end]] == set(range(len(below[path[:end]]))) else str(key) for end, key in enumerate(path)
-        ]
-        found[name] = (*whole, *([_ITSELF] if path in below else []))
+        whole: Path = path
+        if not all(type(key) is str for key in path):
+            whole = tuple(key if path[:end] in lists else str(key) for end, key in enumerate(path))
+        found[name] = (*whole, _ITSELF) if path in below else whole
     return found
 
 
@@ -315,6 +317,7 @@ def _items(chunks: Sequence[Chunk], keeps: Mapping[str, bool]) -> tuple[Item, ..
     places: dict[str, tuple[int, bool]] = {}
     at = 0
     for one in chunks:
+        size = one.size
         if one.same_as:
             if one.same_as not in places:
                 continue
@@ -324,9 +327,9 @@ def _items(chunks: Sequence[Chunk], keeps: Mapping[str, bool]) -> tuple[Item, ..
                 continue
             here, write = at, keeps[one.name]
             places[one.name] = here, write
-            at += -(-one.size // ALIGN_BYTES) * ALIGN_BYTES
+            at += -(-size // ALIGN_BYTES) * ALIGN_BYTES
         shape = tuple(one.tensor.shape)
-        items.append(Item(one.name, one.dtype, one.full_shape, one.offsets, shape, here, one.size, one.live, write))
+        items.append(Item(one.name, one.dtype, one.full_shape, one.offsets, shape, here, size, one.live, write))
     return tuple(items)
 
 
