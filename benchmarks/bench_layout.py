@@ -32,17 +32,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import msgpack  # noqa: E402
-import torch  # noqa: E402
-from _bench import Result, Row, median, options, say  # noqa: E402
-from torch._C._distributed_c10d import TCPStore  # noqa: E402
+import msgpack
+import torch
+from _bench import Result, Row, median, options, say
+from torch._C._distributed_c10d import TCPStore
 
-import _before_layout as before  # noqa: E402  # isort: skip
-from dlrover_adapters.checkpoint.table import Table  # noqa: E402
-from dlrover_adapters.torch.checkpoint import layout  # noqa: E402
-from dlrover_adapters.torch.checkpoint.capture import Chunk, Signature  # noqa: E402
-from dlrover_adapters.torch.checkpoint.division import WRITES, ChunkList, divided  # noqa: E402
-from dlrover_adapters.torch.checkpoint.meeting import Meeting  # noqa: E402
+import _before_layout as before  # isort: skip
+from dlrover_adapters.checkpoint.table import Table
+from dlrover_adapters.torch.checkpoint import layout
+from dlrover_adapters.torch.checkpoint.capture import Chunk, Signature
+from dlrover_adapters.torch.checkpoint.division import WRITES, ChunkList, divided
+from dlrover_adapters.torch.checkpoint.meeting import Meeting
 
 RANKS, PEER_RANKS, PER_NODE = 256, 32, 8
 HIDDEN, KV, FFN, VOCABULARY, LAYERS = 8192, 1024, 28672, 128256, 80
@@ -79,8 +79,24 @@ def chunks_of(shard: int, shards: int) -> list[Chunk]:
         state = f"optimizer.state.{name}"
         found += [
             Chunk(f"model.{name}", ("model", name), tensor, "float32", full, offsets, live=False),
-            Chunk(f"{state}.exp_avg", ("optimizer", "state", name, "exp_avg"), tensor, "float32", full, offsets, live=False),
-            Chunk(f"{state}.exp_avg_sq", ("optimizer", "state", name, "exp_avg_sq"), tensor, "float32", full, offsets, live=False),
+            Chunk(
+                f"{state}.exp_avg",
+                ("optimizer", "state", name, "exp_avg"),
+                tensor,
+                "float32",
+                full,
+                offsets,
+                live=False,
+            ),
+            Chunk(
+                f"{state}.exp_avg_sq",
+                ("optimizer", "state", name, "exp_avg_sq"),
+                tensor,
+                "float32",
+                full,
+                offsets,
+                live=False,
+            ),
             Chunk(f"{state}.step", ("optimizer", "state", name, "step"), _SCALAR, "float32", (), (), live=False),
         ]
     return found
@@ -92,7 +108,12 @@ _SCALAR = torch.empty((), device="meta")
 def signature_of(chunks: list[Chunk]) -> Signature:
     """As `Capture.signature` makes it."""
     return Signature(
-        tuple(sorted((one.name, one.dtype, one.full_shape, one.offsets, tuple(one.tensor.shape), one.live, one.same_as) for one in chunks)),
+        tuple(
+            sorted(
+                (one.name, one.dtype, one.full_shape, one.offsets, tuple(one.tensor.shape), one.live, one.same_as)
+                for one in chunks
+            )
+        ),
         ("optimizer.param_groups",),
     )
 
@@ -199,7 +220,12 @@ def theirs(port: int, rank: int, world: int, shards: int, together: Callable[[],
     ended, cpu = time.monotonic(), time.process_time() - cpu
     found = {"list": len(before.packed(chunks))}
     for name in ("first", "again"):
-        found |= {f"{name} began": began, f"{name} ended": ended, f"{name} cpu": cpu, f"{name} bytes": counting.bytes - at}
+        found |= {
+            f"{name} began": began,
+            f"{name} ended": ended,
+            f"{name} cpu": cpu,
+            f"{name} bytes": counting.bytes - at,
+        }
     return found
 
 
@@ -258,9 +284,7 @@ def busiest(replicas: int, shards: int) -> tuple[float, float]:
         lists.append(ChunkList(names, mine.places, mine.size))
         pieces.append(before.unpacked(before.packed(chunks)))
     which = [rank % shards for rank in range(len(nodes))]
-    size = [
-        {piece.key[0]: piece.size for piece in mine} for mine in pieces
-    ]
+    size = [{piece.key[0]: piece.size for piece in mine} for mine in pieces]
     written = dict.fromkeys(nodes, 0)
     division = divided(lists, which, nodes)
     for rank, share in enumerate(division.shares):
@@ -276,7 +300,9 @@ def busiest(replicas: int, shards: int) -> tuple[float, float]:
 
 def _more(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=RANKS, metavar="N", help=f"ranks of ours (default {RANKS})")
-    parser.add_argument("--peer", type=int, default=PEER_RANKS, metavar="N", help=f"ranks beside the peer (default {PEER_RANKS})")
+    parser.add_argument(
+        "--peer", type=int, default=PEER_RANKS, metavar="N", help=f"ranks beside the peer (default {PEER_RANKS})"
+    )
 
 
 def main() -> int:
@@ -286,25 +312,54 @@ def main() -> int:
     large, small, peer = [], [], []
     for trial in range(given.trials):
         large.append(run(ours, given.ranks, given.ranks))
-        say(f"trial {trial + 1}: {given.ranks} ranks: {wall(large[-1], 'first'):.2f} s, again {wall(large[-1], 'again'):.3f} s")
+        say(
+            f"trial {trial + 1}: {given.ranks} ranks: {wall(large[-1], 'first'):.2f} s, again {wall(large[-1], 'again'):.3f} s"
+        )
         small.append(run(ours, given.peer, given.peer))
         peer.append(run(theirs, given.peer, given.peer))
         say(f"  {given.peer} ranks: {wall(small[-1], 'first'):.2f} s; before {wall(peer[-1], 'first'):.2f} s")
     hsdp = busiest(8, 8)
     rows = result.rows
     rows.append(Row(f"first time, {given.ranks} ranks, FSDP", "s", [wall(one, "first") for one in large], target=3))
-    rows.append(Row(f"again after a failure, {given.ranks} ranks", "s", [wall(one, "again") for one in large], target=0.1))
-    rows.append(Row(f"through the store over the sum of the lists, {given.ranks} ranks", "x", [through(one, "first") for one in large], target=2))
+    rows.append(
+        Row(f"again after a failure, {given.ranks} ranks", "s", [wall(one, "again") for one in large], target=0.1)
+    )
+    rows.append(
+        Row(
+            f"through the store over the sum of the lists, {given.ranks} ranks",
+            "x",
+            [through(one, "first") for one in large],
+            target=2,
+        )
+    )
     rows.append(Row("the same, again", "x", [through(one, "again") for one in large]))
-    rows.append(Row("HSDP, 8 replicas of 8 ranks: busiest node's bytes over the mean", "x", [hsdp[0]], [hsdp[1]], target=1.1))
-    for name, unit, of in (("first time", "s", functools.partial(wall, name="first")), ("again", "s", functools.partial(wall, name="again"))):
+    rows.append(
+        Row("HSDP, 8 replicas of 8 ranks: busiest node's bytes over the mean", "x", [hsdp[0]], [hsdp[1]], target=1.1)
+    )
+    for name, unit, of in (
+        ("first time", "s", functools.partial(wall, name="first")),
+        ("again", "s", functools.partial(wall, name="again")),
+    ):
         rows.append(Row(f"{name}, {given.peer} ranks", unit, [of(one) for one in small], [of(one) for one in peer]))
-    rows.append(Row(f"through the store, {given.peer} ranks", "x", [through(one, "first") for one in small], [through(one, "first") for one in peer]))
+    rows.append(
+        Row(
+            f"through the store, {given.peer} ranks",
+            "x",
+            [through(one, "first") for one in small],
+            [through(one, "first") for one in peer],
+        )
+    )
     rows.append(Row(f"CPU of a rank, {given.peer} ranks", "s", [cpu(one) for one in small], [cpu(one) for one in peer]))
     rows.append(Row(f"CPU of a rank, {given.ranks} ranks", "s", [cpu(one) for one in large]))
     rows.append(Row(f"CPU of rank 0, {given.ranks} ranks", "s", [one[0]["first cpu"] for one in large]))
     rows.append(Row("again: one rank reads its table", "s", [median([rank["read"] for rank in one]) for one in large]))
-    rows.append(Row("again: CPU of one rank, its form and its table made", "s", [median([rank["again cpu"] for rank in one]) for one in large]))
+    rows.append(
+        Row(
+            "again: CPU of one rank, its form and its table made",
+            "s",
+            [median([rank["again cpu"] for rank in one]) for one in large],
+        )
+    )
     result.details = {"list_bytes": large[0][0]["list"], "sum_of_lists_bytes": sum(one["list"] for one in large[0])}
     return result.finish(given.json)
 

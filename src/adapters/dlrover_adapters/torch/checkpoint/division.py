@@ -1,10 +1,10 @@
 """The assignment of chunks to ranks: which rank of each node stages a chunk, and which rank writes it to storage.
 
-Rank 0 computes it for all ranks from their chunk lists. Two ranks have the same chunk where name, offsets and shape are the same.
-Of each chunk one rank per node keeps a copy, so that a node has all that its ranks have, once. One of those keepers writes it. The
-work is spread: a chunk goes to the rank of the node that keeps the fewest bytes so far, and is written by the keeper whose node
-writes the fewest. Live tensors are the exception: the first rank of a node keeps them, and the first node writes them, because
-under DDP the ranks' buffers differ and rank 0's count.
+Rank 0 computes it for all ranks from their chunk lists. Two ranks have the same chunk where name, offsets and shape are equal.
+Of each chunk one rank per node keeps a copy, so that a node has all that its ranks have, once. One of those keepers writes it.
+The work is spread: a chunk goes to the rank of the node that keeps the fewest bytes so far, and is written by the keeper whose
+node writes the fewest. Live tensors are the exception: the first rank of a node keeps them, and the first node writes them,
+because under DDP the ranks' buffers differ and rank 0's count.
 
 Under FSDP nearly all chunks are on one rank alone, and there is nothing to decide about those. They are recognised by comparing
 the bytes of their places, without unpacking them: 256 ranks with 2,892 chunks each take about half a second of one core.

@@ -35,7 +35,7 @@ from .sources import Path
 
 ALIGN_BYTES = 64
 RULE = 2
-"""The version of the assignment. Raise it with every change of `divided`: the layout number of an older rule must not be found."""
+"""The version of the assignment. Raise it with every change of `divided`, so that no table of an older rule is taken again."""
 _DIGEST_BYTES = 16
 _PLACES, _NAMES = 1, 2
 _ITSELF = "__itself__"
@@ -68,7 +68,7 @@ class Meets(Protocol):
 
 
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""A chunk of the whole state: name, offsets, shape. Two ranks whose chunks have the same key are taken to hold the same values."""
+"""A chunk of the whole state: name, offsets, shape. Ranks whose chunks have the same key are taken to hold the same values."""
 
 
 class Share(NamedTuple):
@@ -153,8 +153,10 @@ def agreed(
 ) -> Table:
     """The table of this rank, once all ranks have told each other what they have.
 
-    ``paths``: of the objects, as those of tensors are in ``chunks``. ``own``: names of objects and tensors that no other rank has.
-    ``before``: tables of this rank that lie in memory from before. ``spread``: as `divided` has it.
+    ``paths``: of the objects, as those of tensors are in ``chunks``.
+    ``own``: names of objects and tensors that no other rank has.
+    ``before``: tables of this rank that lie in memory from before.
+    ``spread``: as `divided` has it.
 
     A collective: all ranks call it. An error on one of them is an error on all. Raises `MeetingFailed`.
     """
