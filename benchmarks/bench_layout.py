@@ -24,7 +24,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -47,6 +47,7 @@ from dlrover_adapters.torch.checkpoint.meeting import Meeting
 RANKS, PEER_RANKS, PER_NODE = 256, 32, 8
 HIDDEN, KV, FFN, VOCABULARY, LAYERS = 8192, 1024, 28672, 128256, 80
 LIMIT_S = 120.0
+Trials = list[list[dict[str, Any]]]
 _FORK = get_context("fork")
 
 
@@ -72,33 +73,18 @@ def parameters() -> list[tuple[str, tuple[int, ...]]]:
 def chunks_of(shard: int, shards: int) -> list[Chunk]:
     """What the ``shard``-th of ``shards`` ranks has."""
     found = []
+
+    def add(tensor: torch.Tensor, full: tuple[int, ...], offsets: tuple[int, ...], *path: str) -> None:
+        found.append(Chunk(".".join(path), path, tensor, "float32", full, offsets, live=False))
+
     for name, full in parameters():
         length = full[0] // shards
         shape, offsets = (length, *full[1:]), (shard * length, *(0 for _ in full[1:]))
         tensor = torch.empty(shape, device="meta")
-        state = f"optimizer.state.{name}"
-        found += [
-            Chunk(f"model.{name}", ("model", name), tensor, "float32", full, offsets, live=False),
-            Chunk(
-                f"{state}.exp_avg",
-                ("optimizer", "state", name, "exp_avg"),
-                tensor,
-                "float32",
-                full,
-                offsets,
-                live=False,
-            ),
-            Chunk(
-                f"{state}.exp_avg_sq",
-                ("optimizer", "state", name, "exp_avg_sq"),
-                tensor,
-                "float32",
-                full,
-                offsets,
-                live=False,
-            ),
-            Chunk(f"{state}.step", ("optimizer", "state", name, "step"), _SCALAR, "float32", (), (), live=False),
-        ]
+        add(tensor, full, offsets, "model", name)
+        add(tensor, full, offsets, "optimizer", "state", name, "exp_avg")
+        add(tensor, full, offsets, "optimizer", "state", name, "exp_avg_sq")
+        add(_SCALAR, (), (), "optimizer", "state", name, "step")
     return found
 
 
@@ -107,15 +93,11 @@ _SCALAR = torch.empty((), device="meta")
 
 def signature_of(chunks: list[Chunk]) -> Signature:
     """As `Capture.signature` makes it."""
-    return Signature(
-        tuple(
-            sorted(
-                (one.name, one.dtype, one.full_shape, one.offsets, tuple(one.tensor.shape), one.live, one.same_as)
-                for one in chunks
-            )
-        ),
-        ("optimizer.param_groups",),
-    )
+    forms = [
+        (one.name, one.dtype, one.full_shape, one.offsets, tuple(one.tensor.shape), one.live, one.same_as)
+        for one in chunks
+    ]
+    return Signature(tuple(sorted(forms)), ("optimizer.param_groups",))
 
 
 class Counting:
@@ -242,7 +224,7 @@ def run(does: Callable[..., dict[str, Any]], world: int, shards: int) -> list[di
         ready.wait()
         try:
             found = does(port_of.value, rank, world, shards, functools.partial(barrier.wait, LIMIT_S))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # a forked child must not go on as its parent
             found = {"error": f"rank {rank}: {type(error).__name__}: {error}"}
             barrier.abort()
         results.put(msgpack.packb({**found, "rank": rank}))
@@ -300,9 +282,36 @@ def busiest(replicas: int, shards: int) -> tuple[float, float]:
 
 def _more(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=RANKS, metavar="N", help=f"ranks of ours (default {RANKS})")
-    parser.add_argument(
-        "--peer", type=int, default=PEER_RANKS, metavar="N", help=f"ranks beside the peer (default {PEER_RANKS})"
+    peer = f"ranks beside the peer (default {PEER_RANKS})"
+    parser.add_argument("--peer", type=int, default=PEER_RANKS, metavar="N", help=peer)
+
+
+def rows_of(large: Trials, small: Trials, peer: Trials) -> Iterator[Row]:
+    """The figures of all trials."""
+
+    def each(trials: Trials, of: Callable[[list[dict[str, Any]]], float]) -> list[float]:
+        return [of(one) for one in trials]
+
+    ranks, few = len(large[0]), len(small[0])
+    first, again = functools.partial(wall, name="first"), functools.partial(wall, name="again")
+    sent, sent_again = functools.partial(through, name="first"), functools.partial(through, name="again")
+    yield Row(f"first time, {ranks} ranks, FSDP", "s", each(large, first), target=3)
+    yield Row(f"again after a failure, {ranks} ranks", "s", each(large, again), target=0.1)
+    yield Row(f"bytes through the store over the sum of the lists, {ranks} ranks", "x", each(large, sent), target=2)
+    yield Row("the same, again after a failure", "x", each(large, sent_again))
+    yield Row(f"first time, {few} ranks", "s", each(small, first), each(peer, first))
+    yield Row(f"again, {few} ranks", "s", each(small, again), each(peer, again))
+    yield Row(
+        f"bytes through the store over the sum of the lists, {few} ranks", "x", each(small, sent), each(peer, sent)
     )
+    yield Row(f"processor time of a rank, {few} ranks", "s", each(small, cpu), each(peer, cpu))
+    yield Row(f"processor time of a rank, {ranks} ranks", "s", each(large, cpu))
+    yield Row(f"processor time of rank 0, {ranks} ranks", "s", each(large, lambda one: one[0]["first cpu"]))
+    total = functools.partial(total_cpu, name="first")
+    yield Row(f"processor time of all {ranks} ranks over this machine's cores", "s", each(large, total))
+    alone = functools.partial(median_of, name="read")
+    yield Row("again, not in the row above: a rank reads its table", "s", each(large, alone))
+    yield Row("and makes its form and its new table", "s", each(large, functools.partial(median_of, name="again cpu")))
 
 
 def main() -> int:
@@ -312,56 +321,27 @@ def main() -> int:
     large, small, peer = [], [], []
     for trial in range(given.trials):
         large.append(run(ours, given.ranks, given.ranks))
-        say(
-            f"trial {trial + 1}: {given.ranks} ranks: {wall(large[-1], 'first'):.2f} s, again {wall(large[-1], 'again'):.3f} s"
-        )
+        times = f"{wall(large[-1], 'first'):.2f} s, again {wall(large[-1], 'again'):.3f} s"
+        say(f"trial {trial + 1}: {given.ranks} ranks: {times}")
         small.append(run(ours, given.peer, given.peer))
         peer.append(run(theirs, given.peer, given.peer))
         say(f"  {given.peer} ranks: {wall(small[-1], 'first'):.2f} s; before {wall(peer[-1], 'first'):.2f} s")
     hsdp = busiest(8, 8)
-    rows = result.rows
-    rows.append(Row(f"first time, {given.ranks} ranks, FSDP", "s", [wall(one, "first") for one in large], target=3))
-    rows.append(
-        Row(f"again after a failure, {given.ranks} ranks", "s", [wall(one, "again") for one in large], target=0.1)
-    )
-    rows.append(
-        Row(
-            f"through the store over the sum of the lists, {given.ranks} ranks",
-            "x",
-            [through(one, "first") for one in large],
-            target=2,
-        )
-    )
-    rows.append(Row("the same, again", "x", [through(one, "again") for one in large]))
-    rows.append(
-        Row("HSDP, 8 replicas of 8 ranks: busiest node's bytes over the mean", "x", [hsdp[0]], [hsdp[1]], target=1.1)
-    )
-    for name, unit, of in (
-        ("first time", "s", functools.partial(wall, name="first")),
-        ("again", "s", functools.partial(wall, name="again")),
-    ):
-        rows.append(Row(f"{name}, {given.peer} ranks", unit, [of(one) for one in small], [of(one) for one in peer]))
-    rows.append(
-        Row(
-            f"through the store, {given.peer} ranks",
-            "x",
-            [through(one, "first") for one in small],
-            [through(one, "first") for one in peer],
-        )
-    )
-    rows.append(Row(f"CPU of a rank, {given.peer} ranks", "s", [cpu(one) for one in small], [cpu(one) for one in peer]))
-    rows.append(Row(f"CPU of a rank, {given.ranks} ranks", "s", [cpu(one) for one in large]))
-    rows.append(Row(f"CPU of rank 0, {given.ranks} ranks", "s", [one[0]["first cpu"] for one in large]))
-    rows.append(Row("again: one rank reads its table", "s", [median([rank["read"] for rank in one]) for one in large]))
-    rows.append(
-        Row(
-            "again: CPU of one rank, its form and its table made",
-            "s",
-            [median([rank["again cpu"] for rank in one]) for one in large],
-        )
-    )
+    result.rows += rows_of(large, small, peer)
+    what = "HSDP, 8 replicas of 8 ranks: bytes written by the busiest node over the mean"
+    result.rows.append(Row(what, "x", [hsdp[0]], [hsdp[1]], target=1.1))
     result.details = {"list_bytes": large[0][0]["list"], "sum_of_lists_bytes": sum(one["list"] for one in large[0])}
     return result.finish(given.json)
+
+
+def median_of(found: list[dict[str, Any]], name: str) -> float:
+    """Of all ranks."""
+    return float(median([one[name] for one in found]))
+
+
+def total_cpu(found: list[dict[str, Any]], name: str) -> float:
+    """What it takes at least, where nothing else runs."""
+    return float(sum(one[f"{name} cpu"] for one in found) / len(os.sched_getaffinity(0)))
 
 
 def cpu(found: list[dict[str, Any]]) -> float:
