@@ -46,7 +46,7 @@ from dlrover_adapters.torch.checkpoint.meeting import Meeting
 
 RANKS, PEER_RANKS, PER_NODE = 256, 32, 8
 HIDDEN, KV, FFN, VOCABULARY, LAYERS = 8192, 1024, 28672, 128256, 80
-LIMIT_S = 120.0
+LIMIT_S = 60.0
 Trials = list[list[dict[str, Any]]]
 _FORK = get_context("fork")
 
@@ -135,7 +135,7 @@ class Counting:
 def meeting_of(kind: type[Meeting], port: int, rank: int, world: int) -> tuple[Meeting, Counting]:
     """One rank's."""
     wait = timedelta(seconds=LIMIT_S)
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=wait)
+    store = TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=wait)
     meeting = kind(store, rank, world, limit_s=LIMIT_S)
     counting = Counting(meeting._store)
     meeting._store = counting  # type: ignore[assignment]
@@ -211,23 +211,56 @@ def theirs(port: int, rank: int, world: int, shards: int, together: Callable[[],
     return found
 
 
-def run(does: Callable[..., dict[str, Any]], world: int, shards: int) -> list[dict[str, Any]]:
-    """What each rank has to tell."""
-    barrier = _FORK.Barrier(world)
-    results = _FORK.SimpleQueue()
+class Start:
+    """Lets all ranks go at once, several times: each says that it is ready, and the parent says go when all are."""
+
+    def __init__(self, world: int, times: int) -> None:
+        self._world, self._come = world, 0
+        self._ready = os.pipe()
+        # One each time: the first to come back must not take what lets the last one go.
+        self._go = [os.pipe() for _ in range(times)]
+
+    def together(self) -> None:
+        """By a rank."""
+        os.write(self._ready[1], b"r")
+        if os.read(self._go[self._come][0], 1) != b"g":
+            raise RuntimeError("another rank has failed")
+        self._come += 1
+
+    def release(self) -> None:
+        """By the parent: as often as it was said."""
+        failed = False
+        for _, go in self._go:
+            ready = b""
+            while len(ready) < self._world and not failed:
+                ready += os.read(self._ready[0], self._world - len(ready))
+                failed = b"x" in ready
+            os.write(go, (b"x" if failed else b"g") * self._world)
+
+    def fail(self) -> None:
+        """By a rank that does not come."""
+        os.write(self._ready[1], b"x")
+
+
+def run(does: Callable[..., dict[str, Any]], world: int, shards: int, starts: int) -> list[dict[str, Any]]:
+    """What each rank has to tell, which begins ``starts`` times together with all others."""
+    start = Start(world, starts)
+    results = [_FORK.SimpleQueue() for _ in range(world)]
     port_of = _FORK.Value("i", 0)
     ready = _FORK.Event()
+    gc.collect()
+    gc.freeze()
 
     def rank_(rank: int) -> None:
         gc.disable()
         torch.set_num_threads(1)
         ready.wait()
         try:
-            found = does(port_of.value, rank, world, shards, functools.partial(barrier.wait, LIMIT_S))
+            found = does(port_of.value, rank, world, shards, start.together)
         except BaseException as error:  # noqa: BLE001  # a forked child must not go on as its parent
             found = {"error": f"rank {rank}: {type(error).__name__}: {error}"}
-            barrier.abort()
-        results.put(msgpack.packb({**found, "rank": rank}))
+            start.fail()
+        results[rank].put(msgpack.packb(found))
 
     ranks = [_FORK.Process(target=rank_, args=(rank,), daemon=True) for rank in range(world)]
     for one in ranks:
@@ -236,7 +269,8 @@ def run(does: Callable[..., dict[str, Any]], world: int, shards: int) -> list[di
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port_of.value = server.port
     ready.set()
-    found = sorted((msgpack.unpackb(results.get()) for _ in ranks), key=lambda one: one["rank"])
+    start.release()
+    found = [msgpack.unpackb(one.get()) for one in results]
     for one in ranks:
         one.join()
     wrong = [one["error"] for one in found if "error" in one]
@@ -320,11 +354,11 @@ def main() -> int:
     result = Result("layout", "the exchange as it was before")
     large, small, peer = [], [], []
     for trial in range(given.trials):
-        large.append(run(ours, given.ranks, given.ranks))
+        large.append(run(ours, given.ranks, given.ranks, 3))
         times = f"{wall(large[-1], 'first'):.2f} s, again {wall(large[-1], 'again'):.3f} s"
         say(f"trial {trial + 1}: {given.ranks} ranks: {times}")
-        small.append(run(ours, given.peer, given.peer))
-        peer.append(run(theirs, given.peer, given.peer))
+        small.append(run(ours, given.peer, given.peer, 3))
+        peer.append(run(theirs, given.peer, given.peer, 1))
         say(f"  {given.peer} ranks: {wall(small[-1], 'first'):.2f} s; before {wall(peer[-1], 'first'):.2f} s")
     hsdp = busiest(8, 8)
     result.rows += rows_of(large, small, peer)

@@ -41,7 +41,7 @@ def chunks_of(shard: int, shards: int) -> list[Chunk]:
 
 def rank_(folder: Path, rank: int, ranks: int, shards: int, port: int) -> None:
     """One rank: it agrees, and agrees again with the table that it has then."""
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=WAIT)
+    store = TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=WAIT)
     meeting = Meeting(store, rank, ranks, limit_s=60)
     chunks = chunks_of(rank % shards, shards)
     forms = [
@@ -59,7 +59,7 @@ def main(folder: Path, ranks: int, shards: int) -> int:
     """All of them, and whether all have ended well."""
     reading, writing = os.pipe()
     pids = []
-    gc.freeze()
+    gc.disable()
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
