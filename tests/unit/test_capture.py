@@ -7,7 +7,6 @@ import io
 import weakref
 from typing import Any
 
-import msgpack
 import pytest
 import torch
 from torch import nn
@@ -17,7 +16,8 @@ from dlrover_adapters.checkpoint.table import Item, Table
 from dlrover_adapters.torch.checkpoint import foresight
 from dlrover_adapters.torch.checkpoint.boundary import Boundary
 from dlrover_adapters.torch.checkpoint.capture import Capture, Chunk
-from dlrover_adapters.torch.checkpoint.layout import Piece, agreed, data_bytes, divided
+from dlrover_adapters.torch.checkpoint.layout import agreed, data_bytes
+from dlrover_adapters.torch.checkpoint.meeting import Meeting
 from dlrover_adapters.torch.checkpoint.sources import Mismatch
 from dlrover_core.checkpoint.arena import PAGE, Control, Geometry
 from dlrover_core.errors import SpecError
@@ -581,76 +581,10 @@ def test_a_base_model_that_nobody_trains_is_hinted_at_once(caplog: pytest.LogCap
 # ---- who keeps what
 
 
-class Together:
-    """The meeting of ranks whose words are known."""
-
-    def __init__(self, rank: int, words: list[list[bytes]]) -> None:
-        self.rank, self.world, self._words = rank, len(words[0]), words
-
-    def all_gather(self, name: str, mine: bytes) -> list[bytes]:
-        """Theirs, and ours."""
-        told = list(self._words.pop(0))
-        told[self.rank] = mine
-        return told
-
-
 def table_of(capture: Capture) -> Table:
     """The table of a rank that is alone."""
     chunks = capture.chunks()
-    return agreed(chunks, capture.signature(chunks, ()), {}, frozenset(), Together(0, [[b""], [b""]]), 0)
-
-
-def piece(name: str, size: int, offset: int = 0, *, live: bool = False) -> Piece:
-    """A chunk of one dimension."""
-    return Piece((name, (offset,), (size,)), size, live)
-
-
-def test_replicas_are_split_over_the_ranks_of_each_node_alike() -> None:
-    """DDP on two nodes of two: each node has one copy, half of it in each rank, and the first node writes."""
-    mine = [piece("a", 100), piece("b", 60), piece("c", 50), piece("buffer", 10, live=True)]
-    shares = [divided([mine] * 4, [0, 0, 1, 1], rank) for rank in range(4)]
-    names = [sorted(key[0] for key in share.keeps) for share in shares]
-    assert names == [["a", "buffer"], ["b", "c"]] * 2
-    assert [len(share.writes) for share in shares] == [2, 2, 0, 0]
-    assert {share.holders for share in shares} == {((0, 2), (1, 3))}
-
-
-def test_shards_are_everybodys_own() -> None:
-    """FSDP on four ranks: each has what nobody else has."""
-    shares = [divided([[piece("a", 10, 10 * one)] for one in range(4)], [0, 0, 1, 1], rank) for rank in range(4)]
-    assert {share.holders for share in shares} == {((0,), (1,), (2,), (3,))}
-    assert all(share.keeps == share.writes and len(share.keeps) == 1 for share in shares)
-
-
-def test_what_is_live_is_rank_0s() -> None:
-    """DDP ranks' buffers differ, and those of the first are broadcast."""
-    mine = [piece("a", 1), piece("mean", 10_000, live=True)]
-    assert {key[0] for key in divided([mine] * 2, [0, 0], 0).keeps} == {"mean"}
-    assert {key[0] for key in divided([mine] * 2, [0, 0], 1).keeps} == {"a"}
-
-
-def test_replicas_say_what_they_have_once() -> None:
-    """A thousand ranks with the same model send one list."""
-    model = nn.Linear(4, 4)
-    capture = Capture(model=model)
-    chunks = capture.chunks()
-    signature = capture.signature(chunks, ("rank.1.rng", "scheduler"))
-    first = Together(0, [[b"", b""], [b"", b""]])
-    told: list[bytes] = []
-    gather = first.all_gather
-    first.all_gather = lambda name, mine: (told.append(mine), gather(name, mine))[1]  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="Unpack"):
-        agreed(chunks, signature, {}, frozenset(), first, 0)
-    form = msgpack.unpackb(told[0])[1]
-    lists = msgpack.packb([["weight", [0, 0], [4, 4], 64, True], ["bias", [0], [4], 16, True]])
-    second = Together(1, [[told[0], b""], [lists, b""]])
-    sent: list[bytes] = []
-    gather_ = second.all_gather
-    second.all_gather = lambda name, mine: (sent.append(mine), gather_(name, mine))[1]  # type: ignore[method-assign]
-    table = agreed(chunks, signature, {}, frozenset({"rank.1.rng"}), second, 0)
-    assert msgpack.unpackb(sent[0])[1] == form
-    assert sent[1] == b""
-    assert table.objects == ("rank.1.rng",)
+    return agreed(chunks, capture.signature(chunks, ()), {}, frozenset(), Meeting(None, 0, 1), 0)
 
 
 def test_another_dtype_is_another_layout() -> None:

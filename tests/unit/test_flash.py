@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -308,6 +309,22 @@ class Pair:
     def all_gather(self, _name: str, mine: bytes) -> list[bytes]:
         """Both have the same to say."""
         return [mine, mine]
+
+    def decide(self, _name: str, mine: bytes, how: Callable[[list[bytes]], bytes]) -> bytes:
+        """Of what both have to say."""
+        return how([mine, mine])
+
+    def assign(
+        self, _name: str, mine: bytes, how: Callable[[dict[int, bytes]], Any], speakers: Sequence[int]
+    ) -> tuple[bytes, bytes]:
+        """Only the first speaks, as the second has the same."""
+        assert list(speakers) == [0]
+        common, shares = how({0: mine})
+        return common, shares[0]
+
+    def refusing(self, _name: str) -> contextlib.AbstractContextManager[None]:
+        """Nobody hears."""
+        return contextlib.nullcontext()
 
     def share(self, _name: str, value: bytes) -> bytes:
         """What the first has to say."""

@@ -183,3 +183,71 @@ def test_environment(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     meeting = Meeting.of_environment(limit_s=LIMIT_S)
     assert (meeting.rank, meeting.world, meeting.local_rank) == (1, 2, 1)
+
+
+# ---- one outcome for each
+
+
+def test_assign(port: int) -> None:
+    """Rank 0 hears who speaks, and says one thing to all and another to each; nothing of it stays in the store but that one."""
+
+    def how(said: dict[int, bytes]) -> tuple[bytes, list[bytes]]:
+        assert said == {0: b"0", 2: b"2"}
+        return b"all", [b"for %d" % rank for rank in range(3)]
+
+    def does(meeting: Meeting) -> Any:
+        return [meeting.assign("parts", b"%d" % meeting.rank, how, (0, 2)) for _ in range(10)]
+
+    assert meet(port, 3, does) == [[(b"all", b"for %d" % rank)] * 10 for rank in range(3)]
+    left = client(port).list_keys()
+    assert not [one for one in left if "parts/" in one and not one.endswith("decided")]
+
+
+def test_assign_large_values(port: int) -> None:
+    """More than one request takes, in both directions, and many small ones."""
+    large = b"x" * (2 * CHUNK_BYTES + 7)
+
+    def how(said: dict[int, bytes]) -> tuple[bytes, list[bytes]]:
+        assert said[1] == large
+        return large, [b"", large, b"small"]
+
+    zero, one, two = meet(port, 3, lambda meeting: meeting.assign("large", large, how, (1,)))
+    assert (zero, one, two) == ((large, b""), (large, large), (large, b"small"))
+
+
+def test_assign_alone() -> None:
+    """A world of one needs no store."""
+    assert Meeting(None, 0, 1).assign("parts", b"me", lambda said: (b"all", [said[0]]), (0,)) == (b"all", b"me")
+
+
+@pytest.mark.parametrize("fails", [0, 2])
+def test_who_cannot_come_says_so(port: int, fails: int) -> None:
+    """Nobody waits for a rank that has failed before it came: all hear whom and why, and its own error goes on."""
+
+    def does(meeting: Meeting) -> Any:
+        try:
+            with meeting.refusing("told"):
+                mine = b"%d" % (1 // (meeting.rank - fails))
+            return meeting.all_gather("told", mine)
+        except ZeroDivisionError as error:
+            return error
+
+    came = meet(port, 3, does)
+    assert isinstance(came.pop(fails), ZeroDivisionError)
+    for error in came:
+        assert isinstance(error, MeetingFailed)
+        assert f"rank {fails}: ZeroDivisionError: integer division or modulo by zero" in str(error)
+
+
+def test_values_are_not_read_again_to_be_deleted(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each value is read once by rank 0."""
+    read: list[str] = []
+    whole = Meeting._whole
+
+    def counted(meeting: Meeting, key: str, first: bytes) -> bytes:
+        read.append(f"{meeting.rank} {key}")
+        return whole(meeting, key, first)
+
+    monkeypatch.setattr(Meeting, "_whole", counted)
+    meet(port, 3, lambda meeting: [meeting.all_gather("told", b"x") for _ in range(3)])
+    assert len(read) == len(set(read)) == 3 * (2 + 2)

@@ -13,7 +13,7 @@ import msgpack
 
 from dlrover_core.checkpoint.arena import ArenaBroken
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Item(NamedTuple):
@@ -41,7 +41,7 @@ class Table(NamedTuple):
     ``holders``: of each part of the whole state the ranks that have it in memory; a step is whole where of each of these sets
     somebody holds it. ``objects``: the names in the blob that this rank writes to storage. ``paths``: of each name, items and
     objects, the keys that lead to it in the nested state. ``writers``: the ranks that write anything of it to storage; empty: it
-    is not said.
+    is not said. ``own``: the ranks that have objects or tensors of their own, which no other rank has.
     """
 
     layout: int
@@ -52,6 +52,7 @@ class Table(NamedTuple):
     objects: tuple[str, ...] = ()
     paths: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     writers: tuple[int, ...] = ()
+    own: tuple[int, ...] = ()
 
     def packed(self) -> bytes:
         """As it lies in the arena."""

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import io
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, cast
@@ -161,15 +162,32 @@ class Watched:
         """Not of interest."""
 
 
+class _Crc:
+    """Who writes without checksums now, and what the option was before."""
+
+    def __init__(self) -> None:
+        self.lock, self.users, self.before = threading.Lock(), 0, True
+
+
+_CRC = _Crc()
+
+
 @contextlib.contextmanager
 def no_crc() -> Iterator[None]:
     """``torch.save`` without the zip's own checksums, which no reader of torch's looks at: they cost 0.4 s per GiB."""
     if not hasattr(torch.serialization, "set_crc32_options"):  # before torch 2.6
         yield
         return
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
+    # The option is the process's, and several threads write: the first sets it, and the last puts it back.
+    with _CRC.lock:
+        if not _CRC.users:
+            _CRC.before = torch.serialization.get_crc32_options()
+            torch.serialization.set_crc32_options(False)
+        _CRC.users += 1
     try:
         yield
     finally:
-        torch.serialization.set_crc32_options(before)
+        with _CRC.lock:
+            _CRC.users -= 1
+            if not _CRC.users:
+                torch.serialization.set_crc32_options(_CRC.before)

@@ -268,7 +268,8 @@ def moved() -> tuple[tuple[int, int, int, int], ...]:
     """
     found = []
     for one in threading.enumerate():
-        if one.name in {"saver-persist", "fsspecIO"} and one.native_id is not None and one.ident is not None:
+        storing_ = one.name.startswith(storing.THREAD_NAME) or one.name == "fsspecIO"
+        if storing_ and one.native_id is not None and one.ident is not None:
             read = written = 0
             with contextlib.suppress(OSError, ValueError, IndexError):  # a kernel that does not count
                 told = Path(f"/proc/self/task/{one.native_id}/io").read_text().split()

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar, cast
 
 from dlrover_adapters.checkpoint.slotview import SlotView
+
+THREADS_MIN, THREADS_MAX = 2, 4
+"""Parts of one node that are written beside each other: two, or one for each four cores, at most four."""
+THREAD_NAME = "saver-persist"
+"""How the names of all threads begin that write for storage; `orders.moved` finds them by it."""
+_T = TypeVar("_T")
 
 
 class Order(NamedTuple):
@@ -32,22 +42,29 @@ class Order(NamedTuple):
 
 
 class Progress:
-    """How far whoever writes has come: about so many of so many bytes. One thread writes it, another reads it."""
+    """How far the writing of one step has come: about so many of so many bytes. Any thread may add to it or read it."""
 
     def __init__(self) -> None:
         self.written = self.size = 0
+        self._lock = threading.Lock()
 
     def begins(self, size: int) -> None:
         """To write so many bytes."""
-        self.written, self.size = 0, size
+        with self._lock:
+            self.written, self.size = 0, size
 
     def wrote(self, size: int) -> None:
         """So many more."""
-        self.written += size
+        with self._lock:
+            self.written += size
 
 
 def write(views: Sequence[SlotView], order: Order, progress: Progress | None = None) -> tuple[int, int]:
-    """The parts of these ranks of one node; how many, and their bytes. Raises OSError, `CoreError`, `ArenaBroken`."""
+    """Write the parts of these ranks of one node, several beside each other; how many parts, and their bytes.
+
+    After an error no further part is begun; those that are under way are finished, and found there when the step is tried again.
+    Raises the first error: OSError, `CoreError`, `ArenaBroken`.
+    """
     from dlrover_adapters.checkpoint import parts
     from dlrover_adapters.checkpoint.manifests import TORCH
     from dlrover_adapters.checkpoint.places import Place
@@ -60,8 +77,10 @@ def write(views: Sequence[SlotView], order: Order, progress: Progress | None = N
         together = [(one, ()) for one in views if order.everything or _writes(one)]
     progress.begins(_size(views, everything=order.everything, once=order.format == TORCH))
     stands_in = {"everything": True} if order.everything and order.format != TORCH else {}
-    reports = [
-        parts.write_part(
+
+    def one(which: tuple[SlotView, Sequence[SlotView]]) -> int:
+        view, beside = which
+        return parts.write_part(
             view,
             place,
             run=order.run,
@@ -70,10 +89,33 @@ def write(views: Sequence[SlotView], order: Order, progress: Progress | None = N
             format=order.format,
             beside=beside,
             **stands_in,
-        )
-        for view, beside in together
-    ]
-    return len(reports), sum(one.size for one in reports)
+        ).size
+
+    sizes = _beside_each_other([functools.partial(one, which) for which in together])
+    return len(sizes), sum(sizes)
+
+
+def _beside_each_other(work: Sequence[Callable[[], _T]]) -> list[_T]:
+    """Do all of it by a few threads; what each returned. Raises the first error, once nothing of it runs any more."""
+    threads = min(len(work), max(THREADS_MIN, min(THREADS_MAX, len(os.sched_getaffinity(0)) // 4)))
+    if threads < 2:
+        return [one() for one in work]
+    failed: list[BaseException] = []
+
+    def unless_failed(one: Callable[[], _T]) -> _T | None:
+        if failed:
+            return None
+        try:
+            return one()
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    with ThreadPoolExecutor(threads, thread_name_prefix=THREAD_NAME) as pool:
+        futures = [pool.submit(unless_failed, one) for one in work]
+    if failed:
+        raise failed[0]
+    return [cast("_T", future.result()) for future in futures]
 
 
 def _writes(view: SlotView) -> bool:

@@ -20,14 +20,13 @@ from dlrover_adapters.checkpoint.table import Table, pack_blob
 from dlrover_adapters.torch import steps
 from dlrover_core.checkpoint.arena import SLOTS_MAX, Control, Geometry, Stamp
 from dlrover_core.checkpoint.slots import NOTHING, Kept, choose
-from dlrover_core.errors import CoreError
 
 from . import devices
 from .alarms import Alarms
 from .capture import Capture, Chunk, Signature
 from .copier import Aside, Copier, Flight, Moves, Pair
 from .layout import agreed, data_bytes, with_own
-from .line import Line, spare_slots
+from .line import Line, old_tables, spare_slots
 from .meeting import Meeting, MeetingFailed
 from .memory import Mapped, blob_room
 from .omissions import Missed, Unstored
@@ -54,10 +53,6 @@ TOLD_S = 2.0
 LOOK_S, LOOK_MAX_S = 0.01, 0.1
 """Between two looks whether a slot is free, the first and the longest: nobody tells us."""
 _log = logging.getLogger(__name__)
-
-
-class OthersFailed(CoreError):
-    """A layout could not be agreed on, because of an error on another rank."""
 
 
 class Engine:
@@ -119,20 +114,23 @@ class Engine:
         try:
             chunks = self.capture.foreseen()
             objects, paths = self.capture.objects() if chunks is not None else ({}, {})
-        except BaseException:
-            absent(self.meeting)
+        except BaseException as error:
+            absent(self.meeting, error)
             raise
         # All ranks foresee or none: what one cannot, nobody waits for.
         if any(raw != b"1" for raw in self.meeting.all_gather("foreseen", b"1" if chunks is not None else b"0")):
             return
         assert chunks is not None
-        self._lay_out(chunks, objects, paths)
+        self._lay_out(chunks, objects, paths, "layout")
 
-    def _lay_out(self, chunks: list[Chunk], objects: Mapping[str, bytes], paths: Mapping[str, Path]) -> None:
-        """Agree on a layout with all ranks, and get the memory for it."""
-        signature = self.capture.signature(chunks, objects)
-        own = frozenset(name for name in objects if self.capture.own(name))
-        table = agreed(chunks, signature, paths, own, self.meeting, int(self.line.told.node_rank))
+    def _lay_out(self, chunks: list[Chunk], objects: Mapping[str, bytes], paths: Mapping[str, Path], name: str) -> None:
+        """Agree on a layout with all ranks, in a collective of this ``name``, and get the memory for it."""
+        with self.meeting.refusing(name):
+            signature = self.capture.signature(chunks, objects)
+            own = frozenset(filter(self.capture.own, (*objects, *(one.name for one in chunks))))
+            before = old_tables(self.line) if self.base is not None else ()
+        node, spread = int(self.line.told.node_rank), self.options.spread
+        table = agreed(chunks, signature, paths, own, self.meeting, node, before=before, spread=spread, name=name)
         # Agreed on, whether or not there is memory for it here.
         self._signature, self._chunks = signature, None
         self._open(table, blob_room(len(pack_blob(objects))))
@@ -190,25 +188,17 @@ class Engine:
         """
         if self.memory is None and self._layout is not None:
             self._open(*self._layout)
-        first = self.memory is None
-        try:
+        before = self._signature
+        first, name = self.memory is None or before is None, f"layout/{call}"
+        with self.meeting.refusing(name) if first else contextlib.nullcontext():
             chunks = self.capture.chunks()
             objects, paths = self.capture.objects()
-        except BaseException as error:
-            if first:
-                absent(self.meeting, call, error)
-            raise
-        before = self._signature
         if first or before is None:
-            said = self.meeting.all_gather(f"layout/{call}", b"")
-            wrong = next((f"rank {rank}: {one.decode()}" for rank, one in enumerate(said) if one), "")
-            if wrong:
-                raise OthersFailed(wrong)
-            self._lay_out(chunks, objects, paths)
+            self._lay_out(chunks, objects, paths, name)
         elif chunks is not self._chunks or objects.keys() != set(before.objects):
             now = self.capture.signature(chunks, objects)
             if self._common(now) != self._common(before):
-                self._lay_out(chunks, objects, paths)
+                self._lay_out(chunks, objects, paths, name)
             elif now != before:
                 chunks, objects = self._lay_out_own(before, now)
         if chunks is not self._chunks:
@@ -545,11 +535,13 @@ class Engine:
                 self.memory = None
 
 
-def absent(meeting: Meeting, call: int = 0, why: BaseException | None = None) -> None:
-    """For a rank that an error keeps from a collective of the others: they are told, and wait for it in vain no longer.
+def absent(meeting: Meeting, why: BaseException, call: int = 0) -> None:
+    """Tell the other ranks that an error keeps this one from a collective, so that they do not wait for it in vain.
 
-    ``call`` 0: in `Engine.prepare`; else in the first layout of a save in this call.
+    ``call`` 0: the one of `Engine.prepare`; else the one for the first layout, in this call.
     """
-    name, said = (f"layout/{call}", f"{type(why).__name__}: {why}"[:200]) if call else ("foreseen", "0")
     with contextlib.suppress(MeetingFailed):  # then nobody can be told anything
-        meeting.all_gather(name, said.encode())
+        if call:
+            meeting.refuse(f"layout/{call}", why)
+        else:
+            meeting.all_gather("foreseen", b"0")

@@ -25,6 +25,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.torch import steps
 from dlrover_core.checkpoint.cadence import Bounds, Cadence, Costs, Due
@@ -118,34 +120,22 @@ class FlashCheckpoint:
         self._meeting = Meeting.of_environment()
         self.rank, self.world = self._meeting.rank, self._meeting.world
         self._capture = Capture(
-            model=model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            extra=extra,
-            state=state,
-            frozen=frozen,
-            live=live,
+            model=model, optimizer=optimizer, scheduler=scheduler, extra=extra, state=state, frozen=frozen, live=live,
             rank=self.rank,
-        )
-        trained = [
-            *parameters(self._capture.optimizers.values()),
-            *(one for model in self._capture.models.values() for one in model.parameters()),
-        ]
+        )  # fmt: skip
+        trained = _trained(self._capture)
         self._devices = devices.used_by(trained)
         self._why_stands = devices.why_blocking(trained)
         lag = CUDA_LAG if self._devices else LAG
-        fixed = max(1, every) if isinstance(every, int) else lag
-        least = slots_for(fixed, self.world, lag)
         self._options = Options(
             beside=mode == ASYNC,
             verify=verify,
             coupled=coupled,
-            slots=slots or least + (not coupled and self.world > 1),
+            slots=_slots(slots, every, self.world, lag, coupled=coupled),
             lag=lag,
             device_bytes=device_bytes,
+            spread=format != "torch",
         )
-        if self._options.slots < least:
-            raise SpecError("slots", f"every={every} needs {least} slots in a world of {self.world}, got {slots}")
         try:
             self._cadence = Cadence(every, store_every if url else 0, bounds=Bounds(least=lag if self.world > 1 else 1))
         except ValueError as error:
@@ -286,7 +276,7 @@ class FlashCheckpoint:
                 self._engine.failed(step, due=due)
             else:
                 # They have no memory either: without this rank there was no layout to agree on.
-                absent(self._meeting, self._call, error)
+                absent(self._meeting, error, self._call)
                 Missed(self._meeting).tell(step)
 
     def save(self, step: int, *, to_storage: bool = True) -> bool:
@@ -423,7 +413,7 @@ class FlashCheckpoint:
             except Exception as error:
                 if not about_truth(error):
                     self._absent = error
-                    absent(self._meeting)
+                    absent(self._meeting, error)
                 raise
             self._alarms.tell = line.alarm
             why = ""
@@ -551,6 +541,22 @@ def _at_exit(ckpt: weakref.ref[FlashCheckpoint]) -> None:
                 stream.flush()
         # The interpreter would end with 0, whatever is raised here; `close`, or ``with``, has it raised in the script.
         os._exit(1)
+
+
+def _trained(capture: Capture) -> list[torch.Tensor]:
+    """The parameters of all optimizers and models."""
+    models = capture.models.values()
+    return [*parameters(capture.optimizers.values()), *(one for model in models for one in model.parameters())]
+
+
+def _slots(asked: int | None, every: int | str, world: int, lag: int, *, coupled: bool) -> int:
+    """How many slots an arena gets: those that were asked for, else as many as are needed. Raises `SpecError` for too few."""
+    fixed = max(1, every) if isinstance(every, int) else lag
+    least = slots_for(fixed, world, lag)
+    found = asked or least + (not coupled and world > 1)
+    if found < least:
+        raise SpecError("slots", f"every={every} needs {least} slots in a world of {world}, got {asked}")
+    return found
 
 
 def _check(*, mode: str, verify: str, format: str, keep: object, slots: object) -> None:  # noqa: A002  # as above

@@ -1,26 +1,48 @@
-"""Who keeps what: once per layout the ranks tell each other their chunks, and each decides the same by itself.
+"""The layout: which chunks this rank keeps in memory and which of them it writes to storage, agreed on by all ranks.
 
-A chunk that several ranks of a node hold is kept by one of them, so that a node has one copy and its ranks share the work; of a
-chunk that several nodes hold, every node keeps a copy and the first one writes it to storage. What is live is kept by the first
-rank of a node: under DDP ranks' buffers differ, and rank 0's are those that count.
+Each rank says in a few dozen bytes which form its state has. Where all ranks still have the table of exactly this layout, from
+the memory of the generation before, they take it again and nothing else is sent. Otherwise the first rank of each form sends its
+chunk list, rank 0 alone assigns the chunks (`division`), and each rank gets its own share.
+
+Names are sent once for all ranks that have the same ones. What differs from rank to rank under FSDP, offsets and shapes, is sent
+as compressed integers, and a share comes back as one compressed byte per chunk.
+
+Tensors that only one rank can have (`Capture.own`) are no part of this: their rank keeps and writes them.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import sys
+import zlib
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any, NamedTuple, Protocol, cast
 
 import msgpack
+import torch
 
 from dlrover_adapters.checkpoint.table import Item, Table
+from dlrover_core.errors import CoreError
 
 from .capture import Chunk, Signature
+from .division import INT_BYTES, KEEPS, WRITES, ChunkList, Holders, Names, Piece, divided
 from .sources import Path
 
 ALIGN_BYTES = 64
+RULE = 2
+"""The version of the assignment. Raise it with every change of `divided`, so that no table of an older rule is taken again."""
+_DIGEST_BYTES = 16
+_PLACES, _NAMES = 1, 2
 _ITSELF = "__itself__"
+
+
+class LayoutFailed(CoreError):
+    """What a rank sent or got while the ranks agreed on a layout makes no sense; nothing can be saved."""
 
 
 class Meets(Protocol):
@@ -29,56 +51,93 @@ class Meets(Protocol):
     rank: int
     world: int
 
-    def all_gather(self, name: str, mine: bytes) -> list[bytes]:
-        """What every rank has to say."""
+    def decide(self, name: str, mine: bytes, how: Callable[[list[bytes]], bytes]) -> bytes:
+        """One outcome for all."""
+
+    def assign(
+        self,
+        name: str,
+        mine: bytes,
+        how: Callable[[dict[int, bytes]], tuple[bytes, Sequence[bytes]]],
+        speakers: Sequence[int],
+    ) -> tuple[bytes, bytes]:
+        """One outcome for all, and one for each."""
+
+    def refusing(self, name: str) -> AbstractContextManager[None]:
+        """An error in the block is told to all who meet under this name."""
 
 
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""A chunk of the whole state: name, offsets, shape."""
-
-
-class Piece(NamedTuple):
-    """One chunk of the whole state, as all ranks know it."""
-
-    key: Key
-    size: int
-    live: bool
+"""A chunk of the whole state: name, offsets, shape. Ranks whose chunks have the same key are taken to hold the same values."""
 
 
 class Share(NamedTuple):
-    """One rank's part: chunks that it keeps, those of them that it writes, who keeps what, and who writes any."""
+    """One rank's part.
 
-    keeps: frozenset[Key]
-    writes: frozenset[Key]
-    holders: tuple[tuple[int, ...], ...]
-    writers: frozenset[int]
+    ``keeps``: the names of the chunks that it keeps, and whether it writes each.
+    ``holders``, ``writers``, ``own``: as in `Table`, without what this rank alone knows.
+    """
+
+    keeps: Mapping[str, bool]
+    holders: Holders
+    writers: tuple[int, ...]
+    own: tuple[int, ...]
 
 
-def divided(pieces: Sequence[Sequence[Piece]], nodes: Sequence[int], rank: int) -> Share:
-    """Rank ``rank``'s part, where ``pieces`` are those of all ranks, and ``nodes`` says on which node each rank is."""
-    having: dict[Key, list[int]] = defaultdict(list)
-    known: dict[Key, Piece] = {}
-    for one, mine in enumerate(pieces):
-        for piece in mine:
-            having[piece.key].append(one)
-            first = known.setdefault(piece.key, piece)
-            if piece.live and not first.live:
-                known[piece.key] = piece
-    load = [0] * len(pieces)
-    keepers: dict[Key, list[int]] = {}
-    # The largest first, each to the rank of its node that has the least; in the same order everywhere.
-    for key, piece in sorted(known.items(), key=lambda one: (-one[1].size, one[0])):
-        by_node: dict[int, list[int]] = defaultdict(list)
-        for one in having[key]:
-            by_node[nodes[one]].append(one)
-        chosen = [min(ranks) if piece.live else min(ranks, key=lambda r: (load[r], r)) for ranks in by_node.values()]
-        for one in chosen:
-            load[one] += piece.size
-        keepers[key] = sorted(chosen)
-    keeps = frozenset(key for key, ranks in keepers.items() if rank in ranks)
-    writes = frozenset(key for key in keeps if keepers[key][0] == rank)
-    holders = sorted({tuple(ranks) for key, ranks in keepers.items() if known[key].size} or {(0,)})
-    return Share(keeps, writes, tuple(holders), frozenset(ranks[0] for ranks in keepers.values()))
+class _List(NamedTuple):
+    """What this rank has, as it is sent.
+
+    ``all``: the names, sorted.
+    ``names``: packed, of each name: name, dtype, full shape, live, and whose bytes a tied tensor has.
+    ``places``: offsets and shapes as in `ChunkList`.
+    ``size``: bytes of what is not tied.
+    """
+
+    all: tuple[str, ...]
+    names: bytes
+    places: bytes
+    size: int
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], signature: Signature, own: frozenset[str]) -> _List:
+        """Of the chunks that other ranks may have as well."""
+        common = [one for one in signature.chunks if one[0] not in own] if own else signature.chunks
+        names = msgpack.packb([(name, dtype, full, live, tied) for name, dtype, full, _, _, live, tied in common])
+        numbers = array("q", chain.from_iterable(chain(one[3], one[4]) for one in common))
+        size = sum(one.size for one in chunks if not one.same_as and one.name not in own)
+        return cls(tuple(one[0] for one in common), names, _little(numbers), size)
+
+    @property
+    def names_digest(self) -> bytes:
+        """Ranks with the same have the same names."""
+        return hashlib.blake2b(self.names, digest_size=_DIGEST_BYTES).digest()
+
+    @property
+    def form(self) -> bytes:
+        """Ranks with the same have the same chunks."""
+        return hashlib.blake2b(self.names_digest + self.places, digest_size=_DIGEST_BYTES).digest()
+
+
+class _Said(NamedTuple):
+    """What each rank says first.
+
+    ``node``: the number of its node.
+    ``form``, ``names``: digests, as `_List` has them.
+    ``own``: it has objects or tensors that no other rank has.
+    ``own_bytes``: such tensors are not empty.
+    ``have``: numbers of the layouts whose table it has from the generation before.
+    """
+
+    node: int
+    form: bytes
+    names: bytes
+    own: bool
+    own_bytes: bool
+    have: tuple[int, ...]
+
+    def packed(self) -> bytes:
+        """For the others."""
+        return cast(bytes, msgpack.packb(self))
 
 
 def agreed(
@@ -88,33 +147,134 @@ def agreed(
     own: frozenset[str],
     meeting: Meets,
     node: int,
+    *,
+    before: Sequence[Table] = (),
+    spread: bool = True,
+    name: str = "layout",
 ) -> Table:
     """The table of this rank, once all ranks have told each other what they have.
 
-    ``paths``: of the objects, as those of tensors are in ``chunks``. ``own``: objects that no other rank has.
+    ``paths``: of the objects, as those of tensors are in ``chunks``.
+    ``own``: names of objects and tensors that no other rank has.
+    ``before``: tables of this rank that lie in memory from before.
+    ``spread``: as `divided` has it.
+    ``name``: of the collective; all ranks give the same.
 
-    A collective: all ranks call it. Raises `MeetingFailed`.
+    A collective: all ranks call it. An error on one of them is an error on all. Raises `MeetingFailed`.
     """
-    mine = msgpack.packb([[*_key(one), one.size, one.live] for one in chunks if not one.same_as])
-    form = hashlib.blake2b(repr(signature.chunks).encode(), digest_size=16).digest()
-    told = [msgpack.unpackb(one) for one in meeting.all_gather("forms", msgpack.packb((node, form, bool(own))))]
-    nodes, forms = [one[0] for one in told], [one[1] for one in told]
-    # Replicas have the same: only the first of them says what.
-    lists = meeting.all_gather("chunks", mine if forms.index(form) == meeting.rank else b"")
-    by_form = {forms[one]: _pieces(raw) for one, raw in enumerate(lists) if raw}
-    share = divided([by_form[one] for one in forms], nodes, meeting.rank)
-    number = hashlib.blake2b(repr((nodes, forms)).encode(), digest_size=8).digest()
-    writes_objects = [name for name in signature.objects if name in own or meeting.rank == 0]
+    with meeting.refusing(name):
+        mine = _List.of(chunks, signature, own)
+        old = {one.layout: one for one in before if (one.world, one.rank) == (meeting.world, meeting.rank)}
+        own_bytes = any(one.size for one in chunks if one.name in own and not one.same_as)
+        has_own = own_bytes or any(one in own for one in (*signature.objects, *(one.name for one in chunks)))
+        said = _Said(node, mine.form, mine.names_digest, has_own, own_bytes, tuple(old))
+    told: list[_Said] = []
+    answer = meeting.decide(name, said.packed(), functools.partial(_recognised, spread=spread, told=told))
+    number, wanted = msgpack.unpackb(answer)
+    if wanted:
+        share = _exchanged(mine, wanted, told, meeting, f"{name}/shares", spread=spread)
+    else:
+        table = old[number]
+        share = Share({one.name: one.write for one in table.items}, table.holders, table.writers, table.own)
+    objects = tuple(name for name in signature.objects if name in own or meeting.rank == 0)
     return Table(
-        layout=int.from_bytes(number, "little") >> 1 or 1,
+        layout=number,
         world=meeting.world,
         rank=meeting.rank,
         holders=share.holders,
-        items=_items(chunks, share),
-        objects=tuple(writes_objects),
+        items=_items(chunks, {**share.keeps, **dict.fromkeys(own, True)}),
+        objects=objects,
         paths=tuple(_apart({**{one.name: one.path for one in chunks}, **paths}).items()),
-        writers=tuple(sorted({0, *share.writers, *(rank for rank, one in enumerate(told) if one[2])})),
+        writers=share.writers,
+        own=share.own,
     )
+
+
+# ---- what is said
+
+
+def _recognised(raw: list[bytes], *, spread: bool, told: list[_Said]) -> bytes:
+    """By rank 0: the layout's number, and by rank what is to be sent; nothing where all ranks have its table.
+
+    The number depends on what the state is made of, on the nodes and on the rule, and never on the way by which ranks came to it.
+    """
+    told += [_Said(*one[:5], tuple(one[5])) for one in map(msgpack.unpackb, raw)]
+    content = (RULE, spread, [one[:5] for one in told])
+    digest = hashlib.blake2b(repr(content).encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little") >> 1 or 1
+    if all(number in one.have for one in told):
+        return cast(bytes, msgpack.packb((number, b"")))
+    forms: set[bytes] = set()
+    names: set[bytes] = set()
+    wanted = bytearray()
+    for one in told:
+        wanted.append((one.form not in forms) * (_PLACES | _NAMES * (one.names not in names)))
+        forms.add(one.form)
+        names.add(one.names)
+    return cast(bytes, msgpack.packb((number, bytes(wanted))))
+
+
+def _exchanged(mine: _List, wanted: bytes, told: Sequence[_Said], meeting: Meets, name: str, *, spread: bool) -> Share:
+    """This rank's share of a layout that is new to some rank."""
+    speakers = [rank for rank, what in enumerate(wanted) if what]
+    raw = b""
+    with meeting.refusing(name):
+        if wanted[meeting.rank]:
+            names = mine.names if wanted[meeting.rank] & _NAMES else b""
+            raw = msgpack.packb((mine.size, zlib.compress(names, 1), zlib.compress(mine.places, 1)))
+    assign = functools.partial(_assigned, told=told, spread=spread)
+    common, share = meeting.assign(name, raw, assign, speakers)
+    holders, writers, own = msgpack.unpackb(zlib.decompress(common), use_list=False)
+    flags = zlib.decompress(share)
+    if len(flags) != len(mine.all):
+        raise LayoutFailed(
+            f"rank {meeting.rank} got a share of {len(flags)} chunks and has {len(mine.all)}; report this as a bug of dlrover"
+        )
+    keeps = {name: bool(flag & WRITES) for name, flag in zip(mine.all, flags, strict=True) if flag & KEEPS}
+    return Share(keeps, holders, writers, own)
+
+
+def _assigned(raw: dict[int, bytes], *, told: Sequence[_Said], spread: bool) -> tuple[bytes, list[bytes]]:
+    """By rank 0: holders, writers and ranks with state of their own, for all; and each rank's share."""
+    names: dict[bytes, Names] = {}
+    lists: list[ChunkList] = []
+    number_of: dict[bytes, int] = {}
+    for rank, one in sorted(raw.items()):
+        size, packed, places = msgpack.unpackb(one)
+        if told[rank].names not in names:
+            names[told[rank].names] = _named(zlib.decompress(packed))
+        number_of[told[rank].form] = len(lists)
+        lists.append(ChunkList(names[told[rank].names], zlib.decompress(places), size))
+        if len(lists[-1].places) != lists[-1].names.places_bytes:
+            raise LayoutFailed(f"rank {rank} sent a chunk list whose names and places do not fit together")
+    division = divided(lists, [number_of[one.form] for one in told], [one.node for one in told], spread=spread)
+    own = tuple(rank for rank, one in enumerate(told) if one.own)
+    alone = {(rank,) for rank, one in enumerate(told) if one.own_bytes}
+    holders = tuple(sorted({*division.holders, *alone}))
+    writers = tuple(sorted({0, *division.writers, *own}))
+    common = zlib.compress(msgpack.packb((holders, writers, own)), 1)
+    return common, [zlib.compress(one, 1) for one in division.shares]
+
+
+def _named(raw: bytes) -> Names:
+    sizes: dict[str, int] = {}
+    pieces = []
+    for name, dtype, full, live, tied in msgpack.unpackb(raw):
+        if dtype not in sizes:
+            sizes[dtype] = getattr(torch, dtype).itemsize
+        pieces.append(Piece(name, sizes[dtype], len(full), live, bool(tied)))
+    return Names(pieces)
+
+
+def _little(numbers: array[int]) -> bytes:
+    """Little-endian, on any machine."""
+    assert numbers.itemsize == INT_BYTES
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+# ---- the table
 
 
 def _apart(paths: Mapping[str, Path]) -> dict[str, Path]:
@@ -126,12 +286,13 @@ def _apart(paths: Mapping[str, Path]) -> dict[str, Path]:
     for path in paths.values():
         for end, key in enumerate(path):
             below[path[:end]].add(key)
+    lists = {path for path, keys in below.items() if 0 in keys and keys == set(range(len(keys)))}
     found: dict[str, Path] = {}
     for name, path in paths.items():
-        whole = [
-            key if below[path[:end]] == set(range(len(below[path[:end]]))) else str(key) for end, key in enumerate(path)
-        ]
-        found[name] = (*whole, *([_ITSELF] if path in below else []))
+        whole: Path = path
+        if not all(type(key) is str for key in path):
+            whole = tuple(key if path[:end] in lists else str(key) for end, key in enumerate(path))
+        found[name] = (*whole, _ITSELF) if path in below else whole
     return found
 
 
@@ -139,16 +300,9 @@ def with_own(
     table: Table, chunks: Sequence[Chunk], objects: Iterable[str], paths: Mapping[str, Path], own: Callable[[str], bool]
 ) -> Table:
     """The table with what only this rank has as it is now: nobody else needs to know, and the layout stays."""
-    shared = {(one.name, tuple(one.offsets), tuple(one.shape)): one.write for one in table.items if not own(one.name)}
-    mine = {_key(one) for one in chunks if own(one.name)}
-    share = Share(
-        frozenset({*shared, *mine}),
-        frozenset({*mine, *(key for key, write in shared.items() if write)}),
-        (),
-        frozenset(),
-    )
+    keeps = {one.name: one.write for one in table.items if not own(one.name)}
     return table._replace(
-        items=_items(chunks, share),
+        items=_items(chunks, {**keeps, **{one.name: True for one in chunks if own(one.name)}}),
         objects=tuple(sorted(name for name in objects if own(name) or table.rank == 0)),
         paths=tuple(_apart({**{one.name: one.path for one in chunks}, **paths}).items()),
     )
@@ -158,31 +312,28 @@ def _key(chunk: Chunk) -> Key:
     return chunk.name, chunk.offsets, tuple(chunk.tensor.shape)
 
 
-def _pieces(raw: bytes) -> list[Piece]:
-    return [
-        Piece((name, tuple(offsets), tuple(shape)), size, live)
-        for name, offsets, shape, size, live in msgpack.unpackb(raw)
-    ]
+def _items(chunks: Sequence[Chunk], keeps: Mapping[str, bool]) -> tuple[Item, ...]:
+    """What this rank keeps, one after the other; a second name for the same bytes takes no room.
 
-
-def _items(chunks: Sequence[Chunk], share: Share) -> tuple[Item, ...]:
-    """What this rank keeps, one after the other; a second name for the same bytes takes no room."""
+    ``keeps``: names of chunks, and whether this rank writes them.
+    """
     items: list[Item] = []
     places: dict[str, tuple[int, bool]] = {}
     at = 0
     for one in chunks:
+        size = one.size
         if one.same_as:
             if one.same_as not in places:
                 continue
             here, write = places[one.same_as]
         else:
-            if _key(one) not in share.keeps:
+            if one.name not in keeps:
                 continue
-            here, write = at, _key(one) in share.writes
+            here, write = at, keeps[one.name]
             places[one.name] = here, write
-            at += -(-one.size // ALIGN_BYTES) * ALIGN_BYTES
+            at += -(-size // ALIGN_BYTES) * ALIGN_BYTES
         shape = tuple(one.tensor.shape)
-        items.append(Item(one.name, one.dtype, one.full_shape, one.offsets, shape, here, one.size, one.live, write))
+        items.append(Item(one.name, one.dtype, one.full_shape, one.offsets, shape, here, size, one.live, write))
     return tuple(items)
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from dlrover_core.checkpoint.arena import Geometry
+from dlrover_adapters.checkpoint.slotview import read_table
+from dlrover_adapters.checkpoint.table import Table
+from dlrover_core.checkpoint.arena import ArenaBroken, Control, Geometry
 
-from .vault import Arena, Inventory, Keeping, spread_of
+from .vault import Arena, Inventory, Keeping, VaultGone, spread_of
+
+_OLD_LAYOUTS = 2
 
 
 class Line(Protocol):
@@ -30,6 +37,9 @@ class Line(Protocol):
 
     def inventory(self) -> Inventory:
         """What is in memory, and the address by now: it is waited for."""
+
+    def borrow(self, holding: int) -> int:
+        """A descriptor of what is in memory."""
 
     def saved(self, arena: int, slot: int, step: int, *, due: bool) -> None:
         """A slot is published."""
@@ -60,3 +70,38 @@ def spare_slots(line: Line, holders: Sequence[Sequence[int]]) -> int:
     nodes = int(line.told.nodes)
     alone = nodes < 2 or spread_of(holders, line.nproc, nodes) == 1
     return 2 if not alone and copied_elsewhere(line) else 0
+
+
+def old_tables(line: Line) -> list[Table]:
+    """This rank's tables that lie in this node's memory from before, the newest layout first, two at most.
+
+    A copy of this rank's state that this node holds, or fetched for a restore, has one too.
+    """
+    try:
+        holdings = line.inventory().holdings
+    except VaultGone:
+        return []
+    found: dict[int, Table] = {}
+    for one in holdings:
+        mine = (one.rank, one.world) == (line.rank, line.world)
+        if mine and one.layout not in found and len(found) < _OLD_LAYOUTS:
+            with contextlib.suppress(ArenaBroken, VaultGone, OSError):
+                found[one.layout] = _table(line.borrow(one.id))
+    return list(found.values())
+
+
+def _table(fd: int) -> Table:
+    """The table of an arena; closes ``fd``. Raises `ArenaBroken`, OSError."""
+    try:
+        memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(fd)
+    try:
+        control = Control(memory)
+        try:
+            return read_table(memory, control)
+        finally:
+            control.release()
+    finally:
+        with contextlib.suppress(BufferError):
+            memory.close()

@@ -8,9 +8,10 @@ A collective has one outcome for all: rank 0 gathers, and what comes of it, the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -28,7 +29,13 @@ AGAIN_S, AGAIN_MAX = 2.0, 3
 """How long a lost connection to the store is made anew, about; and how often within one wait."""
 CHUNK_BYTES = 4 * 1024 * 1024
 """Of a value, in one request: torch's store, where libuv serves it, hangs up on more than 8 MiB."""
+_AROUND_BYTES = 16
+"""At most so many are around what rank 0 decided when it is posted."""
+_TOGETHER = 64
+"""Values in one request."""
+_REFUSED = b"refused:"
 _NAMED_MAX = 16
+_WHY_MAX = 2000
 _T = TypeVar("_T")
 
 
@@ -58,7 +65,7 @@ class Meeting:
             raise MeetingFailed(f"rank {rank} of {world} has no store to meet the others in")
         self.rank, self.world, self.local_rank, self.limit_s = rank, world, local_rank, limit_s
         self._rounds: dict[str, int] = {}
-        self._stale: list[str] = []
+        self._stale: list[tuple[str, bytes]] = []
         self._alone: dict[str, bytes] | None = {} if world == 1 else None
         self.gone = ""
         """Why the store is not asked any more; empty: it answers, as far as is known."""
@@ -69,6 +76,7 @@ class Meeting:
             self._prefix = f"{PREFIX}{opened}"
             self._store: Store = PrefixStore(self._prefix, store)
             self._base = store
+            self._many = bool(self._store.has_extended_api())
 
     @classmethod
     def of_environment(cls, *, limit_s: float = LIMIT_S) -> Meeting:
@@ -102,19 +110,77 @@ class Meeting:
             self.post(f"{key}/{self.rank}", mine)
             return self._heard(name, f"{key}/decided", limit_s)
         keys = [f"{key}/{rank}" for rank in range(1, self.world)]
-        try:
+        with self._telling(key):
             self._wait(name, keys, range(1, self.world), limit_s)
-            decided = how([mine, *map(self._taken, keys)])
-        except Exception as error:
-            missing = error.missing if isinstance(error, MeetingFailed) else ()
-            self.post(f"{key}/decided", msgpack.packb([f"{type(error).__name__} on rank 0: {error}", missing]))
-            raise
+            theirs = self._taken_all(keys)
+            decided = how([mine, *theirs])
         self.post(f"{key}/decided", msgpack.packb([None, decided]))
-        # Everybody is in this round, so nobody looks at the ones before any more.
-        for one in (*self._stale, *keys):
-            self._forget(one)
-        self._stale = [f"{key}/decided"]
+        self._all_are_in()
+        self._forget_all(zip(keys, theirs, strict=True))
+        self._stale = [(f"{key}/decided", decided)]
         return decided
+
+    def assign(
+        self,
+        name: str,
+        mine: bytes,
+        how: Callable[[dict[int, bytes]], tuple[bytes, Sequence[bytes]]],
+        speakers: Sequence[int],
+    ) -> tuple[bytes, bytes]:
+        """What rank 0 makes, by ``how``, of what the ``speakers`` have to say: a value for all, and this rank's own.
+
+        ``how`` gets the words by rank, and returns what all ranks get and, by rank, what each gets. All ranks give the same
+        ``speakers``; what others give as ``mine`` is not sent. Raises as `decide`.
+        """
+        if self.world == 1:
+            common, (own,) = how({0: mine})
+            return common, own
+        key = self._round(name)
+        if self.rank:
+            if self.rank in speakers:
+                self.post(f"{key}/{self.rank}", mine)
+            common = self._heard(name, f"{key}/decided", self.limit_s)
+            own = self._taken(f"{key}/for/{self.rank}")
+            self._forget(f"{key}/for/{self.rank}", own)
+            return common, own
+        ranks = [rank for rank in speakers if rank]
+        keys = [f"{key}/{rank}" for rank in ranks]
+        with self._telling(key):
+            self._wait(name, keys, ranks, self.limit_s)
+            said = dict(zip(ranks, self._taken_all(keys), strict=True))
+            common, shares = how({0: mine, **said} if 0 in speakers else said)
+            if len(shares) != self.world:
+                raise ValueError(f"{name}: {len(shares)} shares for {self.world} ranks")
+        self._post_all([(f"{key}/for/{rank}", shares[rank]) for rank in range(1, self.world)])
+        self.post(f"{key}/decided", msgpack.packb([None, common]))
+        self._forget_all((f"{key}/{rank}", value) for rank, value in said.items())
+        # Who did not speak may still be in the round before: its outcome stays until all are in one together.
+        self._stale.append((f"{key}/decided", common))
+        return common, shares[0]
+
+    @contextlib.contextmanager
+    def refusing(self, name: str) -> Iterator[None]:
+        """Tell the others of an error in the block, as this rank does not come to the collective ``name`` that follows it.
+
+        They get a `MeetingFailed` with the words of the error instead of waiting. The error itself goes on.
+        """
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(MeetingFailed):  # the error in the block is what matters
+                self.refuse(name, error)
+            raise
+
+    def refuse(self, name: str, why: BaseException) -> None:
+        """Tell the others that this rank does not come to the collective ``name``; they get a `MeetingFailed` with the words."""
+        if self.world == 1:
+            return
+        key = self._round(name)
+        told = f"rank {self.rank}: {type(why).__name__}: {why}"[:_WHY_MAX]
+        if self.rank:
+            self._set(f"{key}/{self.rank}", _REFUSED + told.encode())
+        else:
+            self.post(f"{key}/decided", msgpack.packb([told, (0,)]))
 
     def all_gather(self, name: str, mine: bytes) -> list[bytes]:
         """What every rank has to say, by rank. Raises `MeetingFailed`, with the ranks that did not come."""
@@ -133,7 +199,7 @@ class Meeting:
         if self.rank:
             return self._heard(name, key, self.limit_s)
         self.post(key, msgpack.packb([None, value]))
-        self._stale.append(key)
+        self._stale.append((key, value or b""))
         return value or b""
 
     # ---- one-sided
@@ -168,16 +234,72 @@ class Meeting:
             raise MeetingFailed(f"{name}: {failed}", tuple(decided))
         return cast(bytes, decided)
 
+    @contextlib.contextmanager
+    def _telling(self, key: str) -> Iterator[None]:
+        """By rank 0: an error in the block is what the others get."""
+        try:
+            yield
+        except Exception as error:
+            missing = error.missing if isinstance(error, MeetingFailed) else ()
+            self.post(f"{key}/decided", msgpack.packb([f"{type(error).__name__} on rank 0: {error}", missing]))
+            raise
+
     def _taken(self, key: str) -> bytes:
-        count, _, first = self._get(key).partition(b":")
+        return self._whole(key, self._get(key))
+
+    def _taken_all(self, keys: Sequence[str]) -> list[bytes]:
+        if not self._many:
+            return [self._taken(key) for key in keys]
+        found: list[bytes] = []
+        for at in range(0, len(keys), _TOGETHER):
+            part = keys[at : at + _TOGETHER]
+            firsts = self._asked(part[0], lambda part=part: self._store.multi_get(list(part)))  # type: ignore[misc]  # mypy/10740
+            found += [self._whole(key, first) for key, first in zip(part, firsts, strict=True)]
+        return found
+
+    def _whole(self, key: str, first: bytes) -> bytes:
+        """A value of which the first request is known. Raises `MeetingFailed` where a rank said that it does not come."""
+        if first.startswith(_REFUSED):
+            raise MeetingFailed(first.removeprefix(_REFUSED).decode(errors="replace"))
+        count, _, first = first.partition(b":")
         return b"".join((first, *(self._get(f"{key}#{number}") for number in range(1, int(count)))))
 
-    def _forget(self, key: str) -> None:
-        count = int(self._get(key).partition(b":")[0])
+    def _post_all(self, values: Sequence[tuple[str, bytes]]) -> None:
+        """Small ones together, as many as one request may hold."""
+        batch: list[tuple[str, bytes]] = []
+        size = 0
+        for key, value in values:
+            if not self._many or len(value) >= CHUNK_BYTES:
+                self.post(key, value)
+                continue
+            if batch and (size + len(value) > CHUNK_BYTES or len(batch) >= _TOGETHER):
+                self._set_all(batch)
+                batch, size = [], 0
+            batch.append((key, b"1:" + value))
+            size += len(value)
+        if batch:
+            self._set_all(batch)
+
+    def _set_all(self, values: Sequence[tuple[str, bytes]]) -> None:
+        keys, contents = [key for key, _ in values], [value for _, value in values]
+        self._asked(keys[0], lambda: self._store.multi_set(keys, contents))  # type: ignore[arg-type]  # bytes are taken as they are
+
+    def _all_are_in(self) -> None:
+        """Everybody is in this round, so nobody looks at the outcomes of the ones before any more."""
+        self._forget_all(self._stale)
+        self._stale = []
+
+    def _forget_all(self, values: Iterable[tuple[str, bytes]]) -> None:
+        for key, value in values:
+            self._forget(key, value)
+
+    def _forget(self, key: str, value: bytes) -> None:
+        """Delete a value; how many requests it took follows from its size."""
+        count = -(-(len(value) + _AROUND_BYTES) // CHUNK_BYTES)
         for one in (*(f"{key}#{number}" for number in range(1, count)), key):
             self._asked(one, lambda one=one: self._store.delete_key(one))  # type: ignore[misc]  # mypy/10740
 
-    def _wait(self, name: str, keys: list[str], ranks: range, limit_s: float) -> None:
+    def _wait(self, name: str, keys: list[str], ranks: Sequence[int], limit_s: float) -> None:
         until = time.monotonic() + limit_s
         for again in range(AGAIN_MAX + 1):
             if self.gone:

@@ -37,7 +37,10 @@ class Stats:
 
 
 class Options(NamedTuple):
-    """How saves are made: ``beside`` training or not, ``verify`` as `FlashCheckpoint`, ``slots`` of the arena."""
+    """How saves are made: ``beside`` training or not, ``verify`` as `FlashCheckpoint`, ``slots`` of the arena.
+
+    ``spread``: replicas are written by several nodes, each its share; else by the first node that has all of it.
+    """
 
     beside: bool
     verify: str
@@ -46,3 +49,4 @@ class Options(NamedTuple):
     lag: int = 2
     device_bytes: int = 0
     """As `FlashCheckpoint`: of each GPU's memory, for copies of live tensors."""
+    spread: bool = True
