@@ -1,4 +1,4 @@
-"""The last state of a script that ends well is on storage, or the job has failed; and what is no worker's death ends no training."""
+"""The last state of a script that ends well is on storage, or the job has failed; what is no worker's death ends no training."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Trains two ranks under FlashCheckpoint, whose last state is due as they close: CASE, URL.
 
-``late``: rank 1 comes to ``close()`` while rank 0's part of the last state is being written. ``damaged``: the last state of rank 1
+``late``: rank 1 comes to ``close()`` while rank 0's part of the last state is being written. ``damaged``: rank 1's last state
 is damaged in memory before it is due. ``alone``: at step `WAITS` all wait for the file ``go``, while somebody kills the process
 that keeps their store. Each rank writes what it has seen to ``$FOLDER/told-RANK``.
 """
