@@ -375,6 +375,10 @@ def test_a_script_without_an_agent_hears_that_its_last_state_is_not_stored(
         script(FlashCheckpoint(str(tmp_path), **run.parts, every=2), run)
     assert "No space left" in str(raised.value)
     assert "start the script again" in str(raised.value)
+    by_hand_alone = FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=0)
+    assert by_hand_alone.save(5)
+    with pytest.raises(NotStored, match="step 5, the last state of this script"):
+        by_hand_alone.close()
 
 
 def test_a_last_state_that_was_due_and_left_out_is_not_taken_for_stored(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from flashing import Training, averaged_as_extra, batch_norm, net, plain, same, scheduled
 from torch import nn
 
+from dlrover_adapters.torch.checkpoint.closing import NotStored
 from dlrover_adapters.torch.checkpoint.flash import FlashCheckpoint
 from dlrover_adapters.torch.checkpoint.sources import Mismatch
 from dlrover_core.errors import SpecError
@@ -126,7 +127,8 @@ def test_a_storage_that_fails_does_not_stop_training(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="file"):
         ckpt.wait()
     assert ckpt.stats.saves == 4
-    ckpt.close()
+    with pytest.raises(NotStored, match="step 4, the last state of this script, is not on storage"):
+        ckpt.close()
 
 
 @pytest.mark.parametrize(("nodes", "copies", "share"), [(2, True, 0.1), (2, False, 1.0), (1, True, 1.0)])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from samples import of, records
 
 from dlrover_core.errors import MalformedMessage
+from dlrover_core.job import world
 from dlrover_core.job.state import Order
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.messages import (
@@ -230,3 +231,11 @@ def test_numbers_leave_room() -> None:
     assert msgpack.unpackb(msgpack.packb(INTEGER_MAX + INTEGER_MAX)) == 2**63
     assert checked(messages.Again, (INTEGER_MAX,)) == messages.Again(INTEGER_MAX)
     assert len(records()) > 0
+
+
+def test_an_older_master_hears_of_an_end_what_it_knows() -> None:
+    """What could not be stored is said with the end of the workers, from version 5 on."""
+    ended = world.ReportFinished("n", 3, 16, "step 16 is not a checkpoint on storage", 16)
+    assert messages.numbered(1, ended, 4).fields == ("n", 3, 16)
+    assert messages.command_of(messages.numbered(1, ended)) == ended
+    assert messages.command_of(messages.numbered(1, ended, 4)) == world.ReportFinished("n", 3, 16)

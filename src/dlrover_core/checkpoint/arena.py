@@ -272,7 +272,8 @@ class Control:
             fence()
             if self._get(at + _STATE) != state:
                 return None  # overwritten meanwhile
-            stamp = Stamp(*words[:5], due=words[-1] != 0)
+            generation, step, sequence, used, digest, _, due = words
+            stamp = Stamp(generation, step, sequence, used, digest, bool(due))
             if state == stamp.step + 1 and words == self._header(slot, stamp):
                 return stamp
             if words == before:

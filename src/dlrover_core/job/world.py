@@ -157,7 +157,7 @@ class World(Remembering):
 
     ``planned_stop``: its end was planned; ``planned_change``: that of the one before, whose workers may still be stopping.
     ``called_at``: the last call counts from here, when it ended or a place in ``came`` was filled for the first time since.
-    ``unstored``: of nodes that have finished, which step was due on storage and is not there, and why; -1: whatever is committed.
+    ``unstored``: of nodes that have finished, `WorkersFinished.due` and why.
     """
 
     generation: int = 0
@@ -476,10 +476,8 @@ def _all_finished(state: JobState, fact: WorkersFinished, record: Record) -> Ite
             for node, (due, why) in world.unstored.items()
             if due < 0 or (world.generation, due) > state.checkpoints.of(group).newest
         ]
-        if owed:
-            yield job.JobFailed("unstored: the script ended well, and its last state is not on storage", 0, owed[0])
-        else:
-            yield job.JobSucceeded(fact.generation)
+        why = "unstored: the script ended well, and its last state is not on storage"
+        yield job.JobFailed(why, 0, owed[0]) if owed else job.JobSucceeded(fact.generation)
 
 
 # ---- evolve

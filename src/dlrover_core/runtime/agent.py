@@ -363,10 +363,9 @@ class Agent:
         )
 
     async def _finish(self, generation: int) -> None:
-        unstored: tuple[str, int] = ("", -1)
         if self._desk is not None:
             await self._desk.until_at_rest()
-            unstored = self._desk.unstored()
+        unstored = self._desk.unstored() if self._desk is not None else ("", -1)
         if generation == self._generation:
             self._outbox.add(world.ReportFinished(self.node, generation, self._step, *unstored))
 

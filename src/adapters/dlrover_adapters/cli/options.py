@@ -39,7 +39,8 @@ afterwards:
   dlrover report JOB      what failed, what was done about it, where the time went
   dlrover explain JOB     why, down to the first evidence
 
-exit status: 0 the job succeeded; 1 it failed (the root cause is printed first); 2 wrong usage;
+exit status: 0 the job succeeded; 1 it failed (the root cause is printed first), or its last checkpoint that was due
+  is not on storage; 2 wrong usage;
   70 no master could run; 93 it failed for want of progress, cycle after cycle; 130 stopped by Ctrl-C; 143 by SIGTERM;
   128 + N by signal N
 

@@ -39,6 +39,9 @@ def store_last(ckpt: FlashCheckpoint) -> None:
     line = ckpt._line
     if isinstance(line, Standalone):
         in_time = _wait_for_storage(ckpt, line)
+        newest = engine._newest if engine is not None else None
+        if stored == NOTHING and wrong is None and newest is not None and newest[1] and line.failed is not None:
+            stored = newest[0]  # by `FlashCheckpoint.save` alone
         if stored != NOTHING and stored not in line.written:
             why = line.failed or ("some rank has no part of it" if in_time else f"it took longer than {CLOSE_S:g} s")
             raise _not_stored(ckpt, stored, str(why)) from line.failed

@@ -150,11 +150,8 @@ class FlashCheckpoint:
         self.tier = ""
         """What `restore` read from: "memory", "peer", "disk", "storage"; "nothing" where there was nothing."""
         self._returned = 0.0
-        self._stall_seen = 0.0
         self._fences: list[list[devices.Mark]] = []
         self._alarms = Alarms()
-        self._absent: Exception | None = None
-        """Why this rank has no engine, for the rest of the generation."""
         self._closed = False
 
     # ---- use
@@ -373,6 +370,8 @@ class FlashCheckpoint:
 
     # ---- parts
 
+    _absent: Exception | None = None
+    """Why this rank has no engine, for the rest of the generation."""
     _saved_last = False
     _writing_since = 0.0
 

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgpack
 import torch.distributed as dist
@@ -345,7 +345,7 @@ class Meeting:
         except RuntimeError as error:
             raise MeetingFailed(f"{name}: this generation's store does not answer: {_brief(error)}") from error
 
-    def _connected_again(self, base: Store) -> bool:
+    def _connected_again(self, base: Any) -> bool:
         """Make a new connection to the same store; False: it is not there. A lost connection alone must not part the ranks."""
         try:
             limit = base.timeout

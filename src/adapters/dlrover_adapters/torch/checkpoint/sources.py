@@ -92,9 +92,10 @@ class ModelSource:
 
         A root stays gathered then, by default, and its parameters are other tensors as long as it is.
         """
-        distributed = sys.modules.get("torch.distributed.fsdp")
-        sharding = getattr(distributed, "FSDPModule", None)
-        for one in self._modules or self._model.modules() if sharding is not None else ():
+        sharding: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+        if sharding is None:
+            return  # whoever shards has imported it
+        for one in self._modules or self._model.modules():
             if isinstance(one, sharding):
                 one.reshard()
 
