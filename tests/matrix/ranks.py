@@ -1,0 +1,173 @@
+"""One rank of the matrix under FlashCheckpoint, or all ranks of a control with nothing of ours: model, optimizer, loss curve.
+
+``ranks.py cell KIND DISTURBANCE NODES STEPS`` under dlrover-run; ``ranks.py control STEPS KIND ...`` alone, which forks the
+ranks of one kind after the other, each in a folder of its name. Each rank appends lines of JSON to ``$FOLDER/rank-R``: what it restored, then for every step its loss, its
+sampler's position, what it drew, and digests of all full tensors. The script itself strikes, after `KILL` steps of the
+first life, so that the blow always falls between the same two steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from kinds import KINDS, Kind
+
+EVERY, SURE, KILL, BOUND_S = 2, 4, 7, 20.0
+"""A save each so many steps; step `SURE` is asked for by name, so that there is one to go back to."""
+
+
+class Notes:
+    """What a rank writes down, a line at a time, whole or not at all."""
+
+    def __init__(self, folder: Path, rank: int, life: int) -> None:
+        self._file = os.open(folder / f"rank-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._life = life
+
+    def tell(self, **told: Any) -> None:
+        """Add a line."""
+        os.write(self._file, f"{json.dumps({'life': self._life, **told})}\n".encode())
+
+
+def made(kind: str, life: int) -> Kind:
+    """The training; a later life begins with other weights and other random numbers, so that what is not restored shows."""
+    torch.set_num_threads(1)
+    return KINDS[kind](dist.get_rank(), dist.get_world_size(), 7 + life)
+
+
+def one_step(training: Kind, step: int, notes: Notes) -> None:
+    """Train, and write down what came of it."""
+    loss = training.step()
+    sampler = training.sampler
+    notes.tell(
+        step=step, loss=loss, extra=[sampler.rank, sampler.at], drawn=training.drawn(), whole=training.whole()
+    )
+
+
+# ---- with a checkpoint
+
+
+def cell(kind: str, disturbance: str, nodes: int, steps: int) -> None:
+    """One rank's life."""
+    from dlrover_adapters.torch import FlashCheckpoint
+
+    dist.init_process_group("gloo")
+    folder, rank, world = Path(os.environ["FOLDER"]), dist.get_rank(), dist.get_world_size()
+    life = 10 * int(os.environ.get("MATRIX_RUN", "0")) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    training, notes = made(kind, life), Notes(folder, rank, life)
+    # A node that is lost has to come back from its partner's memory, so there is no storage where it has one.
+    url = "" if disturbance == "node" and nodes > 1 else str(folder / "stored")
+    with FlashCheckpoint(url, every=EVERY, store_every=4 if url else 0, **training.given) as ckpt:
+        step = ckpt.restore()
+        notes.tell(restored=step, tier=ckpt.tier, world=world, whole=training.whole())
+        while step < steps:
+            step += 1
+            one_step(training, step, notes)
+            if disturbance == "evaluation":
+                training.evaluate()
+            ckpt.step(step)
+            if step == SURE and life == 0:
+                assert ckpt.save(step), "the step that was asked for was not saved"
+            if step == KILL and life == 0:
+                strike(disturbance, nodes, rank == victim(kind, disturbance, world), folder)
+    notes.tell(ended=step)
+
+
+def victim(kind: str, disturbance: str, world: int) -> int:
+    """The rank that strikes: rank 0, which leads, or the last one, by kind; who ends the launcher is rank 0."""
+    return 0 if disturbance in {"storage", "other_world"} or list(KINDS).index(kind) % 2 else world - 1
+
+
+def strike(disturbance: str, nodes: int, mine: bool, folder: Path) -> None:
+    """Kill what the disturbance is about."""
+    if disturbance == "node" and nodes > 1:
+        until(copied)
+        dist.barrier()
+    if not mine:
+        return
+    if disturbance in {"restart", "evaluation"}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif disturbance == "node":
+        if nodes == 1:
+            until(lambda: sealed(folder))
+        os.kill(ancestor("dlrover-agent"), signal.SIGKILL)
+        threading.Event().wait()
+    elif disturbance in {"storage", "other_world"}:
+        until(lambda: sealed(folder))
+        os.kill(int((folder / "launcher").read_text()), signal.SIGKILL)
+        threading.Event().wait()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Look again and again, for `BOUND_S` at most; without it the check sees that nothing was restored."""
+    deadline = time.monotonic() + BOUND_S
+    while not is_so() and time.monotonic() < deadline:
+        threading.Event().wait(0.02)
+
+
+def sealed(folder: Path) -> bool:
+    """Is the step that was asked for whole on storage?"""
+    return (folder / "stored" / f"step-{SURE:010d}" / "manifest.json").exists()
+
+
+def copied() -> bool:
+    """Has this node a copy of another one's share?"""
+    from dlrover_adapters.torch.checkpoint.vault import Vault
+
+    with_us = Vault.connect()
+    try:
+        return any(one.kind == "replica" and one.step >= SURE for one in with_us.inventory().holdings)
+    finally:
+        with_us.close()
+
+
+def ancestor(name: str) -> int:
+    """The process above this one that is called so."""
+    pid = os.getpid()
+    while pid > 1:
+        if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+            return pid
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    raise LookupError(name)
+
+
+# ---- without
+
+
+def control(kind: str, world: int, steps: int, folder: Path) -> int:
+    """All ranks of one kind, undisturbed; 0 if all ended well."""
+    folder.mkdir(parents=True)
+    pids = []
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+            training, notes = made(kind, 0), Notes(folder, rank, 0)
+            notes.tell(restored=0, tier="nothing", world=world, whole=training.whole())
+            for step in range(1, steps + 1):
+                one_step(training, step, notes)
+            notes.tell(ended=steps)
+            dist.barrier()
+            os._exit(0)
+        pids.append(pid)
+    return max(os.waitpid(pid, 0)[1] for pid in pids)
+
+
+if __name__ == "__main__":
+    verb, of, *words = sys.argv[1:]
+    if verb == "control":
+        import torch._dynamo  # optimizers do, once for all ranks here
+
+        failed = [one for one in words if control(one, KINDS[one].world, int(of), Path(os.environ["FOLDER"], one))]
+        sys.exit(f"controls that failed: {failed}" if failed else 0)
+    cell(of, words[0], int(words[1]), int(words[2]))
+    dist.destroy_process_group()  # without a DDP model that would outlive it, and may hang in that (torch 2.13, gloo)
