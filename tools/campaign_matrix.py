@@ -102,7 +102,11 @@ class Campaign:
             left = len(self.todo) - self._made
             bad = sum(not one["met"] for one in self.result["cells"].values())
             took_s = time.monotonic() - self._began
-            print(f"\rmatrix: {self._made} cells in {took_s:.0f} s, {left} left, {bad} do not hold", end="", file=sys.stderr)
+            print(
+                f"\rmatrix: {self._made} cells in {took_s:.0f} s, {left} left, {bad} do not hold",
+                end="",
+                file=sys.stderr,
+            )
 
 
 def campaign(seed: int, trials: int, machine: dict[str, Any], *, jobs: int = 2) -> int:
@@ -121,7 +125,9 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run the cells that have this in their names, done or not")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default 2)")
     parser.add_argument("--anew", action="store_true", help="run all again, done or not")
-    parser.add_argument("--for-s", type=float, default=0.0, help="begin no more cells after so many seconds; 0: no bound")
+    parser.add_argument(
+        "--for-s", type=float, default=0.0, help="begin no more cells after so many seconds; 0: no bound"
+    )
     options = parser.parse_args()
     chosen = [one for one in cells() if options.only in one.name]
     if not chosen:

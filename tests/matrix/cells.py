@@ -168,9 +168,7 @@ def run(cell: Cell, folder: Path, controls_at: Path) -> dict[str, Any]:
     reshaped = cell.disturbance == "other_world"
     problem = f"; dlrover-run ended with {code}" if code else ""
     try:
-        found = check(
-            folder, controls_at / cell.row.kind, steps=STEPS, least=LEAST, tiers=tiers, reshaped=reshaped
-        )
+        found = check(folder, controls_at / cell.row.kind, steps=STEPS, least=LEAST, tiers=tiers, reshaped=reshaped)
     except Wrong as error:
         raise Wrong(f"{error}{problem}{_last_words(folder)}") from None
     if problem:

@@ -1,7 +1,8 @@
-"""Was a disturbed run the undisturbed one, bit for bit? Reads what ranks wrote down (`ranks.py`), and knows of nothing else.
+"""Compares a disturbed run with an undisturbed one, bit for bit, from what the ranks of both wrote down. Imports nothing of ours.
 
-The files ``rank-R`` of a folder hold lines of JSON, each of one ``life``. A life begins with ``restored``, ``tier``, ``world``
-and ``whole``; then come steps, with ``loss``, ``extra``, ``drawn`` and ``whole``; a life that was not struck closes with ``ended``.
+The files ``rank-R`` of a folder hold lines of JSON (`ranks.py`), each of one ``life``. The first line of a life has ``restored``,
+``tier``, ``world`` and ``whole``; each step has ``loss``, ``extra``, ``drawn`` and ``whole``; the last line of a life that
+was not killed has ``ended``.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ COMPARED = ("loss", "extra", "drawn", "whole")
 
 
 class Wrong(AssertionError):
-    """The disturbed run is not the undisturbed one. The message says where they part."""
+    """The disturbed run differs from the undisturbed one. The message names life, rank, step and tensor."""
 
 
 class Found(NamedTuple):
-    """What a run that is right came to.
-
-    ``restored``: the step that its second life began with; ``tier``: from where, of all ranks; ``compared``: lines that are equal.
-    """
+    """The result of a run that is equal."""
 
     restored: int
+    """The step that the second life restored."""
     tier: str
+    """The tiers that ranks restored it from, joined by "+"."""
     compared: int
+    """How many steps of single ranks were compared."""
 
 
 def lives(folder: Path) -> list[dict[int, list[Line]]]:
-    """What each rank wrote in each life, the first life first."""
+    """Read the lines of each rank in each life, the first life first."""
     found: dict[int, dict[int, list[Line]]] = {}
     for path in sorted(folder.glob("rank-*")):
         for line in path.read_text().splitlines():
@@ -41,9 +42,10 @@ def lives(folder: Path) -> list[dict[int, list[Line]]]:
 
 
 def check(folder: Path, control: Path, *, steps: int, least: int, tiers: set[str], reshaped: bool = False) -> Found:
-    """Compare. ``least``: the oldest step that may be restored. ``reshaped``: the second life has other ranks.
+    """Compare the run in ``folder`` with the one in ``control``, step by step, rank by rank.
 
-    Then its state after the restore is compared with the one that was saved, and its losses only have to be numbers.
+    ``least``: the oldest step that may be restored. ``tiers``: where it may be restored from. ``reshaped``: the second life has
+    another world size; then only its full tensors after the restore are compared, and its losses have to be finite.
     Raises `Wrong`.
     """
     told, (undisturbed,) = lives(folder), lives(control)
@@ -66,7 +68,7 @@ def check(folder: Path, control: Path, *, steps: int, least: int, tiers: set[str
 
 
 def _begun(number: int, life: dict[int, list[Line]], least: int, tiers: set[str]) -> None:
-    """All ranks have begun with the same step, which is new enough, from a place where it may come from."""
+    """Raise `Wrong` unless all ranks restored the same step, new enough, from an allowed tier."""
     steps = {rank: lines[0]["restored"] for rank, lines in life.items()}
     if len(set(steps.values())) != 1:
         raise Wrong(f"life {number}: ranks restored different steps: {steps}")
@@ -78,7 +80,7 @@ def _begun(number: int, life: dict[int, list[Line]], least: int, tiers: set[str]
 
 
 def _equal(rank: int, number: int, lines: list[Line], control: list[Line]) -> int:
-    """Every step of a rank's life is the control's; how many there are. Raises `Wrong` at the first difference."""
+    """Count the steps of a rank's life, all of which equal the control's. Raises `Wrong` at the first difference."""
     wanted = {one["step"]: one for one in control if "step" in one}
     at = lines[0]["restored"]
     made = [one for one in lines if "step" in one]
@@ -104,7 +106,7 @@ def _difference(found: Any, wanted: Any) -> str:
 
 
 def _united(life: dict[int, list[Line]], at: int) -> dict[str, str]:
-    """The full tensors of all ranks as they are after step ``at``, which a life may have restored. Raises `Wrong`."""
+    """Collect the full tensors of all ranks after step ``at``. Raises `Wrong` where ranks differ in one."""
     found: dict[str, str] = {}
     for rank, lines in life.items():
         mine = next((one for one in lines if at in (one.get("step"), one.get("restored"))), None)
@@ -115,7 +117,7 @@ def _united(life: dict[int, list[Line]], at: int) -> dict[str, str]:
 
 
 def _same_state(number: int, life: dict[int, list[Line]], undisturbed: dict[int, list[Line]]) -> None:
-    """What was restored is what was saved, which is what the control had."""
+    """Raise `Wrong` unless the full tensors after the restore are the control's after that step."""
     at = next(iter(life.values()))[0]["restored"]
     found, wanted = _united(life, at), _united(undisturbed, at)
     if found != wanted:
@@ -123,7 +125,7 @@ def _same_state(number: int, life: dict[int, list[Line]], undisturbed: dict[int,
 
 
 def _finished(life: dict[int, list[Line]], steps: int) -> None:
-    """All ranks came to the end, and all losses are numbers."""
+    """Raise `Wrong` unless all ranks came to the end and all losses are finite."""
     for rank, lines in life.items():
         if lines[-1].get("ended") != steps:
             raise Wrong(f"rank {rank} did not end after step {steps}, its last line is {json.dumps(lines[-1])[:200]}")

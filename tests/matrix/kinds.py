@@ -34,17 +34,17 @@ class Sampler:
         self.rank, self.at = rank, 0
 
     def advance(self) -> int:
-        """Take one batch; how many were taken before."""
+        """Count one more batch; return how many were taken before it."""
         taken = self.at // (2 + self.rank)
         self.at += 2 + self.rank
         return taken
 
     def state_dict(self) -> dict[str, int]:
-        """Whose it is, and where."""
+        """The rank and its position."""
         return {"rank": self.rank, "at": self.at}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """As it was saved, be it another rank's."""
+        """Take over the saved rank and position, even if another rank saved them, so that this shows."""
         self.rank, self.at = state["rank"], state["at"]
 
 
@@ -67,18 +67,16 @@ class Kind:
         self.data = rank
         """Ranks with the same number here get the same batches."""
         self.build()
-        self.schedulers = {
-            key: torch.optim.lr_scheduler.StepLR(one, 3, 0.7) for key, one in self.optimizers.items()
-        }
+        self.schedulers = {key: torch.optim.lr_scheduler.StepLR(one, 3, 0.7) for key, one in self.optimizers.items()}
         self._named = dict(self.tensors())
         for generator in (torch.manual_seed, np.random.seed, random.seed):
             generator(1_000 * seed + rank)
 
     @property
     def given(self) -> dict[str, Any]:
-        """What a checkpoint is given."""
+        """The arguments of the checkpoint."""
         parts = {"model": self.models, "optimizer": self.optimizers, "scheduler": self.schedulers}
-        found = {name: one[""] if "" in one else one for name, one in parts.items()}
+        found = {name: one.get("", one) for name, one in parts.items()}
         return {**found, "extra": self.extra, **self.more}
 
     # ---- what subclasses say
@@ -89,29 +87,29 @@ class Kind:
         self.optimizers = {"": torch.optim.AdamW(self.models[""].parameters(), lr=0.01)}
 
     def made(self) -> nn.Module:
-        """One model, whole; its rows divide by no number of ranks."""
+        """Make one whole model, whose numbers of rows no world size divides."""
         return nn.Sequential(nn.Linear(FEATURES, 11), nn.Tanh(), nn.Dropout(0.2), nn.Linear(11, 7))
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
-        """Forward."""
+        """Run forward and return the loss."""
         return self.models[""](batch).float().square().mean()  # type: ignore[no-any-return]
 
     def backward(self, batch: torch.Tensor) -> torch.Tensor:
-        """Forward and backward; the loss."""
+        """Run forward and backward, average the gradients, and return the loss."""
         loss = self.loss(batch)
         loss.backward()
         self.average()
         return loss
 
     def average(self) -> None:
-        """An all-reduce for each parameter: DDP's buckets change after its first step, and with them the last bits."""
+        """Average gradients by one all-reduce for each parameter, because DDP changes its buckets after its first step."""
         averaged(one for optimizer in self.optimizers.values() for one in parameters(optimizer))
 
     def update(self) -> None:
-        """What else a step changes."""
+        """Change what a step changes beside parameters: buffers, averages. Called after the optimizers."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of the models, by names that are the same in any world."""
+        """Yield the models' tensors with names that are the same in a world of any size."""
         for key, model in self.models.items():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 yield f"{key}.{name}".replace("module.", ""), tensor
@@ -119,7 +117,7 @@ class Kind:
     # ---- what the script calls
 
     def step(self) -> str:
-        """One step of training; its loss, to the last bit."""
+        """Train one step and return the loss as `float.hex`."""
         for one in self.optimizers.values():
             one.zero_grad()
         loss = self.backward(self.batch())
@@ -132,12 +130,12 @@ class Kind:
         return loss.item().hex()
 
     def batch(self) -> torch.Tensor:
-        """The next one."""
+        """Make the next batch from the sampler's position."""
         seed = 100 * self.sampler.advance() + self.data
         return torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(seed))
 
     def evaluate(self) -> None:
-        """A forward without a backward, of data that nobody else uses."""
+        """Run forward without backward, on a batch of its own."""
         batch = torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(self.data))
         for model in self.models.values():
             model.eval()
@@ -147,11 +145,11 @@ class Kind:
             model.train()
 
     def drawn(self) -> list[str]:
-        """A random number of each generator."""
-        return [torch.rand(()).item().hex(), float(np.random.random()).hex(), random.random().hex()]
+        """Draw a random number from each global generator."""
+        return [torch.rand(()).item().hex(), float(np.random.random()).hex(), random.random().hex()]  # noqa: NPY002  # the global one
 
     def whole(self) -> dict[str, str]:
-        """Digests of all full tensors of models and optimizers that are the same in any world, and of rates. A collective."""
+        """Return digests of all full tensors of models and optimizers, and learning rates. All ranks call it together."""
         found = {name: digest(tensor) for name, tensor in self._named.items()}
         for key, optimizer in self.optimizers.items():
             for number, (group, parameter) in enumerate(_grouped(optimizer)):
@@ -166,12 +164,12 @@ def _grouped(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any],
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All that it has."""
+    """All parameters of an optimizer."""
     return [one for _group, one in _grouped(optimizer)]
 
 
 def averaged(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
-    """The mean of their gradients over ranks, each by a collective of its own."""
+    """Replace each gradient by its mean over the ranks, with one all-reduce for each."""
     for one in tensors:
         if one.grad is not None and one.numel():
             summed = one.grad.float()
@@ -180,7 +178,7 @@ def averaged(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Of all bytes of a tensor, its type and its shape; a collective for one that is sharded."""
+    """Hash a tensor's bytes, dtype and shape. A DTensor is gathered first, which all ranks have to do together."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
@@ -189,43 +187,43 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 class Ddp(Kind):
-    """`DistributedDataParallel`, of two ranks: of a sum of two the order does not matter."""
+    """`DistributedDataParallel` on two ranks: a sum of two numbers does not depend on their order."""
 
     def build(self) -> None:
-        """Wrapped, and given as it is."""
+        """Give the checkpoint the wrapped model."""
         self.models = {"": DistributedDataParallel(self.made())}
         self.optimizers = {"": torch.optim.AdamW(self.models[""].parameters(), lr=0.01)}
 
     def average(self) -> None:
-        """DDP does."""
+        """Do nothing: DDP averages."""
 
 
 class Buffers(Ddp):
     """Buffers that forward writes: BatchNorm's, and a counter."""
 
     def made(self) -> nn.Module:
-        """With BatchNorm, whose means differ from rank to rank until DDP sends those of rank 0."""
+        """Add BatchNorm, whose running means differ between ranks until DDP sends rank 0's, and a counter."""
         model = nn.Sequential(nn.Linear(FEATURES, 11), nn.BatchNorm1d(11), nn.Dropout(0.2), nn.Linear(11, 7))
         model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         model.register_buffer("not_saved", torch.ones(3), persistent=False)
         return model
 
     def update(self) -> None:
-        """Count."""
+        """Count the steps."""
         self.models[""].module.seen += 1
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers of rank 0 alone: the others' are overwritten by the next forward."""
+        """Leave out the buffers of other ranks than 0, because the next forward overwrites them."""
         for name, tensor in super().tensors():
             if self.rank == 0 or isinstance(tensor, nn.Parameter):
                 yield name, tensor
 
 
 class Fsdp(Kind):
-    """FSDP2; the root keeps parameters of its own, so that it stays gathered after a forward alone."""
+    """FSDP2. The root module has parameters of its own, so a forward without backward leaves them gathered."""
 
     def build(self) -> None:
-        """Shard one child, then the rest."""
+        """Shard one child, then the root."""
         model = self.made()
         mesh = self.mesh()
         fully_shard(model[0], mesh=mesh)
@@ -234,20 +232,20 @@ class Fsdp(Kind):
         self.optimizers = {"": torch.optim.AdamW(model.parameters(), lr=0.01)}
 
     def mesh(self) -> Any:
-        """Over all ranks."""
+        """The device mesh: all ranks in one dimension."""
         return init_device_mesh("cpu", (self.ranks,))
 
     def average(self) -> None:
-        """FSDP does."""
+        """Do nothing: FSDP averages."""
 
 
 class Hsdp(Fsdp):
-    """Replicas of shards: a mesh of two dimensions."""
+    """Hybrid sharding: two replicas, each sharded over half of the ranks."""
 
     world, other = 4, 2
 
     def mesh(self) -> Any:
-        """Two replicas."""
+        """The device mesh: replicas by shards."""
         return init_device_mesh("cpu", (2, self.ranks // 2), mesh_dim_names=("replicate", "shard"))
 
 
@@ -257,7 +255,7 @@ class FsdpTp(Fsdp):
     world, other = 4, 2
 
     def build(self) -> None:
-        """Parallelize, then shard."""
+        """Split layers over tensor-parallel ranks, then shard over data-parallel ranks."""
         mesh = init_device_mesh("cpu", (2, self.ranks // 2), mesh_dim_names=("dp", "tp"))
         model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 4))
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -268,12 +266,12 @@ class FsdpTp(Fsdp):
 
 
 class Pipeline(Kind):
-    """Two stages on different ranks, each with local names, of two replicas; given under keys of their own."""
+    """Two pipeline stages with local names, each on half of the ranks, each given under a key of its own."""
 
     world, other = 4, 2
 
     def build(self) -> None:
-        """The stage of this rank alone."""
+        """Make this rank's stage, and the group of the ranks that replicate it."""
         self.replicas = self.ranks // 2
         self.stage, self.data = self.rank // self.replicas, self.rank % self.replicas
         groups = [dist.new_group(list(range(one, one + self.replicas))) for one in (0, self.replicas)]
@@ -286,7 +284,7 @@ class Pipeline(Kind):
         self.optimizers = {key: torch.optim.AdamW(self.module.parameters(), lr=rate)}
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
-        """Through both stages; the first one's is of no use but to be compared."""
+        """Run this rank's stage. The first stage returns a number of its own, which is only compared."""
         if self.stage == 0:
             self.made_here = self.module(batch)
             dist.send(self.made_here.detach(), self.rank + self.replicas)
@@ -297,7 +295,7 @@ class Pipeline(Kind):
         return self.module(self.came).square().mean()  # type: ignore[no-any-return]
 
     def backward(self, batch: torch.Tensor) -> torch.Tensor:
-        """And back through both."""
+        """Send gradients back from the second stage to the first."""
         loss = self.loss(batch)
         if self.stage == 0:
             gradient = torch.empty(ROWS, 11)
@@ -312,7 +310,7 @@ class Pipeline(Kind):
 
 
 class _Half(nn.Module):
-    """One tensor-parallel rank's half of two layers, as plain tensors."""
+    """One tensor-parallel rank's half of two layers, in plain tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,12 +318,12 @@ class _Half(nn.Module):
 
 
 class Plain(Kind):
-    """Tensor-parallel shards that are plain tensors, of two replicas, given under keys of their own."""
+    """Tensor-parallel shards in plain tensors; ranks with the same half give it under the same key."""
 
     world, other, keyed = 4, 2, True
 
     def build(self) -> None:
-        """Neighbours share a model."""
+        """Split the model over neighbouring ranks, and replicate the halves over the other ones."""
         self.shard, self.data = self.rank % 2, self.rank // 2
         pairs = [dist.new_group([one, one + 1]) for one in range(0, self.ranks, 2)]
         shards = [dist.new_group(list(range(one, self.ranks, 2))) for one in (0, 1)]
@@ -336,19 +334,19 @@ class Plain(Kind):
         self.optimizers = {key: torch.optim.AdamW(self.module.parameters(), lr=0.01)}
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
-        """The halves' sum."""
+        """Add up the outputs of both halves."""
         mine = self.module.down(torch.tanh(self.module.up(batch)))
         summed = mine.detach().clone()
         dist.all_reduce(summed, group=self.pair)
         return (mine + (summed - mine).detach()).square().mean()  # type: ignore[no-any-return]
 
     def average(self) -> None:
-        """Over the replicas of this half."""
+        """Average over the ranks that have the same half."""
         averaged(self.module.parameters(), self.group)
 
 
 class SameName(Plain):
-    """The same shards under one name: nobody could tell them apart."""
+    """The same shards under one name, which a checkpoint has to refuse."""
 
     world, other, keyed = 2, 2, False
 
@@ -357,7 +355,7 @@ class TwoOptimizers(Kind):
     """One optimizer for the body, another one for the head."""
 
     def build(self) -> None:
-        """With keys."""
+        """Give both under keys."""
         model = self.made()
         self.models = {"": model}
         self.optimizers = {
@@ -367,32 +365,32 @@ class TwoOptimizers(Kind):
 
 
 class Ema(Kind):
-    """A moving average of the model beside it, which evaluation uses."""
+    """A model and its moving average, which evaluation uses."""
 
     def build(self) -> None:
-        """Two models, one optimizer."""
+        """Give both models; the optimizer writes one of them."""
         model = self.made()
         self.models = {"net": model, "ema": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))}
         self.optimizers = {"": torch.optim.AdamW(model.parameters(), lr=0.01)}
         self.used = "net"
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
-        """Of the one or the other."""
+        """Run the model, or in an evaluation the average."""
         return self.models[self.used](batch).square().mean()  # type: ignore[no-any-return]
 
     def update(self) -> None:
-        """Average."""
+        """Update the average."""
         self.models["ema"].update_parameters(self.models["net"])
 
     def evaluate(self) -> None:
-        """The average."""
+        """Evaluate the average."""
         self.used = "ema"
         super().evaluate()
         self.used = "net"
 
 
 class Masters(torch.optim.AdamW):
-    """Adam over fp32 copies of bf16 parameters; no model has the copies."""
+    """Adam over fp32 copies of bf16 parameters. The copies belong to no model."""
 
     def __init__(self, low: Iterable[torch.Tensor]) -> None:
         self.low = list(low)
@@ -400,7 +398,7 @@ class Masters(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Gradients up, values down."""
+        """Copy gradients to fp32, step, and copy the values back to bf16."""
         for low, master in zip(self.low, parameters(self), strict=True):
             master.grad = None if low.grad is None else low.grad.float()
         super().step(closure)
@@ -410,38 +408,38 @@ class Masters(torch.optim.AdamW):
 
 
 class Fp32Masters(Kind):
-    """bf16 parameters, of which an optimizer written by hand holds fp32 copies."""
+    """A bf16 model whose hand-written optimizer holds fp32 copies of its parameters."""
 
     def build(self) -> None:
-        """The copies are made from the model as it then is."""
+        """Make the copies from the new model, so that a restart without their values shows."""
         model = self.made().to(torch.bfloat16)
         self.models = {"": model}
         self.optimizers = {"": Masters(model.parameters())}
 
     def batch(self) -> torch.Tensor:
-        """In bf16."""
+        """Use bf16."""
         return super().batch().to(torch.bfloat16)
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
-        """In bf16."""
+        """Use bf16."""
         return super().loss(batch.to(torch.bfloat16))
 
     def average(self) -> None:
-        """The model's own."""
+        """Average the gradients of the bf16 parameters."""
         averaged(self.models[""].parameters())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """And the copies."""
+        """Add the fp32 copies."""
         yield from super().tensors()
         for number, master in enumerate(parameters(self.optimizers[""])):
             yield f"master.{number}", master
 
 
 class Frozen(Kind):
-    """A base that nobody trains, under a head that is trained."""
+    """A frozen base under a head that is trained."""
 
     def build(self) -> None:
-        """As for a LoRA."""
+        """Name the base in ``frozen=``."""
         model = self.made()
         model[0].requires_grad_(requires_grad=False)
         self.models = {"": model}
@@ -450,26 +448,26 @@ class Frozen(Kind):
 
 
 class Tied(Kind):
-    """The last layer's weight is the first one's."""
+    """The first and the last layer share one weight."""
 
     def made(self) -> nn.Module:
-        """Two linear layers with one weight."""
+        """Make two linear layers with one weight."""
         model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Dropout(0.2), nn.Linear(FEATURES, FEATURES))
         model[3].weight = model[0].weight
         return model
 
     def update(self) -> None:
-        """They must stay one."""
+        """Assert that the weights are still one tensor."""
         model = self.models[""]
         assert model[0].weight is model[3].weight
         assert model.state_dict()["0.weight"].data_ptr() == model.state_dict()["3.weight"].data_ptr()
 
 
 class Odd(Kind):
-    """Tensors without dimensions and without elements: parameters, buffers, and a script's own."""
+    """0-d and empty tensors: parameters, buffers, and tensors in ``state=``."""
 
     def made(self) -> nn.Module:
-        """With one of each."""
+        """Add a 0-d and an empty parameter and buffer."""
         model = super().made()
         model.register_parameter("scale", nn.Parameter(torch.tensor(1.5)))
         model.register_parameter("nothing", nn.Parameter(torch.empty(0, 4)))
@@ -478,81 +476,81 @@ class Odd(Kind):
         return model
 
     def build(self) -> None:
-        """And a ``state`` of the script's."""
+        """Add a ``state`` with 0-d, empty and bool tensors."""
         super().build()
         self.state = {"mean": torch.tensor(0.0), "none": torch.empty(0), "flags": torch.tensor([True, False])}
         self.more = {"state": self.state}
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
-        """Of all of them."""
+        """Use all parameters."""
         model = self.models[""]
         return (model(batch) * model.scale).square().mean() + model.nothing.sum()  # type: ignore[no-any-return]
 
     def update(self) -> None:
-        """All change that can."""
+        """Change every tensor that has elements."""
         model = self.models[""]
         model.count += 3
         self.state["mean"].mul_(0.9).add_(model.scale)
         self.state["flags"].logical_not_()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """And the script's."""
+        """Add those of ``state``."""
         yield from super().tensors()
         yield from ((f"state.{name}", one) for name, one in self.state.items())
 
 
 class Low(Kind):
-    """A part in bf16, a part in fp16, and one in fp32."""
+    """Layers in bf16, fp16 and fp32."""
 
     def build(self) -> None:
-        """One optimizer for all."""
+        """Train all of them with one optimizer."""
         model = nn.Sequential(nn.Linear(FEATURES, 11).bfloat16(), nn.Linear(11, 7).half(), nn.Linear(7, 5))
         self.models = {"": model}
         self.optimizers = {"": torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)}
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
-        """Cast between them."""
+        """Cast between the layers."""
         first, second, third = self.models[""]
         return third(second(first(batch.bfloat16()).half()).float()).square().mean()  # type: ignore[no-any-return]
 
 
 class _Generator:
-    """A rank's own generator, and a large tensor that it has drawn."""
+    """A generator that each rank has of its own, and a large tensor of what it drew."""
 
     def __init__(self, rank: int) -> None:
         self.generator = torch.Generator().manual_seed(rank)
         self.history = torch.zeros(LARGE)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Both."""
+        """Generator and tensor."""
         return {"generator": self.generator.get_state(), "history": self.history}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Both."""
+        """Generator and tensor."""
         self.generator.set_state(state["generator"])
         self.history = state["history"]
 
 
 class Own(Kind):
-    """What each rank has of its own decides the curve: its sampler, its generators, a large tensor of its own."""
+    """The loss depends on what differs between ranks: sampler, generators, and a large tensor in ``extra``."""
 
     world, other = 4, 2
 
     def build(self) -> None:
-        """Two extras, with keys."""
+        """Give two extras with keys."""
         super().build()
         self.noise = _Generator(self.rank)
         self.extra["noise"] = self.noise
 
     def made(self) -> nn.Module:
-        """Much dropout."""
+        """Drop much out."""
         return nn.Sequential(nn.Linear(FEATURES, 11), nn.Dropout(0.5), nn.Linear(11, 7), nn.Dropout(0.5))
 
     def batch(self) -> torch.Tensor:
-        """With noise from generators of torch, numpy and Python, and from what was drawn before."""
+        """Add noise from the generators of torch, numpy and Python, and from earlier draws."""
         noise = self.noise
         noise.history.mul_(0.5).add_(torch.rand(LARGE, generator=noise.generator))
-        shift = random.random() + np.random.random() + float(noise.history.mean())
+        shift = random.random() + np.random.random() + float(noise.history.mean())  # noqa: NPY002  # as above
         return super().batch() + shift
 
 

@@ -1,9 +1,9 @@
-"""One rank of the matrix under FlashCheckpoint, or all ranks of a control with nothing of ours: model, optimizer, loss curve.
+"""Trains one kind of the matrix under FlashCheckpoint and strikes; or trains its control, without FlashCheckpoint.
 
-``ranks.py cell KIND DISTURBANCE NODES STEPS`` under dlrover-run; ``ranks.py control STEPS KIND ...`` alone, which forks the
-ranks of one kind after the other, each in a folder of its name. Each rank appends lines of JSON to ``$FOLDER/rank-R``: what it restored, then for every step its loss, its
-sampler's position, what it drew, and digests of all full tensors. The script itself strikes, after `KILL` steps of the
-first life, so that the blow always falls between the same two steps.
+``ranks.py cell KIND DISTURBANCE NODES STEPS`` is one rank under dlrover-run. ``ranks.py control STEPS KIND ...`` forks all
+ranks of one kind after the other, each kind in a folder of its name. Each rank appends lines of JSON to ``$FOLDER/rank-R``:
+first what it restored, then for every step its loss, its sampler's position, the numbers it drew, and digests of all full
+tensors of model and optimizer. The script itself kills, after step `KILL` of the first life, always between the same two steps.
 """
 
 from __future__ import annotations
@@ -23,41 +23,39 @@ import torch.distributed as dist
 from kinds import KINDS, Kind
 
 EVERY, SURE, KILL, BOUND_S = 2, 4, 7, 20.0
-"""A save each so many steps; step `SURE` is asked for by name, so that there is one to go back to."""
+"""Steps between saves; the step that ``ckpt.save`` promises; the step of the kill; the longest wait for a copy, in seconds."""
 
 
 class Notes:
-    """What a rank writes down, a line at a time, whole or not at all."""
+    """The file of a rank. Each line is one write, so a kill cannot tear it."""
 
     def __init__(self, folder: Path, rank: int, life: int) -> None:
         self._file = os.open(folder / f"rank-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._life = life
 
     def tell(self, **told: Any) -> None:
-        """Add a line."""
+        """Append a line."""
         os.write(self._file, f"{json.dumps({'life': self._life, **told})}\n".encode())
 
 
 def made(kind: str, life: int) -> Kind:
-    """The training; a later life begins with other weights and other random numbers, so that what is not restored shows."""
+    """Make the training. Each life begins with other weights and random numbers, so that whatever is not restored shows."""
     torch.set_num_threads(1)
     return KINDS[kind](dist.get_rank(), dist.get_world_size(), 7 + life)
 
 
 def one_step(training: Kind, step: int, notes: Notes) -> None:
-    """Train, and write down what came of it."""
+    """Train one step and write down its results."""
     loss = training.step()
     sampler = training.sampler
-    notes.tell(
-        step=step, loss=loss, extra=[sampler.rank, sampler.at], drawn=training.drawn(), whole=training.whole()
-    )
+    notes.tell(step=step, loss=loss, extra=[sampler.rank, sampler.at], drawn=training.drawn(), whole=training.whole())
 
 
 # ---- with a checkpoint
 
 
 def cell(kind: str, disturbance: str, nodes: int, steps: int) -> None:
-    """One rank's life."""
+    """Train one rank from the restored step to the end or to the kill."""
     from dlrover_adapters.torch import FlashCheckpoint
 
     dist.init_process_group("gloo")
@@ -83,12 +81,12 @@ def cell(kind: str, disturbance: str, nodes: int, steps: int) -> None:
 
 
 def victim(kind: str, disturbance: str, world: int) -> int:
-    """The rank that strikes: rank 0, which leads, or the last one, by kind; who ends the launcher is rank 0."""
+    """The rank that kills: rank 0 or, for every other kind, the last one; always rank 0 where the launcher is killed."""
     return 0 if disturbance in {"storage", "other_world"} or list(KINDS).index(kind) % 2 else world - 1
 
 
 def strike(disturbance: str, nodes: int, mine: bool, folder: Path) -> None:
-    """Kill what the disturbance is about."""
+    """Kill this rank, its node's agent or the launcher, once there is a state to go back to."""
     if disturbance == "node" and nodes > 1:
         until(copied)
         dist.barrier()
@@ -108,19 +106,19 @@ def strike(disturbance: str, nodes: int, mine: bool, folder: Path) -> None:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    """Look again and again, for `BOUND_S` at most; without it the check sees that nothing was restored."""
+    """Wait for a condition, for `BOUND_S` at most. If it never holds, the check reports what was not restored."""
     deadline = time.monotonic() + BOUND_S
     while not is_so() and time.monotonic() < deadline:
         threading.Event().wait(0.02)
 
 
 def sealed(folder: Path) -> bool:
-    """Is the step that was asked for whole on storage?"""
+    """Is step `SURE` complete on storage?"""
     return (folder / "stored" / f"step-{SURE:010d}" / "manifest.json").exists()
 
 
 def copied() -> bool:
-    """Has this node a copy of another one's share?"""
+    """Does this node hold a copy of another node's share, of step `SURE` or newer?"""
     from dlrover_adapters.torch.checkpoint.vault import Vault
 
     with_us = Vault.connect()
@@ -131,7 +129,7 @@ def copied() -> bool:
 
 
 def ancestor(name: str) -> int:
-    """The process above this one that is called so."""
+    """The pid of the nearest ancestor process of that name."""
     pid = os.getpid()
     while pid > 1:
         if Path(f"/proc/{pid}/comm").read_text().strip() == name:
@@ -144,7 +142,7 @@ def ancestor(name: str) -> int:
 
 
 def control(kind: str, world: int, steps: int, folder: Path) -> int:
-    """All ranks of one kind, undisturbed; 0 if all ended well."""
+    """Train all ranks of one kind without a checkpoint. Returns 0 if all of them ended well."""
     folder.mkdir(parents=True)
     pids = []
     for rank in range(world):
