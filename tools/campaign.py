@@ -26,7 +26,7 @@ campaigns:
            10,000 times one thing is damaged in a stored checkpoint or in a slot in memory: a bit, a file, a manifest; every one
            must be noticed, and nothing else be called damaged; some minutes
   matrix   every cell of tests/matrix: 15 kinds of training on one and two nodes, each killed in five ways; the curve and all full
-           tensors must be those of a run without us; no seeds, what holds is not run again; under half an hour
+           tensors must be those of a run without us; nothing is drawn, --trials counts cells; under half an hour
   masters  a real etcd of three members, masters on three hosts, training on two: members and masters are killed, stopped and
            cut off, 200 times, and 100 times two masters start at once; the logs of all must be one; about an hour
 """

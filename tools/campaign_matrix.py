@@ -1,8 +1,8 @@
-"""The campaign `matrix`: every cell of tests/matrix is a real job that is killed and must equal an undisturbed run.
+"""The campaign `matrix`: runs the cells of tests/matrix, real jobs that are killed and must equal undisturbed runs.
 
-``python -m tools.campaign matrix`` runs what has no result yet; ``python -m tools.campaign_matrix --only NAME`` runs one cell
-again (part of a name: all that have it), ``--jobs N`` several at a time, ``--anew`` all of them. What a failing cell left
-behind lies in build/matrix/NAME: what ranks wrote down, all output, the control log, and the command that runs it again.
+``python -m tools.campaign_matrix`` runs the cells without a result, or all if none is missing; ``--failed`` those that do not
+hold; ``--only NAME`` those with NAME in their names. What a failing cell left behind lies in build/matrix/NAME: what its ranks
+wrote down, all output, the control log, and in ``command`` what runs it again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.matrix.cells import Cell, Wrong, cells, command, controls, run
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "matrix.json"
 KEPT = ROOT / "build" / "matrix"
+JOBS = 2
 
 
 def tried(cell: Cell, folder: Path, controls_at: Path) -> dict[str, Any]:
@@ -53,28 +54,21 @@ def _unreadable(folder: str, names: list[str]) -> set[str]:
 
 
 class Campaign:
-    """The result on disk, which grows by a cell at a time."""
+    """Cells that are run, and the result on disk, which grows by a cell at a time. Two campaigns may run side by side."""
 
-    def __init__(self, chosen: list[Cell], machine: dict[str, Any], *, anew: bool) -> None:
-        self.result: dict[str, Any] = {"campaign": "matrix", "machine": machine, "took_s": 0.0, "cells": {}}
-        if RESULT.exists():
-            self.result["cells"] = json.loads(RESULT.read_text())["cells"]
-        done = self.result["cells"]
-        known = {one.name for one in cells()}
-        self.result["cells"] = done = {name: one for name, one in done.items() if name in known}
-        self.todo = [one for one in chosen if anew or not done.get(one.name, {}).get("met")]
+    def __init__(self, chosen: list[Cell], machine: dict[str, Any]) -> None:
+        self._todo, self._machine = chosen, machine
         self._lock = threading.Lock()
-        self._began, self._made = time.monotonic(), 0
-        self._until = float("inf")
+        self._began, self._until, self._made = time.monotonic(), float("inf"), 0
 
     def run(self, jobs: int, *, for_s: float = 0.0) -> int:
-        """All that is to be done, or what begins within ``for_s`` seconds; how many cells of all do not hold."""
+        """Run all cells, or those that begin within ``for_s`` seconds. Returns how many of all results do not hold."""
         self._until = self._began + for_s if for_s else float("inf")
         with tempfile.TemporaryDirectory(prefix="matrix-") as text:
             folder = Path(text)
-            controls(sorted({one.row.kind for one in self.todo if not one.row.words}), folder / "controls")
+            controls(sorted({one.row.kind for one in self._todo if not one.row.words}), folder / "controls")
             with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-                waiting = [pool.submit(self._one, cell, folder) for cell in self.todo]
+                waiting = [pool.submit(self._one, cell, folder) for cell in self._todo]
                 try:
                     for one in concurrent.futures.as_completed(waiting):
                         one.result()
@@ -83,7 +77,7 @@ class Campaign:
                         one.cancel()
                     raise
         print(file=sys.stderr)
-        return sum(not one["met"] for one in self.result["cells"].values())
+        return sum(not one["met"] for one in known().values())
 
     def _one(self, cell: Cell, folder: Path) -> None:
         if time.monotonic() > self._until:
@@ -92,29 +86,42 @@ class Campaign:
         shutil.rmtree(folder / cell.name, ignore_errors=True)
         with self._lock:
             self._made += 1
-            order = [one.name for one in cells()]
-            merged = {**self.result["cells"], cell.name: found}
-            self.result["cells"] = {name: merged[name] for name in order if name in merged}
-            self.result["took_s"] = round(sum(one["took_s"] for one in merged.values()), 1)
-            RESULT.write_text(json.dumps(self.result, indent=1) + "\n")
+            results = self._saved(cell, found)
             if not found["met"]:
                 print(f"\n{cell.name}: {found['why']}", file=sys.stderr)
-            left = len(self.todo) - self._made
-            bad = sum(not one["met"] for one in self.result["cells"].values())
-            took_s = time.monotonic() - self._began
-            print(
-                f"\rmatrix: {self._made} cells in {took_s:.0f} s, {left} left, {bad} do not hold",
-                end="",
-                file=sys.stderr,
-            )
+            bad = sum(not one["met"] for one in results.values())
+            left, took_s = len(self._todo) - self._made, time.monotonic() - self._began
+            line = f"matrix: {self._made} cells in {took_s:.0f} s, {left} left, {bad} of {len(results)} do not hold"
+            print(f"\r{line}", end="", file=sys.stderr, flush=True)
+
+    def _saved(self, cell: Cell, found: dict[str, Any]) -> dict[str, Any]:
+        """Add a result to those on disk, in the order of the table."""
+        merged = {**known(), cell.name: found}
+        results = {one.name: merged[one.name] for one in cells() if one.name in merged}
+        took_s = round(sum(one["took_s"] for one in results.values()), 1)
+        told = {"campaign": "matrix", "machine": self._machine, "took_s": took_s, "cells": results}
+        RESULT.write_text(json.dumps(told, indent=1) + "\n")
+        return results
 
 
-def campaign(seed: int, trials: int, machine: dict[str, Any], *, jobs: int = 2) -> int:
-    """Go on where the result stopped, for ``trials`` cells (0: all); how many do not hold. ``seed``: nothing is drawn."""
+def known() -> dict[str, Any]:
+    """The results on disk, by the names of their cells."""
+    return dict(json.loads(RESULT.read_text())["cells"]) if RESULT.exists() else {}
+
+
+def missing() -> list[Cell]:
+    """Cells without a result; all of them where none is missing."""
+    done = known()
+    return [one for one in cells() if one.name not in done] or cells()
+
+
+def campaign(seed: int, trials: int, machine: dict[str, Any]) -> int:
+    """Go on where the result stopped, or begin anew if it is complete, for ``trials`` cells (0: all).
+
+    Returns how many results do not hold. ``seed``: nothing is drawn here.
+    """
     del seed
-    missing = Campaign(cells(), machine, anew=False)
-    missing.todo = missing.todo[: trials or None]
-    return missing.run(jobs)
+    return Campaign(missing()[: trials or None], machine).run(JOBS)
 
 
 def main() -> int:
@@ -123,17 +130,19 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run the cells that have this in their names, done or not")
-    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default 2)")
-    parser.add_argument("--anew", action="store_true", help="run all again, done or not")
+    parser.add_argument("--failed", action="store_true", help="run the cells again whose results do not hold")
+    parser.add_argument("--jobs", type=int, default=JOBS, help=f"how many at a time (default {JOBS})")
     parser.add_argument(
-        "--for-s", type=float, default=0.0, help="begin no more cells after so many seconds; 0: no bound"
+        "--for-s", type=float, default=0.0, help="begin no more cells after so many seconds; 0: no bound (default)"
     )
     options = parser.parse_args()
-    chosen = [one for one in cells() if options.only in one.name]
+    chosen = [one for one in cells() if options.only in one.name] if options.only else missing()
+    if options.failed:
+        bad = {name for name, one in known().items() if not one["met"]}
+        chosen = [one for one in cells() if one.name in bad and options.only in one.name]
     if not chosen:
         parser.error(f"no cell has {options.only!r} in its name; they are called like {cells()[0].name}")
-    found = Campaign(chosen, machine(), anew=options.anew or bool(options.only))
-    return found.run(options.jobs, for_s=options.for_s) > 0
+    return Campaign(chosen, machine()).run(options.jobs, for_s=options.for_s) > 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The cells of the matrix: which kind is disturbed how on how many nodes, what must come of it, and how one is run."""
+"""The cells of the matrix, what is expected of each, and how one is run.
+
+A cell is one kind of training (`kinds.py`) on one or two nodes under one disturbance.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +33,18 @@ EQUAL, REFUSED = "equal", "refused"
 
 
 class Row(NamedTuple):
-    """One kind, as the table shows it.
-
-    ``words``: of a kind that is refused, what the error has to say, as regular expressions.
-    """
+    """One kind, as the table shows it."""
 
     kind: str
+    """Its name in kinds.py."""
     world: int
+    """How many ranks it has, as its class says."""
     other: int
+    """How many ranks go on with its state where the world size changes, as its class says."""
     says: str
+    """What it is, for people."""
     words: tuple[str, ...] = ()
+    """Regular expressions that the error must match, where the kind is refused; empty: it must equal the control."""
 
 
 ROWS = (
@@ -66,7 +71,7 @@ ROWS = (
         (r"SpecError", r"model\.(up|down)\.\w+", r"rank 0\b", r"rank 1\b", r"model=\{"),
     ),
 )
-"""``world`` and ``other`` are those of the classes in kinds.py, which this module does not import, for it needs torch."""
+"""World sizes are written down here too, because kinds.py imports torch; tests/unit/test_matrix_check.py compares them."""
 
 DISTURBANCES = {
     "restart": "a rank is killed",
@@ -86,7 +91,7 @@ TIERS = {
 
 
 class Cell(NamedTuple):
-    """One run: ``nodes`` is 1 or 2."""
+    """One run, on 1 or 2 nodes."""
 
     row: Row
     nodes: int
@@ -94,7 +99,7 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For files, tables and the command line."""
+        """Its name in files, results and on the command line."""
         return f"{self.row.kind}-{self.nodes}-{self.disturbance}"
 
     @property
@@ -104,7 +109,7 @@ class Cell(NamedTuple):
 
 
 def cells() -> list[Cell]:
-    """All of them. What is refused is refused before anything can be disturbed: once for each number of nodes."""
+    """All cells. A kind that is refused is refused before anything disturbs it, so it has one cell for each number of nodes."""
     return [
         Cell(row, nodes, disturbance)
         for row in ROWS
@@ -114,7 +119,7 @@ def cells() -> list[Cell]:
 
 
 def named(name: str) -> Cell:
-    """The cell of that name. Raises `LookupError`."""
+    """Find the cell of that name. Raises `LookupError`."""
     for one in cells():
         if one.name == name:
             return one
@@ -132,7 +137,7 @@ def line(cell: Cell, *, again: bool = False) -> list[str]:
 
 
 def controls(kinds: Sequence[str], folder: Path) -> None:
-    """Run the undisturbed ones that are not there yet, with nothing of ours, into ``folder/KIND``."""
+    """Run the undisturbed training of each kind into ``folder/KIND``, unless that exists. They run without dlrover-run."""
     missing = [one for one in kinds if not (folder / one).exists()]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +154,7 @@ def controls(kinds: Sequence[str], folder: Path) -> None:
 
 
 def run(cell: Cell, folder: Path, controls_at: Path) -> dict[str, Any]:
-    """Run a cell in a new ``folder``: what came of it. Raises `Wrong`, with what was found."""
+    """Run a cell in a new ``folder`` and return what was found. Raises `Wrong` where the expectation does not hold."""
     folder.mkdir(parents=True)
     (folder / "command").write_text(f"{command(cell)}\n")
     began = time.monotonic()
@@ -187,13 +192,13 @@ def _job(cell: Cell, folder: Path, number: int) -> int:
 
 
 def _last_words(folder: Path) -> str:
-    """The last error of a rank, in a line."""
+    """The last error of a rank, in a line; what gloo says of a killed rank is left out."""
     said = "\n".join(one.read_text(errors="replace") for one in sorted(folder.glob("err*")))
     found = [one.strip() for one in said.splitlines() if re.search(r"\b\w*(Error|Mismatch|Failed|NoMemory)\b: ", one)]
     mine = [one for one in found if not re.search(r"Connection|gloo|RuntimeError: \[", one)]
-    return f"; said: {(mine or found)[-1][:300]}" if found else ""
+    return f"; said: {mine[-1][:300]}" if mine else ""
 
 
 def command(cell: Cell) -> str:
-    """What runs this cell alone."""
+    """The command that runs this cell alone."""
     return f"{shlex.quote(Path(sys.executable).name)} -m tools.campaign_matrix --only {cell.name}"

@@ -129,3 +129,13 @@ def test_a_step_older_than_it_had_to_be_is_wrong(tmp_path: Path) -> None:
     """Training that begins anew has the right curve too."""
     with pytest.raises(Wrong, match="restored step 1, though step 2 was safe"):
         checked(tmp_path, life(0, 0, KILL, "nothing"), life(1, 1, STEPS, "memory"))
+
+
+def test_rows_have_the_world_sizes_of_their_kinds() -> None:
+    """Every kind has one row, with the world sizes of its class."""
+    from kinds import KINDS
+    from tests.matrix.cells import ROWS
+
+    assert {one.kind: (one.world, one.other) for one in ROWS} == {
+        name: (kind.world, kind.other) for name, kind in KINDS.items()
+    }
