@@ -40,7 +40,7 @@ class Row(NamedTuple):
     world: int
     """How many ranks it has, as its class says."""
     other: int
-    """How many ranks go on with its state where the world size changes, as its class says."""
+    """How many ranks go on from storage where the world size changes, as its class says; of two nodes one goes on."""
     says: str
     """What it is, for people."""
     words: tuple[str, ...] = ()
@@ -87,6 +87,7 @@ TIERS = {
     ("evaluation", 2): {"memory"},
     ("node", 1): {"storage"},
     ("node", 2): {"memory", "peer"},
+    ("other_world", 2): {"memory", "peer"},
 }
 
 
@@ -128,9 +129,11 @@ def named(name: str) -> Cell:
 
 def line(cell: Cell, *, again: bool = False) -> list[str]:
     """The arguments of dlrover-run; ``again``: of the second run of one that goes on from storage."""
-    reshaped = again and cell.disturbance == "other_world"
-    world, nodes = (cell.row.other if reshaped else cell.row.world), (1 if reshaped else cell.nodes)
+    reshaped = cell.disturbance == "other_world"
+    world, nodes = (cell.row.other if reshaped and again else cell.row.world), cell.nodes
     size = ["--local-nodes", str(nodes)] if nodes > 1 else ["--standalone"]
+    if reshaped and nodes > 1:
+        size += ["--nnodes", f"1:{nodes}", "--relaunch-max", "0"]
     restarts = ["--max-restarts", "0" if cell.expected == REFUSED else "2"]
     script = [str(SCRIPT), "cell", cell.row.kind, cell.disturbance, str(cell.nodes), str(STEPS)]
     return [*size, "--nproc-per-node", str(world // nodes), *restarts, "--preload", PRELOAD, *script]
@@ -158,7 +161,7 @@ def run(cell: Cell, folder: Path, controls_at: Path) -> dict[str, Any]:
     folder.mkdir(parents=True)
     (folder / "command").write_text(f"{command(cell)}\n")
     began = time.monotonic()
-    twice = cell.disturbance in {"storage", "other_world"}
+    twice = cell.disturbance == "storage" or (cell.disturbance == "other_world" and cell.nodes == 1)
     code = _job(cell, folder, 0)
     if cell.expected == REFUSED:
         said = (folder / "err").read_text(errors="replace")

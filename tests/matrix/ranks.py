@@ -62,8 +62,8 @@ def cell(kind: str, disturbance: str, nodes: int, steps: int) -> None:
     folder, rank, world = Path(os.environ["FOLDER"]), dist.get_rank(), dist.get_world_size()
     life = 10 * int(os.environ.get("MATRIX_RUN", "0")) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     training, notes = made(kind, life), Notes(folder, rank, life)
-    # A node that is lost has to come back from its partner's memory, so there is no storage where it has one.
-    url = "" if disturbance == "node" and nodes > 1 else str(folder / "stored")
+    # What a lost node held has to come from its partner's memory, so there is no storage where it has a partner.
+    url = "" if loses_partner(disturbance, nodes) else str(folder / "stored")
     with FlashCheckpoint(url, every=EVERY, store_every=4 if url else 0, **training.given) as ckpt:
         step = ckpt.restore()
         notes.tell(restored=step, tier=ckpt.tier, world=world, whole=training.whole())
@@ -76,33 +76,37 @@ def cell(kind: str, disturbance: str, nodes: int, steps: int) -> None:
             if step == SURE and life == 0:
                 assert ckpt.save(step), "the step that was asked for was not saved"
             if step == KILL and life == 0:
-                strike(disturbance, nodes, rank == victim(kind, disturbance, world), folder)
+                strike(disturbance, nodes, rank == victim(kind, disturbance, nodes, world), folder)
     notes.tell(ended=step)
 
 
-def victim(kind: str, disturbance: str, world: int) -> int:
-    """The rank that kills: rank 0 or, for every other kind, the last one; always rank 0 where the launcher is killed."""
-    return 0 if disturbance in {"storage", "other_world"} or list(KINDS).index(kind) % 2 else world - 1
+def loses_partner(disturbance: str, nodes: int) -> bool:
+    """Is one of two nodes lost? It is replaced, or in "other_world" it is not."""
+    return nodes > 1 and disturbance in {"node", "other_world"}
+
+
+def victim(kind: str, disturbance: str, nodes: int, world: int) -> int:
+    """The rank that kills: rank 0 where the launcher is killed; else rank 0 or, for every other kind, the last one."""
+    launcher = disturbance in {"storage", "other_world"} and not loses_partner(disturbance, nodes)
+    return 0 if launcher or list(KINDS).index(kind) % 2 else world - 1
 
 
 def strike(disturbance: str, nodes: int, mine: bool, folder: Path) -> None:
     """Kill this rank, its node's agent or the launcher, once there is a state to go back to."""
-    if disturbance == "node" and nodes > 1:
+    if loses_partner(disturbance, nodes):
         until(copied)
         dist.barrier()
     if not mine:
         return
     if disturbance in {"restart", "evaluation"}:
         os.kill(os.getpid(), signal.SIGKILL)
-    elif disturbance == "node":
-        if nodes == 1:
-            until(lambda: sealed(folder))
-        os.kill(ancestor("dlrover-agent"), signal.SIGKILL)
-        threading.Event().wait()
-    elif disturbance in {"storage", "other_world"}:
+    if not loses_partner(disturbance, nodes):
         until(lambda: sealed(folder))
+    if disturbance == "node" or loses_partner(disturbance, nodes):
+        os.kill(ancestor("dlrover-agent"), signal.SIGKILL)
+    else:
         os.kill(int((folder / "launcher").read_text()), signal.SIGKILL)
-        threading.Event().wait()
+    threading.Event().wait()  # until this rank dies too
 
 
 def until(is_so: Callable[[], bool]) -> None:
