@@ -25,6 +25,8 @@ campaigns:
   corruption
            10,000 times one thing is damaged in a stored checkpoint or in a slot in memory: a bit, a file, a manifest; every one
            must be noticed, and nothing else be called damaged; some minutes
+  matrix   every cell of tests/matrix: 15 kinds of training on one and two nodes, each killed in five ways; the curve and all full
+           tensors must be those of a run without us; nothing is drawn, --trials counts cells; under half an hour
   masters  a real etcd of three members, masters on three hosts, training on two: members and masters are killed, stopped and
            cut off, 200 times, and 100 times two masters start at once; the logs of all must be one; about an hour
 """
@@ -110,6 +112,12 @@ def _masters(seed: int, trials: int) -> int:
     return campaign(seed, trials or TRIALS, machine())
 
 
+def _matrix(seed: int, trials: int) -> int:
+    from tools.campaign_matrix import campaign
+
+    return campaign(seed, trials, machine())
+
+
 def _saves(seed: int, trials: int) -> int:
     from tools.campaign_saves import TRIALS, campaign
 
@@ -129,7 +137,8 @@ def _planted(seed: int, trials: int) -> int:
 
 
 WHOLE: dict[str, Callable[[int, int], int]] = {
-    "chaos": _chaos, "hangs": _hangs, "kills": _kills, "masters": _masters, "planted": _planted, "saves": _saves,
+    "chaos": _chaos, "hangs": _hangs, "kills": _kills, "masters": _masters, "matrix": _matrix, "planted": _planted,
+    "saves": _saves,
 }  # fmt: skip
 """Campaigns that save themselves."""
 

@@ -39,6 +39,13 @@ def test_chaos_page_is_fresh() -> None:
     assert PAGE.read_text() == page(PAGE.read_text())
 
 
+def test_matrix_is_fresh() -> None:
+    """The table in docs/checkpoint.md is what the results say (else: python -m tools.matrix_table)."""
+    from tools.matrix_table import PAGE, page
+
+    assert PAGE.read_text() == page(PAGE.read_text())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page: Path) -> None:
     """Every relative link in a page names a file that exists."""

@@ -1,0 +1,38 @@
+"""A few cells of the matrix of kinds and disturbances; all of them by ``make campaign NAME=matrix``."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from pathlib import Path
+
+import pytest
+from tests.matrix.cells import cells, controls, named, run
+
+CHOSEN = ("fsdp2-1-evaluation", "per_rank-2-node", "fp32_masters-1-other_world", "same_name-1-restart")
+AT_ONCE = 2
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_disturbed_jobs_equal_undisturbed_ones(tmp_path: Path) -> None:
+    """Four cells: FSDP2 is killed after an evaluation, a node whose ranks have objects of their own is lost, fp32 masters are
+
+    restored in a world of another size, from storage, and plain shards of one name are refused.
+    """
+    chosen = [named(one) for one in CHOSEN]
+    controls([one.row.kind for one in chosen if not one.row.words], tmp_path / "controls")
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        waiting = {one.name: pool.submit(run, one, tmp_path / one.name, tmp_path / "controls") for one in chosen}
+    wrong = {name: str(one.exception()) for name, one in waiting.items() if one.exception() is not None}
+    assert wrong == {}
+    restored = {name: one.result()["restored"] for name, one in waiting.items()}
+    assert all(step for name, step in restored.items() if not named(name).row.words), restored
+
+
+def test_cells_have_names_of_their_own() -> None:
+    """A name finds its cell, and no other one; every kind that is trained has a row."""
+    names = [one.name for one in cells()]
+    assert len(set(names)) == len(names)
+    assert [named(one).name for one in names] == names
+    with pytest.raises(LookupError, match="they are called like ddp-1-restart"):
+        named("nothing")
