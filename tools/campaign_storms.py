@@ -242,21 +242,29 @@ def lives(folder: Path) -> list[Life]:
     return sorted(found, key=lambda one: one.began)
 
 
-def control(folder: Path, steps: int, patience: Patience) -> dict[int, dict[int, str]]:
-    """Of each rank what an undisturbed run of plain torch wrote down; it has at least so many steps."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    line = [sys.executable, str(SCRIPTS / "stormy.py"), "--control", str(steps), "--ranks", str(RANKS)]
-    env = {**os.environ, "FOLDER": str(folder)}
-    with (folder / "said").open("wb") as said:
-        process = subprocess.Popen(line, env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
-    try:
-        patience.until(lambda: process.poll() is not None, "the end of the control", CONTROL_S)
-    finally:
-        process.kill()  # it is rank 0: the others end without it
-        process.wait()
-    assert process.returncode == 0, f"the control failed: {(folder / 'said').read_text()[-600:]}"
-    return {one.rank: one.steps for one in lives(folder)}
+class Control:
+    """An undisturbed run of plain torch, in ``folder``, with so many steps. It begins when it is made; `close` it."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        folder.mkdir(parents=True)
+        line = [sys.executable, str(SCRIPTS / "stormy.py"), "--control", str(steps), "--ranks", str(RANKS)]
+        with (folder / "said").open("wb") as said:
+            self._process = subprocess.Popen(
+                line, env={**os.environ, "FOLDER": str(folder)}, stdin=subprocess.DEVNULL, stdout=said, stderr=said
+            )
+        self._folder = folder
+
+    def curve(self, patience: Patience) -> dict[int, dict[int, str]]:
+        """Of each rank what it wrote down of each step, when it has ended."""
+        patience.until(lambda: self._process.poll() is not None, "the end of the control", CONTROL_S)
+        said = (self._folder / "said").read_text()[-600:]
+        assert self._process.returncode == 0, f"the control failed: {said}"
+        return {one.rank: one.steps for one in lives(self._folder)}
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()  # this is rank 0: the others end without it
+        self._process.wait()
 
 
 def flaws(found: Sequence[Life], undisturbed: dict[int, dict[int, str]]) -> list[str]:
@@ -306,11 +314,12 @@ def storm(
     broken += [f"left in shared memory: {one}" for one in _abandoned(segments)]
     broken += stored_flaws(url)
     found = lives(folder)
-    further, after = epilogue(folder, url, patience)
-    last = max(max(one.steps, default=0) for one in (*found, *after))
-    undisturbed = control(folder / "control", last, patience)
-    curve = flaws(found, undisturbed)
-    later = flaws(after, undisturbed)
+    last = max(max(one.steps, default=0) for one in found)
+    undisturbed = Control(folder / "control", last + FURTHER)
+    with contextlib.closing(undisturbed):
+        further, after = epilogue(folder, url, patience)
+        meant = undisturbed.curve(patience)
+    curve, later = flaws(found, meant), flaws(after, meant)
     pairs = [(one.rank, step) for one in found for step in one.steps]
     result: Found = {
         "strikes": sum(striking.done.values()), "struck": dict(sorted(striking.done.items())), "last_step": last,

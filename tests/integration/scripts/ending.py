@@ -158,7 +158,7 @@ def huggingface(options: argparse.Namespace) -> None:
         output_dir=str(Path(os.environ["FOLDER"]) / "hf"), max_steps=100_000, per_device_train_batch_size=1,
         learning_rate=1.0, lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, weight_decay=0.0,
         save_strategy="no", logging_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
-        ddp_broadcast_buffers=False, remove_unused_columns=False,
+        ddp_broadcast_buffers=False, ddp_find_unused_parameters=False, remove_unused_columns=False,
     )  # fmt: skip
     model = Marked(options.mib, options.kind_of)
     trainer = FlashTrainer(
