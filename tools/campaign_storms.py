@@ -415,24 +415,24 @@ def campaign(seed: int, seeds: int, machine: dict[str, Any], jobs: int, seconds:
 
     def trial(number: int, patience: Patience) -> Found:
         folder = Path(tempfile.mkdtemp(prefix=f"storm-{number}-"))
-        found = _kept(folder, lambda: storm(folder / "job", drawn(number, seconds), seconds, patience, pause=pause))
-        if "broken" not in found:
-            shutil.rmtree(folder)
+        found: Found = {}
+        try:
+            found = storm(folder / "job", drawn(number, seconds), seconds, patience, pause=pause)
+        except AssertionError as error:
+            found = {"broken": f"{error}"[:1500]}
+        finally:
+            if "broken" in found:
+                found["folder"] = str(folder)
+                found["again"] = (
+                    f"python -m tools.campaign_storms --seed {number} --seconds {seconds:g} --pause {pause:g}"
+                )
+                print(f"\nthe storm's folder is kept: {folder}", file=sys.stderr)
+            else:
+                shutil.rmtree(folder)
         return found
 
     same = {"seed": seed, "seconds": seconds, "pause_s": pause, "nodes": NODES, "ranks": RANKS}
     return int(Trials("storms", range(seed, seed + seeds), same, machine, sums).run(trial, jobs) > 0)
-
-
-def _kept(folder: Path, run: Any) -> Found:
-    try:
-        found: Found = run()
-    except AssertionError as error:
-        found = {"broken": f"{error}"[:1500]}
-    if "broken" in found:
-        found["folder"] = str(folder)
-        print(f"\nthe storm's folder is kept: {folder}", file=sys.stderr)
-    return found
 
 
 def sums(found: list[Found]) -> Found:
