@@ -8,7 +8,7 @@ import pytest
 from tools.campaign_storms import Life, Strike, drawn, flaws, storm
 from tools.trials import Patience
 
-SECONDS, PAUSE_S = 8.0, 0.04
+SECONDS, PAUSE_S = 7.0, 0.04
 STRIKES = (
     Strike(1.0, "worker", 0.0, 0.0),
     Strike(2.5, "dlrover-saver", 0.9, 0.5),
@@ -23,7 +23,7 @@ def test_a_short_storm_does_not_show_in_the_curve(tmp_path: Path) -> None:
     found = storm(tmp_path / "storm", STRIKES, SECONDS, Patience(), pause=PAUSE_S)
     assert "broken" not in found, found["broken"]
     assert found["strikes"] == len(STRIKES)
-    assert sum(found["restores"].values()) >= 3
+    assert sum(found["restores"].values()) >= 2
 
 
 def test_strikes_are_the_seeds() -> None:
