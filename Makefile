@@ -59,7 +59,7 @@ stories: $(READY) ## stories of faults in virtual time, and fixed seeds
 chaos: stories ## the same, then 1,000 seeds of 64 nodes: every night
 	$(PY) -m tools.campaign chaos
 
-campaign: $(READY) ## a long hunt for faults: make campaign NAME=seeds
+campaign: $(READY) ## a long hunt for faults: make campaign NAME=storms ARGS="--jobs 5"
 	@test -n "$(NAME)" || { $(PY) -m tools.campaign --help; exit 2; }
 	$(PY) -m tools.campaign "$(NAME)" $(ARGS)
 

@@ -1,4 +1,4 @@
-"""A long hunt for faults: ``python -m tools.campaign NAME [--trials N] [--seed FIRST]``.
+"""A long hunt for faults: ``python -m tools.campaign NAME [--trials N] [--seed FIRST] [--jobs N] [--seconds S]``.
 
 Each trial is one seed. The result grows in benchmarks/results/NAME.json after every trial or so; run the same command again
 to go on where it stopped (Ctrl-C is fine). Exit 1 when any trial broke a promise; its seed and error are in the result.
@@ -27,6 +27,12 @@ campaigns:
            must be noticed, and nothing else be called damaged; some minutes
   matrix   every cell of tests/matrix: 15 kinds of training on one and two nodes, each killed in five ways; the curve and all full
            tensors must be those of a run without us; nothing is drawn, --trials counts cells; under half an hour
+  storms   5 real jobs of 2 nodes x 2 ranks, side by side: for 20 minutes their processes are killed and stopped at random; every
+           loss, sampler position and random number must be an undisturbed run's, bit for bit; nothing may be left
+  ends     200 undisturbed jobs end right after a due save, their ranks up to 500 ms apart, with 10 to 500 MB; the last state must
+           be on storage, for FlashCheckpoint, FlashTrainer and Lightning; about twenty minutes
+  restarts 10 jobs of 2 nodes lose a worker or a node; every checkpoint that is due in the 60 s after must be on storage; some
+           minutes
   masters  a real etcd of three members, masters on three hosts, training on two: members and masters are killed, stopped and
            cut off, 200 times, and 100 times two masters start at once; the logs of all must be one; about an hour
 """
@@ -143,6 +149,30 @@ WHOLE: dict[str, Callable[[int, int], int]] = {
 """Campaigns that save themselves."""
 
 
+def _storms(options: argparse.Namespace) -> int:
+    from tools.campaign_storms import JOBS, SECONDS, SEEDS, campaign
+
+    seconds = options.seconds or SECONDS
+    return campaign(options.seed, options.trials or SEEDS, machine(), options.jobs or JOBS, seconds)
+
+
+def _ends(options: argparse.Namespace) -> int:
+    from tools.campaign_ends import JOBS, TRIALS, campaign
+
+    return campaign(options.seed, options.trials or TRIALS, machine(), options.jobs or JOBS)
+
+
+def _restarts(options: argparse.Namespace) -> int:
+    from tools.campaign_restarts import JOBS, SECONDS, TRIALS, campaign
+
+    seconds = options.seconds or SECONDS
+    return campaign(options.seed, options.trials or TRIALS, machine(), options.jobs or JOBS, seconds)
+
+
+SIDE: dict[str, Callable[[argparse.Namespace], int]] = {"ends": _ends, "restarts": _restarts, "storms": _storms}
+"""Campaigns that save themselves, and run several trials side by side."""
+
+
 def machine() -> dict[str, Any]:
     """Where the figures come from."""
     return {"cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}
@@ -199,12 +229,16 @@ class Campaign:
 def main() -> int:
     """Hunt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=sorted([*CAMPAIGNS, *WHOLE]))
+    parser.add_argument("name", choices=sorted([*CAMPAIGNS, *WHOLE, *SIDE]))
     parser.add_argument("--trials", type=int, default=0, help="how many seeds (default: the campaign's full size)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
+    parser.add_argument("--jobs", type=int, default=0, help=f"trials side by side, of {', '.join(sorted(SIDE))}")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of each storm (1200), or after each restart (60)")
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
+        if options.name in SIDE:
+            return SIDE[options.name](options)
         if options.name in WHOLE:
             return WHOLE[options.name](options.seed, options.trials)
         campaign = Campaign(options.name, options.seed, options.trials or CAMPAIGNS[options.name][1])
