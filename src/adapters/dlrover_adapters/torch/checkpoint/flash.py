@@ -127,14 +127,8 @@ class FlashCheckpoint:
         lag = CUDA_LAG if self._cuda else LAG
         fixed = max(1, every) if isinstance(every, int) else lag
         least = slots_for(fixed, self.world, lag)
-        self._options = Options(
-            beside=mode == ASYNC,
-            verify=verify,
-            coupled=coupled,
-            slots=slots or least + (not coupled and self.world > 1),
-            lag=lag,
-            spread=format != "torch",
-        )
+        room = slots or least + (not coupled and self.world > 1)
+        self._options = Options(mode == ASYNC, verify, coupled, room, lag, spread=format != "torch")
         if self._options.slots < least:
             raise SpecError("slots", f"every={every} needs {least} slots in a world of {self.world}, got {slots}")
         try:
