@@ -251,3 +251,17 @@ def test_values_are_not_read_again_to_be_deleted(port: int, monkeypatch: pytest.
     monkeypatch.setattr(Meeting, "_whole", counted)
     meet(port, 3, lambda meeting: [meeting.all_gather("told", b"x") for _ in range(3)])
     assert len(read) == len(set(read)) == 3 * (2 + 2)
+
+
+def test_rank_0_makes_few_requests(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its round trips do not grow with the ranks: it reads many values at once, and each rank deletes its own."""
+    asked: dict[int, int] = {}
+    real = Meeting._asked
+
+    def counted(meeting: Meeting, name: str, call: Callable[[], Any]) -> Any:
+        asked[meeting.rank] = asked.get(meeting.rank, 0) + 1
+        return real(meeting, name, call)
+
+    monkeypatch.setattr(Meeting, "_asked", counted)
+    meet(port, 12, lambda meeting: meeting.all_gather("told", b"x"))
+    assert asked[0] <= 4

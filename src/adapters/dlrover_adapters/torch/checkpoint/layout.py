@@ -198,7 +198,7 @@ def _recognised(raw: list[bytes], *, spread: bool, told: list[_Said]) -> bytes:
 
     The number depends on what the state is made of, on the nodes and on the rule, and never on the way by which ranks came to it.
     """
-    told += [_Said(*one[:5], tuple(one[5])) for one in map(msgpack.unpackb, raw)]
+    told += [_Said(*one) for one in map(_unpacked, raw)]
     content = (RULE, spread, [one[:5] for one in told])
     digest = hashlib.blake2b(repr(content).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1 or 1
@@ -264,6 +264,11 @@ def _named(raw: bytes) -> Names:
             sizes[dtype] = getattr(torch, dtype).itemsize
         pieces.append(Piece(name, sizes[dtype], len(full), live, bool(tied)))
     return Names(pieces)
+
+
+def _unpacked(raw: bytes) -> list[Any]:
+    """With tuples for lists, as they were."""
+    return cast("list[Any]", msgpack.unpackb(raw, use_list=False))
 
 
 def _little(numbers: array[int]) -> bytes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -76,7 +76,8 @@ class Meeting:
             self._prefix = f"{PREFIX}{opened}"
             self._store: Store = PrefixStore(self._prefix, store)
             self._base = store
-            self._many = bool(self._store.has_extended_api())
+            # The stubs of torch's stores lack these calls.
+            self._many = bool(cast("Any", self._store).has_extended_api())
 
     @classmethod
     def of_environment(cls, *, limit_s: float = LIMIT_S) -> Meeting:
@@ -108,15 +109,15 @@ class Meeting:
         key = self._round(name)
         if self.rank:
             self.post(f"{key}/{self.rank}", mine)
-            return self._heard(name, f"{key}/decided", limit_s)
+            decided = self._heard(name, f"{key}/decided", limit_s)
+            self._tidy(f"{key}/{self.rank}", mine)
+            return decided
         keys = [f"{key}/{rank}" for rank in range(1, self.world)]
         with self._telling(key):
             self._wait(name, keys, range(1, self.world), limit_s)
-            theirs = self._taken_all(keys)
-            decided = how([mine, *theirs])
+            decided = how([mine, *self._taken_all(keys)])
         self.post(f"{key}/decided", msgpack.packb([None, decided]))
         self._all_are_in()
-        self._forget_all(zip(keys, theirs, strict=True))
         self._stale = [(f"{key}/decided", decided)]
         return decided
 
@@ -141,7 +142,9 @@ class Meeting:
                 self.post(f"{key}/{self.rank}", mine)
             common = self._heard(name, f"{key}/decided", self.limit_s)
             own = self._taken(f"{key}/for/{self.rank}")
-            self._forget(f"{key}/for/{self.rank}", own)
+            self._tidy(f"{key}/for/{self.rank}", own)
+            if self.rank in speakers:
+                self._tidy(f"{key}/{self.rank}", mine)
             return common, own
         ranks = [rank for rank in speakers if rank]
         keys = [f"{key}/{rank}" for rank in ranks]
@@ -153,7 +156,6 @@ class Meeting:
                 raise ValueError(f"{name}: {len(shares)} shares for {self.world} ranks")
         self._post_all([(f"{key}/for/{rank}", shares[rank]) for rank in range(1, self.world)])
         self.post(f"{key}/decided", msgpack.packb([None, common]))
-        self._forget_all((f"{key}/{rank}", value) for rank, value in said.items())
         # Who did not speak may still be in the round before: its outcome stays until all are in one together.
         self._stale.append((f"{key}/decided", common))
         return common, shares[0]
@@ -282,15 +284,20 @@ class Meeting:
 
     def _set_all(self, values: Sequence[tuple[str, bytes]]) -> None:
         keys, contents = [key for key, _ in values], [value for _, value in values]
-        self._asked(keys[0], lambda: self._store.multi_set(keys, contents))  # type: ignore[arg-type]  # bytes are taken as they are
+        self._asked(keys[0], lambda: cast("Any", self._store).multi_set(keys, contents))
 
     def _all_are_in(self) -> None:
         """Everybody is in this round, so nobody looks at the outcomes of the ones before any more."""
-        self._forget_all(self._stale)
+        for key, value in self._stale:
+            self._forget(key, value)
         self._stale = []
 
-    def _forget_all(self, values: Iterable[tuple[str, bytes]]) -> None:
-        for key, value in values:
+    def _tidy(self, key: str, value: bytes) -> None:
+        """Delete what was for this rank and rank 0 alone: rank 0 would need as many round trips as there are ranks.
+
+        The outcome is there, and rank 0 may have ended with the store by now: an error is none.
+        """
+        with contextlib.suppress(MeetingFailed):
             self._forget(key, value)
 
     def _forget(self, key: str, value: bytes) -> None:
