@@ -311,6 +311,10 @@ class Pair:
         """Both have the same to say."""
         return [mine, mine]
 
+    def decide(self, _name: str, mine: bytes, how: Callable[[list[bytes]], bytes]) -> bytes:
+        """What the first makes of that."""
+        return how([mine, mine])
+
     def share(self, _name: str, value: bytes) -> bytes:
         """What the first has to say."""
         return value

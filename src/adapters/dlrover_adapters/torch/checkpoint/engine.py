@@ -28,6 +28,7 @@ from .line import Line, spare_slots
 from .meeting import Meeting
 from .memory import Mapped, blob_room
 from .omissions import Missed, Unstored
+from .replicas import Replicas
 from .sources import Path
 from .standalone import Standalone
 from .stats import Options, Stats
@@ -75,6 +76,7 @@ class Engine:
         self._moves: dict[int, tuple[Moves, Moves]] = {}
         self._torn_in_a_row = 0
         self._stall_s = 0.0
+        self.replicas = Replicas(capture, meeting, options.verify, coupled=options.coupled)
         self.why_left_out = ""
         """Of the newest save that was left out, for people."""
         self.spare = 0
@@ -100,17 +102,20 @@ class Engine:
             return
         self.prepared = True
         chunks = self.capture.foreseen()
+        objects, paths = self.capture.objects()
+        told = self.meeting.all_gather("foreseen", self.replicas.word(objects, foreseen=chunks is not None))
         # All ranks foresee or none: what one cannot, nobody waits for.
-        if any(raw != b"1" for raw in self.meeting.all_gather("foreseen", b"1" if chunks is not None else b"0")):
+        if any(raw[:1] != b"1" for raw in told):
             return
         assert chunks is not None
-        objects, paths = self.capture.objects()
-        self._lay_out(chunks, objects, paths)
+        self._lay_out(chunks, objects, paths, alike=len(set(told)) == 1)
 
-    def _lay_out(self, chunks: list[Chunk], objects: Mapping[str, bytes], paths: Mapping[str, Path]) -> None:
-        """Agree on a layout with all ranks, and get the memory for it."""
+    def _lay_out(
+        self, chunks: list[Chunk], objects: Mapping[str, bytes], paths: Mapping[str, Path], *, alike: bool = False
+    ) -> None:
+        """Agree on a layout with all ranks, and get the memory for it; ``alike``: all have objects of the same names."""
         signature = self.capture.signature(chunks, objects)
-        own = frozenset(name for name in objects if self.capture.own(name))
+        own = self.replicas.begin(objects, alike=alike)
         table = agreed(chunks, signature, paths, own, self.meeting, int(self.line.told.node_rank))
         self._open(table, blob_room(len(pack_blob(objects))))
         self._signature, self._chunks = signature, None
@@ -245,6 +250,7 @@ class Engine:
         self._stall_s = 0.0
         self._newest = (step, due)
         objects = self._laid_out()
+        self.replicas.compare(self._chunks or (), step)
         claimed = self._claim(step, call, objects, lag=self.options.lag, populated=populated, waits=waits)
         if claimed is None:
             self._left_out(step, due=due)
@@ -266,6 +272,7 @@ class Engine:
             self.settle()
             self._stall_s = 0.0
             objects = self._laid_out()
+            self.replicas.compare(self._chunks or (), step)
             before = self._newest if self._newest is not None and self._newest[0] == step else None
             self._newest = (step, due or (before is not None and before[1]))
             mine = self._unchanged(step, objects, due=due) if before is not None else NEW

@@ -306,6 +306,7 @@ class FlashCheckpoint:
         if engine.store_newest() or self._step is None:
             return
         # All saves were left out: a short run, whose memory was not populated in time. What it has learnt is not to be lost.
+        engine.replicas.closing = True
         self._call += 1
         if self._save(self._step, due=True, populated=False):
             engine.settle()

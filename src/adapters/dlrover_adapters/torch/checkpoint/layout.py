@@ -149,7 +149,7 @@ def with_own(
     )
     return table._replace(
         items=_items(chunks, share),
-        objects=tuple(sorted(name for name in objects if own(name) or table.rank == 0)),
+        objects=tuple(sorted(name for name in objects if own(name) or table.rank == 0 or name in table.objects)),
         paths=tuple(_apart({**{one.name: one.path for one in chunks}, **paths}).items()),
     )
 

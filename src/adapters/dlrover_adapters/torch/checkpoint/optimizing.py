@@ -83,6 +83,10 @@ class OptimizerSource:
             known = self._names[id(parameter)]
         return known[1]
 
+    def names(self) -> list[list[str]]:
+        """Of the parameters of each group."""
+        return [[self.name(one) for one in group["params"]] for group in self.optimizer.param_groups]
+
     def _learn(self, *more: Any) -> None:
         """The names of those that are new."""
         fqns = self._fqns()
@@ -195,8 +199,7 @@ class OptimizerSource:
         groups = self.optimizer.param_groups
         if saved is None:
             return
-        names = [[self.name(one) for one in group["params"]] for group in groups]
-        if names != [group["params"] for group in saved]:
+        if self.names() != [group["params"] for group in saved]:
             raise Mismatch(
                 f"{name_of(self._path)}: its groups have other parameters than those saved ({len(groups)} groups now, "
                 f"{len(saved)} saved); make them in the same order"
