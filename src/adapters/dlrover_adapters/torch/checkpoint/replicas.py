@@ -23,8 +23,10 @@ from dlrover_core.errors import SpecError
 
 from .capture import Capture, Chunk
 
-BLOCKS, BLOCK_BYTES = 16, 1024
-"""Of a tensor of more than so many blocks, so many are hashed, spread evenly over it, and the last one."""
+WHOLE_BYTES = 16 * 1024
+"""Of larger tensors samples are hashed: blocks spread evenly from the first byte to the last."""
+BLOCK_BYTES, BLOCKS_MIN, BLOCKS_MAX, EVERY_BYTES = 1024, 4, 16, 32 * 1024
+"""A block of so many bytes in every so many, but so many blocks at least and at most."""
 PIECE_BYTES = 64 * 1024 * 1024
 """Bytes of a device's tensor that are copied to the host at once, where all of it is hashed."""
 TOLD_MAX = 8
@@ -340,7 +342,7 @@ def _sampled(held: Sequence[Chunk]) -> list[int]:
     for number, one in enumerate(held):
         tensor = one.tensor
         device = _device(tensor)
-        if device == "cpu" and one.size <= BLOCKS * BLOCK_BYTES and _is_plain(tensor):
+        if device == "cpu" and one.size <= WHOLE_BYTES and _is_plain(tensor):
             found[number] = _hash(tensor.data_ptr(), one.size)
             continue
         sample = _sample(tensor)
@@ -359,20 +361,14 @@ def _sampled(held: Sequence[Chunk]) -> list[int]:
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Some bytes of it, the same of each tensor of this shape and dtype whatever its strides are; on its device."""
-    size, width = tensor.numel() * tensor.element_size(), tensor.element_size()
-    if size <= BLOCKS * BLOCK_BYTES:
-        return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    apart = size // BLOCKS // width * width
-    if _is_plain(tensor):
-        flat = tensor.view(-1).view(torch.uint8)
-        spread = flat.as_strided((BLOCKS, BLOCK_BYTES), (apart, 1), flat.storage_offset())
-        return torch.cat((spread.reshape(-1), flat[-BLOCK_BYTES:]))
-    begins = torch.arange(BLOCKS + 1, device=tensor.device) * (apart // width)
-    begins[-1] = tensor.numel() - BLOCK_BYTES // width
-    inside = torch.arange(BLOCK_BYTES // width, device=tensor.device)
-    numbers = (begins[:, None] + inside).view(-1)
-    chosen = tensor[torch.unravel_index(numbers, tensor.shape)]
-    return chosen.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    size = flat.numel()
+    if size <= WHOLE_BYTES:
+        return flat
+    blocks = min(BLOCKS_MAX, max(BLOCKS_MIN, size // EVERY_BYTES))
+    apart = (size - BLOCK_BYTES) // (blocks - 1)
+    width = size - apart * (blocks - 1)  # the last one ends where the tensor does
+    return flat.as_strided((blocks, width), (apart, 1), flat.storage_offset()).reshape(-1)
 
 
 def _hashed(held: Sequence[Chunk]) -> list[int]:
