@@ -222,6 +222,10 @@ class Capture:
             )
         self._frozen.all_found()
         self._live.all_found()
+        saved = {one.tensor.data_ptr() for one in chunks}
+        for source in self._sources:
+            if isinstance(source, OptimizerSource):
+                source.refuse_hidden(saved)
         self._chunks = chunks
         self._sizes = [source.sizes() for source in self._sources]
 
