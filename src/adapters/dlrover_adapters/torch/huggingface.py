@@ -9,7 +9,8 @@ of their kind; ``train(resume_from_checkpoint=...)`` resumes from those and not 
 with is the Trainer's business: it skips what was seen (``ignore_data_skip``), and gets the random numbers that belong there.
 
 It overrides private methods of the Trainer, as transformers 5.23 has them. Where a release lacks one of them, or takes other
-arguments, making a FlashTrainer raises: otherwise nothing would be saved, and nobody would notice. Not with DeepSpeed, nor with FSDP through the Trainer.
+arguments, making a FlashTrainer raises: otherwise nothing would be saved, and nobody would notice. Not
+with DeepSpeed, nor with FSDP through the Trainer.
 """
 
 from __future__ import annotations
@@ -137,8 +138,9 @@ def _check(trainer: Any) -> None:
     if missing:
         raise SpecError(
             "transformers",
-            f"FlashTrainer overrides methods that the Trainer of transformers {transformers.__version__} does not have as they were "
-            f"({'; '.join(missing)}), so nothing would be saved. Install transformers 5.23, or use FlashCheckpoint in a loop of yours",
+            f"FlashTrainer overrides methods that the Trainer of transformers {transformers.__version__} does not have as they "
+            f"were ({'; '.join(missing)}), so nothing would be saved. Install transformers 5.23, or use FlashCheckpoint in a loop "
+            "of yours",
         )
 
 

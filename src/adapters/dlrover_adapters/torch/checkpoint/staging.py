@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from dlrover_core.errors import CoreError
 
+from . import staged
 from .shelf import ASIDE_MAX_S, ASIDE_S, WAIT_S, Lasting
 
 
@@ -38,16 +39,17 @@ class FlashStager(AsyncStager):
     ) -> None:
         self._clock, self._pause = clock, pause
         self._lock = threading.Lock()
-        self._sets: tuple[dict[tuple[Any, ...], torch.Tensor], ...] = ({}, {})
+        self.sets: tuple[dict[tuple[Any, ...], torch.Tensor], ...] = ({}, {})
         self._staged: list[weakref.ref[_Staged] | None] = [None, None]
         self._turn = 0
+        staged.count(self)
 
     def stage(self, state_dict: Any) -> Any:
         """The same state dict with copies of its tensors on the CPU. Raises `CoreError` where both sets stay in use."""
         with self._lock:
             turn = self._turn = self._free()
             with torch.no_grad():
-                copied = _Staged(self._copied(dict(state_dict), (), self._sets[turn]))
+                copied = _Staged(self._copied(dict(state_dict), (), self.sets[turn]))
             if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.synchronize()
             self._staged[turn] = weakref.ref(copied)
@@ -59,8 +61,8 @@ class FlashStager(AsyncStager):
         with Lasting(self._clock) as lasting:
             while True:
                 for turn in (self._turn ^ 1, self._turn):
-                    staged = self._staged[turn]
-                    if staged is None or staged() is None:
+                    last = self._staged[turn]
+                    if last is None or last() is None:
                         return turn
                 if lasting.seconds >= WAIT_S:
                     raise CoreError(
@@ -77,7 +79,7 @@ class FlashStager(AsyncStager):
 
     def close(self) -> None:
         """Let the memory go."""
-        self._sets, self._staged = ({}, {}), [None, None]
+        self.sets, self._staged = ({}, {}), [None, None]
 
     def _copied(self, value: Any, path: tuple[Any, ...], room: dict[tuple[Any, ...], torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):
