@@ -139,8 +139,8 @@ def _check(trainer: Any) -> None:
         raise SpecError(
             "transformers",
             f"FlashTrainer overrides methods that the Trainer of transformers {transformers.__version__} does not have as they "
-            f"were ({'; '.join(missing)}), so nothing would be saved. Install transformers 5.23, or use FlashCheckpoint in a loop "
-            "of yours",
+            f"were ({'; '.join(missing)}), so nothing would be saved. Install transformers 5.23, or use FlashCheckpoint in "
+            "a loop of yours",
         )
 
 

@@ -120,8 +120,8 @@ class Keeping(NamedTuple):
 
     ``url`` of the storage (empty: none), every ``every`` steps in memory, every ``store_every`` on storage (0: only on demand),
     the newest ``keep`` of them (0: all), as ``format`` (``"dcp"`` or ``"torch"``). ``planned``: it can agree on a boundary.
-    ``node_bytes``: what the states take on one node, in arenas and in copies that ranks stage themselves. ``writes``: this rank has parts to write. ``local``: where parts go while
-    ``url`` fails, a folder of this host; empty: nowhere.
+    ``node_bytes``: what the states take on one node, in arenas and in copies that ranks stage themselves. ``writes``: this rank
+    has parts to write. ``local``: where parts go while ``url`` fails, a folder of this host; empty: nowhere.
     """
 
     url: str
