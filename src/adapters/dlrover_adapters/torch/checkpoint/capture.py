@@ -437,7 +437,8 @@ def _chunk(name: str, found: Found, *, live: bool) -> Chunk | None:
         raise SpecError(
             name, f"a tensor of {here.layout} on {here.device} cannot be saved; leave it out, or give it dense"
         )
-    full, offsets, shard = tuple(tensor.shape), (0,) * tensor.dim(), ""
+    full, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+    shard: str | None = ""
     if here is not tensor:
         shape, offsets = _place(name, tensor)
         shard = "" if shape == full else _shard(tensor)

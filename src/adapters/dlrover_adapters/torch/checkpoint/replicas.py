@@ -353,9 +353,9 @@ def _sampled(held: Sequence[Chunk]) -> list[int]:
     for samples in elsewhere.values():
         gathered = torch.cat([one for _number, one in samples]).cpu()
         at = gathered.data_ptr()
-        for number, one in samples:
-            found[number] = _hash(at, one.numel())
-            at += one.numel()
+        for number, sample in samples:
+            found[number] = _hash(at, sample.numel())
+            at += sample.numel()
     return found
 
 
@@ -380,8 +380,11 @@ def _whole(tensor: torch.Tensor) -> int:
     flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if flat.device.type == "cpu":
         return _hash(flat.data_ptr(), flat.numel())
-    pieces = [one.cpu() for one in flat.split(PIECE_BYTES)]
-    return digest(b"".join(_hash(one.data_ptr(), one.numel()).to_bytes(8, "little") for one in pieces))
+    told = b""
+    for at in range(0, flat.numel(), PIECE_BYTES):
+        piece = flat[at : at + PIECE_BYTES].cpu()
+        told += _hash(piece.data_ptr(), piece.numel()).to_bytes(8, "little")
+    return digest(told)
 
 
 def _device(tensor: torch.Tensor) -> str:
