@@ -1,8 +1,8 @@
 """What the comparison of replicas costs at the first save: 1 GiB on each of 4 ranks, over a real TCPStore.
 
 Four forked ranks hold the same tensors of fp32 and compare them as `FlashCheckpoint` does before its first save (sampled digests)
-and before each save with ``verify="full"`` (all bytes). Measured is the slowest rank, from the moment when all have met. All ranks
-share this machine's cores; ``--mib`` is for machines with too little memory.
+and before each save with ``verify="full"`` (all bytes). Measured is the slowest rank, from the moment when all have met. The
+ranks share this machine's cores; ``--mib`` is for machines with too little memory.
 """
 
 from __future__ import annotations
