@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+from dlrover_core.errors import SpecError
+
 # Third parties': transformers, accelerate and torch warn of each other's deprecations and of a missing accelerator.
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -59,14 +61,20 @@ def test_their_own_checkpoint_wins_when_it_is_asked_for(small: ModuleType, tmp_p
     assert trainer.state.global_step == small.STEPS + 2
 
 
-def test_what_we_override_is_there(small: ModuleType) -> None:
-    """The private methods of this release's Trainer that our class overrides still exist."""
-    for name in (
-        "set_initial_training_values",
-        "_init_training_state",
-        "_prepare_for_training",
-        "_run_epoch",
-        "_load_rng_state",
-    ):
-        assert callable(getattr(small.Trainer, name))
-    assert callable(small.Trainer._load_callback_state)
+@pytest.mark.parametrize("name", ["_run_epoch", "_init_training_state", "_load_callback_state"])
+def test_a_release_without_what_we_override_is_refused(
+    small: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """When the Trainer is made, with the name of what is missing: else it would train and save nothing."""
+    monkeypatch.delattr(small.Trainer, name)
+    with pytest.raises(SpecError, match=f"transformers: .*no {name}.* Install transformers 5"):
+        small.trained(tmp_path, {"url": str(tmp_path / "ckpts"), "every": 1})
+
+
+def test_a_method_with_other_arguments_is_refused(
+    small: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the name alone says nothing about how it is called."""
+    monkeypatch.setattr(small.Trainer, "_prepare_for_training", lambda self, max_steps: None)
+    with pytest.raises(SpecError, match="_prepare_for_training without train_dataloader, resume_from_checkpoint"):
+        small.trained(tmp_path, {"url": str(tmp_path / "ckpts"), "every": 1})

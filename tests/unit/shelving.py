@@ -68,7 +68,7 @@ class Line:
         self._agent = agent
         self.told = Told(agent.generation, "worker-0", 1, 0, "run", "", -1, False, 2**40)
 
-    def arena(self, layout: int, geometry: Geometry) -> Arena:
+    def arena(self, layout: int, geometry: Geometry, *, beside: int = 0) -> Arena:
         """The same again where it fits."""
         for number, (fd, like) in self._agent.arenas.items():
             if like == (layout, geometry):

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dlrover_adapters.checkpoint.parts import write_part
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.checkpoint.seal import seal
+from dlrover_adapters.torch.checkpoint import staged
 from dlrover_adapters.torch.checkpoint.dcp import FlashStager, FlashStorageReader, FlashStorageWriter
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
 from dlrover_adapters.torch.checkpoint.remembered import Remembered
@@ -432,3 +433,16 @@ def test_what_cannot_be_brought_is_read_from_storage(
     monkeypatch.setattr(Vault, "here", classmethod(lambda _cls: True))
     with pytest.raises((CheckpointException, CoreError), match="memory=False"):
         dcp.load(state(0), storage_reader=FlashStorageReader(str(tmp_path / "other")))
+
+
+def test_what_stagers_take_is_counted() -> None:
+    """Two sets once both are made; the second one is yet to come after the first save. A stager that is gone takes nothing."""
+    before = staged.beside()
+    stager = FlashStager()
+    first = stager.stage({"a": torch.zeros(1000), "b": [torch.zeros(10, dtype=torch.int64)]})
+    assert staged.beside() == (before.total + 2 * 4080, before.to_come + 4080)
+    second = stager.stage({"a": torch.zeros(1000), "b": [torch.zeros(10, dtype=torch.int64)]})
+    assert staged.beside() == (before.total + 2 * 4080, before.to_come)
+    del first, second
+    stager.close()
+    assert staged.beside() == before

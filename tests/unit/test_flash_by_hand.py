@@ -37,6 +37,7 @@ class Training:
 
     def __init__(self) -> None:
         self.model = nn.Linear(8, 8)
+        nn.init.zeros_(self.model.bias)  # alike on all ranks
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
 

@@ -369,6 +369,15 @@ def test_what_was_promised_counts(tmp_path: Path) -> None:
     arenas.forget(first)
 
 
+def test_what_ranks_stage_themselves_needs_room_too(tmp_path: Path) -> None:
+    """Copies beside the arena, which are not there yet: with them it does not fit."""
+    arenas = Arenas(machine(tmp_path, available=budget.RESERVE_BYTES + 10 * MIB))
+    sizes = Geometry(2, 0, 0, 3 * MIB)
+    with pytest.raises(NoRoom, match="7 MiB and 4 MiB for copies that ranks stage are needed, 10 MiB may be used"):
+        arenas.open(Owner(0, 1, 1), sizes, 1, 0, 4 * MIB)
+    arenas.forget(arenas.open(Owner(0, 1, 1), sizes, 1, 0, 3 * MIB)[0])
+
+
 # ---- what is whole
 
 

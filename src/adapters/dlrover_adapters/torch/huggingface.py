@@ -8,21 +8,26 @@ epoch, log, the states of callbacks). The Trainer's own checkpoints (``save_stra
 of their kind; ``train(resume_from_checkpoint=...)`` resumes from those and not from ours. Which data a resumed epoch begins
 with is the Trainer's business: it skips what was seen (``ignore_data_skip``), and gets the random numbers that belong there.
 
-Made for transformers 5.23, of which it overrides private methods: `tests/integration/test_huggingface.py` says whether another
-release still has them. Not with DeepSpeed, nor with FSDP through the Trainer.
+It overrides private methods of the Trainer, as transformers 5.23 has them. Where a release lacks one of them, or takes other
+arguments, making a FlashTrainer raises: otherwise nothing would be saved, and nobody would notice. Not
+with DeepSpeed, nor with FSDP through the Trainer.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import random
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
+
+from dlrover_core.errors import SpecError
 
 from .checkpoint.flash import FlashCheckpoint
 
@@ -30,10 +35,28 @@ _OURS = "flash"
 """Where a checkpoint's folder would be named: the Trainer asks for what it does on resuming only where one is."""
 
 
+_OVERRIDDEN = {
+    "set_initial_training_values": ("args", "dataloader"),
+    "_init_training_state": (
+        "max_steps",
+        "num_update_steps_per_epoch",
+        "num_train_epochs",
+        "resume_from_checkpoint",
+        "trial",
+    ),
+    "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
+    "_run_epoch": ("resume_from_checkpoint",),
+    "_load_rng_state": ("checkpoint",),
+    "_load_callback_state": (),
+}
+"""Methods of the Trainer that are overridden or called, and arguments that they must take."""
+
+
 class FlashTrainerMixin:
     """For a Trainer of your own: ``class Mine(FlashTrainerMixin, Theirs)``. ``flash``: options of `FlashCheckpoint`."""
 
     def __init__(self, *args: Any, flash: dict[str, Any], **kwargs: Any) -> None:
+        _check(super())
         super().__init__(*args, **kwargs)
         self.flash_options = dict(flash)
         self.flash: FlashCheckpoint | None = None
@@ -63,7 +86,7 @@ class FlashTrainerMixin:
         kept = _Kept(me)
         self.flash = FlashCheckpoint(
             model=me.model,
-            optimizer=getattr(me.optimizer, "optimizer", me.optimizer),  # accelerate wraps it
+            optimizer=me.optimizer,
             scheduler=me.lr_scheduler,
             extra=kept,
             **self.flash_options,
@@ -99,6 +122,26 @@ class FlashTrainerMixin:
 
 class FlashTrainer(FlashTrainerMixin, Trainer):  # type: ignore[misc]  # transformers has no types that mypy could follow
     """The Trainer, saved in memory every few steps."""
+
+
+def _check(trainer: Any) -> None:
+    """Raise `SpecError` where the installed transformers' Trainer has not what is overridden."""
+    missing = []
+    for name, wanted in _OVERRIDDEN.items():
+        method = getattr(trainer, name, None)
+        if not callable(method):
+            missing.append(f"no {name}")
+        elif lacks := [one for one in wanted if one not in inspect.signature(method).parameters]:
+            missing.append(f"{name} without {', '.join(lacks)}")
+    if not hasattr(TrainerState, "init_training_references"):
+        missing.append("no TrainerState.init_training_references")
+    if missing:
+        raise SpecError(
+            "transformers",
+            f"FlashTrainer overrides methods that the Trainer of transformers {transformers.__version__} does not have as they "
+            f"were ({'; '.join(missing)}), so nothing would be saved. Install transformers 5.23, or use FlashCheckpoint in "
+            "a loop of yours",
+        )
 
 
 class _Kept:

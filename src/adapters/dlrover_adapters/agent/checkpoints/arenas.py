@@ -153,9 +153,9 @@ class Arenas:
         self._all[found.id] = found
         return found
 
-    def _make(self, owner: Owner, sizes: Geometry) -> Arena:
+    def _make(self, owner: Owner, sizes: Geometry, beside: int) -> Arena:
         total = sizes.total_bytes
-        refusal = budget.refusal(total, self.left(), self.held_bytes)
+        refusal = budget.refusal(total, self.left(), self.held_bytes, beside)
         if refusal:
             raise NoRoom(refusal)
         if len(self._all) >= ARENAS_MAX:
@@ -173,14 +173,17 @@ class Arenas:
 
     # ---- this node's own
 
-    def open(self, owner: Owner, sizes: Geometry, generation: int, local_rank: int) -> tuple[Arena, bool, list[Arena]]:
+    def open(
+        self, owner: Owner, sizes: Geometry, generation: int, local_rank: int, beside: int = 0
+    ) -> tuple[Arena, bool, list[Arena]]:
         """The arena for a rank: its predecessor's where that is the same in everything, else a new one; whether it is new.
 
+        ``beside``: bytes that ranks are yet to take themselves, which a new one has to leave.
         And those that nobody needs any more: what the same rank of the same generation asked for before. Raises `NoRoom`.
         """
         fits = [one for one in self._all.values() if (one.kind, one.owner, one.geometry) == (MEMORY, owner, sizes)]
         idle = [one for one in self._all.values() if self._is_idle(one, generation, local_rank, fits)]
-        found = fits[0] if fits else self._make(owner, sizes)
+        found = fits[0] if fits else self._make(owner, sizes, beside)
         found.generation, found.local_rank, found.opened = generation, local_rank, next(self._openings)
         return found, not found.ready, idle
 

@@ -57,14 +57,18 @@ def left(root: Path, fds: Iterable[int]) -> Room:
     return found._replace(free=max(0, found.free - unwritten(fds) - RESERVE_BYTES))
 
 
-def refusal(asked: int, found: Room, held: int) -> str:
-    """Why there is no arena of ``asked`` bytes, in a sentence that says what to do; empty: there is room."""
-    if asked <= found.free:
+def refusal(asked: int, found: Room, held: int, beside: int = 0) -> str:
+    """Why there is no arena of ``asked`` bytes, in a sentence that says what to do; empty: there is room.
+
+    ``beside``: what ranks are yet to take for copies that they stage themselves.
+    """
+    if asked + beside <= found.free:
         return ""
+    staged = f" and {_mib(beside)} for copies that ranks stage" if beside else ""
     return (
-        f"no memory for checkpoints: {_mib(asked)} are needed, {_mib(found.free)} may be used beside what arenas hold already "
-        f"({_mib(held)}), by {found.limit}; raise the container's memory limit, save every 2 steps or more (two slots instead of "
-        "three), or let more nodes share the state"
+        f"no memory for checkpoints: {_mib(asked)}{staged} are needed, {_mib(found.free)} may be used beside what arenas hold "
+        f"already ({_mib(held)}), by {found.limit}; raise the container's memory limit, save every 2 steps or more (two slots "
+        "instead of three), or let more nodes share the state"
     )
 
 

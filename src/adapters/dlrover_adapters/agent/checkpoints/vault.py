@@ -297,9 +297,10 @@ class Vault:
         if sizes[0] > TABLE_BYTES_MAX or max(sizes) > 2**50:
             raise Refused(f"a table of {sizes[0]:,} and data of {sizes[2]:,} bytes are more than any arena has")
         try:
+            (beside,) = _ints({"beside": 0, **body}, "beside", at_most=2**50)
             geometry = Geometry(slots, *sizes)
             owner = Owner(caller.rank, caller.world, layout)
-            arena, fresh, idle = self.arenas.open(owner, geometry, caller.generation, caller.local_rank)
+            arena, fresh, idle = self.arenas.open(owner, geometry, caller.generation, caller.local_rank, beside)
         except (ArenaBroken, NoRoom) as error:
             raise Refused(str(error)) from error
         for one in idle:

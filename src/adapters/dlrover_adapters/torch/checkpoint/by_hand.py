@@ -53,8 +53,10 @@ def save(engine: Engine, step: int, call: int, *, due: bool) -> bool:
         if least == FAILED:
             engine.why_left_out = OTHERS
             engine._left_out(step, due=due)
-            saved = False
-        elif least == NEW:
+            engine._stalled(began)
+            return False
+        engine.replicas.compare(engine._chunks or (), step)
+        if least == NEW:
             if before is not None:
                 engine.missed.anew(step)
                 engine._again = step

@@ -14,6 +14,7 @@ import fnmatch
 import functools
 import io
 import logging
+import math
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -46,7 +47,10 @@ _log = logging.getLogger("dlrover.torch")
 
 
 class Chunk(NamedTuple):
-    """What of one tensor is on this rank. ``tensor`` is local memory; ``same_as``: the name under which its bytes lie already."""
+    """What of one tensor is on this rank. ``tensor`` is local memory; ``same_as``: the name under which its bytes lie already.
+
+    ``shard``: which part of how many it is, as `replicas` compares them; "" for all of it, None where no other rank has it.
+    """
 
     name: str
     path: Path
@@ -56,6 +60,7 @@ class Chunk(NamedTuple):
     offsets: tuple[int, ...]
     live: bool
     same_as: str = ""
+    shard: str | None = ""
 
     @property
     def size(self) -> int:
@@ -220,6 +225,10 @@ class Capture:
             )
         self._frozen.all_found()
         self._live.all_found()
+        saved = {one.tensor.data_ptr() for one in chunks}
+        for source in self._sources:
+            if isinstance(source, OptimizerSource):
+                source.refuse_hidden(saved)
         self._chunks = chunks
         self._sizes = [source.sizes() for source in self._sources]
 
@@ -294,6 +303,12 @@ class Capture:
         """Does only this rank have this object? The others are the same on all ranks."""
         return name.startswith((f"rank.{self._rank}.", "extra.")) or name == "extra"
 
+    def forms(self) -> Iterator[tuple[str, str]]:
+        """Of objects that rank 0 saves for all ranks what has to be the same on all: an optimizer's parameters, by name."""
+        for source in self._sources:
+            if isinstance(source, OptimizerSource):
+                yield f"{source.roots()[0]}.param_groups", repr(source.names())
+
     # ---- back again
 
     def targets(self, shapes: Shapes) -> list[Target]:
@@ -311,7 +326,8 @@ class Capture:
                     f"{one.name} was saved as {dtype}{list(shape)}, and is {one.dtype}{list(one.full_shape)} now; "
                     "restore with the same model and optimizer"
                 )
-        lost = sorted(name for name in shapes if name.startswith("model.") and name not in {one.name for one in found})
+        names, roots = {one.name for one in found}, tuple(f"{name_of(path)}." for path in self.models)
+        lost = sorted(name for name in shapes if name.startswith(roots) and name not in names)
         if lost and self.models and not any(one.offsets for one in found if one.tensor.numel() == 0):
             known = {name_of((*path, fqn)) for path, model in self.models.items() for fqn in model.state_dict()}
             lost = [name for name in lost if name not in known and self._nowhere(name)]
@@ -425,13 +441,25 @@ def _chunk(name: str, found: Found, *, live: bool) -> Chunk | None:
             name, f"a tensor of {here.layout} on {here.device} cannot be saved; leave it out, or give it dense"
         )
     full, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+    shard: str | None = ""
     if here is not tensor:
         shape, offsets = _place(name, tensor)
+        shard = "" if shape == full else _shard(tensor)
         if tuple(here.shape) != shape:
             raise SpecError(name, f"its shard is {list(here.shape)} where its placements say {list(shape)}")
         if here.numel() == 0 and tensor.numel():
             return None
-    return Chunk(name, found.path, here, str(here.dtype).removeprefix("torch."), full, offsets, live)
+    return Chunk(name, found.path, here, str(here.dtype).removeprefix("torch."), full, offsets, live, shard=shard)
+
+
+def _shard(tensor: Any) -> str | None:
+    """Which of a DTensor's shards is here; None: each rank of the world has another one."""
+    mesh = tensor.device_mesh
+    cut = [number for number, one in enumerate(tensor.placements) if not one.is_replicate()]
+    if math.prod(mesh.size(one) for one in cut) == torch.distributed.get_world_size():
+        return None
+    at = mesh.get_coordinate() or ()
+    return repr([(mesh.size(one), at[one]) for one in cut])
 
 
 def _place(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -65,6 +65,7 @@ def _save_at_last(ckpt: FlashCheckpoint, step: int) -> int:
     ckpt._call += 1
     try:
         engine = ckpt._engine_now()
+        engine.replicas.closing = True
         saved = ckpt._save(step, due=True, populated=False, waits=lambda waited_s: waited_s < by_hand.BY_HAND_S)
         engine.settle(raises=True)
     except Exception as error:

@@ -30,6 +30,7 @@ from .line import Line, old_tables, spare_slots
 from .meeting import Meeting, MeetingFailed
 from .memory import Mapped, blob_room
 from .omissions import Missed, Unstored
+from .replicas import Replicas
 from .sources import Path
 from .standalone import Standalone
 from .stats import Options, Stats
@@ -87,6 +88,7 @@ class Engine:
         self._moves: dict[int, tuple[Moves, Moves]] = {}
         self._torn_in_a_row = 0
         self._stall_s = 0.0
+        self.replicas = Replicas(capture, meeting, options.verify, coupled=options.coupled)
         self.why_left_out = ""
         """Of the newest save that was left out, for people."""
         self.spare = 0
@@ -117,17 +119,30 @@ class Engine:
         except BaseException as error:
             absent(self.meeting, error)
             raise
+        told = self.meeting.all_gather("foreseen", self.replicas.word(objects, foreseen=chunks is not None))
         # All ranks foresee or none: what one cannot, nobody waits for.
-        if any(raw != b"1" for raw in self.meeting.all_gather("foreseen", b"1" if chunks is not None else b"0")):
+        if any(raw[:1] != b"1" for raw in told):
             return
         assert chunks is not None
-        self._lay_out(chunks, objects, paths, "layout")
+        self._lay_out(chunks, objects, paths, "layout", alike=len(set(told)) == 1)
 
-    def _lay_out(self, chunks: list[Chunk], objects: Mapping[str, bytes], paths: Mapping[str, Path], name: str) -> None:
-        """Agree on a layout with all ranks, in a collective of this ``name``, and get the memory for it."""
+    def _lay_out(
+        self,
+        chunks: list[Chunk],
+        objects: Mapping[str, bytes],
+        paths: Mapping[str, Path],
+        name: str,
+        *,
+        alike: bool = False,
+    ) -> None:
+        """Agree on a layout with all ranks, in collectives of this ``name``, and get the memory for it.
+
+        ``alike``: all ranks are known to have objects of the same names.
+        """
+        own = self.replicas.begin(objects, alike=alike, name=f"{name}/objects")
         with self.meeting.refusing(name):
             signature = self.capture.signature(chunks, objects)
-            own = frozenset(filter(self.capture.own, (*objects, *(one.name for one in chunks))))
+            own |= frozenset(one.name for one in chunks if self.capture.own(one.name))
             before = old_tables(self.line) if self.base is not None else ()
         node, spread = int(self.line.told.node_rank), self.options.spread
         table = agreed(chunks, signature, paths, own, self.meeting, node, before=before, spread=spread, name=name)
@@ -190,7 +205,7 @@ class Engine:
             self._open(*self._layout)
         before = self._signature
         first, name = self.memory is None or before is None, f"layout/{call}"
-        with self.meeting.refusing(name) if first else contextlib.nullcontext():
+        with self.meeting.refusing(f"{name}/objects") if first else contextlib.nullcontext():
             chunks = self.capture.chunks()
             objects, paths = self.capture.objects()
         if first or before is None:
@@ -279,7 +294,9 @@ class Engine:
         self.settle()
         self._stall_s = 0.0
         self._newest = (step, due)
-        objects = self._laid_out(call)
+        with self.replicas.refusing():
+            objects = self._laid_out(call)
+        self.replicas.compare(self._chunks or (), step)
         claimed = self._claim(step, call, objects, lag=self.options.lag, populated=populated, waits=waits)
         if claimed is None:
             self._left_out(step, due=due)
@@ -542,6 +559,6 @@ def absent(meeting: Meeting, why: BaseException, call: int = 0) -> None:
     """
     with contextlib.suppress(MeetingFailed):  # then nobody can be told anything
         if call:
-            meeting.refuse(f"layout/{call}", why)
+            meeting.refuse(f"layout/{call}/objects", why)
         else:
             meeting.all_gather("foreseen", b"0")

@@ -1,8 +1,9 @@
-"""Of which class what is saved is, and which optimizer it really is that has the state.
+"""Of which class what is saved is, and which optimizer holds the state.
 
-Wrappers come in two kinds. Some only show what another optimizer has (accelerate's, Lightning's): that other one is meant. Others
-have groups or a state of their own beside it (ZeroRedundancyOptimizer, SAM, Lookahead): what is saved of those is not what they
-need, and nobody would notice before a restore; so they are refused.
+Two kinds of wrappers hold another optimizer. Some are views: accelerate's and Lightning's show groups and state of the optimizer
+in them, and have nothing to save of their own. Views are known by the names of their classes, and the optimizer in them is saved.
+All others (mixed precision, ZeRO, SAM, Lookahead) may have weights or a state beside it, also where they show the groups and the
+state of the one in them. They are refused: what is saved of them would not be all that they need.
 """
 
 from __future__ import annotations
@@ -14,17 +15,39 @@ import torch
 
 from dlrover_core.errors import SpecError
 
+_ZERO_3 = ("ds_id", "ds_tensor", "ds_status")
+_SIZES = (
+    "in_features",
+    "out_features",
+    "in_channels",
+    "out_channels",
+    "num_embeddings",
+    "embedding_dim",
+    "num_features",
+    "num_channels",
+)
+"""Attributes by which torch's modules say how large their weight is; where one is 0, so is the weight."""
 CLASSES = "classes"
 """Name of the object that says of which classes models and optimizers are."""
 
 
+_VIEWS = {
+    "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
+    "accelerate.utils.deepspeed.DeepSpeedOptimizerWrapper": "optimizer",
+    "lightning.fabric.wrappers._FabricOptimizer": "_optimizer",
+    "lightning.pytorch.core.optimizer.LightningOptimizer": "_optimizer",
+    "lightning_fabric.wrappers._FabricOptimizer": "_optimizer",
+    "pytorch_lightning.core.optimizer.LightningOptimizer": "_optimizer",
+}
+"""Wrappers that have nothing to save of their own: by class, the attribute with the optimizer that they show."""
+
+
 def unwrapped(name: str, optimizer: Any) -> Any:
     """The optimizer whose state it is; ``name``: as the user gave it. Raises `SpecError` where that is not this one."""
-    inner = next((one for _key, one in _held(optimizer) if _shows(optimizer, one)), None)
-    if inner is not None:
+    while (inner := _shown(optimizer)) is not None:
         optimizer = inner
+    kind = type(optimizer).__name__
     for key, _one in _held(optimizer):
-        kind = type(optimizer).__name__
         if hasattr(optimizer, "consolidate_state_dict"):
             raise SpecError(
                 name,
@@ -33,12 +56,26 @@ def unwrapped(name: str, optimizer: Any) -> Any:
             )
         raise SpecError(
             name,
-            f"{kind} has the state in another optimizer; give that one, which is its .{key}, and this one's own as extra=",
+            f"{kind} has another optimizer in it (.{key}), and may have weights or a state beside that one; give the inner one, "
+            f"which is its .{key}, as optimizer=, and what {kind} has of its own (a loss scale, weights that .{key} does not "
+            "step) as extra= or state=",
         )
     return optimizer
 
 
-def _held(optimizer: Any) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+def _shown(optimizer: Any) -> Any:
+    """The optimizer that a view shows; None: it is none."""
+    # Lightning's views make a class of their own for each object, with theirs as the first base.
+    for kind in type(optimizer).__mro__[:2]:
+        key = _VIEWS.get(f"{kind.__module__}.{kind.__qualname__}")
+        if key is not None and (
+            kind is type(optimizer) or kind.__module__.startswith(("lightning", "pytorch_lightning"))
+        ):
+            return getattr(optimizer, "__dict__", {}).get(key)
+    return None
+
+
+def _held(optimizer: Any) -> Iterator[tuple[str, Any]]:
     """Other optimizers that are its attributes, or in a container that is."""
     for key, value in getattr(optimizer, "__dict__", {}).items():
         if key in {"state", "param_groups"}:
@@ -49,19 +86,21 @@ def _held(optimizer: Any) -> Iterator[tuple[str, torch.optim.Optimizer]]:
             several = [(f"{key}[{number}]", one) for number, one in enumerate(value)]
         else:
             several = [(key, value)]
-        yield from ((at, one) for at, one in several if isinstance(one, torch.optim.Optimizer) and one is not optimizer)
+        yield from ((at, one) for at, one in several if one is not optimizer and _is_optimizer(one))
 
 
-def _shows(optimizer: Any, inner: torch.optim.Optimizer) -> bool:
-    """Are groups and state those of the other one, the very same?"""
-    groups, state = getattr(optimizer, "param_groups", None), getattr(optimizer, "state", None)
-    return groups is inner.param_groups and state is inner.state
+def _is_optimizer(one: Any) -> bool:
+    """By its class, or by what it has: the optimizers in Megatron's and DeepSpeed's wrappers derive from nothing of torch's."""
+    if isinstance(one, (torch.optim.Optimizer, torch.Tensor, torch.nn.Module, type)):
+        return isinstance(one, torch.optim.Optimizer)
+    has = {*getattr(one, "__dict__", ()), *dir(type(one))}
+    return {"param_groups", "step", "zero_grad"} <= has
 
 
 def overrides_state_dict(optimizer: Any) -> bool:
-    """Does its ``state_dict`` say something else than its state and its groups?"""
+    """May its ``state_dict`` say something else than its state and its groups?"""
     mine: Any = getattr(type(optimizer), "state_dict", None)
-    return isinstance(optimizer, torch.optim.Optimizer) and mine is not torch.optim.Optimizer.state_dict
+    return callable(mine) and mine is not torch.optim.Optimizer.state_dict
 
 
 def foreseeable(optimizer: Any) -> bool:
@@ -72,6 +111,34 @@ def foreseeable(optimizer: Any) -> bool:
     if not getattr(kind.step, "__module__", "").startswith("torch.optim."):
         return False  # replaced by somebody
     return not any(hasattr(kind, one) for one in ("param_groups", "state")) and next(_held(optimizer), None) is None
+
+
+def refuse_placeholder(
+    name: str, parameter: torch.Tensor, owner: object = None, state: Mapping[str, Any] | None = None
+) -> None:
+    """Raise `SpecError` for a parameter whose values lie elsewhere. ``owner``: its module; ``state``: its own in an optimizer."""
+    if any(hasattr(parameter, mark) for mark in _ZERO_3):
+        raise SpecError(
+            name,
+            "is a placeholder of DeepSpeed's ZeRO-3: its values lie in partitions that only DeepSpeed puts together; save with "
+            "DeepSpeed's save_checkpoint, or shard with fully_shard instead of ZeRO-3",
+        )
+    if parameter.numel():
+        return
+    why = ""
+    if name.endswith("weight"):
+        sizes = [(key, size) for key in _SIZES if isinstance(size := getattr(owner, key, None), int)]
+        if sizes and all(size > 0 for _key, size in sizes):
+            why = f"its module has {' and '.join(f'{key}={size}' for key, size in sizes)}"
+    for key, one in (state or {}).items():
+        if isinstance(one, torch.Tensor) and one.dim() and one.numel():
+            why = f"its {key} in the optimizer's state has {one.numel()}"
+    if why:
+        raise SpecError(
+            name,
+            f"has no elements, though {why}: its values lie elsewhere, and would be lost; give what holds them with state=..., "
+            "or shard with fully_shard",
+        )
 
 
 def class_of(one: Any) -> str:

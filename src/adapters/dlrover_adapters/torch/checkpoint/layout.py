@@ -308,7 +308,7 @@ def with_own(
     keeps = {one.name: one.write for one in table.items if not own(one.name)}
     return table._replace(
         items=_items(chunks, {**keeps, **{one.name: True for one in chunks if own(one.name)}}),
-        objects=tuple(sorted(name for name in objects if own(name) or table.rank == 0)),
+        objects=tuple(sorted(name for name in objects if own(name) or table.rank == 0 or name in table.objects)),
         paths=tuple(_apart({**{one.name: one.path for one in chunks}, **paths}).items()),
     )
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from dlrover_core.errors import SpecError
 
-from .kinds import overrides_state_dict
+from .kinds import overrides_state_dict, refuse_placeholder
 from .memory import roomy
 from .nested import Path, leaves, local, marked, name_of, unmarked
-from .sources import Found, Mismatch, Shapes
+from .sources import Found, Mismatch, Shapes, address
 
 _FOREIGN = "="
 """Among the names of parameters: what of an optimizer's state belongs to none."""
@@ -22,20 +22,23 @@ _FOREIGN = "="
 class OptimizerSource:
     """An optimizer. ``fqns``: says of ids of parameters their names; a parameter of no model is known by its number.
 
-    Of the state, tensors that are a parameter's own (``state[p]["exp_avg"]``) are found again by their names alone. All else is
-    in one object: numbers, and containers, in which tensors are marks of where they are.
+    The values of parameters that no model has (master weights in fp32, flat partitions) are part of it: stale ones would
+    overwrite a restored model in the next step. Of the state, tensors that are a parameter's own (``state[p]["exp_avg"]``) are
+    found again by their names alone. All else is in one object: numbers, and containers, in which tensors are marks of where
+    they are.
     """
 
     def __init__(self, path: Path, optimizer: Any, fqns: Callable[[], Mapping[int, str]], *, beside: bool) -> None:
         self._path, self.optimizer, self.beside, self._fqns = path, optimizer, beside, fqns
         self._names: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._of_no_model: set[str] = set()
         self._uneven: list[tuple[Any, Path]] = []
         self._foreign: list[Any] = []
         self._room: dict[str, torch.Tensor] = {}
         self._all_room: dict[str, torch.Tensor] = {}
         self.saved: dict[str, set[str]] = {}
         """By parameter the tensors that were saved, as `make_room` heard."""
-        self._stepped = False
+        self._stepped = self._told_all = False
         self._hooks: list[Any] = []
         self._learn()
         if overrides_state_dict(optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -53,19 +56,38 @@ class OptimizerSource:
         return [one for group in self.optimizer.param_groups for one in group["params"]]
 
     def _refuse_elsewhere(self) -> None:
-        """An empty state after a step, and a ``state_dict`` of its own: is there something that we do not see?"""
-        kind = type(self.optimizer).__name__
+        """A ``state_dict`` of its own: has it more than groups and state, or a state where we see none?"""
+        kind, state = type(self.optimizer).__name__, self.optimizer.state
         try:
             told = self.optimizer.state_dict()
-            more = bool(told["state"]) or told.keys() - {"state", "param_groups"}
+            more = sorted(map(str, told.keys() - {"state", "param_groups"}))
+            hidden = bool(told.get("state")) and not state
         except Exception as error:
-            raise SpecError(name_of(self._path), f"{kind} has no state, and its state_dict fails: {error}") from error
-        if more:
+            raise SpecError(name_of(self._path), f"{kind}: its state_dict fails: {error}; give it as extra=") from error
+        if more or hidden:
+            what = f"also has {', '.join(more)}" if more else "has a state, and .state is empty"
             raise SpecError(
                 name_of(self._path),
-                f"{kind} has nothing in .state after a step, but its state_dict has: it keeps its state elsewhere, which would "
-                "be lost; give the optimizer that has it, or give this one as extra=",
+                f"{kind} keeps its state elsewhere, where it would be lost: its state_dict {what}; give the optimizer that has "
+                "it, or give this one as extra=",
             )
+        self._told_all = bool(state)
+
+    def refuse_hidden(self, known: Collection[int]) -> None:
+        """Raise `SpecError` for weights in its attributes that nobody saves; ``known``: addresses of what is saved."""
+        largest = max((local(one).numel() for one in self._parameters()), default=0)
+        for key, value in getattr(self.optimizer, "__dict__", {}).items():
+            if key in {"state", "param_groups", "defaults"}:
+                continue
+            tensors = [one for one in _tensors(value) if one.is_floating_point() and address(one) not in known]
+            if largest and sum(local(one).numel() for one in tensors) >= largest:
+                kind = type(self.optimizer).__name__
+                raise SpecError(
+                    f"{name_of(self._path)}.{key}",
+                    f"{kind} keeps tensors there as large as its parameters (master weights?), which are in no group and in no "
+                    f"state: they would be lost. Save them too, with state={{{key!r}: optimizer.{key}}}, or give this optimizer "
+                    "as extra=",
+                )
 
     def stated(
         self, states: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
@@ -83,6 +105,10 @@ class OptimizerSource:
             known = self._names[id(parameter)]
         return known[1]
 
+    def names(self) -> list[list[str]]:
+        """Of the parameters of each group."""
+        return [[self.name(one) for one in group["params"]] for group in self.optimizer.param_groups]
+
     def _learn(self, *more: Any) -> None:
         """The names of those that are new."""
         fqns = self._fqns()
@@ -92,16 +118,26 @@ class OptimizerSource:
             if known is not None and known[0]() is one:
                 continue
             name, number = fqns.get(id(one), ""), len(self._names)
+            of_model = bool(name)
             while not name:
                 name, number = f"param_{number}" if f"param_{number}" not in used else "", number + 1
             used.add(name)
+            if not of_model:
+                self._of_no_model.add(name)
             self._names[id(one)] = (weakref.ref(one), name)
 
     def tensors(self) -> Iterator[Found]:
-        """All tensors of the state, lists and dicts of them too; and those that there was room made for."""
+        """Parameters of no model, all tensors of the state, in lists and dicts too; and those that there was room made for."""
         self._uneven, self._foreign = [], []
-        if self._stepped and not self.optimizer.state:
+        if (self._stepped or self.optimizer.state) and not self._told_all and overrides_state_dict(self.optimizer):
             self._refuse_elsewhere()
+        for group in self.optimizer.param_groups:
+            for number, one in enumerate(group["params"]):
+                name = self.name(one)
+                at = (*self._path, "params", name)
+                refuse_placeholder(name_of(at), one, state=self.optimizer.state.get(one))
+                if name in self._of_no_model:
+                    yield Found(at, one, group["params"], number, self.beside)
         if self._stepped:
             for hook in self._hooks:
                 hook.remove()
@@ -195,8 +231,7 @@ class OptimizerSource:
         groups = self.optimizer.param_groups
         if saved is None:
             return
-        names = [[self.name(one) for one in group["params"]] for group in groups]
-        if names != [group["params"] for group in saved]:
+        if self.names() != [group["params"] for group in saved]:
             raise Mismatch(
                 f"{name_of(self._path)}: its groups have other parameters than those saved ({len(groups)} groups now, "
                 f"{len(saved)} saved); make them in the same order"
@@ -231,6 +266,15 @@ class OptimizerSource:
     def roots(self) -> tuple[str, ...]:
         """One."""
         return (name_of(self._path),)
+
+
+def _tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """Those in a container, and in containers in it."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, (Mapping, list, tuple)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(one, depth - 1)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -28,6 +28,7 @@ from dlrover_core.checkpoint.arena import PAGE, SLOTS_MAX, Control, Geometry, St
 from dlrover_core.checkpoint.slots import NOTHING, Kept, choose
 from dlrover_core.errors import CoreError
 
+from . import staged
 from .line import spare_slots
 from .vault import Keeping, Vault
 
@@ -260,7 +261,8 @@ class Shelf:
             # Numbered as an agent's arenas are, but below 0: what is read of the memory before is none of this one's.
             self._memory, self._id = mmap.mmap(-1, geometry.total_bytes), self._id - 1
         else:
-            arena = self.vault.arena(table.layout, geometry)
+            # Of all ranks of this node, which ask one after the other.
+            arena = self.vault.arena(table.layout, geometry, beside=staged.beside().to_come * self.vault.nproc)
             try:
                 self._memory, self._id, fresh = mmap.mmap(arena.fd, geometry.total_bytes), arena.id, arena.fresh
             finally:
@@ -293,7 +295,8 @@ class Shelf:
             keep=self.keep,
             format=self.kind,
             planned=False,
-            node_bytes=geometry.total_bytes * (self.vault.nproc if self.vault is not None else 1),
+            node_bytes=(geometry.total_bytes + staged.beside().total)
+            * (self.vault.nproc if self.vault is not None else 1),
             writes=self._writes,
         )
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_d
 from dlrover_core.errors import CoreError, SpecError
 
 from .generators import draw_again, drawn
-from .kinds import CLASSES, class_of
+from .kinds import CLASSES, class_of, refuse_placeholder
 from .nested import LARGE_BYTES, Path, in_order, is_large, leaves, local, marked, name_of, reached, unmarked
 
 _OBJECTS = "__objects__"
@@ -109,9 +109,14 @@ class ModelSource:
                 for key, tensor in owner.items():
                     if tensor is None:
                         continue
+                    self._refuse(module, prefix, key, tensor)
                     for fqn in _get_fqns(self._model, f"{prefix}.{key}" if prefix else key):
                         places[fqn] = (owner, key, tensor)
         return places
+
+    def _refuse(self, module: torch.nn.Module, prefix: str, key: str, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, torch.nn.Parameter) and not torch.nn.parameter.is_lazy(tensor):
+            refuse_placeholder(name_of((*self._path, *filter(None, (prefix, key)))), tensor, module)
 
     def tensors(self) -> Iterator[Found]:
         """Parameters and persistent buffers."""

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from dlrover_core.errors import CoreError
 
-from . import devices
+from . import devices, staged
 from .shelf import ASIDE_MAX_S, ASIDE_S, WAIT_S, Lasting
 
 
@@ -39,11 +39,12 @@ class FlashStager(AsyncStager):
     ) -> None:
         self._clock, self._pause = clock, pause
         self._lock = threading.Lock()
-        self._sets: tuple[dict[tuple[Any, ...], torch.Tensor], ...] = ({}, {})
+        self.sets: tuple[dict[tuple[Any, ...], torch.Tensor], ...] = ({}, {})
         self._staged: list[weakref.ref[_Staged] | None] = [None, None]
         self._turn = 0
         self._used: set[torch.device] = set()
         """The CUDA devices that the save under way copies from."""
+        staged.count(self)
 
     def stage(self, state_dict: Any) -> Any:
         """The same state dict with copies of its tensors on the CPU. Raises `CoreError` where both sets stay in use."""
@@ -51,7 +52,7 @@ class FlashStager(AsyncStager):
             turn = self._turn = self._free()
             self._used.clear()
             with torch.no_grad():
-                copied = _Staged(self._copied(dict(state_dict), (), self._sets[turn]))
+                copied = _Staged(self._copied(dict(state_dict), (), self.sets[turn]))
             devices.wait_for(self._used)
             self._staged[turn] = weakref.ref(copied)
             return copied
@@ -62,8 +63,8 @@ class FlashStager(AsyncStager):
         with Lasting(self._clock) as lasting:
             while True:
                 for turn in (self._turn ^ 1, self._turn):
-                    staged = self._staged[turn]
-                    if staged is None or staged() is None:
+                    last = self._staged[turn]
+                    if last is None or last() is None:
                         return turn
                 if lasting.seconds >= WAIT_S:
                     raise CoreError(
@@ -80,7 +81,7 @@ class FlashStager(AsyncStager):
 
     def close(self) -> None:
         """Let the memory go."""
-        self._sets, self._staged = ({}, {}), [None, None]
+        self.sets, self._staged = ({}, {}), [None, None]
 
     def _copied(self, value: Any, path: tuple[Any, ...], room: dict[tuple[Any, ...], torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):

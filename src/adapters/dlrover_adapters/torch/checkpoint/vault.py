@@ -120,8 +120,8 @@ class Keeping(NamedTuple):
 
     ``url`` of the storage (empty: none), every ``every`` steps in memory, every ``store_every`` on storage (0: only on demand),
     the newest ``keep`` of them (0: all), as ``format`` (``"dcp"`` or ``"torch"``). ``planned``: it can agree on a boundary.
-    ``node_bytes``: what the arenas of one node take. ``writes``: this rank has parts to write. ``local``: where parts go while
-    ``url`` fails, a folder of this host; empty: nowhere.
+    ``node_bytes``: what the states take on one node, in arenas and in copies that ranks stage themselves. ``writes``: this rank
+    has parts to write. ``local``: where parts go while ``url`` fails, a folder of this host; empty: nowhere.
     """
 
     url: str
@@ -201,9 +201,10 @@ class Vault:
 
     # ---- memory
 
-    def arena(self, layout: int, geometry: Geometry) -> Arena:
+    def arena(self, layout: int, geometry: Geometry, *, beside: int = 0) -> Arena:
         """The memory for this rank's states: the one that its predecessor had, if that fits, else a new one.
 
+        ``beside``: bytes that this node's ranks are yet to take for copies of their own, for which there has to be room too.
         Of a new one no page is there yet: populate it on your own mapping, then write table and control page, then say `ready`.
         The old one is kept for reading until a step of this generation is whole on all nodes. Raises `VaultRefused`, `VaultGone`.
         """
@@ -218,6 +219,7 @@ class Vault:
             "rank": self.rank,
             "world": self.world,
             "local_rank": self.local_rank,
+            "beside": beside,
         }
         answer, fd = self._ask(asked, fd=True)
         return Arena(int(answer["id"]), bool(answer["fresh"]), fd)
