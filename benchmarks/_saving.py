@@ -22,6 +22,8 @@ SCRIPT = HERE / "scripts" / "saving.py"
 DLROVER = "0.6.1"
 OURS = ("ours", "ours_blocking")
 LIMIT_S = 420.0
+PAST_CACHES = "glibc.cpu.x86_non_temporal_threshold=0x1000000"
+"""What the launcher sets for workers."""
 DLROVER_TRIES = 3
 GIB = float(2**30)
 _LEFT = Path("/dev/shm/ckpt_shm_0")  # noqa: S108  # its name for it
@@ -78,6 +80,8 @@ def _run(engine: str, options: Sequence[str], what: str) -> dict[str, Any]:
         strange = ("DLROVER", "VIRTUAL_ENV", "PYTHON", "GLIBC_TUNABLES")
         env = {key: value for key, value in os.environ.items() if not key.startswith(strange)}
         env |= {"DLROVER_TOKEN": secrets.token_hex(16), "TMPDIR": str(place)}
+        if engine == "beside":
+            env["GLIBC_TUNABLES"] = PAST_CACHES
         try:
             done = subprocess.run(
                 command, cwd=place, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False

@@ -7,7 +7,8 @@ with its agent and saver, peers in processes of their own, in turn. `--only` mea
   calls of the engine, its optimizer hooks included. *Step time*: what the two windows differ by, so all that a save costs, what
   goes on beside training included. With one compute thread of the two cores, and with both busy. Peers: dlrover 0.6.1's engine
   into shared memory, outside of its agent; `torch.save` to disk; `torch.distributed.checkpoint.async_save` with its thread and
-  its process; a memcpy into warm memory. Blocking mode, first saves and minor faults are of the same runs.
+  its process; a memcpy into warm memory. The control is two windows without a save; the floor is a memmove of the same bytes by a
+  thread beside training that nothing waits for. Blocking mode, first saves and minor faults are of the same runs.
   A first save of ours is made once its memory is populated, which `FlashCheckpoint` begins with when it knows all sizes; until
   then it leaves out what would make training stand.
 - persist: times of steps while the saver writes a state to disk, and of steps before.
@@ -15,6 +16,7 @@ with its agent and saver, peers in processes of their own, in turn. `--only` mea
 - restore: rank 0 of a job kills itself with SIGKILL again and again; the restore from memory, verified in full or by headers,
   beside a fresh process that does `torch.load` and `load_state_dict` from the page cache; and the time from the kill to the next
   step.
+  Its floor, in the same run: the bytes hashed once and read into fresh memory, by as many threads (`_floors`).
 - peer: a node of two is killed whole; what its relaunched rank's restore from the other node's memory took, a quarter of `--mib`.
 - grow, drain: steps lost when two nodes become four, and when one of them is drained; and how long nobody made a step.
 """
@@ -31,12 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from _bench import BROKEN, HERE, Result, Row, median, options, quantile, say
+from _floors import Source, restore_s, transfer_s
 from _hosts import ancestor, kill_tree
 from _jobs import OURS, Broken, Job, Line, running
 from _saving import GIB, dlrover_python, first_per_gib, per_gib, run
 
 SCRIPT = HERE / "scripts" / "kept.py"
-ENGINES = ("none", "memcpy", "ours", "ours_blocking", "dlrover", "torch_save", "dcp_thread", "dcp_process")
+ENGINES = ("none", "memcpy", "beside", "ours", "ours_blocking", "dlrover", "torch_save", "dcp_thread", "dcp_process")
 BUSY = ("none", "memcpy", "ours")
 STALL_MS, STEP_MS, BUSY_X, BLOCKING_X, FAULTS_MAX, FIRST_X = 5.0, 5.0, 1.1, 0.9, 100, 1.3
 PERSIST_X, RUN_X, RESTORE_X, NEXT_STEP_S, PEER_S = 1.05, 1.01, 0.45, 0.6, 1.0
@@ -67,9 +70,25 @@ def saves(result: Result, chosen: argparse.Namespace) -> None:
     stalls = {name: per_gib(found, "stall_s") for name, found in one.items()}
     added = {name: per_gib(found, "added_s") for name, found in one.items()}
     unit, ours = "ms/GiB", "ours"
+    control = median(added["none"])
+    beyond = {name: [value - control for value in found] for name, found in added.items()}
     result.rows += [
         Row("stall per save; peer dlrover 0.6.1", unit, stalls[ours], stalls["dlrover"], STALL_MS),
-        Row("step time per save, one compute thread; peer dlrover 0.6.1", unit, added[ours], added["dlrover"], STEP_MS),
+        Row("step time per save, one compute thread; peer the control: no save", unit, added[ours], added["none"]),
+        Row(
+            "the same beyond the control; peer a memmove of the bytes by a thread beside training, beyond the control",
+            unit,
+            beyond[ours],
+            beyond["beside"],
+            STEP_MS,
+        ),
+        Row(
+            "CPU time of the process per save; peer that thread's, which is the copy alone",
+            unit,
+            per_gib(one[ours], "cpu_s"),
+            per_gib(one["beside"], "cpu_s"),
+        ),
+        Row("step time per save; peer dlrover 0.6.1", unit, added[ours], added["dlrover"]),
         *(Row(f"the same; peer {OTHERS[name]}", unit, added[ours], added[name]) for name in OTHERS),
         Row(
             "step time per save, both cores busy; peer a memcpy",
@@ -175,6 +194,7 @@ def restore(result: Result, chosen: argparse.Namespace) -> None:
     full, header = took.get("restored-memory-full", []), took.get("restored-memory-header", [])
     if not full or not header:
         raise Broken(f"not restored from memory: {sorted(took)}")
+    floors = _floors(chosen.mib, chosen.trials, lambda source: restore_s(source, _threads(), verified=True))
     loads, maps = took["peer-load"], took["peer-mmap"]
     nexts = after_kills(lines)
     size = chosen.mib / 1024
@@ -201,9 +221,35 @@ def restore(result: Result, chosen: argparse.Namespace) -> None:
             [one / size for one in full],
             [one / size for one in maps],
         ),
-        Row("killed worker to next step", "s", nexts, (), NEXT_STEP_S if chosen.mib >= 1024 else None),
+        Row(
+            "restore from memory, verified in full; peer its floor: hash the bytes, read them into fresh memory",
+            "s/GiB",
+            [one / size for one in full],
+            [one / size for one in floors],
+        ),
+        Row(
+            "killed worker to next step; peer that floor",
+            "s",
+            nexts,
+            floors,
+            NEXT_STEP_S if chosen.mib >= 1024 else None,
+        ),
     ]
     result.details["restore"] = {"lives": lives, "phases_s": phases(lines)}
+
+
+def _threads() -> int:
+    """As many as a restore of one rank takes here."""
+    return max(1, min(4, len(os.sched_getaffinity(0))))
+
+
+def _floors(mib: int, trials: int, one: Callable[[Source], float]) -> list[float]:
+    """The least that the machine needs for such bytes, so many times."""
+    source = Source(mib)
+    try:
+        return [one(source) for _ in range(trials)]
+    finally:
+        source.close()
 
 
 def after_kills(lines: Sequence[Line]) -> list[float]:
@@ -235,8 +281,9 @@ def phases(lines: Sequence[Line]) -> dict[str, float]:
 
 def peer(result: Result, chosen: argparse.Namespace) -> None:
     """A node dies whole, and its state comes from the other one."""
-    took = []
+    took, floors = [], []
     for number in range(chosen.trials):
+        floors += _floors(chosen.mib // 4, 1, lambda source: transfer_s(source, _threads()))
         launch = ("--local-nodes", "2", "--nproc-per-node", "1", "--max-restarts", "3")
         with running(OURS, ["--mib", str(chosen.mib // 4), "--every", "2"], launch, SCRIPT) as job:
             job.until(lambda lines: all(_steps(lines, rank) >= 20 for rank in range(2)))
@@ -248,8 +295,11 @@ def peer(result: Result, chosen: argparse.Namespace) -> None:
             if said[-1].what != "restored-peer":
                 raise Broken(f"the relaunched node restored from {said[-1].what}")
             took.append(said[-1].at)
-            say(f"peer {number + 1}/{chosen.trials}: {said[-1].at:.3f} s")
-    result.rows.append(Row(f"restore of a lost node from its peer, {chosen.mib // 4} MiB", "s", took, (), PEER_S))
+            say(f"peer {number + 1}/{chosen.trials}: {said[-1].at:.3f} s; its floor {floors[-1]:.3f} s")
+    what = f"restore of a lost node from its peer, {chosen.mib // 4} MiB"
+    result.rows.append(
+        Row(f"{what}; peer its floor: receive into fresh memory, read into fresh memory", "s", took, floors, PEER_S)
+    )
 
 
 def grow(result: Result, chosen: argparse.Namespace) -> None:

@@ -189,6 +189,29 @@ def test_a_change_of_one_number_is_seen_by_a_full_look(monkeypatch: pytest.Monke
             assert ckpt.stats.torn == number + 1
 
 
+@pytest.mark.parametrize("verify", ["sample", "full"])
+def test_tensors_that_begin_anywhere_are_not_taken_for_torn(monkeypatch: pytest.MonkeyPatch, verify: str) -> None:
+    """Of any type and size, and in the middle of other memory: words there need not be words in the slot."""
+    cuda = Cuda(monkeypatch)
+    weights = {
+        "odd": torch.randn(101).bfloat16()[1:],
+        "bytes": torch.arange(103, dtype=torch.uint8)[3:],
+        "flags": torch.rand(7) > 0.5,
+        "complex": torch.randn(5, dtype=torch.complex64).conj(),
+        "scalar": torch.tensor(3.0, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+    }
+    for one in weights.values():
+        cuda.put(one, 0)
+    with FlashCheckpoint("", state=weights, frozen=["*"], every=1, verify=verify) as ckpt:
+        ckpt.restore()
+        populated(ckpt)
+        ckpt.step(1)
+        ckpt.wait()
+        assert (ckpt.stats.torn, ckpt.stats.saves) == (0, 1)
+        is_saved(ckpt, {f"state.{name}": one.resolve_conj() for name, one in weights.items()})
+
+
 @pytest.mark.parametrize(
     ("device_bytes", "room", "clones"),
     [(2**20, None, True), (0, None, False), (2**20, 100, True), (300, None, True)],

@@ -8,13 +8,15 @@ import mmap
 import os
 from typing import NamedTuple
 
-from dlrover_adapters.checkpoint.hashing import digest
+from dlrover_adapters.checkpoint.hashing import digest, running
 from dlrover_adapters.checkpoint.peer_line import Line, Pace, PeerFailed, PeerRefused
 from dlrover_adapters.checkpoint.slotview import SlotView
 from dlrover_adapters.checkpoint.table import Table
 from dlrover_core.checkpoint.arena import BLOCK_BYTES, PAGE, ArenaBroken, Control, Geometry, Stamp
 
 STATE_BYTES_MAX = 1 << 42
+PIECE_BYTES = 1 << 20
+"""Received at a time where memory is fresh: it is hashed and copied while it is in the cache."""
 _U64 = (1 << 64) - 1
 
 
@@ -94,23 +96,32 @@ class Header(NamedTuple):
 
 
 class Memory:
-    """One arena in a memfd of this process, all of its pages there. Raises `PeerRefused` where there is no memory for it."""
+    """One arena in a memfd of this process. Raises `PeerRefused` where there is no memory for it.
 
-    def __init__(self, name: str, geometry: Geometry) -> None:
+    ``populated``: all of its pages are there, and mapped, for many states one after the other. Else, for one state that is waited
+    for, they come with its data, by ``pwrite``: no page is cleared first, none is mapped, and the peer sends meanwhile.
+    """
+
+    def __init__(self, name: str, geometry: Geometry, *, populated: bool = True) -> None:
         self.geometry = geometry
+        self._piece = None if populated else bytearray(PIECE_BYTES)
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(self.fd, 0, geometry.total_bytes)  # no memory is an error here, and not a SIGBUS later
-            self.map = mmap.mmap(self.fd, geometry.total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            # No memory is an error here, and not a SIGBUS later: what is written through the mapping has its pages.
+            os.posix_fallocate(self.fd, 0, geometry.total_bytes if populated else geometry.data_at(0))
+            os.ftruncate(self.fd, geometry.total_bytes)
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populated else 0)
+            self.map = mmap.mmap(self.fd, geometry.total_bytes, flags=flags)
         except OSError as error:
             os.close(self.fd)
-            raise PeerRefused(f"there is no memory for {geometry.total_bytes:,} bytes: {error.strerror}") from error
+            raise self._no_room(error) from error
         self.control = Control(self.map, geometry)
 
     @classmethod
     def of(cls, fd: int) -> Memory:
         """That of another process, by a descriptor of its own. Raises OSError, ValueError, `ArenaBroken`."""
         memory = cls.__new__(cls)
+        memory._piece = None
         memory.fd = os.dup(fd)
         try:
             memory.map = mmap.mmap(memory.fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -123,6 +134,29 @@ class Memory:
             memory.close()
             raise ArenaBroken("less memory than its control page says")
         return memory
+
+    def _no_room(self, error: OSError) -> PeerRefused:
+        return PeerRefused(f"there is no memory for {self.geometry.total_bytes:,} bytes: {error.strerror}")
+
+    def _received(self, line: Line, memory: memoryview, begin: int, end: int) -> int:
+        """A block, into its place; its digest."""
+        if self._piece is None:
+            block = memory[begin:end]
+            line.receive_into(block)
+            return digest(block)
+        state = running()
+        with memoryview(self._piece) as buffer:
+            for at in range(begin, end, PIECE_BYTES):
+                piece = buffer[: min(PIECE_BYTES, end - at)]
+                line.receive_into(piece)
+                state.update(piece)
+                try:
+                    done = 0
+                    while done < len(piece):
+                        done += os.pwrite(self.fd, piece[done:], at + done)
+                except OSError as error:
+                    raise self._no_room(error) from error
+        return int(state.intdigest())
 
     def close(self, *, keep_fd: bool = False) -> None:
         """The mapping, and the descriptor, unless somebody else has it now."""
@@ -142,11 +176,11 @@ class Memory:
             line.receive_into(table)
             blob = memory[sizes.blob_at(slot) : sizes.blob_at(slot) + stamp.blob_bytes]
             line.receive_into(blob)
-            found, at = [], sizes.data_at(slot)
-            for begin in range(at, at + sizes.data_bytes, BLOCK_BYTES):
-                block = memory[begin : min(begin + BLOCK_BYTES, at + sizes.data_bytes)]
-                line.receive_into(block)
-                found.append(digest(block))
+            at, end = sizes.data_at(slot), sizes.data_at(slot) + sizes.data_bytes
+            found = [
+                self._received(line, memory, begin, min(begin + BLOCK_BYTES, end))
+                for begin in range(at, end, BLOCK_BYTES)
+            ]
             ended = line.hear()
             if not line.sealed(ended.get("objects"), table, blob):
                 raise PeerFailed(

@@ -159,9 +159,9 @@ def _fetch(
             raise PeerFailed(f"{wanted} was asked for, and {header.wanted} came")
         if asked["op"] == "head" and header.data_bytes:
             raise PeerFailed("table and objects were asked for, and all of a state came")
-        memory = _room("dlrover-fetched", header.geometry(1), allow)
+        memory = _room("dlrover-fetched", header.geometry(1), allow, populated=False)
         try:
-            line.say({"ready": True})  # to find fresh memory takes a second for each GiB or two
+            line.say({"ready": True})
             memory.take(line, header, 0, fresh=True)
         except BaseException:
             memory.close()
@@ -174,11 +174,11 @@ def _fetch(
         line.close()
 
 
-def _room(name: str, geometry: Geometry, allow: Callable[[int], str] | None) -> Memory:
+def _room(name: str, geometry: Geometry, allow: Callable[[int], str] | None, *, populated: bool = True) -> Memory:
     why = allow(geometry.total_bytes) if allow is not None else ""
     if why:
         raise PeerRefused(why)
-    return Memory(name, geometry)
+    return Memory(name, geometry, populated=populated)
 
 
 def _us_since(began: float) -> int:

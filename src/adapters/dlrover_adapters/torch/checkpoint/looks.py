@@ -25,6 +25,8 @@ class Block(NamedTuple):
     size: int
     view: torch.Tensor | None
     """Of the tensor's bytes, made once; None: the tensor is not contiguous, and is looked at in a copy."""
+    word: torch.dtype
+    """In which the bytes are added up; the tensor may begin where no larger word can."""
 
     def bytes_there(self) -> torch.Tensor:
         """On the device."""
@@ -46,7 +48,9 @@ class Look(NamedTuple):
 
     def differs(self) -> bool:
         """Is in the slot something else? Once the copies have arrived."""
-        return not torch.equal(self.arrived, _look([one.bytes_here() for one in self.blocks], full=self.full))
+        return not torch.equal(
+            self.arrived, _look(self.blocks, [one.bytes_here() for one in self.blocks], full=self.full)
+        )
 
 
 class Looks:
@@ -74,27 +78,28 @@ class Looks:
                     blocks.append(_block(place, tensor, self._chance.randrange(tensor.nbytes - size + 1), size))
         found = []
         for device, blocks in self._drawn.items():
-            seen = _look([one.bytes_there() for one in blocks], full=full)
+            seen = _look(blocks, [one.bytes_there() for one in blocks], full=full)
             found.append(Look(device, seen, devices.room_for(seen), blocks, full))
         return found
 
 
 def _block(place: torch.Tensor, tensor: torch.Tensor, at: int, size: int) -> Block:
     plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    return Block(place, tensor, at, size, _bytes(tensor)[at : at + size] if plain else None)
+    view = _bytes(tensor)[at : at + size] if plain else None
+    begin = at if view is None else int(view.storage_offset())
+    return Block(place, tensor, at, size, view, torch.uint8 if begin % 4 or size % 4 else torch.int32)
 
 
-def _look(raw: Sequence[torch.Tensor], *, full: bool) -> torch.Tensor:
+def _look(blocks: Sequence[Block], raw: Sequence[torch.Tensor], *, full: bool) -> torch.Tensor:
+    """At these bytes of the blocks: sums modulo 2 ** 64, or the bytes themselves."""
     with torch.no_grad():
-        return torch.stack([_sum(one) for one in raw]) if full else torch.cat(list(raw))
+        if not full:
+            return torch.cat(list(raw))
+        return torch.stack(
+            [one.view(block.word).sum(dtype=torch.int64) for block, one in zip(blocks, raw, strict=True)]
+        )
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A view, where the tensor is contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
-
-def _sum(raw: torch.Tensor) -> torch.Tensor:
-    """Of its words, modulo 2 ** 64."""
-    words = raw.view(torch.int32) if raw.numel() % 4 == 0 and raw.storage_offset() % 4 == 0 else raw
-    return words.sum(dtype=torch.int64)
