@@ -114,6 +114,7 @@ def agreed(
         objects=tuple(writes_objects),
         paths=tuple(_apart({**{one.name: one.path for one in chunks}, **paths}).items()),
         writers=tuple(sorted({0, *share.writers, *(rank for rank, one in enumerate(told) if one[2])})),
+        own=tuple(rank for rank, one in enumerate(told) if one[2]),
     )
 
 
