@@ -97,7 +97,7 @@ def test_what_is_due_is_committed_once(spread: int) -> None:
     told = tell(quiet, Knobs(every=2, store_every=10, spread=spread), nodes=3)
     # The last one, too, though the script has ended before it is written.
     assert told.committed == [(1, 10), (1, 20), (1, 30), (1, 40), (1, 50), (1, 60)]
-    assert {one.parts for one in told.facts(checkpoints.CheckpointCommitted)} == {1 if spread else 3}
+    assert {one.parts for one in told.facts(checkpoints.CheckpointCommitted)} == {3}
     assert {one.why for one in told.facts(checkpoints.CheckpointCommitted)} == {checkpoints.DUE}
     assert len(told.facts(checkpoints.KeepingStarted)) == 1
     assert told.facts(checkpoints.SaveOrdered) == []
@@ -149,13 +149,13 @@ def test_a_killed_worker_costs_what_was_not_saved() -> None:
 
 
 def test_a_killed_node_is_served_by_its_peers() -> None:
-    """Where every node holds all, the survivor writes what it holds, and the node that takes the place gets it from there."""
+    """The survivor writes what it holds and its copy of the dead node's part; the node in the dead one's place gets it there."""
 
     async def story(cluster: Cluster) -> None:
         await step(cluster, 27)
         cluster.kill_node("worker-0-0")
 
-    told = tell(story, Knobs(every=2, store_every=10))
+    told = tell(story, Knobs(every=2, store_every=10, replicas=True))
     (ordered,) = told.facts(checkpoints.SaveOrdered)
     assert (ordered.generation, ordered.step) == (1, 26)
     assert (1, 26) in told.committed
@@ -167,14 +167,15 @@ def test_a_killed_node_is_served_by_its_peers() -> None:
     assert [(one.resume_step, one.resume_tier) for one in told.facts(world.WorldFormed)][-1][0] == 26
 
 
-def test_a_killed_node_whose_part_nobody_holds() -> None:
-    """Where each node holds a part of its own, a dead one takes it along: the world goes on from storage, and counts the loss."""
+@pytest.mark.parametrize("spread", [0, 1])
+def test_a_killed_node_whose_part_nobody_holds(spread: int) -> None:
+    """A dead node takes its part along, be it objects alone: the world goes on from storage, and counts the loss."""
 
     async def story(cluster: Cluster) -> None:
         await step(cluster, 28)
         cluster.kill_node("worker-1-0")
 
-    told = tell(story, Knobs(every=2, store_every=10, spread=0))
+    told = tell(story, Knobs(every=2, store_every=10, spread=spread))
     assert told.facts(checkpoints.SaveOrdered) == []
     assert told.saving.restores[1] == Restore(2, (1, 20), checkpoints.STORAGE)
     assert {one.tier for one in told.facts(checkpoints.Restored) if one.generation == 2} == {checkpoints.STORAGE}
@@ -212,7 +213,7 @@ def test_a_writer_dies_while_it_writes() -> None:
         cluster.kill_node("worker-0-0")
         await cluster.until(lambda: cluster.state.checkpoints.of("worker").newest >= (1, 24))
 
-    told = tell(story, Knobs(every=2, store_every=10, write_s=1.0, slots=4))
+    told = tell(story, Knobs(every=2, store_every=10, write_s=1.0, slots=4, replicas=True))
     assert (1, 24) in told.committed
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +20,7 @@ from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.checkpoint.seal import seal
 from dlrover_adapters.checkpoint.slotview import SlotView
 from dlrover_adapters.checkpoint.table import Item, Table, pack_blob
+from dlrover_adapters.checkpoint.table import light as lightened
 from dlrover_adapters.torch.checkpoint.capture import Target
 from dlrover_adapters.torch.checkpoint.ladder import RestoreFailed
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
@@ -103,6 +104,8 @@ class Arena:
         holders: tuple[tuple[int, ...], ...],
         *,
         layout: int = 7,
+        own: tuple[int, ...] = (),
+        light: bool = False,
     ) -> None:
         self.rank, self.world, self.layout, self.shares = rank, world, layout, shares
         items, at = [], 0
@@ -115,7 +118,11 @@ class Arena:
             )
             at += -(-size // 64) * 64
         objects = ("extra", "rank.0.rng") if rank == 0 else (f"rank.{rank}.rng",)
-        table = Table(layout, world, rank, holders, tuple(items), objects).packed()
+        whole_table = Table(layout, world, rank, holders, tuple(items), objects, own=own)
+        if light:
+            whole_table, _ = lightened(whole_table)
+            self.shares, items, at = [], [], 0
+        table = whole_table.packed()
         self.items = items
         self.sizes = Geometry(3, len(table), 65536, at)
         self.fd = os.memfd_create("arena")
@@ -311,6 +318,11 @@ class Live:
         """As `Capture`."""
         return not name.startswith("rank.") or name.startswith(f"rank.{self.rank}.")
 
+    def lacks(self, objects: Collection[str]) -> str:
+        """As `Capture`."""
+        name = f"rank.{self.rank}.rng"
+        return "" if name in objects else name
+
     def load(self, objects: Mapping[str, Any]) -> None:
         """As `Capture`."""
         self.objects = dict(objects)
@@ -380,17 +392,30 @@ def fsdp(nodes: list[FakeNode], world: int, *steps: int, hashed: bool = True) ->
     return arenas
 
 
-def ddp(nodes: list[FakeNode], world: int, step: int) -> list[Arena]:
-    """The same for replicas: each node has all of it."""
+def ddp(nodes: list[FakeNode], world: int, *steps: int, own: bool = False) -> list[Arena]:
+    """The same for replicas: each node has all of it; ``own``: beside what its ranks alone have."""
     nproc = world // len(nodes)
     holders = tuple(tuple(range(local, world, nproc)) for local in range(nproc))
     arenas = [
-        nodes[rank // nproc].has(Arena(rank, world, nproc, replicated(rank, world, nproc), holders))
+        nodes[rank // nproc].has(
+            Arena(rank, world, nproc, replicated(rank, world, nproc), holders, own=tuple(range(world)) if own else ())
+        )
         for rank in range(world)
     ]
     for arena in arenas:
-        arena.save(step)
+        for slot, step in enumerate(steps):
+            arena.save(step, slot=slot)
     return arenas
+
+
+def objects_of(rank: int, world: int, nproc: int, *steps: int) -> Arena:
+    """A copy of what only one of these replicas has."""
+    holders = tuple(tuple(range(local, world, nproc)) for local in range(nproc))
+    shares, own = replicated(rank, world, nproc), tuple(range(world))
+    found = Arena(rank, world, nproc, shares, holders, own=own, light=True)
+    for slot, step in enumerate(steps):
+        found.save(step, slot=slot)
+    return found
 
 
 def everything() -> list[Share]:

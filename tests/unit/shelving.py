@@ -78,7 +78,7 @@ class Line:
         self._agent.arenas[number] = (fd, (layout, geometry))
         return Arena(number, True, os.dup(fd))
 
-    def ready(self, arena: int, holders: Any = None) -> None:
+    def ready(self, arena: int, holders: Any = None, own: Any = ()) -> None:
         """Its words make sense."""
         Control(mmap.mmap(self._agent.arenas[arena][0], 0))
         assert holders == ((0,),)

@@ -12,6 +12,7 @@ import torch
 from dlrover_adapters.checkpoint.hashing import digest, digests
 from dlrover_adapters.checkpoint.slotview import SlotView
 from dlrover_adapters.checkpoint.table import Item, Table, pack_blob
+from dlrover_adapters.checkpoint.table import light as lightened
 from dlrover_core.checkpoint.arena import PAGE, Control, Geometry, Stamp
 
 Chunk = tuple[str, torch.Tensor, Sequence[int], Sequence[int]]
@@ -42,6 +43,8 @@ class Arena:
         hashed: bool = True,
         writers: Sequence[int] = (),
         told: Sequence[str] | None = None,
+        own: Sequence[int] = (),
+        light: bool = False,
     ) -> None:
         items, at = [], 0
         for name, tensor, offsets, full in chunks:
@@ -55,7 +58,10 @@ class Arena:
         names = [item.name for item in items] + list(objects)
         named = tuple((name, tuple((paths or {}).get(name, name.split(".")))) for name in dict.fromkeys(names))
         mine = tuple(objects if told is None else told)
-        table = Table(7, world, rank, ((rank,),), tuple(items), mine, named, tuple(writers))
+        table = Table(7, world, rank, ((rank,),), tuple(items), mine, named, tuple(writers), (), tuple(own))
+        if light:
+            table, _ = lightened(table)
+            items, chunks, at = list(table.items), [], 0
         packed = table.packed()
         blob = pack_blob({name: pickled(value) for name, value in objects.items()})
         self.geometry = Geometry(2, len(packed), len(blob) + 100, at)

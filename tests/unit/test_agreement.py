@@ -10,14 +10,17 @@ from hypothesis import strategies as st
 from dlrover_core.checkpoint.agreement import (
     DISK,
     MEMORY,
+    OBJECTS,
     REPLICA,
     STORAGE,
     Holders,
+    Lack,
     Node,
     Piece,
     Plan,
     Refusal,
     Source,
+    passed_over,
     plan,
     refusals,
 )
@@ -57,8 +60,62 @@ def test_a_lost_node_is_served_by_its_partner() -> None:
     assert plan([nodes[0]._replace(address=""), nodes[1]], {(7, 4): FSDP4}) is None
 
 
+OWN = {(7, 4): (0, 1, 2, 3), (7, 8): tuple(range(8))}
+"""Every rank has objects of its own."""
+
+
+def test_a_rank_s_own_objects_make_a_state_whole() -> None:
+    """Under DDP any node has all tensors; a newcomer's own objects are with its partner, or the next older state is taken."""
+    survivor = [piece(rank, step) for step in (10, 12) for rank in (0, 1)]
+    copies = [piece(rank, kind=kind) for rank, kind in ((2, REPLICA), (3, OBJECTS))]
+    nodes = [node((0, 1), *survivor, *copies), node((2, 3))]
+    found = plan(nodes, {(7, 4): DDP4}, own=OWN)
+    assert found is not None
+    assert (found.step, found.reshard) == (10, False)
+    # All of rank 2 is there, so its tensors are read from there, too.
+    assert found.sources[1] == (Source(REPLICA, 0, 2), Source(OBJECTS, 0, 3), Source(MEMORY, 0, 1))
+    assert passed_over(nodes, {(7, 4): DDP4}, (), OWN, found) == (Lack(1, 12, (2, 3)),)
+    # Without the copies nothing in memory is usable, and storage is.
+    nodes = [node((0, 1), *survivor), node((2, 3))]
+    assert plan(nodes, {(7, 4): DDP4}, {(1, 5)}, own=OWN) == Plan(1, 5, STORAGE)
+    lacks = passed_over(nodes, {(7, 4): DDP4}, (), OWN, None)
+    assert lacks == (Lack(1, 12, (2, 3)), Lack(1, 10, (2, 3)))
+
+
+def test_a_node_that_left_a_save_out_lacks_its_ranks_objects() -> None:
+    """Its own memory is a save behind the other node's: the step that both have is taken."""
+    nodes = [
+        node((0, 1), *(piece(rank, step) for step in (10, 12) for rank in (0, 1))),
+        node((2, 3), piece(2), piece(3)),
+    ]
+    found = plan(nodes, {(7, 4): DDP4}, own=OWN)
+    assert found is not None
+    assert found.step == 10
+
+
+def test_refused_objects_are_missing_objects() -> None:
+    """A piece of objects that failed verification is not used again; where it was the only one, the state is over."""
+    nodes = [node((0, 1), piece(0), piece(1), piece(2, kind=OBJECTS), piece(3, kind=OBJECTS)), node((2, 3))]
+    first = plan(nodes, {(7, 4): DDP4}, own=OWN)
+    assert first is not None
+    refused = refusals(first, 1, 3)
+    assert refused == (Refusal(OBJECTS, 0, 3, 1, 10),)
+    assert plan(nodes, {(7, 4): DDP4}, refused=refused, own=OWN) is None
+    assert passed_over(nodes, {(7, 4): DDP4}, refused, OWN, None) == (Lack(1, 10, (3,)),)
+
+
+def test_in_another_shape_own_objects_are_read_where_they_are() -> None:
+    """Half of the nodes is gone: the state is used, and the ranks that are left have their own objects."""
+    nodes = [node((0,), piece(0), piece(1), piece(3, kind=OBJECTS)), node((1,))]
+    found = plan(nodes, {(7, 4): DDP4}, own=OWN)
+    assert found is not None
+    assert found.reshard
+    assert [{source.rank for source in one} for one in found.sources] == [{0, 1}, {0, 1}]
+    assert passed_over(nodes, {(7, 4): DDP4}, (), OWN, found) == ()
+
+
 def test_replicated_states_need_no_copies() -> None:
-    """Under DDP a newcomer reads what any other node has."""
+    """Under DDP a newcomer reads what any other node has, where ranks have nothing of their own."""
     nodes = [node((0, 1), piece(0), piece(1)), node((2, 3))]
     found = plan(nodes, {(7, 4): DDP4})
     assert found is not None
@@ -152,9 +209,10 @@ SETS = {
 }
 PIECES = [
     Piece(kind, rank, world, rank % 2, generation, step, layout)
-    for (layout, world), kind, generation, step in product(SETS, (MEMORY, REPLICA), (1, 2), (5, 6))
+    for (layout, world), kind, generation, step in product(SETS, (MEMORY, REPLICA, OBJECTS), (1, 2), (5, 6))
     for rank in range(world)
 ]
+OWNERS = {(7, 4): (0, 1, 2, 3), (7, 2): (), (8, 4): (1, 2, 3), (8, 2): (0, 1)}
 STORED = list(product((1, 2), (4, 5, 6)))
 
 
@@ -167,7 +225,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[Node], set[tuple[int, int]], list[Refu
     for state in states:
         for rank in range(state.world):
             for place in draw(st.sets(st.integers(0, places - 1), max_size=2)):
-                kind = draw(st.sampled_from((MEMORY, REPLICA)))
+                kind = draw(st.sampled_from((MEMORY, REPLICA, OBJECTS)))
                 having[place].add(state._replace(rank=rank, local_rank=rank % 2, kind=kind))
     nodes = [
         Node(
@@ -224,14 +282,25 @@ def test_against_brute_force(case: tuple[list[Node], set[tuple[int, int]], list[
         nproc = 1 + max(one.local_rank for _, one in there)
         reshard = sum(len(each.ranks) for each in nodes) != state[3] or any(len(each.ranks) != nproc for each in nodes)
         if all(
-            any(source.rank in one for source in reachable(nodes, refused, place, state))
+            any(source.rank in one and source.kind != OBJECTS for source in reachable(nodes, refused, place, state))
             for place, each in enumerate(nodes)
             for one in sets
             if reshard or set(one) & set(each.ranks)
+        ) and (
+            reshard
+            or all(
+                any(source.rank == rank for source in reachable(nodes, refused, place, state))
+                for place, each in enumerate(nodes)
+                for rank in each.ranks
+                if rank in OWNERS[state[2:]]
+            )
         ):
             whole[state] = reshard
     best = max([*usable, *disk, *(state[:2] for state in whole)], default=None)
-    found = plan(nodes, SETS, stored, refused)
+    found = plan(nodes, SETS, stored, refused, OWNERS)
+    for lack in passed_over(nodes, SETS, refused, OWNERS, found):
+        assert lack.ranks
+        assert found is None or (lack.generation, lack.step) >= (found.generation, found.step)
     assert (found and (found.generation, found.step)) == best
     if found is None:
         return
@@ -246,8 +315,12 @@ def test_against_brute_force(case: tuple[list[Node], set[tuple[int, int]], list[
         assert set(read) <= can
         needed = [one for one in SETS[state[2:]] if found.reshard or set(one) & set(each.ranks)]
         assert len(read) == len(set(read))
+        assert len(read) == len({source.rank for source in read})
+        for rank in set(each.ranks) & set(OWNERS[state[2:]]):
+            assert found.reshard <= (any(one.rank == rank for one in read) == any(one.rank == rank for one in can))
+            assert found.reshard or any(one.rank == rank for one in read)
         for one in needed:
-            got = [source for source in read if source.rank in one]
+            got = [source for source in read if source.rank in one and source.kind != OBJECTS]
             assert got
-            if any(other.rank in one and other.node == place for other in can):
+            if any(other.rank in one and other.node == place and other.kind != OBJECTS for other in can):
                 assert any(source.node == place for source in got)

@@ -26,7 +26,7 @@ from dlrover_core.job.checkpoints import (
     StorageBack,
     StorageFailed,
 )
-from dlrover_core.job.holdings import Holdings, SaveOrder, parts_of
+from dlrover_core.job.holdings import Holdings, SaveOrder
 from dlrover_core.job.state import LEVELLING, JobState, Order, desired
 from dlrover_core.kernel.engine import NotDone
 from dlrover_core.kernel.state import digest, pack, unpack
@@ -169,7 +169,7 @@ def test_a_world_resumes_from_what_is_whole_in_memory() -> None:
     drive = saving(nodes=2)
     commit(drive, 20)
     drive.observe(B, "failed", -9)
-    held(drive, A, 22, 24)
+    held(drive, A, 22, 24, copies=((1, 22), (1, 24)))
     drive.observe(B, "gone")
     drive.observe("worker-1-1", "running")
     drive.join("worker-1-1")
@@ -221,7 +221,8 @@ def test_a_save_that_was_ordered_is_committed_for_that_reason() -> None:
     drive.exit(B, 1)
     held(drive, A, 12)
     held(drive, B, 12)
-    assert (order(drive, A).persist, order(drive, B).persist) == (12, -1)  # every node holds all, one writes
+    # Every node holds all tensors, and each has objects of its own.
+    assert [order(drive, node).persist_places for node in (A, B)] == [(0,), (1,)]
     assert commit(drive, 12) == ["CheckpointCommitted"]
     assert drive.facts(CheckpointCommitted)[-1].why == drive.facts(SaveOrdered)[0].why
     assert order(drive, A).persist == -1
@@ -253,7 +254,7 @@ def test_nobody_waits_for_ever_for_a_word() -> None:
     """Who does not say what it holds is waited for a few seconds; then what the others hold is written."""
     drive = saving()
     drive.exit(B, 1)
-    held(drive, A, 12)
+    held(drive, A, 12, copies=((1, 12),))
     drive.wait(salvage.HELD_WAIT_S - 0.5)
     assert drive.facts(SaveOrdered) == []
     drive.wait(1)
@@ -264,19 +265,60 @@ def test_a_dead_node_is_not_waited_for() -> None:
     """With its last survivor's word everything is known that ever will be."""
     drive = saving(nodes=3)
     drive.observe(C, "failed", -9)
-    held(drive, A, 12)
-    assert held(drive, B, 14) == ["StepsHeld", "SaveOrdered"]
+    held(drive, A, 12, 14)
+    assert held(drive, B, 14, copies=((2, 12), (2, 14))) == ["StepsHeld", "SaveOrdered"]
     assert drive.facts(SaveOrdered)[0].step == 14
 
 
-def test_what_died_with_its_only_holder_is_not_ordered() -> None:
-    """Where each node holds a part of its own and one is gone, nothing is whole: nothing is ordered, and nothing waits."""
-    drive = saving(nodes=3, spread=0)
+@pytest.mark.parametrize("spread", [0, 1])
+def test_what_died_with_its_only_holder_is_not_ordered(spread: int) -> None:
+    """Where a node is gone and nobody has a copy of its part, nothing is whole: nothing is ordered, and nothing waits.
+
+    Not where every node holds all tensors either: its ranks' random numbers and positions in the data are gone.
+    """
+    drive = saving(nodes=3, spread=spread)
     drive.observe(C, "failed", -9)
     held(drive, A, 12)
     held(drive, B, 12)
     drive.wait(60)
     assert drive.facts(SaveOrdered) == []
+
+
+def test_an_older_step_is_ordered_where_the_newest_lacks_a_part() -> None:
+    """The partner's copy is a save behind: that older step is written, if nothing newer is on storage."""
+    drive = saving()
+    commit(drive, 8)
+    drive.observe(B, "failed", -9)
+    held(drive, A, 10, 12, copies=((1, 8), (1, 10)))
+    assert [one.step for one in drive.facts(SaveOrdered)] == [10]
+    drive = saving()
+    commit(drive, 10)
+    drive.observe(B, "failed", -9)
+    held(drive, A, 10, 12, copies=((1, 8), (1, 10)))
+    drive.wait(60)
+    assert drive.facts(SaveOrdered) == []
+
+
+def test_nodes_hear_when_it_is_decided_what_is_written() -> None:
+    """Until then they keep what the ended generation left; a generation of which nothing is written is decided upon, too."""
+    drive = saving()
+    assert order(drive, A).decided == 0
+    drive.exit(B, 1)
+    held(drive, A, 12)
+    assert [order(drive, node).decided for node in (A, B)] == [0, 0]
+    held(drive, B, 12)
+    assert [(order(drive, node).decided, order(drive, node).persist) for node in (A, B)] == [(1, 12), (1, 12)]
+    drive = saving()
+    drive.observe(B, "failed", -9)
+    assert order(drive, A).decided == 0
+    held(drive, A, 12)
+    assert (order(drive, A).decided, order(drive, A).persist) == (1, -1)
+    drive = saving()
+    commit(drive, 12)
+    drive.exit(B, 1)
+    held(drive, A, 12)
+    held(drive, B, 12)
+    assert (order(drive, A).decided, order(drive, A).persist) == (1, -1)
 
 
 def test_copies_stand_in_for_what_died() -> None:
@@ -290,16 +332,15 @@ def test_copies_stand_in_for_what_died() -> None:
 
 
 def test_who_dies_while_it_should_write_is_replaced() -> None:
-    """Another one that holds the same takes over; where there is none, the order is over."""
+    """Another one that has a copy takes over; where there is none, the order is over."""
     drive = saving(nodes=3)
     drive.exit(C, 2)
-    for node in (A, B, C):
-        held(drive, node, 12)
-    assert [order(drive, node).persist for node in (A, B, C)] == [12, -1, -1]
+    for node, place in ((A, 2), (B, 0), (C, 1)):
+        held(drive, node, 12, copies=((place, 12),))
+    assert [order(drive, node).persist_places for node in (A, B, C)] == [(0,), (1,), (2,)]
     drive.observe(A, "failed", -9)
-    assert [order(drive, node).persist for node in (B, C)] == [12, -1]
+    assert [order(drive, node).persist_places for node in (B, C)] == [(1, 0), (2,)]
     drive.observe(B, "failed", -9)
-    drive.observe(C, "failed", -9)
     assert drive.state.checkpoints.of("worker").order is None
 
 
@@ -411,7 +452,7 @@ def test_nobody_is_waited_for_at_the_end_either() -> None:
     """A node that does not say what it holds has the time of a stop; a new leader waits no longer."""
     drive = saving()
     drive.do(job.StopJob("enough"))
-    held(drive, A, 40)
+    held(drive, A, 40, copies=((1, 40),))
     drive.take_over()
     drive.wait(60)
     assert [one.step for one in drive.facts(SaveOrdered)] == [40]
@@ -613,40 +654,38 @@ def test_a_snapshot_in_between_changes_nothing() -> None:
 
 @given(
     st.integers(1, 8),
-    st.integers(0, 8),
     st.dictionaries(st.integers(0, 7), st.sets(st.integers(0, 4), max_size=3)),
     st.dictionaries(st.integers(0, 7), st.tuples(st.integers(0, 7), st.integers(0, 4))),
 )
 def test_a_step_is_whole_where_every_part_is(
-    nodes: int, spread: int, told: dict[int, set[int]], copied: dict[int, tuple[int, int]]
+    nodes: int, told: dict[int, set[int]], copied: dict[int, tuple[int, int]]
 ) -> None:
     """The newest step of which every part is held, its own or a copy; each part is written by exactly one that holds it."""
-    held_by = Holdings("worker", 1, ((0, nodes, 0, 1),), spread)
+    held_by = Holdings("worker", 1, ((0, nodes, 0, 1),))
     for place, steps in told.items():
         if place < nodes:
             held_by.held[f"worker-{place}-0"] = tuple(sorted(steps))
             if place in copied and copied[place][0] < nodes:
                 held_by.copies[f"worker-{place}-0"] = (copied[place],)
-    parts = parts_of(spread, nodes)
 
     def who(step: int, part: int) -> list[tuple[str, int]]:
         own = [(node, held_by.places[node]) for node, steps in held_by.held.items() if step in steps]
         other = [(node, place) for node, pairs in held_by.copies.items() for place, of in pairs if of == step]
-        return [one for one in own + other if one[1] % parts == part]
+        return [one for one in own + other if one[1] == part]
 
-    whole = [step for step in range(5) if all(who(step, part) for part in range(parts))]
+    whole = [step for step in range(5) if all(who(step, part) for part in range(nodes))]
     assert held_by.whole == max(whole, default=-1)
     for step in whole:
         writers = SaveOrder.of(held_by, step, "why").writers
         written = [(node, place) for node, places in writers.items() for place in places]
-        assert sorted(place % parts for _, place in written) == list(range(parts))
-        assert all(one in who(step, one[1] % parts) for one in written)
+        assert sorted(place for _, place in written) == list(range(nodes))
+        assert all(one in who(step, one[1]) for one in written)
 
 
-@given(st.integers(2, 6), st.integers(0, 6), st.lists(st.integers(0, 5), max_size=5))
-def test_writers_only_gain_when_others_die(nodes: int, spread: int, deaths: list[int]) -> None:
+@given(st.integers(2, 6), st.lists(st.integers(0, 5), max_size=5))
+def test_writers_only_gain_when_others_die(nodes: int, deaths: list[int]) -> None:
     """Whoever is left writes what it was to write, and maybe more: what it has told of is never more than it was asked for."""
-    held_by = Holdings("worker", 1, ((0, nodes, 0, 1),), spread)
+    held_by = Holdings("worker", 1, ((0, nodes, 0, 1),))
     for place in range(nodes):
         held_by.held[f"worker-{place}-0"] = (7,)
         held_by.copies[f"worker-{place}-0"] = (((place + 1) % nodes, 7),)
@@ -664,7 +703,7 @@ def test_times_are_in_microseconds() -> None:
     drive = saving(broken_grace_s=0.0)
     drive.exit(B, 1)
     drive.wait(30)
-    held(drive, A, 12)
+    held(drive, A, 12, copies=((1, 12),))
     began = drive.now
     drive.wait(60)
     (record,) = [one for one in drive.records if isinstance(one.event, SaveOrdered)]

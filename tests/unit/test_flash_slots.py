@@ -40,6 +40,27 @@ def test_a_save_with_every_slot_in_use_is_left_out_and_counted() -> None:
         assert len(ckpt._costs.writes) == 1, "how long slots are read for says how often storage can keep up"
 
 
+def test_a_save_that_an_ended_generation_leaves_no_room_for_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """What is in the way is what the generation before has left, and not a slow storage."""
+    run = Training(plain)
+    with FlashCheckpoint("", **run.parts, every=1) as ckpt:
+        list(run.train(1, 2, ckpt.step))
+        ckpt.wait()
+        engine = ckpt._engine
+        assert engine is not None
+        control = engine.control
+        assert control is not None
+        for slot, stamp in control.stamps():
+            control.publish(slot, stamp._replace(generation=engine.generation - (stamp.step == 2)))
+            control.pin(slot)
+        list(run.train(3, 3, ckpt.step))
+        assert (
+            "step 3 was not saved (1 by now): step 2 of the generation that ended is kept until it is on" in caplog.text
+        )
+        control.unpin(0)
+        control.unpin(1)
+
+
 def test_replaced_tensors_of_the_same_form_keep_the_memory() -> None:
     """``optimizer.load_state_dict`` makes new tensors: the next save copies those."""
     run = Training(plain)

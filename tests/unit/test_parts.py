@@ -91,7 +91,7 @@ def test_without_a_run_nothing_is_taken_for_the_same(place: Place) -> None:
 
 
 def test_a_rank_can_stand_in_for_another(place: Place) -> None:
-    """A rank that holds what a dead one was to write can write it too, after its own as well; what is there twice is one."""
+    """From a copy of a dead rank's objects its part is written, with the tensors of a rank that holds them as well."""
     tensors = state()
     names = sorted(tensors)
     arenas = [
@@ -100,7 +100,15 @@ def test_a_rank_can_stand_in_for_another(place: Place) -> None:
     ]
     write_part(arenas[0].view(), place, run="r")
     assert sorted(StepReader(place, 120).items) == names[:3]
-    assert not write_part(arenas[0].view(), place, run="r", everything=True).again
+    light = whole(tensors, rank=1, world=2, writes=names[3:], objects={"rank.1.rng": 1}, light=True)
+    with pytest.raises(PartTorn, match=f"{names[3]} of rank 1 is not in this node's memory"):
+        write_part(light.view(), place, run="r")
+    write_part(light.view(), place, run="r", beside=[arenas[0].view()])
+    seal(place, 120, [0, 1])
+    reader = StepReader(place, 120)
+    reader.verify()
+    assert all(torch.equal(reader.tensor(name), tensor) for name, tensor in tensors.items())
+    assert sorted(reader.objects) == [*sorted(OBJECTS), "rank.1.rng"]
     assert write_part(arenas[0].view(), place, run="r").again
     write_part(arenas[1].view(), place, run="r")
     seal(place, 120, [0, 1])
@@ -303,8 +311,8 @@ def test_a_manifest_of_a_newer_format_is_refused_by_name(place: Place) -> None:
     seal(place, 120, [0])
     for name in ("manifest.json", "part-0.json"):
         raw = place.get(f"{FOLDER}/{name}")
-        place.put(f"{FOLDER}/{name}", raw.replace(b'"format":1', b'"format":2'))
-        with pytest.raises(CheckpointTooNew, match=rf"{name} is of format 2.*newer dlrover-core"):
+        place.put(f"{FOLDER}/{name}", raw.replace(b'"format":2', b'"format":3'))
+        with pytest.raises(CheckpointTooNew, match=rf"{name} is of format 3.*newer dlrover-core"):
             StepReader(place, 120)
         place.put(f"{FOLDER}/{name}", raw)
     place.put(f"{FOLDER}/manifest.json", b'{"format":99}')

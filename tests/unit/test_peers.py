@@ -48,9 +48,24 @@ IDLE_S = 5.0
 class Home:
     """An arena of one rank, as its node has it."""
 
-    def __init__(self, rank: int = 0, *, data_bytes: int = DATA_BYTES, layout: int = LAYOUT, world: int = 2) -> None:
-        items = (Item("w", "uint8", (data_bytes,), (0,), (data_bytes,), 0, data_bytes),)
-        table = Table(layout, world, rank, ((0,), (1,)), items).packed()
+    def __init__(
+        self,
+        rank: int = 0,
+        *,
+        data_bytes: int = DATA_BYTES,
+        layout: int = LAYOUT,
+        world: int = 2,
+        own: int = 0,
+        live: int = 0,
+    ) -> None:
+        """``own``: so many of its bytes are a tensor that only this rank has; ``live``: and so many one that others write."""
+        rest = data_bytes - own
+        items = (
+            Item("w", "uint8", (rest,), (0,), (rest,), 0, rest),
+            *([Item(f"rank.{rank}.extra.t", "uint8", (own,), (0,), (own,), rest, own)] if own else []),
+            *([Item("buffer", "uint8", (live,), (0,), (live,), 64, live, live=True)] if live else []),
+        )
+        table = Table(layout, world, rank, ((0,), (1,)), items, own=(0, 1)).packed()
         self.sizes = Geometry(2, len(table), 4096, data_bytes)
         self.memory = mmap.mmap(-1, self.sizes.total_bytes)
         self.memory[PAGE : PAGE + len(table)] = table
@@ -214,6 +229,34 @@ def test_newer_replaces_older_in_turn(node: Callable[..., Node]) -> None:
     assert sorted(stamp.step for _, stamp in control.stamps()) == [20, 30]
     with pytest.raises(PeerRefused, match="older than what is here"):
         send(partner.address, home.save(20), OURS, generation=1)
+
+
+@pytest.mark.parametrize(("own", "live"), [(0, 0), (4096, 0), (4000, 33), (1000, BLOCK_BYTES + 100)])
+def test_light(node: Callable[..., Node], own: int, live: int) -> None:
+    """A light copy leaves out the tensors that are the same on every node, and says so in its table."""
+    home, partner = Home(1, own=own, live=live), node()
+    view = home.save(7)
+    assert send(partner.address, view, OURS, generation=1, light=True).size < 16_384 + live
+    (copy,) = partner.made
+    assert copy.light
+    got = fetched(partner, Wanted(1, 1, 7, LAYOUT))
+    assert bytes(got.blob) == bytes(view.blob)
+    got.verify()
+    assert [one.name for one in got.table.elsewhere] == ["w"]
+    assert [bytes(got.raw(one)) for one in got.table.items] == [bytes(view.raw(one)) for one in view.table.items[1:]]
+
+
+def test_light_copies_of_many_steps(node: Callable[..., Node]) -> None:
+    """Without tensors a copy is small, so the last steps are kept; a whole one takes their place."""
+    home, partner = Home(1), node()
+    for step in range(1, 13):
+        send(partner.address, home.save(step), OURS, generation=1, light=True)
+    (copy,) = partner.made
+    control = Control(mmap.mmap(copy.fd, 0))
+    assert sorted(stamp.step for _, stamp in control.stamps()) == list(range(5, 13))
+    for step in (13, 14):
+        send(partner.address, home.save(step), OURS, generation=1)
+    assert [one.light for one in partner.server.copies()] == [False]
 
 
 def test_what_is_to_be_kept_is_not_overwritten(node: Callable[..., Node]) -> None:

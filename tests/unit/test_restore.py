@@ -22,6 +22,7 @@ from tests.unit.restoring import (  # noqa: E402
     ddp,
     everything,
     fsdp,
+    objects_of,
     sharded,
     store,
 )
@@ -38,6 +39,7 @@ from dlrover_adapters.torch.checkpoint.ladder import RestoreFailed  # noqa: E402
 from dlrover_adapters.torch.checkpoint.meeting import Meeting  # noqa: E402
 from dlrover_adapters.torch.checkpoint.sources import Mismatch  # noqa: E402
 from dlrover_adapters.torch.checkpoint.vault import (  # noqa: E402
+    OBJECTS,
     REPLICA,
 )
 from dlrover_core.checkpoint.arena import BLOCK_BYTES, PAGE, Control, Geometry, Stamp  # noqa: E402
@@ -206,11 +208,68 @@ def test_a_peer_that_does_not_answer(cluster: dict[str, FakeNode], tmp_path: Pat
 def test_a_lost_node(cluster: dict[str, FakeNode]) -> None:
     """A relaunched node is served from the others' memory."""
     nodes = [FakeNode(cluster), FakeNode(cluster)]
-    ddp(nodes, 4, 10)
+    ddp(nodes, 4, 10, own=True)
     nodes[1].arenas.clear()
+    for rank in (2, 3):
+        nodes[0].has(objects_of(rank, 4, 2, 10), OBJECTS)
     world = World(nodes, [Live(rank, everything()) for rank in range(4)])
     assert [one.tier for one in world.restore()] == ["memory", "memory", "peer", "peer"]
     assert all(live.is_at(10) for live in world.lives)
+
+
+def newcomers(cluster: dict[str, FakeNode]) -> tuple[list[FakeNode], World]:
+    """Two nodes of two replicas; all ranks run again."""
+    nodes = [FakeNode(cluster), FakeNode(cluster)]
+    return nodes, World(nodes, [Live(rank, everything()) for rank in range(4)])
+
+
+def test_a_lost_node_s_ranks_get_their_own_objects(cluster: dict[str, FakeNode]) -> None:
+    """The survivor is a save ahead of its copies of the dead node: the older step is taken, of which each rank has its own."""
+    nodes, world = newcomers(cluster)
+    ddp([nodes[0], FakeNode({})], 4, 10, 12, own=True)
+    for rank in (2, 3):
+        nodes[0].has(objects_of(rank, 4, 2, 8, 10), OBJECTS)
+    for rank, found in enumerate(world.restore()):
+        assert (found.step, found.tier) == (10, "memory" if rank < 2 else "peer")
+        ((tier, why),) = found.fell
+        assert tier == "memory"
+        assert "step 12 of generation 1: nobody has the objects that only rank 2, 3 had" in why
+        assert f"looked for in the memory of {nodes[0].address}, {nodes[1].address}" in why
+    for live in world.lives:
+        assert live.is_at(10)
+        assert live.objects[f"rank.{live.rank}.rng"] == f"rng {live.rank} of 10"
+
+
+def test_without_a_copy_of_objects_memory_is_of_no_use(cluster: dict[str, FakeNode], tmp_path: Path) -> None:
+    """The survivor has all tensors of a newer step, and nobody has what only the dead node's ranks had: storage has."""
+    nodes, world = newcomers(cluster)
+    arenas = ddp([nodes[0], FakeNode({})], 4, 10, own=True)
+    for arena in arenas:
+        arena.save(5, slot=1)
+    store(str(tmp_path), arenas, slot=1)
+    for live, found in zip(world.lives, world.restore(url=str(tmp_path)), strict=True):
+        assert (found.step, found.tier) == (5, "storage")
+        assert "nobody has the objects that only rank 2, 3 had" in found.fell[0][1]
+        assert live.objects[f"rank.{live.rank}.rng"] == f"rng {live.rank} of 5"
+
+
+def test_storage_that_lacks_a_rank_s_own_objects(cluster: dict[str, FakeNode], tmp_path: Path) -> None:
+    """As older versions wrote it, one node's part and a seal: it is passed over in a world of the same shape, loudly."""
+    _nodes, world = newcomers(cluster)
+    arenas = ddp([FakeNode({}), FakeNode({})], 4, 5)
+    store(str(tmp_path), arenas)
+    for arena in arenas:
+        arena.save(7)
+    store(str(tmp_path), arenas[:2])
+    for found in world.restore(url=str(tmp_path)):
+        assert found.step == 5
+        assert any("step 7: rank.2.rng of rank 2 is not in it" in why for _tier, why in found.fell), found.fell
+    # In another one it is used, and rank 0's node says who has nothing of its own.
+    for found in World([FakeNode(cluster)], [Live(rank, everything()) for rank in range(3)]).restore(url=str(tmp_path)):
+        assert found.step == 7
+        assert any(
+            "rank 2 in a world of another shape: it begins with fresh random numbers" in one for one in found.notes
+        )
 
 
 def test_all_is_damaged(cluster: dict[str, FakeNode], tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from dlrover_adapters.checkpoint.export import export
 from dlrover_adapters.checkpoint.geometry import fault, nested
+from dlrover_adapters.checkpoint.hashing import digest
 from dlrover_adapters.checkpoint.listing import INCOMPLETE, look
-from dlrover_adapters.checkpoint.manifests import CheckpointDamaged, CheckpointIncomplete
+from dlrover_adapters.checkpoint.manifests import CheckpointDamaged, CheckpointIncomplete, Part, Seal, SealedPart
 from dlrover_adapters.checkpoint.parts import write_part
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.checkpoint.reader import StepReader, buffer_of
@@ -263,7 +264,7 @@ def test_manifests_can_be_read_by_people(tmp_path: Path) -> None:
     """Manifests are JSON: what, of which run and step, by whom, and the digest of each block."""
     written(tmp_path)
     part = json.loads((tmp_path / FOLDER / "part-1.json").read_text())
-    assert (part["format"], part["run"], part["step"], part["rank"], part["world"]) == (1, "r", 120, 1, 3)
+    assert (part["format"], part["run"], part["step"], part["rank"], part["world"]) == (2, "r", 120, 1, 3)
     told = json.loads((tmp_path / FOLDER / "manifest.json").read_text())
     assert [one[0] for one in told["parts"]] == [0, 1, 2]
 
@@ -303,14 +304,63 @@ def test_a_part_with_nothing_but_objects_is_missed(tmp_path: Path) -> None:
     assert set(StepReader(place, 120).objects) == {"rank.0.rng", "rank.1.rng", "rank.2.rng"}
 
 
-def test_what_went_with_a_node_is_not_waited_for(tmp_path: Path) -> None:
-    """Whoever stands in writes all that it has in memory, objects of others too; what nobody has any more holds nothing up."""
-    place = Place(str(tmp_path))
-    arena = Arena([("w", torch.arange(4.0), (0,), (4,))], {"groups": 1, "rank.1.rng": 1}, rank=1, world=2, writes=(),
-                  writers=(0, 1), told=("rank.1.rng",))  # fmt: skip
-    write_part(arena.view(), place, run="r")
-    with pytest.raises(CheckpointIncomplete, match="there is no part of rank 0"):
-        seal(place, 120, [1])
-    write_part(arena.view(), place, run="r", everything=True)
-    seal(place, 120, [1])
-    assert set(StepReader(place, 120).objects) == {"groups", "rank.1.rng"}
+def owners(world: int = 2, **more: Any) -> list[Arena]:
+    """Replicas: rank 0 writes the tensors, and each rank the objects that only it has."""
+    return [
+        Arena([("w", torch.arange(4.0), (0,), (4,))], {"groups": 1, f"rank.{rank}.rng": rank}, rank=rank, world=world,
+              writes=None if rank == 0 else (), told=(*(("groups",) if rank == 0 else ()), f"rank.{rank}.rng"),
+              own=tuple(range(world)), **more)
+        for rank in range(world)
+    ]  # fmt: skip
+
+
+def test_a_step_without_a_rank_s_own_objects_is_none(tmp_path: Path) -> None:
+    """All tensors are there, and what only rank 1 has is not: it is not sealed, not read, and ``verify`` names the rank."""
+    place, (first, second) = Place(str(tmp_path)), owners()
+    write_part(first.view(), place, run="r")
+    for look_at in (lambda: seal(place, 120), lambda: seal(place, 120, [0]), lambda: StepReader(place, 120)):
+        with pytest.raises(CheckpointIncomplete, match=r"objects that only rank 1 has .* are missing"):
+            look_at()
+    assert "only rank 1 has" in verify(place, 120).missing
+    # Sealed by somebody who did not look.
+    raw = place.get(f"{FOLDER}/part-0.json")
+    sealed = SealedPart(0, len(raw), digest(raw), Part.unpacked(raw, "").size)
+    place.put(f"{FOLDER}/manifest.json", Seal("dcp", "r", 1, 120, 2, (sealed,), None).packed())
+    assert "only rank 1 has" in verify(place, 120).missing
+    place.rm(f"{FOLDER}/manifest.json")
+    write_part(second.view(), place, run="r")
+    seal(place, 120)
+    assert verify(place, 120).fine
+
+
+def test_what_older_versions_sealed_is_read(tmp_path: Path) -> None:
+    """Their manifests do not say who has objects of its own; one rank may have stood in for others."""
+    place, (first, _) = Place(str(tmp_path)), owners()
+    write_part(first.view(), place, run="r")
+    raw = place.get(f"{FOLDER}/part-0.json")
+    told = json.loads(raw)
+    told = {**told, "format": 1, "stands_in": True, "writers": [0, 1]}
+    for name in ("own", "covers", "digest"):
+        del told[name]
+    body = json.dumps(told, separators=(",", ":")).encode()
+    place.put(f"{FOLDER}/part-0.json", body[:-1] + f',"digest":"{digest(body):016x}"}}'.encode())
+    seal(place, 120)
+    assert verify(place, 120).fine
+
+
+def test_torch_files_of_two_nodes(tmp_path: Path) -> None:
+    """The node of rank 0 writes the file; the other one what only its ranks have, without which the step is none."""
+    place, (a, b, c, d) = Place(str(tmp_path)), owners(4)
+    write_part(c.view(), place, run="r", format="torch", beside=[d.view()])
+    write_part(a.view(), place, run="r", format="torch", beside=[b.view()])
+    assert sorted(one.name for one in place.ls(FOLDER)) == [
+        "__0_0.objects", "__2_0.objects", "checkpoint.pt", "part-0.json", "part-2.json",
+    ]  # fmt: skip
+    seal(place, 120)
+    assert verify(place, 120).fine
+    assert set(StepReader(place, 120).objects) == {"groups", *(f"rank.{rank}.rng" for rank in range(4))}
+    assert torch.load(tmp_path / FOLDER / "checkpoint.pt")["w"].tolist() == [0, 1, 2, 3]
+    place.rm(f"{FOLDER}/manifest.json")
+    place.rm(f"{FOLDER}/part-2.json")
+    with pytest.raises(CheckpointIncomplete, match="objects that only rank 2, 3 has"):
+        seal(place, 120)

@@ -229,6 +229,41 @@ def test_a_failing_storage_pins_nothing(error: Unsaved) -> None:
     virtually(test)
 
 
+@pytest.mark.parametrize(
+    ("told", "free"),
+    [
+        ({}, False),
+        ({"decided": 1}, False),
+        ({"decided": 2}, True),
+        ({"committed": 35, "committed_of": 2}, False),
+        ({"committed": 40, "committed_of": 2}, True),
+        ({"committed": 10, "committed_of": 3}, True),
+        ({"persist": 40, "persist_of": 2, "persist_places": (0,), "decided": 2}, False),
+        ({"persist": 35, "persist_of": 2, "persist_places": (0,), "decided": 2}, True),
+    ],
+)
+def test_an_ended_generation_s_state_is_held_until_it_is_decided_upon(told: dict[str, Any], free: bool) -> None:
+    """Not longer: who runs next has two slots, and needs both. What is ordered is held until it is written."""
+
+    async def test() -> None:
+        site = Here(State(2, 35), State(2, 40), generation=2)
+        site.runs(3)
+        site.due = False
+        one = Storage(site, nothing)
+        one.hold(State(2, 40), 30.0)
+        site.ordered(**told)
+        one.look(writes=True)
+        assert (State(2, 40) not in one.holds) is free
+        await looks(one)
+        assert (one.holds == []) is bool(told and (free or "persist" in told))
+        await asyncio.sleep(31)
+        one.look(writes=True)
+        assert one.holds == []
+        await one.close()
+
+    virtually(test)
+
+
 # ---- the end of an agent
 
 

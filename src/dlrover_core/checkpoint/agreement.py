@@ -9,6 +9,10 @@ are the pieces that its own ranks had: one of each set of `holders` that any of 
 anything, so all sets are needed, and the ranks find out from the tables which chunks of which pieces are theirs. What is on the
 disks of nodes is usable if each of them has all of it; what is on storage, by all.
 
+Some ranks have objects of their own (random numbers, a sampler's position), which lie only in pieces of that very rank. In a
+world of the same shape a node needs such a piece for each of its ranks, else the state is unusable (`passed_over` says so). In a
+changed world the piece is read where there is one.
+
 What failed verification is handed in as *refused*, and the next best plan comes out; so a ladder is climbed down by asking again.
 """
 
@@ -16,16 +20,19 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 MEMORY, REPLICA, DISK, STORAGE = "memory", "replica", "disk", "storage"
+OBJECTS = "objects"
+"""The kind of a copy of what only one rank has: objects, and no tensors that each node has anyway."""
 
 Holders = tuple[tuple[int, ...], ...]
 
 
 class Piece(NamedTuple):
-    """What ``rank`` of ``world`` saved: in the `MEMORY` of its node, or as a `REPLICA` on another one."""
+    """What ``rank`` of ``world`` saved: in the `MEMORY` of its node, or on another one: all (`REPLICA`), or `OBJECTS` alone."""
 
     kind: str
     rank: int
@@ -80,6 +87,14 @@ class Plan(NamedTuple):
     sources: tuple[tuple[Source, ...], ...] = ()
 
 
+class Lack(NamedTuple):
+    """Why a state was not taken that has all tensors: nobody can give the objects that only these ``ranks`` have."""
+
+    generation: int
+    step: int
+    ranks: tuple[int, ...]
+
+
 class _State(NamedTuple):
     """Which pieces belong together. Sorted by what is newer."""
 
@@ -94,19 +109,16 @@ def plan(
     holders: Mapping[tuple[int, int], Holders],
     stored: Collection[tuple[int, int]] = (),
     refused: Collection[Refusal] = (),
+    own: Mapping[tuple[int, int], Collection[int]] = MappingProxyType({}),
 ) -> Plan | None:
     """The newest state that every node can get, from the fastest places; None: there is nothing.
 
-    ``holders``: by (layout, world) of pieces; pieces of others are of no use. ``stored``: (generation, step) of what is whole on
-    storage. Own node first; what is fetched is fetched from the node that is asked for the fewest pieces so far.
+    ``holders`` and ``own`` (the ranks that have objects of their own): by (layout, world) of pieces; pieces of others are of no
+    use. ``stored``: (generation, step) of what is whole on storage. Own node first; what is fetched is fetched from the node that
+    is asked for the fewest pieces so far.
     """
     failed = frozenset(refused)
-    found: dict[_State, list[tuple[int, Piece]]] = {}
-    for place, node in enumerate(nodes):
-        for piece in node.pieces:
-            if Refusal(piece.kind, place, piece.rank, piece.generation, piece.step) not in failed:
-                state = _State(piece.generation, piece.step, piece.layout, piece.world)
-                found.setdefault(state, []).append((place, piece))
+    found = _states(nodes, failed)
     disks = [
         {one for one in node.disk if Refusal(DISK, place, -1, *one) not in failed}
         for place, node in enumerate(nodes)
@@ -116,8 +128,9 @@ def plan(
     storage = {one for one in stored if Refusal(STORAGE, -1, -1, *one) not in failed}
     for newest in sorted({*storage, *disk, *((one.generation, one.step) for one in found)}, reverse=True):
         for state in sorted((one for one in found if one[:2] == newest), reverse=True):
-            sets = holders.get((state.layout, state.world))
-            read = _read(nodes, state, sets, found[state]) if sets else None
+            form = state.layout, state.world
+            sets, owners = holders.get(form, ()), own.get(form, ())
+            read = _read(nodes, state, sets, owners, found[state]) if sets else None
             if read is not None:
                 reshard = _changed(nodes, state.world, found[state])
                 return Plan(*newest, MEMORY, state.layout, state.world, reshard, read)
@@ -126,6 +139,36 @@ def plan(
         if newest in storage:
             return Plan(*newest, STORAGE)
     return None
+
+
+def passed_over(
+    nodes: Sequence[Node],
+    holders: Mapping[tuple[int, int], Holders],
+    refused: Collection[Refusal],
+    own: Mapping[tuple[int, int], Collection[int]],
+    taken: Plan | None,
+) -> tuple[Lack, ...]:
+    """The states in memory, newer than what is ``taken``, that have all tensors and lack objects; the newest first.
+
+    Not such as a rank that is still there with what it saved before has not saved: those never were whole.
+    """
+    lacks = []
+    floor = (taken.generation, taken.step) if taken is not None else (-1, -1)
+    for state, pieces in sorted(_states(nodes, frozenset(refused)).items(), reverse=True):
+        form = state.layout, state.world
+        sets, owners = holders.get(form, ()), own.get(form, ())
+        if state[:2] <= floor or not sets or _read(nodes, state, sets, (), pieces) is None:
+            continue
+        saved = {
+            piece.rank
+            for node in nodes
+            for piece in node.pieces
+            if piece.rank in node.ranks and (piece.kind, *piece[4:7:2]) == (MEMORY, state.generation, state.layout)
+        }
+        lacking = tuple(rank for rank in _lacking(nodes, state, owners, pieces) if rank not in saved)
+        if lacking:
+            lacks.append(Lack(state.generation, state.step, lacking))
+    return tuple(lacks)
 
 
 def refusals(plan: Plan, place: int, rank: int) -> tuple[Refusal, ...]:
@@ -141,6 +184,44 @@ def refusals(plan: Plan, place: int, rank: int) -> tuple[Refusal, ...]:
     )
 
 
+def _states(nodes: Sequence[Node], failed: Collection[Refusal]) -> dict[_State, list[tuple[int, Piece]]]:
+    """What there is in memory, by state, without what failed verification: pieces with the places of their nodes."""
+    found: dict[_State, list[tuple[int, Piece]]] = {}
+    for place, node in enumerate(nodes):
+        for piece in node.pieces:
+            if Refusal(piece.kind, place, piece.rank, piece.generation, piece.step) not in failed:
+                state = _State(piece.generation, piece.step, piece.layout, piece.world)
+                found.setdefault(state, []).append((place, piece))
+    return found
+
+
+def _lacking(
+    nodes: Sequence[Node], state: _State, owners: Collection[int], pieces: Sequence[tuple[int, Piece]]
+) -> tuple[int, ...]:
+    """In a world of the same shape, the ranks whose own objects their nodes cannot get."""
+    if _changed(nodes, state.world, pieces):
+        return ()
+    by_rank = _sources(pieces)
+    return tuple(
+        rank
+        for place, node in enumerate(nodes)
+        for rank in node.ranks
+        if rank in owners and not _usable(nodes, place, by_rank.get(rank, ()))
+    )
+
+
+def _sources(pieces: Iterable[tuple[int, Piece]]) -> dict[int, list[Source]]:
+    by_rank: dict[int, list[Source]] = {}
+    for place, piece in pieces:
+        by_rank.setdefault(piece.rank, []).append(Source(piece.kind, place, piece.rank))
+    return by_rank
+
+
+def _usable(nodes: Sequence[Node], place: int, sources: Iterable[Source]) -> list[Source]:
+    """Those that the node at a place can read."""
+    return [source for source in sources if source.node == place or nodes[source.node].address]
+
+
 def _changed(nodes: Sequence[Node], world: int, pieces: Sequence[tuple[int, Piece]]) -> bool:
     """Is the new world of another shape? Of the old one its size is known, and its nodes' by the local ranks of the pieces."""
     ranks = sorted(rank for node in nodes for rank in node.ranks)
@@ -150,33 +231,46 @@ def _changed(nodes: Sequence[Node], world: int, pieces: Sequence[tuple[int, Piec
 
 
 def _read(
-    nodes: Sequence[Node], state: _State, sets: Holders, pieces: Sequence[tuple[int, Piece]]
+    nodes: Sequence[Node],
+    state: _State,
+    sets: Holders,
+    owners: Collection[int],
+    pieces: Sequence[tuple[int, Piece]],
 ) -> tuple[tuple[Source, ...], ...] | None:
     """By node what it reads; None where one of them cannot get something that it needs."""
+    if _lacking(nodes, state, owners, pieces):
+        return None
     changed = _changed(nodes, state.world, pieces)
     asked: Counter[int] = Counter()
-    by_rank: dict[int, list[Source]] = {}
-    for place, piece in pieces:
-        by_rank.setdefault(piece.rank, []).append(Source(piece.kind, place, piece.rank))
+    by_rank = _sources(pieces)
     read = []
     for place, node in enumerate(nodes):
         own = frozenset(node.ranks)
         mine: list[Source] = []
-        for one in sets:
-            if not own or (not changed and own.isdisjoint(one)):
-                continue
-            usable = [
-                source
-                for rank in one
-                for source in by_rank.get(rank, ())
-                if source.node == place or nodes[source.node].address
-            ]
-            if not usable:
-                return None
+
+        def take(
+            usable: list[Source], place: int = place, own: frozenset[int] = own, mine: list[Source] = mine
+        ) -> None:
             best = min(usable, key=functools.partial(_cost, place, own, mine, asked))
             asked[best.node] += best.node != place and best not in mine
             if best not in mine:
                 mine.append(best)
+
+        for rank in node.ranks:
+            usable = _usable(nodes, place, by_rank.get(rank, ())) if rank in owners else []
+            # A whole piece, even from afar: of one rank a node reads one piece.
+            usable = [one for one in usable if one.kind != OBJECTS] or usable
+            if usable:
+                take(usable)
+        for one in sets:
+            if not own or (not changed and own.isdisjoint(one)):
+                continue
+            usable = _usable(
+                nodes, place, (source for rank in one for source in by_rank.get(rank, ()) if source.kind != OBJECTS)
+            )
+            if not usable:
+                return None
+            take(usable)
         read.append(tuple(mine))
     return tuple(read)
 

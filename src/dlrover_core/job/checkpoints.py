@@ -42,7 +42,7 @@ class KeepingStarted(NamedTuple):
     """The ranks of a generation save with us, to ``url``: every ``every`` steps in memory, every ``store_every`` on storage.
 
     ``planned``: they can agree on a step boundary, so a planned change of the world loses no step. ``node_bytes`` is what the
-    arenas of one node take. ``spread``: over how many nodes one state is (`holdings`); 0: over all. Said once by the node of
+    arenas of one node take. ``spread``: over how many nodes the tensors of one state are; 0: over all. Said once by the node of
     rank 0.
     """
 
@@ -302,6 +302,7 @@ class Told(NamedTuple):
     mtbf_s: int = 0
     writers: tuple[tuple[str, tuple[int, ...]], ...] = ()
     offered: int = 0
+    decided: int = 0
 
 
 def told(state: JobState, group: str) -> Told:
@@ -478,7 +479,7 @@ def _on_keeping(slice_: CheckpointSlice, fact: KeepingStarted, record: Record) -
     kept = slice_.groups[fact.group]
     kept.generation, kept.url, kept.every, kept.store_every = fact.generation, fact.url, fact.every, fact.store_every
     kept.keep, kept.planned = fact.keep, fact.planned
-    kept.now = Holdings(fact.group, fact.generation, kept.members, fact.spread)
+    kept.now = Holdings(fact.group, fact.generation, kept.members)
 
 
 def _on_committed(slice_: CheckpointSlice, fact: CheckpointCommitted, record: Record) -> None:

@@ -1,8 +1,8 @@
 """What the nodes of a generation hold in memory when it ends, and who of them writes it to storage.
 
-A whole state is spread over ``spread`` nodes: nodes whose places differ by a multiple of it hold the same *part*. With plain data
-parallelism it is 1, every node holds all; with fully sharded states it is the number of nodes. A step is whole where some node
-that is still there holds each part, its own or the copy that it keeps of another's.
+Every node has a part of its own in each state. With plain data parallelism all nodes hold the same tensors, and yet each rank
+has random numbers and a position in the data that no other rank has. So a step is whole where the nodes that are still there can
+write the part of every place: a node its own part, or that of another place of which it keeps a copy.
 """
 
 from __future__ import annotations
@@ -19,11 +19,6 @@ Copies = tuple[tuple[int, int], ...]
 NOTHING = -1
 
 
-def parts_of(spread: int, nodes: int) -> int:
-    """How many parts a state has; where nobody says, every node holds one of its own."""
-    return spread if 0 < spread <= nodes else nodes
-
-
 @dataclass(slots=True)
 class Holdings(Remembering):
     """One generation's. ``ended_at``: 0 while it runs; ``planned``: its end was. ``gone``: members that hold nothing any more.
@@ -34,7 +29,6 @@ class Holdings(Remembering):
     group: str
     generation: int
     members: Ranges
-    spread: int = 0
     ended_at: int = 0
     planned: bool = False
     why: str = ""
@@ -64,13 +58,12 @@ class Holdings(Remembering):
 
     def _whole(self) -> int:
         places = self.places
-        parts = parts_of(self.spread, len(places))
         found: dict[int, set[int]] = {}
         for node, steps in self.held.items():
             told = [(places[node], step) for step in steps]
             for place, step in (*told, *self.copies.get(node, ())):
-                found.setdefault(step, set()).add(place % parts)
-        return max((step for step, have in found.items() if len(have) == parts), default=NOTHING)
+                found.setdefault(step, set()).add(place)
+        return max((step for step, have in found.items() if have >= set(places.values())), default=NOTHING)
 
     def able(self, step: int) -> dict[str, tuple[int, ...]]:
         """Who can write which places' parts of a step: its own first."""
@@ -110,8 +103,7 @@ class SaveOrder:
         """From what the nodes have told."""
         able, places = holdings.able(step), holdings.places
         ordered = dict(sorted(able.items(), key=lambda one: places[one[0]]))
-        parts = parts_of(holdings.spread, len(places))
-        order = cls(holdings.generation, step, why, parts, ordered, {node: places[node] for node in ordered})
+        order = cls(holdings.generation, step, why, len(places), ordered, {node: places[node] for node in ordered})
         order.share_out()
         return order
 
@@ -125,8 +117,8 @@ class SaveOrder:
         writers: dict[str, tuple[int, ...]] = {}
         taken: set[int] = set()
         for _, _, place, node in offers:
-            if place % self.parts not in taken:
-                taken.add(place % self.parts)
+            if place not in taken:
+                taken.add(place)
                 writers[node] = (*writers.get(node, ()), place)
         self.writers = writers
         return len(taken) == self.parts

@@ -41,6 +41,17 @@ def _orderable(state: JobState, group: str, ended: Holdings | None) -> int:
     return step
 
 
+def decided(state: JobState, group: str) -> int:
+    """The newest generation that has ended and of which it is decided what is written: nodes keep nothing of it beside that."""
+    kept = state.checkpoints.of(group)
+    ended = kept.ended
+    if ended is None:
+        return max(0, kept.formed - 1)
+    if not ended.saved and (ended.waiting or _orderable(state, group, ended) >= 0):
+        return ended.generation - 1
+    return max(ended.generation, kept.formed - 1)
+
+
 def _save_at(state: JobState, ended: Holdings) -> int:
     """When nobody is waited for any longer."""
     spec = state.job.spec

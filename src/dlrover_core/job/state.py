@@ -157,6 +157,7 @@ class Order(NamedTuple):
     boundary may be chosen. ``replica_to``: where copies of this node's states go; empty: nowhere. ``lenders``: nodes that have
     left this world at the boundary ``resume_step``, and from where what they held there can still be had: the address, the
     first rank of theirs in the world before, and how many. ``mtbf_s``: seconds between failures to be expected; 0: unknown.
+    ``decided``: of generations up to this one the leader will order nothing to be written beside ``persist``.
     """
 
     leave: bool
@@ -195,6 +196,7 @@ class Order(NamedTuple):
     persist_places: tuple[int, ...] = ()
     lenders: tuple[tuple[str, int, int], ...] = ()
     committed_of: int = 0
+    decided: int = 0
 
 
 class Desired(NamedTuple):
@@ -272,7 +274,7 @@ def _orders(state: JobState) -> Mapping[str, Order]:
     for group, current in state.world.worlds.items():
         # Made once each: a member's for as long as its world stands, and one for all who wait or leave alike.
         working: dict[object, Order] = current.recall("orders", dict)
-        shared = checkpoints.told(state, group)
+        shared = checkpoints.told(state, group)._replace(decided=salvage.decided(state, group))
         made_for: list[checkpoints.Told] = current.recall("orders of", list)
         if made_for != [shared]:
             working.clear()
@@ -294,7 +296,7 @@ def _orders(state: JobState) -> Mapping[str, Order]:
             key: object = (node.node, probe, plan) if own else apart
             order = known.get(key)
             if order is None:
-                order = _order(state, node, current, place)
+                order = _order(state, node, current, place)._replace(decided=shared.decided)
                 if works:
                     order = order._replace(plan=plan[0], plan_go=plan[1], lenders=plan[2])
                 known[key] = order

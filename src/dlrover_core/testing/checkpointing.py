@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dlrover_core.job import checkpoints, job, nodes, world
-from dlrover_core.job.holdings import parts_of
 from dlrover_core.job.layout import Ranges
 from dlrover_core.job.state import JobState
 from dlrover_core.job.world import from_ranges, group_of
@@ -30,7 +29,7 @@ class Checkpoints(Promise):
     def __init__(self) -> None:
         self._committed: dict[str, tuple[int, int]] = {}
         self._members: dict[Generation, Ranges] = {}
-        self._spread: dict[Generation, int] = {}
+        self._keep: set[Generation] = set()
         self._held: dict[Generation, dict[str, checkpoints.StepsHeld]] = {}
         self._restored: set[tuple[str, int]] = set()
         self._failing: set[str] = set()
@@ -39,7 +38,7 @@ class Checkpoints(Promise):
     def _created(self, _state: JobState, _fact: job.JobCreated, _record: Record) -> None:
         self._committed.clear()
         self._members.clear()
-        self._spread.clear()
+        self._keep.clear()
         self._held.clear()
         self._restored.clear()
         self._failing.clear()
@@ -50,19 +49,19 @@ class Checkpoints(Promise):
         # What is older than the one before is of no use to anybody.
         old = fact.group, fact.generation - 3
         self._members.pop(old, None)
-        self._spread.pop(old, None)
+        self._keep.discard(old)
         self._held.pop(old, None)
 
     def _keeping(self, state: JobState, fact: checkpoints.KeepingStarted, record: Record) -> None:
         this, current = (fact.group, fact.generation), state.world.worlds[fact.group]
-        assert this not in self._spread, f"{record.seq}: generation {fact.generation} says twice that it saves"
+        assert this not in self._keep, f"{record.seq}: generation {fact.generation} says twice that it saves"
         assert current.active and current.generation == fact.generation, f"{record.seq}: {this} does not run"
-        self._spread[this] = fact.spread
+        self._keep.add(this)
 
     def _commit(self, state: JobState, fact: checkpoints.CheckpointCommitted, record: Record) -> None:
         this, before = (fact.generation, fact.step), self._committed.get(fact.group, (0, -1))
         assert this > before, f"{record.seq}: {this} is committed after {before}"
-        assert (fact.group, fact.generation) in self._spread, f"{record.seq}: {this} has never said that it saves"
+        assert (fact.group, fact.generation) in self._keep, f"{record.seq}: {this} has never said that it saves"
         assert fact.parts > 0, f"{record.seq}: a checkpoint without parts"
         self._committed[fact.group] = this
         kept = state.checkpoints.of(fact.group)
@@ -86,13 +85,12 @@ class Checkpoints(Promise):
         before = self._committed.get(fact.group, (0, -1))
         assert (fact.generation, fact.step) > before, f"{record.seq}: {fact.step} is ordered after {before}"
         places = self._places(this)
-        parts = parts_of(self._spread[this], len(places))
         covered: set[int] = set()
         for node, held in self._held.get(this, {}).items():
             if node not in self._ended:
                 own = [places[node]] if fact.step in held.steps else []
-                covered.update(one % parts for one in [*own, *(at for at, step in held.copies if step == fact.step)])
-        missing = sorted(set(range(parts)) - covered)
+                covered.update([*own, *(at for at, step in held.copies if step == fact.step)])
+        missing = sorted(set(places.values()) - covered)
         assert not missing, f"{record.seq}: nobody who is left holds the parts {missing} of step {fact.step}"
 
     def _restore(self, state: JobState, fact: checkpoints.Restored, record: Record) -> None:

@@ -29,7 +29,6 @@ from dlrover_core.job.checkpoints import (
     worth_telling,
 )
 from dlrover_core.job.holdings import NOTHING as NO_STEP
-from dlrover_core.job.holdings import parts_of
 from dlrover_core.job.salvage import HELD_WAIT_S
 from dlrover_core.job.state import Order
 from dlrover_core.runtime.duties import Desk
@@ -47,7 +46,8 @@ REPLICA = "replica:"
 class Knobs:
     """How a script saves: into memory every ``every`` steps, on storage every ``store_every`` (0: only when ordered).
 
-    ``slots`` states fit into a node's memory. ``spread``: over how many nodes one state is, 0: over all; 1: each node holds all.
+    ``slots`` states fit into a node's memory. ``spread``: over how many nodes the tensors of one state are, 0: over all; 1: each
+    node holds all of them. What else its ranks have each node holds alone.
     A node writes its part in ``write_s``, and tries again ``retry_s`` after a failure. A restore takes ``restore_s``, from
     anywhere else than the node's own memory ``fetch_s``. ``replicas``: nodes keep a copy of their partner's newest state.
     ``planned``: ranks can agree on a boundary. A job that has ended well waits while a node writes, and ``patience_s`` after the
@@ -133,7 +133,7 @@ class Saving:
         nodes = tuple(dict.fromkeys(ranks[rank].node for rank in sorted(ranks)))
         run = self._runs[generation] = _Run(nodes)
         self._places[generation] = {node: place for place, node in enumerate(nodes)}
-        self.parts[generation] = parts_of(self.knobs.spread, len(nodes))
+        self.parts[generation] = len(nodes)
         found, run.tiers = self._found(generation, nodes)
         slow = found.tier not in (MEMORY, NOTHING)
         await asyncio.sleep(self.knobs.fetch_s if slow else self.knobs.restore_s)
@@ -154,7 +154,7 @@ class Saving:
             self.held.pop(node, None)
             self.copies.pop(node, None)
         self.damaged.difference_update(nodes)
-        memory = max(self._whole(sound), default=(0, 0))
+        memory = max(self._whole(sound, len(nodes)), default=(0, 0))
         stored = max(self.sealed, default=(0, 0))
         if memory == stored == (0, 0):
             return Restore(generation, (0, 0), NOTHING, fell), dict.fromkeys(nodes, NOTHING)
@@ -165,18 +165,22 @@ class Saving:
         tier = MEMORY if all(one == MEMORY for one in tiers.values()) else PEER
         return Restore(generation, memory, tier, fell), tiers
 
-    def _whole(self, nodes: Collection[str]) -> set[State]:
-        """The states of which these nodes hold every part, their own or copies."""
+    def _whole(self, nodes: Collection[str], size: int) -> set[State]:
+        """States of which these nodes hold every part, their own or copies; for a world of another size all tensors will do."""
         have: dict[State, set[int]] = {}
         for node in nodes:
             for state in self.held.get(node, ()):
-                have.setdefault(state, set()).add(self._part(state, node))
+                have.setdefault(state, set()).add(self._places[state[0]][node])
             for owner, state in self.copies.get(node, {}).items():
-                have.setdefault(state, set()).add(self._part(state, owner))
-        return {state for state, parts in have.items() if len(parts) == self.parts[state[0]]}
+                have.setdefault(state, set()).add(self._places[state[0]][owner])
+        return {state for state, places in have.items() if len(places) == self.parts[state[0]] or (
+            size != self.parts[state[0]] and self._all_tensors(state, places)
+        )}  # fmt: skip
 
-    def _part(self, state: State, node: str) -> int:
-        return self._places[state[0]][node] % self.parts[state[0]]
+    def _all_tensors(self, state: State, places: set[int]) -> bool:
+        count = self.parts[state[0]]
+        spread = self.knobs.spread if 0 < self.knobs.spread <= count else count
+        return len({place % spread for place in places}) == spread
 
     def made(self, generation: int, step: int) -> None:
         """All ranks have made a step."""
@@ -252,7 +256,7 @@ class Saving:
 
     def writes(self, generation: int, node: str) -> bool:
         """Is a part of each checkpoint this node's to write?"""
-        return 0 <= self.place(generation, node) < self.parts.get(generation, 0)
+        return self.place(generation, node) >= 0
 
     def steps(self, generation: int, node: str) -> tuple[int, ...]:
         """The steps of a generation that a node holds."""
@@ -277,8 +281,7 @@ class Saving:
 
     def store(self, state: State, places: Iterable[int]) -> None:
         """Parts of a state are on storage."""
-        parts = {place % self.parts[state[0]] for place in places}
-        self.written.setdefault(state, set()).update(parts)
+        self.written.setdefault(state, set()).update(places)
 
     def seal(self, state: State) -> None:
         """The leader says that this state is committed: it may be restored, if it is all there."""
@@ -365,7 +368,7 @@ class SaveDuty:
             desk.send(
                 ReportKeeping(
                     desk.node, generation, knobs.url, knobs.every, knobs.store_every, 3, knobs.planned, knobs.size,
-                    self._saving.parts[generation],
+                    knobs.spread,
                 )
             )  # fmt: skip
         if worth_telling(tier, run.began.fell, rank_0=first):

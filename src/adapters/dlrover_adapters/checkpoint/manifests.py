@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, cast
 from dlrover_adapters.checkpoint.hashing import digest
 from dlrover_core.errors import CoreError
 
-FORMAT = 1
+FORMAT = 2
+"""1 is read, too: it does not say which ranks have objects of their own."""
 SEAL = "manifest.json"
 METADATA = ".metadata"
 BLOCK_BYTES = 16 * 1024 * 1024
@@ -85,9 +86,11 @@ class StoredObject(NamedTuple):
 class Part(NamedTuple):
     """What one rank wrote of a step. ``kind``: `DCP`, or `TORCH`: all of it, in one file that ``torch.load`` opens.
 
-    ``writers``: the ranks that have parts to write of such a state; empty: it is not said. ``stands_in``: there is in it what
-    others usually write, because some of them could not any more; there are fewer parts then. ``run`` is one submission of the
-    job named ``job``; both are empty where no agent was there to say so.
+    ``writers``: the ranks that have parts to write of such a state; empty: it is not said. ``own``: the ranks that have objects
+    of their own in such a state; ``covers``: those of them whose objects are in this part, where it is not this rank alone.
+    ``stands_in``, in parts of older versions: there is in it what others usually write, because some of them could not any more;
+    there are fewer parts then. ``run`` is one submission of the job named ``job``; both are empty where no agent was there to say
+    so.
     """
 
     kind: str
@@ -104,6 +107,8 @@ class Part(NamedTuple):
     writers: tuple[int, ...] = ()
     stands_in: bool = False
     job: str = ""
+    own: tuple[int, ...] = ()
+    covers: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -128,7 +133,8 @@ class Part(NamedTuple):
             items = tuple(StoredItem(*map(_frozen, one)) for one in told.pop("items"))
             objects = tuple(StoredObject(*one) for one in told.pop("objects"))
             paths = tuple((one, tuple(path)) for one, path in told.pop("paths"))
-            told["writers"] = tuple(map(int, told.get("writers", ())))
+            for ranks in ("writers", "own", "covers"):
+                told[ranks] = tuple(map(int, told.get(ranks, ())))
             part = cls(**told, files=files, items=items, objects=objects, paths=paths)
             _sensible(part, block_bytes)
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -249,6 +255,6 @@ def _opened(raw: bytes, name: str) -> dict[str, Any]:
     if isinstance(found, int) and found > FORMAT:
         raise CheckpointTooNew(name, found)
     tail = _TAIL.search(raw)
-    if found != FORMAT or tail is None or int(tail[1], 16) != digest(raw[: tail.start()] + b"}"):
+    if found not in {1, FORMAT} or tail is None or int(tail[1], 16) != digest(raw[: tail.start()] + b"}"):
         raise CheckpointDamaged(name, 0, "a manifest whose bytes are not as they were written")
     return cast(dict[str, Any], told)

@@ -8,7 +8,7 @@ there, nobody takes the part for written.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import xxhash
@@ -130,15 +130,14 @@ def write_part(
     beside: Sequence[SlotView] = (),
     bytes_per_s: float = 0.0,
     verify: bool = True,
-    everything: bool = False,
     job: str = "",
 ) -> PartReport:
     """Write what this slot holds under ``place``; the slot should be pinned. Blocks: for the saver, or a thread.
 
     ``format`` `DCP`: what this rank is to write of the state. `TORCH`: all of the state in one file that ``torch.load`` opens;
-    the other ranks of this node that hold the rest of it are ``beside``, and nobody else writes tensors. ``verify``: compare the
-    slot with its digests first, if it has any; leave it out right after hashing. ``bytes_per_s`` 0: as fast as it goes.
-    ``everything``: also what it holds and others usually write, because they cannot any more; in `DCP` only.
+    the other ranks of this node that hold the rest of it are ``beside``, and nobody else writes tensors. A slot with a copy of
+    objects alone is written with the tensors that its rank writes, which are taken from those ``beside`` it. ``verify``: compare
+    the slots with their digests first, if they have any; leave it out right after hashing. ``bytes_per_s`` 0: as fast as it goes.
     ``job``: whose run it is, by name; retention goes by it.
     The same part again is recognised and not written again, if ``run`` is not empty: then nothing tells this job from one before
     it. A part of an older generation, or of another run, is replaced, and its step is no longer complete.
@@ -153,21 +152,20 @@ def write_part(
         raise PartTorn(f"step {stamp.step}: the slot holds it as of generation {stamp.generation}, not {generation}")
     part = Part(
         format, run, stamp.generation, stamp.step, table.world, table.rank, table.layout,
-        files=(), items=(), objects=(), paths=(), writers=table.writers if format == DCP else (), stands_in=everything,
-        job=job,
+        files=(), items=(), objects=(), paths=(), writers=table.writers if format == DCP else (), job=job, own=table.own,
+        covers=() if format == DCP else tuple(sorted({table.rank, *(one.table.rank for one in beside)})),
     )  # fmt: skip
     manifest = f"{step_name(part.step)}/{part_name(part.rank)}"
-    mine = tuple(item for item in table.items if item.write or everything or format == TORCH)
-    names = tuple(view.objects()) if everything and format == DCP else table.objects
-    before = _before(place, part, manifest, mine, names)
+    mine = _sources(view, beside) if format == DCP else tuple((item, view) for item in table.items)
+    before = _before(place, part, manifest, [item for item, _ in mine], table.objects)
     if before is not None:
         return _report(before, began, again=True)
-    views = (view, *beside)
     try:
+        views = (view, *beside) if format == TORCH else tuple(dict.fromkeys([view, *(one for _, one in mine)]))
         for one in views:
             one.verify(full=verify)
         part = (
-            _write_dcp(view, mine, names, place, part, bytes_per_s)
+            _write_dcp(view, mine, place, part, bytes_per_s)
             if format == DCP
             else _write_torch(views, place, part, bytes_per_s)
         )
@@ -175,6 +173,22 @@ def write_part(
         raise PartTorn(f"step {part.step}: {error}") from error
     place.put(manifest, part.packed())
     return _report(part, began, again=False)
+
+
+def _sources(view: SlotView, beside: Sequence[SlotView]) -> tuple[tuple[Item, SlotView], ...]:
+    """What this rank writes, each with the slot that its bytes lie in. Raises `PartTorn` for what is in none of them."""
+    mine = [(item, view) for item in view.table.items if item.write]
+    if not view.table.elsewhere:
+        return tuple(mine)
+    there = {(one.name, tuple(one.offsets), tuple(one.shape)): (one, by) for by in beside for one in by.table.items}
+    for item in (one for one in view.table.elsewhere if one.write):
+        found = there.get((item.name, tuple(item.offsets), tuple(item.shape)))
+        if found is None:
+            raise PartTorn(
+                f"step {view.stamp.step}: {item.name} of rank {view.table.rank} is not in this node's memory any more"
+            )
+        mine.append(found)
+    return tuple(mine)
 
 
 def _report(part: Part, began: float, *, again: bool) -> PartReport:
@@ -190,10 +204,12 @@ def _before(place: Place, part: Part, manifest: str, mine: Sequence[Item], names
     try:
         found = Part.unpacked(place.get(manifest), place.shown(manifest))
         there = {(item.name, item.offsets) for item in found.items}
-        enough = part.kind == TORCH or (
-            there.issuperset((item.name, tuple(item.offsets)) for item in mine)
-            and {one.name for one in found.objects}.issuperset(names)
-            and found.stands_in >= part.stands_in
+        enough = set(part.covers).issubset(found.covers) and (
+            part.kind == TORCH
+            or (
+                there.issuperset((item.name, tuple(item.offsets)) for item in mine)
+                and {one.name for one in found.objects}.issuperset(names)
+            )
         )
         if (
             part.run
@@ -224,38 +240,38 @@ def _before(place: Place, part: Part, manifest: str, mine: Sequence[Item], names
     return None
 
 
-def _unchanged(views: Sequence[SlotView]) -> None:
+def _unchanged(views: Iterable[SlotView]) -> None:
     for view in views:
         if not view.unchanged():
             raise SlotGone(f"slot {view.slot} was overwritten while it was written to storage")
 
 
 def _write_dcp(
-    view: SlotView, mine: Sequence[Item], names: Sequence[str], place: Place, part: Part, bytes_per_s: float
+    view: SlotView, mine: Sequence[tuple[Item, SlotView]], place: Place, part: Part, bytes_per_s: float
 ) -> Part:
     import torch
 
     from dlrover_adapters.checkpoint.torchfile import Watched, no_crc
 
     name = f"__{part.rank}_0.distcp"
-    objects = _objects(view, names)
+    objects = _objects(view, view.table.objects)
     items, stored = [], []
-    size_hint = sum(item.size + 1024 for item in mine) + sum(map(len, objects.values()))
+    size_hint = sum(item.size + 1024 for item, _ in mine) + sum(map(len, objects.values()))
     with place.writer(f"{step_name(part.step)}/{name}", size_hint) as out, no_crc():
         hashing = Hashing(out, bytes_per_s)
         for one, content in objects.items():
             stored.append(StoredObject(one, 0, hashing.tell(), hashing.write(content)))
         watched = Watched(hashing)
-        for item in mine:
-            begin, tensor = hashing.tell(), view.tensor(item)
+        for item, source in mine:
+            begin, tensor = hashing.tell(), source.tensor(item)
             watched.watch(tensor)
             torch.save(tensor, cast(Any, watched))
             watched.check()
             items.append(_stored(item, begin, hashing.tell() - begin, watched.found_at(begin)))
             del tensor
         size, digests = hashing.end()
-        _unchanged((view,))
-    written = {item.name for item in mine} | objects.keys()
+        _unchanged({view, *(source for _, source in mine)})
+    written = {item.name for item, _ in mine} | objects.keys()
     paths = tuple((one, tuple(path)) for one, path in view.table.paths if one in written)
     return part._replace(
         files=(StoredFile(name, size, digests),), items=tuple(items), objects=tuple(stored), paths=paths
@@ -276,7 +292,10 @@ def _objects(view: SlotView, names: Sequence[str]) -> dict[str, bytes]:
 
 
 def _write_torch(views: Sequence[SlotView], place: Place, part: Part, bytes_per_s: float) -> Part:
-    """All of the state in one file; objects also as they are, in another: not all are of a kind that ``weights_only`` opens."""
+    """All of the state in one file; objects also as they are, in another: not all are of a kind that ``weights_only`` opens.
+
+    The file is written by the node that has rank 0, or its copy; every other node has only the objects of its ranks to write.
+    """
     import torch
 
     from dlrover_adapters.checkpoint.torchfile import Leaf, save
@@ -310,20 +329,22 @@ def _write_torch(views: Sequence[SlotView], place: Place, part: Part, bytes_per_
         items.append(StoredItem(leaf.name, dtype, whole, (0,) * len(whole), whole, 0, data, size, data, size))
 
     folder, size_hint = step_name(part.step), sum(len(view.data) for view in views)
-    values = _opened(objects)
-    tree = nested((paths.get(name, (name,)), value) for name, value in (*leaves.items(), *values.items()))
-    with place.writer(f"{folder}/{TORCH_FILE}", size_hint) as out:
-        hashing = Hashing(out, bytes_per_s)
-        save(hashing, tree, lambda leaf: _assembled(leaf, chunks[leaf.name].values()), landed)
-        size, digests = hashing.end()
-        _unchanged(views)
-    files, stored = [StoredFile(TORCH_FILE, size, digests)], []
+    files, stored = list[StoredFile](), []
+    if 0 in part.covers:
+        values = _opened(objects)
+        tree = nested((paths.get(name, (name,)), value) for name, value in (*leaves.items(), *values.items()))
+        with place.writer(f"{folder}/{TORCH_FILE}", size_hint) as out:
+            hashing = Hashing(out, bytes_per_s)
+            save(hashing, tree, lambda leaf: _assembled(leaf, chunks[leaf.name].values()), landed)
+            size, digests = hashing.end()
+            _unchanged(views)
+        files.append(StoredFile(TORCH_FILE, size, digests))
     if objects:
         name = f"__{part.rank}_0.objects"
         with place.writer(f"{folder}/{name}") as out:
             hashing = Hashing(out)
             for one, content in objects.items():
-                stored.append(StoredObject(one, 1, hashing.tell(), hashing.write(content)))
+                stored.append(StoredObject(one, len(files), hashing.tell(), hashing.write(content)))
             files.append(StoredFile(name, *hashing.end()))
     return part._replace(files=tuple(files), items=tuple(items), objects=tuple(stored), paths=tuple(paths.items()))
 

@@ -6,12 +6,14 @@ import contextlib
 import ctypes
 import mmap
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from dlrover_adapters.checkpoint.hashing import digest, running
 from dlrover_adapters.checkpoint.peer_line import Line, Pace, PeerFailed, PeerRefused
 from dlrover_adapters.checkpoint.slotview import SlotView
-from dlrover_adapters.checkpoint.table import Table
+from dlrover_adapters.checkpoint.table import ALIGN_BYTES, Table
+from dlrover_adapters.checkpoint.table import light as lightened
 from dlrover_core.checkpoint.arena import BLOCK_BYTES, PAGE, ArenaBroken, Control, Geometry, Stamp
 
 STATE_BYTES_MAX = 1 << 42
@@ -93,6 +95,72 @@ class Header(NamedTuple):
     def size(self) -> int:
         """Bytes that follow."""
         return self.table_bytes + self.stamp.blob_bytes + self.data_bytes
+
+
+class Load:
+    """What is sent of a slot: all of it.
+
+    ``light``: without the tensors that are the same on every node. Not ``whole``: its table and its objects only.
+    """
+
+    def __init__(self, view: SlotView, *, light: bool = False, whole: bool = True) -> None:
+        self.view, self.header = view, Header.of(view)
+        self._light, self._whole = light and bool(view.table.own), whole
+        if self._light:
+            table, self._kept = lightened(view.table)
+            self._table = table.packed()
+            size = sum(-(-one.size // ALIGN_BYTES) * ALIGN_BYTES for one in self._kept)
+            self.header = self.header._replace(
+                table_bytes=len(self._table), table_digest=digest(self._table), data_bytes=size
+            )
+        else:
+            self._table = bytes(memoryview(view.memory)[PAGE : PAGE + view.control.table_used])
+        if not whole:
+            self.header = self.header.head
+
+    def give(self, line: Line, pace: Pace) -> None:
+        """Send it as it lies in its slot; only of a light one anything is copied, a block at a time."""
+        view = self.view
+        line.allow(self.header.data_bytes + len(view.blob))
+        line.send(self._table, pace)
+        line.send(view.blob, pace)
+        seal = line.seal(self._table, view.blob)
+        known = view.digests() if view.hashed and self._whole and not self._light else None
+        own: list[int] = []
+        for block in self._data():
+            if known is None:
+                own.append(digest(block))
+            line.send(block, pace)
+        if not view.unchanged():
+            line.say({"error": f"step {view.stamp.step} was overwritten while it was sent"})
+            raise PeerFailed(f"step {view.stamp.step} was overwritten while it was sent; pin its slot")
+        line.say({"digests": list(known if known is not None else own), "objects": seal})
+
+    def _data(self) -> Iterator[memoryview]:
+        if not self._whole:
+            return iter(())
+        return self._gathered() if self._light else self._blocks()
+
+    def _blocks(self) -> Iterator[memoryview]:
+        data = self.view.data
+        for begin in range(0, len(data), BLOCK_BYTES):
+            yield data[begin : begin + BLOCK_BYTES]
+
+    def _gathered(self) -> Iterator[memoryview]:
+        """The items that are kept, one after the other, each from where `light` says that it begins."""
+        block = bytearray()
+        for one in self._kept:
+            for piece in (self.view.raw(one), memoryview(bytes(-one.size % ALIGN_BYTES))):
+                at = 0
+                while at < len(piece):
+                    room = BLOCK_BYTES - len(block)
+                    block += piece[at : at + room]
+                    at += room
+                    if len(block) == BLOCK_BYTES:
+                        yield memoryview(block)
+                        block = bytearray()
+        if block:
+            yield memoryview(block)
 
 
 class Memory:
@@ -225,23 +293,3 @@ class Memory:
         )
         if bad is not None:
             raise PeerFailed(f"{what}: block {bad} was damaged on the way, or before")
-
-
-def give(line: Line, view: SlotView, pace: Pace, *, data_bytes: int) -> None:
-    """Send a state as it lies in its slot; nothing is copied. ``data_bytes``: of its data, 0 or all."""
-    line.allow(data_bytes + len(view.blob))
-    table = bytes(memoryview(view.memory)[PAGE : PAGE + view.control.table_used])
-    line.send(table, pace)
-    line.send(view.blob, pace)
-    seal = line.seal(table, view.blob)
-    known = view.digests()[: -(-data_bytes // BLOCK_BYTES)] if view.hashed else None
-    own: list[int] = []
-    for begin in range(0, data_bytes, BLOCK_BYTES):
-        block = view.data[begin : begin + BLOCK_BYTES]
-        if known is None:
-            own.append(digest(block))
-        line.send(block, pace)
-    if not view.unchanged():
-        line.say({"error": f"step {view.stamp.step} was overwritten while it was sent"})
-        raise PeerFailed(f"step {view.stamp.step} was overwritten while it was sent; pin its slot")
-    line.say({"digests": list(known if known is not None else own), "objects": seal})

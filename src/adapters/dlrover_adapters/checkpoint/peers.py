@@ -42,9 +42,9 @@ from dlrover_adapters.checkpoint.peer_line import (
     dial,
     greet,
 )
-from dlrover_adapters.checkpoint.peer_state import Header, Memory, Wanted, give
-from dlrover_adapters.checkpoint.slotview import SlotView
-from dlrover_core.checkpoint.arena import ArenaBroken, Geometry
+from dlrover_adapters.checkpoint.peer_state import Header, Load, Memory, Wanted
+from dlrover_adapters.checkpoint.slotview import SlotView, read_table
+from dlrover_core.checkpoint.arena import SLOTS_MAX, ArenaBroken, Geometry
 
 __all__ = [
     "Copy", "Credentials", "Pace", "PeerCut", "PeerFailed", "PeerRefused", "Received", "Sent", "Server", "StrangerRefused",
@@ -57,13 +57,18 @@ STRANGERS_MAX = 128
 """Connections that have not proved yet that they are of this job; a further one takes the place of the oldest."""
 BACKLOG = 4096
 COPY_SLOTS = 2
+SMALL_BYTES = 1024 * 1024
+"""Of data no larger than this as many copies are kept as an arena has slots."""
 NOTHING = (-1, -1)
 TRIES = 2
 _JOIN_S = 5.0
 
 
 class Copy(NamedTuple):
-    """Memory with copies of one rank's states, an arena of `COPY_SLOTS` slots. ``id`` counts in this server; ``fd`` is its."""
+    """Memory with copies of one rank's states, an arena. ``id`` counts in this server; ``fd`` is its.
+
+    ``light``: without the tensors that are the same on every node.
+    """
 
     fd: int
     id: int
@@ -71,6 +76,7 @@ class Copy(NamedTuple):
     world: int
     layout: int
     total_bytes: int
+    light: bool = False
 
 
 class Sent(NamedTuple):
@@ -97,14 +103,17 @@ def send(
     generation: int,
     pace: Pace | None = None,
     keep: tuple[int, int] = NOTHING,
+    light: bool = False,
     idle_s: float = IDLE_S,
 ) -> Sent:
     """Leave a copy of a slot, which the caller has pinned, with the saver at ``address``. ``generation``: whom we speak for.
 
-    ``keep``: the generation and step of an older copy that this one must not take the place of; without, the newest is kept.
+    ``light``: without the tensors that are the same on every node. ``keep``: the generation and step of an older copy
+    that this one must not take the place of; without, the newest is kept.
     Raises `PeerRefused` (the peer says why), `StrangerRefused`, `PeerFailed`.
     """
-    began, header = time.monotonic(), Header.of(view)
+    began, load = time.monotonic(), Load(view, light=light)
+    header = load.header
     line = dial(address, credentials, idle_s=idle_s)
     try:
         asked = {"op": "put", "run": credentials.run, "generation": generation, "keep": list(keep)}
@@ -112,7 +121,7 @@ def send(
         line.allow(header.size)
         had = bool(line.hear(patient=True).get("had"))  # it gets its memory first
         if not had:
-            give(line, view, pace or Pace(PACE_BYTES_S), data_bytes=header.data_bytes)
+            load.give(line, pace or Pace(PACE_BYTES_S))
             line.hear()
         return Sent(_us_since(began), 0 if had else header.size, had)
     finally:
@@ -191,7 +200,7 @@ class _Kept:
 
     copy: Copy
     memory: Memory
-    readers: list[int] = field(default_factory=lambda: [0] * COPY_SLOTS)
+    readers: list[int] = field(default_factory=lambda: [0] * SLOTS_MAX)
 
     def newest(self) -> tuple[int, int]:
         return max(((stamp.generation, stamp.step) for _, stamp in self.memory.control.stamps()), default=(-1, -1))
@@ -205,9 +214,9 @@ class _Kept:
     def free(self, keep: tuple[int, int]) -> int:
         """The slot for the next copy: neither read nor that of ``keep``; where that is not here, not the newest. -1: none."""
         stamps = {slot: stamp[:2] for slot, stamp in self.memory.control.stamps()}
-        order = sorted(range(COPY_SLOTS), key=lambda slot: stamps.get(slot, NOTHING))
+        order = sorted(range(self.memory.geometry.slots), key=lambda slot: stamps.get(slot, NOTHING))
         order.sort(key=lambda slot: stamps.get(slot) == keep)
-        return next((slot for slot in order[: COPY_SLOTS - 1] if not self.readers[slot]), -1)
+        return next((slot for slot in order[:-1] if not self.readers[slot]), -1)
 
 
 class _Door:
@@ -441,11 +450,11 @@ class Server:
                 raise PeerRefused(
                     f"this node has no step {wanted.step} of generation {wanted.generation} of rank {wanted.rank}"
                 )
-            header = Header.of(view) if whole else Header.of(view).head
-            line.say({"state": header.told()})
-            line.allow(header.size)
+            load = Load(view, whole=whole)
+            line.say({"state": load.header.told()})
+            line.allow(load.header.size)
             line.hear(patient=True)  # it gets its memory first
-            give(line, view, self._pace, data_bytes=header.data_bytes)
+            load.give(line, self._pace)
 
     @contextlib.contextmanager
     def copied(self, wanted: Wanted) -> Iterator[SlotView | None]:
@@ -502,7 +511,11 @@ class Server:
 
     def _receive(self, line: Line, header: Header, kept: list[_Kept], keep: tuple[int, int]) -> None:
         """Into the slot that is not to be kept of the last memory, if the state fits there, else into new memory."""
-        last, geometry = kept[-1] if kept else None, header.geometry(COPY_SLOTS)
+        # Who is lost may have been several saves behind.
+        last, geometry = (
+            kept[-1] if kept else None,
+            header.geometry(COPY_SLOTS if header.data_bytes > SMALL_BYTES else SLOTS_MAX),
+        )
         if last is not None and last.fits(header, geometry):
             with self._lock:
                 slot = last.free(keep)
@@ -512,7 +525,7 @@ class Server:
             last.memory.take(line, header, slot, fresh=False)
             with self._lock:
                 self._coming.discard(header.rank)
-                self._drop(header.rank, kept[:-1])  # the last one holds two states now
+                self._drop(header.rank, kept[:-1])  # the last one holds two states at least now
             return
         memory = _room("dlrover-copy", geometry, self._allow)
         try:
@@ -523,7 +536,10 @@ class Server:
             raise
         with self._lock:
             self._made_count += 1
-            copy = Copy(memory.fd, self._made_count, header.rank, header.world, header.layout, geometry.total_bytes)
+            light = bool(read_table(memory.map, memory.control).elsewhere)
+            copy = Copy(
+                memory.fd, self._made_count, header.rank, header.world, header.layout, geometry.total_bytes, light
+            )
             kept.append(_Kept(copy, memory))
             self._made(copy)
 

@@ -73,6 +73,7 @@ class StepReader:
                 rank: part for rank, (part, _) in read_parts(place, step, ranks, run=run, generation=generation).items()
             }
         )
+        owned(self.parts, place.shown(self._folder))
         head = next(iter(self.parts.values()))
         self.kind, self.run, self.generation, self.world = head.kind, head.run, head.generation, head.world
         self.layout = head.layout
@@ -416,8 +417,20 @@ def _of_one_state(
     return {rank: one for rank, one in found.items() if (one[0].run, one[0].generation) == (run, newest)}
 
 
+def owned(parts: Mapping[int, Part], where: str) -> None:
+    """Raise `CheckpointIncomplete` where the objects that only one rank has are in no part. Old parts do not say who has any."""
+    there = {rank for part in parts.values() for rank in (part.covers or (part.rank,))}
+    missing = sorted({rank for part in parts.values() for rank in part.own} - there)
+    if missing:
+        told = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise CheckpointIncomplete(
+            f"{where}: the objects that only rank {told} has (its random numbers, its extra) are missing: there is no part of it"
+        )
+
+
 def _all_there(parts: Mapping[int, Part], name: str) -> None:
     """Where nobody had to stand in for another, all have written that have anything to write: it may be objects alone."""
+    owned(parts, name)
     if any(part.stands_in for part in parts.values()):
         return
     missing = sorted({rank for part in parts.values() for rank in part.writers} - parts.keys())

@@ -14,6 +14,8 @@ import msgpack
 from dlrover_core.checkpoint.arena import ArenaBroken
 
 FORMAT = 2
+ALIGN_BYTES = 64
+"""Of items in the data."""
 
 
 class Item(NamedTuple):
@@ -41,7 +43,8 @@ class Table(NamedTuple):
     ``holders``: of each part of the whole state the ranks that have it in memory; a step is whole where of each of these sets
     somebody holds it. ``objects``: the names in the blob that this rank writes to storage. ``paths``: of each name, items and
     objects, the keys that lead to it in the nested state. ``writers``: the ranks that write anything of it to storage; empty: it
-    is not said. ``own``: the ranks that have objects or tensors of their own, which no other rank has.
+    is not said. ``elsewhere``: in a light copy the items that were left out, because each node has the same.
+    ``own``: the ranks that have objects or tensors of their own, without which their part of a state is not whole.
     """
 
     layout: int
@@ -52,6 +55,7 @@ class Table(NamedTuple):
     objects: tuple[str, ...] = ()
     paths: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     writers: tuple[int, ...] = ()
+    elsewhere: tuple[Item, ...] = ()
     own: tuple[int, ...] = ()
 
     def packed(self) -> bytes:
@@ -66,9 +70,30 @@ class Table(NamedTuple):
             if found[0] != FORMAT:
                 raise ArenaBroken(f"a table of format {found[0]}, this version reads {FORMAT}")
             table = cls(*found[1:])
-            return table._replace(items=tuple(Item(*one) for one in table.items))
+            items, elsewhere = (tuple(Item(*one) for one in each) for each in (table.items, table.elsewhere))
+            return table._replace(items=items, elsewhere=elsewhere)
         except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
             raise ArenaBroken(f"{len(raw)} bytes are no layout table: {error}") from error
+
+
+def own_name(name: str, rank: int) -> bool:
+    """Has only ``rank`` what is called so? All else is the same on all ranks, or a share of something that is."""
+    return name.startswith(f"rank.{rank}.") or (rank == 0 and (name == "extra" or name.startswith("extra.")))
+
+
+def light(table: Table) -> tuple[Table, tuple[Item, ...]]:
+    """The table of a copy without the tensors that are the same on every node; and the items that are left, as they lie now.
+
+    What is live stays: under DDP the ranks' buffers differ between two steps, and those of rank 0 count.
+    """
+    kept = tuple(one for one in table.items if one.live or own_name(one.name, table.rank))
+    items: list[Item] = []
+    at = 0
+    for one in kept:
+        items.append(one._replace(at=at))
+        at += -(-one.size // ALIGN_BYTES) * ALIGN_BYTES
+    elsewhere = tuple(one for one in table.items if not (one.live or own_name(one.name, table.rank)))
+    return table._replace(items=tuple(items), elsewhere=elsewhere), kept
 
 
 def pack_blob(objects: Mapping[str, bytes]) -> bytes:

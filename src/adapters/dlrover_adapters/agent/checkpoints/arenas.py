@@ -18,7 +18,8 @@ from dlrover_core.checkpoint.arena import PAGE, ArenaBroken, Control, Geometry, 
 
 from . import budget
 
-MEMORY, REPLICA = "memory", "replica"
+MEMORY, REPLICA, OBJECTS = "memory", "replica", "objects"
+"""A node's own; copies of another node's, all of it, or only what its ranks have alone, because each node has all else."""
 ARENAS_MAX = 256
 """Arenas and copies together; a host of 16 ranks that changed its world 3 times has 64."""
 COPIES_MAX = 128
@@ -212,13 +213,13 @@ class Arenas:
 
     # ---- copies
 
-    def adopt(self, owner: Owner, fd: int) -> Arena:
+    def adopt(self, owner: Owner, fd: int, kind: str = REPLICA) -> Arena:
         """A copy of another node's state, in ``fd``, which is ours now. Raises `NoRoom`, `ArenaBroken`."""
-        copies = sum(one.kind == REPLICA for one in self._all.values())
+        copies = sum(one.kind != MEMORY for one in self._all.values())
         if copies >= COPIES_MAX:
             os.close(fd)
             raise NoRoom(f"this node keeps {copies} copies already, which is as many as it may keep")
-        found = self._add(REPLICA, owner, None, fd, os.fstat(fd).st_size)
+        found = self._add(kind, owner, None, fd, os.fstat(fd).st_size)
         try:
             found.look()
         except ArenaBroken:

@@ -1,6 +1,7 @@
 """Copies of this node's states in its partner's memory, one on its way at a time.
 
-Where each node has all of the state, the newest there is. Where it is spread over nodes, the step that all of them aim at, as
+Where each node has all tensors, of the newest state what only its ranks have (random numbers, positions in the data) and what is
+live. That is little, and keeps up with the saves. Where tensors are spread, all of the step that all nodes aim at, as
 `core.checkpoint.copies` says; that one, and the last that all have copied, are kept from being overwritten here.
 """
 
@@ -109,6 +110,7 @@ class Copying:
             "generation": state.generation,
             "step": state.step,
             "keep": list(self.safe if self.spread and self._has(self.safe) else NOTHING),
+            "light": not self.spread,
             "pace": 0,
         }
         try:

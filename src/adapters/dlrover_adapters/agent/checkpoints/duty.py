@@ -25,7 +25,7 @@ from dlrover_core.runtime.keeping import HELD_MAX, KeptBeat, Written
 from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkersGone
 from dlrover_core.runtime.within import within
 
-from .arenas import MEMORY, Arena, NoRoom, State, word
+from .arenas import MEMORY, OBJECTS, Arena, NoRoom, State, word
 from .copying import Copying
 from .ranks import Ranks
 from .saving import Saving, Serving, Unsaved
@@ -40,7 +40,7 @@ LOOK_S = 1.0
 APART_S = 0.05
 """Between two looks."""
 HOLD_S = 30.0
-"""After the end of a generation its newest states are kept from being overwritten for so long, unless the leader decides."""
+"""After the end of a generation its newest state is kept from being overwritten until the leader has decided, or for so long."""
 REACHABLE_S = 5.0
 SECOND_US = 1_000_000
 FRAMES_MAX = 3
@@ -380,7 +380,9 @@ class CheckpointDuty:
             if none_safe and arena.fetched is None and arena.owner.world == world:
                 continue
             stamps = arena.stamps()
-            if arena.kind != MEMORY and stamps and max(stamp.generation for _, stamp in stamps) < site.generation:
+            # Objects alone take no room to speak of; the newer ones, which may still be on their way, take their place.
+            oldest = site.generation - (arena.kind == OBJECTS)
+            if arena.kind != MEMORY and stamps and max(stamp.generation for _, stamp in stamps) < oldest:
                 self._launcher.vault.forget(arena)
 
     # ---- what is told

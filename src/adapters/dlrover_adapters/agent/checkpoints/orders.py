@@ -205,7 +205,7 @@ class Orders:
 
     def _made(self, copy: Any) -> None:
         body = {"op": "made", "copy": copy.id, "rank": copy.rank, "world": copy.world, "layout": copy.layout}
-        self._say(body, (copy.fd,))
+        self._say({**body, "light": copy.light}, (copy.fd,))
 
     def _allow(self, total_bytes: int) -> str:
         copies = self._server.copies() if self._server is not None else []
@@ -233,8 +233,9 @@ class Orders:
             views = [stack.enter_context(self._slots.get(one).view(generation, step)) for one in body["ids"]]
             for view in views:
                 told = peers.send(
-                    body["address"], view, self._credentials, generation=self._generation, pace=pace, keep=keep
-                )
+                    body["address"], view, self._credentials, generation=self._generation, pace=pace, keep=keep,
+                    light=body["light"],
+                )  # fmt: skip
                 size += told.size
         return {"size": size}
 

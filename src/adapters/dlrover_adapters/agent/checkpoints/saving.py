@@ -26,7 +26,7 @@ from dlrover_core.checkpoint.arena import ArenaBroken
 from dlrover_core.errors import MalformedMessage
 from dlrover_core.runtime.within import within
 
-from .arenas import MEMORY, Arena, Arenas, NoRoom, Owner
+from .arenas import MEMORY, OBJECTS, REPLICA, Arena, Arenas, NoRoom, Owner
 
 USELESS_MAX = 3
 """Savers in a row that died without having done anything; then there is none for a while."""
@@ -421,7 +421,8 @@ class Saving:
                 self._fail(self._pending.pop(key), reason, lost=frame.body.get("lost") is True)
             case {"op": "made", "copy": int(copy), "rank": int(rank), "world": int(world), "layout": int(layout)}:
                 if len(fds) == 1:
-                    self._made(copy, Owner(rank, world, layout), fds[0])
+                    kind = OBJECTS if frame.body.get("light") is True else REPLICA
+                    self._made(copy, Owner(rank, world, layout), fds[0], kind)
                     fds = ()
             case {"op": "adopted", "arena": int(number), "copy": int(copy)} if number in self._copies:
                 self._copies[number] = copy
@@ -433,9 +434,9 @@ class Saving:
         for fd in fds:
             os.close(fd)
 
-    def _made(self, copy: int, owner: Owner, fd: int) -> None:
+    def _made(self, copy: int, owner: Owner, fd: int, kind: str) -> None:
         try:
-            arena = self._arenas.adopt(owner, fd)
+            arena = self._arenas.adopt(owner, fd, kind)
         except (NoRoom, ArenaBroken) as error:
             log.warning("a copy of another node's state is not kept", rank=owner.rank, reason=str(error))
             self._send({"op": "uncopy", "ids": [copy]})

@@ -117,10 +117,12 @@ class Site:
         """Copies of other nodes' states: by state, by the place of their node in that world, by rank."""
         found: dict[State, dict[int, dict[int, Arena]]] = {}
         for one in self.arenas:
-            if one.kind == REPLICA and one.fetched is None and self.nproc:
+            if one.kind != MEMORY and one.fetched is None and self.nproc:
                 for _, stamp in one.stamps():
-                    if stamp.generation == generation:
-                        places = found.setdefault(State(generation, stamp.step), {})
+                    state = State(generation, stamp.step)
+                    # Objects alone are of use only beside the tensors, which all of this node's ranks have.
+                    if stamp.generation == generation and (one.kind == REPLICA or state in self.whole):
+                        places = found.setdefault(state, {})
                         places.setdefault(one.owner.rank // self.nproc, {})[one.owner.rank] = one
         return found
 

@@ -205,7 +205,8 @@ class Storage:
             if due is not None:
                 self._working = due
                 self._spawn(self._write_due(due, keeping), f"step {due.step} to storage")
-        if self.holds and now >= self._hold_until and self._ordered is None:
+        ordered = self._ordered_what[0] if self._ordered_what is not None else NOTHING
+        if self.holds and self.holds[0] != ordered and (now >= self._hold_until or self._needless(self.holds[0])):
             self.release()
 
     def _due(self) -> State | None:
@@ -279,8 +280,7 @@ class Storage:
         places: int = 0,
     ) -> None:
         """Have the parts of a state written, and tell so; ``places`` as in `Written`. Raises `Unsaved`."""
-        # What was ordered is of a world that has ended: who usually writes the rest of it may be gone.
-        done = await self._order("persist", state, keeping, own, copies, everything=bool(places))
+        done = await self._order("persist", state, keeping, own, copies)
         one = Written(state.step, int(done["size"]), int(done["took_us"]), state.generation, places)
         others = [old for old in self.written if _what(old) != _what(one)]
         self.written = [*others, one][-WRITTEN_MAX:]
@@ -294,8 +294,6 @@ class Storage:
         keeping: Keeping,
         own: Sequence[tuple[Arena, int]] = (),
         copies: Sequence[tuple[int, int]] = (),
-        *,
-        everything: bool = False,
     ) -> dict[str, Any]:
         body = {
             "op": op,
@@ -307,7 +305,6 @@ class Storage:
             "format": keeping.format,
             "keep": keeping.keep,
             "run": self._site.desk.run,
-            "everything": everything,
         }
         if op == "persist" and not own and not copies:
             raise Unsaved(f"step {state.step} of generation {state.generation} is not in memory any more", lost=True)
@@ -346,6 +343,10 @@ class Storage:
         self.holds = [state]
         self._hold_until = asyncio.get_running_loop().time() + seconds
         self._tell_holds()
+
+    def _needless(self, state: State) -> bool:
+        """Will nobody order it any more? It, or a newer one, is on storage; or the leader has decided, and orders nothing."""
+        return self._site.committed >= state or self._site.order.decided >= state.generation
 
     def release(self) -> None:
         """They are of no more use."""

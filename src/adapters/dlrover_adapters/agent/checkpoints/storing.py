@@ -19,26 +19,18 @@ _T = TypeVar("_T")
 
 
 class Order(NamedTuple):
-    """Where, and how. ``everything``: also what usually others write, because they cannot any more."""
+    """Where, and how."""
 
     url: str
     run: str
     format: str
     keep: int
-    everything: bool = False
     job: str = ""
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> Order:
         """From a frame of the agent's."""
-        return cls(
-            body["url"],
-            body["run"],
-            body["format"],
-            int(body["keep"]),
-            bool(body.get("everything")),
-            str(body.get("job", "")),
-        )
+        return cls(body["url"], body["run"], body["format"], int(body["keep"]), str(body.get("job", "")))
 
 
 class Progress:
@@ -74,9 +66,9 @@ def write(views: Sequence[SlotView], order: Order, progress: Progress | None = N
     if order.format == TORCH:
         together = [(views[0], tuple(views[1:]))]
     else:
-        together = [(one, ()) for one in views if order.everything or _writes(one)]
-    progress.begins(_size(views, everything=order.everything, once=order.format == TORCH))
-    stands_in = {"everything": True} if order.everything and order.format != TORCH else {}
+        whole = tuple(one for one in views if not one.table.elsewhere)
+        together = [(one, whole if one.table.elsewhere else ()) for one in views if _writes(one)]
+    progress.begins(_size(views, once=order.format == TORCH))
 
     def one(which: tuple[SlotView, Sequence[SlotView]]) -> int:
         view, beside = which
@@ -88,7 +80,6 @@ def write(views: Sequence[SlotView], order: Order, progress: Progress | None = N
             generation=view.stamp.generation,
             format=order.format,
             beside=beside,
-            **stands_in,
         ).size
 
     sizes = _beside_each_other([functools.partial(one, which) for which in together])
@@ -119,12 +110,12 @@ def _beside_each_other(work: Sequence[Callable[[], _T]]) -> list[_T]:
 
 
 def _writes(view: SlotView) -> bool:
-    return bool(view.table.objects) or any(item.write for item in view.table.items)
+    return bool(view.table.objects) or any(item.write for item in (*view.table.items, *view.table.elsewhere))
 
 
-def _size(views: Sequence[SlotView], *, everything: bool, once: bool) -> int:
+def _size(views: Sequence[SlotView], *, once: bool) -> int:
     """The bytes of tensors that are to be written; ``once``: all in one file, what several ranks hold one time."""
-    items = [item for view in views for item in view.table.items if item.write or everything or once]
+    items = [item for view in views for item in (*view.table.items, *view.table.elsewhere) if item.write or once]
     return sum(
         {(one.name, tuple(one.offsets)): one.size for one in items}.values() if once else (one.size for one in items)
     )

@@ -26,7 +26,7 @@ from dlrover_core.checkpoint.arena import ArenaBroken, Geometry
 from dlrover_core.errors import LaunchFailed, MalformedMessage
 from dlrover_core.runtime.launcher import WorkersLaunch
 
-from .arenas import REPLICA, Arena, Arenas, NoRoom, Owner
+from .arenas import MEMORY, Arena, Arenas, NoRoom, Owner
 
 NAME = "vault.sock"
 PACKET_BYTES_MAX = 64 * 1024
@@ -312,7 +312,7 @@ class Vault:
     def _ready(self, caller: Caller, body: dict[str, Any]) -> Answer:
         (number,) = _ints(body, "id")
         arena = self.arenas.get(number)
-        if arena is None or arena.kind == REPLICA or arena.owner.rank != caller.rank:
+        if arena is None or arena.kind != MEMORY or arena.owner.rank != caller.rank:
             raise Refused(f"arena {number} is none of rank {caller.rank}'s")
         members = body.get("members")
         if members is not None and not (isinstance(members, list) and all(type(one) is int for one in members)):

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dlrover_adapters.checkpoint.table import own_name
 from dlrover_core.errors import SpecError
 
 from . import foresight, kinds
@@ -301,7 +302,7 @@ class Capture:
 
     def own(self, name: str) -> bool:
         """Does only this rank have this object? The others are the same on all ranks."""
-        return name.startswith((f"rank.{self._rank}.", "extra.")) or name == "extra"
+        return own_name(name, self._rank)
 
     def forms(self) -> Iterator[tuple[str, str]]:
         """Of objects that rank 0 saves for all ranks what has to be the same on all: an optimizer's parameters, by name."""
@@ -401,6 +402,14 @@ class Capture:
             mine = {source.name(one): set(state) for one, state in states.items()}
             return all(keys == mine.get(name) for name, keys in source.saved.items())
         return [set(group) for group in groups] == [set(group) for group in source.optimizer.param_groups]
+
+    def lacks(self, objects: Collection[str]) -> str:
+        """What only this rank has and is not among these objects, though others of its kind are; empty: nothing."""
+        for source in self._sources:
+            name = source.own_name(objects) if isinstance(source, (GeneratorSource, StatefulSource)) else ""
+            if name:
+                return name
+        return ""
 
     def wants(self, name: str) -> bool:
         """Is an object of this name of use to this rank?"""

@@ -29,7 +29,7 @@ from .layout import agreed, data_bytes, with_own
 from .line import Line, old_tables, spare_slots
 from .meeting import Meeting, MeetingFailed
 from .memory import Mapped, blob_room
-from .omissions import Missed, Unstored
+from .omissions import Missed, Unstored, why_full
 from .replicas import Replicas
 from .sources import Path
 from .standalone import Standalone
@@ -40,7 +40,6 @@ TORN_MAX = 3
 OWN_LAYOUTS_MAX = 8
 """How often this rank alone gets other memory because tensors that only it has are others; from then on they are objects."""
 EARLY = "the memory for states is still being populated; saves begin when it is there"
-BUSY = "every slot is being read; storage is slower than saves come"
 UNPROVEN = (
     "the ranks' store does not answer, so a state in memory is only overwritten once the agents say that a newer one is whole on "
     "all ranks"
@@ -168,7 +167,7 @@ class Engine:
             if (stamp.generation, stamp.step) == self._base_of(self.memory.control):
                 self._kept[slot] = Kept(stamp.step, base=True)
         try:
-            self.line.ready(arena.id, table.holders)
+            self.line.ready(arena.id, table.holders, table.own)
         except BaseException:  # nobody reads what would be saved there
             self.memory.close()
             self.memory = None
@@ -319,7 +318,7 @@ class Engine:
         memory = self.memory
         assert memory is not None
         early = frozenset(slot for slot in range(memory.geometry.slots) if populated and memory.costs(slot))
-        self.why_left_out = EARLY if early else BUSY
+        self.why_left_out = EARLY if early else why_full(memory.control, self.generation)
         slot = self._begin(step, call, lag, early)
         if slot is None and waits is not None:
             slot = self._begin_later(step, call, lag, waits)
@@ -341,7 +340,7 @@ class Engine:
             while waits(waited_s := self.clock() - began):
                 if waited_s >= TOLD_S and not told:
                     told = True
-                    _log.warning("step %d waits for memory: %s", step, BUSY)
+                    _log.warning("step %d waits for memory: %s", step, self.why_left_out)
                 self.pause(pause_s)
                 pause_s = min(LOOK_MAX_S, 2 * pause_s)
                 slot = self._begin(step, call, lag)

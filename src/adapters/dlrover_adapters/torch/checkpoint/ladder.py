@@ -16,7 +16,7 @@ from dlrover_adapters.checkpoint import listing
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.checkpoint.reader import StepReader
 from dlrover_core.checkpoint import agreement
-from dlrover_core.checkpoint.agreement import DISK, STORAGE, Holders, Node, Piece, Plan, Refusal, Source
+from dlrover_core.checkpoint.agreement import DISK, MEMORY, STORAGE, Holders, Node, Piece, Plan, Refusal, Source
 from dlrover_core.errors import CoreError
 
 log = logging.getLogger("dlrover.torch")
@@ -38,6 +38,7 @@ class Told(NamedTuple):
 
     ``holders``: by (layout, world). ``fell``: what of its memory could not be read, in words. ``lenders``: nodes that have left
     the world and wait with their memory (address, first rank, how many), with the state (generation, step) that is ``lent``.
+    ``own``: the ranks that have objects of their own, by (layout, world).
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Told(NamedTuple):
     fell: tuple[tuple[str, str], ...] = ()
     lent: tuple[int, int] = (0, -1)
     lenders: tuple[tuple[str, int, int], ...] = ()
+    own: tuple[tuple[tuple[int, int], tuple[int, ...]], ...] = ()
 
     def packed(self) -> bytes:
         """For rank 0."""
@@ -111,6 +113,8 @@ class Judge:
     def __init__(self, place: Place | None, run: str, step: int | None, generation: int = 0) -> None:
         self._place, self._run, self._step, self._generation = place, run, step, generation
         self._nodes: list[Node] = []
+        self._names: list[str] = []
+        self._own: dict[tuple[int, int], tuple[int, ...]] = {}
         self._places: tuple[int, ...] = ()
         self._holders: dict[tuple[int, int], Holders] = {}
         self._committed = -1
@@ -123,7 +127,7 @@ class Judge:
     def first(self, told: list[bytes]) -> bytes:
         """The first plan, from what all ranks have."""
         ranks = [Told.unpacked(one) for one in told]
-        names = list(dict.fromkeys(one.node for one in ranks))
+        names = self._names = list(dict.fromkeys(one.node for one in ranks))
         self._places = tuple(names.index(one.node) for one in ranks)
         for name in names:
             mine = [one for one in ranks if one.node == name]
@@ -133,6 +137,7 @@ class Judge:
             self._nodes.append(Node(tuple(one.rank for one in mine), pieces, address, disk))
         for one in ranks:
             self._holders.update(one.holders)
+            self._own.update(one.own)
             for tier, why in one.fell:
                 self._fall(tier, why)
         self._committed = max(one.committed for one in ranks)
@@ -192,9 +197,11 @@ class Judge:
         """The best plan; storage is only listed where it may have something newer, or is all that is left."""
         if self._step is not None:
             return agreement.plan([], {}, self._listed(), self._refused)
-        plan = agreement.plan(self._nodes, self._holders, self._stored or (), self._refused)
+        plan = agreement.plan(self._nodes, self._holders, self._stored or (), self._refused, self._own)
         if self._stored is None and (plan is None or plan.step < self._committed):
-            plan = agreement.plan(self._nodes, self._holders, self._listed(), self._refused)
+            plan = agreement.plan(self._nodes, self._holders, self._listed(), self._refused, self._own)
+        for lack in agreement.passed_over(self._nodes, self._holders, self._refused, self._own, plan):
+            self._fall(MEMORY, _lacks(lack, self._names))
         return plan
 
     def _listed(self) -> frozenset[tuple[int, int]]:
@@ -226,6 +233,16 @@ class Judge:
         assert plan is not None
         addresses = tuple(node.address for node in self._nodes)
         return Order(what, plan, self._places, addresses, tuple(self._fell)).packed()
+
+
+def _lacks(lack: agreement.Lack, names: list[str]) -> str:
+    """Why a state was passed over that has all tensors, in words."""
+    ranks = ", ".join(map(str, lack.ranks[:8])) + (f" and {len(lack.ranks) - 8} more" if len(lack.ranks) > 8 else "")
+    where = ", ".join(names[:4]) + (f" and {len(names) - 4} more nodes" if len(names) > 4 else "")
+    return (
+        f"step {lack.step} of generation {lack.generation}: nobody has the objects that only rank {ranks} had (random numbers, "
+        f"extra); looked for in the memory of {where}"
+    )
 
 
 def _no_way_back(step: int, newer: int) -> str:

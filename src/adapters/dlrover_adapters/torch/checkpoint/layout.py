@@ -26,14 +26,13 @@ from typing import Any, NamedTuple, Protocol, cast
 import msgpack
 import torch
 
-from dlrover_adapters.checkpoint.table import Item, Table
+from dlrover_adapters.checkpoint.table import ALIGN_BYTES, Item, Table
 from dlrover_core.errors import CoreError
 
 from .capture import Chunk, Signature
 from .division import INT_BYTES, KEEPS, WRITES, ChunkList, Holders, Names, Piece, divided
 from .sources import Path
 
-ALIGN_BYTES = 64
 RULE = 2
 """The version of the assignment. Raise it with every change of `divided`, so that no table of an older rule is taken again."""
 _DIGEST_BYTES = 16

@@ -32,7 +32,7 @@ class Line(Protocol):
     def arena(self, layout: int, geometry: Geometry) -> Arena:
         """Memory for this rank's states."""
 
-    def ready(self, arena: int, holders: Sequence[Sequence[int]] | None = None) -> None:
+    def ready(self, arena: int, holders: Sequence[Sequence[int]] | None = None, own: Sequence[int] = ()) -> None:
         """Its control page and table are written."""
 
     def inventory(self) -> Inventory:

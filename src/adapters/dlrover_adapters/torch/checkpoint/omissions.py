@@ -5,11 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from dlrover_core.checkpoint.arena import Control
 from dlrover_core.checkpoint.slots import NOTHING
 
 from .meeting import Meeting, MeetingFailed
 
+BUSY = "every slot is being read; storage is slower than saves come"
+HELD = "step {} of the generation that ended is kept until it is on storage, or nobody needs it there"
 _log = logging.getLogger(__name__)
+
+
+def why_full(control: Control, generation: int) -> str:
+    """Why ``generation`` has no slot to save into, for people."""
+    pinned = [stamp for slot, stamp in control.stamps() if control.pinned(slot)]
+    held = max((stamp.step for stamp in pinned if stamp.generation < generation), default=NOTHING)
+    return HELD.format(held) if held != NOTHING else BUSY
 
 
 class Missed:

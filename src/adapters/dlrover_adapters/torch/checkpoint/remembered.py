@@ -21,7 +21,7 @@ from dlrover_adapters.checkpoint.table import Item, Table
 from dlrover_core.checkpoint.arena import ArenaBroken
 
 from .meeting import Meeting
-from .vault import MEMORY, Holding, Vault, VaultGone
+from .vault import MEMORY, OBJECTS, Holding, Vault, VaultGone
 
 log = logging.getLogger("dlrover.torch")
 _TRIES = 4
@@ -61,7 +61,8 @@ def recalled(
         node = vault.told.node
         try:
             found = vault.inventory()
-            holdings, address = found.holdings, found.replica
+            # What a rank alone has is no part of such a state.
+            holdings, address = tuple(one for one in found.holdings if one.kind != OBJECTS), found.replica
         except VaultGone as error:
             why = f"its agent does not say what it holds: {error}"
     mine = [(one.generation, one.step, one.world, one.layout, one.rank) for one in holdings]

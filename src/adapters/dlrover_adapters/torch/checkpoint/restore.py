@@ -33,7 +33,7 @@ from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.checkpoint.reader import StepReader
 from dlrover_adapters.checkpoint.slotview import read_table
 from dlrover_adapters.checkpoint.table import Table
-from dlrover_core.checkpoint.agreement import DISK, MEMORY, STORAGE, Holders, Piece, Plan, Source
+from dlrover_core.checkpoint.agreement import DISK, MEMORY, OBJECTS, STORAGE, Piece, Plan, Source
 from dlrover_core.checkpoint.arena import ArenaBroken, Control
 from dlrover_core.errors import CoreError, SpecError
 
@@ -218,24 +218,28 @@ def _told(
     told = Told(meeting.rank, node, inventory.replica, inventory.committed, fell=fell)
     if line is None or meeting.local_rank:
         return told
-    pieces, holders, trouble = [], {}, list(fell)
+    pieces, holders, own, trouble = [], {}, {}, list(fell)
     for number in sorted({one.id for one in inventory.holdings}):
         theirs = [one for one in inventory.holdings if one.id == number]
         try:
-            local_rank, sets = _arena(line, number)
+            local_rank, table = _arena(line, number)
         except _UNUSABLE as error:
             trouble.append((MEMORY, f"the memory of old rank {theirs[0].rank} cannot be read: {error}"))
             continue
-        holders[theirs[0].layout, theirs[0].world] = sets
+        of = theirs[0].layout, theirs[0].world
+        holders[of], own[of] = table.holders, table.own
         pieces += [
-            Piece(one.kind, one.rank, one.world, local_rank, one.generation, one.step, one.layout) for one in theirs
-        ]
+            Piece(
+                OBJECTS if table.elsewhere else one.kind,
+                one.rank, one.world, local_rank, one.generation, one.step, one.layout,
+            ) for one in theirs
+        ]  # fmt: skip
     lent, lenders = _lent(line)
     if lenders and meeting.rank == 0 and not any((one.generation, one.step) == lent for one in pieces):
         try:
-            piece, sets = _described(line, lent, lenders[0])
+            piece, table = _described(line, lent, lenders[0])
             pieces.append(piece)
-            holders[piece.layout, piece.world] = sets
+            holders[piece.layout, piece.world], own[piece.layout, piece.world] = table.holders, table.own
         except _UNUSABLE as error:
             trouble.append((PEER, f"the nodes that left do not lend their states: {error}"))
     states: list[tuple[int, int]] = []
@@ -251,6 +255,7 @@ def _told(
         fell=tuple(trouble),
         lent=lent,
         lenders=lenders,
+        own=tuple(own.items()),
     )
 
 
@@ -263,19 +268,19 @@ def _lent(line: Line) -> tuple[tuple[int, int], tuple[tuple[str, int, int], ...]
     return (told.generation - 1, told.resume_step), lenders
 
 
-def _described(line: Line, lent: tuple[int, int], lender: tuple[str, int, int]) -> tuple[Piece, Holders]:
+def _described(line: Line, lent: tuple[int, int], lender: tuple[str, int, int]) -> tuple[Piece, Table]:
     """The first piece of a lender, where no node of the new world has one: of which form the state is. It is here afterwards."""
     address, first, _count = lender
     held = Held(line.fetch(address, first, *lent, 0).fd, 0)
     try:
         words, table = held.view.control, held.view.table
-        return Piece(NOWHERE, first, words.world, words.local_rank, *lent, words.layout), table.holders
+        return Piece(NOWHERE, first, words.world, words.local_rank, *lent, words.layout), table
     finally:
         held.close()
 
 
-def _arena(line: Line, number: int) -> tuple[int, Holders]:
-    """Of an arena the local rank and the holders."""
+def _arena(line: Line, number: int) -> tuple[int, Table]:
+    """Of an arena the local rank and the table."""
     fd = line.borrow(number)
     try:
         memory = mmap.mmap(fd, 0)
@@ -284,7 +289,7 @@ def _arena(line: Line, number: int) -> tuple[int, Holders]:
     try:
         control = Control(memory)
         try:
-            return control.local_rank, read_table(memory, control).holders
+            return control.local_rank, read_table(memory, control)
         finally:
             control.release()
     finally:
@@ -354,15 +359,23 @@ class _Attempt:
         filling.fill(self._fills, self._threads)
         self._capture.load(self._loaded)
 
-    def _examine(self, *, trusted: bool) -> None:
+    def _examine(self, names: frozenset[str], *, alike: bool, trusted: bool) -> None:
         """Is what is no tensor what is asked for?
 
         What comes from memory is trusted: this node saved it, or somebody who knows the job's token sent it, and nobody changed
         it on the way (`peer_line.Line.seal`). It never lay in the store that the ranks meet in.
+
+        ``names``: of all objects that were saved, by any rank. ``alike``: the world that saved had the shape of this one, so each
+        rank must have its own. Raises `Uncovered` where it has not.
         """
+        lacks = getattr(self._capture, "lacks", None)
+        lacking = lacks(self._objects) if lacks is not None and any(one.startswith("rank.") for one in names) else ""
+        if alike and lacking:
+            raise Uncovered(f"{lacking} of rank {self._meeting.rank} is not in it: it would go on with another rank's")
         self._loaded = opened(self._objects, trusted=trusted)
         examine = getattr(self._capture, "examine", None)
-        self.notes = examine(self._loaded) if examine is not None else ()
+        notes = examine(self._loaded) if examine is not None else ()
+        self.notes = notes if alike else (*notes, *_newcomers(names, self._meeting.world))
 
     # ---- from memory
 
@@ -381,12 +394,16 @@ class _Attempt:
                 opened[own] = self._piece(away[own])
             self.tier = PEER
         heads = self._heads({rank: one for rank, one in away.items() if rank not in opened}, bad) if not bad else {}
-        if bad:
-            return
         tables = {rank: one.view.table for rank, one in opened.items()}
         tables.update({rank: one.table for rank, one in heads.items()})
-        # What is of one's own number first, then what is here.
-        order = sorted(tables, key=lambda rank: (rank != self._meeting.rank, rank in away, rank))
+        for rank, source in away.items():
+            if rank in tables and (source.kind == OBJECTS) != bool(tables[rank].elsewhere):
+                bad.append((rank, "another copy of it came than the one to be read"))
+        if bad:
+            return
+        # What is of one's own number first, then of one's own node, then what is here: what is live differs between nodes.
+        mine = () if self.plan.reshard else self._ranks
+        order = sorted(tables, key=lambda rank: (rank != self._meeting.rank, rank not in mine, rank in away, rank))
         needed = self._needed(order, tables)
         for rank in dict.fromkeys(rank for _need, rank, _item in needed):
             if rank in away and rank not in opened:
@@ -400,7 +417,8 @@ class _Attempt:
             with _told_of(bad, rank):
                 self._keep(opened[rank].view.objects() if rank in opened else heads[rank].objects)
         if not bad:
-            self._examine(trusted=True)
+            names = frozenset(name for table in tables.values() for name in table.objects)
+            self._examine(names, alike=not self.plan.reshard, trusted=True)
             self._fills = [(need, filling.Piece(opened[rank], item)) for need, rank, item in needed]
 
     def _needed(self, order: list[int], tables: Mapping[int, Table]) -> list[tuple[Need, int, Any]]:
@@ -434,9 +452,9 @@ class _Attempt:
     def _borrowed(self, source: Source) -> Held:
         line, plan = self._line, self.plan
         assert line is not None
-        wanted = (source.kind, source.rank, plan.world, plan.generation, plan.step, plan.layout)
+        wanted = (source.kind == MEMORY, source.rank, plan.world, plan.generation, plan.step, plan.layout)
         for one in self._inventory.holdings:
-            if (one.kind, one.rank, one.world, one.generation, one.step, one.layout) == wanted:
+            if (one.kind == MEMORY, one.rank, one.world, one.generation, one.step, one.layout) == wanted:
                 return self._opened(line.borrow(one.id), one.slot)
         raise ArenaBroken("this rank's agent does not have it")
 
@@ -504,7 +522,8 @@ class _Attempt:
             first = {name: chunks[0].item for name, chunks in reader.items.items()}
             targets = self._capture.targets({name: (one.dtype, one.full_shape) for name, one in first.items()})
             self._keep({name: reader.object(name) for name in reader.objects if self._capture.wants(name)})
-            self._examine(trusted=self._trusted)
+            alike = reader.world == self._meeting.world
+            self._examine(frozenset(reader.objects), alike=alike, trusted=self._trusted)
             torn = True
             filling.read(reader, targets, self._threads)
         except _UNUSABLE as error:
@@ -512,6 +531,19 @@ class _Attempt:
         except Exception as error:  # noqa: BLE001  # as above
             return self._fatal(error, torn=torn)
         return Verdict(torn=torn)
+
+
+def _newcomers(names: frozenset[str], world: int) -> tuple[str, ...]:
+    """What ranks begin with for which nothing was saved, in words; nothing where each has its own."""
+    new = [rank for rank in range(world) if f"rank.{rank}.rng" not in names]
+    if not new or not any(one.startswith("rank.") for one in names):
+        return ()
+    told = ", ".join(map(str, new[:8])) + (f" and {len(new) - 8} more" if len(new) > 8 else "")
+    extra = any(one == "extra" or one.startswith("extra.") for one in names)
+    also = ", and with rank 0's extra" if extra else ""
+    return (
+        f"nothing was saved for rank {told} in a world of another shape: it begins with fresh random numbers{also}",
+    )
 
 
 @contextlib.contextmanager

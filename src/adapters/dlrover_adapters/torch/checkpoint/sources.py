@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -193,7 +193,8 @@ def _clean(fqn: str) -> tuple[str, ...]:
 class StatefulSource:
     """Anything with a ``state_dict``: one object, in which large tensors are marks of where they are.
 
-    ``paths``: where it lies, and where else it may be looked for (a rank that was not there before takes rank 0's).
+    ``paths``: where it lies, and where else it may be looked for: in a world of another shape a rank that was not there before
+    takes rank 0's.
     """
 
     def __init__(self, paths: tuple[Path, ...], stateful: Any, *, large: bool) -> None:
@@ -253,6 +254,11 @@ class StatefulSource:
         if name is not None:
             self._stateful.load_state_dict(unmarked(objects[name], self._room or {}))
         self._room = None
+
+    def own_name(self, objects: Collection[str]) -> str:
+        """The name under which this rank's is missing where another rank's is there; empty: nothing is missing."""
+        found = [path for path in self._paths if name_of(path) in objects or name_of((*path, _OBJECTS)) in objects]
+        return name_of(self._paths[0]) if found and found[0] != self._paths[0] else ""
 
     def asked(self) -> Iterator[tuple[str, ...]]:
         """One object, in one of several places."""
@@ -373,8 +379,12 @@ class GeneratorSource:
     def make_room(self, shapes: Shapes) -> None:
         """None is needed."""
 
+    def own_name(self, objects: Collection[str]) -> str:
+        """The name under which this rank's states are missing; empty: they are there."""
+        return "" if name_of(self._path) in objects else name_of(self._path)
+
     def load(self, objects: Mapping[str, Any]) -> None:
-        """A rank that was not there before keeps its own."""
+        """In a world of another shape a rank that was not there before keeps its own."""
         if name_of(self._path) in objects:
             draw_again(objects[name_of(self._path)])
 

@@ -117,7 +117,12 @@ class Standalone:
         self._arenas[self._made] = room
         return Arena(self._made, fresh=True, fd=fd)
 
-    def ready(self, arena: int, holders: Sequence[Sequence[int]] | None = None) -> None:  # noqa: ARG002  # as a vault's
+    def ready(
+        self,
+        arena: int,
+        holders: Sequence[Sequence[int]] | None = None,  # noqa: ARG002  # as a vault's
+        own: Sequence[int] = (),  # noqa: ARG002
+    ) -> None:
         """It can be read from now on; those before are not any more, once they are written."""
         room = self._arenas[arena]
         room.memory = mmap.mmap(room.fd, 0)

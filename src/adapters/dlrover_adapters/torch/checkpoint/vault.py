@@ -37,7 +37,7 @@ FETCH_S = 3600.0
 """Of bringing a state, those of others before it too. What stalls is given up long before, by the savers themselves."""
 TELL_S = 1.0
 """What is said once may wait for so long while the agent is busy."""
-MEMORY, REPLICA = "memory", "replica"
+MEMORY, REPLICA, OBJECTS = "memory", "replica", "objects"
 _FD = array.array("i")
 
 
@@ -84,7 +84,8 @@ class Arena(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """One slot that this node has in memory: its own rank's (`MEMORY`) or a copy of another node's (`REPLICA`).
+    """One slot that this node has in memory: its own rank's (`MEMORY`), a copy of another node's (`REPLICA`), or one of
+    what another node's rank alone has (`OBJECTS`).
 
     ``id`` is what `Vault.borrow` takes, ``slot`` its place there. ``rank`` of ``world``, as they were when it was saved.
     """
@@ -224,15 +225,18 @@ class Vault:
         answer, fd = self._ask(asked, fd=True)
         return Arena(int(answer["id"]), bool(answer["fresh"]), fd)
 
-    def ready(self, arena: int, holders: Sequence[Sequence[int]] | None = None) -> None:
+    def ready(self, arena: int, holders: Sequence[Sequence[int]] | None = None, own: Sequence[int] = ()) -> None:
         """Control page and table of the arena are written: the agent may read them. Raises `VaultRefused`, `VaultGone`.
 
-        ``holders`` as in the table: a state is whole on this node when those of its ranks hold it that are among them; None: all.
+        ``holders`` and ``own`` as in the table: a state is whole on this node when those of its ranks hold it that are among
+        them; None: all.
         """
         members, spread = None, 0
         if holders is not None:
             first = self.rank - self.local_rank
-            members = sorted({one - first for ranks in holders for one in ranks if 0 <= one - first < self.nproc})
+            members = sorted(
+                {one - first for ranks in (*holders, own) for one in ranks if 0 <= one - first < self.nproc}
+            )
             spread = spread_of(holders, self.nproc, self.told.nodes)
         self._ask({"op": "ready", "id": arena, "members": members, "spread": spread})
 
