@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, cast
 
 import msgpack
 
-from dlrover_adapters.torch.checkpoint.capture import Chunk, Signature
+from dlrover_adapters.torch.checkpoint.capture import Signature
+from dlrover_adapters.torch.checkpoint.chunks import Chunk
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
 
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]

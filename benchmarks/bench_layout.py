@@ -40,7 +40,8 @@ from torch._C._distributed_c10d import TCPStore
 import _before_layout as before  # isort: skip
 from dlrover_adapters.checkpoint.table import Table
 from dlrover_adapters.torch.checkpoint import layout
-from dlrover_adapters.torch.checkpoint.capture import Chunk, Signature
+from dlrover_adapters.torch.checkpoint.capture import Signature
+from dlrover_adapters.torch.checkpoint.chunks import Chunk
 from dlrover_adapters.torch.checkpoint.division import WRITES, ChunkList, divided
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
 

@@ -10,7 +10,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from dlrover_adapters.checkpoint.table import Table
-from dlrover_adapters.torch.checkpoint.capture import Chunk, Signature
+from dlrover_adapters.torch.checkpoint.capture import Signature
+from dlrover_adapters.torch.checkpoint.chunks import Chunk
 from dlrover_adapters.torch.checkpoint.layout import agreed
 from dlrover_adapters.torch.checkpoint.meeting import Meeting, MeetingFailed
 

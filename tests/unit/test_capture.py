@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dlrover_adapters.checkpoint.table import Item, Table
 from dlrover_adapters.torch.checkpoint import foresight
 from dlrover_adapters.torch.checkpoint.boundary import Boundary
-from dlrover_adapters.torch.checkpoint.capture import Capture, Chunk
+from dlrover_adapters.torch.checkpoint.capture import Capture
+from dlrover_adapters.torch.checkpoint.chunks import Chunk
 from dlrover_adapters.torch.checkpoint.layout import agreed, data_bytes
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
 from dlrover_adapters.torch.checkpoint.sources import Mismatch

@@ -18,7 +18,8 @@ from tests.unit.layouts import agree, chunk  # noqa: E402
 
 from dlrover_adapters.checkpoint.table import Item, Table  # noqa: E402
 from dlrover_adapters.torch.checkpoint import filling  # noqa: E402
-from dlrover_adapters.torch.checkpoint.capture import Chunk, Target  # noqa: E402
+from dlrover_adapters.torch.checkpoint.capture import Target  # noqa: E402
+from dlrover_adapters.torch.checkpoint.chunks import Chunk  # noqa: E402
 from dlrover_adapters.torch.checkpoint.vault import spread_of  # noqa: E402
 
 DTYPES = (torch.float32, torch.int16, torch.bfloat16)

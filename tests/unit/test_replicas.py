@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dlrover_adapters.checkpoint import listing
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.torch.checkpoint import replicas
-from dlrover_adapters.torch.checkpoint.capture import Capture, Chunk
+from dlrover_adapters.torch.checkpoint.capture import Capture
+from dlrover_adapters.torch.checkpoint.chunks import Chunk
 from dlrover_adapters.torch.checkpoint.flash import FlashCheckpoint
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
 from dlrover_core.errors import SpecError

@@ -12,7 +12,7 @@ from samples import of
 from structlog.testing import capture_logs
 
 from dlrover_core.errors import ConnectionLost
-from dlrover_core.job import checkpoints, failures, health, nodes, scaling
+from dlrover_core.job import checkpoints, failures, health, nodes, scaling, world
 from dlrover_core.job.state import NodeLaunch, Order
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.agent import Agent
@@ -245,9 +245,11 @@ def test_older_master_cannot_read_a_standby() -> None:
 
 
 # How many fields version 2 had of what has grown since; beside these and the kinds of version 1 nothing has grown.
-GROWN_SINCE_2 = {Order: 16, messages.Beat: 3, messages.BeatSeen: 1, failures.ReportExit: 9}
+GROWN_SINCE_2 = {Order: 16, messages.Beat: 3, messages.BeatSeen: 1, failures.ReportExit: 9, world.ReportFinished: 3}
 # And version 3.
-GROWN_SINCE_3 = {Order: 26, messages.Beat: 9, messages.BeatSeen: 1}
+GROWN_SINCE_3 = {Order: 26, messages.Beat: 9, messages.BeatSeen: 1, world.ReportFinished: 3}
+# And version 4.
+GROWN_SINCE_4 = {Order: 36, world.ReportFinished: 3}
 
 
 def test_widths_are_those_of_version_1() -> None:
@@ -281,15 +283,23 @@ def test_widths_are_those_of_version_3() -> None:
         assert kind < 14 or since == (messages.DUTIES_VERSION if kind < 17 else messages.KEEPING_VERSION)
 
 
-def test_older_peers_are_told_nothing_of_checkpoints() -> None:
-    """A beat, its answer and an order for version 3 have the fields of then; versions 4 hear all of it."""
-    for cls, width in GROWN_SINCE_3.items():
+def test_widths_are_those_of_version_4() -> None:
+    """Version 4 knows neither what a generation left undecided nor which due state a good end lacks."""
+    assert dict(messages._WIDTHS[4]) == GROWN_SINCE_4
+    for cls, width in GROWN_SINCE_4.items():
+        assert len(cls._fields) == width + (1 if cls is Order else 2)
+
+
+@pytest.mark.parametrize(("version", "grown"), [(3, GROWN_SINCE_3), (4, GROWN_SINCE_4)])
+def test_older_peers_are_told_only_what_they_know(version: int, grown: dict[type, int]) -> None:
+    """What has grown since has the fields of then; the newest version hears all of it."""
+    for cls, width in grown.items():
         message = of(cls)
-        assert messages.fields_for(message, 3) == tuple(message)[:width]
-        assert messages.fields_for(message, 4) == message
+        assert messages.fields_for(message, version) == tuple(message)[:width]
+        assert messages.fields_for(message, messages.VERSION) == message
 
 
-@pytest.mark.parametrize("versions", [(1, 1), (2, 2), (3, 3), (4, 3), (3, 4)])
+@pytest.mark.parametrize("versions", [(1, 1), (2, 2), (3, 3), (4, 4), (5, 3), (3, 5), (4, 5)])
 def test_a_job_that_saves_with_older_agents(versions: tuple[int, int]) -> None:
     """Agents of before checkpoints are served as ever: the job is restarted and succeeds; nothing is committed without all."""
     saving = Saving(Knobs(every=2, store_every=10, spread=0))

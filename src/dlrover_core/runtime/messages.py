@@ -209,7 +209,7 @@ _WIDTHS: Mapping[int, Mapping[type, int]] = {
     },
     2: {Order: 16, Beat: 3, BeatSeen: 1, failures.ReportExit: 9, world.ReportFinished: 3},
     3: {Order: 26, Beat: 9, BeatSeen: 1, world.ReportFinished: 3},
-    4: {world.ReportFinished: 3},
+    4: {Order: 36, world.ReportFinished: 3},
 }  # fmt: skip
 
 

@@ -16,7 +16,8 @@ import msgpack
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from dlrover_adapters.torch.checkpoint.capture import Chunk, Signature
+from dlrover_adapters.torch.checkpoint.capture import Signature
+from dlrover_adapters.torch.checkpoint.chunks import Chunk
 from dlrover_adapters.torch.checkpoint.layout import agreed
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
 

@@ -14,7 +14,6 @@ import fnmatch
 import functools
 import io
 import logging
-import math
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from dlrover_adapters.checkpoint.table import own_name
 from dlrover_core.errors import SpecError
 
 from . import foresight, kinds
+from .chunks import Chunk, add, check_memory, chunk_of, place_of
 from .optimizing import OptimizerSource
 from .sources import (
     ClassSource,
@@ -45,28 +45,6 @@ from .sources import (
 IDLE_BYTES, IDLE_SHARE = 64 * 1024 * 1024, 0.1
 """So much of parameters that nobody trains, or such a share of all, is worth a word: training stands while it is copied."""
 _log = logging.getLogger("dlrover.torch")
-
-
-class Chunk(NamedTuple):
-    """What of one tensor is on this rank. ``tensor`` is local memory; ``same_as``: the name under which its bytes lie already.
-
-    ``shard``: which part of how many it is, as `replicas` compares them; "" for all of it, None where no other rank has it.
-    """
-
-    name: str
-    path: Path
-    tensor: torch.Tensor
-    dtype: str
-    full_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    live: bool
-    same_as: str = ""
-    shard: str | None = ""
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return self.tensor.numel() * self.tensor.element_size()
 
 
 class Target(NamedTuple):
@@ -206,15 +184,15 @@ class Capture:
         for source in self._sources:
             for found in source.tensors():
                 name = name_of(found.path)
-                _check_memory(name, found.tensor)
-                chunk = _chunk(name, found, live=self._is_live(name, found))
+                check_memory(name, found.tensor)
+                chunk = chunk_of(name, found, live=self._is_live(name, found))
                 if found.owner is None:
                     self._anew.add(name)
                 else:
                     here = local(found.tensor)
                     self._watched.append((found.owner, found.key, found.tensor, here, here.data_ptr()))
                 if chunk is not None:
-                    _add(chunks, seen, chunk)
+                    add(chunks, seen, chunk)
                     if chunk.live and isinstance(source, ModelSource) and _is_idle(found.tensor):
                         idle += chunk.size
         self._hint(idle, sum(one.size for one in chunks))
@@ -262,7 +240,7 @@ class Capture:
                 if tensor.shape == local(parameter).shape and local(parameter) is not parameter:
                     if not tensor.numel() and parameter.numel():
                         continue
-                    full, offsets = tuple(parameter.shape), _place(name_of(path), parameter)[1]
+                    full, offsets = tuple(parameter.shape), place_of(name_of(path), parameter)[1]
                 name = name_of(path)
                 live = self._is_live(name, Found(path, tensor, None, None, beside=source.beside))
                 found.append(Chunk(name, path, tensor, str(tensor.dtype)[6:], full, offsets, live))
@@ -425,74 +403,6 @@ class Capture:
 def _is_idle(tensor: torch.Tensor) -> bool:
     """A parameter that is not trained."""
     return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-
-
-def _check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Is there memory to copy? Tensors that are made of others have none, and reading it would end the process."""
-    here = local(tensor)
-    of_others = type(here).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if here.device.type != "meta" and (
-        of_others or (here.numel() and here.layout == torch.strided and not address(here))
-    ):
-        raise SpecError(
-            name,
-            f"a {type(here).__name__} has no memory of its own, so it cannot be copied; give the tensors that it is made of with "
-            "state=..., and leave out what contains it",
-        )
-
-
-def _chunk(name: str, found: Found, *, live: bool) -> Chunk | None:
-    """What of a tensor is here; None: nothing."""
-    tensor = found.tensor.detach()
-    here = local(tensor)
-    if here.layout != torch.strided or here.is_quantized or here.device.type == "meta":
-        raise SpecError(
-            name, f"a tensor of {here.layout} on {here.device} cannot be saved; leave it out, or give it dense"
-        )
-    full, offsets = tuple(tensor.shape), (0,) * tensor.dim()
-    shard: str | None = ""
-    if here is not tensor:
-        shape, offsets = _place(name, tensor)
-        shard = "" if shape == full else _shard(tensor)
-        if tuple(here.shape) != shape:
-            raise SpecError(name, f"its shard is {list(here.shape)} where its placements say {list(shape)}")
-        if here.numel() == 0 and tensor.numel():
-            return None
-    return Chunk(name, found.path, here, str(here.dtype).removeprefix("torch."), full, offsets, live, shard=shard)
-
-
-def _shard(tensor: Any) -> str | None:
-    """Which of a DTensor's shards is here; None: each rank of the world has another one."""
-    mesh = tensor.device_mesh
-    cut = [number for number, one in enumerate(tensor.placements) if not one.is_replicate()]
-    if math.prod(mesh.size(one) for one in cut) == torch.distributed.get_world_size():
-        return None
-    at = mesh.get_coordinate() or ()
-    return repr([(mesh.size(one), at[one]) for one in cut])
-
-
-def _place(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and offsets of a DTensor's shard."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if any(one.is_partial() for one in tensor.placements):
-        raise SpecError(name, f"a DTensor placed {tensor.placements} is a sum in the making; reduce it first")
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(shape), tuple(offsets)
-
-
-def _add(chunks: list[Chunk], seen: dict[Any, int], chunk: Chunk) -> None:
-    """Tied tensors are copied once; where one of the names is live, all are."""
-    tensor = chunk.tensor
-    key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-    if tensor.numel() and key in seen:
-        first = seen[key]
-        live = chunk.live and chunks[first].live
-        chunks[first] = chunks[first]._replace(live=live)
-        chunk = chunk._replace(same_as=chunks[first].name, live=live)
-    else:
-        seen[key] = len(chunks)
-    chunks.append(chunk)
 
 
 class _Chosen:

@@ -27,7 +27,7 @@ from dlrover_adapters.checkpoint.hashing import digest
 from dlrover_adapters.checkpoint.table import Item
 
 from . import devices, streaming
-from .capture import Chunk
+from .chunks import Chunk
 from .looks import Look, Looks
 from .memory import Mapped
 

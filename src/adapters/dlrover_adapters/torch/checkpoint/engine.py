@@ -23,7 +23,8 @@ from dlrover_core.checkpoint.slots import NOTHING, Kept, choose
 
 from . import devices
 from .alarms import Alarms
-from .capture import Capture, Chunk, Signature
+from .capture import Capture, Signature
+from .chunks import Chunk
 from .copier import Aside, Copier, Flight, Moves, Pair
 from .layout import agreed, data_bytes, with_own
 from .line import Line, old_tables, spare_slots

@@ -29,7 +29,8 @@ import torch
 from dlrover_adapters.checkpoint.table import ALIGN_BYTES, Item, Table
 from dlrover_core.errors import CoreError
 
-from .capture import Chunk, Signature
+from .capture import Signature
+from .chunks import Chunk
 from .division import INT_BYTES, KEEPS, WRITES, ChunkList, Holders, Names, Piece, divided
 from .sources import Path
 

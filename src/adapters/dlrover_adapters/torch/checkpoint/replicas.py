@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dlrover_adapters.checkpoint.hashing import digest
 from dlrover_core.errors import SpecError
 
-from .capture import Capture, Chunk
+from .capture import Capture
+from .chunks import Chunk
 
 WHOLE_BYTES = 16 * 1024
 """Of larger tensors samples are hashed: blocks spread evenly from the first byte to the last."""
