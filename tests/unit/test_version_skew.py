@@ -299,7 +299,7 @@ def test_older_peers_are_told_only_what_they_know(version: int, grown: dict[type
         assert messages.fields_for(message, messages.VERSION) == message
 
 
-@pytest.mark.parametrize("versions", [(1, 1), (2, 2), (3, 3), (4, 4), (5, 3), (3, 5), (4, 5)])
+@pytest.mark.parametrize("versions", [(1, 1), (2, 2), (3, 3), (5, 3), (3, 5), (4, 3)])
 def test_a_job_that_saves_with_older_agents(versions: tuple[int, int]) -> None:
     """Agents of before checkpoints are served as ever: the job is restarted and succeeds; nothing is committed without all."""
     saving = Saving(Knobs(every=2, store_every=10, spread=0))
@@ -322,7 +322,7 @@ def test_a_job_that_saves_with_older_agents(versions: tuple[int, int]) -> None:
 
     events = virtual_loop.run(story())
     assert not any(isinstance(one, (checkpoints.CheckpointCommitted, checkpoints.SaveOrdered)) for one in events)
-    assert not any(isinstance(one, checkpoints.Restored) for one in events) or 4 in versions
+    assert not any(isinstance(one, checkpoints.Restored) for one in events) or max(versions) > 3
     assert saving.restores[-1].generation == 2
 
 
