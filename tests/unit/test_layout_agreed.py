@@ -57,6 +57,16 @@ def test_a_layout_that_all_ranks_still_have_is_recognised() -> None:
     assert max(size for size in posted.all.values()) < 100
 
 
+def test_a_light_copys_table_is_as_good() -> None:
+    """A new node's rank that fetched a copy without tensors has the same table all the same: it keeps and writes what it did."""
+    ranks = [[chunk(f"w{number}", (64,)) for number in range(8)] for _rank in range(4)]
+    first = agree(ranks, NODES)
+    lightened = first[3]._replace(items=(), elsewhere=first[3].items)
+    again = agree(ranks, NODES, before=[[first[0]], [first[1]], [first[2]], [lightened]])
+    assert again == first
+    assert {item.name for table in again for item in table.items if item.write} == {f"w{number}" for number in range(8)}
+
+
 def test_where_one_rank_has_lost_its_table_all_agree_anew() -> None:
     """A new node's ranks have nothing: the layout comes out the same, number and all, so that others' memory stays good."""
     ranks = [fsdp(rank) for rank in range(4)]

@@ -175,7 +175,9 @@ def agreed(
         share = _exchanged(mine, wanted, told, meeting, f"{name}/shares", spread=spread)
     else:
         table = old[number]
-        share = Share({one.name: one.write for one in table.items}, table.holders, table.writers, table.own)
+        # A light copy from a peer has the table, and not the tensors.
+        keeps = {one.name: one.write for one in (*table.items, *table.elsewhere)}
+        share = Share(keeps, table.holders, table.writers, table.own)
     objects = tuple(name for name in signature.objects if name in own or meeting.rank == 0)
     return Table(
         layout=number,
