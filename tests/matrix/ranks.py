@@ -69,6 +69,9 @@ def cell(kind: str, disturbance: str, nodes: int, steps: int) -> None:
         notes.tell(restored=step, tier=ckpt.tier, world=world, whole=training.whole())
         while step < steps:
             step += 1
+            if step == steps and url:
+                # Steps here take milliseconds: storage gets the time that it has between two due steps of a real training.
+                until(lambda: sealed(folder, steps - 4))
             one_step(training, step, notes)
             if disturbance == "evaluation":
                 training.evaluate()
@@ -101,7 +104,7 @@ def strike(disturbance: str, nodes: int, mine: bool, folder: Path) -> None:
     if disturbance in {"restart", "evaluation"}:
         os.kill(os.getpid(), signal.SIGKILL)
     if not loses_partner(disturbance, nodes):
-        until(lambda: sealed(folder))
+        until(lambda: sealed(folder, SURE))
     if disturbance == "node" or loses_partner(disturbance, nodes):
         os.kill(ancestor("dlrover-agent"), signal.SIGKILL)
     else:
@@ -116,9 +119,9 @@ def until(is_so: Callable[[], bool]) -> None:
         threading.Event().wait(0.02)
 
 
-def sealed(folder: Path) -> bool:
-    """Is step `SURE` complete on storage?"""
-    return (folder / "stored" / f"step-{SURE:010d}" / "manifest.json").exists()
+def sealed(folder: Path, least: int) -> bool:
+    """Is step ``least``, or a newer one, complete on storage?"""
+    return any(int(one.parent.name[5:]) >= least for one in (folder / "stored").glob("step-*/manifest.json"))
 
 
 def copied() -> bool:
@@ -127,7 +130,7 @@ def copied() -> bool:
 
     with_us = Vault.connect()
     try:
-        return any(one.kind == "replica" and one.step >= SURE for one in with_us.inventory().holdings)
+        return any(one.kind in {"replica", "objects"} and one.step >= SURE for one in with_us.inventory().holdings)
     finally:
         with_us.close()
 
