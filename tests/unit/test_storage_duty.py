@@ -396,6 +396,26 @@ def test_where_the_last_state_is_lost_the_newest_that_is_left_is_written(*, dama
     virtually(test)
 
 
+def test_where_all_states_are_lost_the_job_fails_with_what_is_missing() -> None:
+    """What could take its place is damaged, too: each is tried, none for ever, and the one that was due is named."""
+
+    async def test() -> None:
+        site = Here(State(1, 36), State(1, 38), State(1, 40))
+        site.savers.fails(LOST)
+        one = Storage(site, nothing)
+        for _ in range(3 * TORN_MAX + 3):
+            await looks(one)
+            await asyncio.sleep(BACK_OFF_S)
+        assert site.savers.done == [("persist", 1, step) for step in (40, 38, 36) for _ in range(TORN_MAX)]
+        assert not one.unfinished(writes=True)
+        assert one.unstored()[0].startswith(
+            f"step 40 is not a checkpoint on storage ({KEEPING.url}): it was lost in memory before it was written; no step is "
+            "there"
+        )
+
+    virtually(test)
+
+
 def test_of_several_nodes_none_writes_another_state_than_was_due() -> None:
     """What one of several nodes has left, the others need not have: only a step that all of them write is ever whole."""
 

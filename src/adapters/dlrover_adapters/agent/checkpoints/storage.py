@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import structlog
 
+from dlrover_core.checkpoint.arena import SLOTS_MAX
 from dlrover_core.job.checkpoints import ReportStorage, storage_calm_s
 from dlrover_core.runtime.keeping import WRITTEN_MAX, Written
 
@@ -76,7 +77,8 @@ class Storage:
         self._sealed, self._sealing = NOTHING, False
         self._seal_at, self._seal_back_off_s, self._seal_failures = 0.0, BACK_OFF_S, 0
         self._tried = self._asked = self._failed_on = NOTHING
-        self._lost, self._torn = NOTHING, (NOTHING, 0)
+        self._lost: list[State] = []
+        self._torn = NOTHING, 0
         self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
         self._writes = False
         self._failures, self._failed_at = 0, 0.0
@@ -214,7 +216,7 @@ class Storage:
         for state in reversed(self._site.whole):
             if state <= self._tried or state.generation != self._site.generation:
                 return None
-            if state == self._lost:
+            if state in self._lost:
                 continue
             if self._site.is_due(state):
                 self._asked = max(self._asked, state)
@@ -226,10 +228,10 @@ class Storage:
 
     def _replaces(self, state: State) -> bool:
         """Is it the newest that is left of a generation whose last due state was lost? Of several nodes each may have another."""
-        launch, lost = self._site.launch, self._lost
+        launch = self._site.launch
         alone = launch is not None and launch.nodes <= 1
-        left = [one for one in self._site.whole if one != lost]
-        return alone and state.generation == lost.generation and state < lost and state == max(left)
+        newer = any(state.generation == one.generation and state < one for one in self._lost)
+        return alone and newer and state == max(one for one in self._site.whole if one not in self._lost)
 
     async def _write_due(self, state: State, keeping: Keeping) -> None:
         try:
@@ -243,7 +245,7 @@ class Storage:
             self._failed(keeping, state, error)
             if lost:
                 # What is older and whole may take its place.
-                self._lost = max(self._lost, state)
+                self._lost = [*self._lost, state][-SLOTS_MAX:]
             else:
                 # Tried again while it is in memory, or the next that is due: only what all nodes write alike is ever whole there.
                 await self._next_tier(state, keeping)
