@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,9 @@ import torch
 from flashing import Training, plain, saved
 from torch import nn
 
-from dlrover_adapters.agent.checkpoints import slots
-from dlrover_adapters.agent.checkpoints.hashing import hash_newest
-from dlrover_adapters.checkpoint.slotview import SlotView
-from dlrover_adapters.checkpoint.table import Item, Table
 from dlrover_adapters.torch.checkpoint import memory
 from dlrover_adapters.torch.checkpoint.flash import FlashCheckpoint
 from dlrover_adapters.torch.checkpoint.memory import Mapped
-from dlrover_core.checkpoint.arena import Geometry, Stamp
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -171,35 +165,3 @@ def test_objects_that_outgrow_their_room_get_more(tmp_path: Path) -> None:
         ckpt.wait()
         step, _, objects = saved(ckpt)
         assert (step, len(objects["state.history"]) > 4_500_000) == (3, True)
-
-
-def published(fd: int, table: Table, sizes: Geometry, step: int) -> None:
-    """A generation takes the memory over and saves one state, full of the number of its step."""
-    mapped = Mapped(os.dup(fd), table, sizes, local_rank=0, fresh=step == 1)
-    mapped.control.begin(0)
-    mapped.place(0, table.items[0]).fill_(step)
-    written = mapped.write_blob(0, {})
-    assert written is not None
-    mapped.sequence += 1
-    mapped.control.saves += 1
-    mapped.control.publish(0, Stamp(step, step, mapped.sequence, *written))
-    mapped.close()
-
-
-def test_digests_of_emptied_slots_are_of_nothing_that_comes_later() -> None:
-    """Memory that is taken over with another table begins anew; what the saver hashed there before is no digest of new states."""
-    table, other = (Table(1, 1, 0, (), (Item(name, "uint8", (8,), (0,), (8,), 0, 8),)) for name in "ab")
-    sizes = Geometry(2, len(table.packed()), 16, 8)
-    fd = os.memfd_create("arena")
-    os.ftruncate(fd, sizes.total_bytes)
-    published(fd, table, sizes, 1)
-    agents = slots.Mapped(1, fd, 0, threading.Lock())
-    assert hash_newest(agents)
-    published(fd, other, sizes, 2)
-    view = SlotView(agents.memory, 0)
-    assert (view.hashed, view.verify()) == (False, False)
-    assert hash_newest(agents)
-    assert view.verify()
-    view.release()
-    agents.close()
-    os.close(fd)

@@ -186,7 +186,7 @@ def agreed(
         holders=share.holders,
         items=_items(chunks, {**share.keeps, **dict.fromkeys(own, True)}),
         objects=objects,
-        paths=tuple(sorted(_apart({**{one.name: one.path for one in chunks}, **paths}).items())),
+        paths=tuple(_apart({**{one.name: one.path for one in chunks}, **paths}).items()),
         writers=share.writers,
         own=share.own,
     )
@@ -311,7 +311,7 @@ def with_own(
     return table._replace(
         items=_items(chunks, {**keeps, **{one.name: True for one in chunks if own(one.name)}}),
         objects=tuple(sorted(name for name in objects if own(name) or table.rank == 0 or name in table.objects)),
-        paths=tuple(sorted(_apart({**{one.name: one.path for one in chunks}, **paths}).items())),
+        paths=tuple(_apart({**{one.name: one.path for one in chunks}, **paths}).items()),
     )
 
 
@@ -320,15 +320,14 @@ def _key(chunk: Chunk) -> Key:
 
 
 def _items(chunks: Sequence[Chunk], keeps: Mapping[str, bool]) -> tuple[Item, ...]:
-    """What this rank keeps, by name, one after the other; a second name for the same bytes takes no room.
+    """What this rank keeps, one after the other; a second name for the same bytes takes no room.
 
-    ``keeps``: names of chunks, and whether this rank writes them. In which order an optimizer made its state does not matter: a
-    restore makes it in another one, and the memory of the generation before must still fit.
+    ``keeps``: names of chunks, and whether this rank writes them.
     """
     items: list[Item] = []
     places: dict[str, tuple[int, bool]] = {}
     at = 0
-    for one in sorted(chunks, key=lambda one: (bool(one.same_as), one.name)):
+    for one in chunks:
         size = one.size
         if one.same_as:
             if one.same_as not in places:

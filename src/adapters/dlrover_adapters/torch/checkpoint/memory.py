@@ -79,8 +79,7 @@ class Mapped:
                 table_bytes=len(packed),
                 table_digest=digest(packed),
             )
-        # Slots that were emptied still have the digests of what was there: no number of those is given again.
-        self.sequence = max([self.control.saves, *(stamp.sequence for _slot, stamp in self.control.stamps())])
+        self.sequence = max((stamp.sequence for _slot, stamp in self.control.stamps()), default=0)
         self._stop = False
         self._populating: threading.Thread | None = None
         self.populated = threading.Event()
