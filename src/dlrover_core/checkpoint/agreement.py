@@ -198,8 +198,11 @@ def _states(nodes: Sequence[Node], failed: Collection[Refusal]) -> dict[_State, 
 def _lacking(
     nodes: Sequence[Node], state: _State, owners: Collection[int], pieces: Sequence[tuple[int, Piece]]
 ) -> tuple[int, ...]:
-    """In a world of the same shape, the ranks whose own objects their nodes cannot get."""
-    if _changed(nodes, state.world, pieces):
+    """In a world of the same shape, the ranks whose own objects their nodes cannot get.
+
+    Pieces that are missing say nothing of the old world's shape: it is another one only where a piece that is there says so.
+    """
+    if _other_shape(nodes, state.world, pieces):
         return ()
     by_rank = _sources(pieces)
     return tuple(
@@ -228,6 +231,14 @@ def _changed(nodes: Sequence[Node], world: int, pieces: Sequence[tuple[int, Piec
     sizes = {len(node.ranks) for node in nodes if node.ranks}
     old = 1 + max(piece.local_rank for _place, piece in pieces)
     return ranks != list(range(world)) or sizes != {old}
+
+
+def _other_shape(nodes: Sequence[Node], world: int, pieces: Sequence[tuple[int, Piece]]) -> bool:
+    """Has the new world other ranks, or a rank of a piece another number on its node?"""
+    local_ranks = {rank: at for node in nodes for at, rank in enumerate(sorted(node.ranks))}
+    return sorted(local_ranks) != list(range(world)) or any(
+        local_ranks[piece.rank] != piece.local_rank for _place, piece in pieces
+    )
 
 
 def _read(
