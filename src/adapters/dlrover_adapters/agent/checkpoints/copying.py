@@ -71,7 +71,7 @@ class Copying:
             self._address, self._there = address, []
         if not site.launch or not address:
             return
-        state = self._shared() if self.spread else next(iter(site.whole[-1:]), NOTHING)
+        state = self._shared() if self.spread else self._light()
         if (
             self._sending is None
             and now >= self._retry_at
@@ -79,6 +79,20 @@ class Copying:
             and not self._has(state)
         ):
             self._sending = asyncio.ensure_future(self._send(address, state))
+
+    @property
+    def _everywhere(self) -> State:
+        """The newest state of this generation that is whole on all nodes, as the leader says."""
+        return State(self._site.generation, self._site.desk.whole)
+
+    def _light(self) -> State:
+        """The state to send now where each node has all tensors: the newest here, then what is whole everywhere.
+
+        Another node may have left the newest out. Then only what is whole everywhere can be restored, and the partner has to have
+        that as well.
+        """
+        newest = next(iter(self._site.whole[-1:]), NOTHING)
+        return self._everywhere if self._has(newest) and self._everywhere in self._site.whole else newest
 
     def _shared(self) -> State:
         """The state to send now: the aim, once it is kept."""
@@ -103,20 +117,22 @@ class Copying:
     async def _send(self, address: str, state: State) -> None:
         site = self._site
         ids = [arena.id for arena, _ in site.own(state)]
+        keep = self.safe if self.spread else self._everywhere
         body = {
             "op": "send",
             "address": address,
             "ids": ids,
             "generation": state.generation,
             "step": state.step,
-            "keep": list(self.safe if self.spread and self._has(self.safe) else NOTHING),
+            "keep": list(keep if self._has(keep) else NOTHING),
             "light": not self.spread,
             "pace": 0,
         }
         try:
             await site.saving.order(body)
             if address == self._address:
-                self._there = sorted({*self._there, state})[-2:]
+                kept = {one for one in self._there if one == keep} or set(self._there[-1:])
+                self._there = sorted({*kept, state})
             self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
             site.desk.hurry()
         except Unsaved as error:

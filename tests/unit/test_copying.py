@@ -1,0 +1,72 @@
+"""Which states a node sends to its partner, and which of them the partner keeps. No process, no network."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dlrover_adapters.agent.checkpoints.arenas import State
+from dlrover_adapters.agent.checkpoints.copying import Copying
+from dlrover_core.testing import virtual_loop
+
+
+class Here:
+    """A node that holds what a test says, and what its saver is ordered to send: steps, and the step that the partner keeps."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, int]] = []
+        self.order = SimpleNamespace(replica_to="partner:1")
+        self.launch, self.generation, self.spread = object(), 1, 1
+        self.whole: list[State] = []
+        self.desk = SimpleNamespace(whole=-1, hurry=lambda: None)
+        self.saving = SimpleNamespace(order=self._order)
+
+    async def _order(self, body: dict[str, Any]) -> None:
+        self.sent.append((body["step"], body["keep"][1]))
+
+    def own(self, _state: State) -> list[Any]:
+        """As `Site`."""
+        return []
+
+    async def look(self, copying: Copying, *steps: int, everywhere: int = -1) -> list[tuple[int, int]]:
+        """What is sent when these steps are whole here, and that one everywhere."""
+        self.sent, self.whole, self.desk.whole = [], [State(1, step) for step in steps], everywhere
+        for _ in range(4):
+            copying.look()
+            await asyncio.sleep(0.01)
+        return self.sent
+
+
+def made() -> tuple[Here, Copying]:
+    """A node under DDP."""
+    here = Here()
+    return here, Copying(here, lambda: None)  # type: ignore[arg-type]
+
+
+def test_the_partner_gets_what_is_whole_everywhere_though_a_newer_state_is_here() -> None:
+    """Another node left the newest state out: if this node is lost, only the one before can be restored."""
+
+    async def test() -> None:
+        here, copying = made()
+        assert await here.look(copying, 2) == [(2, -1)]
+        assert await here.look(copying, 4, 6, everywhere=4) == [(6, -1), (4, -1)]
+        assert copying.copied == 6
+        assert await here.look(copying, 4, 6, everywhere=4) == []
+
+    virtual_loop.run(test())
+
+
+@pytest.mark.parametrize(("everywhere", "keep"), [(4, 4), (6, 6), (2, -1)])
+def test_a_copy_of_what_is_whole_everywhere_is_not_overwritten_by_a_newer_one(everywhere: int, keep: int) -> None:
+    """The partner has room for two, and is told which of them to keep; without a word it keeps the newest."""
+
+    async def test() -> None:
+        here, copying = made()
+        await here.look(copying, 4)
+        await here.look(copying, 4, 6)
+        assert await here.look(copying, 4, 6, 8, everywhere=everywhere) == [(8, keep)]
+
+    virtual_loop.run(test())
