@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 from flashing import Training, plain, saved
 from torch import nn
 
+from dlrover_adapters.checkpoint.hashing import digest
+from dlrover_adapters.checkpoint.table import Table
 from dlrover_adapters.torch.checkpoint import memory
 from dlrover_adapters.torch.checkpoint.flash import FlashCheckpoint
 from dlrover_adapters.torch.checkpoint.memory import Mapped
+from dlrover_core.checkpoint.arena import Geometry, Stamp
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -165,3 +169,30 @@ def test_objects_that_outgrow_their_room_get_more(tmp_path: Path) -> None:
         ckpt.wait()
         step, _, objects = saved(ckpt)
         assert (step, len(objects["state.history"]) > 4_500_000) == (3, True)
+
+
+def test_no_number_of_a_publication_is_used_again() -> None:
+    """A killed worker left a slot begun, whose digests are there yet: its successor's state is not taken for what they are of."""
+    table = Table(7, 1, 0, ((0,),), ())
+    geometry = Geometry(2, len(table.packed()), 100, 64)
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, geometry.total_bytes)
+
+    def mapped(table: Table, *, fresh: bool = False) -> Mapped:
+        return Mapped(os.dup(fd), table, geometry, local_rank=0, fresh=fresh)
+
+    first = mapped(table, fresh=True)
+    assert first.sequence == 0
+    for sequence in (1, 2):
+        first.control.publish(sequence % 2, Stamp(1, 5 * sequence, sequence, 0, digest(b"")))
+        first.control.note_hashed(sequence % 2, sequence)
+    first.control.begin(0)  # for a third
+    second = mapped(table)
+    assert [stamp.step for _slot, stamp in second.control.stamps()] == [5]
+    assert second.sequence > 2
+    third = mapped(table._replace(layout=8))
+    assert list(third.control.stamps()) == []
+    assert third.sequence > 2
+    for one in (first, second, third):
+        one.close()
+    os.close(fd)

@@ -57,6 +57,19 @@ def test_a_layout_that_all_ranks_still_have_is_recognised() -> None:
     assert max(size for size in posted.all.values()) < 100
 
 
+def test_the_table_is_the_same_in_whatever_order_the_tensors_come() -> None:
+    """A restored optimizer lists its tensors in another order: with another table the states in memory would be lost."""
+    ranks = [
+        [*fsdp(rank), chunk("model.also", (32, 3), (8 * rank, 0), (8, 3), same_as="model.w0")] for rank in range(4)
+    ]
+    first = agree(ranks, NODES)
+    assert agree([one[::-1] for one in ranks], NODES) == first
+    assert agree([one[::-1] for one in ranks], NODES, before=[[table] for table in first]) == first
+    there = {one.name: one.at for one in first[0].items}
+    assert there["model.also"] == there["model.w0"]
+    assert with_own(first[0], ranks[0][::-1], [], {}, lambda _name: False) == first[0]
+
+
 def test_a_light_copys_table_is_as_good() -> None:
     """A new node's rank that fetched a copy without tensors has the same table all the same: it keeps and writes what it did."""
     ranks = [[chunk(f"w{number}", (64,)) for number in range(8)] for _rank in range(4)]

@@ -178,6 +178,7 @@ def agreed(
         # A light copy from a peer has the table, and not the tensors.
         keeps = {one.name: one.write for one in (*table.items, *table.elsewhere)}
         share = Share(keeps, table.holders, table.writers, table.own)
+    chunks = _in_order(chunks)
     objects = tuple(name for name in signature.objects if name in own or meeting.rank == 0)
     return Table(
         layout=number,
@@ -186,7 +187,7 @@ def agreed(
         holders=share.holders,
         items=_items(chunks, {**share.keeps, **dict.fromkeys(own, True)}),
         objects=objects,
-        paths=tuple(_apart({**{one.name: one.path for one in chunks}, **paths}).items()),
+        paths=_paths(chunks, paths),
         writers=share.writers,
         own=share.own,
     )
@@ -307,12 +308,26 @@ def with_own(
     table: Table, chunks: Sequence[Chunk], objects: Iterable[str], paths: Mapping[str, Path], own: Callable[[str], bool]
 ) -> Table:
     """The table with what only this rank has as it is now: nobody else needs to know, and the layout stays."""
+    chunks = _in_order(chunks)
     keeps = {one.name: one.write for one in table.items if not own(one.name)}
     return table._replace(
         items=_items(chunks, {**keeps, **{one.name: True for one in chunks if own(one.name)}}),
         objects=tuple(sorted(name for name in objects if own(name) or table.rank == 0 or name in table.objects)),
-        paths=tuple(_apart({**{one.name: one.path for one in chunks}, **paths}).items()),
+        paths=_paths(chunks, paths),
     )
+
+
+def _in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """By name, those that have bytes of their own before their second names.
+
+    A restored optimizer may list its tensors in another order than it did. A table that differed in that alone would be another
+    one, and what lies in memory from before would be lost with the old one.
+    """
+    return sorted(chunks, key=lambda one: (bool(one.same_as), one.name, one.offsets))
+
+
+def _paths(chunks: Sequence[Chunk], objects: Mapping[str, Path]) -> tuple[tuple[str, Path], ...]:
+    return tuple(sorted(_apart({**{one.name: one.path for one in chunks}, **objects}).items(), key=lambda one: one[0]))
 
 
 def _key(chunk: Chunk) -> Key:

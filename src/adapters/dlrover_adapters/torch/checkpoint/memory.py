@@ -67,6 +67,7 @@ class Mapped:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         packed = table.packed()
         self.control = Control(self.memory, geometry)
+        self.sequence = self._used()
         if fresh or not self._as_agreed(packed):
             for slot in range(geometry.slots):
                 self.control.begin(slot)
@@ -79,7 +80,6 @@ class Mapped:
                 table_bytes=len(packed),
                 table_digest=digest(packed),
             )
-        self.sequence = max((stamp.sequence for _slot, stamp in self.control.stamps()), default=0)
         self._stop = False
         self._populating: threading.Thread | None = None
         self.populated = threading.Event()
@@ -87,6 +87,16 @@ class Mapped:
         self._pinned: list[int] = []
         self._pin_for: torch.device | None = None
         self._pins_fail = False
+
+    def _used(self) -> int:
+        """A number at or above that of every publication there ever was in this memory.
+
+        Digests are known to be of a publication by its number, so none may be used again. A slot that was begun and never
+        published does not say its number any more; its digests do, and one that had none was one of the newest.
+        """
+        slots = range(self.geometry.slots)
+        numbers = [*(stamp.sequence for _slot, stamp in self.control.stamps()), *map(self.control.hashed, slots)]
+        return max(numbers) + len(slots) if any(numbers) else 0
 
     def _as_agreed(self, packed: bytes) -> bool:
         try:
