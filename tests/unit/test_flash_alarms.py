@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from dlrover_adapters.agent.checkpoints.duty import CheckpointDuty
 from dlrover_adapters.agent.checkpoints.vault import Caller
-from dlrover_adapters.torch.checkpoint import by_hand, closing, flash, meeting
+from dlrover_adapters.torch.checkpoint import by_hand, closing, flash, meeting, replicas
 from dlrover_adapters.torch.checkpoint.alarms import about_truth
 from dlrover_adapters.torch.checkpoint.closing import NotStored
 from dlrover_adapters.torch.checkpoint.copier import Copier, Moves
@@ -186,6 +187,89 @@ def test_a_rank_that_cannot_save_keeps_nobody_waiting(two: Two, monkeypatch: pyt
 def held_nothing(ckpt: FlashCheckpoint) -> bool:
     """There is no memory yet."""
     return engine_of(ckpt).control is None
+
+
+@pytest.mark.parametrize("part", ["capture", "memory", "digests"])
+def test_an_error_at_the_first_save_of_one_rank_keeps_nobody_waiting(
+    part: str, two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others come to every collective of that save: they hear that this rank does not, and the next save is whole on all."""
+    what, name = {
+        "capture": (flash.Capture, "chunks"),
+        "memory": (Standalone, "arena"),
+        "digests": (replicas, "_sampled"),
+    }[part]
+    real, left = getattr(what, name), [2]
+
+    def broken(*asked: Any) -> Any:
+        if threading.current_thread().name == "1" and left[0]:
+            left[0] -= 1
+            raise OSError(f"{part} failed")
+        return real(*asked)
+
+    monkeypatch.setattr(what, name, broken)
+
+    def rank(_number: int) -> None:
+        run = Training()
+        with FlashCheckpoint("", **run.parts, every=1) as ckpt:
+            two.train(run, ckpt, 1, 4)
+            assert {3, 4} <= held(ckpt).keys()
+
+    two.run(rank)
+
+
+def test_a_rank_that_fails_as_the_layout_changes_keeps_nobody_waiting(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in that call nor in the next one, in which the layout is the old one again."""
+    real = flash.Capture.objects
+
+    def objects(capture: Any) -> Any:
+        found = real(capture)
+        if threading.current_thread().name == "1" and "state.more" in found[0]:
+            raise OSError("a state_dict that reads a file")
+        return found
+
+    monkeypatch.setattr(flash.Capture, "objects", objects)
+
+    def rank(_number: int) -> None:
+        run, state = Training(), {"one": 1}
+        with FlashCheckpoint("", **run.parts, state=state, every=1) as ckpt:
+            two.train(run, ckpt, 1, 3)
+            state["more"] = 2
+            two.train(run, ckpt, 4, 4)
+            del state["more"]
+            two.train(run, ckpt, 5, 6)
+            assert {5, 6} <= held(ckpt).keys()
+            assert (ckpt.stats.failed, ckpt.stats.layouts) == (1, 1)
+
+    two.run(rank)
+
+
+def test_new_intervals_are_told_though_the_save_failed(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks wait for rank 0's word of them after certain saves; and a rank that left its own out needs it as well."""
+    real = flash.Engine._claim
+
+    def claim(engine: Any, step: int, *how: Any, **more: Any) -> Any:
+        if step == (4, 6)[engine.meeting.rank]:
+            raise MemoryError("no room")
+        return real(engine, step, *how, **more)
+
+    monkeypatch.setattr(flash.Engine, "_claim", claim)
+
+    def rank(_number: int) -> tuple[int, ...]:
+        run = Training()
+        with FlashCheckpoint("", **run.parts) as ckpt:
+            ckpt._cadence.bounds = replace(ckpt._cadence.bounds, plan_steps_min=2)
+            ckpt._cadence.plan = ckpt._cadence.plan._replace(every=2, next=4)
+            two.train(run, ckpt, 1, 7)
+            assert ckpt.stats.failed == 1
+            return tuple(ckpt._cadence.plan)
+
+    found: dict[int, tuple[int, ...]] = {}
+    two.run(lambda number: found.update({number: rank(number)}))
+    assert found[0] == found[1]
+    assert found[0][2] > 6
 
 
 def test_a_save_that_one_rank_left_out_is_known_to_the_others(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,6 +217,20 @@ def test_a_lost_node(cluster: dict[str, FakeNode]) -> None:
     assert all(live.is_at(10) for live in world.lives)
 
 
+@pytest.mark.parametrize("light_first", [True, False])
+def test_a_node_with_two_copies_of_a_rank_reads_the_whole_one(cluster: dict[str, FakeNode], light_first: bool) -> None:
+    """The nodes changed places: each has copies of its ranks' objects from before, and the whole pieces that it fetched since."""
+    nodes, world = newcomers(cluster)
+    before = ddp(nodes[::-1], 4, 10, own=True)
+    for rank, arena in enumerate(before):
+        copies = [(objects_of(rank, 4, 2, 10), OBJECTS), (arena, REPLICA)]
+        for one, kind in copies if light_first else reversed(copies):
+            nodes[rank // 2].has(one, kind)
+    for found in world.restore():
+        assert (found.step, found.tier, found.fell) == (10, "memory", ())
+    assert all(live.is_at(10) for live in world.lives)
+
+
 def newcomers(cluster: dict[str, FakeNode]) -> tuple[list[FakeNode], World]:
     """Two nodes of two replicas; all ranks run again."""
     nodes = [FakeNode(cluster), FakeNode(cluster)]

@@ -203,8 +203,11 @@ def _states(nodes: Sequence[Node], failed: Collection[Refusal]) -> dict[_State, 
 def _lacking(
     nodes: Sequence[Node], state: _State, owners: Collection[int], pieces: Sequence[tuple[int, Piece]]
 ) -> tuple[int, ...]:
-    """The ranks whose own objects their nodes cannot get, in a world of the same shape; none in a changed world."""
-    if _changed(nodes, state.world, pieces):
+    """The ranks whose own objects their nodes cannot get, in a world of the same shape; none in a world of another shape.
+
+    Missing pieces do not prove another shape: only a piece that is there can.
+    """
+    if _other_shape(nodes, state.world, pieces):
         return ()
     by_rank = _sources(pieces)
     return tuple(
@@ -233,6 +236,14 @@ def _changed(nodes: Sequence[Node], world: int, pieces: Sequence[tuple[int, Piec
     sizes = {len(node.ranks) for node in nodes if node.ranks}
     old = 1 + max(piece.local_rank for _place, piece in pieces)
     return ranks != list(range(world)) or sizes != {old}
+
+
+def _other_shape(nodes: Sequence[Node], world: int, pieces: Sequence[tuple[int, Piece]]) -> bool:
+    """Has the new world other ranks, or a rank of a piece another number on its node?"""
+    local_ranks = {rank: at for node in nodes for at, rank in enumerate(sorted(node.ranks))}
+    return sorted(local_ranks) != list(range(world)) or any(
+        local_ranks[piece.rank] != piece.local_rank for _place, piece in pieces
+    )
 
 
 def _read(

@@ -63,6 +63,7 @@ def main(case: str, url: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # the ranks' models are replicas
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     ckpt = FlashCheckpoint(url, model=model, optimizer=optimizer, extra=Own(LARGE[case]), every=2, store_every=1000)

@@ -205,7 +205,8 @@ class Engine:
             self._open(*self._layout)
         before = self._signature
         first, name = self.memory is None or before is None, f"layout/{call}"
-        with self.meeting.refusing(f"{name}/objects") if first else contextlib.nullcontext():
+        # The others may come to a new layout in this very call, also where it is not the first.
+        with self.meeting.refusing(f"{name}/objects"):
             chunks = self.capture.chunks()
             objects, paths = self.capture.objects()
         if first or before is None:

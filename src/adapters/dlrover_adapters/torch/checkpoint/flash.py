@@ -210,7 +210,7 @@ class FlashCheckpoint:
         due = self._cadence.due(step)
         try:
             engine = self._engine_now()
-            self._prepare(engine)
+            self._prepare_or_go_on(engine, saves=due.memory)
             self._observe(engine, began)
             self._saved_last = self._step_saved(step, due, engine)
         except Exception as error:
@@ -220,6 +220,9 @@ class FlashCheckpoint:
             self._alarms.ring(f"step {step} was not saved", error)
             if due.memory:
                 self._miss(step, due=due.storage, error=error)
+        # Also where an error left this save out: all others wait for rank 0's word.
+        with self._going_on("the intervals between saves stay as they are"):
+            self._replan(step)
         self._step = step
         self._returned = time.perf_counter()
 
@@ -252,8 +255,6 @@ class FlashCheckpoint:
             saved = False
         if saved:
             self._costs.saved(engine.stats.stall_s)
-        with self._going_on("the intervals between saves stay as they are"):
-            self._replan(step, engine)
         return saved
 
     @contextlib.contextmanager
@@ -288,7 +289,7 @@ class FlashCheckpoint:
         due = to_storage and bool(self.url)
         try:
             engine = self._engine_now()
-            self._prepare(engine)
+            self._prepare_or_go_on(engine, saves=True)
             self._fence()
             with _asking():
                 saved = by_hand.save(engine, step, self._call, due=due)
@@ -438,6 +439,21 @@ class FlashCheckpoint:
             self._cadence.bounds = replace(self._cadence.bounds, lost_share=LOST_SHARE)
         self._tell(engine)
 
+    def _prepare_or_go_on(self, engine: Engine, *, saves: bool) -> None:
+        """As `_prepare`. After an error this rank still comes to the collectives of the save that follows: others wait there.
+
+        ``saves``: one follows in this call. It tries again, and is the alarm where that is in vain.
+        """
+        try:
+            self._prepare(engine)
+        except Exception as error:
+            if about_truth(error):
+                raise
+            if saves:
+                _log.warning("memory for states could not be prepared, and is asked for again: %s", error)
+            else:
+                self._alarms.ring("memory for states was not prepared", error)
+
     def _tell(self, engine: Engine) -> None:
         memory, line = engine.memory, self._line
         if memory is None or line is None:
@@ -498,8 +514,9 @@ class FlashCheckpoint:
             for one in self._fences.pop(0):
                 one.wait()
 
-    def _replan(self, step: int, engine: Engine) -> None:
-        control = engine.control
+    def _replan(self, step: int) -> None:
+        engine = self._engine
+        control = engine.control if engine is not None else None
         decides = self.rank == 0
         mtbf_s = float(control.mtbf_s) if control is not None else 0.0
         taken = self._cadence.replan(
@@ -508,7 +525,7 @@ class FlashCheckpoint:
             decides=decides,
             measured=self._costs.measured(mtbf_s) if decides else None,
         )
-        if taken is not None:
+        if taken is not None and engine is not None:
             self._tell(engine)
 
 

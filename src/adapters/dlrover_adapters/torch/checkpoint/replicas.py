@@ -113,11 +113,14 @@ class Replicas:
 
         ``alike``: all ranks are known to have objects of the same names. Else a collective of this ``name``.
         """
-        self._layouts += 1
-        self._done, self._uncoupled = self._meeting.world == 1 or self._verify == "off", None
         shared = self._shared(objects)
         own = frozenset(objects) - shared
-        return own if alike or self._meeting.world == 1 else own | unshared(self._meeting, shared, name)
+        if not alike and self._meeting.world > 1:
+            own |= unshared(self._meeting, shared, name)
+        # Only now: where a rank did not come, no rank compares what that one does not.
+        self._layouts += 1
+        self._done, self._uncoupled = self._meeting.world == 1 or self._verify == "off", None
+        return own
 
     @property
     def _due(self) -> bool:
@@ -138,7 +141,9 @@ class Replicas:
             return
         full = self._verify == "full"
         if self._coupled:
-            compare(digests(self._capture, chunks, full=full), self._meeting)
+            with self._meeting.refusing(_NAME):
+                mine = digests(self._capture, chunks, full=full)
+            compare(mine, self._meeting)
             self._done = True
             return
         if self._uncoupled is None or self._uncoupled.done:

@@ -397,7 +397,7 @@ class _Attempt:
         tables = {rank: one.view.table for rank, one in opened.items()}
         tables.update({rank: one.table for rank, one in heads.items()})
         for rank, source in away.items():
-            if rank in tables and (source.kind == OBJECTS) != bool(tables[rank].elsewhere):
+            if rank in tables and source.kind != OBJECTS and tables[rank].elsewhere:
                 bad.append((rank, "another copy of it came than the one to be read"))
         if bad:
             return
@@ -450,12 +450,19 @@ class _Attempt:
         return self._pieces[source.rank]
 
     def _borrowed(self, source: Source) -> Held:
+        """Raises `ArenaBroken` where it is not there.
+
+        Of one rank a node may have two copies, the one that its partner keeps for it without tensors and the whole one that
+        was fetched for a restore: their tables tell which is which.
+        """
         line, plan = self._line, self.plan
         assert line is not None
         wanted = (source.kind == MEMORY, source.rank, plan.world, plan.generation, plan.step, plan.layout)
         for one in self._inventory.holdings:
             if (one.kind == MEMORY, one.rank, one.world, one.generation, one.step, one.layout) == wanted:
-                return self._opened(line.borrow(one.id), one.slot)
+                held = self._opened(line.borrow(one.id), one.slot)
+                if (source.kind == OBJECTS) == bool(held.view.table.elsewhere):
+                    return held
         raise ArenaBroken("this rank's agent does not have it")
 
     def _fetched(self, source: Source) -> Held:
