@@ -270,6 +270,15 @@ def test_a_state_that_every_node_holds_becomes_one_file_that_torch_load_opens(pl
         write_part(second.view(), Place(str(tmp_path / "other")), run="r", format="torch")
 
 
+def test_the_values_of_the_rank_that_writes_a_tensor_count(place: Place) -> None:
+    """Buffers under DDP: a node that writes for one that is lost has both ranks' values, and rank 0's are the state."""
+    chunk = [("buffer", torch.full((4,), float(rank)), [0], [4]) for rank in range(2)]
+    copy, mine = (Arena([chunk[rank]], {}, rank=rank, world=2, writes=None if rank == 0 else ()) for rank in range(2))
+    write_part(mine.view(), place, run="r", format="torch", beside=[copy.view()])
+    found = torch.load(io.BytesIO(place.get(f"{FOLDER}/checkpoint.pt")), weights_only=True)
+    assert found["buffer"].tolist() == [0.0] * 4
+
+
 def test_what_weights_only_refuses_is_kept_beside(place: Place) -> None:
     """An object of a class of its own is not in the file that torch.load opens, and comes back whole from beside it."""
     arena = whole({"a": torch.ones(2), "f8": torch.ones(3).to(torch.float8_e4m3fn), "u16": torch.ones(3).to(torch.uint16)},

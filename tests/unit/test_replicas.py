@@ -142,6 +142,30 @@ def test_one_optimizer_name_for_different_parameters_is_refused(world: World) ->
         assert str(error).startswith("optimizer.param_groups: rank 0 and rank 1")
 
 
+@pytest.mark.parametrize(
+    ("value", "differs"),
+    [
+        (lambda rank: rank, True),
+        (lambda rank: [1, {"position": (rank, "a")}], True),
+        (lambda _rank: [1, {"position": (7, "a")}], False),
+        (lambda rank: {f"{rank}", "set"}, False),
+    ],
+)
+def test_numbers_in_state_that_differ_are_refused(world: World, value: Callable[[int], Any], *, differs: bool) -> None:
+    """A sampler's position in state= is rank 0's for all after a restore; what does not look alike everywhere is not compared."""
+
+    def rank(number: int) -> None:
+        with FlashCheckpoint("", state={"data": {"sampler": value(number)}}, every=1) as ckpt:
+            ckpt.step(1)
+
+    for error in world.run(2, rank):
+        if differs:
+            assert str(error).startswith("state.data.sampler")
+            assert "give what each rank has of its own as extra=" in str(error).lower()
+        else:
+            assert error is None
+
+
 def test_only_the_first_save_is_compared_but_with_full_every_one_is(world: World) -> None:
     """And "off" compares nothing: rank 0's values count."""
 

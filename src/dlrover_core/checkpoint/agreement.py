@@ -32,7 +32,12 @@ Holders = tuple[tuple[int, ...], ...]
 
 
 class Piece(NamedTuple):
-    """What ``rank`` of ``world`` saved: in the `MEMORY` of its node, or on another one: all (`REPLICA`), or `OBJECTS` alone."""
+    """One rank's part of a saved state, in some node's memory.
+
+    ``kind``: `MEMORY`: on the rank's own node; `REPLICA`: a full copy on another node; `OBJECTS`: a light copy there.
+    ``rank``, ``world``, ``local_rank``: of the rank that saved it.
+    ``generation``, ``step``, ``layout``: of the state.
+    """
 
     kind: str
     rank: int
@@ -88,7 +93,7 @@ class Plan(NamedTuple):
 
 
 class Lack(NamedTuple):
-    """Why a state was not taken that has all tensors: nobody can give the objects that only these ``ranks`` have."""
+    """A state with all tensors that was not taken, because the objects of these ``ranks`` are on no node that can be read."""
 
     generation: int
     step: int
@@ -150,7 +155,7 @@ def passed_over(
 ) -> tuple[Lack, ...]:
     """The states in memory, newer than what is ``taken``, that have all tensors and lack objects; the newest first.
 
-    Not such as a rank that is still there with what it saved before has not saved: those never were whole.
+    Without states that were never whole: some rank is still there with its memory, and has not saved them.
     """
     lacks = []
     floor = (taken.generation, taken.step) if taken is not None else (-1, -1)
@@ -185,7 +190,7 @@ def refusals(plan: Plan, place: int, rank: int) -> tuple[Refusal, ...]:
 
 
 def _states(nodes: Sequence[Node], failed: Collection[Refusal]) -> dict[_State, list[tuple[int, Piece]]]:
-    """What there is in memory, by state, without what failed verification: pieces with the places of their nodes."""
+    """The pieces in memory by state, each with its node's place; without pieces that failed verification."""
     found: dict[_State, list[tuple[int, Piece]]] = {}
     for place, node in enumerate(nodes):
         for piece in node.pieces:
@@ -198,9 +203,9 @@ def _states(nodes: Sequence[Node], failed: Collection[Refusal]) -> dict[_State, 
 def _lacking(
     nodes: Sequence[Node], state: _State, owners: Collection[int], pieces: Sequence[tuple[int, Piece]]
 ) -> tuple[int, ...]:
-    """In a world of the same shape, the ranks whose own objects their nodes cannot get.
+    """The ranks whose own objects their nodes cannot get, in a world of the same shape; none in a world of another shape.
 
-    Pieces that are missing say nothing of the old world's shape: it is another one only where a piece that is there says so.
+    Missing pieces do not prove another shape: only a piece that is there can.
     """
     if _other_shape(nodes, state.world, pieces):
         return ()
@@ -221,12 +226,12 @@ def _sources(pieces: Iterable[tuple[int, Piece]]) -> dict[int, list[Source]]:
 
 
 def _usable(nodes: Sequence[Node], place: int, sources: Iterable[Source]) -> list[Source]:
-    """Those that the node at a place can read."""
+    """The sources that the node at a place can read."""
     return [source for source in sources if source.node == place or nodes[source.node].address]
 
 
 def _changed(nodes: Sequence[Node], world: int, pieces: Sequence[tuple[int, Piece]]) -> bool:
-    """Is the new world of another shape? Of the old one its size is known, and its nodes' by the local ranks of the pieces."""
+    """Whether the new world has another shape than the old one. The pieces' local ranks show the old nodes' sizes."""
     ranks = sorted(rank for node in nodes for rank in node.ranks)
     sizes = {len(node.ranks) for node in nodes if node.ranks}
     old = 1 + max(piece.local_rank for _place, piece in pieces)
@@ -248,7 +253,7 @@ def _read(
     owners: Collection[int],
     pieces: Sequence[tuple[int, Piece]],
 ) -> tuple[tuple[Source, ...], ...] | None:
-    """By node what it reads; None where one of them cannot get something that it needs."""
+    """For each node the sources that it reads; None where a node cannot get something that it needs."""
     if _lacking(nodes, state, owners, pieces):
         return None
     changed = _changed(nodes, state.world, pieces)
@@ -289,7 +294,7 @@ def _read(
 def _cost(
     place: int, own: frozenset[int], chosen: Sequence[Source], asked: Mapping[int, int], source: Source
 ) -> tuple[bool, bool, bool, int, bool, int, int]:
-    """Own memory, a copy in it, another node's. Of one's own ranks first: what only they have is with it."""
+    """Sort key of a source: own memory, then a copy in it, then another node. Own ranks first, for their objects."""
     away = source.node != place
     load = asked.get(source.node, 0) if away else 0
     return (away, source.rank not in own, source not in chosen, load, source.kind != MEMORY, source.node, source.rank)

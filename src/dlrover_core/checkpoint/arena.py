@@ -32,7 +32,7 @@ SLOTS_MAX = 8
 MAGIC = int.from_bytes(b"DLRVCK02", "little")
 EMPTY = 0
 LOOKS_MAX = 4
-"""How often a header is read that is another one each time; then the slot is being overwritten."""
+"""Reads of a header that give another value each time, after which the slot counts as being overwritten."""
 _WORD = 8
 _SLOT_AT, _SLOT_BYTES = 1024, 128
 
@@ -102,7 +102,7 @@ class Stamp(NamedTuple):
     due: bool = False
 
     def same(self, other: Stamp | None) -> bool:
-        """Is the other one of the same state? Whether a state is due on storage is no part of it."""
+        """Whether the other stamp is of the same state. Being due on storage is no part of a state."""
         return other is not None and self[:5] == other[:5]
 
 
@@ -237,7 +237,7 @@ class Control:
         fence()  # before any word that says more of it, as `boundary` does
 
     def mark_due(self, slot: int, stamp: Stamp) -> bool:
-        """The state in this slot is to go to storage: say so, by one store, whoever reads it. False: it is there no more."""
+        """Mark the state in this slot as due on storage, by one store. False: the slot has another state by now."""
         if not stamp.same(self.stamp(slot)):
             return False
         self._set(self._slot(slot) + _DUE, self._seal(slot, stamp._replace(due=True)))

@@ -305,7 +305,11 @@ def _write_torch(views: Sequence[SlotView], place: Place, part: Part, bytes_per_
     paths: dict[str, tuple[Any, ...]] = {}
     for view in views:
         for item in view.table.items:
-            chunks.setdefault(item.name, {}).setdefault(tuple(item.offsets), (view, item))
+            found = chunks.setdefault(item.name, {})
+            first = found.get(tuple(item.offsets))
+            # Nodes may hold different values of what is live: those of the rank that writes it count, as in `DCP`.
+            if first is None or (item.write and not first[1].write):
+                found[tuple(item.offsets)] = view, item
         objects.update(_objects(view, view.table.objects))
         paths.update((name, tuple(path)) for name, path in view.table.paths)
     for name, found in chunks.items():

@@ -163,7 +163,7 @@ class Line:
         return self._seal(self._out, parts)
 
     def sealed(self, seal: object, *parts: Any) -> bool:
-        """Are these the raw bytes that the other end sent with this HMAC?"""
+        """Whether the other end sent these raw bytes: compares their HMAC with ``seal``."""
         return isinstance(seal, bytes) and hmac.compare_digest(seal, self._seal(self._in, parts))
 
     def _seal(self, direction: bytes, parts: tuple[Any, ...]) -> bytes:

@@ -98,9 +98,9 @@ class Header(NamedTuple):
 
 
 class Load:
-    """What is sent of a slot: all of it.
+    """The part of a slot that is sent: all of it by default.
 
-    ``light``: without the tensors that are the same on every node. Not ``whole``: its table and its objects only.
+    ``light``: without the tensors that are the same on every node. ``whole`` False: table and objects only.
     """
 
     def __init__(self, view: SlotView, *, light: bool = False, whole: bool = True) -> None:

@@ -52,20 +52,20 @@ __all__ = [
 ]  # fmt: skip
 
 CONNECTIONS_MAX = 128
-"""Of savers of this job, at a time."""
+"""Connections of savers of this job, at a time."""
 STRANGERS_MAX = 128
 """Connections that have not proved yet that they are of this job; a further one takes the place of the oldest."""
 BACKLOG = 4096
 COPY_SLOTS = 2
 SMALL_BYTES = 1024 * 1024
-"""Of data no larger than this as many copies are kept as an arena has slots."""
+"""Of data up to this size `SLOTS_MAX` copies are kept, of larger data `COPY_SLOTS`."""
 NOTHING = (-1, -1)
 TRIES = 2
 _JOIN_S = 5.0
 
 
 class Copy(NamedTuple):
-    """Memory with copies of one rank's states, an arena. ``id`` counts in this server; ``fd`` is its.
+    """Memory with copies of one rank's states, an arena. ``id``: a number in this server. The server owns ``fd``.
 
     ``light``: without the tensors that are the same on every node.
     """
@@ -245,7 +245,7 @@ class _Door:
             return number
 
     def admitted(self, number: int) -> bool:
-        """It is a saver's of this job; False: there is no room for one more. Raises `PeerFailed` where it has just made room."""
+        """Count a connection as a saver of this job. False: too many. Raises `PeerFailed` if it was closed to make room."""
         with self._lock:
             own = self._strangers.pop(number, None)
             if own is None:
@@ -254,7 +254,7 @@ class _Door:
             return len(self._peers) <= CONNECTIONS_MAX
 
     def left(self, number: int) -> None:
-        """It is over."""
+        """Close a connection and forget it."""
         with self._lock:
             for some in (self._strangers, self._peers):
                 if number in some:

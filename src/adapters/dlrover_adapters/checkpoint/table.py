@@ -77,7 +77,7 @@ class Table(NamedTuple):
 
 
 def own_name(name: str, rank: int) -> bool:
-    """Has only ``rank`` what is called so? All else is the same on all ranks, or a share of something that is."""
+    """Whether only ``rank`` has the object or tensor of this name."""
     return name.startswith(f"rank.{rank}.") or (rank == 0 and (name == "extra" or name.startswith("extra.")))
 
 

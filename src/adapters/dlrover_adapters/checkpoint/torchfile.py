@@ -163,7 +163,7 @@ class Watched:
 
 
 class _Crc:
-    """Who writes without checksums now, and what the option was before."""
+    """Counts the writers that have checksums switched off, and keeps the option's value from before."""
 
     def __init__(self) -> None:
         self.lock, self.users, self.before = threading.Lock(), 0, True

@@ -36,7 +36,7 @@ class Broken(Exception):
 
 
 def mine(variable: str) -> bool:
-    """Is this worker, or its node, meant by a variable that injects a fault, and are faults to be injected at all?"""
+    """Whether a fault-injecting variable names this worker or its node, and `DLROVER_TESTING` allows it."""
     if os.environ.get(TESTING) != "1":
         return False
     who = os.environ.get(variable, "").rpartition(":")[0] or os.environ.get(variable, "")

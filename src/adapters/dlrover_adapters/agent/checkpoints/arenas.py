@@ -24,7 +24,7 @@ ARENAS_MAX = 256
 """Arenas and copies together; a host of 16 ranks that changed its world 3 times has 64."""
 COPIES_MAX = 128
 HEADS_MAX = 64
-"""Tables and objects of other nodes' states that are kept for those of our ranks that ask later."""
+"""Tables and objects of other nodes' states that are kept for ranks of this node that ask later; the newest."""
 NUMBER_MAX = 2**53
 _NAME = "dlrover-arena"
 
@@ -228,7 +228,7 @@ class Arenas:
         return found
 
     def fetched(self, slot: tuple[int, ...], fd: int, *, whole: bool = True) -> Arena:
-        """What our saver brought; ``slot`` as `Arena.fetched`, layout 0: any. ``fd`` is ours. Raises `NoRoom`, `ArenaBroken`.
+        """Take over memory that the saver fetched. ``slot`` as `Arena.fetched`, layout 0: any. Raises `NoRoom`, `ArenaBroken`.
 
         Not ``whole``: it has no data, and is no copy that anybody may count on; the last `HEADS_MAX` are kept.
         """
@@ -238,7 +238,7 @@ class Arenas:
         return found
 
     def brought(self, slot: tuple[int, ...], *, whole: bool) -> Arena | None:
-        """What our saver has brought for this already."""
+        """The arena that this node's saver has fetched for this slot already; None: none."""
         return next((one for one in (self if whole else self._heads) if one.brought(slot)), None)
 
     def _head(self, owner: Owner, fd: int) -> Arena:

@@ -227,7 +227,9 @@ class Storage:
         return None
 
     def _replaces(self, state: State) -> bool:
-        """Is it the newest that is left of a generation whose last due state was lost? Of several nodes each may have another."""
+        """Whether this is the newest state left of a generation whose last due state was lost. Jobs of one node only: of several
+        nodes each may have another one.
+        """
         launch = self._site.launch
         alone = launch is not None and launch.nodes <= 1
         newer = any(state.generation == one.generation and state < one for one in self._lost)
@@ -254,7 +256,7 @@ class Storage:
             self._changed()
 
     def _whole_still(self, state: State) -> bool:
-        """Is a state that the saver takes for lost in memory all the same? Then it is tried again, `TORN_MAX` times."""
+        """Whether a state that the saver reported as lost is still whole in memory. It is then tried again, `TORN_MAX` times."""
         self._site.look()
         times = self._torn[1] if self._torn[0] == state else 0
         return state in self._site.whole and times + 1 < TORN_MAX
@@ -347,7 +349,7 @@ class Storage:
         self._tell_holds()
 
     def _needless(self, state: State) -> bool:
-        """Will nobody order it any more? It, or a newer one, is on storage; or the leader has decided, and orders nothing."""
+        """Whether the leader will not order this state any more: it or a newer one is on storage, or the leader has decided."""
         return self._site.committed >= state or self._site.order.decided >= state.generation
 
     def release(self) -> None:

@@ -14,12 +14,19 @@ from dlrover_adapters.checkpoint.slotview import SlotView
 THREADS_MIN, THREADS_MAX = 2, 4
 """Parts of one node that are written beside each other: two, or one for each four cores, at most four."""
 THREAD_NAME = "saver-persist"
-"""How the names of all threads begin that write for storage; `orders.moved` finds them by it."""
+"""Prefix of the names of all threads that write to storage; `orders.moved` finds the threads by it."""
 _T = TypeVar("_T")
 
 
 class Order(NamedTuple):
-    """Where, and how."""
+    """Where a step is to be written, and how.
+
+    ``url``: of the storage.
+    ``run``: the job's run.
+    ``format``: as `parts.write_part` has it.
+    ``keep``: newest steps that are kept; 0: all.
+    ``job``: the job's name.
+    """
 
     url: str
     run: str
@@ -34,14 +41,14 @@ class Order(NamedTuple):
 
 
 class Progress:
-    """How far the writing of one step has come: about so many of so many bytes. Any thread may add to it or read it."""
+    """Progress of writing one step: ``written`` of about ``size`` bytes. Any thread may add to it or read it."""
 
     def __init__(self) -> None:
         self.written = self.size = 0
         self._lock = threading.Lock()
 
     def begins(self, size: int) -> None:
-        """To write so many bytes."""
+        """Start at 0 of ``size`` bytes."""
         with self._lock:
             self.written, self.size = 0, size
 

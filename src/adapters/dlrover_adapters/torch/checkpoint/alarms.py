@@ -1,4 +1,4 @@
-"""Which errors of a save end training, and what becomes of all others.
+"""Decides which errors of a save end training, and reports all other errors as alarms.
 
 An error about the *truth* of the state is raised: what would be saved is not what the script means, so every later save would be
 wrong, too. That is decided here and nowhere else (`about_truth`). Every other error (the store, the agent, memory, a disk, a
@@ -23,7 +23,7 @@ _log = logging.getLogger("dlrover.torch")
 
 
 def about_truth(error: BaseException) -> bool:
-    """Does this error of a save end training? What ends the process, such as Ctrl-C, does, too."""
+    """Whether this error of a save ends training. Exceptions that end the process, such as Ctrl-C, do too."""
     return isinstance(error, TRUTH) or not isinstance(error, Exception)
 
 
@@ -37,7 +37,7 @@ class Alarms:
         self._kinds: dict[str, int] = {}
 
     def ring(self, what: str, error: Exception) -> None:
-        """``what`` did not happen, because of this error. Of one kind the first, the second, the fourth ... is told."""
+        """Count an error that kept ``what`` from happening. Of each type log the 1st, 2nd, 4th, 8th ..., and tell the agent."""
         self.count += 1
         self.newest = error
         kind = type(error).__name__ if len(self._kinds) < KINDS_MAX else ""

@@ -24,8 +24,8 @@ BY_HAND_S = 1200.0
 WORD_S = 15.0
 """How long a script that ends waits for the agents' word that its last state is whole on all ranks."""
 FAILED, NEW, SAME, DUE = b"", b"0", b"1", b"2"
-"""What a rank says of the step, the least counts: it cannot be saved here; its state is another one than in memory, or not there;
-it is as it was; it is that, and due on storage already."""
+"""A rank's answer about a step, in order; the least answer of all ranks counts. FAILED: this rank cannot save the step. NEW: the
+state is not in memory, or has changed since. SAME: the state in memory is the present one. DUE: the same, and due on storage."""
 OTHERS = "another rank could not save it; its log says why"
 
 
@@ -69,14 +69,14 @@ def save(engine: Engine, step: int, call: int, *, due: bool) -> bool:
 
 
 def decline(meeting: Meeting, step: int, *, coupled: bool) -> None:
-    """For a rank that an error keeps from `save`: the others, who wait for it to begin, leave the step out, too."""
+    """Tell the ranks that wait in `save` that an error keeps this rank from it, so that they leave the step out too."""
     if meeting.world > 1 and coupled:
         with contextlib.suppress(MeetingFailed):  # then nobody can be told anything
             meeting.decide(f"begin/{step}", FAILED, min, limit_s=BY_HAND_S + meeting.limit_s)
 
 
 def _save_together(engine: Engine, step: int, call: int, objects: dict[str, bytes], *, due: bool, there: bool) -> bool:
-    """By all ranks, or by none; ``there``: this one has it in memory."""
+    """Save the step on all ranks, or on none. ``there``: this rank has the step in memory. False: the step is left out."""
     # Nobody tells ranks that neither meet nor have an agent what is whole everywhere.
     in_vain = not engine._coupled and isinstance(engine.line, Standalone)
     waits = None if in_vain else lambda waited_s: waited_s < BY_HAND_S
@@ -97,7 +97,7 @@ def _save_together(engine: Engine, step: int, call: int, objects: dict[str, byte
 
 
 def _held(engine: Engine, step: int) -> tuple[int, Stamp] | None:
-    """Where this generation's state of a step is whole."""
+    """The slot and stamp in which this generation's state of a step is whole; None: no slot."""
     control = engine.control
     for slot, stamp in control.stamps() if control is not None else ():
         if (stamp.generation, stamp.step) == (engine.generation, step) and not engine._kept[slot].base:
@@ -106,7 +106,9 @@ def _held(engine: Engine, step: int) -> tuple[int, Stamp] | None:
 
 
 def _unchanged(engine: Engine, step: int, objects: dict[str, bytes], *, due: bool) -> bytes:
-    """Is what is in memory of this step what would be saved now? All of it is compared: scripts swap weights for a save."""
+    """`SAME` or `DUE` where the state of this step in memory equals the present one, else `NEW`. Every byte is compared, because
+    scripts swap weights for a save.
+    """
     held = _held(engine, step)
     if held is None:
         return NEW
@@ -122,14 +124,14 @@ def _unchanged(engine: Engine, step: int, objects: dict[str, bytes], *, due: boo
 
 
 def _least(engine: Engine, name: str, mine: bytes) -> bytes:
-    """Of what all ranks have to say; where they do not meet, this one's own."""
+    """The least answer of all ranks; where ranks do not meet, this rank's own answer."""
     if engine.meeting.world == 1 or not engine._coupled:
         return mine
     return engine.meeting.decide(name, mine, min, limit_s=BY_HAND_S + engine.meeting.limit_s)
 
 
 def _mark(engine: Engine, step: int, *, due: bool) -> None:
-    """What is in memory of this step goes to storage."""
+    """Mark the state of this step in memory as due on storage."""
     held = _held(engine, step)
     if held is not None and due:
         _publish_due(engine, step, *held)

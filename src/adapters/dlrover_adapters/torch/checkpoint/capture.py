@@ -283,10 +283,15 @@ class Capture:
         return own_name(name, self._rank)
 
     def forms(self) -> Iterator[tuple[str, str]]:
-        """Of objects that rank 0 saves for all ranks what has to be the same on all: an optimizer's parameters, by name."""
+        """Of objects that rank 0 saves for all ranks what has to be the same on all, in words.
+
+        An optimizer's parameters, by name; and numbers and text in ``state``, such as a position in the data.
+        """
         for source in self._sources:
             if isinstance(source, OptimizerSource):
                 yield f"{source.roots()[0]}.param_groups", repr(source.names())
+            elif isinstance(source, StateSource):
+                yield from ((name_of(path), repr(value)) for path, value in source.objects() if _is_plain(value))
 
     # ---- back again
 
@@ -403,6 +408,15 @@ class Capture:
 def _is_idle(tensor: torch.Tensor) -> bool:
     """A parameter that is not trained."""
     return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+
+
+def _is_plain(value: Any) -> bool:
+    """A number or text, or a list or dict of such: equal ones look the same in every process."""
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(_is_plain(one) for pair in value.items() for one in pair)
+    if isinstance(value, (list, tuple)):
+        return type(value) in {list, tuple} and all(map(_is_plain, value))
+    return value is None or type(value) in {bool, int, float, str, bytes}
 
 
 class _Chosen:

@@ -1,4 +1,4 @@
-"""Chunks: what of one tensor is on this rank, where it lies in the whole, and in whose memory."""
+"""Chunks: the part of a tensor that is on this rank, and its place in the whole tensor."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from .sources import Found, Path, address, local
 
 
 class Chunk(NamedTuple):
-    """What of one tensor is on this rank. ``tensor`` is local memory; ``same_as``: the name under which its bytes lie already.
+    """The part of one tensor that is on this rank.
 
-    ``shard``: which part of how many it is, as `replicas` compares them; "" for all of it, None where no other rank has it.
+    ``name``, ``path``: of the tensor in the state.
+    ``tensor``: local memory.
+    ``dtype``: without "torch.".
+    ``full_shape``: of the whole tensor.
+    ``offsets``: where this part begins in the whole tensor.
+    ``live``: something else than the optimizer writes it.
+    ``same_as``: the name of a tied tensor that is saved already; empty: not tied.
+    ``shard``: which part of how many this is, for `replicas`; "": the whole tensor, None: no other rank has this part.
     """
 
     name: str
@@ -35,7 +42,7 @@ class Chunk(NamedTuple):
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Is there memory to copy? Tensors that are made of others have none, and reading it would end the process."""
+    """Raise `SpecError` for a tensor without memory of its own, such as one made of others: reading it would end the process."""
     here = local(tensor)
     of_others = type(here).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if here.device.type != "meta" and (
@@ -49,7 +56,7 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def chunk_of(name: str, found: Found, *, live: bool) -> Chunk | None:
-    """What of a tensor is here; None: nothing."""
+    """The chunk of a tensor on this rank; None: there is none. Raises `SpecError` for layouts that cannot be saved."""
     tensor = found.tensor.detach()
     here = local(tensor)
     if here.layout != torch.strided or here.is_quantized or here.device.type == "meta":
@@ -69,7 +76,7 @@ def chunk_of(name: str, found: Found, *, live: bool) -> Chunk | None:
 
 
 def _shard(tensor: Any) -> str | None:
-    """Which of a DTensor's shards is here; None: each rank of the world has another one."""
+    """A name for this rank's shard of a DTensor; None: no other rank of the world has the same shard."""
     mesh = tensor.device_mesh
     cut = [number for number, one in enumerate(tensor.placements) if not one.is_replicate()]
     if math.prod(mesh.size(one) for one in cut) == torch.distributed.get_world_size():

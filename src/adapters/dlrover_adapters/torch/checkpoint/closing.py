@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .flash import FlashCheckpoint
 
 CLOSE_S, CLOSING_S = 3600.0, 30.0
-"""How long `FlashCheckpoint.close` waits for storage without an agent, and after how long it says so."""
+"""Without an agent: the longest wait of `FlashCheckpoint.close` for storage, and the time after which it says that it waits."""
 _log = logging.getLogger("dlrover.torch")
 
 
@@ -27,7 +27,7 @@ class NotStored(CoreError):
 
 
 def store_last(ckpt: FlashCheckpoint) -> None:
-    """The newest state goes to storage. Raises `NotStored` where it does not."""
+    """Have the newest state written to storage. Raises `NotStored` where that fails."""
     engine, stored, wrong = ckpt._engine, NOTHING, None
     if engine is not None:
         engine.settle()

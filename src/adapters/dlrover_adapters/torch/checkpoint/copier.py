@@ -97,7 +97,7 @@ class Moves:
         return True
 
     def looks(self, verify: str) -> list[Look] | None:
-        """At tensors on CUDA devices, as they are now; None: a device has no memory left for that."""
+        """Looks at the present values of tensors on CUDA devices; None: a device has no memory left for that."""
         try:
             return self._looks.take(verify, tensors=TENSORS, block_bytes=BLOCK_BYTES, every_bytes=EVERY_BYTES)
         except devices.OutOfMemory as error:
@@ -155,7 +155,10 @@ class Aside:
         self._room = room
 
     def put(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[Any], Sequence[Any]]:
-        """What was put aside, each with its place in the slot; and the rest, to be copied while training stands."""
+        """Clone tensors on their device, as far as there is room.
+
+        Returns the clones with their places in the slot, and the other pairs, which are to be copied while training stands.
+        """
         later, now = [], []
         left: dict[torch.device, int] = defaultdict(lambda: self._room)
         try:
@@ -189,9 +192,9 @@ class Flight:
     aside: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Live tensors of a device, set aside there."""
     looks: list[Look] = field(default_factory=list)
-    """As ``samples``, of tensors on CUDA devices."""
+    """Like ``samples``, for tensors on CUDA devices."""
     marks: list[devices.Mark] = field(default_factory=list)
-    """Of each CUDA device: the end of its copies."""
+    """For each CUDA device the end of its copies."""
     began: float = field(default_factory=time.perf_counter)
     torn: bool = False
     error: BaseException | None = None

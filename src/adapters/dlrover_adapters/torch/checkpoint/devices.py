@@ -1,4 +1,4 @@
-"""What checkpoints ask of CUDA: devices of tensors, streams, events and pinned memory. No other module of this package calls it.
+"""Calls CUDA for checkpoints: devices of tensors, streams, events, pinned memory. No other module of this package calls CUDA.
 
 Every call names its device. A new thread begins on device 0, whatever device the training thread has chosen: what it asks for
 without naming a device goes there, and makes a context of several hundred MB on a GPU that another rank uses.
@@ -18,17 +18,17 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of this proces
 
 
 def of(tensor: torch.Tensor) -> torch.device:
-    """Where a tensor lies."""
+    """The device of a tensor."""
     return tensor.device
 
 
 def on_cuda(tensor: torch.Tensor) -> bool:
-    """Does it lie on a CUDA device?"""
+    """Whether a tensor is on a CUDA device."""
     return of(tensor).type == "cuda"
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """Does it lie in the host's memory?"""
+    """Whether a tensor is in the host's memory."""
     return of(tensor).type == "cpu"
 
 
@@ -44,7 +44,7 @@ def why_blocking(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def choose(device: torch.device) -> None:
-    """Make it the calling thread's device."""
+    """Make this device the calling thread's current one."""
     torch.cuda.set_device(device)
 
 
@@ -64,7 +64,7 @@ def copy(_device: torch.device, place: torch.Tensor, tensor: torch.Tensor) -> No
 
 
 def grouped(copies: Iterable[Copy]) -> dict[torch.device, list[Copy]]:
-    """By the device of the tensor."""
+    """Copies grouped by the device of their tensor."""
     found: dict[torch.device, list[Copy]] = {}
     for place, tensor in copies:
         found.setdefault(of(tensor), []).append((place, tensor))
@@ -128,7 +128,7 @@ def pin(address: int, size: int) -> str:
 
 
 def unpin(device: torch.device, addresses: Iterable[int]) -> None:
-    """What `pin` was given, on the device that it was pinned from. By any thread."""
+    """Unpin memory that `pin` has pinned for this device. Any thread may call it."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         for address in addresses:

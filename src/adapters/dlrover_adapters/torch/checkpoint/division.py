@@ -18,14 +18,14 @@ from math import prod
 from typing import NamedTuple
 
 KEEPS, WRITES = 1, 2
-"""Of one chunk in a rank's share: the rank stages it in memory; the rank writes it to storage."""
+"""Flags of a chunk in a rank's share: the rank stages the chunk in memory; the rank writes the chunk to storage."""
 INT_BYTES = 8
 
 Holders = tuple[tuple[int, ...], ...]
 
 
 class Piece(NamedTuple):
-    """What all ranks with the same model have alike of one chunk; where the chunk lies is in `ChunkList.places`."""
+    """The properties of a chunk that are equal on all ranks with the same model. Its place is in `ChunkList.places`."""
 
     name: str
     element_bytes: int
@@ -64,7 +64,7 @@ class ChunkList(NamedTuple):
 
 
 class Division(NamedTuple):
-    """Who does what.
+    """The assignment of all chunks to ranks.
 
     ``shares``: by rank, one byte for each chunk of its list: `KEEPS`, `WRITES`.
     ``holders``: as in `checkpoint.table.Table`.
@@ -166,7 +166,7 @@ def _count(place: bytes) -> int:
 
 
 def _alone(lists: Sequence[ChunkList], contested: Sequence[_Contested]) -> tuple[list[int], list[int]]:
-    """By list: how many of its chunks one rank alone has, and their bytes."""
+    """For each list the number of its chunks that only one rank has, and the bytes of those chunks."""
     count, size = [len(one.names.untied) for one in lists], [one.size for one in lists]
     for one in contested:
         for number in one.lists:
@@ -192,10 +192,11 @@ def _by_node(ranks: Sequence[int], nodes: Sequence[int]) -> list[list[int]]:
 
 
 def _needed(holders: set[tuple[int, ...]]) -> Holders:
-    """Without the sets that are the union of smaller ones.
+    """The sets of holders without those that are the union of smaller sets.
 
-    Each member of such a set is in a smaller one as well. Who reads a piece of that smaller set has the larger set's chunk with
-    it, because all members of both keep it. Without this a few hundred scalars that are on all ranks would fill every table.
+    Each member of such a set is in a smaller one as well. A node that reads a piece of the smaller set has the larger set's chunk
+    as well, because every member of the smaller set keeps both. Without this a few hundred scalars that are on all ranks would
+    fill every table.
     """
     found: list[tuple[int, ...]] = []
     of_rank: dict[int, list[frozenset[int]]] = {}

@@ -360,7 +360,7 @@ class Engine:
             control.skipped = self.stats.skipped + self.stats.early
 
     def failed(self, step: int, *, due: bool) -> None:
-        """An error has left out the save of this step: all others are told, unless the state is here all the same."""
+        """Tell the other ranks that an error has left out this step here, unless the state is in memory all the same."""
         control, flight = self.control, self.copier.flight
         here = {one.step for _, one in control.stamps() if one.generation == self.generation} if control else set()
         if step in here or (flight is not None and flight.step == step):

@@ -227,7 +227,7 @@ class FlashCheckpoint:
         self._returned = time.perf_counter()
 
     def _observe(self, engine: Engine, began: float) -> None:
-        """What the step before this call has cost."""
+        """Measure the cost of the step before this call."""
         flying = engine.copier.flight is not None
         control = engine.control
         writing = control is not None and sum(map(control.pinned, range(control.geometry.slots))) > engine.spare
@@ -506,7 +506,7 @@ class FlashCheckpoint:
             boundary.wait(engine.control, plan, step, lambda: self._closed)
 
     def _fence(self) -> None:
-        """On CUDA: wait until each device that trains has done what was asked of it before the call before this one."""
+        """On CUDA: wait until each training device has done the work that was queued before the previous call."""
         if not self._devices:
             return
         self._fences.append([devices.mark(one) for one in self._devices])

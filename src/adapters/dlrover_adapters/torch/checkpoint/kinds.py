@@ -1,4 +1,4 @@
-"""Of which class what is saved is, and which optimizer holds the state.
+"""Classes of objects that are saved, and the optimizer that holds the state inside a wrapper.
 
 Two kinds of wrappers hold another optimizer. Some are views: accelerate's and Lightning's show groups and state of the optimizer
 in them, and have nothing to save of their own. Views are known by the names of their classes, and the optimizer in them is saved.
@@ -90,7 +90,7 @@ def _held(optimizer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_optimizer(one: Any) -> bool:
-    """By its class, or by what it has: the optimizers in Megatron's and DeepSpeed's wrappers derive from nothing of torch's."""
+    """Whether this is an optimizer, by its class or its attributes: Megatron's and DeepSpeed's derive from no class of torch."""
     if isinstance(one, (torch.optim.Optimizer, torch.Tensor, torch.nn.Module, type)):
         return isinstance(one, torch.optim.Optimizer)
     has = {*getattr(one, "__dict__", ()), *dir(type(one))}

@@ -42,7 +42,7 @@ _ITSELF = "__itself__"
 
 
 class LayoutFailed(CoreError):
-    """What a rank sent or got while the ranks agreed on a layout makes no sense; nothing can be saved."""
+    """A rank sent or got wrong data while the ranks agreed on a layout, so nothing can be saved."""
 
 
 class Meets(Protocol):
@@ -52,7 +52,7 @@ class Meets(Protocol):
     world: int
 
     def decide(self, name: str, mine: bytes, how: Callable[[list[bytes]], bytes]) -> bytes:
-        """One outcome for all."""
+        """Rank 0 gets the words of all ranks and applies ``how``; every rank returns the outcome."""
 
     def assign(
         self,
@@ -61,10 +61,10 @@ class Meets(Protocol):
         how: Callable[[dict[int, bytes]], tuple[bytes, Sequence[bytes]]],
         speakers: Sequence[int],
     ) -> tuple[bytes, bytes]:
-        """One outcome for all, and one for each."""
+        """Rank 0 applies ``how`` to the words of the ``speakers``; every rank returns the common outcome and its own."""
 
     def refusing(self, name: str) -> AbstractContextManager[None]:
-        """An error in the block is told to all who meet under this name."""
+        """Pass an error in the block on to all ranks that meet under this name."""
 
 
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -72,7 +72,7 @@ Key = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 class Share(NamedTuple):
-    """One rank's part.
+    """One rank's part of a layout.
 
     ``keeps``: the names of the chunks that it keeps, and whether it writes each.
     ``holders``, ``writers``, ``own``: as in `Table`, without what this rank alone knows.
@@ -85,12 +85,12 @@ class Share(NamedTuple):
 
 
 class _List(NamedTuple):
-    """What this rank has, as it is sent.
+    """The chunk list of this rank, as it is sent to rank 0.
 
     ``all``: the names, sorted.
-    ``names``: packed, of each name: name, dtype, full shape, live, and whose bytes a tied tensor has.
+    ``names``: packed; for each name its dtype, full shape, whether it is live, and the tensor that it is tied to.
     ``places``: offsets and shapes as in `ChunkList`.
-    ``size``: bytes of what is not tied.
+    ``size``: bytes of all chunks that are not tied.
     """
 
     all: tuple[str, ...]
@@ -100,7 +100,7 @@ class _List(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], signature: Signature, own: frozenset[str]) -> _List:
-        """Of the chunks that other ranks may have as well."""
+        """The list of the chunks that other ranks may have too: without this rank's ``own``."""
         common = [one for one in signature.chunks if one[0] not in own] if own else signature.chunks
         names = msgpack.packb([(name, dtype, full, live, tied) for name, dtype, full, _, _, live, tied in common])
         numbers = array("q", chain.from_iterable(chain(one[3], one[4]) for one in common))
@@ -109,17 +109,17 @@ class _List(NamedTuple):
 
     @property
     def names_digest(self) -> bytes:
-        """Ranks with the same have the same names."""
+        """A digest of the names; equal on ranks that have the same names."""
         return hashlib.blake2b(self.names, digest_size=_DIGEST_BYTES).digest()
 
     @property
     def form(self) -> bytes:
-        """Ranks with the same have the same chunks."""
+        """A digest of names and places; equal on ranks that have the same chunks."""
         return hashlib.blake2b(self.names_digest + self.places, digest_size=_DIGEST_BYTES).digest()
 
 
 class _Said(NamedTuple):
-    """What each rank says first.
+    """The first message of each rank to rank 0.
 
     ``node``: the number of its node.
     ``form``, ``names``: digests, as `_List` has them.
@@ -136,7 +136,7 @@ class _Said(NamedTuple):
     have: tuple[int, ...]
 
     def packed(self) -> bytes:
-        """For the others."""
+        """The message as bytes."""
         return cast(bytes, msgpack.packb(self))
 
 
@@ -197,9 +197,9 @@ def agreed(
 
 
 def _recognised(raw: list[bytes], *, spread: bool, told: list[_Said]) -> bytes:
-    """By rank 0: the layout's number, and by rank what is to be sent; nothing where all ranks have its table.
+    """On rank 0: the layout's number, and for each rank what it is to send; nothing where all ranks have that layout's table.
 
-    The number depends on what the state is made of, on the nodes and on the rule, and never on the way by which ranks came to it.
+    The number depends on the state's form, on the nodes and on the rule alone: whether lists were exchanged makes no difference.
     """
     told += [_Said(*one) for one in map(_unpacked, raw)]
     content = (RULE, spread, [one[:5] for one in told])
@@ -238,7 +238,7 @@ def _exchanged(mine: _List, wanted: bytes, told: Sequence[_Said], meeting: Meets
 
 
 def _assigned(raw: dict[int, bytes], *, told: Sequence[_Said], spread: bool) -> tuple[bytes, list[bytes]]:
-    """By rank 0: holders, writers and ranks with state of their own, for all; and each rank's share."""
+    """On rank 0: holders, writers and ranks with state of their own, for all ranks; and each rank's share."""
     names: dict[bytes, Names] = {}
     lists: list[ChunkList] = []
     number_of: dict[bytes, int] = {}
@@ -270,7 +270,7 @@ def _named(raw: bytes) -> Names:
 
 
 def _unpacked(raw: bytes) -> list[Any]:
-    """With tuples for lists, as they were."""
+    """Unpack a message; lists become tuples, as they were packed."""
     return cast("list[Any]", msgpack.unpackb(raw, use_list=False))
 
 
@@ -335,7 +335,7 @@ def _key(chunk: Chunk) -> Key:
 
 
 def _items(chunks: Sequence[Chunk], keeps: Mapping[str, bool]) -> tuple[Item, ...]:
-    """What this rank keeps, one after the other; a second name for the same bytes takes no room.
+    """The items that this rank keeps, one after the other in a slot. A second name for the same bytes takes no room.
 
     ``keeps``: names of chunks, and whether this rank writes them.
     """

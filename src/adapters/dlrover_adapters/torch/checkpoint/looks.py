@@ -1,4 +1,4 @@
-"""Tells a torn copy of tensors on a CUDA device: what they held when the save began, against what arrived in the slot.
+"""Detects torn copies of tensors on CUDA devices: compares their values at the save's begin with what arrived in the slot.
 
 The looks are taken on the device, by the stream that computes, so they come before whatever training asks of it next; the host
 does not wait for them. ``sample`` gathers random blocks into one small buffer. ``full`` adds up the words of each tensor: that
@@ -24,21 +24,28 @@ class Block(NamedTuple):
     at: int
     size: int
     view: torch.Tensor | None
-    """Of the tensor's bytes, made once; None: the tensor is not contiguous, and is looked at in a copy."""
+    """A view of the block's bytes on the device; None: the tensor is not contiguous, so the bytes are read from a copy."""
     word: torch.dtype
-    """In which the bytes are added up; the tensor may begin where no larger word can."""
+    """The type in which the bytes are added up: bytes, where the block's address or size does not allow 32-bit words."""
 
     def bytes_there(self) -> torch.Tensor:
-        """On the device."""
+        """The bytes of the block on the device."""
         return self.view if self.view is not None else _bytes(self.tensor)[self.at : self.at + self.size]
 
     def bytes_here(self) -> torch.Tensor:
-        """In the slot."""
+        """The bytes of the block in the slot."""
         return _bytes(self.place)[self.at : self.at + self.size]
 
 
 class Look(NamedTuple):
-    """What was ``seen`` on a device; it has ``arrived`` in the host's memory when the device's copies have."""
+    """Values of blocks of one device.
+
+    ``device``: where the tensors are.
+    ``seen``: the values, on that device.
+    ``arrived``: the host's copy of ``seen``; complete once the device's copies have ended.
+    ``blocks``: the blocks.
+    ``full``: the values are sums, not bytes.
+    """
 
     device: torch.device
     seen: torch.Tensor
@@ -47,14 +54,14 @@ class Look(NamedTuple):
     full: bool
 
     def differs(self) -> bool:
-        """Is in the slot something else? Once the copies have arrived."""
+        """Whether the slot has other bytes than were seen. Call it once the device's copies have ended."""
         return not torch.equal(
             self.arrived, _look(self.blocks, [one.bytes_here() for one in self.blocks], full=self.full)
         )
 
 
 class Looks:
-    """Which blocks of one slot's tensors are looked at: drawn once, so that a look costs the training thread few calls."""
+    """Looks at blocks of one slot's tensors. The blocks are drawn once, so that a look costs the training thread few calls."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], chance: random.Random) -> None:
         """``pairs``: a place in the slot, and its tensor on a device."""
@@ -91,7 +98,7 @@ def _block(place: torch.Tensor, tensor: torch.Tensor, at: int, size: int) -> Blo
 
 
 def _look(blocks: Sequence[Block], raw: Sequence[torch.Tensor], *, full: bool) -> torch.Tensor:
-    """At these bytes of the blocks: sums modulo 2 ** 64, or the bytes themselves."""
+    """The values of these bytes: with ``full`` their sums modulo 2 ** 64, one for each block; else the bytes themselves."""
     with torch.no_grad():
         if not full:
             return torch.cat(list(raw))

@@ -26,11 +26,11 @@ LIMIT_S = 1800.0
 """Ranks prepare their data and their model at different speeds. Who is dead is not waited for: its agent ends the others."""
 DIAL_S = 300.0
 AGAIN_S, AGAIN_MAX = 2.0, 3
-"""How long a lost connection to the store is made anew, about; and how often within one wait."""
+"""About how long a lost connection to the store is retried; and how often within one wait."""
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Of a value, in one request: torch's store, where libuv serves it, hangs up on more than 8 MiB."""
+"""Bytes of a value in one request: torch's store, where libuv serves it, hangs up on more than 8 MiB."""
 _AROUND_BYTES = 16
-"""At most so many are around what rank 0 decided when it is posted."""
+"""Bytes at most that are added to an outcome when rank 0 posts it."""
 _TOGETHER = 64
 """Values in one request."""
 _REFUSED = b"refused:"
@@ -128,7 +128,7 @@ class Meeting:
         how: Callable[[dict[int, bytes]], tuple[bytes, Sequence[bytes]]],
         speakers: Sequence[int],
     ) -> tuple[bytes, bytes]:
-        """What rank 0 makes, by ``how``, of what the ``speakers`` have to say: a value for all, and this rank's own.
+        """Rank 0 applies ``how`` to the words of the ``speakers``; every rank returns the common value and its own.
 
         ``how`` gets the words by rank, and returns what all ranks get and, by rank, what each gets. All ranks give the same
         ``speakers``; what others give as ``mine`` is not sent. Raises as `decide`.
@@ -238,7 +238,7 @@ class Meeting:
 
     @contextlib.contextmanager
     def _telling(self, key: str) -> Iterator[None]:
-        """By rank 0: an error in the block is what the others get."""
+        """On rank 0: post an error in the block to the other ranks as the outcome."""
         try:
             yield
         except Exception as error:

@@ -164,11 +164,11 @@ class Mapped:
 
     @property
     def pinned(self) -> bool:
-        """Are all slots pinned for CUDA?"""
+        """Whether all slots are pinned for CUDA."""
         return self._pin_for is not None and len(self._pinned) == self.geometry.slots
 
     def costs(self, slot: int) -> bool:
-        """Would who writes this slot now have to find many of its pages, or wait until they are pinned?"""
+        """Whether writing this slot now would have to find many of its pages, or wait until they are pinned."""
         if self._populating is None or not self._populating.is_alive():
             return False
         begin, end = self.geometry.digests_at(slot), self.geometry.digests_at(slot + 1)

@@ -23,7 +23,7 @@ def why_full(control: Control, generation: int) -> str:
 
 
 class Missed:
-    """Which steps some rank has not saved. Whoever misses one tells it before it goes on; of the others it is looked up.
+    """The steps that some rank has not saved. A rank posts what it misses before it goes on, and looks up what others miss.
 
     Where the store of the ranks does not answer, that is not known any more: ``unknown`` says why, until the generation ends.
     From then on only what the agents tell of each other proves that a state is whole on all ranks (`slots.choose`, not coupled).
@@ -38,7 +38,7 @@ class Missed:
         self.unknown: MeetingFailed | None = None
 
     def tell(self, step: int) -> None:
-        """This rank has no state of it."""
+        """Post that this rank has no state of a step."""
         if self._meeting.world > 1 and self.unknown is None:
             try:
                 self._meeting.post(self._name(step), b"1")
@@ -46,7 +46,7 @@ class Missed:
                 self.unknown = error
 
     def heard(self, steps: Iterable[int]) -> set[int]:
-        """Of these steps those that somebody misses; where there is ``unknown``, as far as it was known before."""
+        """Those of the steps that some rank misses; once ``unknown`` is set, those that were known before."""
         if self._meeting.world == 1:
             return set()
         asked = set(steps)

@@ -41,7 +41,7 @@ def opened(
 
 
 def rewritten(name: str, raw: bytes, *, where: str) -> bytes:
-    """The same object, serialised by us: whoever unpickles it runs no code that somebody put there. Raises `RestoreFailed`."""
+    """Serialise a safe object anew, so that unpickling it runs no code from its source. Raises `RestoreFailed` for others."""
     stream = io.BytesIO()
     torch.save(opened({name: raw}, trusted=False, where=where, to=None)[name], stream)
     return stream.getvalue()

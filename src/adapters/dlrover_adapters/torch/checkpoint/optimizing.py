@@ -106,7 +106,7 @@ class OptimizerSource:
         return known[1]
 
     def names(self) -> list[list[str]]:
-        """Of the parameters of each group."""
+        """The names of the parameters of each group."""
         return [[self.name(one) for one in group["params"]] for group in self.optimizer.param_groups]
 
     def _learn(self, *more: Any) -> None:
@@ -269,7 +269,7 @@ class OptimizerSource:
 
 
 def _tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
-    """Those in a container, and in containers in it."""
+    """The tensors in a container, and in containers inside it."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, (Mapping, list, tuple)):

@@ -26,9 +26,9 @@ from .capture import Capture
 from .chunks import Chunk
 
 WHOLE_BYTES = 16 * 1024
-"""Of larger tensors samples are hashed: blocks spread evenly from the first byte to the last."""
+"""Tensors up to this size are hashed whole. Of larger ones blocks are hashed, spread evenly from the first byte to the last."""
 BLOCK_BYTES, BLOCKS_MIN, BLOCKS_MAX, EVERY_BYTES = 1024, 4, 16, 32 * 1024
-"""A block of so many bytes in every so many, but so many blocks at least and at most."""
+"""Samples of a tensor: one block of `BLOCK_BYTES` in every `EVERY_BYTES`, but `BLOCKS_MIN` to `BLOCKS_MAX` blocks."""
 PIECE_BYTES = 64 * 1024 * 1024
 """Bytes of a device's tensor that are copied to the host at once, where all of it is hashed."""
 _NAME = "replicas"
@@ -57,20 +57,27 @@ class Meets(Protocol):
     world: int
 
     def decide(self, name: str, mine: bytes, how: Callable[[list[bytes]], bytes]) -> bytes:
-        """What rank 0 makes of what every rank has to say."""
+        """Rank 0 gets the words of all ranks and applies ``how``; every rank returns the outcome."""
 
     def refusing(self, name: str) -> AbstractContextManager[None]:
-        """An error in the block is told to all who meet under this name."""
+        """Pass an error in the block on to all ranks that meet under this name."""
 
     def post(self, name: str, value: bytes) -> None:
-        """Leave a value for whoever looks."""
+        """Leave a value under a name for other ranks."""
 
     def look(self, name: str) -> bytes | None:
-        """What was left there; None: nothing yet."""
+        """The value that was left under a name; None: nothing yet."""
 
 
 class Digest(NamedTuple):
-    """One tensor that other ranks may hold. ``key``: a hash of name, offsets and shape; ``value``: of its dtype and values."""
+    """The digest of one tensor that other ranks may hold.
+
+    ``name``: of the tensor.
+    ``key``: a hash of name, offsets and shape.
+    ``value``: a hash of dtype and values.
+    ``address``: of its memory; 0: it is no tensor.
+    ``buffer``: it is a module's buffer.
+    """
 
     name: str
     key: int
@@ -80,11 +87,11 @@ class Digest(NamedTuple):
 
 
 Digests = Mapping[str, Sequence[Digest]]
-"""By kind: "" for whole tensors, else which shard of how many. Ranks that hold replicas of a tensor have it under one kind."""
+"""Digests by kind: "" for whole tensors, else the name of a shard. Replicas of a tensor are of one kind on all their ranks."""
 
 
 class Replicas:
-    """When one rank compares what it holds with the others. ``verify`` and ``coupled`` as `FlashCheckpoint` has them."""
+    """Compares this rank's tensors with those of other ranks, at the saves where that is due. Options as in `FlashCheckpoint`."""
 
     def __init__(self, capture: Capture, meeting: Meets, verify: str, *, coupled: bool) -> None:
         self._capture, self._meeting, self._verify, self._coupled = capture, meeting, verify, coupled
@@ -92,7 +99,7 @@ class Replicas:
         self._done = False
         self._uncoupled: Uncoupled | None = None
         self.closing = False
-        """Ranks end one by one: what was compared already is not compared once more."""
+        """True while the script ends: ranks end one by one, so a comparison that has been made is not repeated."""
 
     def word(self, objects: Iterable[str], *, foreseen: bool) -> bytes:
         """Equal on all ranks that have objects of the same names and foresee their tensors (b"1") or do not (b"0")."""
@@ -117,12 +124,12 @@ class Replicas:
 
     @property
     def _due(self) -> bool:
-        """Is there to be a comparison at this save?"""
+        """Whether this save is to compare."""
         again = self._verify == "full" and self._meeting.world > 1 and not self.closing
         return again or not self._done
 
     def refusing(self) -> AbstractContextManager[None]:
-        """Tell the other ranks of an error in the block that keeps this rank from `compare`, so that they do not wait for it."""
+        """Pass an error in the block on to the other ranks: it keeps this rank from `compare`, and they would wait for it."""
         return self._meeting.refusing(_NAME) if self._coupled and self._due else nullcontext()
 
     def compare(self, chunks: Sequence[Chunk], step: int) -> None:
@@ -149,7 +156,7 @@ class Replicas:
 
 
 def digests(capture: Capture, chunks: Iterable[Chunk], *, full: bool) -> Digests:
-    """Of everything that other ranks may hold too. ``full``: all bytes are hashed, not samples."""
+    """The digests of all tensors that other ranks may hold too. ``full``: hash all bytes, not samples."""
     broadcast = _broadcast(_wrappers(capture.models.values()))
     buffers = {one.data_ptr() for model in capture.models.values() for one in model.buffers() if one.numel()}
     held = [
@@ -214,7 +221,7 @@ class Uncoupled:
 
     @property
     def done(self) -> bool:
-        """Has every rank been compared that is to be?"""
+        """Whether this rank has been compared with all ranks that it is to be compared with."""
         return not self._unheard
 
     def look(self) -> None:
@@ -257,7 +264,7 @@ def unshared(meeting: Meets, names: Iterable[str], name: str = "objects") -> fro
 
 
 def _combined(mine: Digests) -> bytes:
-    """By kind two numbers: which tensors there are, and their values."""
+    """One combined digest for each kind: a number for the set of tensors, and a number for their values."""
     found = {}
     for kind, its in mine.items():
         ordered = sorted((one.key, one.value) for one in its)
@@ -267,7 +274,7 @@ def _combined(mine: Digests) -> bytes:
 
 
 def _same(told: Sequence[bytes]) -> dict[str, dict[tuple[int, int], list[int]]]:
-    """By kind the ranks that have the same tensors with the same values."""
+    """For each kind the groups of ranks with equal combined digests."""
     found: dict[str, dict[tuple[int, int], list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, one in enumerate(told):
         for kind, combined in msgpack.unpackb(one).items():
@@ -276,13 +283,13 @@ def _same(told: Sequence[bytes]) -> dict[str, dict[tuple[int, int], list[int]]]:
 
 
 def _to_ask(told: Sequence[bytes]) -> bytes:
-    """By kind whose details are wanted: the first of all ranks that agree, where there are others that do not."""
+    """For each kind with several groups the first rank of each group: those ranks are to post the digests of their tensors."""
     asked = {kind: [ranks[0] for ranks in same.values()] for kind, same in _same(told).items() if len(same) > 1}
     return msgpack.packb(asked)  # type: ignore[no-any-return]
 
 
 def _conflicts(details: Sequence[bytes], told: Sequence[bytes]) -> bytes:
-    """How many tensors differ; and of the first of them key and groups of ranks that agree."""
+    """The number of tensors that differ, and for the first `TOLD_MAX` of them the key and the groups of ranks that agree."""
     agreeing = {(kind, ranks[0]): ranks for kind, same in _same(told).items() for ranks in same.values()}
     values: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     excused = set()
@@ -357,7 +364,7 @@ def _broadcast(wrappers: Iterable[DistributedDataParallel]) -> frozenset[int]:
 
 
 def _sampled(held: Sequence[Chunk]) -> list[int]:
-    """Of samples. Those that lie on a device are gathered there, and copied once."""
+    """Hashes of samples. Samples on a device are gathered there, and copied to the host once."""
     found = [0] * len(held)
     elsewhere: dict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
     for number, one in enumerate(held):
@@ -393,7 +400,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _hashed(held: Sequence[Chunk]) -> list[int]:
-    """Of all bytes."""
+    """Hashes of all bytes."""
     return [_whole(one.tensor) for one in held]
 
 

@@ -280,7 +280,7 @@ def _described(line: Line, lent: tuple[int, int], lender: tuple[str, int, int]) 
 
 
 def _arena(line: Line, number: int) -> tuple[int, Table]:
-    """Of an arena the local rank and the table."""
+    """The local rank and the table of an arena."""
     fd = line.borrow(number)
     try:
         memory = mmap.mmap(fd, 0)
@@ -301,7 +301,7 @@ def _arena(line: Line, number: int) -> tuple[int, Table]:
 
 
 class _Head(NamedTuple):
-    """Of a piece on another node what is needed to plan with it, and what is no tensor."""
+    """Table and objects of a piece on another node: all that is needed of it to plan."""
 
     table: Table
     objects: dict[str, bytes]

@@ -1,4 +1,4 @@
-"""Counts the host memory that this process's stagers take beside the arenas, for whoever asks whether there is room."""
+"""Counts the host memory that this process's stagers take beside the arenas, for the check whether there is room."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Stager(Protocol):
-    """Whoever stages: the sets of tensors that take turns, by what they are copies of; empty where not yet made."""
+    """A stager. ``sets``: the sets of tensors that take turns, keyed by the tensors that they copy; empty: not made yet."""
 
     sets: tuple[dict[tuple[Any, ...], torch.Tensor], ...]
 
@@ -26,12 +26,12 @@ class Beside(NamedTuple):
 
 
 def count(stager: Stager) -> None:
-    """From now on it counts, for as long as it is there."""
+    """Include this stager in `beside` for as long as it lives."""
     _STAGERS.add(stager)
 
 
 def beside() -> Beside:
-    """Of this process. Every set becomes as large as the largest of its stager."""
+    """The bytes of all stagers of this process. A set that is not made yet counts like the largest set of its stager."""
     total = there = 0
     for stager in list(_STAGERS):
         sizes = [_size(one) for one in stager.sets]

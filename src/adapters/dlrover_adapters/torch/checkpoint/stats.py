@@ -48,5 +48,5 @@ class Options(NamedTuple):
     slots: int
     lag: int = 2
     device_bytes: int = 0
-    """As `FlashCheckpoint`: of each GPU's memory, for copies of live tensors."""
+    """Bytes of each GPU's memory for copies of live tensors, as in `FlashCheckpoint`."""
     spread: bool = True
