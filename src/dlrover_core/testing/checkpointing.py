@@ -46,10 +46,9 @@ class Checkpoints(Promise):
 
     def _formed(self, _state: JobState, fact: world.WorldFormed, _record: Record) -> None:
         self._members[fact.group, fact.generation] = fact.members
-        # What is older than the one before is of no use to anybody.
+        # What is older than the one before is of no use to anybody. That it saves is remembered: storage may be slower.
         old = fact.group, fact.generation - 3
         self._members.pop(old, None)
-        self._keep.discard(old)
         self._held.pop(old, None)
 
     def _keeping(self, state: JobState, fact: checkpoints.KeepingStarted, record: Record) -> None:
