@@ -126,6 +126,7 @@ class _Said(NamedTuple):
     ``own``: it has objects or tensors that no other rank has.
     ``own_bytes``: such tensors are not empty.
     ``have``: numbers of the layouts whose table it has from the generation before.
+    ``titles``: a digest of the names of all tensors and objects that it has besides its own.
     """
 
     node: int
@@ -134,6 +135,7 @@ class _Said(NamedTuple):
     own: bool
     own_bytes: bool
     have: tuple[int, ...]
+    titles: bytes
 
     def packed(self) -> bytes:
         """For the others."""
@@ -167,10 +169,11 @@ def agreed(
         old = {one.layout: one for one in before if (one.world, one.rank) == (meeting.world, meeting.rank)}
         own_bytes = any(one.size for one in chunks if one.name in own and not one.same_as)
         has_own = own_bytes or any(one in own for one in (*signature.objects, *(one.name for one in chunks)))
-        said = _Said(node, mine.form, mine.names_digest, has_own, own_bytes, tuple(old))
+        titles = _titles((*mine.all, *(one for one in signature.objects if one not in own)))
+        said = _Said(node, mine.form, mine.names_digest, has_own, own_bytes, tuple(old), titles)
     told: list[_Said] = []
     answer = meeting.decide(name, said.packed(), functools.partial(_recognised, spread=spread, told=told))
-    number, wanted = msgpack.unpackb(answer)
+    number, wanted, zeros = msgpack.unpackb(answer)
     if wanted:
         share = _exchanged(mine, wanted, told, meeting, f"{name}/shares", spread=spread)
     else:
@@ -189,6 +192,7 @@ def agreed(
         paths=tuple(_apart({**{one.name: one.path for one in chunks}, **paths}).items()),
         writers=share.writers,
         own=share.own,
+        alike=zeros == titles,
     )
 
 
@@ -196,7 +200,7 @@ def agreed(
 
 
 def _recognised(raw: list[bytes], *, spread: bool, told: list[_Said]) -> bytes:
-    """By rank 0: the layout's number, and by rank what is to be sent; nothing where all ranks have its table.
+    """By rank 0: the layout's number, by rank what is to be sent, nothing where all ranks have its table; and rank 0's titles.
 
     The number depends on what the state is made of, on the nodes and on the rule, and never on the way by which ranks came to it.
     """
@@ -205,7 +209,7 @@ def _recognised(raw: list[bytes], *, spread: bool, told: list[_Said]) -> bytes:
     digest = hashlib.blake2b(repr(content).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1 or 1
     if all(number in one.have for one in told):
-        return cast(bytes, msgpack.packb((number, b"")))
+        return cast(bytes, msgpack.packb((number, b"", told[0].titles)))
     forms: set[bytes] = set()
     names: set[bytes] = set()
     wanted = bytearray()
@@ -213,7 +217,7 @@ def _recognised(raw: list[bytes], *, spread: bool, told: list[_Said]) -> bytes:
         wanted.append((one.form not in forms) * (_PLACES | _NAMES * (one.names not in names)))
         forms.add(one.form)
         names.add(one.names)
-    return cast(bytes, msgpack.packb((number, bytes(wanted))))
+    return cast(bytes, msgpack.packb((number, bytes(wanted), told[0].titles)))
 
 
 def _exchanged(mine: _List, wanted: bytes, told: Sequence[_Said], meeting: Meets, name: str, *, spread: bool) -> Share:
@@ -256,6 +260,10 @@ def _assigned(raw: dict[int, bytes], *, told: Sequence[_Said], spread: bool) -> 
     writers = tuple(sorted({0, *division.writers, *own}))
     common = zlib.compress(msgpack.packb((holders, writers, own)), 1)
     return common, [zlib.compress(one, 1) for one in division.shares]
+
+
+def _titles(names: Sequence[str]) -> bytes:
+    return hashlib.blake2b(msgpack.packb(sorted(names)), digest_size=8).digest()
 
 
 def _named(raw: bytes) -> Names:
