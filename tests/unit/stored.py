@@ -45,6 +45,7 @@ class Arena:
         told: Sequence[str] | None = None,
         own: Sequence[int] = (),
         light: bool = False,
+        alike: bool = False,
     ) -> None:
         items, at = [], 0
         for name, tensor, offsets, full in chunks:
@@ -58,7 +59,7 @@ class Arena:
         names = [item.name for item in items] + list(objects)
         named = tuple((name, tuple((paths or {}).get(name, name.split(".")))) for name in dict.fromkeys(names))
         mine = tuple(objects if told is None else told)
-        table = Table(7, world, rank, ((rank,),), tuple(items), mine, named, tuple(writers), (), tuple(own))
+        table = Table(7, world, rank, ((rank,),), tuple(items), mine, named, tuple(writers), (), tuple(own), alike)
         if light:
             table, _ = lightened(table)
             items, chunks, at = list(table.items), [], 0

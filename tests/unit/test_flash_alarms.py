@@ -465,8 +465,8 @@ def test_a_script_without_an_agent_hears_that_its_last_state_is_not_stored(
         by_hand_alone.close()
 
 
-def test_a_last_state_that_was_due_and_left_out_is_not_taken_for_stored(tmp_path: Path) -> None:
-    """An older one goes there instead, and is not what was due."""
+def left_out_at_last(tmp_path: Path) -> FlashCheckpoint:
+    """Step 6, the last one that is due, has found no slot."""
     run = Training()
     ckpt = FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=6)
     ckpt.restore()
@@ -475,6 +475,21 @@ def test_a_last_state_that_was_due_and_left_out_is_not_taken_for_stored(tmp_path
     run.trains(ckpt, 6, 6)
     for one in let_go:
         one()
+    assert 6 not in held(ckpt)
+    return ckpt
+
+
+def test_a_last_state_that_was_due_and_left_out_is_saved_at_the_end(tmp_path: Path) -> None:
+    """It is still in the tensors: the end waits for a slot, and it is what storage gets."""
+    ckpt = left_out_at_last(tmp_path)
+    ckpt.close()
+    assert complete(tmp_path)[-1] == 6
+
+
+def test_a_last_state_that_was_due_and_is_not_there_any_more_is_not_taken_for_stored(tmp_path: Path) -> None:
+    """The script went on to step 7: an older one goes there instead, and is not what was due."""
+    ckpt = left_out_at_last(tmp_path)
+    ckpt.step(7)
     with pytest.raises(
         NotStored, match=r"step 6, the last.*storage is slower than saves come; step 4 goes there instead"
     ):

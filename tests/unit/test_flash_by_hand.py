@@ -332,6 +332,41 @@ def test_all_wait_for_the_rank_whose_slots_are_read(two: Two, tmp_path: Path) ->
     assert complete(tmp_path) == [6, 8]
 
 
+def test_the_last_step_that_one_rank_left_out_is_saved_at_the_end(
+    two: Two, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 1 found no slot for step 6 and comes late to the end: rank 0 keeps its own, rank 1 waits for a slot, and none asks."""
+    monkeypatch.setattr(
+        Standalone, "missed", lambda *_: None
+    )  # an agent is not told: it takes a step that all ranks have
+    monkeypatch.setattr(closing, "Standalone", type(None))
+    written = Standalone.wait
+    monkeypatch.setattr(Standalone, "wait", lambda *_: True)
+    ended = threading.Event()
+
+    def rank(number: int) -> None:
+        run = Training()
+        ckpt = FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=6)
+        two.train(run, ckpt, 1, 4)
+        let_go = [pinned(ckpt, 2), pinned(ckpt, 4)] if number else []
+        two.train(run, ckpt, 5, 6)
+        assert ckpt.stats.skipped == number
+        if number:
+            assert ended.wait(LIMIT_S)
+            engine_of(ckpt, Clock(lambda now: let_go.pop(0)() if now > 5.0 and len(let_go) > 1 else None))
+        closing.store_last(ckpt)
+        ended.set()
+        assert held(ckpt)[6]
+        line: Any = ckpt._line
+        assert written(line, LIMIT_S)
+        for one in let_go:
+            one()
+        ckpt._finish(wait=False)
+
+    two.run(rank)
+    assert complete(tmp_path) == [6]
+
+
 def test_what_one_rank_cannot_save_no_rank_saves(two: Two, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """They are told alike, and an older step stays whole on both."""
 

@@ -80,6 +80,16 @@ def test_a_light_copys_table_is_as_good() -> None:
     assert {item.name for table in again for item in table.items if item.write} == {f"w{number}" for number in range(8)}
 
 
+def test_a_rank_with_rank_0_s_names_knows_it() -> None:
+    """Their shards may differ, and what each has of its own does not count; and it holds for a layout that is recognised, too."""
+    ranks = [[*fsdp(0), chunk("rank.0.x", (3,))], fsdp(1), fsdp(2), [*fsdp(3), chunk("stage1.w", (8,))]]
+    own = [frozenset({"rank.0.x"}), *[frozenset[str]()] * 3]
+    first = agree(ranks, NODES, own=own)
+    assert [one.alike for one in first] == [True, True, True, False]
+    again = agree(ranks, NODES, own=own, before=[[one] for one in first])
+    assert again == first
+
+
 def test_where_one_rank_has_lost_its_table_all_agree_anew() -> None:
     """A new node's ranks have nothing: the layout comes out the same, number and all, so that others' memory stays good."""
     ranks = [fsdp(rank) for rank in range(4)]

@@ -1,6 +1,9 @@
+import base64
 import io
 import json
 import pickle
+import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,15 @@ from dlrover_adapters.checkpoint.export import export
 from dlrover_adapters.checkpoint.geometry import fault, nested
 from dlrover_adapters.checkpoint.hashing import digest
 from dlrover_adapters.checkpoint.listing import INCOMPLETE, look
-from dlrover_adapters.checkpoint.manifests import CheckpointDamaged, CheckpointIncomplete, Part, Seal, SealedPart
+from dlrover_adapters.checkpoint.manifests import (
+    CheckpointDamaged,
+    CheckpointIncomplete,
+    Part,
+    Seal,
+    SealedPart,
+    packed_names,
+    part_of,
+)
 from dlrover_adapters.checkpoint.parts import write_part
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.checkpoint.reader import StepReader, buffer_of
@@ -340,7 +351,7 @@ def test_what_older_versions_sealed_is_read(tmp_path: Path) -> None:
     raw = place.get(f"{FOLDER}/part-0.json")
     told = json.loads(raw)
     told = {**told, "format": 1, "stands_in": True, "writers": [0, 1]}
-    for name in ("own", "covers", "digest"):
+    for name in ("own", "covers", "names", "alike", "digest"):
         del told[name]
     body = json.dumps(told, separators=(",", ":")).encode()
     place.put(f"{FOLDER}/part-0.json", body[:-1] + f',"digest":"{digest(body):016x}"}}'.encode())
@@ -364,3 +375,124 @@ def test_torch_files_of_two_nodes(tmp_path: Path) -> None:
     place.rm(f"{FOLDER}/part-2.json")
     with pytest.raises(CheckpointIncomplete, match="objects that only rank 2, 3 has"):
         seal(place, 120)
+
+
+def part_less(place: Place, rank: int, **without: int) -> None:
+    """Rewrite a part's manifest without the nth of its ``items`` or ``objects``, as if its rank had never written it."""
+    name = f"{FOLDER}/part-{rank}.json"
+    part = Part.unpacked(place.get(name), name)
+    for field, number in without.items():
+        kept = tuple(one for at, one in enumerate(getattr(part, field)) if at != number)
+        part = part._replace(**{field: kept})
+    place.put(name, part.packed())
+
+
+def ranks_there(place: Place) -> list[int]:
+    """Of which there are parts."""
+    return sorted(rank for rank in (part_of(one.name) for one in place.ls(FOLDER)) if rank is not None)
+
+
+def seal_blindly(place: Place) -> None:
+    """As a version that does not look at what is missing."""
+    raws = {rank: place.get(f"{FOLDER}/part-{rank}.json") for rank in ranks_there(place)}
+    parts = {rank: Part.unpacked(raw, "") for rank, raw in raws.items()}
+    head = next(iter(parts.values()))
+    sealed = tuple(SealedPart(rank, len(raw), digest(raw), parts[rank].size) for rank, raw in raws.items())
+    place.put(f"{FOLDER}/manifest.json", Seal(head.kind, "r", 1, 120, head.world, sealed, None).packed())
+
+
+def replicas(world: int, *, light: int | None = None, **more: Any) -> list[Arena]:
+    """Ranks of DDP with the same tensors, each of which writes some of them; rank 0 writes the objects that all have."""
+    tensors, found = state(), []
+    for rank in range(world):
+        shared = {**OBJECTS, "classes": {"model": "Net"}}
+        own = {f"rank.{rank}.rng": rank}
+        found.append(
+            whole(tensors, rank=rank, world=world, objects={**shared, **own}, writes=sorted(tensors)[rank::world],
+                  told=(*(shared if rank == 0 else ()), *own), own=tuple(range(world)), writers=tuple(range(world)),
+                  light=rank == light, alike=True, **more)
+        )  # fmt: skip
+    return found
+
+
+def write_layout(place: Place, layout: str) -> None:
+    """The parts of a complete step."""
+    if layout == "fsdp":
+        for arena in sharded(state(), 3):
+            write_part(arena.view(), place, run="r")
+    elif layout == "torch":
+        a, b, c, d = replicas(4)
+        write_part(a.view(), place, run="r", format="torch", beside=[b.view()])
+        write_part(c.view(), place, run="r", format="torch", beside=[d.view()])
+    else:
+        arenas = replicas(3, light=2 if layout == "light" else None)
+        for arena in arenas:
+            write_part(arena.view(), place, run="r", beside=[arenas[0].view()] if arena is arenas[2] else [])
+
+
+@pytest.mark.parametrize("layout", ["ddp", "light", "fsdp", "torch"])
+def test_a_step_that_lacks_any_one_thing_is_refused(tmp_path: Path, layout: str) -> None:
+    """Of every chunk and object of every part: without it the step is not sealed, not read, and not fine, though sealed."""
+    place = Place(str(tmp_path))
+    write_layout(place, layout)
+    seal(place, 120)
+    assert verify(place, 120).fine
+    place.rm(f"{FOLDER}/manifest.json")
+    tried = 0
+    for rank in ranks_there(place):
+        name = f"{FOLDER}/part-{rank}.json"
+        before = place.get(name)
+        part = Part.unpacked(before, name)
+        for field in ("items", "objects"):
+            for number, one in enumerate(getattr(part, field)):
+                part_less(place, rank, **{field: number})
+                for look_at in (lambda: seal(place, 120), lambda: StepReader(place, 120)):
+                    with pytest.raises(CheckpointIncomplete, match=re.escape(one.name)):
+                        look_at()
+                seal_blindly(place)
+                found = verify(place, 120)
+                assert one.name in found.missing
+                assert not found.fine
+                place.rm(f"{FOLDER}/manifest.json")
+                place.put(name, before)
+                tried += 1
+    assert tried >= 9
+
+
+def test_what_nobody_writes_is_named_with_the_ranks_that_have_it(tmp_path: Path) -> None:
+    """All ranks keep a tensor, and each takes it that another one writes it: such a step is none."""
+    place = Place(str(tmp_path))
+    for rank in range(2):
+        share = ["model.bias", "model.empty", "model.steps"] if rank else ["optimizer.state.weight.mask"]
+        objects: dict[str, Any] = {"groups": 1} if rank == 0 else {}
+        arena = whole(state(), rank=rank, world=2, writes=share, objects=objects)
+        write_part(arena.view(), place, run="r")
+    wrong = r"model.weight is in no part, though rank 0, 1 had it in this state, and 1 more are missing"
+    with pytest.raises(CheckpointIncomplete, match=wrong):
+        seal(place, 120)
+    assert re.search(wrong, verify(place, 120).missing)
+
+
+def test_a_rank_s_names_are_short_where_rank_0_has_the_same(tmp_path: Path) -> None:
+    """Thousands of names are on storage once, not once for each rank; without rank 0's part nobody can say them."""
+    place = Place(str(tmp_path))
+    one = torch.zeros(1)
+    chunks: list[Any] = [(f"model.layers.{number}.weight", one, [0], one.shape) for number in range(1_000)]
+    for rank in range(2):
+        arena = Arena(chunks, {}, rank=rank, world=2, writes=None if rank == 0 else [], alike=True)
+        write_part(arena.view(), place, run="r")
+    parts = [Part.unpacked(place.get(f"{FOLDER}/part-{rank}.json"), "") for rank in range(2)]
+    assert len(parts[0].names) < 12_000
+    assert len(parts[1].names) < 50
+    seal(place, 120)
+    place.rm(f"{FOLDER}/manifest.json")
+    with pytest.raises(CheckpointIncomplete, match="no part of rank 0, which says what rank 1 has"):
+        seal(place, 120, [1])
+
+
+def test_names_that_cannot_be_read_are_damage() -> None:
+    """Whatever lies in the place of a part's names, what is told is that the manifest is damaged."""
+    for wrong in ("?", "AAAA", packed_names(["a"])[:-4], base64.b64encode(zlib.compress(b"\x01")).decode()):
+        part = Part("dcp", "r", 1, 120, 1, 0, 7, (), (), (), (), names=wrong)
+        with pytest.raises(CheckpointDamaged, match="its names cannot be read"):
+            Part.unpacked(part.packed(), "x")

@@ -6,15 +6,21 @@ a step is *complete* when its `SEAL` is there: it is written last and removed fi
 
 from __future__ import annotations
 
+import base64
+import functools
 import json
 import re
+import zlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
+
+import msgpack
 
 from dlrover_adapters.checkpoint.hashing import digest
 from dlrover_core.errors import CoreError
 
 FORMAT = 2
-"""1 is read, too: it does not say which ranks have objects of their own."""
+"""1 is read, too: it does not say which ranks have objects of their own, nor which names a state has."""
 SEAL = "manifest.json"
 METADATA = ".metadata"
 BLOCK_BYTES = 16 * 1024 * 1024
@@ -24,6 +30,8 @@ _STEP = re.compile(r"step-(\d{10,20})")
 _PART = re.compile(r"part-(\d+)\.json")
 _DATA = re.compile(r"__\d+_\d+\.(distcp|objects)|checkpoint\.pt")
 _DRAFT = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.draft")
+_NAMES_BYTES = 256 * 1024 * 1024
+"""More than the names of any state take, unpacked."""
 _TAIL = re.compile(rb',"digest":"([0-9a-f]{16})"\}$')
 
 
@@ -90,7 +98,8 @@ class Part(NamedTuple):
     of their own in such a state; ``covers``: those of them whose objects are in this part, where it is not this rank alone.
     ``stands_in``, in parts of older versions: there is in it what others usually write, because some of them could not any more;
     there are fewer parts then. ``run`` is one submission of the job named ``job``; both are empty where no agent was there to say
-    so.
+    so. ``names``: packed, the names of all tensors and objects that this rank (or those it covers) has in such a state, whoever
+    writes them; empty: it is not said. ``alike``: it has all names that rank 0's part says, too.
     """
 
     kind: str
@@ -109,6 +118,8 @@ class Part(NamedTuple):
     job: str = ""
     own: tuple[int, ...] = ()
     covers: tuple[int, ...] = ()
+    names: str = ""
+    alike: bool = False
 
     @property
     def size(self) -> int:
@@ -137,6 +148,7 @@ class Part(NamedTuple):
                 told[ranks] = tuple(map(int, told.get(ranks, ())))
             part = cls(**told, files=files, items=items, objects=objects, paths=paths)
             _sensible(part, block_bytes)
+            names_in(part.names)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointDamaged(name, 0, f"no manifest of a part: {error}") from error
         return part
@@ -208,6 +220,26 @@ def part_of(name: str) -> int | None:
     """The rank whose part's manifest this is; None: of none."""
     found = _PART.fullmatch(name)
     return int(found[1]) if found is not None and part_name(int(found[1])) == name else None
+
+
+def packed_names(names: Iterable[str]) -> str:
+    """Names as a manifest has them, several thousand in some ten KiB. Never empty."""
+    return base64.b64encode(zlib.compress(msgpack.packb(sorted(set(names))))).decode()
+
+
+@functools.lru_cache(maxsize=8)
+def names_in(packed: str) -> frozenset[str]:
+    """The names that `packed_names` has packed; of the empty string none. Raises `ValueError`."""
+    if not packed:
+        return frozenset()
+    try:
+        opened = zlib.decompressobj()
+        found = msgpack.unpackb(opened.decompress(base64.b64decode(packed, validate=True), _NAMES_BYTES))
+    except (ValueError, zlib.error, msgpack.UnpackException) as error:
+        raise ValueError(f"its names cannot be read: {error}") from error
+    if not opened.eof or not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ValueError("its names cannot be read")
+    return frozenset(found)
 
 
 def is_ours(name: str) -> bool:

@@ -27,12 +27,13 @@ from dlrover_adapters.checkpoint.manifests import (
     StoredFile,
     StoredItem,
     StoredObject,
+    packed_names,
     part_name,
     step_name,
 )
 from dlrover_adapters.checkpoint.places import Place, Sink
 from dlrover_adapters.checkpoint.slotview import SlotDamaged, SlotGone, SlotView
-from dlrover_adapters.checkpoint.table import Item
+from dlrover_adapters.checkpoint.table import Item, said_names
 from dlrover_core.errors import CoreError
 
 TORCH_FILE = "checkpoint.pt"
@@ -150,10 +151,12 @@ def write_part(
         raise PartTorn(f"step {stamp.step}: the slots of this node hold different states")
     if generation not in {None, stamp.generation}:
         raise PartTorn(f"step {stamp.step}: the slot holds it as of generation {stamp.generation}, not {generation}")
+    said = (table, *(one.table for one in beside if format == TORCH))
     part = Part(
         format, run, stamp.generation, stamp.step, table.world, table.rank, table.layout,
         files=(), items=(), objects=(), paths=(), writers=table.writers if format == DCP else (), job=job, own=table.own,
         covers=() if format == DCP else tuple(sorted({table.rank, *(one.table.rank for one in beside)})),
+        names=packed_names(name for one in said for name in said_names(one)), alike=any(one.alike for one in said),
     )  # fmt: skip
     manifest = f"{step_name(part.step)}/{part_name(part.rank)}"
     mine = _sources(view, beside) if format == DCP else tuple((item, view) for item in table.items)

@@ -26,6 +26,7 @@ from dlrover_adapters.checkpoint.manifests import (
     SealedPart,
     StoredItem,
     StoredObject,
+    names_in,
     part_name,
     part_of,
     step_name,
@@ -88,7 +89,7 @@ class StepReader:
                 self.objects.setdefault(one.name, (one, rank))
             self.paths.update(part.paths)
         found = chunks_of(self.parts)
-        covered(found, place.shown(self._folder))
+        complete(self.parts, found, place.shown(self._folder))
         self.items.update((name, tuple(chunks)) for name, chunks in found.items())
         self._sized: set[str] = set()
 
@@ -313,6 +314,27 @@ def covered(found: dict[str, list[Chunk]], where: str) -> None:
         wrong = fault(first.full_shape, [(one.item.offsets, one.item.shape) for one in chunks])
         if wrong:
             raise CheckpointIncomplete(f"{where}: {name}: {wrong}")
+
+
+def complete(parts: Mapping[int, Part], found: dict[str, list[Chunk]], where: str) -> None:
+    """Raise `CheckpointIncomplete` where a tensor or an object that some rank has is in no part, or not all of it."""
+    covered(found, where)
+    there = found.keys() | {one.name for part in parts.values() for one in part.objects}
+    lost: dict[str, list[int]] = {}
+    common = names_in(parts[0].names) - there if 0 in parts else frozenset[str]()
+    for rank, part in sorted(parts.items()):
+        if part.alike and not (0 in parts and parts[0].names):
+            raise CheckpointIncomplete(f"{where}: there is no part of rank 0, which says what rank {rank} has")
+        for name in (names_in(part.names) - there) | (common if part.alike else frozenset()):
+            lost.setdefault(name, []).append(rank)
+    if lost:
+        name, ranks = min(lost.items())
+        more = f", and {len(lost) - 1:,} more are missing" if len(lost) > 1 else ""
+        who = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        raise CheckpointIncomplete(
+            f"{where}: {name} is in no part, though rank {who} had it in this state{more}. Restore another step; if ranks "
+            "wrote this one without an error, report it as a bug of dlrover"
+        )
 
 
 def element_bytes(item: StoredItem) -> int:

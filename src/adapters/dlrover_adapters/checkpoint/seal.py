@@ -29,7 +29,7 @@ from dlrover_adapters.checkpoint.manifests import (
     step_name,
 )
 from dlrover_adapters.checkpoint.places import Place
-from dlrover_adapters.checkpoint.reader import chunks_of, covered, read_parts
+from dlrover_adapters.checkpoint.reader import chunks_of, complete, read_parts
 
 DCP_VERSION = "1.0.0"
 """``CURRENT_DCP_VERSION`` of torch's ``filesystem.py``."""
@@ -58,8 +58,9 @@ def seal(
     ``run`` and ``generation``: whose parts count, as `read_parts` has it. Parts of other runs and of older generations that lie
     there since before are removed.
 
-    Raises `CheckpointIncomplete` where a part is missing, of another state, or leaves a hole in a tensor; `CheckpointDamaged`
-    where a file is not of the size that was written; `OSError` with the URL. The step is not complete then.
+    Raises `CheckpointIncomplete` where a part is missing or of another state, or where a tensor or an object that some rank has
+    is in no part, or not all of it; `CheckpointDamaged` where a file is not of the size that was written; `OSError` with the
+    URL. The step is not complete then.
     """
     began = time.monotonic()
     folder = step_name(step)
@@ -76,7 +77,7 @@ def seal(
                 raise CheckpointDamaged(
                     place.shown(name), min(size, file.size), f"{size:,} bytes, {file.size:,} were written"
                 )
-    covered(chunks_of(parts), place.shown(folder))
+    complete(parts, chunks_of(parts), place.shown(folder))
     head = next(iter(parts.values()))
     sealed = tuple(SealedPart(rank, len(raw), digest(raw), part.size) for rank, (part, raw) in sorted(found.items()))
     wanted = Seal(head.kind, head.run, head.generation, step, head.world, sealed, metadata=None, job=head.job)

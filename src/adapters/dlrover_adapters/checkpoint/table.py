@@ -45,6 +45,7 @@ class Table(NamedTuple):
     objects, the keys that lead to it in the nested state. ``writers``: the ranks that write anything of it to storage; empty: it
     is not said. ``elsewhere``: in a light copy the items that were left out, because each node has the same.
     ``own``: the ranks that have objects or tensors of their own, without which their part of a state is not whole.
+    ``alike``: the names that this rank has besides its own are those that rank 0 has.
     """
 
     layout: int
@@ -57,6 +58,7 @@ class Table(NamedTuple):
     writers: tuple[int, ...] = ()
     elsewhere: tuple[Item, ...] = ()
     own: tuple[int, ...] = ()
+    alike: bool = False
 
     def packed(self) -> bytes:
         """As it lies in the arena."""
@@ -79,6 +81,14 @@ class Table(NamedTuple):
 def own_name(name: str, rank: int) -> bool:
     """Whether only ``rank`` has the object or tensor of this name."""
     return name.startswith(f"rank.{rank}.") or (rank == 0 and (name == "extra" or name.startswith("extra.")))
+
+
+def said_names(table: Table) -> tuple[str, ...]:
+    """What a part of this rank says that a state has, sorted: every name; where rank 0 says the same, only this rank's own."""
+    names = [name for name, _ in table.paths]
+    if table.alike and table.rank:
+        names = [name for name in names if own_name(name, table.rank) or name in table.objects]
+    return tuple(sorted(names))
 
 
 def light(table: Table) -> tuple[Table, tuple[Item, ...]]:

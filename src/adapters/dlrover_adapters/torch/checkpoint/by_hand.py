@@ -130,6 +130,14 @@ def _least(engine: Engine, name: str, mine: bytes) -> bytes:
     return engine.meeting.decide(name, mine, min, limit_s=BY_HAND_S + engine.meeting.limit_s)
 
 
+def mark_due(engine: Engine, step: int) -> bool:
+    """This rank's state of a step goes to storage, if it is whole in memory here. False: it is not."""
+    held = _held(engine, step)
+    if held is not None and not held[1].due:
+        _publish_due(engine, step, *held)
+    return held is not None
+
+
 def _mark(engine: Engine, step: int, *, due: bool) -> None:
     """Mark the state of this step in memory as due on storage."""
     held = _held(engine, step)

@@ -51,6 +51,10 @@ def store_last(ckpt: FlashCheckpoint) -> None:
 
 def _store_newest(ckpt: FlashCheckpoint, engine: Engine | None) -> int:
     """The step that goes to storage as the script ends; `NOTHING`: nothing has been saved, nor should have been."""
+    if engine is not None and _can_make_up(ckpt, engine):
+        assert engine._newest is not None
+        step = engine._newest[0]
+        return step if by_hand.mark_due(engine, step) else _save_at_last(ckpt, step)
     stored = by_hand.store_newest(engine) if engine is not None else NOTHING
     if stored == NOTHING and ckpt._step is not None and (engine is None or engine._newest is not None):
         # All saves were left out: a short run, whose memory was not populated in time. What it has learnt is not to be lost.
@@ -61,8 +65,19 @@ def _store_newest(ckpt: FlashCheckpoint, engine: Engine | None) -> int:
     return stored
 
 
+def _can_make_up(ckpt: FlashCheckpoint, engine: Engine) -> bool:
+    """Is the present state the last one that was due? Then each rank that has left it out saves it now.
+
+    Nobody has to ask the others: what they have of this step stays in their memory, and an agent, unlike ranks that meet without
+    one, takes the step once the last rank has it.
+    """
+    newest = engine._newest
+    alone = isinstance(engine.line, Standalone) and engine.meeting.world > 1
+    return newest is not None and newest[1] and newest[0] == ckpt._step and not alone
+
+
 def _save_at_last(ckpt: FlashCheckpoint, step: int) -> int:
-    ckpt._call += 1
+    """Wait for a slot, `by_hand.BY_HAND_S` at most. In the call of the last `step`: no collective has come after it."""
     try:
         engine = ckpt._engine_now()
         engine.replicas.closing = True

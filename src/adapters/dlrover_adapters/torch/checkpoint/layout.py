@@ -126,6 +126,7 @@ class _Said(NamedTuple):
     ``own``: it has objects or tensors that no other rank has.
     ``own_bytes``: such tensors are not empty.
     ``have``: numbers of the layouts whose table it has from the generation before.
+    ``titles``: a digest of the names of all tensors and objects that it has besides its own.
     """
 
     node: int
@@ -134,6 +135,7 @@ class _Said(NamedTuple):
     own: bool
     own_bytes: bool
     have: tuple[int, ...]
+    titles: bytes
 
     def packed(self) -> bytes:
         """The message as bytes."""
@@ -167,10 +169,11 @@ def agreed(
         old = {one.layout: one for one in before if (one.world, one.rank) == (meeting.world, meeting.rank)}
         own_bytes = any(one.size for one in chunks if one.name in own and not one.same_as)
         has_own = own_bytes or any(one in own for one in (*signature.objects, *(one.name for one in chunks)))
-        said = _Said(node, mine.form, mine.names_digest, has_own, own_bytes, tuple(old))
+        titles = _titles((*mine.all, *(one for one in signature.objects if one not in own)))
+        said = _Said(node, mine.form, mine.names_digest, has_own, own_bytes, tuple(old), titles)
     told: list[_Said] = []
     answer = meeting.decide(name, said.packed(), functools.partial(_recognised, spread=spread, told=told))
-    number, wanted = msgpack.unpackb(answer)
+    number, wanted, zeros = msgpack.unpackb(answer)
     if wanted:
         share = _exchanged(mine, wanted, told, meeting, f"{name}/shares", spread=spread)
     else:
@@ -190,6 +193,7 @@ def agreed(
         paths=_paths(chunks, paths),
         writers=share.writers,
         own=share.own,
+        alike=zeros == titles,
     )
 
 
@@ -197,7 +201,9 @@ def agreed(
 
 
 def _recognised(raw: list[bytes], *, spread: bool, told: list[_Said]) -> bytes:
-    """On rank 0: the layout's number, and for each rank what it is to send; nothing where all ranks have that layout's table.
+    """On rank 0: the layout's number, for each rank what it is to send, and rank 0's titles.
+
+    Where all ranks have that layout's table nothing is sent.
 
     The number depends on the state's form, on the nodes and on the rule alone: whether lists were exchanged makes no difference.
     """
@@ -206,7 +212,7 @@ def _recognised(raw: list[bytes], *, spread: bool, told: list[_Said]) -> bytes:
     digest = hashlib.blake2b(repr(content).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1 or 1
     if all(number in one.have for one in told):
-        return cast(bytes, msgpack.packb((number, b"")))
+        return cast(bytes, msgpack.packb((number, b"", told[0].titles)))
     forms: set[bytes] = set()
     names: set[bytes] = set()
     wanted = bytearray()
@@ -214,7 +220,7 @@ def _recognised(raw: list[bytes], *, spread: bool, told: list[_Said]) -> bytes:
         wanted.append((one.form not in forms) * (_PLACES | _NAMES * (one.names not in names)))
         forms.add(one.form)
         names.add(one.names)
-    return cast(bytes, msgpack.packb((number, bytes(wanted))))
+    return cast(bytes, msgpack.packb((number, bytes(wanted), told[0].titles)))
 
 
 def _exchanged(mine: _List, wanted: bytes, told: Sequence[_Said], meeting: Meets, name: str, *, spread: bool) -> Share:
@@ -257,6 +263,10 @@ def _assigned(raw: dict[int, bytes], *, told: Sequence[_Said], spread: bool) -> 
     writers = tuple(sorted({0, *division.writers, *own}))
     common = zlib.compress(msgpack.packb((holders, writers, own)), 1)
     return common, [zlib.compress(one, 1) for one in division.shares]
+
+
+def _titles(names: Sequence[str]) -> bytes:
+    return hashlib.blake2b(msgpack.packb(sorted(names)), digest_size=8).digest()
 
 
 def _named(raw: bytes) -> Names:
