@@ -269,7 +269,7 @@ def _content(plan: Plan, rank: int, fd: int) -> Iterator[int]:
 
 def _number(name: str) -> int:
     """Of a tensor, as `value` counts them."""
-    if name == "model.seen":
+    if name.endswith(".seen"):
         return 999
     parts = name.split(".")
     layer, kind = next((int(one), parts[at + 1]) for at, one in enumerate(parts) if one.isdigit())

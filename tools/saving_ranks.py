@@ -12,7 +12,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -130,6 +130,24 @@ class Meeting:
         """By rank."""
         del name
         return self._exchange.gather(mine)
+
+    def assign(
+        self,
+        name: str,
+        mine: bytes,
+        how: Callable[[dict[int, bytes]], tuple[bytes, Sequence[bytes]]],
+        speakers: Sequence[int],
+    ) -> tuple[bytes, bytes]:
+        """For all ranks, and for this one."""
+        said = self.all_gather(name, mine)
+        common, shares = how({rank: said[rank] for rank in speakers})
+        return common, shares[self.rank]
+
+    @contextlib.contextmanager
+    def refusing(self, name: str) -> Iterator[None]:
+        """Nobody refuses here: a rank with an error ends the trial."""
+        del name
+        yield
 
     def share(self, name: str, mine: bytes | None) -> bytes:
         """What rank 0 says."""
@@ -266,7 +284,8 @@ def live(plan: Plan, rank: int, exchange: Exchange, fd: int, page: mmap.mmap, fo
     exchange.as_rank(rank)
     words, trap = Words(page, rank), Trap(page, rank * RANK_BYTES + RANK_BYTES - NOTE_BYTES)
     model, optimizer, position = training(rank)
-    capture = Capture(model=model, optimizer=optimizer, extra=position, rank=rank)
+    own = f"rank{rank}"  # ranks hold different values, so under different names
+    capture = Capture(model={own: model}, optimizer={own: optimizer}, extra=position, rank=rank)
     meeting: Any = Meeting(rank, plan.world, exchange, folder)
     slots = 2 if plan.careless else slots_for(plan.every, plan.world)
     if plan.careless:

@@ -28,20 +28,31 @@ def told(folder: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def restores(folder: Path, life: int) -> list[dict[str, Any]]:
+def lives(job: Job) -> None:
+    """What a job that has ended did not do it will not do."""
+    code = job.process.poll()
+    assert code is None, f"the job has ended with {code}: {job.said()}"
+
+
+def restores(job: Job, folder: Path, life: int) -> list[dict[str, Any]]:
     """From where each rank began in its ``life``-th life, as soon as all have told."""
 
     def look() -> list[dict[str, Any]] | None:
+        lives(job)
         found = [[one for one in told(folder, rank) if "restored" in one] for rank in range(RANKS)]
         return [one[life] for one in found] if all(len(one) > life for one in found) else None
 
     return eventually(look, f"life {life} of all ranks")
 
 
-def at_least(folder: Path, step: int) -> None:
+def at_least(job: Job, folder: Path, step: int) -> None:
     """Wait until every rank is there in its newest life."""
-    newest = lambda rank: (told(folder, rank) or [{}])[-1].get("step", -1)  # noqa: E731
-    eventually(lambda: all(newest(rank) >= step for rank in range(RANKS)), f"step {step}")
+
+    def look() -> bool:
+        lives(job)
+        return all((told(folder, rank) or [{}])[-1].get("step", -1) >= step for rank in range(RANKS))
+
+    eventually(look, f"step {step}")
 
 
 def run(folder: Path, url: Path, every: int, store_every: int, stop: int, job: str, pause: str = PAUSE_S) -> Job:
@@ -65,18 +76,18 @@ def test_each_rank_gets_its_own_back(tmp_path: Path) -> None:
     """
     url = tmp_path / "stored"
     with run(tmp_path, url, 2, 0, 0, "first") as job:
-        restores(tmp_path, 0)
-        at_least(tmp_path, 20)
+        restores(job, tmp_path, 0)
+        at_least(job, tmp_path, 20)
         job.one("worker-3").kill()
-        after_worker = restores(tmp_path, 1)
+        after_worker = restores(job, tmp_path, 1)
         own(after_worker)
         assert {one["tier"] for one in after_worker} == {"memory"}
         step = after_worker[0]["restored"]
         assert step >= 16
-        at_least(tmp_path, step + 20)
+        at_least(job, tmp_path, step + 20)
         # The node that usually writes all tensors: the other one stands in for it.
         job.one("dlrover-agent", "--node worker-0-0").kill()
-        after_node = restores(tmp_path, 2)
+        after_node = restores(job, tmp_path, 2)
         own(after_node)
         assert {one["tier"] for one in after_node} == {"memory", "peer"}
         assert after_node[0]["restored"] >= step + 16
@@ -90,20 +101,21 @@ def test_each_rank_gets_its_own_back(tmp_path: Path) -> None:
         job.process.wait()
     assert all(verify(place, one.step).fine for one in steps(place))
     with run(tmp_path, url, EVERY, EVERY, 0, "second") as job:
-        from_storage = restores(tmp_path, 3)
+        from_storage = restores(job, tmp_path, 3)
         own(from_storage)
         assert {(one["restored"], one["tier"]) for one in from_storage} == {(newest, "storage")}
-        at_least(tmp_path, newest + 20)
+        at_least(job, tmp_path, newest + 20)
         job.one("worker-1").kill()
-        again = restores(tmp_path, 4)
+        again = restores(job, tmp_path, 4)
         own(again)
         began = again[0]["restored"]
-        at_least(tmp_path, began + STEPS_AFTER)
+        at_least(job, tmp_path, began + STEPS_AFTER)
         (tmp_path / "finish").touch()
         assert job.ended() == 0
     ended = told(tmp_path, 0)[-1]["ended"]
     due = {step for step in range(began, ended + 1) if step % EVERY == 0}
-    assert due - {one.step for one in steps(place) if one.state == COMPLETE} == set()
+    missing = due - {one.step for one in steps(place) if one.state == COMPLETE}
+    assert missing == set(), told(tmp_path, 0)[-1]
     control = tmp_path / "control"
     control.mkdir()
     with run(control, control / "stored", 50, 0, ended, "control", pause="0") as job:

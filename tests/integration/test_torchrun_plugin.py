@@ -157,6 +157,15 @@ class Stage:
         assert len({worker.store for worker in found.values()}) == 1
         return dict(sorted(found.items()))
 
+    def listens(self) -> None:
+        """Wait until the master at the endpoint does."""
+        limit = time.monotonic() + BOUND_S
+        while True:
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", self.port)):
+                return
+            assert time.monotonic() < limit, "no master listens"
+            time.sleep(0.02)  # a process that begins to listen rings no bell here
+
     def nobody_came(self) -> bool:
         """Has no further worker reported?"""
         self._ear.setblocking(False)
@@ -430,6 +439,7 @@ CA, OTHER, MASTER = (str(DATA / f"{name}.pem") for name in ("ca", "other", "mast
 def test_masters_that_speak_tls(stage: Stage) -> None:
     """By files in ``--rdzv-conf`` HOST's masters encrypt and torchruns check them; who names none or another CA is told so."""
     a = stage.run("a", nnodes="1:4", conf=f"tls_cert={MASTER},tls_ca={CA},last_call_timeout=20")
+    stage.listens()
     plain = stage.run("plain", nnodes="1:4", conf="is_host=false,join_timeout=3")
     other = stage.run("other", nnodes="1:4", conf=f"is_host=false,join_timeout=3,tls_ca={OTHER}")
     assert (plain.wait(BOUND_S), other.wait(BOUND_S)) == (1, 1)

@@ -1,8 +1,8 @@
 """Trains replicas with dropout, each rank on data of its own, under FlashCheckpoint: URL, EVERY, STORE_EVERY, PAUSE_S, STEPS.
 
 STEPS 0: until ``$FOLDER/finish`` is there. Every rank appends to ``$FOLDER/told-RANK`` the loss of each step, and what it
-restored. Gradients are summed parameter by parameter: DDP rebuilds its buckets after its first step, and sums in another order
-from then on.
+restored. DDP broadcasts the buffers only. Gradients are summed parameter by parameter: DDP rebuilds its buckets after its first
+step, and sums in another order from then on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from dlrover_adapters.torch import FlashCheckpoint
 
@@ -40,6 +41,13 @@ class Sampler:
         return torch.sin(torch.arange(48.0).reshape(8, 6) * (self.rank + 1) + self.at)
 
 
+def resolved(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """What a communication hook returns that leaves gradients as they are."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(tensor)
+    return done
+
+
 def main(url: str, every: str, store_every: str, pause_s: str, steps: str) -> None:
     """Train, die, train on."""
     dist.init_process_group("gloo")
@@ -48,6 +56,8 @@ def main(url: str, every: str, store_every: str, pause_s: str, steps: str) -> No
     torch.set_num_threads(1)
     model = torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 3))
     model.register_buffer("mean", torch.zeros(3))
+    ranks = DistributedDataParallel(model)
+    ranks.register_comm_hook(None, lambda _state, bucket: resolved(bucket.buffer()))
     torch.manual_seed(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sampler = Sampler(rank)
@@ -55,7 +65,7 @@ def main(url: str, every: str, store_every: str, pause_s: str, steps: str) -> No
         (folder / f"told-{rank}").open("a", buffering=1) as file,
         FlashCheckpoint(
             url,
-            model=model,
+            model=ranks,
             optimizer=optimizer,
             extra=sampler,
             every=int(every),
@@ -72,8 +82,7 @@ def main(url: str, every: str, store_every: str, pause_s: str, steps: str) -> No
         go_on = torch.ones(1)
         while go_on:
             optimizer.zero_grad()
-            dist.broadcast(model.mean, 0)  # as DDP does before each step
-            loss = (model(sampler.batch()) - model.mean).square().mean()
+            loss = (ranks(sampler.batch()) - model.mean).square().mean()
             loss.backward()
             for one in model.parameters():
                 dist.all_reduce(one.grad)
