@@ -142,6 +142,7 @@ def test_every_example_is_run() -> None:
         "FlashCheckpointIO",
         "FlashTrainer",
         "frozen=base",
+        "tp_rank",
         'dcp.load(state, checkpoint_id="/',
     )
     assert {block("docs/checkpoint.md", one) for one in words} == set(_blocks("docs/checkpoint.md"))
@@ -191,15 +192,29 @@ def frozen() -> Sequence[str]:
     return (MODEL, "model[0].requires_grad_(False)", code, after)
 
 
+def shards() -> Sequence[str]:
+    """The example of plain tensors as shards, with one rank."""
+    code = block("docs/checkpoint.md", "tp_rank")
+    before = "from dlrover_adapters.torch import FlashCheckpoint\nurl, tp_rank = 'file:///ckpts/run1', 0"
+    return (
+        MODEL,
+        FILES,
+        before,
+        code,
+        "print(ckpt.restore(), ckpt.save(1))\nckpt.close()\nprint(whole('/ckpts/run1'))",
+    )
+
+
 def test_scripts(tmp_path: Path) -> None:
     """What needs nothing but torch, in turn, each script in a process of its own.
 
     The first example trains to the end; run again it has nothing left to do, and all is as it was; torch loads it alone. That of
     the README makes thirty steps and thirty more: the second run goes on where the first one ended. That of
     torch.distributed.checkpoint saves a step, and loads it. In that of a frozen base nothing but buffers is copied while
-    training stands.
+    training stands. That of shards saves under the rank's key.
     """
-    scripts = {"first": first(), "readme": readme(), "torch": [torchs_own_calls()], "frozen": [frozen()]}
+    scripts = {"first": first(), "readme": readme(), "torch": [torchs_own_calls()]}
+    scripts |= {"frozen": [frozen()], "shards": [shards()]}
     told = run(tmp_path, scripts)
     begun, again, loaded = told["first"]
     assert begun.split()[:-1] == ["40", "nothing", "['step-0000000040']", "40"]
@@ -208,6 +223,7 @@ def test_scripts(tmp_path: Path) -> None:
     assert [one.split() for one in told["readme"]] == [["30", "nothing"], ["60", "storage"]]
     assert told["torch"][0].split() == ["28.0", "['step-0000000007']"]
     assert told["frozen"][0].split() == ["1", "True"]
+    assert told["shards"][0].split() == ["0", "True", "['step-0000000001']"]
 
 
 @pytest.mark.nightly(reason="test_lightning.py stands for it in make test")
