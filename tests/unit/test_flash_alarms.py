@@ -465,10 +465,10 @@ def test_a_script_without_an_agent_hears_that_its_last_state_is_not_stored(
         by_hand_alone.close()
 
 
-def left_out_at_last(tmp_path: Path) -> FlashCheckpoint:
+def left_out_at_last(tmp_path: Path, store_every: int = 6) -> FlashCheckpoint:
     """Step 6, the last one that is due, has found no slot."""
     run = Training()
-    ckpt = FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=6)
+    ckpt = FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=store_every)
     ckpt.restore()
     run.trains(ckpt, 1, 5)
     let_go = [pinned(ckpt, one) for one in held(ckpt)]
@@ -479,9 +479,10 @@ def left_out_at_last(tmp_path: Path) -> FlashCheckpoint:
     return ckpt
 
 
-def test_a_last_state_that_was_due_and_left_out_is_saved_at_the_end(tmp_path: Path) -> None:
-    """It is still in the tensors: the end waits for a slot, and it is what storage gets."""
-    ckpt = left_out_at_last(tmp_path)
+@pytest.mark.parametrize("store_every", [6, 1_000])
+def test_a_last_state_that_was_due_and_left_out_is_saved_at_the_end(tmp_path: Path, store_every: int) -> None:
+    """On storage, or in memory alone. It is still in the tensors: the end waits for a slot, and it is what storage gets."""
+    ckpt = left_out_at_last(tmp_path, store_every)
     ckpt.close()
     assert complete(tmp_path)[-1] == 6
 

@@ -66,14 +66,14 @@ def _store_newest(ckpt: FlashCheckpoint, engine: Engine | None) -> int:
 
 
 def _can_make_up(ckpt: FlashCheckpoint, engine: Engine) -> bool:
-    """Is the present state the last one that was due? Then each rank that has left it out saves it now.
+    """Is the present state the last one that was due, in memory or on storage? Then each rank that has left it out saves it now.
 
     Nobody has to ask the others: what they have of this step stays in their memory, and an agent, unlike ranks that meet without
     one, takes the step once the last rank has it.
     """
     newest = engine._newest
     alone = isinstance(engine.line, Standalone) and engine.meeting.world > 1
-    return newest is not None and newest[1] and newest[0] == ckpt._step and not alone
+    return newest is not None and newest[0] == ckpt._step and not alone
 
 
 def _save_at_last(ckpt: FlashCheckpoint, step: int) -> int:

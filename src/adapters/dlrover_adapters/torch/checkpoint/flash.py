@@ -319,7 +319,7 @@ class FlashCheckpoint:
         """Finish what is under way, and let everything go. Idempotent; every rank calls it, or leaves its ``with``.
 
         Of the newest state that was saved, storage gets a copy too, unless ``store_every`` is 0; of the present one, as that of
-        the last `step`, where all saves were left out, or where that one was due on storage and found no slot: then a slot is
+        the last `step`, where all saves were left out, or where that one was due and found no slot: then a slot is
         waited for. Without an agent storage is waited for, for `CLOSE_S` at most; else the agent sees to it, and fails the job
         where it cannot. Raises `NotStored` where it is known here that the last state does not get to storage: a script that
         ends well has its last state there.
