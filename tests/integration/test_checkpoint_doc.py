@@ -143,11 +143,7 @@ def test_every_example_is_run() -> None:
         "FlashCheckpointIO",
         "FlashTrainer",
         "frozen=base",
-<<<<<<< HEAD
         "tp{tp_rank}",
-=======
-        "tp_rank",
->>>>>>> trust
         'dcp.load(state, checkpoint_id="/',
     )
     assert {block("docs/checkpoint.md", one) for one in words} == set(_blocks("docs/checkpoint.md"))
@@ -198,23 +194,10 @@ def frozen() -> Sequence[str]:
 
 
 def shards() -> Sequence[str]:
-<<<<<<< HEAD
     """The example of shards in plain tensors, on a rank that has all of them."""
     code = block("docs/checkpoint.md", "tp{tp_rank}")
     after = "assert ckpt.restore() == 0 and ckpt.save(7)\nckpt.close()\nprint(whole('/ckpts/run1'))"
     return (MODEL, FILES, "url, tp_rank = '/ckpts/run1', 0", IMPORT, code, after)
-=======
-    """The example of plain tensors as shards, with one rank."""
-    code = block("docs/checkpoint.md", "tp_rank")
-    before = "from dlrover_adapters.torch import FlashCheckpoint\nurl, tp_rank = 'file:///ckpts/run1', 0"
-    return (
-        MODEL,
-        FILES,
-        before,
-        code,
-        "print(ckpt.restore(), ckpt.save(1))\nckpt.close()\nprint(whole('/ckpts/run1'))",
-    )
->>>>>>> trust
 
 
 def test_scripts(tmp_path: Path) -> None:
@@ -223,7 +206,6 @@ def test_scripts(tmp_path: Path) -> None:
     The first example trains to the end; run again it has nothing left to do, and all is as it was; torch loads it alone. That of
     the README makes thirty steps and thirty more: the second run goes on where the first one ended. That of
     torch.distributed.checkpoint saves a step, and loads it. In that of a frozen base nothing but buffers is copied while
-<<<<<<< HEAD
     training stands. That of shards saves a step.
     """
     scripts = {
@@ -233,12 +215,6 @@ def test_scripts(tmp_path: Path) -> None:
         "frozen": [frozen()],
         "tp": [shards()],
     }
-=======
-    training stands. That of shards saves under the rank's key.
-    """
-    scripts = {"first": first(), "readme": readme(), "torch": [torchs_own_calls()]}
-    scripts |= {"frozen": [frozen()], "shards": [shards()]}
->>>>>>> trust
     told = run(tmp_path, scripts)
     begun, again, loaded = told["first"]
     assert begun.split()[:-1] == ["40", "nothing", "['step-0000000040']", "40"]
@@ -247,11 +223,7 @@ def test_scripts(tmp_path: Path) -> None:
     assert [one.split() for one in told["readme"]] == [["30", "nothing"], ["60", "storage"]]
     assert told["torch"][0].split() == ["28.0", "['step-0000000007']"]
     assert told["frozen"][0].split() == ["1", "True"]
-<<<<<<< HEAD
     assert told["tp"][0].split() == ["['step-0000000007']"]
-=======
-    assert told["shards"][0].split() == ["0", "True", "['step-0000000001']"]
->>>>>>> trust
 
 
 @pytest.mark.nightly(reason="test_lightning.py stands for it in make test")
