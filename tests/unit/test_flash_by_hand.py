@@ -367,6 +367,34 @@ def test_the_last_step_that_one_rank_left_out_is_saved_at_the_end(
     assert complete(tmp_path) == [6]
 
 
+def test_a_last_step_whose_weights_were_swapped_since_is_not_made_up(
+    two: Two, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 1 left step 6 out, then both swap weights. Rank 0 holds step 6 as it was, so rank 1 must not save what it has now."""
+
+    def rank(number: int) -> None:
+        run = Training()
+        ckpt = FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=6)
+        two.train(run, ckpt, 1, 4)
+        let_go = [pinned(ckpt, 2), pinned(ckpt, 4)] if number else []
+        two.train(run, ckpt, 5, 6)
+        engine = ckpt._engine
+        assert engine is not None
+        assert not number or not engine.has_changed(6)
+        run.set(77.0)
+        assert engine.has_changed(6) == bool(number)
+        if number:
+            monkeypatch.setattr(closing, "Standalone", type(None))  # as under an agent
+            with pytest.raises(closing.NotStored, match="its weights have changed since"):
+                closing._store_newest(ckpt, engine)
+        for one in let_go:
+            one()
+        two.together.wait()
+        ckpt._finish(wait=False)
+
+    two.run(rank)
+
+
 def test_what_one_rank_cannot_save_no_rank_saves(two: Two, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """They are told alike, and an older step stays whole on both."""
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 CLOSE_S, CLOSING_S = 3600.0, 30.0
 """Without an agent: the longest wait of `FlashCheckpoint.close` for storage, and the time after which it says that it waits."""
+CHANGED = (
+    "this rank found no room in memory for it, and its weights have changed since, while other ranks may hold them as they were; "
+    "call ckpt.save() before anything changes the weights"
+)
 _log = logging.getLogger("dlrover.torch")
 
 
@@ -54,7 +58,11 @@ def _store_newest(ckpt: FlashCheckpoint, engine: Engine | None) -> int:
     if engine is not None and _can_make_up(ckpt, engine):
         assert engine._newest is not None
         step = engine._newest[0]
-        return step if by_hand.mark_due(engine, step) else _save_at_last(ckpt, step)
+        if by_hand.mark_due(engine, step):
+            return step
+        if engine.meeting.world > 1 and engine.has_changed(step):
+            raise _not_stored(ckpt, step, CHANGED)
+        return _save_at_last(ckpt, step)
     stored = by_hand.store_newest(engine) if engine is not None else NOTHING
     if stored == NOTHING and ckpt._step is not None and (engine is None or engine._newest is not None):
         # All saves were left out: a short run, whose memory was not populated in time. What it has learnt is not to be lost.

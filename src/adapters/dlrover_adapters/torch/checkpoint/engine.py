@@ -31,7 +31,7 @@ from .line import Line, old_tables, spare_slots
 from .meeting import Meeting, MeetingFailed
 from .memory import Mapped, blob_room
 from .omissions import Missed, Unstored, why_full
-from .replicas import Replicas
+from .replicas import Replicas, fingerprint
 from .sources import Path
 from .standalone import Standalone
 from .stats import Options, Stats
@@ -89,6 +89,8 @@ class Engine:
         self._torn_in_a_row = 0
         self._stall_s = 0.0
         self.replicas = Replicas(capture, meeting, options.verify, coupled=options.coupled)
+        self.skipped: tuple[int, int] | None = None
+        """The newest step that this rank left out, and the fingerprint of its state then."""
         self.why_left_out = ""
         """Of the newest save that was left out, for people."""
         self.spare = 0
@@ -356,8 +358,13 @@ class Engine:
         self.stats.early += early
         self.stats.skipped += not early
         self._missed(step, due=due)
+        self.skipped = (step, fingerprint(self._chunks or ()))
         if control is not None:
             control.skipped = self.stats.skipped + self.stats.early
+
+    def has_changed(self, step: int) -> bool:
+        """Whether the state is another one now than when this rank left out ``step``; False where nobody knows."""
+        return self.skipped is not None and self.skipped != (step, fingerprint(self.capture.chunks()))
 
     def failed(self, step: int, *, due: bool) -> None:
         """Tell the other ranks that an error has left out this step here, unless the state is in memory all the same."""

@@ -29,6 +29,8 @@ WHOLE_BYTES = 16 * 1024
 """Tensors up to this size are hashed whole. Of larger ones blocks are hashed, spread evenly from the first byte to the last."""
 BLOCK_BYTES, BLOCKS_MIN, BLOCKS_MAX, EVERY_BYTES = 1024, 4, 16, 32 * 1024
 """Samples of a tensor: one block of `BLOCK_BYTES` in every `EVERY_BYTES`, but `BLOCKS_MIN` to `BLOCKS_MAX` blocks."""
+FINGERPRINT_MAX = 64
+"""Tensors, about, of which a fingerprint has samples: some 0.1 ms."""
 PIECE_BYTES = 64 * 1024 * 1024
 """Bytes of a device's tensor that are copied to the host at once, where all of it is hashed."""
 _NAME = "replicas"
@@ -258,6 +260,13 @@ def unshared(meeting: Meets, names: Iterable[str], name: str = "objects") -> fro
 
     answer = meeting.decide(name, msgpack.packb(sorted(names)), first)
     return frozenset(msgpack.unpackb(answer, strict_map_key=False).get(meeting.rank, ()))
+
+
+def fingerprint(chunks: Sequence[Chunk]) -> int:
+    """Hash samples of some tensors that only an optimizer should write: another number means that the state has changed."""
+    steady = [one for one in chunks if one.size and not one.live and not one.same_as]
+    apart = max(1, len(steady) // FINGERPRINT_MAX)
+    return digest(msgpack.packb(_sampled(steady[::apart])))
 
 
 # ---- on rank 0
