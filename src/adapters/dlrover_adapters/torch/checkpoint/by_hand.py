@@ -61,26 +61,24 @@ def save(engine: Engine, step: int, call: int, *, due: bool) -> bool:
         before = engine._newest if engine._newest is not None and engine._newest[0] == step else None
         # Agents know a step by its number: once it is due, its values may be on storage, on this node or another.
         fixed = before is not None and before[1] and not isinstance(engine.line, Standalone)
-        least = held = NEW
+        held = NEW
         if fixed:
             least, held = _fixed(engine, step)
             if least in {KEPT, DUE}:
                 engine._stalled(began)
                 return least == DUE
-        if least != FAILED:
-            try:
-                objects = engine._laid_out(call)
-                engine._newest = (step, due or (before is not None and before[1]))
-                mine = held if held == DUE or before is None else _unchanged(engine, step, objects, due=due)
-            except BaseException:
-                decline(engine.meeting, step, coupled=engine._coupled)
-                raise
-            least = _least(engine, f"begin/{step}", mine)
+            if least == FAILED:
+                return _leave_out(engine, step, began, due=due)
+        try:
+            objects = engine._laid_out(call)
+            engine._newest = (step, due or (before is not None and before[1]))
+            mine = held if held == DUE or before is None else _unchanged(engine, step, objects, due=due)
+        except BaseException:
+            decline(engine.meeting, step, coupled=engine._coupled)
+            raise
+        least = _least(engine, f"begin/{step}", mine)
         if least == FAILED:
-            engine.why_left_out = OTHERS
-            engine._left_out(step, due=due)
-            engine._stalled(began)
-            return False
+            return _leave_out(engine, step, began, due=due)
         engine.replicas.compare(engine._chunks or (), step)
         if least == NEW:
             if before is not None:
@@ -92,6 +90,14 @@ def save(engine: Engine, step: int, call: int, *, due: bool) -> bool:
             saved = True
     engine._stalled(began)
     return saved
+
+
+def _leave_out(engine: Engine, step: int, began: float, *, due: bool) -> bool:
+    """Another rank cannot save the step. False, as `save` returns."""
+    engine.why_left_out = OTHERS
+    engine._left_out(step, due=due)
+    engine._stalled(began)
+    return False
 
 
 def _fixed(engine: Engine, step: int) -> tuple[bytes, bytes]:
