@@ -10,6 +10,7 @@ import pytest
 
 from dlrover_adapters.agent.checkpoints.arenas import State
 from dlrover_adapters.agent.checkpoints.copying import Copying
+from dlrover_core.checkpoint.arena import Stamp
 from dlrover_core.testing import virtual_loop
 
 
@@ -21,15 +22,18 @@ class Here:
         self.order = SimpleNamespace(replica_to="partner:1")
         self.launch, self.generation, self.spread = object(), 1, 1
         self.whole: list[State] = []
+        self.published: dict[int, int] = {}
         self.desk = SimpleNamespace(whole=-1, hurry=lambda: None)
         self.saving = SimpleNamespace(order=self._order)
 
     async def _order(self, body: dict[str, Any]) -> None:
         self.sent.append((body["step"], body["keep"][1]))
 
-    def own(self, _state: State) -> list[Any]:
-        """As `Site`."""
-        return []
+    def own(self, state: State) -> list[Any]:
+        """As `Site`: one rank."""
+        stamp = Stamp(state.generation, state.step, self.published.get(state.step, state.step), 0, 0)
+        arena = SimpleNamespace(id=1, stamps=lambda: [(0, stamp)])
+        return [(arena, 0)] if state in self.whole else []
 
     async def look(self, copying: Copying, *steps: int, everywhere: int = -1) -> list[tuple[int, int]]:
         """What is sent when these steps are whole here, and that one everywhere."""
@@ -68,5 +72,24 @@ def test_a_copy_of_what_is_whole_everywhere_is_not_overwritten_by_a_newer_one(ev
         await here.look(copying, 4)
         await here.look(copying, 4, 6)
         assert await here.look(copying, 4, 6, 8, everywhere=everywhere) == [(8, keep)]
+
+    virtual_loop.run(test())
+
+
+def test_a_step_that_was_saved_again_is_sent_again() -> None:
+    """The partner's copy is of the first one: nobody is told that there is a copy until the second one is there."""
+
+    async def test() -> None:
+        here, copying = made()
+        await here.look(copying, 2)
+        assert await here.look(copying, 2, 4) == [(4, -1)]
+        assert copying.copied == 4
+        here.published[4] = 5
+        assert copying.copied == 2
+        assert await here.look(copying, 2, 4, everywhere=4) == [(4, -1)]
+        assert copying.copied == 4
+        assert await here.look(copying, 2, 4, everywhere=4) == []
+        here.whole = []
+        assert copying.copied == 4, "what is not here any more has not changed there"
 
     virtual_loop.run(test())

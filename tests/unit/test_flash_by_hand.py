@@ -229,6 +229,122 @@ def test_weights_that_were_swapped_for_the_save_are_saved(tmp_path: Path) -> Non
         assert run.at == 77.0
 
 
+# ---- under an agent, which knows a state by its step
+
+
+class Agent:
+    """In place of one: it hears what is saved, and writes nothing. ``heard``: each step, and whether it was due."""
+
+    def __init__(self, line: Any) -> None:
+        self._line = line
+        self.heard: list[tuple[int, bool]] = []
+        self.alarms: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """All else as without an agent."""
+        return getattr(self._line, name)
+
+    def saved(self, _arena: int, _slot: int, step: int, *, due: bool) -> None:
+        """As `Vault`."""
+        self.heard.append((step, due))
+
+    def alarm(self, words: str) -> None:
+        """As `Vault`."""
+        self.alarms.append(words)
+
+
+def under_agent(ckpt: FlashCheckpoint) -> Agent:
+    """From now on it saves through an agent."""
+    engine, opened = engine_of(ckpt), ckpt._opened()
+    found: Any = Agent(opened)
+    ckpt._line = engine.line = found
+    engine.alarms.tell = found.alarm
+    made: Agent = found
+    return made
+
+
+class Position:
+    """Something with a state of its own."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"at": 1}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is saved."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What is restored."""
+        self.state = state
+
+
+def values(ckpt: FlashCheckpoint, step: int) -> float:
+    """The weights that memory has for a step."""
+    engine = engine_of(ckpt)
+    slots = [slot for slot, stamp in engine.control.stamps() if stamp.step == step]
+    assert len(slots) == 1
+    moves, _ = engine._moves_to(slots[0])
+    pair = next(one for one in moves.pairs if one.item.name.endswith("weight"))
+    return float(engine.memory.place(slots[0], pair.item).flatten()[0])
+
+
+def test_a_state_that_is_due_is_never_replaced_by_another_one_of_its_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Storage may have it: `save` says no, what differs and what to do; the first state stays, and is what the end stores."""
+    run = Training()
+    with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=2) as ckpt:
+        agent = under_agent(ckpt)
+        run.trains(ckpt, 1, 4)
+        assert held(ckpt) == {2: True, 4: True}
+        run.set(77.0)
+        assert ckpt.save(4) is False
+        assert (held(ckpt), values(ckpt, 4)) == ({2: True, 4: True}, 4.0)
+        assert (ckpt.stats.failed, ckpt.stats.skipped, engine_of(ckpt)._newest) == (1, 0, (4, True))
+        said = "tensor 'model.weight' differs now. Save the present state under another step number"
+        assert said in caplog.text
+        assert said in agent.alarms[0]
+        assert "step 4 was not saved, though that was asked for" in caplog.text
+        run.set(4.0)
+        assert ckpt.save(4), "it is the same again"
+        assert ckpt.save(5), "another number takes what is there now"
+        ckpt.wait()
+        assert agent.heard == [(2, True), (4, True), (5, True)]
+        run.set(88.0)
+        assert not ckpt.save(5), "nor what was saved by hand"
+    assert agent.heard[-1] == (5, True)
+
+
+def test_random_numbers_drawn_since_are_no_other_state(tmp_path: Path) -> None:
+    """An evaluation draws some. An object that has another value is."""
+    extra = Position()
+    run = Training()
+    with FlashCheckpoint(str(tmp_path), **run.parts, extra=extra, every=2, store_every=2) as ckpt:
+        under_agent(ckpt)
+        run.trains(ckpt, 1, 2)
+        torch.rand(3)
+        assert ckpt.save(2)
+        assert ckpt.stats.saves == 1
+        extra.state = {"at": 2}
+        assert not ckpt.save(2)
+        assert "object 'extra" in engine_of(ckpt).why_left_out
+
+
+def test_a_state_of_another_form_does_not_replace_one_that_is_due(tmp_path: Path) -> None:
+    """Nor is the memory given up in which the first one lies."""
+    run = Training()
+    with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=2) as ckpt:
+        under_agent(ckpt)
+        run.trains(ckpt, 1, 2)
+        memory = engine_of(ckpt).memory
+        run.model.weight.data = torch.full((8, 8), 2.0, dtype=torch.bfloat16)
+        assert not ckpt.save(2)
+        assert "tensor 'model.weight' has another form now" in engine_of(ckpt).why_left_out
+        assert engine_of(ckpt).memory is memory
+        assert held(ckpt) == {2: True}
+        assert ckpt.save(3)
+
+
 # ---- several
 
 
@@ -444,6 +560,31 @@ def test_where_one_rank_has_changed_its_state_each_saves_its_own(two: Two, tmp_p
         with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=0) as again:
             assert again.restore(4) == 4
     assert run.at == 77.0
+
+
+def test_where_one_rank_has_changed_what_is_due_all_keep_what_they_have(two: Two, tmp_path: Path) -> None:
+    """Not a mixture: no rank writes a part of the second state. All answer alike, and all stay in step afterwards."""
+
+    def rank(number: int) -> None:
+        run = Training()
+        with FlashCheckpoint(str(tmp_path), **run.parts, every=2, store_every=2) as ckpt:
+            agent = under_agent(ckpt)
+            two.train(run, ckpt, 1, 4)
+            two.together.wait()
+            if number == 1:
+                run.set(77.0)
+            assert not ckpt.save(4)
+            assert (held(ckpt), values(ckpt, 4)) == ({2: True, 4: True}, 4.0)
+            assert ckpt.stats.failed == 1
+            words = "tensor 'model.weight' differs now" if number else "another rank differs now"
+            assert words in engine_of(ckpt).why_left_out
+            assert engine_of(ckpt).meeting.look("missed/4") is None
+            run.set(4.0)
+            assert ckpt.save(4)
+            two.train(run, ckpt, 5, 6)
+            assert agent.heard == [(2, True), (4, True), (6, True)]
+
+    two.run(rank)
 
 
 def test_ranks_that_do_not_meet_save_each_on_its_own(two: Two) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import tracemalloc
+import zlib
 from typing import Any
 
 import pytest
 
+msgpack = pytest.importorskip("msgpack")
 torch = pytest.importorskip("torch")
 
 from tests.unit.layouts import Posted, agree, chunk, meet, signature  # noqa: E402
@@ -260,3 +263,49 @@ def test_no_agent_has_no_tables() -> None:
             raise VaultGone("gone")
 
     assert old_tables(Gone({})) == []  # type: ignore[arg-type]
+
+
+BOMB = zlib.compress(bytes(64 * 1024 * 1024), 1)
+
+
+class Forged:
+    """A meeting in which whoever reaches the store has put something else in the place of one message."""
+
+    def __init__(self, common: bytes | None = None, share: bytes | None = None, said: Any = None) -> None:
+        self.rank, self.world = 0, 1
+        self._common, self._share, self._said = common, share, said
+        self.refusing = Meeting(None, 0, 1).refusing
+        self.decide = Meeting(None, 0, 1).decide
+
+    def assign(self, _name: str, mine: bytes, how: Any, _speakers: Any) -> tuple[bytes, bytes]:
+        """As `Meeting`."""
+        if self._said is not None:
+            mine = msgpack.packb(self._said(*msgpack.unpackb(mine)))
+        common, shares = how({0: mine})
+        return self._common or common, self._share or shares[0]
+
+
+@pytest.mark.parametrize(
+    ("forged", "said"),
+    [
+        ({"common": BOMB}, r"rank 0 sent rank 0 a list of holders of more than the 1,048,576 bytes"),
+        ({"share": BOMB}, r"rank 0 sent rank 0 a share of more than the 6 bytes"),
+        ({"said": lambda size, _names, places: (size, BOMB, places)}, r"rank 0 sent a list of names of more than"),
+        ({"said": lambda size, names, _places: (size, names, BOMB)}, r"rank 0 sent a list of places of more than"),
+        ({"share": b"no zlib"}, r"rank 0 sent rank 0 a share that cannot be decompressed"),
+        ({"share": zlib.compress(bytes(6))[:-1]}, r"a share that does not end where it should"),
+    ],
+)
+def test_a_message_is_decompressed_no_further_than_it_can_go(
+    forged: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few kilobytes in the store do not become gigabytes in a rank: there is an error that says whose message it is."""
+    monkeypatch.setattr(layout, "LIST_BYTES_MAX", 1024 * 1024)
+    chunks = fsdp(0, 1)
+    tracemalloc.start()
+    try:
+        with pytest.raises(layout.LayoutFailed, match=said):
+            agreed(chunks, signature(chunks), {}, frozenset(), Forged(**forged), 0)
+        assert tracemalloc.get_traced_memory()[1] < 8 * 1024 * 1024
+    finally:
+        tracemalloc.stop()

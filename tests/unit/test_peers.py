@@ -57,6 +57,7 @@ class Home:
         world: int = 2,
         own: int = 0,
         live: int = 0,
+        blob_room: int = 4096,
     ) -> None:
         """``own``: so many of its bytes are a tensor that only this rank has; ``live``: and so many one that others write."""
         rest = data_bytes - own
@@ -66,7 +67,7 @@ class Home:
             *([Item("buffer", "uint8", (live,), (0,), (live,), 64, live, live=True)] if live else []),
         )
         table = Table(layout, world, rank, ((0,), (1,)), items, own=(0, 1)).packed()
-        self.sizes = Geometry(2, len(table), 4096, data_bytes)
+        self.sizes = Geometry(2, len(table), blob_room, data_bytes)
         self.memory = mmap.mmap(-1, self.sizes.total_bytes)
         self.memory[PAGE : PAGE + len(table)] = table
         self.control = Control(self.memory, self.sizes)
@@ -222,13 +223,62 @@ def test_newer_replaces_older_in_turn(node: Callable[..., Node]) -> None:
     """Two slots, taken in turn: the one before the newest stays, memory is made once, and what was there is not sent again."""
     home, partner = Home(), node()
     for step in (10, 20, 30):
-        send(partner.address, home.save(step), OURS, generation=1)
-    assert send(partner.address, home.save(30), OURS, generation=1).had
+        view = home.save(step)
+        send(partner.address, view, OURS, generation=1)
+    assert send(partner.address, view, OURS, generation=1).had
     (copy,) = partner.made
     control = Control(mmap.mmap(copy.fd, 0))
     assert sorted(stamp.step for _, stamp in control.stamps()) == [20, 30]
     with pytest.raises(PeerRefused, match="older than what is here"):
         send(partner.address, home.save(20), OURS, generation=1)
+
+
+@pytest.mark.parametrize("light", [False, True])
+def test_a_step_that_was_saved_again_takes_the_place_of_its_first_copy(node: Callable[..., Node], light: bool) -> None:
+    """The partner tells the two apart by their stamps, has one of them at a time, and keeps the step before."""
+    home, partner = Home(own=4096), node()
+    for step in (10, 20):
+        send(partner.address, home.save(step), OURS, generation=1, light=light)
+    view = home.save(20)
+    assert not send(partner.address, view, OURS, generation=1, light=light).had
+    (copy,) = partner.made
+    control = Control(mmap.mmap(copy.fd, 0))
+    assert sorted(stamp.step for _, stamp in control.stamps()) == [10, 20]
+    got = fetched(partner, Wanted(0, 1, 20, LAYOUT))
+    assert got.stamp.same(view.stamp)
+    assert same(view, got) or light
+    name = "rank.0.extra.t"
+    mine, theirs = (next(item for item in one.table.items if item.name == name) for one in (view, got))
+    assert bytes(view.raw(mine)) == bytes(got.raw(theirs))
+    assert send(partner.address, view, OURS, generation=1, light=light).had
+
+
+def test_a_first_copy_that_is_being_read_is_not_overwritten(node: Callable[..., Node]) -> None:
+    """The second one is refused until then; no slot ever holds a mixture."""
+    home, partner = Home(), node()
+    first = home.save(20, slot=0)
+    send(partner.address, first, OURS, generation=1)
+    second = home.save(20, slot=1)
+    with partner.server.copied(Wanted(0, 1, 20, LAYOUT)) as read:
+        assert read is not None
+        with pytest.raises(PeerRefused, match="being read"):
+            send(partner.address, second, OURS, generation=1)
+        assert same(first, read)
+    send(partner.address, second, OURS, generation=1)
+    assert same(second, fetched(partner, Wanted(0, 1, 20, LAYOUT)))
+
+
+def test_a_second_copy_that_needs_other_memory_leaves_no_first_one(node: Callable[..., Node]) -> None:
+    """Where the step's objects have outgrown their room, the first copy lies in other memory, and is let go."""
+    home, partner = Home(), node()
+    send(partner.address, home.save(20), OURS, generation=1)
+    grown = Home(blob_room=8192)
+    grown.sequence = home.sequence
+    view = grown.save(20)
+    assert not send(partner.address, view, OURS, generation=1).had
+    assert len(partner.made) == 2
+    assert not list(Control(mmap.mmap(partner.made[0].fd, 0)).stamps())
+    assert same(view, fetched(partner, Wanted(0, 1, 20, LAYOUT)))
 
 
 @pytest.mark.parametrize(("own", "live"), [(0, 0), (4096, 0), (4000, 33), (1000, BLOCK_BYTES + 100)])

@@ -44,7 +44,7 @@ from dlrover_adapters.checkpoint.peer_line import (
 )
 from dlrover_adapters.checkpoint.peer_state import Header, Load, Memory, Wanted
 from dlrover_adapters.checkpoint.slotview import SlotView, read_table
-from dlrover_core.checkpoint.arena import SLOTS_MAX, ArenaBroken, Geometry
+from dlrover_core.checkpoint.arena import SLOTS_MAX, ArenaBroken, Geometry, Stamp
 
 __all__ = [
     "Copy", "Credentials", "Pace", "PeerCut", "PeerFailed", "PeerRefused", "Received", "Sent", "Server", "StrangerRefused",
@@ -211,9 +211,25 @@ class _Kept:
         same = (header.layout, header.world, header.table_digest)
         return self.memory.geometry == geometry and (words.layout, words.world, words.table_digest) == same
 
-    def free(self, keep: tuple[int, int]) -> int:
-        """The slot for the next copy: neither read nor that of ``keep``; where that is not here, not the newest. -1: none."""
+    def has(self, stamp: Stamp) -> bool:
+        """Is it here, as it was published then?"""
+        return any(stamp.same(one) for _, one in self.memory.control.stamps())
+
+    def clear(self, stamp: Stamp) -> None:
+        """Let go of what an earlier publication of the same step left. Who reads it finds that it is gone."""
+        for slot, one in list(self.memory.control.stamps()):
+            if one[:2] == stamp[:2] and not one.same(stamp):
+                self.memory.control.begin(slot)
+
+    def free(self, keep: tuple[int, int], offered: tuple[int, int]) -> int:
+        """The slot for the next copy: neither read nor that of ``keep``; where that is not here, not the newest. -1: none.
+
+        A step that was saved again takes its own place, so that no two slots have one step.
+        """
         stamps = {slot: stamp[:2] for slot, stamp in self.memory.control.stamps()}
+        own = next((slot for slot, one in stamps.items() if one == offered), None)
+        if own is not None:
+            return own if not self.readers[own] else -1
         order = sorted(range(self.memory.geometry.slots), key=lambda slot: stamps.get(slot, NOTHING))
         order.sort(key=lambda slot: stamps.get(slot) == keep)
         return next((slot for slot in order[:-1] if not self.readers[slot]), -1)
@@ -494,8 +510,9 @@ class Server:
             newest = max((one.newest() for one in kept), default=(-1, -1))
             if rank in self._coming:
                 raise PeerRefused(f"another copy of rank {rank} is on its way")
-            have = newest == offered and kept[-1].copy.layout == header.layout
-            if offered <= newest and not have:
+            again = newest == offered and kept[-1].copy.layout == header.layout
+            have = again and kept[-1].has(header.stamp)
+            if offered <= newest and not again:
                 raise PeerRefused(f"step {offered[1]} of generation {offered[0]} is older than what is here, {newest}")
             if not have:
                 self._coming.add(rank)
@@ -518,14 +535,15 @@ class Server:
         )
         if last is not None and last.fits(header, geometry):
             with self._lock:
-                slot = last.free(keep)
+                slot = last.free(keep, header.stamp[:2])
             if slot < 0:
                 raise PeerRefused(f"all copies of rank {header.rank} are being read")
             line.say({})
             last.memory.take(line, header, slot, fresh=False)
             with self._lock:
                 self._coming.discard(header.rank)
-                self._drop(header.rank, kept[:-1])  # the last one holds two states at least now
+                if len(list(last.memory.control.stamps())) > 1:  # what lies in the others is not needed any more
+                    self._drop(header.rank, kept[:-1])
             return
         memory = _room("dlrover-copy", geometry, self._allow)
         try:
@@ -540,6 +558,8 @@ class Server:
             copy = Copy(
                 memory.fd, self._made_count, header.rank, header.world, header.layout, geometry.total_bytes, light
             )
+            for one in kept:
+                one.clear(header.stamp)
             kept.append(_Kept(copy, memory))
             self._made(copy)
 

@@ -31,6 +31,7 @@ class Copying:
         self._site, self._changed = site, changed
         self._address = ""
         self._there: list[State] = []  # at the partner, the newest last: it has room for two
+        self._sent: dict[State, dict[int, int]] = {}  # of each, the publications that were sent
         self._sending: asyncio.Task[None] | None = None
         self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
         self._given_up = NOTHING
@@ -43,7 +44,16 @@ class Copying:
         return self._site.spread != 1
 
     def _has(self, state: State) -> bool:
-        return state in self._there and self._address == self._site.order.replica_to
+        """Whether the partner has the state as it is here. A step that was saved again since it was sent is another state."""
+        if state not in self._there or self._address != self._site.order.replica_to:
+            return False
+        sent = self._sent.get(state, {})
+        return all(sent.get(arena) == sequence for arena, sequence in self._publications(state).items())
+
+    def _publications(self, state: State) -> dict[int, int]:
+        """By arena, the number of the publication of a state that lies here; empty: it is not here any more."""
+        own = [(arena.id, dict(arena.stamps()).get(slot)) for arena, slot in self._site.own(state)]
+        return {number: stamp.sequence for number, stamp in own if stamp is not None}
 
     @property
     def copied(self) -> int:
@@ -116,7 +126,7 @@ class Copying:
 
     async def _send(self, address: str, state: State) -> None:
         site = self._site
-        ids = [arena.id for arena, _ in site.own(state)]
+        ids, publications = [arena.id for arena, _ in site.own(state)], self._publications(state)
         keep = self.safe if self.spread else self._everywhere
         body = {
             "op": "send",
@@ -131,8 +141,10 @@ class Copying:
         try:
             await site.saving.order(body)
             if address == self._address:
-                kept = {one for one in self._there if one == keep} or set(self._there[-1:])
+                others = [one for one in self._there if one != state]
+                kept = {one for one in others if one == keep} or set(others[-1:])
                 self._there = sorted({*kept, state})
+                self._sent = {one: self._sent.get(one, {}) for one in kept} | {state: publications}
             self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
             site.desk.hurry()
         except Unsaved as error:

@@ -2,20 +2,27 @@
 
 A save by hand is not left out because memory is in use: all ranks wait together until each has a slot. What `FlashCheckpoint`
 has just saved by itself is not copied again: it is compared with the present state, and marked.
+
+Agents know a state by its generation and step alone. A state that is due on storage may be written already, so under an agent it
+is never replaced by other values of the same step: that save is refused on all ranks, with an error that says what to do instead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 
 from dlrover_adapters.checkpoint.hashing import digest
-from dlrover_adapters.checkpoint.table import pack_blob
+from dlrover_adapters.checkpoint.table import pack_blob, unpack_blob
 from dlrover_adapters.torch import steps
 from dlrover_core.checkpoint.arena import Control, Stamp
 from dlrover_core.checkpoint.slots import NOTHING
+from dlrover_core.errors import CoreError
 
+from .capture import Signature
 from .engine import LOOK_MAX_S, Engine
+from .line import copied_elsewhere
 from .meeting import Meeting, MeetingFailed
 from .standalone import Standalone
 
@@ -23,10 +30,21 @@ BY_HAND_S = 1200.0
 """How long a save by hand waits for a slot; well below what an announced phase may take (``hang_phase_s``, 1,800 s)."""
 WORD_S = 15.0
 """How long a script that ends waits for the agents' word that its last state is whole on all ranks."""
-FAILED, NEW, SAME, DUE = b"", b"0", b"1", b"2"
-"""A rank's answer about a step, in order; the least answer of all ranks counts. FAILED: this rank cannot save the step. NEW: the
-state is not in memory, or has changed since. SAME: the state in memory is the present one. DUE: the same, and due on storage."""
+FAILED, KEPT, NEW, SAME, DUE = b"", b"/", b"0", b"1", b"2"
+"""A rank's answer about a step, in order; the least answer of all ranks counts. FAILED: this rank cannot save the step. KEPT: the
+state in memory differs from the present one, and is due on storage already, so it stays. NEW: the state is not in memory, or has
+changed since. SAME: the state in memory is the present one. DUE: the same, and due on storage."""
 OTHERS = "another rank could not save it; its log says why"
+KEPT_WORDS = (
+    "it was saved before, for storage or for another node's memory too, and stays as it was saved then: {}. Save the present "
+    "state under another step number, or call ckpt.save({step}) alone for this step, instead of ckpt.step({step})"
+)
+KEPT_OTHERS = "the state of another rank differs now; its log names what differs"
+_RANDOM = re.compile(r"rank\.\d+\.rng")
+
+
+class StepKept(CoreError):
+    """A step was to be saved a second time with other values, after the first ones were given to storage or to another node."""
 
 
 def save(engine: Engine, step: int, call: int, *, due: bool) -> bool:
@@ -42,19 +60,26 @@ def save(engine: Engine, step: int, call: int, *, due: bool) -> bool:
         engine.settle()
         engine._stall_s = 0.0
         before = engine._newest if engine._newest is not None and engine._newest[0] == step else None
+        # Agents know a step by its number: its first values may be on storage, or at another node.
+        fixed = before is not None and _given_away(engine, due=before[1])
+        held = NEW
+        if fixed:
+            least, held = _fixed(engine, step)
+            if least in {KEPT, DUE}:
+                engine._stalled(began)
+                return least == DUE
+            if least == FAILED:
+                return _leave_out(engine, step, began, due=due)
         try:
             objects = engine._laid_out(call)
             engine._newest = (step, due or (before is not None and before[1]))
-            mine = _unchanged(engine, step, objects, due=due) if before is not None else NEW
+            mine = held if held == DUE or before is None else _unchanged(engine, step, objects, due=due)
         except BaseException:
             decline(engine.meeting, step, coupled=engine._coupled)
             raise
         least = _least(engine, f"begin/{step}", mine)
         if least == FAILED:
-            engine.why_left_out = OTHERS
-            engine._left_out(step, due=due)
-            engine._stalled(began)
-            return False
+            return _leave_out(engine, step, began, due=due)
         engine.replicas.compare(engine._chunks or (), step)
         if least == NEW:
             if before is not None:
@@ -66,6 +91,75 @@ def save(engine: Engine, step: int, call: int, *, due: bool) -> bool:
             saved = True
     engine._stalled(began)
     return saved
+
+
+def _leave_out(engine: Engine, step: int, began: float, *, due: bool) -> bool:
+    """Another rank cannot save the step. False, as `save` returns."""
+    engine.why_left_out = OTHERS
+    engine._left_out(step, due=due)
+    engine._stalled(began)
+    return False
+
+
+def _given_away(engine: Engine, *, due: bool) -> bool:
+    """Whether a state that was saved may be on storage (``due``) or at another node, where only its step's number is known."""
+    return not isinstance(engine.line, Standalone) and (due or copied_elsewhere(engine.line))
+
+
+def _fixed(engine: Engine, step: int) -> tuple[bytes, bytes]:
+    """Compare a step that was given away with the present state. The least answer of all ranks, and this rank's.
+
+    An answer `KEPT` is an alarm on every rank: nothing is saved, and nothing that was saved before changes.
+    """
+    try:
+        differs = _differs(engine, step)
+    except BaseException:
+        decline(engine.meeting, step, coupled=engine._coupled)
+        raise
+    held = _held(engine, step)
+    mine = NEW if differs is None or held is None else KEPT if differs else DUE if held[1].due else SAME
+    least = _least(engine, f"begin/{step}", mine)
+    if least == KEPT:
+        engine.why_left_out = KEPT_WORDS.format(differs or KEPT_OTHERS, step=step)
+        engine.alarms.ring(f"step {step} was not saved a second time", StepKept(engine.why_left_out))
+    return least, mine
+
+
+def _differs(engine: Engine, step: int) -> str | None:
+    """What is not now as it was saved for this step, for people; empty: nothing is. None: no state of it was given away.
+
+    Random numbers do not count: an evaluation between the two calls draws some. No collective: the layout stays what it is.
+    """
+    held, before = _held(engine, step), engine._signature
+    if held is None or before is None or engine.memory is None:
+        return None
+    if not _given_away(engine, due=held[1].due):
+        return None
+    slot, stamp = held
+    chunks = engine.capture.chunks()
+    objects, _ = engine.capture.objects()
+    if chunks is not engine._chunks or objects.keys() != set(before.objects):
+        now = engine.capture.signature(chunks, objects)
+        if now != before:
+            return f"{_other_form(before, now)} has another form now, or is there only in one of the two"
+        if chunks is not engine._chunks:
+            engine._pair(chunks)
+    at = engine.memory.geometry.blob_at(slot)
+    saved = unpack_blob(bytes(engine.memory.memory[at : at + stamp.blob_bytes]))
+    for name in sorted(saved.keys() | objects.keys()):
+        if saved.get(name) != objects.get(name) and not _RANDOM.fullmatch(name):
+            return f"object {name!r} differs now"
+    found = next(filter(None, (moves.differs() for moves in engine._moves_to(slot))), "")
+    return f"tensor {found!r} differs now" if found else ""
+
+
+def _other_form(before: Signature, now: Signature) -> str:
+    """The first name in which two signatures differ."""
+    chunks = {one[0] for one in set(before.chunks) ^ set(now.chunks)}
+    if chunks:
+        return f"tensor {min(chunks)!r}"
+    objects = set(before.objects) ^ set(now.objects)
+    return f"object {min(objects)!r}" if objects else "the order of tensors"
 
 
 def decline(meeting: Meeting, step: int, *, coupled: bool) -> None:
@@ -116,7 +210,7 @@ def _unchanged(engine: Engine, step: int, objects: dict[str, bytes], *, due: boo
     blob = pack_blob(objects)
     if (len(blob), digest(blob)) != (stamp.blob_bytes, stamp.blob_digest):
         return NEW
-    if not all(moves.same() for moves in engine._moves_to(slot)):
+    if any(moves.differs() for moves in engine._moves_to(slot)):
         return NEW
     if isinstance(engine.line, Standalone) and (engine.line.failed is not None or not engine._coupled):
         return SAME  # written again; and ranks that do not ask each other must have as much to write

@@ -86,15 +86,15 @@ class Moves:
         devices.wait_for(devices.used_by(tensor for _place, tensor in now))
         return later
 
-    def same(self) -> bool:
-        """Is in the slot, byte by byte, what would be copied there now?"""
+    def differs(self) -> str:
+        """The name of a tensor of which another value would be copied now than is in the slot. Empty: none, byte by byte."""
         compare = ctypes.CDLL(None).memcmp
         compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         for item, chunk in self.pairs:
             tensor = chunk.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
             if compare(self._begin + item.at, tensor.data_ptr(), item.size):
-                return False
-        return True
+                return item.name
+        return ""
 
     def looks(self, verify: str) -> list[Look] | None:
         """Looks at the present values of tensors on CUDA devices; None: a device has no memory left for that."""

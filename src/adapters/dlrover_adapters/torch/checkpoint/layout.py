@@ -41,6 +41,10 @@ _PLACES, _NAMES = 1, 2
 _ITSELF = "__itself__"
 
 
+LIST_BYTES_MAX = 128 * 1024 * 1024
+"""The longest list of names or of holders that a rank accepts: the names of about a million tensors."""
+
+
 class LayoutFailed(CoreError):
     """A rank sent or got wrong data while the ranks agreed on a layout, so nothing can be saved."""
 
@@ -233,8 +237,11 @@ def _exchanged(mine: _List, wanted: bytes, told: Sequence[_Said], meeting: Meets
             raw = msgpack.packb((mine.size, zlib.compress(names, 1), zlib.compress(mine.places, 1)))
     assign = functools.partial(_assigned, told=told, spread=spread)
     common, share = meeting.assign(name, raw, assign, speakers)
-    holders, writers, own = msgpack.unpackb(zlib.decompress(common), use_list=False)
-    flags = zlib.decompress(share)
+    of = f"rank 0 sent rank {meeting.rank}"
+    holders, writers, own = msgpack.unpackb(
+        _inflated(common, LIST_BYTES_MAX, f"{of} a list of holders"), use_list=False
+    )
+    flags = _inflated(share, len(mine.all), f"{of} a share")
     if len(flags) != len(mine.all):
         raise LayoutFailed(
             f"rank {meeting.rank} got a share of {len(flags)} chunks and has {len(mine.all)}; report this as a bug of dlrover"
@@ -251,9 +258,11 @@ def _assigned(raw: dict[int, bytes], *, told: Sequence[_Said], spread: bool) -> 
     for rank, one in sorted(raw.items()):
         size, packed, places = msgpack.unpackb(one)
         if told[rank].names not in names:
-            names[told[rank].names] = _named(zlib.decompress(packed))
+            names[told[rank].names] = _named(_inflated(packed, LIST_BYTES_MAX, f"rank {rank} sent a list of names"))
         number_of[told[rank].form] = len(lists)
-        lists.append(ChunkList(names[told[rank].names], zlib.decompress(places), size))
+        here = names[told[rank].names]
+        unpacked = _inflated(places, here.places_bytes, f"rank {rank} sent a list of places")
+        lists.append(ChunkList(here, unpacked, size))
         if len(lists[-1].places) != lists[-1].names.places_bytes:
             raise LayoutFailed(f"rank {rank} sent a chunk list whose names and places do not fit together")
     division = divided(lists, [number_of[one.form] for one in told], [one.node for one in told], spread=spread)
@@ -267,6 +276,23 @@ def _assigned(raw: dict[int, bytes], *, told: Sequence[_Said], spread: bool) -> 
 
 def _titles(names: Sequence[str]) -> bytes:
     return hashlib.blake2b(msgpack.packb(sorted(names)), digest_size=8).digest()
+
+
+def _inflated(raw: bytes, limit: int, what: str) -> bytes:
+    """Decompress a message into ``limit`` bytes at most. Anyone who reaches the ranks' store can write there.
+
+    ``what``: the sender and its message, for errors. Raises `LayoutFailed` if the message is longer, or is not compressed.
+    """
+    stream = zlib.decompressobj()
+    try:
+        found = stream.decompress(raw, limit + 1)
+    except zlib.error as error:
+        raise LayoutFailed(f"{what} that cannot be decompressed ({error}); start the job again") from error
+    if len(found) > limit:
+        raise LayoutFailed(f"{what} of more than the {limit:,} bytes that it can have; start the job again")
+    if not stream.eof or stream.unused_data:
+        raise LayoutFailed(f"{what} that does not end where it should; start the job again")
+    return found
 
 
 def _named(raw: bytes) -> Names:
