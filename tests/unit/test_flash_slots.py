@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from dlrover_adapters.checkpoint.hashing import digest
 from dlrover_adapters.checkpoint.table import Table
 from dlrover_adapters.torch.checkpoint import memory
 from dlrover_adapters.torch.checkpoint.flash import FlashCheckpoint
+from dlrover_adapters.torch.checkpoint.line import slots_of
 from dlrover_adapters.torch.checkpoint.memory import Mapped
-from dlrover_core.checkpoint.arena import Geometry, Stamp
+from dlrover_core.checkpoint.arena import SLOTS_MAX, Geometry, Stamp
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -196,3 +198,15 @@ def test_no_number_of_a_publication_is_used_again() -> None:
     for one in (first, second, third):
         one.close()
     os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size", "wanted"),
+    [(1, 1000, 2), (2, 1000, SLOTS_MAX), (2, 4 * 2**20, SLOTS_MAX), (2, 4 * 2**20 + 1, 2)],
+    ids=["one node", "small", "as large as may be", "large"],
+)
+def test_small_states_that_other_nodes_copy_have_every_slot(nodes: int, size: int, wanted: int) -> None:
+    """They are saved faster than copies travel, and a lost node is to leave a step that all others still have."""
+    told = SimpleNamespace(nodes=nodes, copies=nodes > 1)
+    line: Any = SimpleNamespace(told=told, nproc=1)
+    assert slots_of(line, ((0, 1),) if nodes > 1 else ((0,),), 2, size) == wanted

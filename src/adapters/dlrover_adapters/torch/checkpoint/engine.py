@@ -18,7 +18,7 @@ import torch
 
 from dlrover_adapters.checkpoint.table import Table, pack_blob
 from dlrover_adapters.torch import steps
-from dlrover_core.checkpoint.arena import SLOTS_MAX, Control, Geometry, Stamp
+from dlrover_core.checkpoint.arena import Control, Geometry, Stamp
 from dlrover_core.checkpoint.slots import NOTHING, Kept, choose
 
 from . import devices
@@ -27,7 +27,7 @@ from .capture import Capture, Signature
 from .chunks import Chunk
 from .copier import Aside, Copier, Flight, Moves, Pair
 from .layout import agreed, data_bytes, with_own
-from .line import Line, old_tables, spare_slots
+from .line import Line, old_tables, slots_of, spare_slots
 from .meeting import Meeting, MeetingFailed
 from .memory import Mapped, blob_room
 from .omissions import Missed, Unstored, why_full
@@ -159,9 +159,9 @@ class Engine:
             self.memory = None
         self._moves, self._layout = {}, (table, blob_bytes)
         self.spare = spare_slots(self.line, table.holders)
-        geometry = Geometry(
-            min(SLOTS_MAX, self.options.slots + self.spare), len(table.packed()), blob_bytes, data_bytes(table)
-        )
+        size = data_bytes(table)
+        slots = slots_of(self.line, table.holders, self.options.slots, size)
+        geometry = Geometry(slots, len(table.packed()), blob_bytes, size)
         arena = self.line.arena(table.layout, geometry)
         self.memory = Mapped(arena.fd, table, geometry, local_rank=self.line.local_rank, fresh=arena.fresh)
         self.arena_id = arena.id

@@ -10,11 +10,14 @@ from typing import Any, Protocol
 
 from dlrover_adapters.checkpoint.slotview import read_table
 from dlrover_adapters.checkpoint.table import Table
-from dlrover_core.checkpoint.arena import ArenaBroken, Control, Geometry
+from dlrover_core.checkpoint.arena import SLOTS_MAX, ArenaBroken, Control, Geometry
 
 from .vault import Arena, Inventory, Keeping, VaultGone, spread_of
 
 _OLD_LAYOUTS = 2
+
+SMALL_BYTES = 4 * 1024 * 1024
+"""Of a slot: eight of them take 32 MiB at most."""
 
 
 class Line(Protocol):
@@ -105,3 +108,13 @@ def _table(fd: int) -> Table:
     finally:
         with contextlib.suppress(BufferError):
             memory.close()
+
+
+def slots_of(line: Line, holders: Sequence[Sequence[int]], asked: int, data_bytes: int) -> int:
+    """How many slots an arena gets, where ``asked`` are needed for saves; ``data_bytes``: of one slot.
+
+    Small states of which other nodes take copies get as many as there can be. Such states are often saved faster than copies
+    travel; a lost node would leave no step that its partner has a copy of and that all others still have in memory.
+    """
+    small = data_bytes <= SMALL_BYTES and copied_elsewhere(line)
+    return SLOTS_MAX if small else min(SLOTS_MAX, asked + spare_slots(line, holders))
