@@ -358,13 +358,14 @@ class Engine:
         self.stats.early += early
         self.stats.skipped += not early
         self._missed(step, due=due)
-        self.skipped = (step, fingerprint(self._chunks or ()))
+        self.skipped = (step, fingerprint(self._chunks)) if self._chunks is not None else None
         if control is not None:
             control.skipped = self.stats.skipped + self.stats.early
 
     def has_changed(self, step: int) -> bool:
         """Whether the state is another one now than when this rank left out ``step``; False where nobody knows."""
-        return self.skipped is not None and self.skipped != (step, fingerprint(self.capture.chunks()))
+        known = self.skipped is not None and self.skipped[0] == step
+        return known and self.skipped != (step, fingerprint(self.capture.chunks()))
 
     def failed(self, step: int, *, due: bool) -> None:
         """Tell the other ranks that an error has left out this step here, unless the state is in memory all the same."""
