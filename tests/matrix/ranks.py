@@ -97,7 +97,7 @@ def victim(kind: str, disturbance: str, nodes: int, world: int) -> int:
 def strike(disturbance: str, nodes: int, mine: bool, folder: Path) -> None:
     """Kill this rank, its node's agent or the launcher, once there is a state to go back to."""
     if loses_partner(disturbance, nodes):
-        until(copied)
+        until(lambda: copied(dist.get_world_size() // nodes))
         dist.barrier()
     if not mine:
         return
@@ -124,13 +124,17 @@ def sealed(folder: Path, least: int) -> bool:
     return any(int(one.parent.name[5:]) >= least for one in (folder / "stored").glob("step-*/manifest.json"))
 
 
-def copied() -> bool:
-    """Does this node hold a copy of another node's share, of step `SURE` or newer?"""
+def copied(ranks: int) -> bool:
+    """Does this node hold copies of all ``ranks`` of another node, of one step that is `SURE` or newer?"""
     from dlrover_adapters.torch.checkpoint.vault import Vault
 
     with_us = Vault.connect()
     try:
-        return any(one.kind in {"replica", "objects"} and one.step >= SURE for one in with_us.inventory().holdings)
+        found: dict[int, set[int]] = {}
+        for one in with_us.inventory().holdings:
+            if one.kind in {"replica", "objects"} and one.step >= SURE:
+                found.setdefault(one.step, set()).add(one.rank)
+        return any(len(theirs) >= ranks for theirs in found.values())
     finally:
         with_us.close()
 
