@@ -19,6 +19,8 @@ class Here:
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, int]] = []
+        self.there: list[tuple[int, int]] = []
+        self.room = 2
         self.order = SimpleNamespace(replica_to="partner:1")
         self.launch, self.generation, self.spread = object(), 1, 1
         self.whole: list[State] = []
@@ -26,8 +28,15 @@ class Here:
         self.desk = SimpleNamespace(whole=-1, hurry=lambda: None)
         self.saving = SimpleNamespace(order=self._order)
 
-    async def _order(self, body: dict[str, Any]) -> None:
+    async def _order(self, body: dict[str, Any]) -> Any:
+        """As a partner with ``room``: what comes replaces the oldest copy that is not to be kept."""
+        came, keep = (body["generation"], body["step"]), tuple(body["keep"])
         self.sent.append((body["step"], body["keep"][1]))
+        others = sorted(one for one in self.there if one != came)
+        while len(others) >= self.room:
+            others.remove(next(one for one in others if one != keep))
+        self.there = [*others, came]
+        return SimpleNamespace(body={"there": [list(one) for one in self.there]})
 
     def own(self, state: State) -> list[Any]:
         """As `Site`: one rank."""

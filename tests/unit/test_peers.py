@@ -229,8 +229,23 @@ def test_newer_replaces_older_in_turn(node: Callable[..., Node]) -> None:
     (copy,) = partner.made
     control = Control(mmap.mmap(copy.fd, 0))
     assert sorted(stamp.step for _, stamp in control.stamps()) == [20, 30]
+    assert send(partner.address, home.save(10), OURS, generation=1).there == {(1, 10), (1, 30)}
+
+
+def test_an_older_step_is_taken_and_never_replaces_the_newest(node: Callable[..., Node]) -> None:
+    """The others may have left the newest out. Of another world's workers nothing older is taken."""
+    home, partner = Home(own=4096), node()
+    for step in (10, 30):
+        sent = send(partner.address, home.save(step), OURS, generation=1, light=True)
+    assert sent.there == {(1, 10), (1, 30)}
+    older = home.save(20)
+    assert not send(partner.address, older, OURS, generation=1, light=True).had
+    again = send(partner.address, older, OURS, generation=1, light=True)
+    assert again.had
+    assert again.there == {(1, 10), (1, 20), (1, 30)}
+    send(partner.address, home.save(2, generation=2), OURS, generation=2, light=True)
     with pytest.raises(PeerRefused, match="older than what is here"):
-        send(partner.address, home.save(20), OURS, generation=1)
+        send(partner.address, home.save(40), OURS, generation=2, light=True)
 
 
 @pytest.mark.parametrize("light", [False, True])

@@ -1,31 +1,23 @@
 """The saver: one process per agent that reads ranks' states behind their backs: to storage, to hash them, to other nodes.
 
-Forked from the zygote when the first rank says that it saves, or executed where there is none. It runs at low priority, has
-threads of its own for everything that takes time, and whatever it reads is pinned so that nobody overwrites it. It keeps nothing
-that its successor is not handed by the agent again.
+Forked from the zygote when the first rank says that it saves, or executed where there is none. It has threads of its own for
+everything that takes time; those that nobody waits for run at low priority (`checkpoints.priority`). Whatever it reads is pinned
+so that nobody overwrites it. It keeps nothing that its successor is not handed by the agent again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
-import platform
 import socket
 import sys
 
 from . import wire
-from .process import libc, run_executed, set_name, set_title
-
-NICE = 10
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-_IOPRIO_IDLE, _IOPRIO_PROCESS = 3 << 13, 1
+from .process import run_executed, set_name, set_title
 
 
 def serve(link: socket.socket) -> int:
     """Answer frames until the agent is gone."""
     set_name("dlrover-saver")
-    _step_back()
     from .checkpoints.orders import Orders  # a zygote that never forks one need not import it
 
     orders = Orders(link)
@@ -38,15 +30,6 @@ def serve(link: socket.socket) -> int:
                 orders.take(body, frame.fds)
     # Threads may be in the middle of a write to a dead file server: nobody waits for them, and drafts are known by their names.
     os._exit(0)
-
-
-def _step_back() -> None:
-    """Processors and disks are for training first."""
-    with contextlib.suppress(OSError):
-        os.nice(NICE)
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is not None:
-        libc().syscall(ctypes.c_long(number), _IOPRIO_PROCESS, 0, _IOPRIO_IDLE)  # a refusal costs nothing
 
 
 def main(arguments: list[str]) -> int:

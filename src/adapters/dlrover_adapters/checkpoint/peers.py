@@ -80,11 +80,16 @@ class Copy(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What a `send` did; ``had``: the peer had this copy already."""
+    """What a `send` did.
+
+    ``had``: the peer had this copy already.
+    ``there``: generation and step of all copies of this rank that the peer has now.
+    """
 
     took_us: int
     size: int
     had: bool
+    there: frozenset[tuple[int, int]] = frozenset()
 
 
 class Received(NamedTuple):
@@ -119,11 +124,12 @@ def send(
         asked = {"op": "put", "run": credentials.run, "generation": generation, "keep": list(keep)}
         line.say({**asked, "state": header.told()})
         line.allow(header.size)
-        had = bool(line.hear(patient=True).get("had"))  # it gets its memory first
+        answer = line.hear(patient=True)  # it gets its memory first
+        had = bool(answer.get("had"))
         if not had:
             load.give(line, pace or Pace(PACE_BYTES_S))
-            line.hear()
-        return Sent(_us_since(began), 0 if had else header.size, had)
+            answer = line.hear()
+        return Sent(_us_since(began), 0 if had else header.size, had, _pairs(answer.get("there")))
     finally:
         line.close()
 
@@ -188,6 +194,18 @@ def _room(name: str, geometry: Geometry, allow: Callable[[int], str] | None, *, 
     if why:
         raise PeerRefused(why)
     return Memory(name, geometry, populated=populated)
+
+
+def _pairs(told: object) -> frozenset[tuple[int, int]]:
+    """Generations and steps from a frame. Raises `PeerFailed`."""
+    if not isinstance(told, list):
+        raise PeerFailed("which copies it has makes no sense")
+    found: list[tuple[int, int]] = []
+    for one in told:
+        if not (isinstance(one, list) and len(one) == 2 and all(type(part) is int for part in one)):
+            raise PeerFailed("which copies it has makes no sense")
+        found.append((one[0], one[1]))
+    return frozenset(found)
 
 
 def _us_since(began: float) -> int:
@@ -295,7 +313,8 @@ class Server:
 
     ``lookup`` finds one of the node's own states and keeps it pinned as long as it is read; ``allow`` says why so many bytes more
     are too many (empty: they are not); ``made`` and ``gone`` tell of memory with copies, which is ours: whoever wants to keep it
-    duplicates its descriptor; ``generation`` is the one that the node is at.
+    duplicates its descriptor; ``generation`` is the one that the node is at; ``patient`` is called in a thread that is going to
+    receive a copy of more than `SMALL_BYTES`: nobody waits for that one.
     """
 
     def __init__(
@@ -308,11 +327,13 @@ class Server:
         gone: Callable[[Copy], None] = lambda _copy: None,
         generation: Callable[[], int] = lambda: 0,
         refused: Callable[[str, str], None] = lambda _address, _why: None,
+        patient: Callable[[], None] = lambda: None,
         pace_bytes_s: float = PACE_BYTES_S,
         idle_s: float = IDLE_S,
     ) -> None:
         self._credentials, self._lookup, self._allow = credentials, lookup, allow
         self._made, self._gone, self._generation, self._refused = made, gone, generation, refused
+        self._patient = patient
         self._stopped = threading.Event()
         self._pace, self._idle_s = Pace(pace_bytes_s, self._stopped), idle_s
         self._lock = threading.RLock()
@@ -505,26 +526,35 @@ class Server:
 
     def _take(self, line: Line, header: Header, keep: tuple[int, int]) -> None:
         rank, offered = header.rank, header.stamp[:2]
+        if header.data_bytes > SMALL_BYTES:
+            self._patient()
         with self._lock:
             kept = self._kept.setdefault(rank, [])
             newest = max((one.newest() for one in kept), default=(-1, -1))
             if rank in self._coming:
                 raise PeerRefused(f"another copy of rank {rank} is on its way")
-            again = newest == offered and kept[-1].copy.layout == header.layout
-            have = again and kept[-1].has(header.stamp)
-            if offered <= newest and not again:
+            same = bool(kept) and kept[-1].copy.layout == header.layout
+            have = same and kept[-1].has(header.stamp)
+            # An older step of the same workers is wanted where the others have only that one. It does not replace the newest.
+            if offered < newest and not (same and offered[0] == newest[0]):
                 raise PeerRefused(f"step {offered[1]} of generation {offered[0]} is older than what is here, {newest}")
             if not have:
                 self._coming.add(rank)
         if have:
-            line.say({"had": True})
+            line.say({"had": True, "there": self._steps(rank)})
             return
         try:
             self._receive(line, header, kept, keep)
         finally:
             with self._lock:
                 self._coming.discard(rank)
-        line.say({})
+        line.say({"there": self._steps(rank)})
+
+    def _steps(self, rank: int) -> list[tuple[int, int]]:
+        """Generation and step of each copy of a rank, in the memory that the next one goes to."""
+        with self._lock:
+            kept = self._kept.get(rank)
+            return [stamp[:2] for _, stamp in kept[-1].memory.control.stamps()] if kept else []
 
     def _receive(self, line: Line, header: Header, kept: list[_Kept], keep: tuple[int, int]) -> None:
         """Into the slot that is not to be kept of the last memory, if the state fits there, else into new memory."""
@@ -545,6 +575,8 @@ class Server:
                 if len(list(last.memory.control.stamps())) > 1:  # what lies in the others is not needed any more
                     self._drop(header.rank, kept[:-1])
             return
+        if last is not None and header.stamp[:2] < last.newest():
+            raise PeerRefused(f"what is here of rank {header.rank} is newer, and laid out in another way")
         memory = _room("dlrover-copy", geometry, self._allow)
         try:
             line.say({})

@@ -30,7 +30,7 @@ class Copying:
     def __init__(self, site: Site, changed: Callable[[], None]) -> None:
         self._site, self._changed = site, changed
         self._address = ""
-        self._there: list[State] = []  # at the partner, the newest last: it has room for two
+        self._there: list[State] = []  # at the partner, the newest last; as it said at the last copy
         self._sent: dict[State, dict[int, int]] = {}  # of each, the publications that were sent
         self._sending: asyncio.Task[None] | None = None
         self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
@@ -139,12 +139,11 @@ class Copying:
             "pace": 0,
         }
         try:
-            await site.saving.order(body)
+            done = await site.saving.order(body)
             if address == self._address:
-                others = [one for one in self._there if one != state]
-                kept = {one for one in others if one == keep} or set(others[-1:])
-                self._there = sorted({*kept, state})
-                self._sent = {one: self._sent.get(one, {}) for one in kept} | {state: publications}
+                there = {State(*one) for one in done.body["there"]}
+                self._sent = {one: sent for one, sent in self._sent.items() if one in there} | {state: publications}
+                self._there = sorted(self._sent)
             self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
             site.desk.hurry()
         except Unsaved as error:

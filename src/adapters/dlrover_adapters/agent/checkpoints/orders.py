@@ -3,7 +3,7 @@
 Arenas and copies are handed over and taken back (``arena``, ``forget``, ``copy``, ``uncopy``); ``hold`` says which slots nobody
 may overwrite for now; ``hash`` and ``level`` want no answer. An order with a ``key`` is answered once: ``done``, with what came
 of it, or ``failed``, with the ``reason`` and whether the state was ``lost``, overwritten or damaged, which is nobody else's
-fault. Orders of one kind are done one after the other; fetches beside each other.
+fault. Orders of one kind are done one after the other, light copies beside whole ones, fetches beside each other.
 
     persist   the parts of a step to storage       send    a copy of a step to another node
     seal      a committed step, and retention      fetch   another node's copy into memory
@@ -13,6 +13,7 @@ fault. Orders of one kind are done one after the other; fetches beside each othe
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import socket
@@ -29,6 +30,7 @@ from dlrover_core.errors import CoreError
 
 from . import budget, storing
 from .hashing import Hasher
+from .priority import step_back
 from .slots import Slots
 
 FETCHES_MAX = 4
@@ -57,15 +59,22 @@ class Orders:
 
     def start(self) -> None:
         """Have threads ready."""
-        self._thread("hash", self._hasher.work)
-        for name in ("persist", "send"):
+        self._thread("hash", self._hasher.work, patient=True)
+        for name in ("persist", "send", "light"):
             orders = self._queues[name] = queue.Queue(QUEUE_MAX)
-            self._thread(name, lambda orders=orders: self._work(orders))  # type: ignore[misc]
+            self._thread(name, functools.partial(self._work, orders), patient=name != "light")
         self._thread("moves", self._tell_moves)
 
     @staticmethod
-    def _thread(name: str, work: Callable[[], None]) -> None:
-        threading.Thread(target=work, name=f"saver-{name}", daemon=True).start()
+    def _thread(name: str, work: Callable[[], None], *, patient: bool = False) -> None:
+        """``patient``: nobody waits for its work, so it runs at low priority."""
+
+        def run() -> None:
+            if patient:
+                step_back()
+            work()
+
+        threading.Thread(target=run, name=f"saver-{name}", daemon=True).start()
 
     def _tell_moves(self) -> None:
         """As long as whoever works for storage moves, the agent is told so: what hangs in a dead file server says nothing."""
@@ -107,7 +116,7 @@ class Orders:
             case {"op": "persist" | "seal"}:
                 self._put("persist", body)
             case {"op": "send"}:
-                self._put("send", body)
+                self._put("light" if body["light"] else "send", body)
         for fd in fds:
             os.close(fd)
 
@@ -181,6 +190,7 @@ class Orders:
             made=self._made,
             gone=lambda copy: self._say({"op": "gone", "copy": copy.id}),
             generation=lambda: self._generation,
+            patient=step_back,
         )
         for arena, one in self._copies:
             known = {copy.id for copy in server.copies()}
@@ -227,6 +237,7 @@ class Orders:
         from dlrover_adapters.checkpoint import peers
 
         generation, step, size = body["generation"], body["step"], 0
+        there: list[frozenset[tuple[int, int]]] = []
         pace = peers.Pace(float(body["pace"])) if body["pace"] else None
         keep = int(body["keep"][0]), int(body["keep"][1])
         with contextlib.ExitStack() as stack:
@@ -237,7 +248,8 @@ class Orders:
                     light=body["light"],
                 )  # fmt: skip
                 size += told.size
-        return {"size": size}
+                there.append(told.there)
+        return {"size": size, "there": sorted(frozenset.intersection(*there)) if there else []}
 
     def _fetch(self, body: dict[str, Any]) -> dict[str, Any] | None:
         from dlrover_adapters.checkpoint import peers
