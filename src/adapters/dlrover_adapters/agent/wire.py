@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import array
 import socket
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgpack
 
@@ -33,7 +33,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def send(sock: socket.socket, body: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
     """Send one frame whole. Raises `LaunchFailed` for one too large and OSError when the peer is gone or asleep."""
-    payload = msgpack.packb(body)
+    payload = pack(body)
     if len(payload) > FRAME_BYTES_MAX:
         raise LaunchFailed(
             f"a message to a worker has {len(payload)} bytes, {FRAME_BYTES_MAX} fit: shorten the arguments"
@@ -59,11 +59,16 @@ def receive(sock: socket.socket) -> Frame | None:
     return Frame(unpack(payload), tuple(fds))
 
 
+def pack(body: dict[str, Any]) -> bytes:
+    """The map as bytes. Arguments and paths that are not UTF-8, which Python holds as half characters, arrive as they were."""
+    return cast(bytes, msgpack.packb(body, unicode_errors="surrogatepass"))
+
+
 def unpack(payload: bytes) -> dict[str, Any]:
     """The map in ``payload``. Raises `MalformedMessage`."""
     try:
-        body = msgpack.unpackb(payload)
-    except (ValueError, msgpack.UnpackException) as error:
+        body = msgpack.unpackb(payload, unicode_errors="surrogatepass")
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MalformedMessage(f"{len(payload)} bytes from a local process are not msgpack") from error
     if not isinstance(body, dict):
         raise MalformedMessage(f"a local process sent a {type(body).__name__}, not a map")
