@@ -32,7 +32,7 @@ def file_system(path: Path, mountinfo: str | None = None) -> str:
     """
     if mountinfo is None:
         try:
-            mountinfo = Path("/proc/self/mountinfo").read_text()
+            mountinfo = os.fsdecode(Path("/proc/self/mountinfo").read_bytes())
         except OSError:  # no Linux: no mount table, and no way to tell
             return ""
     where = os.path.realpath(path)

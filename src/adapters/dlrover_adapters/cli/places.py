@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ def log_url(log: str | None, state_dir: Path | None) -> str:
         from dlrover_core.logs.place import default_state_dir
 
         state_dir = default_state_dir()
-    return "sqlite://" + quote(str(state_dir.absolute() / "log.db"))
+    return "sqlite://" + quote(os.fsencode(state_dir.absolute() / "log.db"))
 
 
 def shown(url: str) -> str:
