@@ -24,6 +24,8 @@ INTEGER_MAX = 2**62
 _CUT = "..."
 # Sequences with their end. A title without its end would swallow all words behind it: `_LONE` takes only its start.
 _SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\))")
+# Beyond control characters and half characters, what changes the direction of the text that a terminal shows.
+_LOUD = re.compile("[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _LONE = re.compile(r"\x1b[\[\]PX^_]?|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -54,6 +56,11 @@ def plain_fields(message: T, total_max: int = TOTAL_CHARS_MAX) -> T:
     All texts together have at most ``total_max`` characters: the later ones are cut.
     """
     return cast(T, _Fields(total_max).clean(message))
+
+
+def quiet_json(text: str) -> str:
+    """The same JSON without characters that a terminal obeys or that cannot be encoded: they are escaped, as the others are."""
+    return _LOUD.sub(lambda found: f"\\u{ord(found[0]):04x}", text) if not text.isascii() or "\x7f" in text else text
 
 
 class _Fields:

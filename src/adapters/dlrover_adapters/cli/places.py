@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import re
 import sys
@@ -57,6 +58,12 @@ def log_url(log: str | None, state_dir: Path | None) -> str:
 
         state_dir = default_state_dir()
     return "sqlite://" + quote(os.fsencode(state_dir.absolute() / "log.db"))
+
+
+def show_any_text() -> None:
+    """Let any text be printed to stdout: what its encoding does not have is escaped, as it is on stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def shown(url: str) -> str:
