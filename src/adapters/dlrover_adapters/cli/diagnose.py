@@ -84,6 +84,8 @@ def _failure(known: Table, line: Line) -> bool:
 
 def _told(known: Table, judgement: Judgement, lines: Sequence[Line]) -> str:
     """The judgement for people."""
+    from dlrover_core.history.phrases import safe
+
     signature, root = known.get(judgement.signature), lines[judgement.root.seq - 1]
     title = signature.title if signature is not None else judgement.signature
     told = [
