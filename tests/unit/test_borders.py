@@ -193,6 +193,7 @@ def test_a_state_directory_that_is_no_text(tmp_path: Path) -> None:
     async def test() -> None:
         async with open_log(url) as log:
             assert await log.jobs() == []
+            await (await log.lead("j", "me")).resign()
 
     asyncio.run(test())
     assert [os.fsencode(one.name) for one in tmp_path.iterdir()] == [b"caf\xe9"]
