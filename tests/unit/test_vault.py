@@ -190,6 +190,36 @@ def test_what_is_told_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run(test)
 
 
+def test_whatever_a_rank_tells_is_heard_and_ends_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An alarm among them: a packet that the agent does not know would cut the rank off from its memory."""
+
+    async def test() -> None:
+        async with opened(tmp_path) as vault:
+            heard: list[str] = []
+            last = asyncio.Event()
+
+            def told(_: Any, body: dict[str, Any]) -> None:
+                heard.append(body["op"])
+                if body["op"] == "boundary":
+                    last.set()
+
+            vault.listener = SimpleNamespace(greeted=lambda _: None, greeting=server.Greeting, told=told)
+            one = await connected(tmp_path, monkeypatch)
+            one.saved(1, 0, 1, due=False)
+            one.keeping(client.Keeping("", 1, 0, 3, "dcp", True, 0, True))
+            one.restored(1, "memory", 1)
+            one.alarm("step 1 was not saved")
+            one.acked(1)
+            one.boundary(1, 1)
+            await asyncio.wait_for(last.wait(), 10)
+            assert heard == ["saved", "keeping", "restored", "alarm", "acked", "boundary"]
+            one.alarm("step 2 was not saved")
+            assert one.gone == ""
+            one.close()
+
+    run(test)
+
+
 def test_a_forked_child_has_no_vault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A DataLoader worker says nothing in its parent's name, and its questions fail at once."""
 
