@@ -209,10 +209,11 @@ def test_whatever_a_rank_tells_is_heard_and_ends_no_connection(tmp_path: Path, m
             one.keeping(client.Keeping("", 1, 0, 3, "dcp", True, 0, True))
             one.restored(1, "memory", 1)
             one.alarm("step 1 was not saved")
+            one.lost("training begins anew")
             one.acked(1)
             one.boundary(1, 1)
             await asyncio.wait_for(last.wait(), 10)
-            assert heard == ["saved", "keeping", "restored", "alarm", "acked", "boundary"]
+            assert heard == ["saved", "keeping", "restored", "alarm", "lost", "acked", "boundary"]
             one.alarm("step 2 was not saved")
             assert one.gone == ""
             one.close()

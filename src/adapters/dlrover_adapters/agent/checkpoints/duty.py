@@ -180,6 +180,10 @@ class CheckpointDuty:
                     self._site.keeping = keeping
         elif body.get("op") == "alarm":
             self._alarm(caller, str(body.get("words", ""))[:TEXT_MAX])
+        elif body.get("op") == "lost":
+            words = str(body.get("words", ""))[:TEXT_MAX]
+            log.error("training begins anew", generation=caller.generation, reason=words)
+            self._say(words)
         else:
             self._ranks.told(caller, body)
         self._wake.set()
