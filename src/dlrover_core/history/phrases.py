@@ -303,7 +303,8 @@ def _held(fact: checkpoints.StepsHeld) -> str:
 def _restored(fact: checkpoints.Restored) -> str:
     fell = "".join(f"; {tier(name)} was not good: {why}" for name, why in fact.fell)
     if fact.tier == checkpoints.NOTHING:
-        return f"{fact.node} began generation {fact.generation} from nothing{fell}"
+        anew = "; what was saved before is of no use" if fell else ""
+        return f"{fact.node} began generation {fact.generation} from nothing{anew}{fell}"
     return f"{fact.node} went on from step {fact.step} out of {tier(fact.tier)}, in {duration(fact.took_us)}{fell}"
 
 

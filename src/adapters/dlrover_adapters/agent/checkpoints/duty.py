@@ -180,6 +180,10 @@ class CheckpointDuty:
                     self._site.keeping = keeping
         elif body.get("op") == "alarm":
             self._alarm(caller, str(body.get("words", ""))[:TEXT_MAX])
+        elif body.get("op") == "lost":
+            words = str(body.get("words", ""))[:TEXT_MAX]
+            log.error("training begins anew", generation=caller.generation, reason=words)
+            self._say(words)
         else:
             self._ranks.told(caller, body)
         self._wake.set()
@@ -208,7 +212,9 @@ class CheckpointDuty:
         key = (*slot, wanted.whole)
         under_way = self._fetching.get(key)
         if under_way is None:
-            under_way = self._fetching[key] = asyncio.ensure_future(self._fetch(site, wanted, slot))
+            launch = self._launcher.vault.launch if self._launcher.vault is not None else None
+            speaks = max(site.generation, launch.generation if launch is not None else 0)
+            under_way = self._fetching[key] = asyncio.ensure_future(self._fetch(site, wanted, slot, speaks))
             under_way.add_done_callback(functools.partial(self._fetched, key))
         return await asyncio.shield(under_way)
 
@@ -218,8 +224,14 @@ class CheckpointDuty:
             done.exception()  # seen, though whoever asked may have gone
 
     @staticmethod
-    async def _fetch(site: Site, wanted: Wanted, slot: tuple[int, ...]) -> tuple[Arena, int]:
-        order = {"op": "fetch", "address": wanted.address, "wanted": list(slot), "whole": wanted.whole}
+    async def _fetch(site: Site, wanted: Wanted, slot: tuple[int, ...], speaks: int) -> tuple[Arena, int]:
+        order = {
+            "op": "fetch",
+            "address": wanted.address,
+            "wanted": list(slot),
+            "whole": wanted.whole,
+            "speaks": speaks,
+        }
         try:
             done = await within(wanted.within_s, site.saving.order(order))
             return site.arenas.fetched(slot, done.fd, whole=wanted.whole), int(done.body["took_us"])

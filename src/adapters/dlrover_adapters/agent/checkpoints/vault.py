@@ -97,7 +97,7 @@ class Listener(Protocol):
         """Nobody needs it any more; it is closed next."""
 
     def told(self, caller: Caller, body: dict[str, Any]) -> None:
-        """``saved``, ``keeping``, ``restored``, ``acked``, ``boundary`` or ``alarm``, unchecked."""
+        """``saved``, ``keeping``, ``restored``, ``lost``, ``alarm``, ``acked`` or ``boundary``, unchecked."""
 
     async def reachable(self) -> None:
         """Wait, a bounded time, until the saver can be reached."""
@@ -388,7 +388,7 @@ def _ints(body: dict[str, Any], *names: str, at_most: int = 2**62) -> list[int]:
     return [one for one in found if one is not None]
 
 
-_TOLD = frozenset({"saved", "keeping", "restored", "acked", "boundary", "alarm"})
+_TOLD = frozenset({"saved", "keeping", "restored", "lost", "alarm", "acked", "boundary"})
 _AT_ONCE: dict[str, Callable[[Vault, Caller, dict[str, Any]], Answer]] = {
     "arena": Vault._arena,
     "ready": Vault._ready,

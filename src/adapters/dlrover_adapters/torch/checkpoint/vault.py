@@ -292,6 +292,10 @@ class Vault:
         """A save of this rank was left out because of an error; for people. Never raises."""
         self._tell({"op": "alarm", "words": plain(words, ALARM_CHARS_MAX)})
 
+    def lost(self, words: str) -> None:
+        """Training begins anew though there were states; for people, by one rank. Never raises."""
+        self._tell({"op": "lost", "words": words}, TELL_S)
+
     def acked(self, plan: int) -> None:
         """This rank looks for the boundary of ``plan`` from now on. Never raises."""
         self._tell({"op": "acked", "plan": plan}, TELL_S)
