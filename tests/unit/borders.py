@@ -121,7 +121,9 @@ class Draw:
         if kind == 3:
             return self.random.choice((None, True, False, 0.5, -1e300))
         if kind == 4:
-            return self.random.choice(("restored", "keeping", "alarm", "saved", "acked", "hello", "memory", 3, 2, 1, 0))
+            return self.random.choice(
+                ("restored", "keeping", "alarm", "lost", "saved", "acked", "hello", "memory", 3, 2, 1, 0)
+            )
         if kind == 5:
             return {self.text(long=False): self.value(depth - 1) for _ in range(self.random.randrange(4))}
         return [self.value(depth - 1) for _ in range(self.random.randrange(4))]
@@ -374,8 +376,7 @@ def packets(draw: Draw) -> None:
                 if ours in box._open:
                     box._hang_up(ours)
         assert not faults, faults
-        for one in said:
-            one.encode("utf-8", "surrogatepass")
+        quiet(said)
         rung: list[int] = []
         bell = Doorbell("/nonexistent", lambda _generation, _rank, step, _told: rung.append(step))
         for _ in range(6):
@@ -392,9 +393,26 @@ def _packet(draw: Draw) -> bytes:
     kind = draw.random.random()
     if kind < 0.15:
         return draw.raw()
-    verbs = ["restored", "keeping", "alarm", "saved", "acked", "boundary", "hello", "ready", "borrow", draw.value()]
+    verbs = [
+        "restored",
+        "keeping",
+        "alarm",
+        "lost",
+        "saved",
+        "acked",
+        "boundary",
+        "hello",
+        "ready",
+        "borrow",
+        draw.value(),
+    ]
     op = draw.random.choice(verbs)
-    body: dict[str, Any] = {"op": op, "n": draw.value(0), "words": draw.value(), "id": draw.value(0)}
+    body: dict[str, Any] = {
+        "op": op,
+        "n": draw.value(0),
+        "words": draw.random.choice((draw.value(), _deep())),
+        "id": draw.value(0),
+    }
     body |= {"step": draw.value(0), "tier": draw.value(), "took_us": 1, "fell": draw.value(), "plan": draw.value(0)}
     if kind < 0.4:
         body |= {
@@ -407,6 +425,13 @@ def _packet(draw: Draw) -> bytes:
         }
         body |= {"planned": True, "node_bytes": draw.number(), "writes": True, "step": 1, "tier": "memory"}
     return wire.pack(body)
+
+
+def _deep() -> Any:
+    value: Any = []
+    for _ in range(400):
+        value = [value]
+    return value
 
 
 def _send(line: socket.socket, packet: bytes) -> None:

@@ -24,6 +24,7 @@ from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.keeping import HELD_MAX, KeptBeat, Written
 from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkersGone
 from dlrover_core.runtime.within import within
+from dlrover_core.words import plain
 
 from .arenas import MEMORY, OBJECTS, Arena, NoRoom, State, word
 from .copying import Copying
@@ -179,9 +180,9 @@ class CheckpointDuty:
                 if caller.local_rank == min(self._ranks.callers, default=0) or self._site.keeping is None:
                     self._site.keeping = keeping
         elif body.get("op") == "alarm":
-            self._alarm(caller, str(body.get("words", ""))[:TEXT_MAX])
+            self._alarm(caller, _words(body))
         elif body.get("op") == "lost":
-            words = str(body.get("words", ""))[:TEXT_MAX]
+            words = _words(body)
             log.error("training begins anew", generation=caller.generation, reason=words)
             self._say(words)
         else:
@@ -439,3 +440,9 @@ class CheckpointDuty:
             if written != self._told_written:
                 self._told_written = written
                 site.desk.hurry()
+
+
+def _words(body: dict[str, Any]) -> str:
+    """What a rank wants people to read, plain; empty where it is no text."""
+    words = body.get("words")
+    return plain(words, TEXT_MAX) if isinstance(words, str) else ""

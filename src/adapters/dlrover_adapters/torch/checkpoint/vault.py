@@ -294,7 +294,7 @@ class Vault:
 
     def lost(self, words: str) -> None:
         """Training begins anew though there were states; for people, by one rank. Never raises."""
-        self._tell({"op": "lost", "words": words}, TELL_S)
+        self._tell({"op": "lost", "words": plain(words, ALARM_CHARS_MAX)}, TELL_S)
 
     def acked(self, plan: int) -> None:
         """This rank looks for the boundary of ``plan`` from now on. Never raises."""
