@@ -16,11 +16,13 @@ from tests.unit.borders import trial
 
 from dlrover_adapters.agent import cgroup, hang_duty, last_words, wire
 from dlrover_adapters.agent.checkpoints import vault
+from dlrover_adapters.agent.checks import workload
 from dlrover_adapters.agent.doorbell import STEP_MAX, Doorbell
 from dlrover_adapters.cli import diagnose, main, read
 from dlrover_adapters.cli.places import log_url
 from dlrover_adapters.cli.settings import Settings
 from dlrover_adapters.cli.told import Teller
+from dlrover_adapters.torch import steps, worker
 from dlrover_adapters.torch.checkpoint import vault as client
 from dlrover_backends.local import wire as node_wire
 from dlrover_core.diagnosis import flight
@@ -130,7 +132,42 @@ def test_steps_beyond_all_numbers() -> None:
     assert rung == [STEP_MAX]
 
 
-def test_packets_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_may_tell_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that no packet holds does not raise in the script."""
+    told: list[int] = []
+    monkeypatch.setattr(steps, "_signal", SimpleNamespace(told=told.append))
+    for step in (7, 10**30, -(10**30)):
+        steps.tell(step)
+    assert told == [7, STEP_MAX, -STEP_MAX]
+
+
+def test_errors_that_cannot_be_written_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error whose text raises, or is a megabyte long, is recorded, with the frames it came from."""
+
+    class Mute(RuntimeError):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    for number, error in enumerate((Mute(), ValueError("\ud800" * 1_000_000))):
+        path = str(tmp_path / str(number))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+        try:
+            raise error
+        except RuntimeError as caught:
+            worker.record_error(caught)
+        except ValueError as caught:
+            worker.record_error(caught)
+        assert last_words.read_error(path)[0].startswith(("Mute: <its text cannot be had>", "ValueError: \\ud800"))
+        assert "test_borders.py" in last_words.read_trace(path)
+
+
+def test_results_of_checks_that_make_no_sense() -> None:
+    """A check that took forever, or says so deep within lists, is one that failed."""
+    for line in ('{"ok": true, "fit": true, "took_s": 1e999, "alone_s": 0, "what": ""}', "[" * 100_000):
+        assert not workload._result(0, cast(Any, SimpleNamespace(last_line=line, exit_code=1)), 5.0).ok
+
+
+def test_packets_of_workers() -> None:
     """An alarm is heard, with any words; a packet without a verb ends its connection, and nothing else."""
     heard: list[dict[str, Any]] = []
 

@@ -13,7 +13,7 @@ from dlrover_core.words import plain
 
 from .logs import RankFiles
 
-ERROR_FILE_BYTES_MAX = 256 * 1024
+ERROR_FILE_BYTES_MAX = 4 * 1024 * 1024
 TIMESTAMP_DIGITS_MAX = 12
 PLAIN_CHARS_MAX = 6 * TAIL_BYTES_MAX
 """A tail in which each character had to be escaped is not cut before its end."""
