@@ -74,7 +74,7 @@ def test_version_says_whose_it_is(tmp_path: Path) -> None:
         (("--max-restarts", "-1", "ok.py"), "cannot be negative"),
         (("--job-id", "A B", "ok.py"), "lower-case letters, digits"),
         (("-m", "--no-python", "ok"), "exclude one another"),
-        (("--set", "nothing_s=1", "ok.py"), "stop_grace_s=30  between SIGTERM and SIGKILL"),
+        (("--set", "nothing_s=1", "ok.py"), "boundary_s=60, launch_s=900"),
         (("--set", "silence_s=soon", "ok.py"), "is not NAME=SECONDS"),
         (("--set", "silence_s=1", "ok.py"), "at least 3 heartbeats"),
         (("--state-dir", "/proc/dlrover", "ok.py"), "name a directory of yours with --state-dir"),

@@ -117,9 +117,11 @@ def _check_folder(name: str, path: str) -> None:
     """Can files be made in ``path``, once the folder is made?"""
     there = _existing(Path(path).absolute())
     if not there.is_dir():
-        raise SpecError(name, f"{path!r} cannot be made: {str(there)!r} is not a folder")
+        raise SpecError(
+            name, f"cannot be made or written to: {path!r}, as {str(there)!r} is not a folder; name another"
+        )
     if not os.access(there, os.W_OK | os.X_OK):
-        raise SpecError(name, f"{path!r}: this user may not write in {str(there)!r}; name a folder of yours")
+        raise SpecError(name, f"cannot be made or written to: {path!r}, in a folder of another user; name one of yours")
 
 
 def _existing(path: Path) -> Path:

@@ -337,7 +337,7 @@ def workers(text: str) -> int:
     if number:
         return number
     if text not in ("auto", "cpu", "gpu", "xpu"):
-        raise SpecError("nproc-per-node", f"{text!r} is not a number from 1 on, nor one of auto, cpu, gpu, xpu")
+        raise SpecError("nproc-per-node", f"{text!r} is not a number, nor one of auto, cpu, gpu, xpu")
     devices = _devices(text) if text == "auto" or (text != "cpu" and before.has_driver(text)) else 0
     if text in ("gpu", "xpu") and not devices:
         name = {"gpu": "CUDA", "xpu": "XPU"}[text]

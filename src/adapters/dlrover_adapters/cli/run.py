@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.version:
         return _version()
     if options.script is None:
-        return usage.say("dlrover-run", "name the script to run: dlrover-run SCRIPT; --help shows examples")
+        return usage.say("dlrover-run", "name the script to run; see --help for examples")
     try:
         cli_options.check(options)
         if options.show_config:

@@ -40,4 +40,4 @@ def say(prog: str, error: object) -> int:
 def meant(name: str, known: Iterable[str]) -> str:
     """The known name that is closest to an unknown one, as words to add; empty: none is close."""
     found = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+    return f" (did you mean {found[0]}?)" if found else ""
