@@ -59,7 +59,7 @@ def test_a_frame_that_no_packet_holds_arrives_with_its_descriptors() -> None:
     argv = ("train.py", *(f"{number:04}" * 25_000 for number in range(60)))
     mine, theirs = wire.pair()
     with mine, theirs, Path(os.devnull).open("wb") as sink:
-        before = len(os.listdir("/proc/self/fd"))
+        before = sum(1 for _ in Path("/proc/self/fd").iterdir())
         wire.send(mine, {"argv": list(argv)}, (sink.fileno(),))
         frame = wire.receive(theirs)
         assert frame is not None
@@ -67,7 +67,7 @@ def test_a_frame_that_no_packet_holds_arrives_with_its_descriptors() -> None:
         assert os.fstat(frame.fds[0]).st_rdev == os.fstat(sink.fileno()).st_rdev
         assert not os.get_inheritable(frame.fds[0])
         os.close(*frame.fds)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == before
         wire.send(mine, {"next": 1})
         following = wire.receive(theirs)
         assert following is not None
