@@ -192,7 +192,7 @@ class Stage:
 
     def status(self, job: str = "probe") -> dict[str, Any]:
         """What the leading master says."""
-        token = (self.state / "dlrover" / "jobs" / job / "torchrun.token").read_text().strip()
+        token = (self.state / "dlrover" / "jobs" / job / "loopback.token").read_text().strip()
         return dict(asyncio.run(fetch_status(f"127.0.0.1:{self.port}", token)))
 
     def leader(self) -> int:
@@ -445,7 +445,7 @@ def test_masters_that_speak_tls(stage: Stage) -> None:
     assert (plain.wait(BOUND_S), other.wait(BOUND_S)) == (1, 1)
     assert "speaks only TLS; name the CA of its certificate" in stage.said("plain")
     assert "its certificate is not of the CA" in stage.said("other")
-    token = (stage.state / "dlrover" / "jobs" / "probe" / "torchrun.token").read_text().strip()
+    token = (stage.state / "dlrover" / "jobs" / "probe" / "loopback.token").read_text().strip()
     with pytest.raises(CoreError, match="speaks only TLS"):
         asyncio.run(fetch_status(f"127.0.0.1:{stage.port}", token))
     b = stage.run("b", nnodes="1:4", conf=f"is_host=false,tls_ca={CA}")

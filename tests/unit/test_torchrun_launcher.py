@@ -403,7 +403,7 @@ def test_several_hosts_need_a_token(monkeypatch: pytest.MonkeyPatch, tmp_path: A
     made = torchrun._token(params, place, "127.0.0.1")
     assert torchrun._token(params, place, "localhost") == made
     assert torchrun._token(SimpleNamespace(max_nodes=1, get=lambda *_: None), place, "10.0.0.1") == made
-    assert (tmp_path / "torchrun.token").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "loopback.token").stat().st_mode & 0o777 == 0o600
     monkeypatch.setenv("DLROVER_TOKEN", "a-given-token")
     assert torchrun._token(params, place, "10.0.0.1") == "a-given-token"
 

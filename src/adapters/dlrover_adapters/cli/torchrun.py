@@ -177,25 +177,13 @@ def _place(params: Any, port: int) -> Place:
 
 def _token(params: Any, place: Place, host: str) -> str:
     """The job token. Where nobody can come from another host, one that lies in the job's private directory will do."""
-    from dlrover_adapters.http.token import load_token, make_token, require_token
+    from dlrover_adapters.cli.hosts import literally_loops
+    from dlrover_adapters.http.token import load_token, loopback_token, require_token
 
     given = params.get("token_file")
-    if params.max_nodes > 1 and not _loops(host):
+    if params.max_nodes > 1 and not literally_loops(host):
         return require_token(os.environ, given)
-    told = load_token(os.environ, given)
-    if told:
-        return told
-    path = place.directory / "torchrun.token"
-    with contextlib.suppress(FileExistsError):
-        part = path.with_suffix(f".{os.getpid()}")
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(make_token())
-        try:
-            os.link(part, path)  # whole, and the first one counts
-        finally:
-            part.unlink()
-    return load_token({}, path)
+    return load_token(os.environ, given) or loopback_token(place.directory)
 
 
 def _tls(params: Any) -> Tls:
@@ -215,15 +203,6 @@ def _tls(params: Any) -> Tls:
     else:
         encryption.dialled(found.ca)
     return found
-
-
-def _loops(host: str) -> bool:
-    import ipaddress
-
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _log_to(place: Place, level: str) -> None:
