@@ -417,19 +417,51 @@ def test_the_jobs_name(run_id: str, name: str) -> None:
     assert torchrun._name(run_id, 29400) == name
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "nodes", "found"),
+    [
+        ("", 1, ("127.0.0.1", 0)),
+        (None, 1, ("127.0.0.1", 0)),
+        ("localhost:0", 1, ("localhost", 0)),
+        ("[::1]:0", 1, ("::1", 0)),
+        ("host0:7", 1, ("host0", 7)),
+        ("host0", 2, ("host0", 29400)),
+    ],
+)
+def test_one_node_needs_no_endpoint(endpoint: str | None, nodes: int, found: tuple[str, int]) -> None:
+    """Its masters take a free port, as torchrun's c10d does for ``localhost:0``; several nodes must find the same one."""
+    assert torchrun._endpoint(SimpleNamespace(endpoint=endpoint, max_nodes=nodes)) == found
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "words"), [("", "needs --rdzv-endpoint HOST:PORT"), ("localhost:0", "1 to 65535")]
+)
+def test_several_nodes_need_an_endpoint(endpoint: str, words: str) -> None:
+    """A free port would be another one for each of them."""
+    with pytest.raises((ValueError, SpecError), match=words):
+        torchrun._endpoint(SimpleNamespace(endpoint=endpoint, max_nodes=2))
+
+
+def test_a_job_without_name_and_port_has_a_new_name() -> None:
+    """Two of them at the same time on one host are two jobs."""
+    names = {torchrun._name("none", 0) for _ in range(8)}
+    assert len(names) == 8
+    assert all(name.startswith("torchrun-") for name in names)
+
+
 def test_the_spec_leaves_counting_to_torch() -> None:
     """And takes torchrun's time-outs and ours from ``--rdzv-conf``; what nobody knows is refused."""
     conf = {"timeout": 900, "join_timeout": "20", "last_call_timeout": "3", "linger_s": "0.5"}
     params = SimpleNamespace(
         run_id="j", min_nodes=1, max_nodes=4, config=conf, get=lambda key, default=None: conf.get(key, default)
     )
-    spec = torchrun._spec(params, 29400)
+    spec = torchrun._spec(params, "j")
     assert (spec.joining, spec.launch_s, spec.last_call_s, spec.linger_s) == (True, 20.0, 3.0, 0.5)
     assert (spec.groups[0].nodes_min, spec.groups[0].nodes_max, spec.groups[0].nproc) == (1, 4, 1)
     assert spec.max_restarts == spec.groups[0].relaunch_max == torchrun.WITHOUT_END
     conf["jion_timeout"] = "20"
     with pytest.raises(ValueError, match="no jion_timeout; it has"):
-        torchrun._spec(params, 29400)
+        torchrun._spec(params, "j")
 
 
 def test_torch_loads_us_for_nothing() -> None:
