@@ -136,6 +136,7 @@ def test_a_wrong_variable_is_named(variable: str, value: str, monkeypatch: pytes
         (("--nnodes", "2", *C10D, "--rdzv-conf", "is_host=maybe"), "neither true nor false"),
         (("--nnodes", "2", *C10D, "--rdzv-conf", "join_timeout"), "KEY=VALUE"),
         (("--nnodes", "2", *C10D, "--rdzv-conf", "join_timeout=soon"), "not a number"),
+        (("--nnodes", "2", "--master-addr", "h", "--rdzv-conf", "timeout=soon"), "not a number"),
         (("--nnodes", "2", *C10D, "--standby", "1"), "start more of them"),
         (("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h:0"), "1 to 65535"),
         (("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a b:1"), "not HOST:PORT"),
@@ -210,6 +211,19 @@ def test_durations_come_from_the_most_particular_flag(monkeypatch: pytest.Monkey
     assert spec_of().stop_grace_s == 5
     assert spec_of("--shutdown-timeout", "6").stop_grace_s == 6
     assert spec_of("--shutdown-timeout", "6", "--set", "stop_grace_s=7").stop_grace_s == 7
+
+
+def test_a_key_that_torch_never_reads_is_no_error() -> None:
+    """With c10d torch reads no ``timeout``, with static nothing else: nonsense in it does nothing, and a line says so."""
+    for flags, key in (
+        (C10D, "timeout"),
+        (("--master-addr", "h"), "join_timeout"),
+        (("--master-addr", "h"), "keep_alive_interval"),
+    ):
+        options = parsed("--nnodes", "2", *flags, "--rdzv-conf", f"{key}=5'")
+        met = cli_options.meeting(options)
+        assert (met.durations, met.unused) == ({}, (f"--rdzv-conf {key}",))
+        assert cli_options.notes(options) == {f"--rdzv-conf {key}": f"not with {met.backend}"}
 
 
 def test_jobs_are_named_by_their_rendezvous() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,8 +22,8 @@ _REFUSED = {
 
 # torchrun's keys of --rdzv-conf that set a duration of the job's spec.
 _DURATIONS = {"join_timeout": "launch_s", "timeout": "launch_s", "last_call_timeout": "last_call_s"}
-# Those that mean something only to torch's own stores and heartbeats.
-_UNUSED = ("close_timeout", "heartbeat_timeout", "read_timeout", "rank")
+# Those whose product sets one, with torchrun's defaults.
+_KEEP_ALIVE = {"keep_alive_interval": 5.0, "keep_alive_max_attempt": 3.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def read(options: argparse.Namespace, nodes_max: int) -> Meeting:
     """The meeting that the options describe, of a job with at most ``nodes_max`` nodes. Raises `SpecError`."""
     _check_backend(options.rdzv_backend)
     conf = parse_conf(options.rdzv_conf)
-    durations, unused = _durations(conf)
+    durations, unused = _durations(conf, options.rdzv_backend)
     masters = tuple(_master(one) for one in (options.master or "").split(",") if one.strip())
     if masters:
         return Meeting(
@@ -160,19 +161,37 @@ def _master(text: str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _durations(conf: Mapping[str, str]) -> tuple[dict[str, float], list[str]]:
-    """What the configuration sets in the job's spec, and the keys that have no meaning here."""
+def _durations(conf: Mapping[str, str], backend: str) -> tuple[dict[str, float], list[str]]:
+    """What the configuration sets in the job's spec, and the keys that have no meaning here.
+
+    What is no number is refused where torch's own ``backend`` reads that key. Elsewhere the key does nothing, as under torchrun.
+    """
     found: dict[str, float] = {}
+    kept_alive: dict[str, float] = {}
     unused = []
     for key, value in conf.items():
-        if key in _DURATIONS:
-            found[_DURATIONS[key]] = _seconds(key, value)
-        elif key in _UNUSED or key not in ("is_host", "store_type", "keep_alive_interval", "keep_alive_max_attempt"):
+        if key in ("is_host", "store_type"):
+            continue
+        if not (key in _DURATIONS or key in _KEEP_ALIVE) or not _taken(key, value, backend):
             unused.append(f"--rdzv-conf {key}")
-    if "keep_alive_interval" in conf or "keep_alive_max_attempt" in conf:
-        interval = _seconds("keep_alive_interval", conf.get("keep_alive_interval", "5"))
-        found["silence_s"] = interval * _seconds("keep_alive_max_attempt", conf.get("keep_alive_max_attempt", "3"))
+        elif key in _DURATIONS:
+            found[_DURATIONS[key]] = _seconds(key, value)
+        else:
+            kept_alive[key] = _seconds(key, value)
+    if kept_alive:
+        found["silence_s"] = math.prod({**_KEEP_ALIVE, **kept_alive}.values())
     return found, unused
+
+
+def _taken(key: str, value: str, backend: str) -> bool:
+    """Is it a number? Raises `SpecError` where it is none, and torch's backend of that name would not start with it either."""
+    try:
+        _seconds(key, value)
+    except SpecError:
+        if (key == "timeout") == (backend == "static"):
+            raise
+        return False
+    return True
 
 
 def _seconds(key: str, value: str) -> float:
