@@ -189,6 +189,49 @@ def test_workers_that_were_never_seen_are_dead_when_the_elastic_agent_is_back() 
     play(story)
 
 
+def test_what_was_taken_and_not_begun_has_no_workers() -> None:
+    """Who uses a handler by hand starts none that we could wait for; torch's elastic agent is called back before it looks."""
+
+    async def story(stage: Stage) -> None:
+        launch = launch_of(1)
+        stage.desk.come()
+        await stage.launcher.start(launch)
+        stage.desk.take(launch)
+        began = asyncio.get_running_loop().time()
+        assert await stage.launcher.stop(0.0, 30.0)
+        assert asyncio.get_running_loop().time() == began
+        assert brief(await stage.settle()) == [("WorkersGone", 1)]
+        assert stage.desk.waiting, "should it start some all the same"
+
+    play(story)
+
+
+def test_giving_up_without_a_word_is_a_failure() -> None:
+    """Torch's elastic agent returned a failed result: what was held counts, or else nobody knows how its workers ended."""
+
+    async def held(stage: Stage) -> None:
+        await stage.begin(last=None)
+        stage.dying[1](7)
+        stage.desk.fail(())
+        assert brief(await stage.settle()) == [(1, 7, False, True), ("WorkersGone", 1)]
+
+    async def told(stage: Stage) -> None:
+        await stage.begin(last=True)
+        stage.dying[1](7)
+        assert brief(await stage.settle()) == [(1, 7, False, True)]
+        stage.dying[0](-signal.SIGTERM)
+        stage.desk.fail(())
+        assert brief(await stage.settle()) == [(0, -15, True, False), ("WorkersGone", 1)]
+
+    async def unknown(stage: Stage) -> None:
+        await stage.begin()
+        stage.desk.fail(())
+        assert brief(await stage.settle()) == [(0, 1, False, True), ("WorkersGone", 1)]
+
+    for story in (held, told, unknown):
+        play(story)
+
+
 def test_workers_that_do_not_die_make_a_stop_fail() -> None:
     """After torch's own 30 s and the kill wait."""
 

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ UNUSED = {
     "store_type", "rank",
 }  # fmt: skip
 OURS = {
-    "join_timeout", "last_call_timeout", "is_host", "state_dir", "log", "token_file", "on_join", "log_level",
+    "join_timeout", "last_call_timeout", "is_host", "state_dir", "log", "token_file", "on_join", "log_level", "reserve",
     "tls_cert", "tls_key", "tls_ca",
 }  # fmt: skip
 
@@ -64,6 +65,7 @@ def create(params: Any) -> Any:
     """The rendezvous for this torchrun; on HOST with its masters. Raises `ValueError` for what cannot be right."""
     from dlrover_adapters.agent.keeper import open_store
     from dlrover_adapters.cli import hosts
+    from dlrover_adapters.cli.torchrun_asking import Asking
     from dlrover_adapters.http.client import HttpDialer
     from dlrover_adapters.http.tls import dialled
     from dlrover_adapters.torch.rendezvous import DlroverRendezvous
@@ -84,6 +86,8 @@ def create(params: Any) -> Any:
     port_socket = free or _port(params, host, port)
     masters = _masters(params, spec, place, token, port_socket, master, tls) if port_socket is not None else None
 
+    asking = Asking(master, token, encryption)
+
     def close(seconds: float | None) -> None:
         if masters is not None:
             masters.close(seconds)
@@ -98,10 +102,15 @@ def create(params: Any) -> Any:
         address=where.address,
         seat=name,
         join_s=spec.launch_s,
+        # The masters end with HOST's torchrun, and the job needs them.
+        reserve=masters is not None or bool(params.get_as_bool("reserve")),
         open_store=open_store,
         words=_words,
         trouble=lambda: masters.trouble if masters is not None else "",
         close=close,
+        over=lambda: (masters is not None and masters.over) or asking.over(),
+        stop=asking.stop,
+        say=lambda words: print(f"torchrun: {words}", file=sys.stderr, flush=True),
     )
     return DlroverRendezvous(params.run_id, parts)
 

@@ -6,27 +6,39 @@ Which call of the elastic agent means what (torch 2.13, `SimpleElasticAgent`):
   starts again.
 * ``use_agent_store`` is read just before workers are started; the next `get_backend` comes right after, for their event.
 * A count at the store's last barrier: all workers ended well. It never starts any after that.
-* `shutdown`: it is over, and the exception under way says how: none, `ChildFailedError` (no restarts left), or another.
+* `shutdown`: it is over, and the exception under way says how: none (with workers that had not all ended well it has given up,
+  without any this handler was used by hand), `ChildFailedError` (no restarts left), or another.
   After a signal it is not called at all; so signals are listened to, and passed on to torch's handler.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import structlog
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 
-from .torchrun_desk import FINISHED, Death, Desk
+from dlrover_core.errors import CoreError
+
+from .torchrun_desk import ENDED, FINISHED, RUNNING, Death, Desk
 from .torchrun_line import Line, Parts
 from .torchrun_store import GenerationStore, Overtaken, join
 from .torchrun_workers import find
@@ -41,6 +53,8 @@ MASTERS_S = 30.0
 """HOST's torchrun waits this long for its masters: they stay until everybody has heard how the job ended. Where its own workers
 have finished and others train on, it waits for as long as those need a master."""
 LOOK_S = 1.0
+
+log = structlog.get_logger("dlrover.torchrun")
 
 
 class DlroverRendezvous(RendezvousHandler):
@@ -66,6 +80,7 @@ class DlroverRendezvous(RendezvousHandler):
     def use_agent_store(self) -> bool:
         """Always: each generation has a store of its own, that no rank has to serve."""
         self._starting = True
+        self._desk.begin()
         return True
 
     def get_run_id(self) -> str:
@@ -74,6 +89,8 @@ class DlroverRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next generation, and for the elastic agents of all its nodes."""
+        if self._desk.closed is not None:
+            raise self._desk.closed
         self._desk.come()
         self._line.start()
         while True:
@@ -93,12 +110,18 @@ class DlroverRendezvous(RendezvousHandler):
                 return RendezvousInfo(store, launch.node_rank, launch.nodes, where)
 
     def is_closed(self) -> bool:
-        """Is the job over, or this node not wanted any more?"""
-        return self._desk.closed is not None
+        """Is the job over, or this node not wanted any more? Raises `RendezvousConnectionError`."""
+        if self._desk.closed is not None:
+            return True
+        with _as_torchs():
+            return self._parts.over()
 
     def set_closed(self) -> None:
-        """Stop the job, for everybody. Torch's own elastic agent never asks for it."""
-        self._line.stop_job(f"closed by torchrun on {self._parts.host}")
+        """Stop the job, for everybody. Torch's own elastic agent never asks for it. Raises `RendezvousConnectionError`."""
+        reason = f"closed by torchrun on {self._parts.host}"
+        with _as_torchs():
+            self._parts.stop(reason)
+        self._desk.close(RendezvousClosedError(f"job {self._parts.job!r} is {reason}"))
 
     def num_nodes_waiting(self) -> int:
         """More than none while the elastic agent is to stop its workers and come back: that costs none of its restarts."""
@@ -106,16 +129,23 @@ class DlroverRendezvous(RendezvousHandler):
         return int(self._desk.waiting)
 
     def shutdown(self) -> bool:
-        """The elastic agent is done, one way or another."""
+        """The elastic agent is done, one way or another.
+
+        Where none has used this handler, but somebody by hand, the job is closed, as by c10d's. False: no master has heard.
+        """
         if self._ended:
             return True
         self._ended = True
         error, finished = sys.exc_info()[1], self._desk.phase == FINISHED
         if isinstance(error, ChildFailedError):
-            self._desk.fail(tuple(_death(rank, failure, self._parts.words) for rank, failure in _by_time(error)))
-            over = self._line.wait(OVER_S)
+            over = self._failed(tuple(_death(rank, failure, self._parts.words) for rank, failure in _by_time(error)))
         elif error is None and finished:
             over = self._finished()
+        elif error is None and self._desk.phase == RUNNING and self._desk.begun:
+            # The elastic agent has returned a failed result, which nobody has made an exception of.
+            over = self._failed(())
+        elif error is None and self._desk.phase != ENDED and self._desk.closed is None:
+            over = self._close_for_all()
         else:
             over = False
         if not over:
@@ -125,6 +155,18 @@ class DlroverRendezvous(RendezvousHandler):
         return over
 
     # ----
+
+    def _failed(self, deaths: tuple[Death, ...]) -> bool:
+        self._desk.fail(deaths)
+        return self._line.wait(OVER_S)
+
+    def _close_for_all(self) -> bool:
+        try:
+            self.set_closed()
+        except RendezvousError as error:
+            log.warning("the job could not be closed", reason=str(error))
+            return False
+        return self._line.wait(OVER_S)
 
     def _finished(self) -> bool:
         """All workers ended well here. Is the job over, and does nobody need our store any more?"""
@@ -173,6 +215,15 @@ class _Heard:
     def __call__(self, number: int, frame: Any) -> Any:
         self._tell()
         return self._theirs(number, frame)
+
+
+@contextlib.contextmanager
+def _as_torchs() -> Iterator[None]:
+    """What our client raises, as torch's error of a rendezvous that cannot be reached."""
+    try:
+        yield
+    except CoreError as error:
+        raise RendezvousConnectionError(str(error)) from error
 
 
 def _by_time(error: ChildFailedError) -> list[tuple[int, ProcessFailure]]:
