@@ -177,7 +177,7 @@ class Striking:
             self.done["nobody there"] += 1
             self._note(strike, now_s, "nobody there")
             return
-        victim = living[int(strike.which * len(living))]
+        victim = living[min(int(strike.which * len(living)), len(living) - 1)]  # 0.9996 is rounded to 1
         try:
             fd = os.pidfd_open(victim.pid)
         except ProcessLookupError:
