@@ -30,6 +30,7 @@ _KEEP_ALIVE = {"keep_alive_interval": 5.0, "keep_alive_max_attempt": 3.0}
 class Meeting:
     """One host's view of the rendezvous. Not ``joining``: one host, nothing is met, and the rest is empty.
 
+    ``store`` is the host and port that somebody named for the store of a job on one host; None: a free port of loopback.
     ``host`` is without brackets, also an IPv6 one. ``hosts``: whether this host runs the masters; None means torchrun's rule,
     where ``host`` names this machine. ``place``: the node rank asked for, or -1. ``masters``: only an agent runs here.
     """
@@ -44,6 +45,7 @@ class Meeting:
     local_addr: str = ""
     durations: Mapping[str, float] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    store: tuple[str, int] | None = None
 
     @property
     def endpoint(self) -> str:
@@ -96,8 +98,24 @@ def read(options: argparse.Namespace, nodes_max: int) -> Meeting:
             unused=tuple(unused),
         )
     if options.standalone or nodes_max == 1 or options.local_nodes is not None:
-        return Meeting(unused=tuple(_unused_alone(options) + unused), durations=durations)
+        store, by = _store(options)
+        alone = [one for one in _unused_alone(options) if one not in by]
+        return Meeting(unused=tuple(alone + unused), durations=durations, store=store)
     return _joining(options, conf, durations, unused)
+
+
+def _store(options: argparse.Namespace) -> tuple[tuple[str, int] | None, tuple[str, ...]]:
+    """Where torchrun's static backend would have the store of a single host, if that is said; and by which flags.
+
+    Raises `SpecError`.
+    """
+    if options.standalone or options.rdzv_backend != "static":
+        return None, ()
+    flags = ("--rdzv-backend", "--master-addr", "--master-port")
+    if options.rdzv_endpoint:
+        host, port = parse_endpoint("rdzv-endpoint", options.rdzv_endpoint, 0)
+        return ((host, port), ("--rdzv-backend", "--rdzv-endpoint")) if port else (None, ())
+    return (_static(options), flags) if options.master_port is not None else (None, ())
 
 
 def _check_backend(backend: str) -> None:
@@ -144,16 +162,21 @@ def _address(options: argparse.Namespace, static: bool) -> tuple[str, int]:
     if options.rdzv_endpoint:
         return parse_endpoint("rdzv-endpoint", options.rdzv_endpoint, STATIC_PORT if static else PORT)
     if static and options.given("master_addr"):
-        host, _ = parse_endpoint("master-addr", f"[{options.master_addr.strip('[]')}]")
-        port = STATIC_PORT if options.master_port is None else options.master_port
-        if not 0 < port < 2**16:
-            raise SpecError("master-port", f"{port} is not a port from 1 to 65535")
-        return host, port
+        return _static(options)
     raise SpecError(
         "nnodes",
         "more than one node needs a place to meet, the same on every host: --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
         f"(HOST one of them), or --master-addr and --node-rank; --local-nodes {options.nnodes.most} runs them all on this one",
     )
+
+
+def _static(options: argparse.Namespace) -> tuple[str, int]:
+    """``--master-addr`` and ``--master-port``. Raises `SpecError`."""
+    host, _ = parse_endpoint("master-addr", f"[{options.master_addr.strip('[]')}]")
+    port = STATIC_PORT if options.master_port is None else options.master_port
+    if not 0 < port < 2**16:
+        raise SpecError("master-port", f"{port} is not a port from 1 to 65535")
+    return host, port
 
 
 def _master(text: str) -> str:
