@@ -139,6 +139,22 @@ def test_shutdown_after_an_error_or_a_signal_leaves_the_others_alone(stage: Stag
     assert [type(one) for one in stage.signs] == [Leaving]
 
 
+def test_shutdown_before_a_rendezvous_waits_for_nobody(stage: Stage) -> None:
+    """An error of torch's elastic agent before it came: masters that nobody has seen end at once, and not after 30 s."""
+    try:
+        raise ValueError("its own")  # noqa: TRY301  # as it is under way when torch calls
+    except ValueError:
+        stage.handler.shutdown()
+    assert stage.closed == [0.0]
+
+
+def test_rank_0_may_serve_its_own_store(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's switch for it counts here as for c10d."""
+    assert stage.handler.use_agent_store is True
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    assert stage.handler.use_agent_store is False
+
+
 def test_shutdown_after_a_signal_that_somebody_caught(stage: Stage) -> None:
     """The others were told when it came."""
     stage.take(starts=True)

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any
 
 import structlog
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -37,6 +38,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from dlrover_core.errors import CoreError
+from dlrover_core.runtime.launcher import WorkersLaunch
 
 from .torchrun_desk import ENDED, FINISHED, RUNNING, Death, Desk
 from .torchrun_line import Line, Parts
@@ -78,10 +80,10 @@ class DlroverRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Always: each generation has a store of its own, that no rank has to serve."""
+        """Each generation has a store of its own, that no rank has to serve; unless somebody wants rank 0 to, as for c10d."""
         self._starting = True
         self._desk.begin()
-        return True
+        return not _by_rank_0()
 
     def get_run_id(self) -> str:
         """What ``--rdzv-id`` says."""
@@ -100,14 +102,20 @@ class DlroverRendezvous(RendezvousHandler):
             try:
                 store = join(launch, partial(self._desk.lies, launch), self._desk.finish)
                 store.meet()
-            except Overtaken:
+                where = self._where(launch, store)
+            except (Overtaken, DistStoreError):
                 self._newest = max(self._newest, 0 if self._desk.lies(launch) else launch.generation)
                 continue
             if self._desk.take(launch):
                 self._store, self._newest = store, launch.generation
-                host, _, port = launch.store.rpartition(":")
-                where = RendezvousStoreInfo(host.strip("[]"), int(port))
                 return RendezvousInfo(store, launch.node_rank, launch.nodes, where)
+
+    def _where(self, launch: WorkersLaunch, store: GenerationStore) -> RendezvousStoreInfo:
+        """Where ranks find their store: the generation's own, or that which rank 0 is going to serve."""
+        if _by_rank_0():
+            return RendezvousStoreInfo.build(launch.node_rank, store, local_addr=self._parts.address)
+        host, _, port = launch.store.rpartition(":")
+        return RendezvousStoreInfo(host.strip("[]"), int(port))
 
     def is_closed(self) -> bool:
         """Is the job over, or this node not wanted any more? Raises `RendezvousConnectionError`."""
@@ -151,7 +159,9 @@ class DlroverRendezvous(RendezvousHandler):
         if not over:
             self._desk.leave(_why(error), dead=True)
             over = self._line.wait(LEAVE_S)
-        self._parts.close(None if error is None and finished else MASTERS_S if over else 0.0)
+        # Who never came is waited for by nobody.
+        came = self._line.started or self._desk.closed is not None
+        self._parts.close(None if error is None and finished else MASTERS_S if over and came else 0.0)
         return over
 
     # ----
@@ -215,6 +225,11 @@ class _Heard:
     def __call__(self, number: int, frame: Any) -> Any:
         self._tell()
         return self._theirs(number, frame)
+
+
+def _by_rank_0() -> bool:
+    """Torch's switch for ranks that do not share the rendezvous' store."""
+    return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") == "1"
 
 
 @contextlib.contextmanager
