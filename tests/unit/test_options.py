@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dlrover_adapters.agent.config import LaunchConfig
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli import serve, show_config, workers
 from dlrover_adapters.cli.meeting import Meeting
@@ -323,3 +324,14 @@ def test_a_master_of_its_own_takes_what_a_job_needs() -> None:
     serve.arguments(made)
     options = made.parse_args([], namespace=Options())
     assert cli_options.spec(options, "lm7", 1).job == "lm7"
+
+
+def test_how_long_a_node_may_take_to_start_workers_can_be_set() -> None:
+    """A slow file system and a busy host need more than the defaults; what is set reaches the agent's launcher."""
+    line = [word for one in ("ready_s=900", "probe_s=30", "start_s=120", "refill_s=0") for word in ("--set", one)]
+    spec = cli_options.spec(cli_options.parse([*line, "x.py"]), "j", 1)
+    found = workers.launch_fields({"spec": spec.to_json()})
+    config = LaunchConfig(("x.py",), **found)
+    assert (config.ready_s, config.probe_s, config.start_s, config.refill_s) == (900, 30, 120, 0)
+    usual = LaunchConfig(("x.py",), **workers.launch_fields({"spec": JobSpec("j").to_json()}))
+    assert usual == LaunchConfig(("x.py",), finish_s=3600.0), "the defaults of both are the same"
