@@ -113,7 +113,7 @@ class LaunchConfig(NamedTuple):
         if not (stream & _at(self.tee, local_rank) and stream & self.shown(local_rank)):
             return ()
         wanted = self.duplicate_stdout if stream is Streams.OUT else self.duplicate_stderr
-        return tuple(one.encode() for one in wanted)
+        return tuple(os.fsencode(one) for one in wanted)
 
     def checked(self) -> LaunchConfig:
         """Itself. Raises `SpecError` where it cannot work."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import array
 import os
 import socket
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgpack
 
@@ -41,7 +41,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def send(sock: socket.socket, body: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
     """Send one frame whole. Raises `LaunchFailed` for one too large and OSError when the peer is gone or asleep."""
-    payload = msgpack.packb(body, unicode_errors=_SURROGATES)
+    payload = pack(body)
     if len(payload) > FRAME_BYTES_MAX:
         raise LaunchFailed(
             f"a message to a worker has {len(payload)} bytes, {FRAME_BYTES_MAX} fit: shorten the arguments"
@@ -74,14 +74,19 @@ def receive(sock: socket.socket) -> Frame | None:
         with open(fds.pop(0), "rb") as apart:
             apart.seek(0)  # both ends have one position
             payload = apart.read(FRAME_BYTES_MAX)
-    return Frame(unpack(payload, surrogates=_SURROGATES), tuple(fds))
+    return Frame(unpack(payload), tuple(fds))
 
 
-def unpack(payload: bytes, surrogates: str = "strict") -> dict[str, Any]:
+def pack(body: dict[str, Any]) -> bytes:
+    """The map as bytes. Arguments and paths that are not UTF-8, which Python holds as half characters, arrive as they were."""
+    return cast(bytes, msgpack.packb(body, unicode_errors=_SURROGATES))
+
+
+def unpack(payload: bytes) -> dict[str, Any]:
     """The map in ``payload``. Raises `MalformedMessage`."""
     try:
-        body = msgpack.unpackb(payload, unicode_errors=surrogates)
-    except (ValueError, msgpack.UnpackException) as error:
+        body = msgpack.unpackb(payload, unicode_errors=_SURROGATES)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MalformedMessage(f"{len(payload)} bytes from a local process are not msgpack") from error
     if not isinstance(body, dict):
         raise MalformedMessage(f"a local process sent a {type(body).__name__}, not a map")

@@ -189,9 +189,10 @@ class Zygote:
             fault = self._framework.refusal_in_child()
             if tasks != 1:
                 fault = f"a forked child has {tasks} threads"
-            os.write(writer, (fault or "fit").encode()[:4096])
+            os.write(writer, (fault or "fit").encode(errors="backslashreplace")[:4096])
         except BaseException as error:  # noqa: BLE001 - a probe must never return into the zygote's code
-            os.write(writer, f"a forked child that computes raises {type(error).__name__}: {error}".encode()[:4096])
+            fault = f"a forked child that computes raises {type(error).__name__}: {error}"
+            os.write(writer, fault.encode(errors="backslashreplace")[:4096])
         finally:
             os._exit(0)
 

@@ -40,6 +40,7 @@ from dlrover_adapters.cli.places import (
     USAGE,
     NotFound,
     log_url,
+    show_any_text,
     shown,
 )
 from dlrover_adapters.cli.whose import version_lines
@@ -183,6 +184,7 @@ def build_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentPar
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code; wrong usage leaves through argparse with 2."""
+    show_any_text()
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.version:

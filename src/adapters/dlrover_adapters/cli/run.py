@@ -50,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_config(options: Options) -> int:
-    from dlrover_adapters.cli import show_config
+    from dlrover_adapters.cli import places, show_config
 
+    places.show_any_text()
     print(show_config.text(show_config.rows(options), options.show_config))
     return EX_OK
 

@@ -90,7 +90,7 @@ def shown(header: str | None) -> str:
 
 def same(one: str, other: str) -> bool:
     """Are the tokens equal? It takes as long for a wrong one as for the right one. No token equals nothing."""
-    equal = hmac.compare_digest(one.encode("utf-8", "surrogateescape"), other.encode("utf-8", "surrogateescape"))
+    equal = hmac.compare_digest(one.encode("utf-8", "surrogatepass"), other.encode("utf-8", "surrogatepass"))
     return equal and bool(one)
 
 
