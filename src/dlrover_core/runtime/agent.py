@@ -209,8 +209,7 @@ class Agent:
     def part(self, reason: str) -> None:
         """Ask the master to be drained, and go when it says so: what a signal to the agent means.
 
-        So the others' workers get their grace too, and no failure is recorded. Where nobody answers, or the answer is no
-        (the job ends, or fails, or this node is released already), it is `leave`.
+        So the others' workers get their grace too, and no failure is recorded. Without an answer, or refused, it is `leave`.
         """
         if self._parting or not (self._connected and self.node and self._peer_version > 1):
             self.leave(reason)

@@ -271,7 +271,8 @@ class LinuxLauncher:
             spares = await within(self._config.start_s, self._nursery.take(launch.nproc))
         except asyncio.TimeoutError as error:
             raise LaunchFailed(
-                f"generation {launch.generation}: workers could not be made within {self._config.start_s:g} s"
+                f"generation {launch.generation}: workers could not be made within {self._config.start_s:g} s; "
+                "--set start_s=SECONDS waits longer"
             ) from error
         try:
             workers = [

@@ -179,7 +179,7 @@ class Zygote:
         poll = select.poll()
         poll.register(reader, select.POLLIN)
         if not poll.poll(round(self._probe_s * 1000)):
-            return f"a forked child did not finish a matrix product within {self._probe_s:g} s"
+            return f"a forked child did not finish a matrix product within {self._probe_s:g} s (--set probe_s=SECONDS)"
         answer = os.read(reader, 4096).decode(errors="replace")
         return "" if answer == "fit" else answer or "a forked child that computes dies"
 
