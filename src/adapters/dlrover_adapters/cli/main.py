@@ -25,6 +25,7 @@ from dlrover_adapters.cli import (
     serve,
     signatures,
     simulate,
+    usage,
 )
 from dlrover_adapters.cli.places import (
     FAILED,
@@ -159,7 +160,7 @@ COMMANDS = (
 def build_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
     """The command line, as --help tells it."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
+    parser = usage.Parser(
         prog="dlrover",
         description="Look at training jobs run by dlrover-core, and tell them what to do. "
         "Looking needs nothing but the job's log; telling goes to the master that leads the job.",
