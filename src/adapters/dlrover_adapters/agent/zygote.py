@@ -191,8 +191,8 @@ class Zygote:
                 fault = f"a forked child has {tasks} threads"
             os.write(writer, (fault or "fit").encode(errors="backslashreplace")[:4096])
         except BaseException as error:  # noqa: BLE001 - a probe must never return into the zygote's code
-            fault = f"a forked child that computes raises {type(error).__name__}: {error}"
-            os.write(writer, fault.encode(errors="backslashreplace")[:4096])
+            words = f"a forked child that computes raises {type(error).__name__}: {error}"
+            os.write(writer, words.encode(errors="backslashreplace")[:4096])
         finally:
             os._exit(0)
 
