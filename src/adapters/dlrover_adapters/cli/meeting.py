@@ -195,7 +195,8 @@ def _durations(conf: Mapping[str, str], backend: str) -> tuple[dict[str, float],
     for key, value in conf.items():
         if key in ("is_host", "store_type"):
             continue
-        if not (key in _DURATIONS or key in _KEEP_ALIVE) or not _taken(key, value, backend):
+        known = key in _KEEP_ALIVE or (key in _DURATIONS and (key != "timeout" or backend == "static"))
+        if not known or not _taken(key, value, backend):
             unused.append(f"--rdzv-conf {key}")
         elif key in _DURATIONS:
             found[_DURATIONS[key]] = _seconds(key, value)
