@@ -255,6 +255,15 @@ def test_a_key_that_torch_never_reads_is_no_error() -> None:
         assert cli_options.notes(options) == {f"--rdzv-conf {key}": f"not with {met.backend}"}
 
 
+def test_timeout_is_read_with_static_alone() -> None:
+    """As by torch: with c10d the nodes have the whole ``join_timeout``, whatever ``timeout`` says."""
+    assert cli_options.meeting(parsed("--nnodes", "2", "--master-addr", "h", "--rdzv-conf", "timeout=5")).durations == {
+        "launch_s": 5
+    }
+    met = cli_options.meeting(parsed("--nnodes", "2", *C10D, "--rdzv-conf", "timeout=5"))
+    assert (met.durations, met.unused) == ({}, ("--rdzv-conf timeout",))
+
+
 def test_jobs_are_named_by_their_rendezvous() -> None:
     """Its id, made fit for a name; hosts that join agree without one; a job of one host alone has a new name each time."""
     assert cli_options.job_name(parsed("--rdzv-id", "My Job/7")) == "my-job-7"

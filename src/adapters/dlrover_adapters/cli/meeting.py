@@ -208,7 +208,7 @@ def _durations(conf: Mapping[str, str], backend: str) -> tuple[dict[str, float],
         elif not (key in _DURATIONS or key in _KEEP_ALIVE):
             known = (*_DURATIONS, *_KEEP_ALIVE, *_USED, *_UNUSED)
             raise SpecError("rdzv-conf", f"there is no {key!r}{usage.meant(key, known)}; there are: {', '.join(known)}")
-        elif not _taken(key, value, backend):
+        elif (key == "timeout" and backend not in ("", "static")) or not _taken(key, value, backend):
             unused.append(f"--rdzv-conf {key}")
         elif key in _DURATIONS:
             found[_DURATIONS[key]] = _seconds(key, value)
