@@ -36,6 +36,7 @@ from .checkpoints.vault import Vault
 from .children import Child, wait_dead
 from .config import LaunchConfig, Mode
 from .doorbell import Asked, Doorbell
+from .ground import Watch
 from .last_words import LastWords, last_words
 from .log_bounds import LogBounds, prune
 from .log_watch import Known, Output, OutputWatch
@@ -131,6 +132,7 @@ class LinuxLauncher:
         self._nursery: Nursery | None = None
         self._stores: Stores | None = None
         self._bell: Doorbell | None = None
+        self._ground: Watch | None = None
         self.vault: Vault | None = None
         self.saving: Saving | None = None
         self._opening: asyncio.Future[None] | None = None
@@ -207,6 +209,8 @@ class LinuxLauncher:
         self._bell.open()
         self.vault = Vault(self._run_dir)
         self.vault.open()
+        self._ground = Watch(self._run_dir, (self._bell, self.vault), self.say)
+        await self._ground.begin()
         self.saving = Saving(self._config, self.vault.arenas, nursery.fork_saver, nursery.gone)
         if self._config.stores:
             self._stores = Stores(self._config, nursery.fork_keeper, nursery.gone, self._offer, self._lost)
@@ -217,6 +221,10 @@ class LinuxLauncher:
             await self._stores.ready()
         if self._cpus is not None:
             await self._cpus
+
+    def say(self, words: str) -> None:
+        """Tell people something about this host."""
+        _log.warning(words, node=self._config.node)
 
     def _make_folders(self) -> None:
         config = self._config
@@ -264,6 +272,8 @@ class LinuxLauncher:
         alive = [one.child.pid for one in self._workers if one.child.alive]
         assert not alive, f"generation {launch.generation} must not start: processes {alive} of the last one live"
         self.spend_store(launch.store)
+        if self._ground is not None:
+            await self._ground.look()
         files = await asyncio.to_thread(self._make_files, launch)
         try:
             spares = await within(self._config.start_s, self._nursery.take(launch.nproc))
@@ -547,6 +557,8 @@ class LinuxLauncher:
             )
         if self._stores is not None:
             await self._stores.close()
+        if self._ground is not None:
+            await self._ground.end()
         if self.saving is not None:
             await self.saving.close()
         if self.vault is not None:

@@ -43,6 +43,7 @@ from dlrover_core.runtime.master import Master
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 ASK_AGAIN_S = 0.5
 TAKEN_OVER_S = 0.5
+STOP_BYTES_MAX = 1000
 
 log = structlog.get_logger("dlrover.master")
 
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--number", type=int, required=True)
+    parser.add_argument("--stop", type=int, required=True)
     parser.add_argument("--dead", action="append", default=[])
     options = parser.parse_args()
     _die_with(options.parent)
@@ -64,7 +66,7 @@ def main() -> int:
     # Ctrl-C reaches the whole foreground group; only the launcher decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settle()
-    return asyncio.run(_run(settings, options.fd, holder, options.dead))
+    return asyncio.run(_run(settings, options.fd, options.stop, holder, options.dead))
 
 
 def _die_with(parent: int) -> None:
@@ -76,7 +78,7 @@ def _die_with(parent: int) -> None:
         sys.exit(EX_AGAIN)
 
 
-async def _run(settings: Settings, fd: int, holder: str, dead: list[str]) -> int:
+async def _run(settings: Settings, fd: int, stop: int, holder: str, dead: list[str]) -> int:
     try:
         async with open_log(settings.log) as event_log:
             teller = told.on_stderr(settings.job.job)
@@ -100,9 +102,9 @@ async def _run(settings: Settings, fd: int, holder: str, dead: list[str]) -> int
             loop.call_later(warm_s, loop.run_in_executor, None, told.warm, settings.job.signatures)
             asked = asyncio.Event()
             loop.add_signal_handler(signal.SIGTERM, asked.set)
-            if settings.stop_file.exists():
+            if _why_stop(stop):
                 asked.set()
-            stopper = asyncio.ensure_future(_end_when(asked, master, event_log, settings))
+            stopper = asyncio.ensure_future(_end_when(asked, stop, master, event_log, settings))
             try:
                 outcome = await master.run()
             finally:
@@ -135,11 +137,15 @@ def _listener(settings: Settings, fd: int) -> HttpListener:
     )
 
 
-async def _end_when(told: asyncio.Event, master: Master, event_log: EventLog, settings: Settings) -> None:
+def _why_stop(stop: int) -> str:
+    """Why the launcher has the job stop, as it wrote into the file ``stop``; empty: it has not."""
+    return os.pread(stop, STOP_BYTES_MAX, 0).decode()
+
+
+async def _end_when(told: asyncio.Event, stop: int, master: Master, event_log: EventLog, settings: Settings) -> None:
     await told.wait()
-    try:
-        reason = settings.stop_file.read_text()
-    except FileNotFoundError:
+    reason = _why_stop(stop)
+    if not reason:
         master.hand_over("it got SIGTERM")
         return
     led = asyncio.ensure_future(master.led.wait())
