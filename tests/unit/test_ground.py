@@ -58,7 +58,7 @@ def test_a_folder_that_was_removed_is_made_anew(tmp_path: Path) -> None:
     assert not cleanable(folder)
     shutil.rmtree(folder)
     folder.symlink_to(tmp_path)
-    with pytest.raises(OSError, match="Not a directory|Too many levels"):
+    with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
         held.hold()
     held.release()
 
@@ -71,7 +71,7 @@ def call(path: str) -> socket.socket:
 
 
 def test_sockets_that_were_removed_listen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is connected stays so; whoever starts after `look` finds the socket; people are told once what went, and what not."""
+    """Whoever is connected stays so; whoever starts after `look` finds the socket; people are told once what went."""
     folder, said = tmp_path / "run", list[str]()
 
     def refused(path: Path) -> None:
@@ -103,7 +103,7 @@ def test_sockets_that_were_removed_listen_again(tmp_path: Path, monkeypatch: pyt
                 for number, line in enumerate((before, waiting, after), 2):
                     line.send(ring % number)
                     assert await asyncio.wait_for(rung.get(), 10) == number
-            os.unlink(bell.path)
+            os.remove(bell.path)  # noqa: PTH107
             await watch.look()
             call(bell.path).close()
         shutil.rmtree(folder)
@@ -114,7 +114,7 @@ def test_sockets_that_were_removed_listen_again(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_long_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sockets need a short path: the run's folder is made where there is one; where there is none that is said, and what to type."""
+    """Sockets need a short path: the run's folder is made where there is one; where there is none, that is said."""
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(long))

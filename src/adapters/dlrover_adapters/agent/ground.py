@@ -25,7 +25,10 @@ LOOK_S = 1.0
 
 
 class Ground:
-    """The private folder ``path``; ``deep``: what lies in its folders is touched too. `hold` it again and again, `release` it at the end; one thread at a time."""
+    """The private folder ``path``; ``deep``: what lies in its folders is touched too.
+
+    `hold` it again and again, `release` it at the end; in one thread at a time.
+    """
 
     def __init__(self, path: str | Path, *, deep: bool = True) -> None:
         self.path, self._deep = Path(path), deep
@@ -44,7 +47,7 @@ class Ground:
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_uid != os.getuid():
-                raise PermissionError(errno.EPERM, f"{self.path} is another user's by now")
+                raise PermissionError(errno.EPERM, f"{self.path} is another user's by now")  # noqa: TRY301
             with contextlib.suppress(OSError):  # a file system without locks has no cleaner that asks for them either
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BaseException:
@@ -90,7 +93,7 @@ class Restorable(Protocol):
 
 
 class Watch:
-    """Keeps an agent's folder and the sockets in it; ``say`` is told, in words for people, when they went and whether they are back."""
+    """Keeps an agent's folder and the sockets in it; ``say`` is told, in words for people, when they went or are back."""
 
     def __init__(self, path: str, sockets: Sequence[Restorable], say: Callable[[str], None]) -> None:
         self._ground, self._sockets, self._say = Ground(path), sockets, say

@@ -15,7 +15,7 @@ BACKLOG = 1024
 
 
 class PacketListener:
-    """Listens at ``path`` (mode 0600) for connections of this user; ``ready`` is called on the loop when there is one to `accept`."""
+    """Listens at ``path`` (mode 0600); ``ready`` is called on the loop when there is a connection to `accept`."""
 
     def __init__(self, path: str, ready: Callable[[], object]) -> None:
         self.path, self._ready = path, ready

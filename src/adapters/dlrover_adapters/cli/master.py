@@ -81,6 +81,7 @@ def _die_with(parent: int) -> None:
 async def _run(settings: Settings, fd: int, stop: int, holder: str, dead: list[str]) -> int:
     try:
         async with open_log(settings.log) as event_log:
+            await _check_there(settings, event_log, dead)
             teller = told.on_stderr(settings.job.job)
             master = Master(
                 settings.job,
@@ -135,6 +136,13 @@ def _listener(settings: Settings, fd: int) -> HttpListener:
     return HttpListener(
         socket.socket(fileno=fd), os.environ["DLROVER_TOKEN"], job=settings.job.job, advertise=advertise, tls=shown
     )
+
+
+async def _check_there(settings: Settings, event_log: EventLog, dead: list[str]) -> None:
+    """Raises `LogCorrupt` where nothing is left of a log in which ``dead`` masters led: agents know what it does not."""
+    name = settings.job.job
+    if dead and settings.log.startswith("sqlite:") and name not in await event_log.jobs():
+        raise LogCorrupt(name, 1, f"{settings.log} was deleted, and its leader died before it could put it back")
 
 
 def _why_stop(stop: int) -> str:

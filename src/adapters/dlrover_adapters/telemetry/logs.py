@@ -58,7 +58,7 @@ class LogFile:
             return
         self._looked = now
         try:
-            if self._fd < 0 or not os.path.samestat(os.fstat(self._fd), os.stat(self._path)):
+            if self._fd < 0 or not os.path.samestat(os.fstat(self._fd), self._path.stat()):
                 self._open()
         except OSError:
             with contextlib.suppress(OSError):
