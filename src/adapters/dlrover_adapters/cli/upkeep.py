@@ -88,7 +88,7 @@ class Upkeep:
             os.close(self._locks.pop())
 
 
-_LOST_STATE = "no worker is disturbed; `dlrover status`, `stop` and `report` do not find the job, and a master that dies has no successor"
+_LOST_STATE = "no worker is disturbed; `dlrover status`, `stop` and `report` do not find the job, and what happens may not be recorded"
 
 
 @contextlib.asynccontextmanager
