@@ -88,7 +88,9 @@ class Upkeep:
             os.close(self._locks.pop())
 
 
-_LOST_STATE = "no worker is disturbed; `dlrover status`, `stop` and `report` do not find the job, and what happens may not be recorded"
+_LOST_STATE = (
+    "no worker is disturbed; `dlrover status` and `stop` do not find the job, and what happens may not be recorded"
+)
 
 
 @contextlib.asynccontextmanager
