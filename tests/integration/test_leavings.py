@@ -56,6 +56,18 @@ def test_a_job_that_fails_leaves_nothing(tmp_path: Path) -> None:
         assert "waiting up to" not in job.said()
 
 
+def test_it_does_not_outlive_a_killed_agent(tmp_path: Path) -> None:
+    """Not even a daemon without environment: it becomes the launcher's child, which ends it before the node is replaced."""
+    with Job(tmp_path, "--set", "stop_grace_s=1", LEAVES, "600", "-1") as job:
+        eventually(lambda: (tmp_path / "pids").exists() and len(pids(tmp_path)) == 4, "four children")
+        job.one("dlrover-agent").kill()
+        eventually(lambda: len(pids(tmp_path)) == 8, "four more")
+        assert not any(one.lives for one in pids(tmp_path)[:4])
+        job.finish()
+        assert job.ended() == 0
+        assert not any(one.lives for one in pids(tmp_path))
+
+
 def test_bodies_of_orphans_are_taken_away(tmp_path: Path) -> None:
     """Daemons of a script that end while it trains leave no zombies with the agent."""
     script = tmp_path / "daemons.py"

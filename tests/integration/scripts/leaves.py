@@ -1,11 +1,13 @@
 """Leave children behind, each as others do, and end: a plain one, one in a session of its own, a daemon, one without environment.
 
-Arguments: seconds after which each writes FOLDER/left-KIND; the exit code of the first life, later ones end with 0.
+Arguments: seconds after which each writes FOLDER/left-KIND; the exit code of the first life, later ones end with 0; -1: it
+stays until FOLDER/finish is there.
 """
 
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 FOLDER, SECONDS = os.environ["FOLDER"], sys.argv[1]
@@ -41,4 +43,6 @@ pids = Path(FOLDER) / "pids"
 while not pids.exists() or len(pids.read_text().splitlines()) % 4:
     pass
 code = int(sys.argv[2]) if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0
-sys.exit(code)
+while code < 0 and not (Path(FOLDER) / "finish").exists():
+    time.sleep(0.02)
+sys.exit(max(0, code))

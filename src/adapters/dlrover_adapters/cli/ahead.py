@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from dlrover_adapters.agent.spawn import module_command
 from dlrover_adapters.cli.scratch import MARK
+from dlrover_backends.local import orphans
 from dlrover_backends.local.process import LocalCommand, Started, blank
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def later_agents(settings: Settings, token: str) -> Callable[[int], LocalCommand
 @contextlib.contextmanager
 def started(settings: Settings, token: str, count: int) -> Iterator[list[Started]]:
     """``count`` agents that know the draft ``settings``; what still lives of them at the end is killed."""
+    orphans.adopt()
     draft = settings.in_memory()
     found: list[Started] = []
     try:

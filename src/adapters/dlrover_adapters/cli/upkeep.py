@@ -18,6 +18,7 @@ from dlrover_adapters.agent.ground import LOOK_S, Ground
 from dlrover_adapters.cli import scratch
 from dlrover_adapters.cli.settings import Settings
 from dlrover_adapters.http.token import keep
+from dlrover_backends.local import orphans
 from dlrover_core.errors import CoreError
 
 log = structlog.get_logger("dlrover.launcher")
@@ -115,6 +116,7 @@ async def kept(
 async def _keep(upkeep: Upkeep, restore: Callable[[], Awaitable[None]] | None) -> None:
     while True:
         await asyncio.to_thread(upkeep.look)
+        await asyncio.to_thread(orphans.reap)
         if restore is not None:
             with contextlib.suppress(CoreError, OSError):  # its folder is missing, which was said
                 await restore()
