@@ -15,6 +15,7 @@ from . import wire
 from .listener import PacketListener
 
 PACKET_BYTES_MAX = 4096
+STEP_MAX = 2**53
 CONNECTIONS_MAX = 4096
 
 Ring = Callable[[int, int, int, bool], None]
@@ -86,7 +87,7 @@ class Doorbell:
             return False
         match body:
             case {"generation": int(generation), "rank": int(rank), "step": int(step), "told": bool(told)}:
-                self._ring(generation, rank, step, told)
+                self._ring(generation, rank, min(step, STEP_MAX), told)
                 return True
             case {"listens": int(generation), "rank": int(rank)}:
                 self._listening[generation, rank] = caller
