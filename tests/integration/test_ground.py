@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 from pathlib import Path
 
-from rough import CURVE, Story
+import pytest
+from rough import CURVE, Story, fill, small_disk
 
 PACED = (CURVE, "--pause", "0.02")
 
@@ -38,4 +40,26 @@ def test_the_run_s_folder_and_the_state_directory_are_removed(tmp_path: Path) ->
         assert "in <module>" not in said, "a traceback of ours"
         assert [one["seq"] for one in job.events()] == list(range(1, len(job.events()) + 1))
         assert len(job.events("JobStopped")) == 1
+        assert job.left() == []
+
+
+@pytest.mark.nightly(reason="test_unrecorded.py has the rule; here 30 s are waited for")
+def test_a_disk_that_takes_nothing_keeps_no_job_from_its_end(tmp_path: Path) -> None:
+    """The state directory's, full for good: training goes on, people hear what waits and what to do, and a good end is one."""
+    folder = tmp_path / "job"
+    with contextlib.ExitStack() as stack:
+        try:
+            state = stack.enter_context(small_disk(folder / "state", 8))
+        except PermissionError as error:
+            pytest.skip(f"a small file system cannot be mounted here: {error}")
+        job = stack.enter_context(Story(folder, "--nproc-per-node", "1", *PACED))
+        job.recovers(1)
+        fill(state, state / "jobs" / "e2e" / "control.log")
+        job.steps(20)
+        job.finish()
+        assert job.ended() == 0
+        said = job.said()
+        assert "decisions wait for the log" in said
+        assert "job e2e succeeded; its log does not say so" in said
+        assert "Traceback" not in said
         assert job.left() == []

@@ -66,6 +66,13 @@ async def supervise(settings: Settings, token: str, port: socket.socket, nodes: 
         except MastersFailed as error:
             print(f"{how.command}: {error}", file=sys.stderr)
             return EX_SOFTWARE
+    if supervisor.unrecorded:
+        name = settings.job.job
+        print(
+            f"{how.command}: job {name} succeeded; its log does not say so, and shows it as running until {name} is run again",
+            file=sys.stderr,
+        )
+        return EX_OK
     if supervisor.left:
         return await _left(settings, how)
     return await _conclude(settings, supervisor.stopped_by, how)

@@ -27,7 +27,7 @@ import structlog
 
 from dlrover_adapters.cli import policies, told
 from dlrover_adapters.cli.collector import settle
-from dlrover_adapters.cli.settings import EX_AGAIN, EX_FATAL, EX_OVER, Settings
+from dlrover_adapters.cli.settings import EX_AGAIN, EX_FATAL, EX_OVER, EX_UNRECORDED, Settings
 from dlrover_adapters.http import tls
 from dlrover_adapters.http.client import send_command
 from dlrover_adapters.http.server import HttpListener
@@ -39,11 +39,14 @@ from dlrover_core.job.state import model
 from dlrover_core.kernel.log import EventLog
 from dlrover_core.logs import open_log
 from dlrover_core.runtime.master import Master
+from dlrover_core.words import plain
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 ASK_AGAIN_S = 0.5
 TAKEN_OVER_S = 0.5
 STOP_BYTES_MAX = 1000
+LOOK_S, UNRECORDED_S = 1.0, 30.0
+"""How often it is looked whether decisions wait; how long a job whose work is done waits for its log."""
 
 log = structlog.get_logger("dlrover.master")
 
@@ -106,11 +109,16 @@ async def _run(settings: Settings, fd: int, stop: int, holder: str, dead: list[s
             if _why_stop(stop):
                 asked.set()
             stopper = asyncio.ensure_future(_end_when(asked, stop, master, event_log, settings))
+            leading, stuck = asyncio.ensure_future(master.run()), asyncio.ensure_future(_watch_log(settings, master))
             try:
-                outcome = await master.run()
+                await asyncio.wait({leading, stuck}, return_when=asyncio.FIRST_COMPLETED)
+                if not leading.done():
+                    return stuck.result()
+                outcome = leading.result()
             finally:
-                stopper.cancel()
-                await asyncio.gather(stopper, return_exceptions=True)
+                for task in (stopper, stuck, leading):
+                    task.cancel()
+                await asyncio.gather(stopper, stuck, leading, return_exceptions=True)
             log.info("job is over", state=outcome.state, reason=outcome.reason)
             return EX_OVER
     except tls.BadFile as error:
@@ -136,6 +144,31 @@ def _listener(settings: Settings, fd: int) -> HttpListener:
     return HttpListener(
         socket.socket(fileno=fd), os.environ["DLROVER_TOKEN"], job=settings.job.job, advertise=advertise, tls=shown
     )
+
+
+async def _watch_log(settings: Settings, master: Master) -> int:
+    """Say when decisions wait for the log, and when no longer; return when all has ended well and only the log lacks that."""
+    loop, name, since, ended = asyncio.get_running_loop(), settings.job.job, 0.0, 0.0
+    while True:
+        await asyncio.sleep(LOOK_S)
+        (wrong, over), now = master.stuck(), loop.time()
+        if bool(wrong) != bool(since):
+            since = now if wrong else 0.0
+            say = (
+                f"decisions wait for the log: {plain(wrong)}; training goes on, but who fails is not restarted: free room "
+                "there, or make the disk writable, and all goes on by itself"
+                if wrong
+                else "the log is back: decisions are made again"
+            )
+            print(f"[{name}] {say}", file=sys.stderr, flush=True)
+        ended = (ended or now) if wrong and over else 0.0
+        if ended and now - ended >= UNRECORDED_S and not settings.shared:
+            print(
+                f"[{name}] all workers ended well, which the log cannot take: {plain(wrong)}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return EX_UNRECORDED
 
 
 async def _check_there(settings: Settings, event_log: EventLog, dead: list[str]) -> None:

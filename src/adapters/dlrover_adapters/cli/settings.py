@@ -12,8 +12,9 @@ from pathlib import Path
 from dlrover_core.spec import JobSpec
 from dlrover_core.words import plain
 
-EX_OVER, EX_AGAIN, EX_FATAL = 0, 75, 78
-"""How a master ends: the job is over; start another one; nobody like it can lead this log."""
+EX_OVER, EX_AGAIN, EX_FATAL, EX_UNRECORDED = 0, 75, 78, 79
+"""How a master ends: the job is over; start another one; nobody like it can lead this log; over, and well, but the log cannot
+take that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dlrover_adapters.agent import signals
 from dlrover_adapters.agent.spawn import module_command
 from dlrover_adapters.cli.scratch import MARK
-from dlrover_adapters.cli.settings import EX_FATAL, EX_OVER, Settings
+from dlrover_adapters.cli.settings import EX_FATAL, EX_OVER, EX_UNRECORDED, Settings
 from dlrover_core.runtime.within import within
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Supervisor:
         self._dead: list[tuple[float, str]] = []
         self._asked = self._number = 0
         self._failure = ""
-        self.left = False
+        self.left = self.unrecorded = False
         self.stopped_by: signal.Signals | None = None
 
     async def run(self) -> None:
@@ -154,6 +154,10 @@ class Supervisor:
             began = loop.time()
             self._number += 1
             code = await self._one_master(self._number)
+            if code == EX_UNRECORDED:
+                self.unrecorded = True
+                self._over.set()
+                return
             if code == EX_OVER or (self._leaves and self._asked):
                 self.left = code != EX_OVER
                 self._over.set()
