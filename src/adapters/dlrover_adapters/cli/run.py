@@ -181,13 +181,10 @@ def prepare(options: Options) -> Settings:
 def _node_host(settings: Settings, config: Path, token: str, first: list[Started], standby: int) -> LocalNodeHost:
     import contextlib
 
-    from dlrover_adapters.cli.ahead import agent_command
-    from dlrover_backends.local import Ahead, LocalCommand, LocalNodeHost
-
-    def command(control: int) -> LocalCommand:
-        return agent_command(settings, str(config), token, control)
+    from dlrover_adapters.cli.ahead import later_agents
+    from dlrover_backends.local import Ahead, LocalNodeHost
 
     for one in first:
         with contextlib.suppress(OSError):  # dead already: the host will notice
             one.tell(settings=str(config))
-    return LocalNodeHost(settings.node_host, Ahead(command, first, standby))
+    return LocalNodeHost(settings.node_host, Ahead(later_agents(settings, token), first, standby))

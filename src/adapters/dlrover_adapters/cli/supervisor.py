@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dlrover_adapters.agent import signals
 from dlrover_adapters.agent.spawn import module_command
 from dlrover_adapters.cli.scratch import MARK
-from dlrover_adapters.cli.settings import EX_FATAL, EX_OVER, Settings
+from dlrover_adapters.cli.settings import EX_FATAL, EX_OVER, EX_UNRECORDED, Settings
 from dlrover_core.runtime.within import within
 
 if TYPE_CHECKING:
@@ -57,6 +57,10 @@ class Nodes(Protocol):
         """Wait until those started first need the processor no longer."""
         ...
 
+    async def restore(self) -> None:
+        """Make sockets anew that were removed. Raises `OSError` and `CoreError`."""
+        ...
+
     def kill(self) -> None:
         """SIGKILL them all."""
         ...
@@ -74,6 +78,9 @@ class NoNodes:
 
     async def warm(self) -> None:
         """Nothing needs the processor."""
+
+    async def restore(self) -> None:
+        """There is no socket."""
 
     def kill(self) -> None:
         """Nothing to kill."""
@@ -94,18 +101,28 @@ class Supervisor:
     ) -> None:
         self._settings, self._token, self._port, self._host = settings, token, port, host
         self._command, self._leaves = command, leaves
-        self._config = os.path.join(settings.directory, "settings.json")
+        # Files in memory: whatever becomes of the disk, masters can be started, and told to stop the job.
+        self._papers = self._stop = -1
         self._masters: dict[int, asyncio.subprocess.Process] = {}
         self._over = asyncio.Event()
         self._crashes: list[float] = []
         self._dead: list[tuple[float, str]] = []
         self._asked = self._number = 0
         self._failure = ""
-        self.left = False
+        self.left = self.unrecorded = False
         self.stopped_by: signal.Signals | None = None
 
     async def run(self) -> None:
         """Until the job is over. Raises `MastersFailed`."""
+        self._papers, self._stop = self._settings.in_memory(), os.memfd_create("dlrover-stop")
+        try:
+            await self._run()
+        finally:
+            papers, stop, self._papers, self._stop = self._papers, self._stop, -1, -1
+            os.close(papers)
+            os.close(stop)
+
+    async def _run(self) -> None:
         async with self._host:
             keepers = [asyncio.ensure_future(self._keep_one())]
             if not self._settings.shared:
@@ -137,12 +154,16 @@ class Supervisor:
             began = loop.time()
             self._number += 1
             code = await self._one_master(self._number)
+            if code == EX_UNRECORDED:
+                self.unrecorded = True
+                self._over.set()
+                return
             if code == EX_OVER or (self._leaves and self._asked):
                 self.left = code != EX_OVER
                 self._over.set()
                 return
             if self._asked and code == -signal.SIGTERM:
-                continue  # asked before it could listen; the next one finds the file
+                continue  # asked before it could listen; the next one finds the words
             if code == EX_FATAL:
                 raise MastersFailed(f"the job's log cannot be led; see {self._settings.control_log}")
             self._crashes = [at for at in self._crashes if at > loop.time() - CRASH_WINDOW_S] + [loop.time()]
@@ -159,7 +180,9 @@ class Supervisor:
         process = await asyncio.create_subprocess_exec(
             *module_command("dlrover_adapters.cli.master"),
             "--config",
-            self._config,
+            f"/proc/self/fd/{self._papers}",
+            "--stop",
+            str(self._stop),
             "--job",
             self._settings.job.job,
             "--fd",
@@ -170,7 +193,7 @@ class Supervisor:
             str(number),
             *(word for _, holder in self._dead for word in ("--dead", holder)),
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=(fd,),
+            pass_fds=(fd, self._papers, self._stop),
             env={**os.environ, "DLROVER_TOKEN": self._token, MARK: self._settings.mark},
             start_new_session=True,
         )
@@ -215,7 +238,8 @@ class Supervisor:
             self.stopped_by = number
             if self._settings.run_dir is not None:
                 signals.tell(self._settings.run_dir, number)
-            self._settings.stop_file.write_text(f"{self._command} got {signal.Signals(number).name}")
+            if self._stop >= 0:
+                os.pwrite(self._stop, f"{self._command} got {signal.Signals(number).name}".encode(), 0)
             for process in self._masters.values():
                 self._ask(process)
             loop.call_later(SAY_S, self._say_stopping)
