@@ -40,7 +40,7 @@ async def told_of_the_dead(monkeypatch: pytest.MonkeyPatch, codes: list[int], li
             directory="",
             shared=True,
             mark="",
-            job=SimpleNamespace(job="j"),
+            job=SimpleNamespace(job="j", hung_s=0.0),
             holder=lambda pid, number: f"host-{pid}-{number}",
         )
         await asyncio.wait_for(Supervisor(settings, "t", port, NoNodes()).run(), 10_000)
