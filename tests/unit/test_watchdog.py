@@ -140,10 +140,11 @@ def test_a_child_is_asked_one_question_at_a_time_until_it_hangs() -> None:
         loop, asked, verdicts = asyncio.get_running_loop(), [], list[Verdict]()
         answers = True
 
-        def ask() -> None:
+        def ask() -> bool:
             asked.append(loop.time())
             if answers:
                 loop.call_later(0.01, watch.answered)
+            return True
 
         watch = Watch(HUNG_S, ask=ask, see=lambda: STOPPED, judged=verdicts.append)
         watch.open()
@@ -165,7 +166,9 @@ def test_a_bound_of_0_asks_nothing() -> None:
 
     async def story() -> list[str]:
         asked: list[str] = []
-        watch = Watch(0.0, ask=lambda: asked.append("?"), see=lambda: STOPPED, judged=lambda _: asked.append("!"))
+        watch = Watch(
+            0.0, ask=lambda: asked.append("?") is None, see=lambda: STOPPED, judged=lambda _: asked.append("!")
+        )
         watch.open()
         await asyncio.sleep(1000.0)
         watch.answered()

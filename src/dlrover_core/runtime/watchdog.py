@@ -116,14 +116,15 @@ def _why(state: str, used_s: float) -> str:
 class Watch:
     """Asks one child, by ``ask``, from `open` to `close` or until it hangs; then ``judged`` is called, once for each verdict.
 
-    After a verdict to kill nothing more is asked. ``see`` looks at the child in the kernel. A ``hung_s`` of 0: nothing is asked.
+    ``ask`` returns whether the question is on its way; if not, it is asked again at the next turn. After a verdict to kill
+    nothing more is asked. ``see`` looks at the child in the kernel. A ``hung_s`` of 0: nothing is asked.
     """
 
     def __init__(
         self,
         hung_s: float,
         *,
-        ask: Callable[[], None],
+        ask: Callable[[], bool],
         see: Callable[[], Seen],
         judged: Callable[[Verdict], None],
     ) -> None:
@@ -162,6 +163,5 @@ class Watch:
             return
         if not self._asked:
             # One question at a time: a child that is stopped for hours must not find thousands of them.
-            self._asked = True
-            self._ask()
+            self._asked = self._ask()
         self._timer = loop.call_later(self._dog.wait_s, self._turn)

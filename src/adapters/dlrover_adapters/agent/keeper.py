@@ -48,7 +48,10 @@ def ask_nobody() -> None:
 
 
 def serve(link: socket.socket) -> int:
-    """Answer frames until the agent is gone: ``open`` (one more store), ``drop`` (a port nobody uses any more), ``title``."""
+    """Answer frames until the agent is gone.
+
+    ``open`` (one more store), ``drop`` (a port nobody uses any more), ``title``, `wire.ASK`.
+    """
     set_name("dlrover-keeper")
     ask_nobody()
     stores: dict[int, Any] = {}
@@ -61,6 +64,8 @@ def serve(link: socket.socket) -> int:
                 stores.pop(port, None)
             case {"op": "title", "title": str(title)}:
                 set_title(title)
+            case {"op": wire.ASK}:
+                wire.here(link)
     # Store servers are threads in C++ that may be in the middle of an answer; nothing of ours is left to tidy up.
     os._exit(0)
 

@@ -7,6 +7,7 @@ either side learns of the other's death.
 from __future__ import annotations
 
 import array
+import contextlib
 import socket
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from dlrover_core.errors import LaunchFailed, MalformedMessage
 FRAME_BYTES_MAX = 128 * 1024
 FDS_MAX = 8
 _FD = array.array("i")
+ASK, HERE = "ask", "here"
+"""What an agent asks its servants now and again, and what each main loop answers."""
 
 
 class Frame(NamedTuple):
@@ -39,6 +42,21 @@ def send(sock: socket.socket, body: dict[str, Any], fds: tuple[int, ...] = ()) -
             f"a message to a worker has {len(payload)} bytes, {FRAME_BYTES_MAX} fit: shorten the arguments"
         )
     socket.send_fds(sock, [payload], list(fds))
+
+
+def ask(sock: socket.socket) -> bool:
+    """Ask a servant whether it hangs; False: its socket takes nothing now."""
+    try:
+        send(sock, {"op": ASK})
+    except OSError:
+        return False
+    return True
+
+
+def here(sock: socket.socket) -> None:
+    """Answer an agent's `ASK`."""
+    with contextlib.suppress(OSError):  # the agent is gone, or reads nothing just now
+        send(sock, {"op": HERE})
 
 
 def receive(sock: socket.socket) -> Frame | None:

@@ -60,9 +60,10 @@ class Asking:
         self._ours.close()
         self.theirs.close()
 
-    def _ask(self) -> None:
+    def _ask(self) -> bool:
         with contextlib.suppress(OSError):  # it is dying
-            self._ours.send(QUESTION)
+            return self._ours.send(QUESTION) > 0
+        return False
 
     def _hear(self) -> None:
         try:

@@ -79,7 +79,8 @@ def launch_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         found["env"] = {**found.get("env", {}), GRADS_VARIABLE: "1"}
     if not raw.get("detect", True):
         found["env"] = {**found.get("env", {}), DETECT_VARIABLE: "off"}
-    return {**found, "finish_s": json.loads(raw["spec"]).get("finish_s", 0.0)}
+    spec = json.loads(raw["spec"])
+    return {**found, **{name: spec[name] for name in ("finish_s", "hung_s") if name in spec}}
 
 
 def program(options: Options) -> tuple[Mode, tuple[str, ...]]:
