@@ -340,7 +340,7 @@ def test_a_stopped_zygote_and_a_stopped_spare_hold_up_nobody(rig: Make) -> None:
             await asyncio.gather(*nursery._tasks)  # the spare is there
             (spare,) = nursery._spares
             os.kill(spare.child.pid, signal.SIGSTOP)
-            os.waitid(os.P_PID, spare.child.pid, os.WSTOPPED | os.WNOWAIT)
+            await asyncio.to_thread(os.waitid, os.P_PID, spare.child.pid, os.WSTOPPED | os.WNOWAIT)
             await one.start()
             (words,) = (await one.all_told()).values()
             assert words != [spare.child.pid]

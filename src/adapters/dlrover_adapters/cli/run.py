@@ -169,6 +169,7 @@ def prepare(options: Options) -> Settings:
 def _node_host(settings: Settings, config: Path, token: str, first: list[Started], standby: int) -> LocalNodeHost:
     import contextlib
 
+    from dlrover_adapters.agent import looks
     from dlrover_adapters.cli.ahead import agent_command
     from dlrover_backends.local import Ahead, LocalCommand, LocalNodeHost
 
@@ -178,4 +179,4 @@ def _node_host(settings: Settings, config: Path, token: str, first: list[Started
     for one in first:
         with contextlib.suppress(OSError):  # dead already: the host will notice
             one.tell(settings=str(config))
-    return LocalNodeHost(settings.node_host, Ahead(command, first, standby))
+    return LocalNodeHost(settings.node_host, Ahead(command, first, standby, settings.job.hung_s, looks.seen))
