@@ -15,8 +15,8 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
-START_S = 60.0
-"""A child may take this long to its first answer: it has to import what it needs."""
+START_S = 300.0
+"""A child may take this long to its first answer: it has to import what it needs, perhaps from a slow network file system."""
 PERIOD_MAX_S, PERIODS = 1.0, 8
 """A child is asked this many times in ``hung_s``, and at least once in so many seconds."""
 LATE_PERIODS = 2
