@@ -32,7 +32,7 @@ def file_system(path: Path, mountinfo: str | None = None) -> str:
     """
     if mountinfo is None:
         try:
-            mountinfo = Path("/proc/self/mountinfo").read_text()
+            mountinfo = os.fsdecode(Path("/proc/self/mountinfo").read_bytes())
         except OSError:  # no Linux: no mount table, and no way to tell
             return ""
     where = os.path.realpath(path)
@@ -105,7 +105,7 @@ def private_file(path: Path, flags: int) -> int:
 
 def file_name(job: str) -> str:
     """A job's name as part of a file name. Raises `SpecError` for one that is empty or too long."""
-    name = quote(job, safe="").replace(".", "%2E")
+    name = quote(job, safe="", errors="surrogatepass").replace(".", "%2E")
     if not 0 < len(name) <= NAME_BYTES_MAX:
         raise SpecError("job_id", f"{job!r} must have 1 to {NAME_BYTES_MAX} bytes as a file name")
     return name

@@ -115,7 +115,7 @@ class SqliteLog:
         if parts.netloc or set(options) - {"archive"}:
             known = "sqlite:///absolute/path, sqlite:relative/path or sqlite:, with ?archive=URL if need be"
             raise SpecError("log", f"{url!r} is not {known}")
-        path = unquote(parts.path) or default_state_dir() / "log.db"
+        path = unquote(parts.path, errors="surrogateescape") or default_state_dir() / "log.db"
         return await cls.open(path, codec, archive=options.get("archive", [None])[0])
 
     async def lead(

@@ -7,6 +7,7 @@ two; a commit writes whole pages, so that is a third less to write. The view ``l
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import struct
 import zlib
@@ -134,7 +135,7 @@ def is_damage(error: sqlite3.Error) -> bool:
 def connect(path: Path, *, create: bool) -> sqlite3.Connection:
     """A connection in autocommit mode that any one thread at a time may use."""
     mode = "rwc" if create else "rw"
-    uri = f"file:{quote(str(path))}?mode={mode}"
+    uri = f"file:{quote(os.fsencode(path))}?mode={mode}"
     db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
     try:
         # Checkpoints are ours to time: the tail files are started anew after them (`tail`).

@@ -50,6 +50,7 @@ from dlrover_core.runtime.messages import (
 from dlrover_core.runtime.outbox import SECOND_US, Outbox
 from dlrover_core.runtime.transport import Connection, Dialer, receive_within
 from dlrover_core.runtime.within import any_within, within
+from dlrover_core.words import plain
 
 STEADY_S = 1.0
 LAST_WORD_S = 5.0
@@ -92,7 +93,7 @@ class Agent:
         self._named = asyncio.Event()
         if node:
             self._named.set()
-        self._masters, self._boot, self._host, self._address = Masters(masters), boot, host, address
+        self._masters, self._boot, self._host, self._address = Masters(masters), boot, plain(host), plain(address)
         self._settings = Granted(run=run)
         self._outbox = Outbox()
         self._order, self._token = NOTHING, 0

@@ -117,7 +117,7 @@ class LaunchConfig(NamedTuple):
         if not (stream & _at(self.tee, local_rank) and stream & self.shown(local_rank)):
             return ()
         wanted = self.duplicate_stdout if stream is Streams.OUT else self.duplicate_stderr
-        return tuple(one.encode() for one in wanted)
+        return tuple(os.fsencode(one) for one in wanted)
 
     def checked(self) -> LaunchConfig:
         """Itself. Raises `SpecError` where it cannot work."""
@@ -147,10 +147,11 @@ def parse_streams(field: str, text: str, nproc: int) -> tuple[Streams, ...]:
     streams = [Streams.NONE] * nproc
     for part in text.split(","):
         rank, colon, value = part.partition(":")
-        if not colon or not rank.strip().isdecimal():
+        rank = rank.strip()
+        if not colon or not (rank.isascii() and rank.isdecimal()):
             raise SpecError(field, f"{part!r} is not LOCAL_RANK:VALUE; say for example 0:1,1:3")
-        if int(rank) >= nproc:
-            raise SpecError(field, f"local rank {int(rank)} does not exist: this node runs {nproc} workers")
+        if len(rank.lstrip("0")) > len(str(nproc)) or int(rank) >= nproc:
+            raise SpecError(field, f"local rank {rank} does not exist: this node runs {nproc} workers")
         streams[int(rank)] = _stream(field, value)
     return tuple(streams)
 

@@ -15,6 +15,7 @@ from dlrover_core.errors import LaunchFailed, MalformedMessage
 from . import wire
 
 PACKET_BYTES_MAX = 4096
+STEP_MAX = 2**53
 CONNECTIONS_MAX = 4096
 PATH_BYTES_MAX = 107  # sun_path, less its NUL
 
@@ -94,7 +95,7 @@ class Doorbell:
             return False
         match body:
             case {"generation": int(generation), "rank": int(rank), "step": int(step), "told": bool(told)}:
-                self._ring(generation, rank, step, told)
+                self._ring(generation, rank, min(step, STEP_MAX), told)
                 return True
             case {"listens": int(generation), "rank": int(rank)}:
                 self._listening[generation, rank] = caller

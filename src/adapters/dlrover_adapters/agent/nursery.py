@@ -31,8 +31,8 @@ from .spawn import Spawned, spawn_keeper, spawn_plain, spawn_saver, spawn_zygote
 EARLY_DEATHS_MAX = 3
 """Zygotes in a row that died, for no reason of theirs, before they were ready; then workers are executed instead."""
 
-UNFORKED_MAX = 3
-"""Forks in a row that nothing came of; a go-between may be killed, but not every one."""
+UNFORKED_PAUSES_S = (0.0, 0.2, 1.0, 3.0)
+"""Pauses between forks that nothing came of; then it is an error. A go-between may be killed, and a limit reached for a while."""
 
 STRAYS = frozenset({"dlrover-zygote", "dlrover-spare", "dlrover-keeper", "dlrover-saver"})
 """What children of a zygote are called before they are told who they are."""
@@ -275,7 +275,10 @@ class Nursery:
         """Have the zygote fork one. Raises `LaunchFailed`; then no such process lives on."""
         if self._link is None:
             raise _ZygoteGone("there is no zygote")
-        mine, theirs = wire.pair()
+        try:
+            mine, theirs = wire.pair()
+        except OSError as error:
+            raise LaunchFailed(f"no socket can be made for a new process: {error.strerror}; see ulimit -n") from error
         key = next(self._keys)
         forked = self._forks[key] = asyncio.get_running_loop().create_future()
         try:
@@ -298,9 +301,14 @@ class Nursery:
 
     async def _fork_again(self, role: str) -> Spare | None:
         """A fork, tried again where nothing came of it; None when the zygote died. Raises `LaunchFailed`."""
-        for _ in range(UNFORKED_MAX - 1):
-            with contextlib.suppress(_Unforked):
+        for pause_s in UNFORKED_PAUSES_S:
+            try:
                 return await self._fork_once(role)
+            except _Unforked as error:
+                _log.warning(
+                    "nothing was forked", role=role, reason=str(error), again_in_s=pause_s, node=self._config.node
+                )
+                await asyncio.sleep(pause_s)
         return await self._fork_once(role)
 
     async def _fork_once(self, role: str) -> Spare | None:

@@ -79,7 +79,7 @@ def set_title(title: str) -> None:
         with open("/proc/self/cmdline", "rb") as line:
             room = len(line.read())
         if 0 < room <= end - start:
-            ctypes.memmove(start, title.encode()[: room - 1].ljust(room, b"\0"), room)
+            ctypes.memmove(start, os.fsencode(title)[: room - 1].ljust(room, b"\0"), room)
 
 
 def own_link(fd: int) -> socket.socket:

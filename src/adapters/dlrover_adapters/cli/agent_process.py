@@ -41,12 +41,13 @@ from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.duties import Duty
 from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkersLaunch
 from dlrover_core.spec import JobSpec
+from dlrover_core.words import plain
 
 EX_OK, EX_FAULT = 0, 1
 LOOK_S, ALONE_S = 1.0, 10.0
 """How often it is looked whether a master is heard, and after what silence that is worth a word."""
 
-WORDS_BYTES_MAX = 64 * 1024
+WORDS_BYTES_MAX, ERROR_CHARS_MAX = 64 * 1024, 2000
 LINE_CHARS_MAX = 300
 
 log = structlog.get_logger("dlrover.agent")
@@ -253,6 +254,8 @@ class _Process:
                 _say(f"{what}: {reason}")
             self._tell(warm=True)
 
-    def _tell(self, **words: object) -> None:
+    def _tell(self, *, error: str = "", **words: object) -> None:
+        if error:
+            words["error"] = plain(error, ERROR_CHARS_MAX)  # the launcher reads packets of a bounded size
         with contextlib.suppress(OSError):  # the launcher is dead, and we are about to be
             self._control.send(json.dumps(words).encode())

@@ -110,7 +110,7 @@ def _locks(folder: Path) -> bool:
 
 async def _log(folder: Path) -> None:
     """Lead a job in a log of its own, for a moment."""
-    async with open_log("sqlite://" + quote(str(folder / "log.db"))) as log:
+    async with open_log("sqlite://" + quote(os.fsencode(folder / "log.db"))) as log:
         lead = await log.lead("doctor", "dlrover doctor")
         await lead.resign()
 

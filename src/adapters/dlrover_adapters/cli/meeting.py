@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dlrover_adapters.cli import usage, values
 from dlrover_core.errors import SpecError
 
 PORT = 29400  # torchrun's for c10d
@@ -23,6 +24,7 @@ _REFUSED = {
 _DURATIONS = {"join_timeout": "launch_s", "timeout": "launch_s", "last_call_timeout": "last_call_s"}
 # Those that mean something only to torch's own stores and heartbeats.
 _UNUSED = ("close_timeout", "heartbeat_timeout", "read_timeout", "rank")
+_USED = ("is_host", "store_type", "keep_alive_interval", "keep_alive_max_attempt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def parse_endpoint(field_: str, text: str, port: int = PORT) -> tuple[str, int]:
     if not host:
         host, number = text, ""
     host = host.removeprefix("[").removesuffix("]")
-    if number and not (number.isdecimal() and 0 < int(number) < 2**16):
+    if number and not 0 < (values.whole(number) or 0) < 2**16:
         raise SpecError(
             field_, f"the port of {text!r} is not a number from 1 to 65535: every host must find the same one"
         )
@@ -81,6 +83,8 @@ def read(options: argparse.Namespace, nodes_max: int) -> Meeting:
     """The meeting that the options describe, of a job with at most ``nodes_max`` nodes. Raises `SpecError`."""
     _check_backend(options.rdzv_backend)
     conf = parse_conf(options.rdzv_conf)
+    if "is_host" in conf:
+        _bool("is_host", conf["is_host"])
     durations, unused = _durations(conf)
     masters = tuple(_master(one) for one in (options.master or "").split(",") if one.strip())
     if masters:
@@ -167,21 +171,25 @@ def _durations(conf: Mapping[str, str]) -> tuple[dict[str, float], list[str]]:
     for key, value in conf.items():
         if key in _DURATIONS:
             found[_DURATIONS[key]] = _seconds(key, value)
-        elif key in _UNUSED or key not in ("is_host", "store_type", "keep_alive_interval", "keep_alive_max_attempt"):
+        elif key in _UNUSED:
+            _seconds(key, value, least=-1.0 if key == "rank" else 0.0)
             unused.append(f"--rdzv-conf {key}")
+        elif key not in _USED:
+            known = (*_DURATIONS, *_USED, *_UNUSED)
+            raise SpecError("rdzv-conf", f"there is no {key!r}{usage.meant(key, known)}; there are: {', '.join(known)}")
     if "keep_alive_interval" in conf or "keep_alive_max_attempt" in conf:
         interval = _seconds("keep_alive_interval", conf.get("keep_alive_interval", "5"))
         found["silence_s"] = interval * _seconds("keep_alive_max_attempt", conf.get("keep_alive_max_attempt", "3"))
     return found, unused
 
 
-def _seconds(key: str, value: str) -> float:
+def _seconds(key: str, value: str, least: float = 0.0) -> float:
     try:
         seconds = float(value)
     except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < 10**9:
-        raise SpecError("rdzv-conf", f"{key}={value}: not a number above 0")
+        seconds = least
+    if not least < seconds < 10**9:
+        raise SpecError("rdzv-conf", f"{key}={value}: not a number above {least:g}")
     return seconds
 
 

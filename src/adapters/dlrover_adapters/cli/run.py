@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlrover_adapters.cli import options as cli_options
+from dlrover_adapters.cli import usage
 from dlrover_adapters.cli.torchrun_flags import Options
 from dlrover_core.errors import CoreError, SpecError
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from dlrover_backends.local import LocalNodeHost
     from dlrover_backends.local.process import Started
 
-EX_OK, EX_FAILED, EX_USAGE, EX_SOFTWARE = 0, 1, 2, 70
+EX_OK, EX_FAILED, EX_SOFTWARE = 0, 1, 70
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,20 +29,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser = cli_options.parser()
     except SpecError as error:  # a PET_ variable
-        print(f"dlrover-run: error: {error}", file=sys.stderr)
-        return EX_USAGE
+        return usage.say("dlrover-run", error)
     options = cli_options.noted(parser, parser.parse_args(argv, namespace=Options()))
     if options.version:
         return _version()
     if options.script is None:
-        parser.error("name the script to run; see --help for examples")
+        return usage.say("dlrover-run", "name the script to run; see --help for examples")
     try:
         cli_options.check(options)
         if options.show_config:
             return _show_config(options)
         return _run(options)
     except SpecError as error:
-        parser.error(str(error))
+        return usage.say("dlrover-run", error)
     except (CoreError, OSError) as error:
         print(f"dlrover-run: {error}", file=sys.stderr)
         return EX_SOFTWARE
@@ -50,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_config(options: Options) -> int:
-    from dlrover_adapters.cli import show_config
+    from dlrover_adapters.cli import places, show_config
 
+    places.show_any_text()
     print(show_config.text(show_config.rows(options), options.show_config))
     return EX_OK
 
@@ -131,17 +132,21 @@ def shows_progress(options: Options) -> bool:
 
 def prepare(options: Options) -> Settings:
     """Check everything and write down what masters and agents need. Raises `SpecError`."""
-    from dlrover_adapters.cli import check_flags, workers
+    from dlrover_adapters.cli import before, check_flags, workers
     from dlrover_adapters.cli.places import directories, log_url
     from dlrover_adapters.cli.settings import Settings
 
     how = workers.settings(options)
+    for words in before.warnings(options, how["nproc"]):
+        print(f"dlrover-run: {words}", file=sys.stderr)
     how["log_dir"] = workers.log_dir(how)
     if how["log_dir"] and not options.log_dir:
         print(f"dlrover-run: output is kept in {how['log_dir']}", file=sys.stderr)
     job, met = cli_options.job_name(options), cli_options.meeting(options)
     spec = cli_options.spec(options, job, how["nproc"])
     state, directory = directories(options.state_dir, job)
+    log = log_url(options.log, state)
+    before.make_log_folder(log)
     tls = cli_options.TlsFiles()
     if met.joining:
         tls = cli_options.tls_files(options, shows=not met.masters, dials=True)
@@ -155,7 +160,7 @@ def prepare(options: Options) -> Settings:
         tls_cert=tls.cert,
         tls_key=tls.key,
         tls_ca=tls.ca,
-        log=log_url(options.log, state),
+        log=log,
         directory=str(directory),
         **how,
         detect=options.detect == "on",

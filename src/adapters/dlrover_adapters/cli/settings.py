@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dlrover_core.spec import JobSpec
+from dlrover_core.words import plain
 
 EX_OVER, EX_AGAIN, EX_FATAL = 0, 75, 78
 """How a master ends: the job is over; start another one; nobody like it can lead this log."""
@@ -73,7 +74,7 @@ class Settings:
 
     def holder(self, pid: int, number: int = 0) -> str:
         """The name under which a process of this launcher leads, its ``number``-th; nobody else ever bears it."""
-        return f"{socket.gethostname()}/{pid}/{self.mark}-{number}"
+        return f"{plain(socket.gethostname())}/{pid}/{self.mark}-{number}"
 
     def is_ours(self, holder: str) -> bool:
         """Is it the name of a process of this launcher?"""

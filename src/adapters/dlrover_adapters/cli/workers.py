@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
 def settings(options: Options) -> dict[str, Any]:
     """The fields of `Settings` that say how workers are started. Raises `SpecError`."""
+    from dlrover_adapters.cli import before, programs
     from dlrover_adapters.cli import options as cli_options
 
     mode, argv = program(options)
+    warm = preload(options.preload)
+    programs.check(mode, argv, warm)
     nproc = cli_options.workers(options.nproc_per_node)
+    before.check_size(options, nproc)
     quiet = options.log_dir == os.devnull  # torchrun's word for: keep nothing
     streams = {
         name: tuple(int(one) for one in parse_streams(name, "0" if quiet else getattr(options, name), nproc))
@@ -37,10 +41,10 @@ def settings(options: Options) -> dict[str, Any]:
         "nproc": nproc,
         "mode": mode.value,
         "role": options.role,
-        "preload": preload(options.preload),
+        "preload": warm,
         "log_dir": os.path.abspath(options.log_dir) if options.log_dir and not quiet else None,
         **streams,
-        "show": cli_options.ranks_filter(options.local_ranks_filter),
+        "show": _shown(options.local_ranks_filter, nproc),
         "duplicate_stdout": options.duplicate_stdout_filters,
         "duplicate_stderr": options.duplicate_stderr_filters,
         "log_bytes_max": options.log_bytes_max,
@@ -50,6 +54,15 @@ def settings(options: Options) -> dict[str, Any]:
         "virtual_local_rank": options.virtual_local_rank,
         "signals": tuple(int(one) for one in cli_options.signals(options.signals_to_handle)),
     }
+
+
+def _shown(text: str, nproc: int) -> tuple[int, ...] | None:
+    from dlrover_adapters.cli import options as cli_options
+
+    ranks = cli_options.ranks_filter(text)
+    if ranks and min(ranks) >= nproc:
+        raise SpecError("local-ranks-filter", f"{text!r}: local ranks go from 0 to {nproc - 1}; nothing would be shown")
+    return ranks
 
 
 def log_dir(how: Mapping[str, Any]) -> str | None:
@@ -87,8 +100,6 @@ def program(options: Options) -> tuple[Mode, tuple[str, ...]]:
     """How the program is named, and its arguments. Raises `SpecError`."""
     argv = (options.script, *options.arguments)
     mode = _mode(options)
-    if mode in (Mode.SCRIPT, Mode.RUN_PATH) and not os.path.exists(options.script):
-        raise SpecError("script", f"{options.script!r} is not a file; for a module say -m, for a program --no-python")
     python = os.environ.get("PYTHON_EXEC")
     if python and mode in (Mode.SCRIPT, Mode.MODULE) and python != sys.executable:
         # Another interpreter, as torchrun lets it be named: it shares nothing with the one that we run on.
@@ -98,7 +109,7 @@ def program(options: Options) -> tuple[Mode, tuple[str, ...]]:
 
 def _mode(options: Options) -> Mode:
     if options.run_path:
-        return Mode.RUN_PATH  # before the others, as under torchrun
+        return Mode.RUN_PATH
     if options.module and options.no_python:
         raise SpecError("script", "-m and --no-python exclude one another")
     return Mode.MODULE if options.module else Mode.COMMAND if options.no_python else Mode.SCRIPT

@@ -22,10 +22,11 @@ TOKEN_CHARS_MIN = 8
 TOKEN_CHARS_MAX = 1024
 _TOKEN_BYTES = 32
 
-HOW_TO_SHARE = f"""\
-several hosts need one job token, the same on each. Run once, and copy the file to every host:
-    (umask 077; python3 -c 'import secrets; print(secrets.token_urlsafe({_TOKEN_BYTES}))' > job.token)
-    export {VARIABLE}="$(cat job.token)"        # or pass --token-file job.token"""
+HOW_TO_SHARE = (
+    "several hosts need one job token, the same on each: run once "
+    f"(umask 077; python3 -c 'import secrets; print(secrets.token_urlsafe({_TOKEN_BYTES}))' > job.token), copy the file to "
+    f'every host, and say --token-file job.token there, or export {VARIABLE}="$(cat job.token)"'
+)
 
 
 def make_token() -> str:
@@ -51,7 +52,7 @@ def load_token(environ: Mapping[str, str], token_file: str | Path | None = None)
 
 
 def require_token(environ: Mapping[str, str], token_file: str | Path | None = None) -> str:
-    """`load_token`, for a job on several hosts. Raises `SpecError` that says which lines to run when there is none."""
+    """`load_token`, for a job on several hosts. Raises `SpecError` that says what to run when there is none."""
     token = load_token(environ, token_file)
     if not token:
         raise SpecError(VARIABLE, HOW_TO_SHARE)
@@ -89,7 +90,7 @@ def shown(header: str | None) -> str:
 
 def same(one: str, other: str) -> bool:
     """Are the tokens equal? It takes as long for a wrong one as for the right one. No token equals nothing."""
-    equal = hmac.compare_digest(one.encode("utf-8", "surrogateescape"), other.encode("utf-8", "surrogateescape"))
+    equal = hmac.compare_digest(one.encode("utf-8", "surrogatepass"), other.encode("utf-8", "surrogatepass"))
     return equal and bool(one)
 
 

@@ -30,6 +30,7 @@ from .witness import Witness
 
 RING_S = 0.5
 UNTOLD_MAX = 3
+STEP_MAX = 2**53
 """A script that imports `step` and has not called it by its third step counts as one that never will."""
 
 _signal: StepSignal | None = None
@@ -146,7 +147,7 @@ def expect() -> None:
 def tell(step: int) -> None:
     """What `dlrover_adapters.torch.step` does."""
     if _signal is not None:
-        _signal.told(int(step))
+        _signal.told(max(-STEP_MAX, min(int(step), STEP_MAX)))
 
 
 @contextlib.contextmanager

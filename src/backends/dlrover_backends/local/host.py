@@ -32,6 +32,7 @@ from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, Malfor
 from dlrover_core.job.state import NodeLaunch
 from dlrover_core.runtime.backend import Observation
 from dlrover_core.runtime.within import within
+from dlrover_core.words import plain
 
 REQUEST_S = 10.0
 UNREAD_MAX = 10_000
@@ -128,7 +129,7 @@ class LocalNodeHost:
         self._path, self._limit = Path(path), limit
         self._command = None if isinstance(command, Ahead) else command
         self._blanks = Blanks(command) if isinstance(command, Ahead) else None
-        self._hostname = socket.gethostname()
+        self._hostname = plain(socket.gethostname())
         self._nodes: dict[str, _Node] = {}
         self._used: set[str] = set()
         self._token = 0

@@ -2,8 +2,9 @@
 
 Arenas and copies are handed over and taken back (``arena``, ``forget``, ``copy``, ``uncopy``); ``hold`` says which slots nobody
 may overwrite for now; ``hash`` and ``level`` want no answer. An order with a ``key`` is answered once: ``done``, with what came
-of it, or ``failed``, with the ``reason`` and whether the state was ``lost``, overwritten or damaged, which is nobody else's
-fault. Orders of one kind are done one after the other, light copies beside whole ones, fetches beside each other.
+of it, or ``failed``, with the ``reason``, whether the state was ``lost``, overwritten or damaged, which is nobody else's fault,
+and whether another node ``refused`` it. Orders of one kind are done one after the other, light copies beside whole ones, fetches
+beside each other. ``speaks``: the generation in whose name another node is asked.
 
     persist   the parts of a step to storage       send    a copy of a step to another node
     seal      a committed step, and retention      fetch   another node's copy into memory
@@ -143,13 +144,15 @@ class Orders:
 
     def _do(self, what: Callable[[dict[str, Any]], dict[str, Any] | None], body: dict[str, Any]) -> None:
         from dlrover_adapters.checkpoint.parts import PartTorn
+        from dlrover_adapters.checkpoint.peer_line import PeerRefused
 
         began = time.monotonic()
         try:
             found = what(body)
         except FAILURES as error:
             lost = isinstance(error, (ArenaBroken, PartTorn))
-            self._say({"op": "failed", "key": body["key"], "reason": words(error)[:REASON_MAX], "lost": lost})
+            told = {"op": "failed", "key": body["key"], "reason": words(error)[:REASON_MAX], "lost": lost}
+            self._say({**told, "refused": isinstance(error, PeerRefused)})
             return
         if found is not None:
             took_us = int((time.monotonic() - began) * 1e6)
@@ -248,12 +251,16 @@ class Orders:
             views = [stack.enter_context(self._slots.get(one).view(generation, step)) for one in body["ids"]]
             for view in views:
                 told = peers.send(
-                    body["address"], view, self._credentials, generation=self._generation, pace=pace, keep=keep,
+                    body["address"], view, self._credentials, generation=self._speaks(body), pace=pace, keep=keep,
                     light=body["light"],
                 )  # fmt: skip
                 size += told.size
                 there.append(told.there)
         return {"size": size, "there": sorted(frozenset.intersection(*there)) if there else []}
+
+    def _speaks(self, body: dict[str, Any]) -> int:
+        """The generation that we speak for to other nodes: that of the order, which no older level of ours may belie."""
+        return max(self._generation, int(body["speaks"]))
 
     def _fetch(self, body: dict[str, Any]) -> dict[str, Any] | None:
         from dlrover_adapters.checkpoint import peers
@@ -266,7 +273,7 @@ class Orders:
                 body["address"],
                 wanted,
                 self._credentials,
-                generation=self._generation,
+                generation=self._speaks(body),
                 whole=body["whole"],
                 allow=self._allow,
             )

@@ -51,11 +51,14 @@ log = structlog.get_logger("dlrover.agent")
 
 
 class Unsaved(Exception):
-    """An order came to nothing; the words are for people. ``lost``: the state is not in memory any more, or damaged there."""
+    """An order came to nothing; the words are for people. ``lost``: the state is not in memory any more, or damaged there.
 
-    def __init__(self, message: str, *, lost: bool = False) -> None:
+    ``refused``: another node, which lives, did not want it.
+    """
+
+    def __init__(self, message: str, *, lost: bool = False, refused: bool = False) -> None:
         super().__init__(message)
-        self.lost = lost
+        self.lost, self.refused = lost, refused
 
 
 class Done(NamedTuple):
@@ -256,9 +259,9 @@ class Saving:
                 self._send(one.body)
 
     @staticmethod
-    def _fail(one: _Pending, reason: str, *, lost: bool = False) -> None:
+    def _fail(one: _Pending, reason: str, *, lost: bool = False, refused: bool = False) -> None:
         if not one.answer.done():
-            one.answer.set_exception(Unsaved(reason, lost=lost))
+            one.answer.set_exception(Unsaved(reason, lost=lost, refused=refused))
 
     # ---- levels
 
@@ -438,7 +441,8 @@ class Saving:
                     one.answer.set_result(Done(frame.body, fds[0] if fds else -1))
                     fds = ()
             case {"op": "failed", "key": int(key), "reason": str(reason)} if key in self._pending:
-                self._fail(self._pending.pop(key), reason, lost=frame.body.get("lost") is True)
+                lost, refused = (frame.body.get(name) is True for name in ("lost", "refused"))
+                self._fail(self._pending.pop(key), reason, lost=lost, refused=refused)
             case {"op": "made", "copy": int(copy), "rank": int(rank), "world": int(world), "layout": int(layout)}:
                 if len(fds) == 1:
                     kind = OBJECTS if frame.body.get("light") is True else REPLICA

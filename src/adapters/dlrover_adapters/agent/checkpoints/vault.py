@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import msgpack
 import structlog
 
 from dlrover_adapters.agent import wire
@@ -98,7 +97,7 @@ class Listener(Protocol):
         """Nobody needs it any more; it is closed next."""
 
     def told(self, caller: Caller, body: dict[str, Any]) -> None:
-        """``saved``, ``keeping``, ``restored``, ``acked`` or ``boundary``, unchecked."""
+        """``saved``, ``keeping``, ``restored``, ``lost``, ``alarm``, ``acked`` or ``boundary``, unchecked."""
 
     async def reachable(self) -> None:
         """Wait, a bounded time, until the saver can be reached."""
@@ -221,6 +220,8 @@ class Vault:
     def _understood(self, line: socket.socket, body: dict[str, Any]) -> Awaitable[Answer] | None:
         """Do what a packet says; what is left to wait for, if anything. Raises `_Nonsense`, `MalformedMessage`."""
         op, caller = body.get("op"), self._open[line]
+        if not isinstance(op, str):
+            raise _Nonsense
         if op in _TOLD:
             if caller is None:
                 raise _Nonsense
@@ -245,7 +246,7 @@ class Vault:
 
     def _send(self, line: socket.socket, asked: dict[str, Any], answer: dict[str, Any], fd: int) -> None:
         number = asked.get("n", 0)
-        payload = msgpack.packb({**answer, "n": number if type(number) is int and abs(number) < 2**62 else 0})
+        payload = wire.pack({**answer, "n": number if type(number) is int and abs(number) < 2**62 else 0})
         try:
             socket.send_fds(line, [payload], [fd] if fd >= 0 else [])
         except OSError:  # it is gone, or asks and never reads
@@ -387,7 +388,7 @@ def _ints(body: dict[str, Any], *names: str, at_most: int = 2**62) -> list[int]:
     return [one for one in found if one is not None]
 
 
-_TOLD = frozenset({"saved", "keeping", "restored", "acked", "boundary"})
+_TOLD = frozenset({"saved", "keeping", "restored", "lost", "alarm", "acked", "boundary"})
 _AT_ONCE: dict[str, Callable[[Vault, Caller, dict[str, Any]], Answer]] = {
     "arena": Vault._arena,
     "ready": Vault._ready,
