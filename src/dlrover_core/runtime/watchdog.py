@@ -152,16 +152,17 @@ class Watch:
             self._timer.cancel()
 
     def _turn(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._dog is None:
+        loop, dog = asyncio.get_running_loop(), self._dog
+        if dog is None:
             return
-        verdict = self._dog.look(loop.time(), self._see)
+        verdict = dog.look(loop.time(), self._see)
         if verdict is not None:
             self._judged(verdict)
-        if self._dog is None or (verdict is not None and verdict.kill):
-            self.close()
-            return
+            if verdict.kill:
+                self.close()
+        if self._dog is not dog:
+            return  # closed, here or by whoever judged
         if not self._asked:
             # One question at a time: a child that is stopped for hours must not find thousands of them.
             self._asked = self._ask()
-        self._timer = loop.call_later(self._dog.wait_s, self._turn)
+        self._timer = loop.call_later(dog.wait_s, self._turn)
