@@ -95,6 +95,10 @@ class LaunchConfig(NamedTuple):
     refill_s: float = 10.0
     """Spares for the next generation are forked at this one's first step, or this long after its start."""
 
+    hung_s: float = 5.0
+    """A zygote or keeper that has not answered its agent for this long is killed and replaced; a saver has
+    `checkpoints.saving.HUNG_TIMES` times as long; 0: never."""
+
     @property
     def warm(self) -> bool:
         """Whether workers are forked from a zygote. A command that is not Python has nothing to share."""

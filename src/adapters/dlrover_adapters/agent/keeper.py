@@ -93,9 +93,10 @@ def ask_nobody() -> None:
 
 
 def serve(link: socket.socket) -> int:
-    """Answer frames until the agent is gone: ``open`` (one more store), ``drop`` (a port nobody uses any more), ``title``,
+    """Answer frames until the agent is gone.
 
-    ``fix`` (a new store at the named port) and ``loosen`` (give that port back).
+    ``open`` (one more store), ``drop`` (a port nobody uses any more), ``title``, ``fix`` (a new store at the named port),
+    ``loosen`` (give that port back), `wire.ASK`.
     """
     set_name("dlrover-keeper")
     ask_nobody()
@@ -114,6 +115,8 @@ def serve(link: socket.socket) -> int:
                 _fix(link, fixed, bind, port)
             case {"op": "loosen"}:
                 fixed.close()
+            case {"op": wire.ASK}:
+                wire.here(link)
     # Store servers are threads in C++ that may be in the middle of an answer; nothing of ours is left to tidy up.
     os._exit(0)
 

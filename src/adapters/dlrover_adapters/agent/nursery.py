@@ -1,13 +1,15 @@
 """The agent's side of the zygote: keeps one alive and warm, and has workers forked ahead of need.
 
 Forking costs 10 ms and more per worker, and twice (`Zygote._fork`); a *spare* was forked earlier and waits for its seat, so that
-starting a generation is sending a few packets. A zygote that dies is replaced at once, its spares live on.
+starting a generation is sending a few packets. A zygote that dies is replaced at once, its spares live on. One that
+hangs is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import signal
 import socket
@@ -16,11 +18,13 @@ from typing import Any, NamedTuple
 import structlog
 
 from dlrover_core.errors import LaunchFailed
+from dlrover_core.runtime.watchdog import Watch
 from dlrover_core.runtime.within import within
 
-from . import wire
+from . import looks, wire
 from .children import Child
 from .config import LaunchConfig
+from .minding import minded
 from .process import end_sessions, end_strays
 from .spawn import Spawned, spawn_keeper, spawn_plain, spawn_saver, spawn_zygote
 
@@ -73,6 +77,7 @@ class Nursery:
         self._unfit: tuple[str, str] | None = None
         self._early_deaths = 0
         self._zygote: Child | None = None
+        self._minding: Watch | None = None
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[object]] = set()
         self._closing = False
@@ -160,6 +165,9 @@ class Nursery:
             self._hear_all()
             asyncio.get_running_loop().remove_reader(self._link)
             self._link.close()
+        if self._minding is not None:
+            self._minding.close()
+            self._minding = None
         self._lose_zygote()
         self._link, self._zygote = None, None
         for fork in self._forks.values():
@@ -229,12 +237,22 @@ class Nursery:
             self._heard(frame)
         return False
 
+    def _mind(self) -> None:
+        """Ask from now on whether it hangs. Before it was ready an import may have taken it minutes, which `_live` bounds."""
+        zygote, link = self._zygote, self._link
+        if zygote is not None and link is not None and self._minding is None:
+            self._minding = minded("zygote", zygote, self._config.hung_s, functools.partial(wire.ask, link))
+            self._minding.open()
+
     def _heard(self, frame: wire.Frame) -> None:
+        if self._minding is not None:
+            self._minding.answered()
         match frame.body:
             case {"op": "ready"}:
                 self._settled.set()
                 self._was_ready = True
                 self._early_deaths = 0
+                self._mind()
             case {"op": "loading", "preload": str(preload)}:
                 self._loading = preload
             case {"op": "unfit", "preload": str(preload), "reason": str(reason)}:
@@ -342,7 +360,8 @@ class Nursery:
         while self._spares:
             spare = self._spares.pop(0)
             spare.child.look()
-            if spare.child.alive:
+            # A stopped one would be a worker that hangs before its first step, which takes long to be known.
+            if spare.child.alive and looks.seen(spare.child.pid).state != "T":
                 return spare
             self.discard(spare)
         return None

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import signal
 from collections.abc import Awaitable, Callable
 
 import structlog
 
 from dlrover_core.errors import LaunchFailed
+from dlrover_core.runtime.watchdog import Watch
 from dlrover_core.runtime.within import within
 
 from . import wire
 from .config import LaunchConfig
+from .minding import minded
 from .nursery import Spare
 
 USELESS_KEEPERS_MAX = 3
@@ -29,7 +32,8 @@ _log = structlog.get_logger(__name__)
 class Stores:
     """Calls ``offer`` with each new store's ``host:port``, and ``lost`` with each that died, unused (True) or named.
 
-    A keeper that dies takes all its stores along; it is replaced, and a new store offered.
+    A keeper that dies takes all its stores along; it is replaced, and a new store offered. One that hangs answers nobody: it is
+    killed.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Stores:
         self._config, self._make, self._gone, self._offer, self._lost = config, make, gone, offer, lost
         self._dead: collections.deque[str] = collections.deque(maxlen=DEAD_MAX)
         self._keeper: Spare | None = None
+        self._minding: Watch | None = None
         self._ahead = ""
         self._used: set[str] = set()
         self._life: asyncio.Task[None] | None = None
@@ -75,6 +80,10 @@ class Stores:
             self._order_store()
             if self._fixing is not None:
                 self._order_fixed()
+            self._minding = minded(
+                "keeper", keeper.child, self._config.hung_s, functools.partial(wire.ask, keeper.link)
+            )
+            self._minding.open()
             exit_code = await asyncio.shield(keeper.child.dead)
             useless = 0 if self._ahead or self._used else useless + 1
             reason = f"it died with exit code {exit_code}"
@@ -86,6 +95,8 @@ class Stores:
             self._first.set_exception(LaunchFailed(f"no store can be opened on {self._config.node}: {reason}"))
 
     def _bury(self, keeper: Spare) -> None:
+        if self._minding is not None:
+            self._minding.close()
         asyncio.get_running_loop().remove_reader(keeper.link)
         keeper.link.close()
         keeper.child.reap()
@@ -155,6 +166,8 @@ class Stores:
         if frame is None:
             asyncio.get_running_loop().remove_reader(keeper.link)
             return
+        if self._minding is not None:
+            self._minding.answered()
         match frame.body:
             case {"op": "opened", "port": int(port)}:
                 self._opened(port)

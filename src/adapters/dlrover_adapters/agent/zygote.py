@@ -57,7 +57,10 @@ class Unfit(Exception):
 
 
 class Zygote:
-    """Answers frames: ``fork`` (with a socket), ``gone`` (a session that is no more), ``mine`` (older ones), ``title``."""
+    """Answers frames: ``fork`` (with a socket), ``gone`` (a session that is no more), ``mine`` (older ones), ``title``, and
+
+    `wire.ASK`.
+    """
 
     def __init__(self, link: socket.socket, agent: int, framework: str, probe_s: float) -> None:
         self._link, self._agent, self._name, self._probe_s = link, agent, framework, probe_s
@@ -208,6 +211,8 @@ class Zygote:
                 self._sessions.update(int(one) for one in pids)
             case {"op": "title", "title": str(title)}:
                 set_title(title)
+            case {"op": wire.ASK}:
+                wire.here(self._link)
         return None
 
     def _fork(self, kind: str, key: int, fd: int) -> Role | None:

@@ -231,7 +231,8 @@ def _policy(ours: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME=SECONDS",
-        help="a duration of the job's spec, for instance stop_grace_s=60; a name it does not have lists all it has",
+        help="a duration of the job's spec: stop_grace_s=60, or hung_s=5 (a process of ours that does not answer for so long is "
+        "killed and replaced; 0: never); a name it does not have lists all it has",
     )
 
 

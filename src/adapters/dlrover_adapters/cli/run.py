@@ -181,10 +181,12 @@ def prepare(options: Options) -> Settings:
 def _node_host(settings: Settings, config: Path, token: str, first: list[Started], standby: int) -> LocalNodeHost:
     import contextlib
 
+    from dlrover_adapters.agent import looks
     from dlrover_adapters.cli.ahead import later_agents
     from dlrover_backends.local import Ahead, LocalNodeHost
 
     for one in first:
         with contextlib.suppress(OSError):  # dead already: the host will notice
             one.tell(settings=str(config))
-    return LocalNodeHost(settings.node_host, Ahead(later_agents(settings, token), first, standby))
+    ahead = Ahead(later_agents(settings, token), first, standby, settings.job.hung_s, looks.seen)
+    return LocalNodeHost(settings.node_host, ahead)

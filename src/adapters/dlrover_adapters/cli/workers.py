@@ -17,7 +17,7 @@ from dlrover_core.errors import SpecError
 if TYPE_CHECKING:
     from dlrover_adapters.cli.torchrun_flags import Options
 
-LAUNCH_DURATIONS = ("finish_s", "ready_s", "probe_s", "start_s", "refill_s")
+LAUNCH_DURATIONS = ("finish_s", "ready_s", "probe_s", "start_s", "refill_s", "hung_s")
 """Durations of the job's spec that a node's launcher keeps."""
 
 

@@ -127,6 +127,10 @@ class Orders:
         for fd in fds:
             os.close(fd)
 
+    def here(self) -> None:
+        """Answer the agent's `wire.ASK`."""
+        self._say({"op": wire.HERE})
+
     def _put(self, name: str, body: dict[str, Any]) -> None:
         try:
             self._queues[name].put_nowait(body)
