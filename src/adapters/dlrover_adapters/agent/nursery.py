@@ -18,9 +18,9 @@ import structlog
 from dlrover_core.errors import LaunchFailed
 from dlrover_core.runtime.within import within
 
-from . import wire
+from . import import_list, wire
 from .children import Child
-from .config import LaunchConfig
+from .config import AUTO, LaunchConfig
 from .process import end_sessions, end_strays
 from .spawn import Spawned, spawn_keeper, spawn_plain, spawn_saver, spawn_zygote
 
@@ -29,6 +29,9 @@ EARLY_DEATHS_MAX = 3
 
 UNFORKED_MAX = 3
 """Forks in a row that nothing came of; a go-between may be killed, but not every one."""
+
+CUTS_MAX = 2
+"""So often a list of imports is tried again without its end, before it is left out."""
 
 STRAYS = frozenset({"dlrover-zygote", "dlrover-spare", "dlrover-keeper", "dlrover-saver"})
 """What children of a zygote are called before they are told who they are."""
@@ -71,11 +74,12 @@ class Nursery:
         self._loading = ""  # the preload that the zygote is importing
         self._was_ready = False
         self._unfit: tuple[str, str] | None = None
+        self._kept = self._cuts = 0
         self._early_deaths = 0
         self._zygote: Child | None = None
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[object]] = set()
-        self._closing = False
+        self._closing = self._remembered = False
 
     @property
     def zygote_pid(self) -> int:
@@ -111,7 +115,7 @@ class Nursery:
     def _watch(self, spawned: Spawned) -> None:
         self._link, self._zygote = spawned.link, Child(spawned.pid)
         self._linked.set()
-        self._unfit, self._loading, self._was_ready = None, "", False
+        self._unfit, self._loading, self._was_ready, self._kept = None, "", False, 0
         asyncio.get_running_loop().add_reader(self._link, self._hear)
         if self._living:
             wire.send(self._link, {"op": "mine", "pids": sorted(self._living)})
@@ -132,6 +136,7 @@ class Nursery:
                 self._hopeless = "the launcher is closed"
             else:
                 self._judge(exit_code, early=early)
+                await self._remember()
             if not self._hopeless and not self.plain:
                 self._succeed()
         self._settled.set()
@@ -185,7 +190,11 @@ class Nursery:
         preload, reason = self._unfit or ("", "")
         if not self._unfit and early and self._loading and exit_code != -signal.SIGKILL:
             preload, reason = self._loading, f"importing it ends the process with exit code {exit_code}"
-        if preload:
+        if preload == AUTO and self._kept and self._cuts < CUTS_MAX:
+            self._cuts += 1
+            self._early_deaths = 0
+            _log.info("imported ahead only in part", reason=reason, modules=self._kept, node=self._config.node)
+        elif preload:
             self.refused[preload] = reason
             self._early_deaths = 0
             _log.warning("preload refused", preload=preload, reason=reason, node=self._config.node)
@@ -200,6 +209,12 @@ class Nursery:
                 self._give_up(
                     f"{EARLY_DEATHS_MAX} zygotes in a row died before they were ready, the last with {exit_code}"
                 )
+
+    async def _remember(self) -> None:
+        """A list that ended its zygote, or held it up, is not tried again by the next run either."""
+        if AUTO in self.refused and not self._remembered:
+            self._remembered = True
+            await asyncio.to_thread(import_list.refuse, import_list.path_of(self._config), self.refused[AUTO])
 
     def _give_up(self, reason: str) -> None:
         self.plain = True
@@ -236,6 +251,7 @@ class Nursery:
                 self._loading = preload
             case {"op": "unfit", "preload": str(preload), "reason": str(reason)}:
                 self._unfit = (preload, reason)
+                self._kept = int(frame.body.get("kept", 0))
             case {"op": "forked", "key": int(key), "pid": int(pid)} if key in self._forks:
                 self._forked(self._forks.pop(key), pid)
             case {"op": "unforked", "key": int(key), "reason": str(reason)} if key in self._forks:

@@ -23,7 +23,7 @@ class Settings:
     one's stores, which listen at ``store_bind``. ``joining``, ``seat`` and ``place``: as in `JobSpec` and `Agent`.
     ``tls_...``: what masters show, and what agents check it by. ``shared``: masters of other hosts may lead in this log, too, so
     its run has begun before any of them starts. ``detect``: do agents look for signs of failures? ``watch_grads``: do
-    workers look at their gradients' norm?
+    workers look at their gradients' norm? ``imports``: as in `LaunchConfig`.
     """
 
     spec: str
@@ -37,6 +37,7 @@ class Settings:
     masters: tuple[str, ...] = ()
     role: str = "default"
     preload: tuple[str, ...] | None = ()
+    imports: str = ""
     log_dir: str | None = None
     redirects: tuple[int, ...] = ()
     tee: tuple[int, ...] = ()
