@@ -67,6 +67,11 @@ class StepSignal:
         self._told = True
         self._done(step)
 
+    def total(self, steps: int) -> None:
+        """The script says how many steps it means to make."""
+        if self._slot is not None:
+            self._slot.total(min(max(0, steps), 2**62))
+
     def phase(self, name: str) -> int:
         """A phase begins; its number."""
         return self._slot.phase(name, _now_us()) if self._slot is not None else 0
@@ -105,7 +110,8 @@ class StepSignal:
     def _ring(self, bell: socket.socket, step: int) -> None:
         try:
             told = {"generation": self._generation, "rank": self._rank, "step": step, "told": self._told}
-            bell.send(msgpack.packb({**told, "imports_us": self._imports_us}))
+            bell.send(msgpack.packb(told | ({"imports_us": self._imports_us} if self._imports_us else {})))
+            self._imports_us = 0
         except BlockingIOError:
             return  # the agent is busy; the next ring says more
         except OSError:
@@ -152,10 +158,18 @@ def expect() -> None:
     _expected = True
 
 
-def tell(step: int) -> None:
+def tell(step: int, of: int = 0) -> None:
     """What `dlrover_adapters.torch.step` does."""
     if _signal is not None:
+        if of:
+            _signal.total(int(of))
         _signal.told(int(step))
+
+
+def total(steps: int) -> None:
+    """Say how many steps there are to be made, so that it can be told how long they will take."""
+    if _signal is not None:
+        _signal.total(int(steps))
 
 
 @contextlib.contextmanager
