@@ -56,8 +56,9 @@ class Story:
 
     ``steps_lost`` is what the engine counted from the dead workers' own words, or, where that is more, the distance from the
     highest step that anybody reported to the one that training resumed from: a dead node takes its count along. -1: unknown.
-    ``imports_us``: of the time down, what the worker that stepped first spent on imports. ``paused_us``: how long the job was suspended meanwhile, which is no time down. ``restores``: from where its nodes went on, as
-    far as that was told: one speaks for all that simply found their own memory.
+    ``paused_us``: how long the job was suspended meanwhile, which is no time down. ``restores``: from where its nodes went on, as
+    far as that was told: one speaks for all that simply found their own memory. ``imports_us``: of the time down, what the worker
+    that stepped first spent on imports.
     """
 
     number: int
