@@ -26,7 +26,7 @@ SCRIPT = HERE / "scripts" / "imports.py"
 KINDS = {"hf": "Hugging Face Trainer", "lightning": "Lightning", "compile": "torch.compile with DDP"}
 RANKS, KILL_AT = 2, 3
 TARGET_S = 1.0
-LIMIT_S, BACK_LIMIT_S = 180.0, 60.0
+LIMIT_S, BACK_LIMIT_S = 180.0, 30.0
 OURS, TORCHRUN = "dlrover-run", "torchrun"
 
 

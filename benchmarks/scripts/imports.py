@@ -48,7 +48,12 @@ def hf() -> None:
             note(state.global_step)
 
     config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
     )
     arguments = TrainingArguments(
         str(DIARY.parent / "out"), max_steps=STEPS, per_device_train_batch_size=4, save_strategy="no", report_to=[],
@@ -87,7 +92,7 @@ def compiled() -> None:
     distributed = "RANK" in os.environ
     if distributed and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
-    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.LayerNorm(64))
     model = torch.nn.parallel.DistributedDataParallel(layer) if distributed else layer
     step, optimizer = torch.compile(model), torch.optim.AdamW(model.parameters())
     for number in range(STEPS):
