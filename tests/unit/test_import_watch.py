@@ -8,12 +8,11 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from importlib import _bootstrap  # type: ignore[attr-defined]  # not in typeshed
 from pathlib import Path
 
 import pytest
 
-from dlrover_adapters.agent.import_watch import ImportWatch
+from dlrover_adapters.agent.import_watch import ImportWatch, bootstrap
 
 Install = Callable[[str, str], None]
 
@@ -53,12 +52,12 @@ def watch() -> Iterator[Callable[..., ImportWatch]]:
 
 def test_it_leaves_nothing_behind(watch: Callable[..., ImportWatch]) -> None:
     """After its end the interpreter imports, and the environment answers, as before."""
-    load, kind = _bootstrap._find_and_load, type(os.environ)
+    load, kind = bootstrap._find_and_load, type(os.environ)
     one = watch()
-    assert _bootstrap._find_and_load is not load
+    assert bootstrap._find_and_load is not load
     one.end()
     one.end()
-    assert _bootstrap._find_and_load is load
+    assert bootstrap._find_and_load is load
     assert type(os.environ) is kind
 
 
@@ -146,7 +145,7 @@ def test_a_change_that_comes_too_late_is_told(
     read = {"LATE": "hub", "KNOWN": "hub", "SAME": "hub"}
     one = watch(read=read, harmless=["KNOWN"], warn=lambda *words: told.append(words))
     os.environ.update(KNOWN="1", UNREAD="1", SAME="0")
-    assert one.conflict is None
+    assert told == []
     os.environ["LATE"] = "1"
     os.environ["LATE"] = "2"
     assert one.conflict == ("LATE", "hub")

@@ -66,7 +66,7 @@ def test_beats_of_an_older_generation_tell_nothing() -> None:
 def story(down_s: float, imports_s: float) -> Story:
     """A mended incident, and what of its time were imports."""
     began, us = SECOND, {"stepped_at": round((1 + down_s) * SECOND), "imports_us": round(imports_s * SECOND)}
-    return Story(1, 7, "worker-0-0", 1, began, began, "killed", 6, **us)  # type: ignore[arg-type]
+    return Story(1, 7, "worker-0-0", 1, began, began, "killed", 6, **us)
 
 
 def test_the_report_says_what_imports_took_and_what_to_type() -> None:

@@ -74,8 +74,8 @@ def read(path: str, paths: Sequence[str]) -> ImportList | None:
             raw = json.load(file)
         if raw["version"] != VERSION or raw["installed"] != installed(paths) or not _unchanged(raw["sources"]):
             return None
-        lists = (tuple(map(str, raw[name])) for name in ("modules", "local", "sets"))
-        return ImportList(*lists, cut=str(raw["cut"]), refused=str(raw["refused"]))
+        modules, local, sets = (tuple(map(str, raw[name])) for name in ("modules", "local", "sets"))
+        return ImportList(modules, local, sets, str(raw["cut"]), str(raw["refused"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -219,5 +219,6 @@ def _goes_by(module: Any, name: str) -> bool:
 def _merged(known: ImportList | None, found: ImportList) -> ImportList:
     if known is None:
         return found
-    parts = (tuple(dict.fromkeys((*old, *new))) for old, new in zip(known[:3], found[:3], strict=True))
-    return ImportList(*parts, cut=found.cut)
+    pairs = ((known.modules, found.modules), (known.local, found.local), (known.sets, found.sets))
+    modules, local, sets = (tuple(dict.fromkeys((*old, *new))) for old, new in pairs)
+    return ImportList(modules, local, sets, found.cut)

@@ -9,7 +9,7 @@ Costs about a microsecond per imported module, and nothing once it has ended.
 
 from __future__ import annotations
 
-import importlib._bootstrap as bootstrap  # what the interpreter's own import statement calls
+import importlib
 import os
 import sys
 import sysconfig
@@ -21,6 +21,9 @@ from typing import Any
 
 PACKAGES = ("site-packages", "dist-packages")
 """What installers call the folders that they fill."""
+
+bootstrap: Any = vars(importlib)["_bootstrap"]
+"""What the interpreter's own import statement calls."""
 
 _active: ImportWatch | None = None
 
@@ -168,9 +171,15 @@ class _WatchedEnvironment(os._Environ[str]):
         return super().__getitem__(key)
 
     def __setitem__(self, key: str, value: str) -> None:
-        if _active is not None and self._data.get(self.encodekey(key)) != self.encodevalue(value):
+        if _active is not None and not self._is(key, value):
             _active.was_set(key)
         super().__setitem__(key, value)
+
+    def _is(self, key: str, value: str) -> bool:
+        try:
+            return super().__getitem__(key) == value
+        except KeyError:
+            return False
 
     def __delitem__(self, key: str) -> None:
         if _active is not None:

@@ -119,7 +119,7 @@ def _know_rank() -> None:
     """Tell modules that were imported before this process had a rank."""
     for name, variable in RANK_READERS.items():
         only = getattr(sys.modules.get(name), "rank_zero_only", None)
-        if hasattr(only, "rank") and variable in os.environ:
+        if only is not None and hasattr(only, "rank") and variable in os.environ:
             only.rank = int(os.environ[variable])
 
 
