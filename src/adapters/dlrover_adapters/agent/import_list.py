@@ -7,6 +7,8 @@ installed packages and of the standard library alone, never the script's own. Li
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import contextlib
 import json
 import os
@@ -32,6 +34,9 @@ SOURCE_BYTES_MAX = 4 * 1024 * 1024
 MODULES_MAX = 20_000
 PAUSE_S, PAUSE_EVERY = 0.001, 100
 """While it writes the list, a thread of the worker hands Python's lock to training so often."""
+
+FINISH_S = 2.0
+"""A script that ends right after its first step waits so long for its list at most."""
 
 OURS = ("dlrover_adapters", "dlrover_backends", "dlrover_core")
 MAINS = frozenset({"__main__", "__mp_main__"})
@@ -152,6 +157,7 @@ class Learner:
         self._path, self._watch = path, watch
         self._before, self._paths = frozenset(sys.modules).difference(ahead), tuple(sys.path)
         self._names: tuple[str, ...] = ()
+        self._learning = _thread.allocate_lock()
 
     def begin(self) -> None:
         """The script begins."""
@@ -161,11 +167,23 @@ class Learner:
         """The first step is done: microseconds that imports took before it. Costs a fraction of a millisecond."""
         self._watch.end()
         if self._path:
-            import threading
-
             self._names = tuple(sys.modules)
-            threading.Thread(target=self.learn, name="dlrover-imports").start()
+            self._learning.acquire()
+            atexit.register(self._finish, os.getpid())
+            # Not a `Thread`, whose start waits until it runs: on a busy machine that takes a time slice.
+            _thread.start_new_thread(self._learn, ())
         return self._watch.spent_us
+
+    def _learn(self) -> None:
+        try:
+            self.learn()
+        finally:
+            self._learning.release()
+
+    def _finish(self, pid: int) -> None:
+        """At the interpreter's end: a script that ends after its first step has its list, too. A forked child has no thread."""
+        if os.getpid() == pid:
+            self._learning.acquire(timeout=FINISH_S)
 
     def learn(self) -> None:
         """Write the list, if it says something new. What goes wrong here is nobody's business but the next start's."""
