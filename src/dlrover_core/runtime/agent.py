@@ -377,7 +377,9 @@ class Agent:
         if self._order.node_rank == 0 and self._reported_first < step.generation:
             self._reported_first = step.generation
             age = max(0, int(self._stepped_at * SECOND_US) - step.at_us)
-            self._outbox.add(progress.ReportFirstStep(self.node, step.generation, step.step, age, step.told))
+            self._outbox.add(
+                progress.ReportFirstStep(self.node, step.generation, step.step, age, step.told, step.imports_us)
+            )
 
     async def _mind_silence(self) -> None:
         """Without a master and without steps there is nothing to wait for: stop, before we are replaced elsewhere."""

@@ -125,6 +125,7 @@ class Beat(NamedTuple):
 
     What follows is a `diagnosis.stall.Pulse`, as of now. ``pace`` and ``losses``: what ranks compute and lose, as `runtime.paces`
     writes it. ``kept``: what is whole in memory and on storage, as `runtime.keeping` writes it.
+    ``total``: the steps that the script means to make; 0: it has not said.
     """
 
     generation: int
@@ -137,6 +138,7 @@ class Beat(NamedTuple):
     pace: tuple[int, ...] = ()
     losses: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
+    total: int = 0
 
 
 class BeatSeen(NamedTuple):

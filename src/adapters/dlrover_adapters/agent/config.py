@@ -11,6 +11,9 @@ from typing import NamedTuple
 from dlrover_core.errors import SpecError
 
 TORCH = "dlrover_adapters.torch.worker"
+AUTO = "auto"
+"""As a preload: what workers of this script imported until their first step."""
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Torchrun's default of those that stop a job."""
 
@@ -84,6 +87,8 @@ class LaunchConfig(NamedTuple):
     store_at: str = ""
     """``host:port`` of this host where each generation's store listens, because somebody named it; empty: a free port each."""
     run_dir: str | None = None
+    imports: str = ""
+    """The folder with lists of what workers import, from which modules are preloaded; empty: only ``preload`` is."""
     framework: str = TORCH
     stores: bool = True
     probe_s: float = 5.0

@@ -371,13 +371,13 @@ class LinuxLauncher:
 
     # ---- steps
 
-    def _rung(self, generation: int, rank: int, step: int, told: bool) -> None:
+    def _rung(self, generation: int, rank: int, step: int, told: bool, imports_us: int) -> None:
         for worker in self._workers:
             if worker.rank == rank and worker.launch.generation == generation:
                 first, worker.stepped = not worker.stepped, True
                 if first or self._notices.qsize() < NOTICES_MAX:
                     at_us = time.monotonic_ns() // 1000
-                    self._notices.put_nowait(WorkerStep(generation, rank, step, first, at_us, told))
+                    self._notices.put_nowait(WorkerStep(generation, rank, step, first, at_us, told, imports_us))
                 if first and all(one.stepped for one in self._workers):
                     self._refill_now()
                 return

@@ -21,9 +21,9 @@ from dlrover_core.errors import LaunchFailed
 from dlrover_core.runtime.watchdog import Watch
 from dlrover_core.runtime.within import within
 
-from . import looks, wire
+from . import import_list, looks, wire
 from .children import Child
-from .config import LaunchConfig
+from .config import AUTO, LaunchConfig
 from .minding import minded
 from .process import end_sessions, end_strays
 from .spawn import Spawned, spawn_keeper, spawn_plain, spawn_saver, spawn_zygote
@@ -33,6 +33,9 @@ EARLY_DEATHS_MAX = 3
 
 UNFORKED_PAUSES_S = (0.0, 0.2, 1.0, 3.0)
 """Pauses between forks that nothing came of; then it is an error. A go-between may be killed, and a limit reached for a while."""
+
+CUTS_MAX = 2
+"""So often a list of imports is tried again without its end, before it is left out."""
 
 STRAYS = frozenset({"dlrover-zygote", "dlrover-spare", "dlrover-keeper", "dlrover-saver"})
 """What children of a zygote are called before they are told who they are."""
@@ -75,12 +78,13 @@ class Nursery:
         self._loading = ""  # the preload that the zygote is importing
         self._was_ready = False
         self._unfit: tuple[str, str] | None = None
+        self._kept = self._cuts = 0
         self._early_deaths = 0
         self._zygote: Child | None = None
         self._minding: Watch | None = None
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[object]] = set()
-        self._closing = False
+        self._closing = self._remembered = False
 
     @property
     def zygote_pid(self) -> int:
@@ -116,7 +120,7 @@ class Nursery:
     def _watch(self, spawned: Spawned) -> None:
         self._link, self._zygote = spawned.link, Child(spawned.pid)
         self._linked.set()
-        self._unfit, self._loading, self._was_ready = None, "", False
+        self._unfit, self._loading, self._was_ready, self._kept = None, "", False, 0
         asyncio.get_running_loop().add_reader(self._link, self._hear)
         if self._living:
             wire.send(self._link, {"op": "mine", "pids": sorted(self._living)})
@@ -140,6 +144,7 @@ class Nursery:
                 self._hopeless = "the launcher is closed"
             else:
                 self._judge(exit_code, early=early)
+                await self._remember()
             if not self._hopeless and not self.plain:
                 self._succeed()
         self._settled.set()
@@ -196,7 +201,11 @@ class Nursery:
         preload, reason = self._unfit or ("", "")
         if not self._unfit and early and self._loading and exit_code != -signal.SIGKILL:
             preload, reason = self._loading, f"importing it ends the process with exit code {exit_code}"
-        if preload:
+        if preload == AUTO and self._kept and self._cuts < CUTS_MAX:
+            self._cuts += 1
+            self._early_deaths = 0
+            _log.info("imported ahead only in part", reason=reason, modules=self._kept, node=self._config.node)
+        elif preload:
             self.refused[preload] = reason
             self._early_deaths = 0
             _log.warning("preload refused", preload=preload, reason=reason, node=self._config.node)
@@ -211,6 +220,12 @@ class Nursery:
                 self._give_up(
                     f"{EARLY_DEATHS_MAX} zygotes in a row died before they were ready, the last with {exit_code}"
                 )
+
+    async def _remember(self) -> None:
+        """A list that ended its zygote, or held it up, is not tried again by the next run either."""
+        if AUTO in self.refused and not self._remembered:
+            self._remembered = True
+            await asyncio.to_thread(import_list.refuse, import_list.path_of(self._config), self.refused[AUTO])
 
     def _give_up(self, reason: str) -> None:
         self.plain = True
@@ -257,6 +272,7 @@ class Nursery:
                 self._loading = preload
             case {"op": "unfit", "preload": str(preload), "reason": str(reason)}:
                 self._unfit = (preload, reason)
+                self._kept = int(frame.body.get("kept", 0))
             case {"op": "forked", "key": int(key), "pid": int(pid)} if key in self._forks:
                 self._forked(self._forks.pop(key), pid)
             case {"op": "unforked", "key": int(key), "reason": str(reason)} if key in self._forks:

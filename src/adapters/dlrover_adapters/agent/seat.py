@@ -9,6 +9,7 @@ from dlrover_core.errors import MalformedMessage
 from dlrover_core.runtime.launcher import WorkersLaunch
 
 from .config import LaunchConfig, Mode, rank_overrides
+from .import_list import path_of
 
 
 class Seat(NamedTuple):
@@ -24,6 +25,8 @@ class Seat(NamedTuple):
     error_file: str
     env: dict[str, str]
     cpus: tuple[int, ...]
+    imports: str = ""
+    """Where this worker writes down what it has imported by its first step; empty: it does not."""
 
     @property
     def rank(self) -> int:
@@ -45,7 +48,10 @@ def seat_for(
     node = launch.node or config.node
     title = f"dlrover worker --job {config.job} --node {node} --rank {rank} {config.argv[0]}"
     env = rank_overrides(config, local_rank, os.environ)
-    return Seat(launch, local_rank, config.argv, config.mode, config.role, title, agent_socket, error_file, env, cpus)
+    imports = path_of(config) if local_rank == 0 else ""  # one of a node speaks for all
+    return Seat(
+        launch, local_rank, config.argv, config.mode, config.role, title, agent_socket, error_file, env, cpus, imports
+    )
 
 
 def to_wire(seat: Seat) -> dict[str, Any]:

@@ -240,9 +240,10 @@ def _ours(ours: argparse._ArgumentGroup) -> None:
     ours.add_argument(
         "--preload",
         action=Given,
-        default="",
+        default="auto",
         metavar="MODULES",
-        help="modules to import once for all workers, comma separated; 'none': do not fork from a warm process",
+        help="modules to import once for all workers, comma separated; 'auto' (default): those that workers of this script "
+        "imported by their first step in an earlier run; '': torch alone; 'none': do not fork from a warm process",
     )
     ours.add_argument(
         "--local-nodes",

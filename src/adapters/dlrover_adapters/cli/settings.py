@@ -26,7 +26,7 @@ class Settings:
     as in `LaunchConfig`.
     ``tls_...``: what masters show, and what agents check it by. ``shared``: masters of other hosts may lead in this log, too, so
     its run has begun before any of them starts. ``detect``: do agents look for signs of failures? ``watch_grads``: do
-    workers look at their gradients' norm?
+    workers look at their gradients' norm? ``imports``: as in `LaunchConfig`.
     """
 
     spec: str
@@ -40,6 +40,7 @@ class Settings:
     masters: tuple[str, ...] = ()
     role: str = "default"
     preload: tuple[str, ...] | None = ()
+    imports: str = ""
     log_dir: str | None = None
     redirects: tuple[int, ...] = ()
     tee: tuple[int, ...] = ()

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dlrover_adapters.agent.config import Mode, parse_streams
+from dlrover_adapters.agent.config import AUTO, Mode, parse_streams
 from dlrover_core.diagnosis.slots import DETECT_VARIABLE, GRADS_VARIABLE
 from dlrover_core.errors import SpecError
 
@@ -116,7 +116,7 @@ def store_at(named: tuple[str, int] | None) -> str:
 def launch_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `LaunchConfig` in what `Settings` wrote down, beyond those that the agent reads one by one."""
     names = ("duplicate_stdout", "duplicate_stderr", "signals")
-    plain = ("log_bytes_max", "log_attempts_max", "run_id", "numa", "virtual_local_rank", "store_at")
+    plain = ("imports", "log_bytes_max", "log_attempts_max", "run_id", "numa", "virtual_local_rank", "store_at")
     found = {name: raw[name] for name in plain if name in raw}
     found.update({name: tuple(raw[name]) for name in names if name in raw})
     if raw.get("show") is not None:
@@ -149,8 +149,17 @@ def _mode(options: Options) -> Mode:
 
 
 def preload(text: str) -> tuple[str, ...] | None:
-    """``--preload``; None: no warm process."""
-    return None if text == "none" else tuple(one.strip() for one in text.split(",") if one.strip())
+    """The modules that ``--preload`` names; None: no warm process."""
+    return None if text == "none" else tuple(one for one in _words(text) if one != AUTO)
+
+
+def ahead(text: str) -> bool:
+    """Does ``--preload`` ask for what workers of this script were seen to import?"""
+    return AUTO in _words(text)
+
+
+def _words(text: str) -> list[str]:
+    return [one.strip() for one in text.split(",") if one.strip()]
 
 
 def run_id(options: Options) -> str:
