@@ -510,7 +510,7 @@ def control_log(draw: Draw) -> None:
     renderer = structlog.processors.LogfmtRenderer(key_order=("event",))
     heard: list[dict[str, Any]] = []
     for _ in range(4):
-        renderer(None, "info", {"event": draw.text(), "reason": draw.text()})
+        assert "\n" not in renderer(None, "info", {"event": draw.text(), "reason": draw.text()})
         value = draw.value()
         _json(quiet_json(json.dumps(value, ensure_ascii=False)))
         # Two halves of one character become that character: JSON has no other way to say it.
