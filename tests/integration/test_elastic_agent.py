@@ -22,10 +22,15 @@ import psutil
 import pytest
 from running import SCRIPTS
 
-pytestmark = pytest.mark.timeout(260)  # each worker imports torch, and each agent
+pytestmark = [
+    pytest.mark.nightly(reason="test_torchrun_handler and test_torchrun_plugin stand for them in make test"),
+    pytest.mark.alone(
+        reason="torch's queues keep semaphores in shared memory, which other tests would find left behind"
+    ),
+    pytest.mark.timeout(260),  # each agent imports torch, and each worker
+]
 BOUND_S = 200.0
 NODE = [sys.executable, str(SCRIPTS / "elastic_node.py")]
-nightly = pytest.mark.nightly(reason="test_a_failed_result_ends_at_once stands for them in make test")
 
 
 class Agents:
@@ -108,19 +113,16 @@ def test_a_failed_result_ends_at_once(agents: Agents) -> None:
     assert found["shutdown_s"] < 10
 
 
-@nightly
 def test_workers_that_return_nothing(agents: Agents) -> None:
     """Each rank has an entry all the same."""
     assert succeeded(agents.alone("nothing", nproc=2)) == {"0": None, "1": None}
 
 
-@nightly
 def test_workers_return_values(agents: Agents) -> None:
     """By rank."""
     assert succeeded(agents.alone("echo", "word", nproc=2)) == {"0": "word", "1": "word"}
 
 
-@nightly
 def test_the_environment_of_workers(agents: Agents) -> None:
     """Everything torch promises is set, and its own timer and health check are switched on as ever."""
     names = [
@@ -135,7 +137,6 @@ def test_the_environment_of_workers(agents: Agents) -> None:
     assert (found["TORCHELASTIC_USE_AGENT_STORE"], found["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("True", "1")
 
 
-@nightly
 def test_what_somebody_sets_goes_before(agents: Agents, tmp_path: Path) -> None:
     """Master address and port of the spec, an environment variable of torch's, and the timer's file."""
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_TIMER_FILE")
@@ -149,7 +150,6 @@ def test_what_somebody_sets_goes_before(agents: Agents, tmp_path: Path) -> None:
     assert tuple(found.values()) == ("some-host", "42", "0", timer)
 
 
-@nightly
 @pytest.mark.parametrize("shared", [True, False], ids=["our store", "rank 0's own store"])
 def test_a_sum_over_the_ranks_of_one_node(agents: Agents, shared: bool) -> None:
     """Through the generation's store, or, as somebody may want it, one that rank 0 serves."""
@@ -157,7 +157,6 @@ def test_a_sum_over_the_ranks_of_one_node(agents: Agents, shared: bool) -> None:
     assert succeeded(agents.alone("total", nproc=2, env=env)) == {"0": 2, "1": 2}
 
 
-@nightly
 def test_one_rank_fails(agents: Agents) -> None:
     """Then so has the result, with that rank as a failure; the other one is stopped."""
     found = agents.alone("odd_fails", 60, nproc=2)
@@ -166,14 +165,12 @@ def test_one_rank_fails(agents: Agents) -> None:
     assert found["shutdown_s"] < 10
 
 
-@nightly
 def test_a_rank_that_fails_once(agents: Agents) -> None:
     """All start again, and that is counted."""
     found = agents.alone("fails_at_first", nproc=2, restarts=1)
     assert succeeded(found) == {"0": "attempt 1", "1": "attempt 1"}
 
 
-@nightly
 def test_restarts_end(agents: Agents) -> None:
     """One restart of a script that always fails."""
     found = agents.alone("fails", restarts=1)
@@ -181,7 +178,6 @@ def test_restarts_end(agents: Agents) -> None:
     assert found["shutdown_s"] < 10
 
 
-@nightly
 def test_a_last_barrier_that_fails_fails_nothing(agents: Agents) -> None:
     """The workers have ended well."""
     found = agents.alone("nothing", breaks_barrier=True)
@@ -197,14 +193,12 @@ def pair(agents: Agents, entry: str, *args: object, **told: Any) -> list[subproc
     return [agents.start(entry, *args, **{"nodes": [2, 2], **told}) for _ in range(2)]
 
 
-@nightly
 def test_a_sum_over_two_nodes(agents: Agents) -> None:
     """Two ranks each."""
     found = [succeeded(result(one)) for one in pair(agents, "total", nproc=2)]
     assert {rank: size for one in found for rank, size in one.items()} == dict.fromkeys("0123", 4)
 
 
-@nightly
 def test_nodes_of_different_sizes_and_roles(agents: Agents) -> None:
     """Ranks of a node are one block, those of a role are counted through, and all know the sizes of both."""
     sizes = [("master", 2), ("trainer", 1), ("trainer", 2)]
@@ -216,33 +210,30 @@ def test_nodes_of_different_sizes_and_roles(agents: Agents) -> None:
         ranks = [one for named, those in found if named == role for one in those]
         assert sorted(one["ROLE_RANK"] for one in ranks) == list(range(size))
         assert {one["ROLE_WORLD_SIZE"] for one in ranks} == {size}
-    for _, ranks in found:
+    for _, unsorted in found:
+        ranks = sorted(unsorted, key=lambda one: one["RANK"])
         for name in ("RANK", "ROLE_RANK"):
             assert [one[name] - ranks[0][name] for one in ranks] == list(range(len(ranks)))
 
 
-@nightly
 def test_remote_calls_between_two_nodes(agents: Agents) -> None:
     """Torch's RPC finds the other rank through the store."""
     found = [succeeded(result(one)) for one in pair(agents, "asks", "word")]
     assert {rank: said for one in found for rank, said in one.items()} == {"0": "word", "1": ""}
 
 
-@nightly
 def test_nodes_that_end_at_different_times(agents: Agents) -> None:
     """The quick one waits at the last barrier, and both succeed."""
     found = [succeeded(result(one)) for one in pair(agents, "sleeps_by_rank", 3)]
     assert {rank: said for one in found for rank, said in one.items()} == {"0": 0, "1": 1}
 
 
-@nightly
 def test_nodes_that_end_too_far_apart(agents: Agents) -> None:
     """A last barrier that times out fails nobody."""
     found = [result(one) for one in pair(agents, "sleeps_by_rank", 4, barrier_s=0)]
     assert [one["state"] for one in found] == ["SUCCEEDED", "SUCCEEDED"]
 
 
-@nightly
 def test_nobody_waits_at_the_last_barrier_after_a_failure(agents: Agents) -> None:
     """Both agents end together, and neither waits for the other's workers or the barrier's 60 s."""
     nodes = pair(agents, "odd_fails", 80, nproc=2)
@@ -250,7 +241,6 @@ def test_nobody_waits_at_the_last_barrier_after_a_failure(agents: Agents) -> Non
     assert [one["state"] for one in found] == ["FAILED", "FAILED"]
 
 
-@nightly
 def test_a_killed_agent_that_is_started_again(agents: Agents) -> None:
     """The other one waits for it, and both train to the end."""
     told = {"nproc": 1, "restarts": 2, "nodes": [2, 2]}
@@ -261,7 +251,6 @@ def test_a_killed_agent_that_is_started_again(agents: Agents) -> None:
     assert [set(succeeded(result(one)).values()) for one in (host, again)] == [{2}, {2}]
 
 
-@nightly
 def test_a_killed_agent_that_stays_away(agents: Agents) -> None:
     """With MIN:MAX the other one goes on alone."""
     told = {"nproc": 1, "restarts": 2, "nodes": [1, 2]}
