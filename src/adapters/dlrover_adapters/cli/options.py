@@ -591,9 +591,18 @@ def check(options: Options) -> None:
         raise SpecError("standby", "hosts that join are each other's standbys; start more of them than --nnodes MAX")
 
 
+_DIALLED = ("--rdzv-endpoint", "--master-port")  # some scripts connect there by number
+
+
 def notes(options: Options) -> Mapping[str, str]:
     """Flags that were given and do nothing here, with the reason."""
     found = {f"--{dest.replace('_', '-')}": why for dest, why in torchrun_flags.UNUSED.items() if options.given(dest)}
     met = meeting(options)
     why = "several hosts only" if not met.joining else f"not with {met.backend}"
-    return {**found, **check_flags.notes(options), **dict.fromkeys(met.unused, why)}
+    unused = dict.fromkeys(met.unused, why)
+    if not met.joining:
+        dialled = {
+            one: f"{why}; the store is where MASTER_ADDR and MASTER_PORT say" for one in unused if one in _DIALLED
+        }
+        unused.update(dialled)
+    return {**found, **check_flags.notes(options), **unused}
