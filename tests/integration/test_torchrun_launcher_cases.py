@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 from running import BIN
 
-pytestmark = pytest.mark.nightly(reason="test_dlrover_run and test_parity have the commonest of them in make test")
-BOUND_S = 90.0
+pytestmark = [
+    pytest.mark.nightly(reason="test_dlrover_run and test_parity have the commonest of them in make test"),
+    pytest.mark.timeout(260),
+]
+BOUND_S = 200.0
 
 TOUCH = """
 import os, pathlib, sys
@@ -232,7 +235,7 @@ def fails():
     try:
         elastic_launch(config(sys.argv[3], (1, 2)), sys.executable)("-u", "touch.py", sys.argv[2], "--fail")
     except ChildFailedError as error:
-        assert "told to fail" in str(error)
+        assert "touch.py FAILED" in str(error)
     else:
         raise AssertionError("nothing was raised")
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dlrover_adapters.agent.config import LaunchConfig
 from dlrover_adapters.cli import options as cli_options
-from dlrover_adapters.cli import serve, show_config, workers
+from dlrover_adapters.cli import serve, show_config, values, workers
 from dlrover_adapters.cli.meeting import Meeting
 from dlrover_adapters.cli.torchrun_flags import Options
 from dlrover_core.errors import SpecError
@@ -159,7 +160,7 @@ def look_through(options: Options) -> None:
     """Everything that `dlrover-run` looks at before it starts something."""
     cli_options.check(options)
     cli_options.signals(options.signals_to_handle)
-    cli_options.ranks_filter(options.local_ranks_filter)
+    values.ranks_filter(options.local_ranks_filter)
     cli_options.spec(options, cli_options.job_name(options), 1)
 
 
@@ -254,6 +255,15 @@ def test_a_key_that_torch_never_reads_is_no_error() -> None:
         assert cli_options.notes(options) == {f"--rdzv-conf {key}": f"not with {met.backend}"}
 
 
+def test_timeout_is_read_with_static_alone() -> None:
+    """As by torch: with c10d the nodes have the whole ``join_timeout``, whatever ``timeout`` says."""
+    assert cli_options.meeting(parsed("--nnodes", "2", "--master-addr", "h", "--rdzv-conf", "timeout=5")).durations == {
+        "launch_s": 5
+    }
+    met = cli_options.meeting(parsed("--nnodes", "2", *C10D, "--rdzv-conf", "timeout=5"))
+    assert (met.durations, met.unused) == ({}, ("--rdzv-conf timeout",))
+
+
 def test_jobs_are_named_by_their_rendezvous() -> None:
     """Its id, made fit for a name; hosts that join agree without one; a job of one host alone has a new name each time."""
     assert cli_options.job_name(parsed("--rdzv-id", "My Job/7")) == "my-job-7"
@@ -266,8 +276,8 @@ def test_jobs_are_named_by_their_rendezvous() -> None:
 def test_signals_and_ranks_are_read() -> None:
     """By name, and by number."""
     assert cli_options.signals("SIGTERM, SIGUSR1") == (signal.SIGTERM, signal.SIGUSR1)
-    assert cli_options.ranks_filter("0,2") == (0, 2)
-    assert cli_options.ranks_filter("") is None
+    assert values.ranks_filter("0,2") == (0, 2)
+    assert values.ranks_filter("") is None
 
 
 def test_what_is_not_needed_is_noted_only_when_given() -> None:
@@ -366,3 +376,14 @@ def test_a_master_of_its_own_takes_what_a_job_needs() -> None:
     serve.arguments(made)
     options = made.parse_args([], namespace=Options())
     assert cli_options.spec(options, "lm7", 1).job == "lm7"
+
+
+def test_how_long_a_node_may_take_to_start_workers_can_be_set() -> None:
+    """A slow file system and a busy host need more than the defaults; what is set reaches the agent's launcher."""
+    line = [word for one in ("ready_s=900", "probe_s=30", "start_s=120", "refill_s=0") for word in ("--set", one)]
+    spec = cli_options.spec(cli_options.parse([*line, "x.py"]), "j", 1)
+    found = workers.launch_fields({"spec": spec.to_json()})
+    config = LaunchConfig(("x.py",), **found)
+    assert (config.ready_s, config.probe_s, config.start_s, config.refill_s) == (900, 30, 120, 0)
+    usual = LaunchConfig(("x.py",), **workers.launch_fields({"spec": JobSpec("j").to_json()}))
+    assert usual == LaunchConfig(("x.py",), finish_s=3600.0), "the defaults of both are the same"

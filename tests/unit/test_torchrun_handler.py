@@ -214,6 +214,29 @@ def test_a_node_beyond_max_is_told_and_times_out() -> None:
     assert len(waiting.said) == 1
 
 
+def test_a_master_that_has_never_been_heard_has_not_refused_a_place() -> None:
+    """How long none was heard counts from the start: a slow start of masters is no full job."""
+    waiting = Waiting()
+    waiting.agent = _Unheard(waiting)
+    waiting.mind(15.0)
+    assert waiting.said == []
+    assert waiting.desk.closed is None
+
+
+class _Unheard:
+    """An agent without a master."""
+
+    node = leaving = ""
+
+    def __init__(self, waiting: Waiting) -> None:
+        self.leave = waiting.leave
+
+    @property
+    def unmastered_s(self) -> float:
+        """Since the start."""
+        return asyncio.get_running_loop().time()
+
+
 def test_a_reserve_waits_without_end() -> None:
     """It is told as well."""
     waiting = Waiting(reserve=True)

@@ -66,6 +66,22 @@ def refuse_remote(path: Path, mountinfo: str | None = None) -> None:
         )
 
 
+def host_local(path: str | Path) -> Path:
+    """The absolute path. Raises `SpecError` on a network or FUSE file system."""
+    where = Path(os.path.abspath(path))
+    refuse_remote(where)
+    return where
+
+
+def free_bytes(path: Path) -> int:
+    """Room on the file system of ``path`` for this user; 0 where it cannot be asked."""
+    try:
+        room = os.statvfs(path)
+    except OSError:
+        return 0
+    return room.f_bavail * room.f_frsize
+
+
 def default_state_dir(mountinfo: str | None = None, *, shared: Path = SHARED) -> Path:
     """The host-local directory for logs of this user, made if need be (0700).
 

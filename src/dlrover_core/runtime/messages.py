@@ -230,7 +230,9 @@ def known_since(command: Message) -> int:
 
 def encode(message: Message, version: int = VERSION) -> bytes:
     """A message as a frame for a peer of ``version``."""
-    body = (_FRAME_KIND[type(message)], fields_for(message, version))
+    # A host greets under the same plain name that it joins by.
+    said = plain_fields(message) if isinstance(message, Hello) else message
+    body = (_FRAME_KIND[type(message)], fields_for(said, version))
     # Half characters may be in any word: a host's name, an exception's text.
     frame = cast(bytes, msgpack.packb(body, unicode_errors="backslashreplace"))
     if len(frame) > FRAME_BYTES_MAX:

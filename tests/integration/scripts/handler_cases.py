@@ -126,7 +126,7 @@ def meets_again(nodes: Nodes) -> None:
 def too_few(nodes: Nodes) -> None:
     """With fewer than MIN the wait ends after ``join_timeout``."""
     with pytest.raises(RendezvousTimeoutError):
-        nodes.handler(join_timeout="4").next_rendezvous()
+        nodes.handler(join_timeout="15").next_rendezvous()
 
 
 def too_many(nodes: Nodes) -> None:

@@ -127,7 +127,10 @@ class Nursery:
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(self._config.ready_s, self._settled_or_dead(zygote))
             if zygote.alive and not self._was_ready:
-                self._unfit = (self._loading, f"not imported within {self._config.ready_s:g} s")
+                self._unfit = (
+                    self._loading,
+                    f"not imported within {self._config.ready_s:g} s; --set ready_s=SECONDS gives it longer",
+                )
                 zygote.signal(signal.SIGKILL)
             exit_code = await asyncio.shield(zygote.dead)
             early = not self._was_ready

@@ -182,7 +182,7 @@ class Zygote:
         poll = select.poll()
         poll.register(reader, select.POLLIN)
         if not poll.poll(round(self._probe_s * 1000)):
-            return f"a forked child did not finish a matrix product within {self._probe_s:g} s"
+            return f"a forked child did not finish a matrix product within {self._probe_s:g} s (--set probe_s=SECONDS)"
         answer = os.read(reader, 4096).decode(errors="replace")
         return "" if answer == "fit" else answer or "a forked child that computes dies"
 
@@ -194,8 +194,8 @@ class Zygote:
                 fault = f"a forked child has {tasks} threads"
             os.write(writer, (fault or "fit").encode(errors="backslashreplace")[:4096])
         except BaseException as error:  # noqa: BLE001 - a probe must never return into the zygote's code
-            fault = f"a forked child that computes raises {type(error).__name__}: {error}"
-            os.write(writer, fault.encode(errors="backslashreplace")[:4096])
+            words = f"a forked child that computes raises {type(error).__name__}: {error}"
+            os.write(writer, words.encode(errors="backslashreplace")[:4096])
         finally:
             os._exit(0)
 

@@ -54,7 +54,7 @@ def main() -> int:
     options = parser.parse_args()
     with open(options.config, encoding="utf-8") as file:
         raw: dict[str, Any] = json.load(file)
-    if options.draft:
+    if options.config.startswith("/proc/self/fd/"):
         os.close(int(options.config.rpartition("/")[2]))
     control = socket.socket(fileno=options.control)
     control.set_inheritable(False)

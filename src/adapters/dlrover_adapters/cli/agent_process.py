@@ -90,6 +90,10 @@ class _Launcher(LinuxLauncher):
         self._starting(launch.node)
         await super().start(launch)
 
+    def say(self, words: str) -> None:
+        super().say(words)
+        _say(words)
+
     async def notices(self) -> AsyncIterator[Notice]:
         async for notice in super().notices():
             if isinstance(notice, WorkerExit) and _failed(notice) and notice.generation > self._told:

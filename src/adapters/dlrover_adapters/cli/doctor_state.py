@@ -117,7 +117,7 @@ async def _log(folder: Path) -> None:
 
 def sockets(roof: str | None = None) -> Finding:
     """The folder for sockets and workers' streams: short enough a path, and room in it."""
-    top = roof or scratch._roof() or tempfile.gettempdir()
+    top = roof or next(iter(scratch.roofs()), "/tmp")  # noqa: S108  # nothing is made there but by mkdtemp
     try:
         with tempfile.TemporaryDirectory(prefix=PREFIX, dir=top) as folder:
             room = os.statvfs(folder)

@@ -90,7 +90,7 @@ def read(options: argparse.Namespace, nodes_max: int) -> Meeting:
     conf = parse_conf(options.rdzv_conf)
     if "is_host" in conf:
         _bool("is_host", conf["is_host"])
-    durations, unused = _durations(conf, options.rdzv_backend)
+    durations, unused = _durations(conf, options.rdzv_backend if nodes_max > 1 else "")
     masters = tuple(_master(one) for one in (options.master or "").split(",") if one.strip())
     if masters:
         return Meeting(
@@ -193,7 +193,8 @@ def _master(text: str) -> str:
 def _durations(conf: Mapping[str, str], backend: str) -> tuple[dict[str, float], list[str]]:
     """What the configuration sets in the job's spec, and the keys that have no meaning here.
 
-    What is no number is refused where torch's own ``backend`` reads that key. Elsewhere the key does nothing, as under torchrun.
+    A value that is no number is refused where torch's own ``backend`` reads that key, and on one host (``backend`` empty).
+    Elsewhere the key does nothing, as under torchrun.
     """
     found: dict[str, float] = {}
     kept_alive: dict[str, float] = {}
@@ -207,7 +208,7 @@ def _durations(conf: Mapping[str, str], backend: str) -> tuple[dict[str, float],
         elif not (key in _DURATIONS or key in _KEEP_ALIVE):
             known = (*_DURATIONS, *_KEEP_ALIVE, *_USED, *_UNUSED)
             raise SpecError("rdzv-conf", f"there is no {key!r}{usage.meant(key, known)}; there are: {', '.join(known)}")
-        elif not _taken(key, value, backend):
+        elif (key == "timeout" and backend not in ("", "static")) or not _taken(key, value, backend):
             unused.append(f"--rdzv-conf {key}")
         elif key in _DURATIONS:
             found[_DURATIONS[key]] = _seconds(key, value)
@@ -223,7 +224,7 @@ def _taken(key: str, value: str, backend: str) -> bool:
     try:
         _seconds(key, value)
     except SpecError:
-        if (key == "timeout") == (backend == "static"):
+        if not backend or (key == "timeout") == (backend == "static"):
             raise
         return False
     return True

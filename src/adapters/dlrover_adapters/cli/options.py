@@ -365,17 +365,6 @@ def signals(text: str) -> tuple[signal.Signals, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def ranks_filter(text: str) -> tuple[int, ...] | None:
-    """``--local-ranks-filter``: the local ranks to show; None: all. Raises `SpecError`."""
-    if not text:
-        return None
-    parts = [one.strip() for one in text.split(",")]
-    ranks = [values.whole(one) for one in parts]
-    if any(one is None for one in ranks):
-        raise SpecError("local-ranks-filter", f"{text!r} is not a list of local ranks; say for example 0,1")
-    return tuple(one for one in ranks if one is not None)
-
-
 def size(options: Options) -> Nodes:
     """Fewest and most nodes. Raises `SpecError`."""
     local: int | None = options.local_nodes

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dlrover_adapters.cli import before, usage
 from dlrover_adapters.cli import options as cli_options
-from dlrover_adapters.cli import usage
 from dlrover_adapters.cli.torchrun_flags import Options
 from dlrover_core.errors import CoreError, SpecError
 
@@ -61,6 +61,7 @@ def _show_config(options: Options) -> int:
 def _run(options: Options) -> int:
     from dlrover_adapters.cli import ahead
 
+    before.check_kernel()
     settings, meeting = prepare(options), cli_options.meeting(options)
     token = _token(options, meeting, Path(settings.directory))
     # First of all: torch's import takes longest, and everything below happens meanwhile.
@@ -137,7 +138,7 @@ def shows_progress(options: Options) -> bool:
 
 def prepare(options: Options) -> Settings:
     """Check everything and write down what masters and agents need. Raises `SpecError`."""
-    from dlrover_adapters.cli import before, check_flags, workers
+    from dlrover_adapters.cli import check_flags, workers
     from dlrover_adapters.cli.places import directories, log_url
     from dlrover_adapters.cli.settings import Settings
 
@@ -181,13 +182,11 @@ def _node_host(settings: Settings, config: Path, token: str, first: list[Started
     import contextlib
 
     from dlrover_adapters.agent import looks
-    from dlrover_adapters.cli.ahead import agent_command
-    from dlrover_backends.local import Ahead, LocalCommand, LocalNodeHost
-
-    def command(control: int) -> LocalCommand:
-        return agent_command(settings, str(config), token, control)
+    from dlrover_adapters.cli.ahead import later_agents
+    from dlrover_backends.local import Ahead, LocalNodeHost
 
     for one in first:
         with contextlib.suppress(OSError):  # dead already: the host will notice
             one.tell(settings=str(config))
-    return LocalNodeHost(settings.node_host, Ahead(command, first, standby, settings.job.hung_s, looks.seen))
+    ahead = Ahead(later_agents(settings, token), first, standby, settings.job.hung_s, looks.seen)
+    return LocalNodeHost(settings.node_host, ahead)

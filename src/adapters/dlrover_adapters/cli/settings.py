@@ -12,8 +12,9 @@ from pathlib import Path
 from dlrover_core.spec import JobSpec
 from dlrover_core.words import plain
 
-EX_OVER, EX_AGAIN, EX_FATAL = 0, 75, 78
-"""How a master ends: the job is over; start another one; nobody like it can lead this log."""
+EX_OVER, EX_AGAIN, EX_FATAL, EX_UNRECORDED = 0, 75, 78, 79
+"""How a master ends: the job is over; start another one; nobody like it can lead this log; over, and well, but the log cannot
+take that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,6 @@ class Settings:
     log_level: str = "info"
     control_log: str = field(default="")
 
-    @property
-    def stop_file(self) -> Path:
-        """Where the launcher says that the job is to stop, and why, before it tells masters: for those that cannot hear yet."""
-        return Path(self.run_dir or self.directory) / "stop"
-
     def holder(self, pid: int, number: int = 0) -> str:
         """The name under which a process of this launcher leads, its ``number``-th; nobody else ever bears it."""
         return f"{plain(socket.gethostname())}/{pid}/{self.mark}-{number}"
@@ -100,6 +96,13 @@ class Settings:
             json.dump(dataclasses.asdict(self), file, indent=1)
         part.replace(path)
         return path
+
+    def in_memory(self) -> int:
+        """Write it into a file that nobody can remove; the descriptor, for who inherits it."""
+        fd = os.memfd_create("dlrover-settings")
+        with open(fd, "w", encoding="utf-8", closefd=False) as file:
+            json.dump(dataclasses.asdict(self), file)
+        return fd
 
     @classmethod
     def read(cls, path: str) -> Settings:

@@ -22,7 +22,7 @@ from dlrover_adapters.agent import signals
 from dlrover_adapters.agent.spawn import module_command
 from dlrover_adapters.cli.asking import Asking, on_terminal
 from dlrover_adapters.cli.scratch import MARK
-from dlrover_adapters.cli.settings import EX_FATAL, EX_OVER, Settings
+from dlrover_adapters.cli.settings import EX_FATAL, EX_OVER, EX_UNRECORDED, Settings
 from dlrover_core.runtime.within import within
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ class Nodes(Protocol):
         """Wait until those started first need the processor no longer."""
         ...
 
+    async def restore(self) -> None:
+        """Make sockets anew that were removed. Raises `OSError` and `CoreError`."""
+        ...
+
     def kill(self) -> None:
         """SIGKILL them all."""
         ...
@@ -75,6 +79,9 @@ class NoNodes:
 
     async def warm(self) -> None:
         """Nothing needs the processor."""
+
+    async def restore(self) -> None:
+        """There is no socket."""
 
     def kill(self) -> None:
         """Nothing to kill."""
@@ -95,7 +102,8 @@ class Supervisor:
     ) -> None:
         self._settings, self._token, self._port, self._host = settings, token, port, host
         self._command, self._leaves = command, leaves
-        self._config = os.path.join(settings.directory, "settings.json")
+        # Files in memory: whatever becomes of the disk, masters can be started, and told to stop the job.
+        self._papers = self._stop = -1
         self._say = on_terminal(command)
         self._masters: dict[int, asyncio.subprocess.Process] = {}
         self._over = asyncio.Event()
@@ -103,11 +111,20 @@ class Supervisor:
         self._dead: list[tuple[float, str]] = []
         self._asked = self._number = 0
         self._failure = ""
-        self.left = False
+        self.left = self.unrecorded = False
         self.stopped_by: signal.Signals | None = None
 
     async def run(self) -> None:
         """Until the job is over. Raises `MastersFailed`."""
+        self._papers, self._stop = self._settings.in_memory(), os.memfd_create("dlrover-stop")
+        try:
+            await self._run()
+        finally:
+            papers, stop, self._papers, self._stop = self._papers, self._stop, -1, -1
+            os.close(papers)
+            os.close(stop)
+
+    async def _run(self) -> None:
         async with self._host:
             keepers = [asyncio.ensure_future(self._keep_one())]
             if not self._settings.shared:
@@ -139,12 +156,16 @@ class Supervisor:
             began = loop.time()
             self._number += 1
             code = await self._one_master(self._number)
+            if code == EX_UNRECORDED:
+                self.unrecorded = True
+                self._over.set()
+                return
             if code == EX_OVER or (self._leaves and self._asked):
                 self.left = code != EX_OVER
                 self._over.set()
                 return
             if self._asked and code == -signal.SIGTERM:
-                continue  # asked before it could listen; the next one finds the file
+                continue  # asked before it could listen; the next one finds the words
             if code == EX_FATAL:
                 raise MastersFailed(f"the job's log cannot be led; see {self._settings.control_log}")
             self._crashes = [at for at in self._crashes if at > loop.time() - CRASH_WINDOW_S] + [loop.time()]
@@ -169,7 +190,9 @@ class Supervisor:
         process = await asyncio.create_subprocess_exec(
             *module_command("dlrover_adapters.cli.master"),
             "--config",
-            self._config,
+            f"/proc/self/fd/{self._papers}",
+            "--stop",
+            str(self._stop),
             "--job",
             self._settings.job.job,
             "--fd",
@@ -182,7 +205,7 @@ class Supervisor:
             str(asking.theirs.fileno()),
             *(word for _, holder in self._dead for word in ("--dead", holder)),
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=(fd, asking.theirs.fileno()),
+            pass_fds=(fd, self._papers, self._stop, asking.theirs.fileno()),
             env={**os.environ, "DLROVER_TOKEN": self._token, MARK: self._settings.mark},
             start_new_session=True,
         )
@@ -240,7 +263,8 @@ class Supervisor:
             self.stopped_by = number
             if self._settings.run_dir is not None:
                 signals.tell(self._settings.run_dir, number)
-            self._settings.stop_file.write_text(f"{self._command} got {signal.Signals(number).name}")
+            if self._stop >= 0:
+                os.pwrite(self._stop, f"{self._command} got {signal.Signals(number).name}".encode(), 0)
             for process in self._masters.values():
                 self._ask(process)
             loop.call_later(SAY_S, self._say_stopping)

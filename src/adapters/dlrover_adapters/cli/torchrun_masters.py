@@ -115,6 +115,7 @@ async def _keep(settings: Settings, fd: int, life: int) -> int:
     from dlrover_adapters.cli import scratch
     from dlrover_adapters.cli.lead import probed
     from dlrover_adapters.cli.supervisor import MastersFailed, NoNodes, Supervisor
+    from dlrover_adapters.cli.upkeep import kept as kept_on_disk
     from dlrover_adapters.http.token import kept
     from dlrover_adapters.telemetry.logs import set_up
 
@@ -134,7 +135,8 @@ async def _keep(settings: Settings, fd: int, life: int) -> int:
         running = asyncio.ensure_future(supervisor.run())
         gone = asyncio.ensure_future(_closed(life))
         try:
-            await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
+            async with kept_on_disk(settings, token, "torchrun"):
+                await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 running.result()
         except MastersFailed as error:

@@ -17,6 +17,9 @@ from dlrover_core.errors import SpecError
 if TYPE_CHECKING:
     from dlrover_adapters.cli.torchrun_flags import Options
 
+LAUNCH_DURATIONS = ("finish_s", "ready_s", "probe_s", "start_s", "refill_s", "hung_s")
+"""Durations of the job's spec that a node's launcher keeps."""
+
 
 def settings(options: Options) -> dict[str, Any]:
     """The fields of `Settings` that say how workers are started. Raises `SpecError`."""
@@ -57,9 +60,9 @@ def settings(options: Options) -> dict[str, Any]:
 
 
 def _shown(text: str, nproc: int) -> tuple[int, ...] | None:
-    from dlrover_adapters.cli import options as cli_options
+    from dlrover_adapters.cli import values
 
-    ranks = cli_options.ranks_filter(text)
+    ranks = values.ranks_filter(text)
     if ranks and min(ranks) >= nproc:
         raise SpecError("local-ranks-filter", f"{text!r}: local ranks go from 0 to {nproc - 1}; nothing would be shown")
     return ranks
@@ -123,7 +126,7 @@ def launch_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not raw.get("detect", True):
         found["env"] = {**found.get("env", {}), DETECT_VARIABLE: "off"}
     spec = json.loads(raw["spec"])
-    return {**found, **{name: spec[name] for name in ("finish_s", "hung_s") if name in spec}}
+    return {**found, **{name: spec[name] for name in LAUNCH_DURATIONS if name in spec}}
 
 
 def program(options: Options) -> tuple[Mode, tuple[str, ...]]:

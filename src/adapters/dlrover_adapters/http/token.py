@@ -83,17 +83,23 @@ def kept(token: str, folder: Path, link: Path) -> Iterator[None]:
 
     ``link`` leads there, and is all that a launcher that was killed leaves behind.
     """
+    keep(token, folder, link)
+    try:
+        yield
+    finally:
+        for path in (link, folder / "token"):
+            with contextlib.suppress(OSError):  # gone with its folder, or on a disk that is read-only by now
+                path.unlink()
+
+
+def keep(token: str, folder: Path, link: Path) -> None:
+    """Write the token into ``folder`` and ``link`` to it; as often as need be. Raises `OSError`."""
     path = folder / "token"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "w", encoding="ascii") as file:
         file.write(token + "\n")
     link.unlink(missing_ok=True)
     link.symlink_to(path)
-    try:
-        yield
-    finally:
-        link.unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
 
 
 def authorization(token: str) -> dict[str, str]:

@@ -34,8 +34,8 @@ from .torchrun_launcher import OpenStore, TorchrunLauncher, Words
 MIND_S = 0.5
 UNMASTERED_S = 3.0
 """Without a word from a master for this long, nothing is waited for at torchrun's end."""
-PLACELESS_S = 3.0
-"""A node that a master knows has a place within this time, if there is one."""
+UNPLACED_LOOKS = 6
+"""A node that a master has known at so many looks has a place, if there is one."""
 
 # A node that is released for these reasons is welcome again, as another.
 AGAIN = ("replaced", "lost", "left")
@@ -99,7 +99,7 @@ class Line:
         self._thread = threading.Thread(target=context.run, args=(self._main,), name="dlrover", daemon=True)
         self._agent: Agent | None = None
         self._unmastered_s = 0.0
-        self._placeless = False
+        self._placeless, self._unplaced = False, 0
 
     @property
     def started(self) -> bool:
@@ -215,7 +215,12 @@ class Line:
     def _mind_place(self, agent: Agent, waited_s: float) -> None:
         """Tell a node that a master knows and has no place for; it waits for one no longer than a rendezvous may take."""
         parts = self._parts
-        if agent.node or agent.leaving or waited_s < PLACELESS_S or self._unmastered_s > UNMASTERED_S:
+        heard = self._unmastered_s < min(UNMASTERED_S, waited_s - MIND_S)
+        if agent.node or agent.leaving or not heard:
+            self._unplaced = 0
+            return
+        self._unplaced += 1
+        if self._unplaced < UNPLACED_LOOKS:
             return
         if not self._placeless:
             self._placeless = True

@@ -115,6 +115,7 @@ class Saving:
         self._copies: dict[int, int] = {}  # the server's numbers by arena
         self._held: list[list[int]] = []
         self._generation = 0
+        self._hasty = False
         self._serving: Serving | None = None
         self._reachable = asyncio.Event()
 
@@ -252,6 +253,8 @@ class Saving:
                 self._send(self._copy(arena), (arena.fd,))
         self._send({"op": "hold", "slots": self._held})
         self._send({"op": "level", "generation": self._generation})
+        if self._hasty:
+            self._send({"op": "haste"})
         if self._serving is not None:
             self._serve(self._serving)
         for one in self._pending.values():
@@ -294,6 +297,12 @@ class Saving:
         if generation != self._generation:
             self._generation = generation
             self._send({"op": "level", "generation": generation})
+
+    def hasten(self) -> None:
+        """The node is about to go: what it has to store and to copy is waited for from now on. Idempotent."""
+        if not self._hasty:
+            self._hasty = True
+            self._send({"op": "haste"})
 
     def hash(self, arena: Arena) -> None:
         """Something was published there."""
