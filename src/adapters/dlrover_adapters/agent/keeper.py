@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from . import wire
@@ -51,13 +52,16 @@ class FixedPort:
         self._listener: socket.socket | None = None
         self._store: Any = None
 
-    def open(self, bind: str, port: int) -> None:
-        """A new, empty store at ``bind:port`` in place of the last one. Raises `OSError` and `RuntimeError`."""
+    def open(self, bind: str, port: int, waiting: Callable[[], None] = lambda: None) -> None:
+        """A new, empty store at ``bind:port`` in place of the last one. Raises `OSError` and `RuntimeError`.
+
+        ``waiting`` is called now and again while somebody else has the port.
+        """
         from torch._C._distributed_c10d import TCPStore
 
         self._store = None
         if self._listener is None:
-            self._listener = _listen_patiently(bind, port)
+            self._listener = _listen_patiently(bind, port, waiting)
         fd = os.dup(self._listener.fileno())
         self._store = TCPStore(bind, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
@@ -69,7 +73,7 @@ class FixedPort:
             self._listener = None
 
 
-def _listen_patiently(bind: str, port: int) -> socket.socket:
+def _listen_patiently(bind: str, port: int, waiting: Callable[[], None]) -> socket.socket:
     """A listening socket. The keeper that had the port before may be about to give it back. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     until = time.monotonic() + PATIENT_S
@@ -79,6 +83,7 @@ def _listen_patiently(bind: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
                 raise
+        waiting()
         time.sleep(AGAIN_S)
 
 
@@ -136,7 +141,8 @@ def _open(link: socket.socket, stores: dict[int, Any], bind: str) -> None:
 def _fix(link: socket.socket, fixed: FixedPort, bind: str, port: int) -> None:
     reason = ""
     try:
-        fixed.open(bind, port)
+        # The agent asks in vain meanwhile, and would take us for hung.
+        fixed.open(bind, port, lambda: wire.here(link))
     except (OSError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):  # as above

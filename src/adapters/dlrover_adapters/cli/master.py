@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from dlrover_adapters.telemetry import light  # noqa: F401  # first of all
 
@@ -51,6 +52,17 @@ LOOK_S, UNRECORDED_S = 1.0, 30.0
 log = structlog.get_logger("dlrover.master")
 
 
+class Ends(NamedTuple):
+    """Descriptors that the launcher has passed on."""
+
+    port: int
+    """The listening socket."""
+    asked: int
+    """Where the launcher asks whether this process hangs."""
+    stop: int
+    """The file that says why the job is to stop; empty while it is not."""
+
+
 def main() -> int:
     """Serve one job until it is over."""
     parser = argparse.ArgumentParser(prog="dlrover-master")
@@ -59,8 +71,8 @@ def main() -> int:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--number", type=int, required=True)
-    parser.add_argument("--stop", type=int, required=True)
     parser.add_argument("--asked", type=int, required=True)
+    parser.add_argument("--stop", type=int, required=True)
     parser.add_argument("--dead", action="append", default=[])
     options = parser.parse_args()
     _die_with(options.parent)
@@ -70,7 +82,8 @@ def main() -> int:
     # Ctrl-C reaches the whole foreground group; only the launcher decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settle()
-    return asyncio.run(_run(settings, options.fd, options.stop, options.asked, holder, options.dead))
+    ends = Ends(options.fd, options.asked, options.stop)
+    return asyncio.run(_run(settings, ends, holder, options.dead))
 
 
 def _die_with(parent: int) -> None:
@@ -82,9 +95,9 @@ def _die_with(parent: int) -> None:
         sys.exit(EX_AGAIN)
 
 
-async def _run(settings: Settings, fd: int, stop: int, asked_at: int, holder: str, dead: list[str]) -> int:
+async def _run(settings: Settings, ends: Ends, holder: str, dead: list[str]) -> int:
     led = list[asyncio.Event]()
-    asking.answer(asked_at, lambda: any(one.is_set() for one in led))
+    asking.answer(ends.asked, lambda: any(one.is_set() for one in led))
     try:
         async with open_log(settings.log) as event_log:
             await _check_there(settings, event_log, dead)
@@ -92,7 +105,7 @@ async def _run(settings: Settings, fd: int, stop: int, asked_at: int, holder: st
             master = Master(
                 settings.job,
                 event_log=event_log,
-                listener=_listener(settings, fd),
+                listener=_listener(settings, ends.port),
                 backend=None if settings.joining else LocalBackend(settings.node_host),
                 wall=lambda: time.time_ns() // 1000,
                 holder=holder,
@@ -110,9 +123,9 @@ async def _run(settings: Settings, fd: int, stop: int, asked_at: int, holder: st
             loop.call_later(warm_s, loop.run_in_executor, None, told.warm, settings.job.signatures)
             asked = asyncio.Event()
             loop.add_signal_handler(signal.SIGTERM, asked.set)
-            if _why_stop(stop):
+            if _why_stop(ends.stop):
                 asked.set()
-            stopper = asyncio.ensure_future(_end_when(asked, stop, master, event_log, settings))
+            stopper = asyncio.ensure_future(_end_when(asked, ends.stop, master, event_log, settings))
             leading, stuck = asyncio.ensure_future(master.run()), asyncio.ensure_future(_watch_log(settings, master))
             try:
                 await asyncio.wait({leading, stuck}, return_when=asyncio.FIRST_COMPLETED)
