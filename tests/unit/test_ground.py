@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,7 @@ def test_a_long_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest
     """Sockets need a short path: the run's folder is made where there is one; where there is none, that is said."""
     long = tmp_path / ("x" * 100)
     long.mkdir()
-    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(long))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(long))
     with scratch.folder("of-a-test") as folder:
         assert len(str(folder)) < 60
     monkeypatch.setattr(scratch, "roofs", lambda: [str(tmp_path / "none")])

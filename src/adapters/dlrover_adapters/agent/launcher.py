@@ -539,6 +539,8 @@ class LinuxLauncher:
         elif grace_s > 0 and self._workers and all(one.ended_well for one in self._workers):
             await self._buried()
             await self._leavings.end(grace_s)
+        else:
+            await self._leavings.end()
         return not stuck
 
     async def _buried(self) -> None:
