@@ -38,7 +38,11 @@ def environment(launch, local_rank, role, error_file):
     return {"RANK": str(launch.first_rank + local_rank), "LOCAL_RANK": str(local_rank), "ERROR_FILE": error_file,
             "GENERATION": str(launch.generation)}
 def reseed(): pass
-def begin(launch, rank, agent_socket, slot_fd): pass
+def begin(launch, rank, agent_socket, slot_fd, stepped): pass
+def excused(): return frozenset()
+def quietly():
+    import contextlib
+    return contextlib.nullcontext()
 def record_error(error): pass
 """
 

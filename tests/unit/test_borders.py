@@ -88,8 +88,8 @@ def test_an_older_agents_words_are_plain_at_the_master() -> None:
     command = failures.ReportExit("n", 1, 0, 1, False, 3, 0, "\x1b[2J\x00", "", "", "")
     sent = messages.decode(messages.encode(messages.Numbered(1, 9, tuple(command))))
     assert messages.command_of(cast(messages.Numbered, sent))[7] == r"\x00"
-    hello = messages.Hello(5, "", "", 1, 0, 0, "h\x1b[2J\ud800", 1)
-    assert cast(messages.Hello, messages.decode(messages.encode(hello))).host == r"h\ud800"
+    hello = messages.Hello(5, "", "", 1, 0, 0, "h\x1b[2J\udce9", 1)
+    assert cast(messages.Hello, messages.decode(messages.encode(hello))).host == r"h\xe9"
 
 
 TIMED = b'{"message": {"message": "x", "extraInfo": {"timestamp": "%s"}}}'

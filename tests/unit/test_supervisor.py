@@ -42,7 +42,7 @@ async def told_of_the_dead(monkeypatch: pytest.MonkeyPatch, codes: list[int], li
             shared=True,
             mark="",
             in_memory=lambda: os.memfd_create("settings"),
-            job=SimpleNamespace(job="j"),
+            job=SimpleNamespace(job="j", hung_s=0.0),
             holder=lambda pid, number: f"host-{pid}-{number}",
         )
         await asyncio.wait_for(Supervisor(settings, "t", port, NoNodes()).run(), 10_000)

@@ -182,3 +182,20 @@ def test_a_file_that_may_not_be_read_is_told(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "access", lambda *_args, **_words: False)
     with pytest.raises(SpecError, match="cannot be read by this user"):
         programs._check_script("ok.py")
+
+
+@pytest.mark.parametrize("call", ["pidfd_open", "memfd_create"])
+def test_a_kernel_that_lacks_what_we_need_is_told(
+    folder: Path, call: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old kernel, or a sandbox: with the call's name, before anything starts; the command line is right."""
+
+    def refused(*_: object) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, call, refused)
+    assert run.main(["ok.py"]) == run.EX_SOFTWARE
+    said = capsys.readouterr().err
+    assert f"no process can be kept here: {call}: Function not implemented; it needs Linux" in said
+    assert "dlrover doctor" in said
+    assert said.count("\n") == 1

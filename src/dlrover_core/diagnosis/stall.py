@@ -25,6 +25,7 @@ class Pulse(NamedTuple):
 
     ``step`` -1: none was made. ``idle_us`` counts from the last step, or the last change of ``phase``; -1: nobody can say.
     ``step_us`` is the usual time of one, 0 before two were made; ``pause_us`` the longest that ended by itself in ``phase``.
+    ``total``: the steps that the script means to make; 0: it has not said.
     """
 
     step: int = -1
@@ -32,6 +33,7 @@ class Pulse(NamedTuple):
     step_us: int = 0
     pause_us: int = 0
     phase: int = 0
+    total: int = 0
 
 
 class Limits(NamedTuple):
@@ -62,6 +64,7 @@ def together(pulses: list[Pulse]) -> Pulse:
         max(one.step_us for one in pulses),
         longest(one.pause_us for one in pulses if one.phase == phase),
         phase,
+        max(one.total for one in pulses),
     )
 
 

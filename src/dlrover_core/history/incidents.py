@@ -57,7 +57,8 @@ class Story:
     ``steps_lost`` is what the engine counted from the dead workers' own words, or, where that is more, the distance from the
     highest step that anybody reported to the one that training resumed from: a dead node takes its count along. -1: unknown.
     ``paused_us``: how long the job was suspended meanwhile, which is no time down. ``restores``: from where its nodes went on, as
-    far as that was told: one speaks for all that simply found their own memory.
+    far as that was told: one speaks for all that simply found their own memory. ``imports_us``: of the time down, what the worker
+    that stepped first spent on imports.
     """
 
     number: int
@@ -75,6 +76,7 @@ class Story:
     formed_generation: int = 0
     started_at: int = 0
     stepped_at: int = 0
+    imports_us: int = 0
     closed_at: int = 0
     steps_lost: int = -1
     paused_us: int = 0
@@ -180,7 +182,7 @@ class IncidentsBuilder:
         group = group_of(fact.node)
         mended = self._broken_before(group, fact.generation)
         for story in mended:
-            story.stepped_at = at
+            story.stepped_at, story.imports_us = at, fact.imports_us
         if fact.told:
             # The first one broke what was running; those after it found nothing to lose.
             lost = max(0, self._reach[group][1] - (fact.step - 1)) if group in self._reach else -1

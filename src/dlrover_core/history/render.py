@@ -5,7 +5,7 @@ Every function takes values of this package and returns lines or text; where and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, tzinfo
 
 from dlrover_core.history import render_saves
@@ -38,6 +38,8 @@ from dlrover_core.kernel.events import Record
 TAIL_LINES_MAX = 20
 NODE_ROWS_MAX = 64
 HEADLINES_MAX = 5
+IMPORTS_US, IMPORTS_SHARE = 500_000, 0.3
+"""Imports that took so long, and so much of the time down, are worth a word."""
 
 MEANINGS = {
     STARTING: "from creation to the first step",
@@ -218,10 +220,22 @@ def _incidents(told: Report) -> list[str]:
     lines += table(rows, right=(0, 1, 2, 3))
     if told.mean_down_us is not None and len(told.incidents) > 1:
         lines.append(f"  mean time from a death to the next step: {duration(told.mean_down_us)}")
+    lines += _imports(told)
     for story in told.incidents:
         if len(story.judgements) > 1 or len(story.measures) > 1:
             lines += _turns(story, told.created_at)
     return lines
+
+
+def _imports(told: Report) -> Iterator[str]:
+    """What of the time down were imports, where that is worth a word, and what to do about it."""
+    slow = [one for one in told.incidents if one.down_us and IMPORTS_US <= one.imports_us <= one.down_us]
+    slow = [one for one in slow if one.imports_us >= IMPORTS_SHARE * (one.down_us or 0)]
+    if slow:
+        worst = max(slow, key=lambda one: one.imports_us)
+        yield f"  {worst.imports_us / 1e6:.1f} of {(worst.down_us or 0) / 1e6:.1f} s of incident {worst.number} were imports"
+        yield "  the next run of this script imports these modules before a failure: --preload auto, the default, with the same"
+        yield "  --state-dir; where modules read what the script sets, --preload NAME,... names those that do not"
 
 
 def _incident_row(story: Story, told: Report) -> tuple[str, ...]:
@@ -293,8 +307,10 @@ def _goodput(told: Report) -> list[str]:
 # ---- status
 
 
-def status(told: Status, now: int | None = None, zone: tzinfo | None = None) -> str:
-    """How the job stands."""
+def status(
+    told: Status, now: int | None = None, zone: tzinfo | None = None, live: Mapping[str, int] | None = None
+) -> str:
+    """How the job stands. ``live``: what its leader says of its steps, from heartbeats (`runtime.stalls.Stalls.live`)."""
     lines = []
     if told.failed:
         lines += [f"FAILED: {one_line(told.root, 1000)}", f"  because {one_line(told.reason, 1000)}"]
@@ -302,6 +318,7 @@ def status(told: Status, now: int | None = None, zone: tzinfo | None = None) -> 
     lines.append(f"job {told.job}  {told.state}{reason}  run {told.run}")
     end = told.ended_at or now or (told.last.at if told.last else told.created_at)
     step = f"step {told.step} at {clock(told.step_at, zone)}" if told.step >= 0 else "no step yet"
+    step = progress(live) if live is not None and live["step"] >= 0 else step
     lines.append(f"  {step}; {'lasted' if told.over else 'for'} {duration(max(0, end - told.created_at))}")
     lines += [f"  {one}" for one in _worlds(told)]
     lines += [f"  {one}" for one in _kept(told)]
@@ -321,6 +338,17 @@ def status(told: Status, now: int | None = None, zone: tzinfo | None = None) -> 
             f"last event #{told.last.seq} at {clock(told.last.at, zone)}: {name_of(told.last.event)}: {say(told.last.event)}"
         )
     return "\n".join(lines)
+
+
+def progress(live: Mapping[str, int]) -> str:
+    """The step, the rate and the time left, and how old that is."""
+    words = [f"step {live['step']} {duration(live['age_us'])} ago"]
+    if live["step_us"]:
+        words.append(f"{1e6 / live['step_us']:.3g} steps/s")
+    left = live["total"] - live["step"]
+    if live["step_us"] and live["total"] and left >= 0:
+        words.append(f"{duration(left * live['step_us'])} left of {count(live['total'], 'step')}")
+    return f"{', '.join(words)} (heard {duration(live['heard_us'])} ago)"
 
 
 def _worlds(told: Status) -> Iterator[str]:

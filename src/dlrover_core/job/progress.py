@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from dlrover_core.job.state import JobState
 
 
-@event(80)
+@event(80, version=2, upcast={1: lambda fields: (*fields, 0)})
 class FirstStep(NamedTuple):
     """A generation has made its first step: whatever broke before is mended.
 
     ``told``: ``step`` is the script's own number, which goes on after a restart; else a count that began anew with the processes.
+    ``imports_us``: what that worker spent on imports from its start to this step; 0: not measured.
     """
 
     generation: int
@@ -29,6 +30,7 @@ class FirstStep(NamedTuple):
     node: str
     told: bool = False
     age_us: int = 0
+    imports_us: int = 0
 
 
 @event(81)
@@ -48,6 +50,7 @@ class ReportFirstStep(NamedTuple):
     step: int
     age_us: int = 0
     told: bool = False
+    imports_us: int = 0
 
 
 class NoteProgress(NamedTuple):
@@ -93,7 +96,7 @@ def _first(state: JobState, command: ReportFirstStep, now: int) -> Iterator[Even
         raise Refused(f"generation {command.generation} has made its first step already")
     # It cannot have happened before its world was there, whatever clock its agent has.
     age_us = min(max(command.age_us, 0), now - newest.formed_at)
-    yield FirstStep(command.generation, command.step, command.node, command.told, age_us)
+    yield FirstStep(command.generation, command.step, command.node, command.told, age_us, max(0, command.imports_us))
 
 
 def _note(state: JobState, command: NoteProgress, now: int) -> Iterator[Event]:

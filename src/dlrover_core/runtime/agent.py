@@ -50,7 +50,6 @@ from dlrover_core.runtime.messages import (
 from dlrover_core.runtime.outbox import SECOND_US, Outbox
 from dlrover_core.runtime.transport import Connection, Dialer, receive_within
 from dlrover_core.runtime.within import any_within, within
-from dlrover_core.words import plain
 
 STEADY_S = 1.0
 LAST_WORD_S = 5.0
@@ -93,7 +92,7 @@ class Agent:
         self._named = asyncio.Event()
         if node:
             self._named.set()
-        self._masters, self._boot, self._host, self._address = Masters(masters), boot, plain(host), plain(address)
+        self._masters, self._boot, self._host, self._address = Masters(masters), boot, host, address
         self._settings = Granted(run=run)
         self._outbox = Outbox()
         self._order, self._token = NOTHING, 0
@@ -209,8 +208,7 @@ class Agent:
     def part(self, reason: str) -> None:
         """Ask the master to be drained, and go when it says so: what a signal to the agent means.
 
-        So the others' workers get their grace too, and no failure is recorded. Where nobody answers, or the answer is no
-        (the job ends, or fails, or this node is released already), it is `leave`.
+        So the others' workers get their grace too, and no failure is recorded. Without an answer, or refused, it is `leave`.
         """
         if self._parting or not (self._connected and self.node and self._peer_version > 1):
             self.leave(reason)
@@ -379,7 +377,9 @@ class Agent:
         if self._order.node_rank == 0 and self._reported_first < step.generation:
             self._reported_first = step.generation
             age = max(0, int(self._stepped_at * SECOND_US) - step.at_us)
-            self._outbox.add(progress.ReportFirstStep(self.node, step.generation, step.step, age, step.told))
+            self._outbox.add(
+                progress.ReportFirstStep(self.node, step.generation, step.step, age, step.told, step.imports_us)
+            )
 
     async def _mind_silence(self) -> None:
         """Without a master and without steps there is nothing to wait for: stop, before we are replaced elsewhere."""

@@ -45,5 +45,5 @@ def beat_of(generation: int, step: int, lag_us: int, pulse: Pulse | None, desk: 
     """What one beat tells."""
     beat = Beat(generation, step, lag_us)
     if pulse is not None:
-        beat = Beat(generation, max(step, pulse.step), lag_us, *pulse[1:])
+        beat = Beat(generation, max(step, pulse.step), lag_us, *pulse[1:5], total=pulse.total)
     return beat if desk is None else beat._replace(pace=desk.pace, losses=desk.losses, kept=desk.kept)

@@ -66,6 +66,7 @@ class WorkerStep(NamedTuple):
     """A worker finished step ``step``.
 
     ``told``: that is the script's own number; else optimizer calls of this process, counted.
+    ``imports_us``: what imports took until its first step; 0: not measured, or no first step.
     """
 
     generation: int
@@ -74,6 +75,7 @@ class WorkerStep(NamedTuple):
     first: bool
     at_us: int
     told: bool = False
+    imports_us: int = 0
 
 
 class StoreReady(NamedTuple):

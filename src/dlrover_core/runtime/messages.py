@@ -125,6 +125,7 @@ class Beat(NamedTuple):
 
     What follows is a `diagnosis.stall.Pulse`, as of now. ``pace`` and ``losses``: what ranks compute and lose, as `runtime.paces`
     writes it. ``kept``: what is whole in memory and on storage, as `runtime.keeping` writes it.
+    ``total``: the steps that the script means to make; 0: it has not said.
     """
 
     generation: int
@@ -137,6 +138,7 @@ class Beat(NamedTuple):
     pace: tuple[int, ...] = ()
     losses: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
+    total: int = 0
 
 
 class BeatSeen(NamedTuple):
@@ -230,7 +232,9 @@ def known_since(command: Message) -> int:
 
 def encode(message: Message, version: int = VERSION) -> bytes:
     """A message as a frame for a peer of ``version``."""
-    body = (_FRAME_KIND[type(message)], fields_for(message, version))
+    # A host greets under the same plain name that it joins by.
+    said = plain_fields(message) if isinstance(message, Hello) else message
+    body = (_FRAME_KIND[type(message)], fields_for(said, version))
     # Half characters may be in any word: a host's name, an exception's text.
     frame = cast(bytes, msgpack.packb(body, unicode_errors="backslashreplace"))
     if len(frame) > FRAME_BYTES_MAX:

@@ -25,6 +25,7 @@ def shown(state: JobState, sessions: Sessions) -> dict[str, Any]:
         "generation": generation,
         "world_size": world.size if world and world.active else 0,
         "step": max([*steps, state.progress.of(group).step]),
+        "live": sessions.stalls.live(group),
         "agents": len(sessions),
         "standbys": len(sessions.standbys),
         "nodes": {

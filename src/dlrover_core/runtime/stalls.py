@@ -49,7 +49,7 @@ class Stalls:
         if beat.idle_us < 0:
             return
         spec, group, now = self._master.state.job.spec, group_of(node), asyncio.get_running_loop().time()
-        pulse = Pulse(beat.step, beat.idle_us, beat.step_us, beat.pause_us, beat.phase)
+        pulse = Pulse(beat.step, beat.idle_us, beat.step_us, beat.pause_us, beat.phase, beat.total)
         last = self._heard.get(node)
         if last is not None and now - last.at > self._fresh_s():
             # It was stopped, or cut off: what its ranks did meanwhile, or could not do, nobody knows.
@@ -69,6 +69,24 @@ class Stalls:
     def forget(self, node: str) -> None:
         """The node is gone."""
         self._heard.pop(node, None)
+
+    def live(self, group: str) -> dict[str, int] | None:
+        """How far a group is by its newest heartbeats; None where none of its world was heard of.
+
+        ``age_us``: since its last step; ``heard_us``: since the newest heartbeat; ``step_us``: the usual time of a step, 0 before
+        two were made; ``total``: the steps that the script means to make, 0: it has not said.
+        """
+        current, now = self._master.state.world.worlds.get(group), asyncio.get_running_loop().time()
+        members = current.members if current is not None else ()
+        found = [self._heard[one.node] for one in members if one.node in self._heard]
+        found = [one for one in found if current is not None and one.generation == current.generation]
+        if not found:
+            return None
+        ages = [int((now - one.at) * SECOND_US) for one in found]
+        aged = [one.pulse._replace(idle_us=one.pulse.idle_us + age) for one, age in zip(found, ages, strict=True)]
+        pulse = stall.together(aged)
+        told = {"step": pulse.step, "age_us": pulse.idle_us, "step_us": pulse.step_us, "total": pulse.total}
+        return {**told, "heard_us": min(ages)}
 
     def close(self) -> None:
         """This master leads no more."""

@@ -11,6 +11,9 @@ from typing import NamedTuple
 from dlrover_core.errors import SpecError
 
 TORCH = "dlrover_adapters.torch.worker"
+AUTO = "auto"
+"""As a preload: what workers of this script imported until their first step."""
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Torchrun's default of those that stop a job."""
 
@@ -81,7 +84,11 @@ class LaunchConfig(NamedTuple):
     signals: tuple[int, ...] = SIGNALS
     store_bind: str = "127.0.0.1"
     store_host: str = ""
+    store_at: str = ""
+    """``host:port`` of this host where each generation's store listens, because somebody named it; empty: a free port each."""
     run_dir: str | None = None
+    imports: str = ""
+    """The folder with lists of what workers import, from which modules are preloaded; empty: only ``preload`` is."""
     framework: str = TORCH
     stores: bool = True
     probe_s: float = 5.0
@@ -92,6 +99,10 @@ class LaunchConfig(NamedTuple):
     """From the order to start a generation until its last worker exists."""
     refill_s: float = 10.0
     """Spares for the next generation are forked at this one's first step, or this long after its start."""
+
+    hung_s: float = 5.0
+    """A zygote or keeper that has not answered its agent for this long is killed and replaced; a saver has
+    `checkpoints.saving.HUNG_TIMES` times as long; 0: never."""
 
     @property
     def warm(self) -> bool:

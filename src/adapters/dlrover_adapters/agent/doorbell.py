@@ -18,8 +18,8 @@ PACKET_BYTES_MAX = 4096
 STEP_MAX = 2**53
 CONNECTIONS_MAX = 4096
 
-Ring = Callable[[int, int, int, bool], None]
-"""Called with generation, rank, step, and whether the step is the script's own number."""
+Ring = Callable[[int, int, int, bool, int], None]
+"""Called with generation, rank, step, whether the step is the script's own number, and microseconds that imports took, or 0."""
 
 
 class Asked(NamedTuple):
@@ -87,7 +87,9 @@ class Doorbell:
             return False
         match body:
             case {"generation": int(generation), "rank": int(rank), "step": int(step), "told": bool(told)}:
-                self._ring(generation, rank, min(step, STEP_MAX), told)
+                imports_us = body.get("imports_us", 0)
+                took_us = min(imports_us, STEP_MAX) if isinstance(imports_us, int) else 0
+                self._ring(generation, rank, min(step, STEP_MAX), told, took_us)
                 return True
             case {"listens": int(generation), "rank": int(rank)}:
                 self._listening[generation, rank] = caller

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import string
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol, cast
 
 from dlrover_core.runtime.launcher import WorkersLaunch
@@ -32,10 +34,21 @@ class Framework(Protocol):
         """The variables of one rank, as the framework's own launcher sets them."""
 
     def reseed(self) -> None:
-        """Draw new entropy, as a fresh process has: forked ones would all draw the same numbers."""
+        """Draw new entropy, as a fresh process has: forked ones would all draw the same numbers. The rank is known by then."""
 
-    def begin(self, launch: WorkersLaunch, rank: int, agent_socket: str, slot_fd: int) -> None:
-        """Connect to the agent and count steps from here on, also in ``slot_fd``, which is open only during this call."""
+    def quietly(self) -> AbstractContextManager[None]:
+        """While modules are imported in the zygote: keep those of the framework from starting threads and processes."""
+
+    def excused(self) -> frozenset[str]:
+        """Modules that read the rank while they are imported, and that `reseed` puts right in a forked worker."""
+
+    def begin(
+        self, launch: WorkersLaunch, rank: int, agent_socket: str, slot_fd: int, stepped: Callable[[], int]
+    ) -> None:
+        """Connect to the agent and count steps from here on, also in ``slot_fd``, which is open only during this call.
+
+        ``stepped`` is called once, at the first step: it returns the microseconds that imports took until then.
+        """
 
     def record_error(self, error: BaseException) -> None:
         """Write the framework's error file for an exception that nobody caught, unless there is one already."""

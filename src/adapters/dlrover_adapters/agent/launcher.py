@@ -280,6 +280,8 @@ class LinuxLauncher:
         alive = [one.child.pid for one in self._workers if one.child.alive]
         assert not alive, f"generation {launch.generation} must not start: processes {alive} of the last one live"
         self.spend_store(launch.store)
+        if self._stores is not None:
+            await self._stores.fix(here=launch.node_rank == 0)
         if self._ground is not None:
             await self._ground.look()
         await self._leavings.end()
@@ -288,7 +290,8 @@ class LinuxLauncher:
             spares = await within(self._config.start_s, self._nursery.take(launch.nproc))
         except asyncio.TimeoutError as error:
             raise LaunchFailed(
-                f"generation {launch.generation}: workers could not be made within {self._config.start_s:g} s"
+                f"generation {launch.generation}: workers could not be made within {self._config.start_s:g} s; "
+                "--set start_s=SECONDS waits longer"
             ) from error
         try:
             workers = [
@@ -368,13 +371,13 @@ class LinuxLauncher:
 
     # ---- steps
 
-    def _rung(self, generation: int, rank: int, step: int, told: bool) -> None:
+    def _rung(self, generation: int, rank: int, step: int, told: bool, imports_us: int) -> None:
         for worker in self._workers:
             if worker.rank == rank and worker.launch.generation == generation:
                 first, worker.stepped = not worker.stepped, True
                 if first or self._notices.qsize() < NOTICES_MAX:
                     at_us = time.monotonic_ns() // 1000
-                    self._notices.put_nowait(WorkerStep(generation, rank, step, first, at_us, told))
+                    self._notices.put_nowait(WorkerStep(generation, rank, step, first, at_us, told, imports_us))
                 if first and all(one.stepped for one in self._workers):
                     self._refill_now()
                 return

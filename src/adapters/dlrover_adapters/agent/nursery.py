@@ -1,13 +1,15 @@
 """The agent's side of the zygote: keeps one alive and warm, and has workers forked ahead of need.
 
 Forking costs 10 ms and more per worker, and twice (`Zygote._fork`); a *spare* was forked earlier and waits for its seat, so that
-starting a generation is sending a few packets. A zygote that dies is replaced at once, its spares live on.
+starting a generation is sending a few packets. A zygote that dies is replaced at once, its spares live on. One that
+hangs is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import signal
 import socket
@@ -16,11 +18,13 @@ from typing import Any, NamedTuple
 import structlog
 
 from dlrover_core.errors import LaunchFailed
+from dlrover_core.runtime.watchdog import Watch
 from dlrover_core.runtime.within import within
 
-from . import wire
+from . import import_list, looks, wire
 from .children import Child
-from .config import LaunchConfig
+from .config import AUTO, LaunchConfig
+from .minding import minded
 from .process import end_sessions, end_strays
 from .spawn import Spawned, spawn_keeper, spawn_plain, spawn_saver, spawn_zygote
 
@@ -29,6 +33,9 @@ EARLY_DEATHS_MAX = 3
 
 UNFORKED_PAUSES_S = (0.0, 0.2, 1.0, 3.0)
 """Pauses between forks that nothing came of; then it is an error. A go-between may be killed, and a limit reached for a while."""
+
+CUTS_MAX = 2
+"""So often a list of imports is tried again without its end, before it is left out."""
 
 STRAYS = frozenset({"dlrover-zygote", "dlrover-spare", "dlrover-keeper", "dlrover-saver"})
 """What children of a zygote are called before they are told who they are."""
@@ -71,11 +78,13 @@ class Nursery:
         self._loading = ""  # the preload that the zygote is importing
         self._was_ready = False
         self._unfit: tuple[str, str] | None = None
+        self._kept = self._cuts = 0
         self._early_deaths = 0
         self._zygote: Child | None = None
+        self._minding: Watch | None = None
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[object]] = set()
-        self._closing = False
+        self._closing = self._remembered = False
 
     @property
     def zygote_pid(self) -> int:
@@ -111,7 +120,7 @@ class Nursery:
     def _watch(self, spawned: Spawned) -> None:
         self._link, self._zygote = spawned.link, Child(spawned.pid)
         self._linked.set()
-        self._unfit, self._loading, self._was_ready = None, "", False
+        self._unfit, self._loading, self._was_ready, self._kept = None, "", False, 0
         asyncio.get_running_loop().add_reader(self._link, self._hear)
         if self._living:
             wire.send(self._link, {"op": "mine", "pids": sorted(self._living)})
@@ -122,7 +131,10 @@ class Nursery:
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(self._config.ready_s, self._settled_or_dead(zygote))
             if zygote.alive and not self._was_ready:
-                self._unfit = (self._loading, f"not imported within {self._config.ready_s:g} s")
+                self._unfit = (
+                    self._loading,
+                    f"not imported within {self._config.ready_s:g} s; --set ready_s=SECONDS gives it longer",
+                )
                 zygote.signal(signal.SIGKILL)
             exit_code = await asyncio.shield(zygote.dead)
             early = not self._was_ready
@@ -132,6 +144,7 @@ class Nursery:
                 self._hopeless = "the launcher is closed"
             else:
                 self._judge(exit_code, early=early)
+                await self._remember()
             if not self._hopeless and not self.plain:
                 self._succeed()
         self._settled.set()
@@ -157,6 +170,9 @@ class Nursery:
             self._hear_all()
             asyncio.get_running_loop().remove_reader(self._link)
             self._link.close()
+        if self._minding is not None:
+            self._minding.close()
+            self._minding = None
         self._lose_zygote()
         self._link, self._zygote = None, None
         for fork in self._forks.values():
@@ -185,7 +201,11 @@ class Nursery:
         preload, reason = self._unfit or ("", "")
         if not self._unfit and early and self._loading and exit_code != -signal.SIGKILL:
             preload, reason = self._loading, f"importing it ends the process with exit code {exit_code}"
-        if preload:
+        if preload == AUTO and self._kept and self._cuts < CUTS_MAX:
+            self._cuts += 1
+            self._early_deaths = 0
+            _log.info("imported ahead only in part", reason=reason, modules=self._kept, node=self._config.node)
+        elif preload:
             self.refused[preload] = reason
             self._early_deaths = 0
             _log.warning("preload refused", preload=preload, reason=reason, node=self._config.node)
@@ -200,6 +220,12 @@ class Nursery:
                 self._give_up(
                     f"{EARLY_DEATHS_MAX} zygotes in a row died before they were ready, the last with {exit_code}"
                 )
+
+    async def _remember(self) -> None:
+        """A list that ended its zygote, or held it up, is not tried again by the next run either."""
+        if AUTO in self.refused and not self._remembered:
+            self._remembered = True
+            await asyncio.to_thread(import_list.refuse, import_list.path_of(self._config), self.refused[AUTO])
 
     def _give_up(self, reason: str) -> None:
         self.plain = True
@@ -226,16 +252,27 @@ class Nursery:
             self._heard(frame)
         return False
 
+    def _mind(self) -> None:
+        """Ask from now on whether it hangs. Before it was ready an import may have taken it minutes, which `_live` bounds."""
+        zygote, link = self._zygote, self._link
+        if zygote is not None and link is not None and self._minding is None:
+            self._minding = minded("zygote", zygote, self._config.hung_s, functools.partial(wire.ask, link))
+            self._minding.open()
+
     def _heard(self, frame: wire.Frame) -> None:
+        if self._minding is not None:
+            self._minding.answered()
         match frame.body:
             case {"op": "ready"}:
                 self._settled.set()
                 self._was_ready = True
                 self._early_deaths = 0
+                self._mind()
             case {"op": "loading", "preload": str(preload)}:
                 self._loading = preload
             case {"op": "unfit", "preload": str(preload), "reason": str(reason)}:
                 self._unfit = (preload, reason)
+                self._kept = int(frame.body.get("kept", 0))
             case {"op": "forked", "key": int(key), "pid": int(pid)} if key in self._forks:
                 self._forked(self._forks.pop(key), pid)
             case {"op": "unforked", "key": int(key), "reason": str(reason)} if key in self._forks:
@@ -339,7 +376,8 @@ class Nursery:
         while self._spares:
             spare = self._spares.pop(0)
             spare.child.look()
-            if spare.child.alive:
+            # A stopped one would be a worker that hangs before its first step, which takes long to be known.
+            if spare.child.alive and looks.seen(spare.child.pid).state != "T":
                 return spare
             self.discard(spare)
         return None

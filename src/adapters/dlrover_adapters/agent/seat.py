@@ -9,6 +9,7 @@ from dlrover_core.errors import MalformedMessage
 from dlrover_core.runtime.launcher import WorkersLaunch
 
 from .config import LaunchConfig, Mode, rank_overrides
+from .import_list import path_of
 
 
 class Seat(NamedTuple):
@@ -24,6 +25,8 @@ class Seat(NamedTuple):
     error_file: str
     env: dict[str, str]
     cpus: tuple[int, ...]
+    imports: str = ""
+    """Where this worker writes down what it has imported by its first step; empty: it does not."""
 
     @property
     def rank(self) -> int:
@@ -39,12 +42,16 @@ def seat_for(
     error_file: str,
     cpus: tuple[int, ...] = (),
 ) -> Seat:
-    """The seat of ``local_rank`` in ``launch``; on ``cpus``, empty: on all."""
+    """The seat of ``local_rank`` in ``launch``; on ``cpus``, empty: on all. Its store is where somebody named it, if one did."""
+    launch = launch._replace(store=config.store_at or launch.store)
     rank = launch.first_rank + local_rank
     node = launch.node or config.node
     title = f"dlrover worker --job {config.job} --node {node} --rank {rank} {config.argv[0]}"
     env = rank_overrides(config, local_rank, os.environ)
-    return Seat(launch, local_rank, config.argv, config.mode, config.role, title, agent_socket, error_file, env, cpus)
+    imports = path_of(config) if local_rank == 0 else ""  # one of a node speaks for all
+    return Seat(
+        launch, local_rank, config.argv, config.mode, config.role, title, agent_socket, error_file, env, cpus, imports
+    )
 
 
 def to_wire(seat: Seat) -> dict[str, Any]:

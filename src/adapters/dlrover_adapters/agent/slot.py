@@ -13,7 +13,7 @@ _NOW = struct.Struct("=qqqq")  # step, when, usual time of a step, phase
 _LONGEST = struct.Struct("=qqqq")  # pause that ended by itself, by phase
 _SIGNAL = struct.Struct("=q")
 _STEP = struct.Struct("=q")
-_LONGEST_AT, _SIGNAL_AT = 32, 64
+_LONGEST_AT, _SIGNAL_AT, _TOTAL_AT = 32, 64, 72
 
 
 class StepSlot:
@@ -35,9 +35,10 @@ class StepSlot:
         """All of it; ``begun_us`` is when the worker began, for one that has made no step."""
         step, moved_us, usual_us, phase = map(int, _NOW.unpack_from(self._memory, 0))
         longest = _LONGEST.unpack_from(self._memory, _LONGEST_AT)
+        (total,) = _SIGNAL.unpack_from(self._memory, _TOTAL_AT)
         phase = min(max(phase, 0), len(longest) - 1)  # whatever a broken worker writes
         idle_us = max(0, now_us - (moved_us or begun_us))
-        return Pulse(step, idle_us, max(0, usual_us), max(0, int(longest[phase])), phase)
+        return Pulse(step, idle_us, max(0, usual_us), max(0, int(longest[phase])), phase, max(0, int(total)))
 
     @property
     def shows_on(self) -> int:

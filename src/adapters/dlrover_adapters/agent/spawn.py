@@ -14,7 +14,8 @@ from typing import NamedTuple
 from dlrover_core.errors import LaunchFailed
 
 from . import wire
-from .config import LaunchConfig, Mode, birth_environment
+from .config import AUTO, LaunchConfig, Mode, birth_environment
+from .import_list import path_of
 from .main_module import first_path
 
 _MODULE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_module.py")
@@ -60,6 +61,8 @@ def spawn_zygote(config: LaunchConfig, refused: frozenset[str] = frozenset()) ->
     """A zygote that begins to get warm, with all preloads but the ``refused``."""
     arguments = ["--framework", config.framework, "--probe-s", str(config.probe_s)]
     arguments += [word for one in config.preload or () if one not in refused for word in ("--preload", one)]
+    if AUTO not in refused and (imports := path_of(config)):
+        arguments += ["--imports", imports]
     if config.mode is not Mode.RUN_PATH:
         arguments += ["--path", first_path(config.mode, config.argv)]
     return _execute("zygote", config, *arguments)

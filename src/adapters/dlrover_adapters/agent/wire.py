@@ -9,6 +9,7 @@ Arguments and paths need not be UTF-8: Python has lone surrogates for such bytes
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
 from typing import Any, NamedTuple, cast
@@ -25,6 +26,8 @@ FDS_MAX = 8
 _APART = b"\xc1"  # the one byte that msgpack never uses
 _SURROGATES = "surrogatepass"
 _FD = array.array("i")
+ASK, HERE = "ask", "here"
+"""What an agent asks its servants now and again, and what each main loop answers."""
 
 
 class Frame(NamedTuple):
@@ -53,6 +56,21 @@ def send(sock: socket.socket, body: dict[str, Any], fds: tuple[int, ...] = ()) -
         apart.write(payload)
         apart.flush()
         socket.send_fds(sock, [_APART], [apart.fileno(), *fds])
+
+
+def ask(sock: socket.socket) -> bool:
+    """Ask a servant whether it hangs; False: its socket takes nothing now."""
+    try:
+        send(sock, {"op": ASK})
+    except OSError:
+        return False
+    return True
+
+
+def here(sock: socket.socket) -> None:
+    """Answer an agent's `ASK`."""
+    with contextlib.suppress(OSError):  # the agent is gone, or reads nothing just now
+        send(sock, {"op": HERE})
 
 
 def receive(sock: socket.socket) -> Frame | None:

@@ -7,11 +7,14 @@ import signal
 import socket
 import sys
 import types
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from . import wire
 from .config import Mode
 from .framework import Framework, substituted
+from .import_list import Learner
+from .import_watch import ImportWatch
 from .main_module import execute, program_traceback
 from .process import set_name, set_title
 from .seat import Seat, from_wire
@@ -20,7 +23,23 @@ from .streams import forgive_full_disks
 SOCKET_VARIABLE = "DLROVER_AGENT_SOCKET"
 
 
-def run_spare(link: socket.socket, framework: Framework) -> int:
+class Preloaded(NamedTuple):
+    """What a fork inherits of modules that were imported for it, as an earlier worker of this script had them.
+
+    ``reads``: the variables that they read while they were imported, each with its reader.
+    ``harmless``: variables that the earlier worker set without harm.
+    ``modules``: the names of those that were listed.
+    """
+
+    reads: Mapping[str, str] = {}
+    harmless: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+
+
+NOTHING = Preloaded()
+
+
+def run_spare(link: socket.socket, framework: Framework, preloaded: Preloaded = NOTHING) -> int:
     """Wait, already belonging to the agent, for the seat that makes this process a worker; then be it."""
     set_name("dlrover-spare")
     forget_the_zygote()
@@ -28,21 +47,39 @@ def run_spare(link: socket.socket, framework: Framework) -> int:
     if frame is None:
         os._exit(0)  # not needed, and no code of the user's has run: nothing to end properly
     link.close()
-    return run_seat(from_wire(frame.body), frame.fds, framework)
+    return run_seat(from_wire(frame.body), frame.fds, framework, preloaded)
 
 
-def run_seat(seat: Seat, fds: tuple[int, ...], framework: Framework) -> int:
+def run_seat(seat: Seat, fds: tuple[int, ...], framework: Framework, preloaded: Preloaded = NOTHING) -> int:
     """Take the seat and run its program; the exit code."""
+    born = dict(os.environ)
     slot_fd = take_seat(seat, fds, framework)
     argv = substituted(seat.argv, seat.local_rank)
     if seat.mode is Mode.COMMAND:
         return _become((seat.argv[0], *argv[1:]))  # the slot's descriptor closes with the exec
     forgive_full_disks()
     shelter_multiprocessing(os.path.dirname(seat.agent_socket))
+    learner = _learner(seat, born, framework, preloaded)
+    learner.begin()
     framework.reseed()
-    framework.begin(seat.launch, seat.rank, seat.agent_socket, slot_fd)
+    framework.begin(seat.launch, seat.rank, seat.agent_socket, slot_fd, learner.stepped)
     os.close(slot_fd)
     return _run(seat.mode, argv, framework)
+
+
+def _learner(seat: Seat, born: Mapping[str, str], framework: Framework, preloaded: Preloaded) -> Learner:
+    """Who watches this worker's imports. ``born``: the environment that modules saw which were imported before the fork."""
+
+    def warn(variable: str, reader: str) -> None:
+        sys.stderr.write(
+            f"dlrover: the script sets {variable} after {reader}, imported ahead for it, has read it: the change has no effect "
+            "there. The next start imports nothing ahead for this script; dlrover-run --preload '' never does\n"
+        )
+
+    given = [name for name, value in os.environ.items() if born.get(name) != value]
+    first = warn if seat.imports else None
+    watch = ImportWatch(given, preloaded.reads, preloaded.harmless, framework.excused(), first)
+    return Learner(seat.imports, watch, preloaded.modules)
 
 
 def take_seat(seat: Seat, fds: tuple[int, ...], framework: Framework) -> int:

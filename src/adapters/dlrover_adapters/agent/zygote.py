@@ -8,6 +8,9 @@ What makes a process fit to be forked from, and why it is checked (`_fault`):
 * *No initialised CUDA.* Its context is unusable in children.
 * *A child that can compute*, proved by one that does, within a bound.
 
+What workers of the script imported in an earlier run (`import_list`) is imported last, and looked at as one: where a module
+leaves threads behind, that module and all after it are left out from then on.
+
 A process that failed cannot be mended (threads cannot be taken back), so the zygote names the preload at fault and ends; the
 agent starts another without it.
 
@@ -33,8 +36,10 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 
-from . import keeper, saver, wire, worker
+from . import import_list, keeper, saver, wire, worker
+from .config import AUTO
 from .framework import Framework, load
+from .import_watch import ImportWatch
 from .main_module import set_first_path
 from .process import die_with_parent, end_sessions, outlive_parent, own_link, set_name, set_title
 
@@ -49,20 +54,27 @@ _LIMITS = {
 
 
 class Unfit(Exception):
-    """This process must not be forked any more. ``preload`` names the module at fault; empty: the framework itself."""
+    """This process must not be forked any more. ``preload`` names the module at fault; empty: the framework itself.
 
-    def __init__(self, preload: str, reason: str) -> None:
+    ``kept``: modules of a list that another zygote may still import.
+    """
+
+    def __init__(self, preload: str, reason: str, kept: int = 0) -> None:
         super().__init__(f"{preload or 'the framework'}: {reason}")
-        self.preload, self.reason = preload, reason
+        self.preload, self.reason, self.kept = preload, reason, kept
 
 
 class Zygote:
-    """Answers frames: ``fork`` (with a socket), ``gone`` (a session that is no more), ``mine`` (older ones), ``title``."""
+    """Answers frames: ``fork`` (with a socket), ``gone`` (a session that is no more), ``mine`` (older ones), ``title``, and
 
-    def __init__(self, link: socket.socket, agent: int, framework: str, probe_s: float) -> None:
+    `wire.ASK`.
+    """
+
+    def __init__(self, link: socket.socket, agent: int, framework: str, probe_s: float, imports: str = "") -> None:
         self._link, self._agent, self._name, self._probe_s = link, agent, framework, probe_s
         self._framework: Framework
         self._sessions: set[int] = set()
+        self._imports, self._listed = imports, worker.Preloaded()
 
     def serve(self, preloads: tuple[str, ...]) -> Role | None:
         """Get warm, then answer until the agent is gone. In a forked child: the role to play."""
@@ -71,7 +83,8 @@ class Zygote:
         try:
             role = self._warm(preloads)
         except Unfit as unfit:
-            wire.send(self._link, {"op": "unfit", "preload": unfit.preload, "reason": unfit.reason})
+            told = {"op": "unfit", "preload": unfit.preload, "reason": unfit.reason, "kept": unfit.kept}
+            wire.send(self._link, told)
             return None
         if role is not None:
             return role
@@ -101,15 +114,53 @@ class Zygote:
         self._check("")
         for name in preloads:
             wire.send(self._link, {"op": "loading", "preload": name})
-            with self._blaming(name, "cannot be imported"):
+            with self._blaming(name, "cannot be imported"), self._framework.quietly():
                 importlib.import_module(name)
             self._check(name)
+        listed = import_list.read(self._imports, sys.path) if self._imports else None
+        if listed is not None and not listed.refused:
+            self._import_listed(listed)
         return self._answer_waiting()
+
+    def _import_listed(self, listed: import_list.ImportList) -> None:
+        """Import what a worker had. Raises `Unfit`, and notes that in the list, where that is not fit for a fork."""
+        wire.send(self._link, {"op": "loading", "preload": AUTO})
+        watch, before = ImportWatch(excused=self._framework.excused()), frozenset(sys.modules)
+        watch.begin()
+        try:
+            with self._blaming(AUTO, "cannot be imported"), self._framework.quietly():
+                self._import_each(listed.modules)
+            self._check_names([one for one in listed.local if one not in before])
+            self._check(AUTO)
+        except Unfit as unfit:
+            import_list.refuse(self._imports, unfit.reason, unfit.kept)
+            raise
+        finally:
+            watch.end()
+        self._listed = worker.Preloaded(watch.reads, listed.sets, listed.modules)
+
+    def _import_each(self, names: tuple[str, ...]) -> None:
+        tasks = _tasks()
+        for place, name in enumerate(names):
+            if name in sys.modules:
+                continue
+            with contextlib.suppress(Exception):  # the script may have caught this, too; else it meets it itself
+                importlib.import_module(name)
+            if _tasks() > tasks and (fault := self._fault()):
+                raise Unfit(AUTO, f"{name}: {fault}", kept=place)
+            tasks = _tasks()
+
+    def _check_names(self, local: list[str]) -> None:
+        brought = [one for one in local if sys.modules.get(one) is not None]
+        if brought:
+            raise Unfit(AUTO, f"it brings in {brought[0]}, a name which the script has for a module of its own")
 
     @contextlib.contextmanager
     def _blaming(self, preload: str, what: str) -> Iterator[None]:
         try:
             yield
+        except Unfit:
+            raise
         except (Exception, SystemExit) as error:
             traceback.print_exc()
             raise Unfit(preload, f"{what}: {type(error).__name__}: {error}") from error
@@ -167,7 +218,7 @@ class Zygote:
         raise Unfit("", fault)
 
     def _threads(self) -> str:
-        tasks = len(os.listdir("/proc/self/task"))
+        tasks = _tasks()
         if tasks == 1:
             return ""
         names = [repr(one.name) for one in threading.enumerate() if one is not threading.main_thread()]
@@ -179,20 +230,20 @@ class Zygote:
         poll = select.poll()
         poll.register(reader, select.POLLIN)
         if not poll.poll(round(self._probe_s * 1000)):
-            return f"a forked child did not finish a matrix product within {self._probe_s:g} s"
+            return f"a forked child did not finish a matrix product within {self._probe_s:g} s (--set probe_s=SECONDS)"
         answer = os.read(reader, 4096).decode(errors="replace")
         return "" if answer == "fit" else answer or "a forked child that computes dies"
 
     def _probe_child(self, writer: int) -> None:
         try:
-            tasks = len(os.listdir("/proc/self/task"))
+            tasks = _tasks()
             fault = self._framework.refusal_in_child()
             if tasks != 1:
                 fault = f"a forked child has {tasks} threads"
             os.write(writer, (fault or "fit").encode(errors="backslashreplace")[:4096])
         except BaseException as error:  # noqa: BLE001 - a probe must never return into the zygote's code
-            fault = f"a forked child that computes raises {type(error).__name__}: {error}"
-            os.write(writer, fault.encode(errors="backslashreplace")[:4096])
+            words = f"a forked child that computes raises {type(error).__name__}: {error}"
+            os.write(writer, words.encode(errors="backslashreplace")[:4096])
         finally:
             os._exit(0)
 
@@ -208,6 +259,8 @@ class Zygote:
                 self._sessions.update(int(one) for one in pids)
             case {"op": "title", "title": str(title)}:
                 set_title(title)
+            case {"op": wire.ASK}:
+                wire.here(self._link)
         return None
 
     def _fork(self, kind: str, key: int, fd: int) -> Role | None:
@@ -277,7 +330,11 @@ class Zygote:
             return lambda: keeper.serve(link)
         if kind == "saver":
             return lambda: saver.serve(link)
-        return lambda: worker.run_spare(link, self._framework)
+        return lambda: worker.run_spare(link, self._framework, self._listed)
+
+
+def _tasks() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def unforkable(error: OSError) -> str:
@@ -299,6 +356,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--agent", type=int, required=True)
     parser.add_argument("--framework", required=True)
     parser.add_argument("--preload", action="append", default=[])
+    parser.add_argument("--imports", default="")
     parser.add_argument("--probe-s", type=float, required=True)
     parser.add_argument("--path", default=None)
     parser.add_argument("--job", default="")
@@ -310,7 +368,7 @@ def main(arguments: list[str]) -> int:
     if told.path is not None:
         set_first_path(told.path)  # preloads are found where the script will find them
     set_name("dlrover-zygote")
-    zygote = Zygote(own_link(told.fd), told.agent, told.framework, told.probe_s)
+    zygote = Zygote(own_link(told.fd), told.agent, told.framework, told.probe_s, told.imports)
     role = zygote.serve(tuple(told.preload))
     del zygote
     if role is None:

@@ -232,7 +232,7 @@ class _Process:
     # ---- the launcher's socket
 
     def _hear(self) -> None:
-        """A name; at the end of the socket the launcher is dead, and we are about to be."""
+        """A name, or whether we hang; at the end of the socket the launcher is dead, and we are about to be."""
         try:
             said = self._control.recv(WORDS_BYTES_MAX)
         except BlockingIOError:
@@ -243,7 +243,10 @@ class _Process:
             asyncio.get_running_loop().remove_reader(self._control)
             self._agent.leave("the launcher is gone")
             return
-        node = json.loads(said).get("node")
+        told = json.loads(said)
+        if told.get("ask"):
+            self._tell(here=True)
+        node = told.get("node")
         if node:
             self._named(node)
             self._agent.name(node)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from dlrover_adapters.cli import meeting as meetings
-from dlrover_core.errors import SpecError
+from dlrover_core.errors import LaunchFailed, SpecError
 
 if TYPE_CHECKING:
     from dlrover_adapters.cli.torchrun_flags import Options
@@ -188,6 +188,31 @@ def make_log_folder(url: str) -> None:
         raise SpecError(
             "log", f"{str(path)!r} cannot be made: {error.strerror}; name another place with --log or --state-dir"
         ) from error
+
+
+# ---- the kernel
+
+
+def lacking() -> str:
+    """What processes and states are owned by, and this kernel or sandbox does not give; empty: all is there."""
+    calls = (("pidfd_open", "Linux 5.4", lambda: os.pidfd_open(os.getpid())), ("memfd_create", "Linux 3.17", _memfd))
+    for name, since, call in calls:
+        try:
+            os.close(call())
+        except OSError as error:
+            return f"{name}: {error.strerror}; it needs {since}, and a sandbox (seccomp) must allow it"
+    return ""
+
+
+def _memfd() -> int:
+    return os.memfd_create("dlrover-probe", os.MFD_CLOEXEC)
+
+
+def check_kernel() -> None:
+    """Raises `LaunchFailed` where nothing could be started, whatever the command line."""
+    lacks = lacking()
+    if lacks:
+        raise LaunchFailed(f"no process can be kept here: {lacks}; dlrover doctor looks at the rest")
 
 
 # ---- sizes

@@ -112,16 +112,30 @@ def _kept(args: argparse.Namespace, job: str) -> Mapping[str, Any]:
     return {}
 
 
+def steps_of(told: Told) -> dict[str, int] | None:
+    """What the leader knows of the newest steps, by heartbeats; None where nobody made one, or an older master answers."""
+    found = told.status.get("live")
+    if not isinstance(found, dict):
+        return None
+    names = ("step", "age_us", "step_us", "total", "heard_us")
+    steps = {name: found.get(name) for name in names}
+    if not all(isinstance(one, int) for one in steps.values()) or found["step"] < 0:
+        return None
+    return {name: int(one or 0) for name, one in steps.items()}
+
+
 def lines(told: Told) -> Iterator[str]:
     """How the job stands by what its master says, where the log cannot be read."""
     from dlrover_adapters.cli.standing import degraded
     from dlrover_core.history.phrases import count, one_line
-    from dlrover_core.history.render import table
+    from dlrover_core.history.render import progress, table
 
     status = told.status
     yield f"job {status.get('job', '')}  {status.get('state', '')}  run {status.get('run', '')}"
     where = f"generation {status.get('generation', 0)}, {count(int(status.get('world_size', 0)), 'rank')}"
-    yield f"  step {max(int(status.get('step', 0)), 0)}; {where}; as the master at {told.address} says"
+    steps = steps_of(told)
+    step = progress(steps) if steps is not None else f"step {max(int(status.get('step', 0)), 0)}"
+    yield f"  {step}; {where}; as the master at {told.address} says"
     nodes = list(dict(status.get("nodes", {})).items())
     rows = [(name, str(one.get("state", "")), one_line(str(one.get("host", "")), 64) or "-") for name, one in nodes]
     yield from table([("node", "state", "host"), *rows[:NODE_ROWS_MAX]] if rows else [])

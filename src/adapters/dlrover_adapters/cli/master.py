@@ -1,10 +1,10 @@
 """A master's process: ``python -m dlrover_adapters.cli.master --config FILE --fd N``.
 
-It leads or stands by; the launcher of the job owns the listening socket, hands it to every master, and keeps one in reserve,
-here or, where the log is shared, on another host. SIGTERM means: hand over to that one; where the launcher has written down
-that the job is to stop, as at Ctrl-C: stop it. Exit 0: the job is over. Exit 75: another master leads, or this one lost the
-log: start it again. Exit 78: this log cannot be led by anybody like us (corrupt, too new, at another run): starting again is
-pointless.
+It leads or stands by; the launcher of the job owns the listening socket, hands it to every master, asks each one now and again
+whether it hangs (`asking`), and keeps one in reserve, here or, where the log is shared, on another host. SIGTERM means: hand
+over to that one; where the launcher has written down that the job is to stop, as at Ctrl-C: stop it. Exit 0: the job is over.
+Exit 75: another master leads, or this one lost the log: start it again. Exit 78: this log cannot be led by anybody like us
+(corrupt, too new, at another run): starting again is pointless.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dlrover_adapters.telemetry import light  # noqa: F401  # first of all
 
 import structlog
 
-from dlrover_adapters.cli import policies, told
+from dlrover_adapters.cli import asking, policies, told
 from dlrover_adapters.cli.collector import settle
 from dlrover_adapters.cli.settings import EX_AGAIN, EX_FATAL, EX_OVER, EX_UNRECORDED, Settings
 from dlrover_adapters.http import tls
@@ -60,6 +60,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--number", type=int, required=True)
     parser.add_argument("--stop", type=int, required=True)
+    parser.add_argument("--asked", type=int, required=True)
     parser.add_argument("--dead", action="append", default=[])
     options = parser.parse_args()
     _die_with(options.parent)
@@ -69,7 +70,7 @@ def main() -> int:
     # Ctrl-C reaches the whole foreground group; only the launcher decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settle()
-    return asyncio.run(_run(settings, options.fd, options.stop, holder, options.dead))
+    return asyncio.run(_run(settings, options.fd, options.stop, options.asked, holder, options.dead))
 
 
 def _die_with(parent: int) -> None:
@@ -81,7 +82,9 @@ def _die_with(parent: int) -> None:
         sys.exit(EX_AGAIN)
 
 
-async def _run(settings: Settings, fd: int, stop: int, holder: str, dead: list[str]) -> int:
+async def _run(settings: Settings, fd: int, stop: int, asked_at: int, holder: str, dead: list[str]) -> int:
+    led = list[asyncio.Event]()
+    asking.answer(asked_at, lambda: any(one.is_set() for one in led))
     try:
         async with open_log(settings.log) as event_log:
             await _check_there(settings, event_log, dead)
@@ -100,6 +103,7 @@ async def _run(settings: Settings, fd: int, stop: int, holder: str, dead: list[s
                 watch=teller.committed,
                 model=model(policies.hook(settings.job.policy)),
             )
+            led.append(master.led)
             loop = asyncio.get_running_loop()
             # After another one's death the first failure may be there already.
             warm_s = TAKEN_OVER_S if dead else told.WARM_S

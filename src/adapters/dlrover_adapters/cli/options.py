@@ -231,7 +231,8 @@ def _policy(ours: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME=SECONDS",
-        help="a duration of the job's spec, for instance stop_grace_s=60; a name it does not have lists all it has",
+        help="a duration of the job's spec: stop_grace_s=60, or hung_s=5 (a process of ours that does not answer for so long is "
+        "killed and replaced; 0: never); a name it does not have lists all it has",
     )
 
 
@@ -239,9 +240,10 @@ def _ours(ours: argparse._ArgumentGroup) -> None:
     ours.add_argument(
         "--preload",
         action=Given,
-        default="",
+        default="auto",
         metavar="MODULES",
-        help="modules to import once for all workers, comma separated; 'none': do not fork from a warm process",
+        help="modules to import once for all workers, comma separated; 'auto' (default): those that workers of this script "
+        "imported by their first step in an earlier run; '': torch alone; 'none': do not fork from a warm process",
     )
     ours.add_argument(
         "--local-nodes",
@@ -362,17 +364,6 @@ def signals(text: str) -> tuple[signal.Signals, ...]:
             )
         found.append(known)
     return tuple(dict.fromkeys(found))
-
-
-def ranks_filter(text: str) -> tuple[int, ...] | None:
-    """``--local-ranks-filter``: the local ranks to show; None: all. Raises `SpecError`."""
-    if not text:
-        return None
-    parts = [one.strip() for one in text.split(",")]
-    ranks = [values.whole(one) for one in parts]
-    if any(one is None for one in ranks):
-        raise SpecError("local-ranks-filter", f"{text!r} is not a list of local ranks; say for example 0,1")
-    return tuple(one for one in ranks if one is not None)
 
 
 def size(options: Options) -> Nodes:
@@ -590,9 +581,18 @@ def check(options: Options) -> None:
         raise SpecError("standby", "hosts that join are each other's standbys; start more of them than --nnodes MAX")
 
 
+_DIALLED = ("--rdzv-endpoint", "--master-port")  # some scripts connect there by number
+
+
 def notes(options: Options) -> Mapping[str, str]:
     """Flags that were given and do nothing here, with the reason."""
     found = {f"--{dest.replace('_', '-')}": why for dest, why in torchrun_flags.UNUSED.items() if options.given(dest)}
     met = meeting(options)
     why = "several hosts only" if not met.joining else f"not with {met.backend}"
-    return {**found, **check_flags.notes(options), **dict.fromkeys(met.unused, why)}
+    unused = dict.fromkeys(met.unused, why)
+    if not met.joining:
+        dialled = {
+            one: f"{why}; the store is where MASTER_ADDR and MASTER_PORT say" for one in unused if one in _DIALLED
+        }
+        unused.update(dialled)
+    return {**found, **check_flags.notes(options), **unused}

@@ -161,15 +161,19 @@ async def _status(args: argparse.Namespace, source: Source) -> int:
     told, leader = status_of(state, last, headlines), await source.log.leader(source.job)
     address = args.master or (leader.address if leader is not None else "")
     said = await live.leader_says(args, source.job, address) if address and not told.over else None
+    steps = live.steps_of(said) if said is not None else None
+    if steps is not None:
+        told = told._replace(step=steps["step"], step_at=time.time_ns() // 1000 - steps["age_us"])
     if args.json:
         levels = {
+            "live": steps,
             "control_plane": said.control_plane if said is not None else None,
             "checkpoints": said.status.get("checkpoints", {}) if said is not None else None,
         }
         print(as_json({**plain(told), **levels}))
     else:
         now = time.time_ns() // 1000
-        print(render.status(told, now if leader is not None else None))
+        print(render.status(told, now if leader is not None else None, live=steps))
         for line in in_memory(said.status) if said is not None else ():
             print(line)
         if said is not None and said.status.get("degraded"):

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dlrover_adapters.cli import before, usage
 from dlrover_adapters.cli import options as cli_options
-from dlrover_adapters.cli import usage
 from dlrover_adapters.cli.torchrun_flags import Options
 from dlrover_core.errors import CoreError, SpecError
 
 if TYPE_CHECKING:
+    from dlrover_adapters.cli.meeting import Meeting
     from dlrover_adapters.cli.settings import Settings
     from dlrover_backends.local import LocalNodeHost
     from dlrover_backends.local.process import Started
@@ -60,8 +61,9 @@ def _show_config(options: Options) -> int:
 def _run(options: Options) -> int:
     from dlrover_adapters.cli import ahead
 
+    before.check_kernel()
     settings, meeting = prepare(options), cli_options.meeting(options)
-    token = _token(options, shared=meeting.joining)
+    token = _token(options, meeting, Path(settings.directory))
     # First of all: torch's import takes longest, and everything below happens meanwhile.
     with ahead.started(settings, token, options.local_nodes or 1) as first:
         importlib.import_module("dlrover_adapters.telemetry.light")
@@ -109,13 +111,17 @@ def say_unused(options: Options) -> None:
         print(f"dlrover-run: {flag} does nothing here: {why}", file=sys.stderr)
 
 
-def _token(options: Options, *, shared: bool) -> str:
-    """The job token: given, or where it need not be ``shared`` with other hosts one for this run alone. Raises `SpecError`."""
-    from dlrover_adapters.http.token import load_token, make_token, require_token
+def _token(options: Options, meeting: Meeting, directory: Path) -> str:
+    """The job token: given; for launchers that meet at a loopback address the job's own; else made. Raises `SpecError`."""
+    from dlrover_adapters.cli.hosts import literally_loops
+    from dlrover_adapters.http.token import load_token, loopback_token, make_token, require_token
 
-    if shared:
-        return require_token(os.environ, options.token_file)
-    return load_token(os.environ, options.token_file) or make_token()
+    token = load_token(os.environ, options.token_file)
+    if token or not meeting.joining:
+        return token or make_token()
+    if meeting.host and literally_loops(meeting.host):
+        return loopback_token(directory)
+    return require_token(os.environ, options.token_file)
 
 
 def _version() -> int:
@@ -132,7 +138,7 @@ def shows_progress(options: Options) -> bool:
 
 def prepare(options: Options) -> Settings:
     """Check everything and write down what masters and agents need. Raises `SpecError`."""
-    from dlrover_adapters.cli import before, check_flags, workers
+    from dlrover_adapters.cli import check_flags, workers
     from dlrover_adapters.cli.places import directories, log_url
     from dlrover_adapters.cli.settings import Settings
 
@@ -157,11 +163,13 @@ def prepare(options: Options) -> Settings:
         mark=run,
         joining=spec.joining,
         place=met.place,
+        store_at=workers.store_at(met.store),
         tls_cert=tls.cert,
         tls_key=tls.key,
         tls_ca=tls.ca,
         log=log,
         directory=str(directory),
+        imports=str(state / "imports") if workers.ahead(options.preload) else "",
         **how,
         detect=options.detect == "on",
         watch_grads=options.watch_grads,
@@ -174,10 +182,12 @@ def prepare(options: Options) -> Settings:
 def _node_host(settings: Settings, config: Path, token: str, first: list[Started], standby: int) -> LocalNodeHost:
     import contextlib
 
+    from dlrover_adapters.agent import looks
     from dlrover_adapters.cli.ahead import later_agents
     from dlrover_backends.local import Ahead, LocalNodeHost
 
     for one in first:
         with contextlib.suppress(OSError):  # dead already: the host will notice
             one.tell(settings=str(config))
-    return LocalNodeHost(settings.node_host, Ahead(later_agents(settings, token), first, standby))
+    ahead = Ahead(later_agents(settings, token), first, standby, settings.job.hung_s, looks.seen)
+    return LocalNodeHost(settings.node_host, ahead)

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dlrover_adapters.agent import signals
 from dlrover_adapters.agent.spawn import module_command
+from dlrover_adapters.cli.asking import Asking, on_terminal
 from dlrover_adapters.cli.scratch import MARK
 from dlrover_adapters.cli.settings import EX_FATAL, EX_OVER, EX_UNRECORDED, Settings
 from dlrover_core.runtime.within import within
@@ -103,6 +104,7 @@ class Supervisor:
         self._command, self._leaves = command, leaves
         # Files in memory: whatever becomes of the disk, masters can be started, and told to stop the job.
         self._papers = self._stop = -1
+        self._say = on_terminal(command)
         self._masters: dict[int, asyncio.subprocess.Process] = {}
         self._over = asyncio.Event()
         self._crashes: list[float] = []
@@ -176,6 +178,14 @@ class Supervisor:
 
     async def _one_master(self, number: int) -> int:
         """The exit code of a master that knows who is dead: any of them may have led last, for some are refused by the log."""
+        spec = self._settings.job
+        asking = Asking(spec.job, spec.hung_s, self._say, self._after_hung)
+        try:
+            return await self._living_master(number, asking)
+        finally:
+            asking.close()
+
+    async def _living_master(self, number: int, asking: Asking) -> int:
         fd, began = self._port.fileno(), asyncio.get_running_loop().time()
         process = await asyncio.create_subprocess_exec(
             *module_command("dlrover_adapters.cli.master"),
@@ -191,13 +201,16 @@ class Supervisor:
             str(os.getpid()),
             "--number",
             str(number),
+            "--asked",
+            str(asking.theirs.fileno()),
             *(word for _, holder in self._dead for word in ("--dead", holder)),
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=(fd, self._papers, self._stop),
+            pass_fds=(fd, self._papers, self._stop, asking.theirs.fileno()),
             env={**os.environ, "DLROVER_TOKEN": self._token, MARK: self._settings.mark},
             start_new_session=True,
         )
         self._masters[process.pid] = process
+        asking.begin(process.pid, functools.partial(self._kill, process))
         if self._leaves and self._asked:
             self._ask(process)
         try:
@@ -212,15 +225,27 @@ class Supervisor:
             if len(self._dead) > DEAD_MAX:
                 self._dead.remove(min(self._dead))
 
+    def _after_hung(self, leads: bool) -> str:
+        """What follows when a master that hangs is killed, for people."""
+        if not leads:
+            return "another one takes its place"
+        if self._settings.shared:
+            return "another host's master leads, or a new one here"
+        return "the one in reserve leads" if len(self._masters) > 1 else "a new one is started"
+
     @staticmethod
     def _ask(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
 
+    @staticmethod
+    def _kill(process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
     async def _end_masters(self) -> None:
         for process in list(self._masters.values()):
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            self._kill(process)
             await process.wait()
 
     def fail(self, why: str) -> None:
@@ -254,9 +279,8 @@ class Supervisor:
 
     def _say_stopping(self) -> None:
         if not self._over.is_set() and self._asked == 1:
-            clear = "\r\x1b[K" if sys.stderr.isatty() else ""
             wait = "workers have their grace, and a master must be able to decide it; once more kills them"
-            print(f"{clear}{self._command}: job {self._settings.job.job} stops: {wait}", file=sys.stderr)
+            self._say(f"job {self._settings.job.job} stops: {wait}")
 
     def _leave(self) -> None:
         """The first time: let our master hand over, and go. The second: do not wait for it."""

@@ -10,12 +10,15 @@ import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dlrover_adapters.agent.config import Mode, parse_streams
+from dlrover_adapters.agent.config import AUTO, Mode, parse_streams
 from dlrover_core.diagnosis.slots import DETECT_VARIABLE, GRADS_VARIABLE
 from dlrover_core.errors import SpecError
 
 if TYPE_CHECKING:
     from dlrover_adapters.cli.torchrun_flags import Options
+
+LAUNCH_DURATIONS = ("finish_s", "ready_s", "probe_s", "start_s", "refill_s", "hung_s")
+"""Durations of the job's spec that a node's launcher keeps."""
 
 
 def settings(options: Options) -> dict[str, Any]:
@@ -57,9 +60,9 @@ def settings(options: Options) -> dict[str, Any]:
 
 
 def _shown(text: str, nproc: int) -> tuple[int, ...] | None:
-    from dlrover_adapters.cli import options as cli_options
+    from dlrover_adapters.cli import values
 
-    ranks = cli_options.ranks_filter(text)
+    ranks = values.ranks_filter(text)
     if ranks and min(ranks) >= nproc:
         raise SpecError("local-ranks-filter", f"{text!r}: local ranks go from 0 to {nproc - 1}; nothing would be shown")
     return ranks
@@ -80,10 +83,40 @@ def log_dir(how: Mapping[str, Any]) -> str | None:
     return named
 
 
+def store_at(named: tuple[str, int] | None) -> str:
+    """Where every generation's store is to listen: the ``named`` host and port, which is free. Raises `SpecError`.
+
+    Empty where none is named, or a host that is not this one: then each has a free port.
+    """
+    if named is None:
+        return ""
+    from dlrover_adapters.cli import hosts
+
+    host, port = named
+    # A script that dials localhost tries all of its addresses, one that dials 127.0.0.1 just that.
+    found = sorted((one for one in hosts.resolved(host) if hosts.is_ours(one)), key=lambda one: ":" in one)
+    if not found:
+        print(
+            f"dlrover-run: --master-addr {host} is no address of this host: the store has a free port of 127.0.0.1, and a script "
+            f"that connects to {hosts.joined(host, port)} waits for ever. It must read MASTER_ADDR and MASTER_PORT",
+            file=sys.stderr,
+        )
+        return ""
+    try:
+        hosts.listen(found[0], port).close()
+    except OSError as error:
+        raise SpecError(
+            "master-port",
+            f"the store cannot listen at {hosts.joined(found[0], port)}: {os.strerror(error.errno or 0)}; name another port, "
+            "or none: then each attempt has a free one, and MASTER_PORT says which",
+        ) from error
+    return hosts.joined(found[0], port)
+
+
 def launch_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `LaunchConfig` in what `Settings` wrote down, beyond those that the agent reads one by one."""
     names = ("duplicate_stdout", "duplicate_stderr", "signals")
-    plain = ("log_bytes_max", "log_attempts_max", "run_id", "numa", "virtual_local_rank")
+    plain = ("imports", "log_bytes_max", "log_attempts_max", "run_id", "numa", "virtual_local_rank", "store_at")
     found = {name: raw[name] for name in plain if name in raw}
     found.update({name: tuple(raw[name]) for name in names if name in raw})
     if raw.get("show") is not None:
@@ -92,7 +125,8 @@ def launch_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         found["env"] = {**found.get("env", {}), GRADS_VARIABLE: "1"}
     if not raw.get("detect", True):
         found["env"] = {**found.get("env", {}), DETECT_VARIABLE: "off"}
-    return {**found, "finish_s": json.loads(raw["spec"]).get("finish_s", 0.0)}
+    spec = json.loads(raw["spec"])
+    return {**found, **{name: spec[name] for name in LAUNCH_DURATIONS if name in spec}}
 
 
 def program(options: Options) -> tuple[Mode, tuple[str, ...]]:
@@ -115,8 +149,17 @@ def _mode(options: Options) -> Mode:
 
 
 def preload(text: str) -> tuple[str, ...] | None:
-    """``--preload``; None: no warm process."""
-    return None if text == "none" else tuple(one.strip() for one in text.split(",") if one.strip())
+    """The modules that ``--preload`` names; None: no warm process."""
+    return None if text == "none" else tuple(one for one in _words(text) if one != AUTO)
+
+
+def ahead(text: str) -> bool:
+    """Does ``--preload`` ask for what workers of this script were seen to import?"""
+    return AUTO in _words(text)
+
+
+def _words(text: str) -> list[str]:
+    return [one.strip() for one in text.split(",") if one.strip()]
 
 
 def run_id(options: Options) -> str:

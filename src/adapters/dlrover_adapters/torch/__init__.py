@@ -2,7 +2,8 @@
 
 ``step(number)`` tells the agent that training step ``number`` is done: for loops whose steps are not optimizer calls, and so
 that reports count lost steps in the script's own numbers. Cheap (about a microsecond), never blocks, does nothing outside a
-worker. A script that imports it is believed to call it: its optimizer calls are counted only when it does not.
+worker. ``step(number, of=1000)`` also says how many steps there are to be: ``dlrover status`` then tells the time left. A script
+that imports ``step`` is believed to call it: its optimizer calls are counted only when it does not.
 
 ``with phase("evaluation"):`` (or ``"checkpoint"``, or any other name) announces that no steps are made for a while: such a pause
 has a budget of its own before it counts as a hang, and how long one took is learnt.

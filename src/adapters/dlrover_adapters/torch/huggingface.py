@@ -29,6 +29,7 @@ from transformers.trainer_callback import ExportableState
 
 from dlrover_core.errors import SpecError
 
+from . import steps
 from .checkpoint.flash import FlashCheckpoint
 
 _OURS = "flash"
@@ -177,6 +178,10 @@ class _Steps(TrainerCallback):
 
     def __init__(self, trainer: FlashTrainerMixin) -> None:
         self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:  # noqa: ARG002  # their names
+        """It is known how many steps there are to be."""
+        steps.total(state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:  # noqa: ARG002  # their names
         """A step is done."""

@@ -18,7 +18,7 @@ SHARE = 0.1
 
 _NOW = struct.Struct("=qqqq")  # step, when, usual time of a step, phase
 _LONGEST = struct.Struct("=q")
-_LONGEST_AT, _SIGNAL_AT = 32, 64
+_LONGEST_AT, _SIGNAL_AT, _TOTAL_AT = 32, 64, 72
 
 
 class Slot:
@@ -79,6 +79,10 @@ class Slot:
         if gap > self._longest[self._phase]:
             self._longest[self._phase] = gap
             _LONGEST.pack_into(self._memory, _LONGEST_AT + 8 * self._phase, gap)
+
+    def total(self, number: int) -> None:
+        """The script means to make so many steps; 0: nobody knows."""
+        _LONGEST.pack_into(self._memory, _TOTAL_AT, number)
 
     def shows_on(self, number: int) -> None:
         """A signal of this number makes the process show its stacks; 0: none does."""

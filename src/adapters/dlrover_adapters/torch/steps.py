@@ -14,7 +14,7 @@ import mmap
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgpack
@@ -40,7 +40,10 @@ _expected = False
 class StepSignal:
     """This worker's signal: optimizer calls counted from one, or the script's own numbers once it tells them."""
 
-    def __init__(self, generation: int, rank: int, agent_socket: str, slot_fd: int) -> None:
+    def __init__(
+        self, generation: int, rank: int, agent_socket: str, slot_fd: int, stepped: Callable[[], int] | None = None
+    ) -> None:
+        self._stepped, self._imports_us = stepped, 0
         self._generation, self._rank = generation, rank
         self._step, self._told, self._untold = 0, False, 0
         self._pace = Pace()
@@ -65,6 +68,11 @@ class StepSignal:
         self._told = True
         self._done(step)
 
+    def total(self, steps: int) -> None:
+        """The script says how many steps it means to make."""
+        if self._slot is not None:
+            self._slot.total(min(max(0, steps), 2**62))
+
     def phase(self, name: str) -> int:
         """A phase begins; its number."""
         return self._slot.phase(name, _now_us()) if self._slot is not None else 0
@@ -87,6 +95,8 @@ class StepSignal:
 
     def _done(self, step: int) -> None:
         self._step = step
+        if self._stepped is not None:
+            self._imports_us, self._stepped = self._stepped(), None
         if self._meter is not None and self._losses is not None:
             self._meter.step_done()
             self._losses.step = step
@@ -100,9 +110,9 @@ class StepSignal:
 
     def _ring(self, bell: socket.socket, step: int) -> None:
         try:
-            bell.send(
-                msgpack.packb({"generation": self._generation, "rank": self._rank, "step": step, "told": self._told})
-            )
+            told = {"generation": self._generation, "rank": self._rank, "step": step, "told": self._told}
+            bell.send(msgpack.packb(told | ({"imports_us": self._imports_us} if self._imports_us else {})))
+            self._imports_us = 0
         except BlockingIOError:
             return  # the agent is busy; the next ring says more
         except OSError:
@@ -125,12 +135,17 @@ def _now_us() -> int:
     return int(time.monotonic() * 1_000_000)
 
 
-def begin(generation: int, rank: int, agent_socket: str, slot_fd: int) -> None:
-    """Signal every training step of this process from now on. Imports torch's optimizers."""
+def begin(
+    generation: int, rank: int, agent_socket: str, slot_fd: int, stepped: Callable[[], int] | None = None
+) -> None:
+    """Signal every training step of this process from now on. Imports torch's optimizers.
+
+    ``stepped`` is called once, at the first step, and tells how many microseconds imports took before it.
+    """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     global _signal  # noqa: PLW0603 - a process is one rank; torch's hook registry is as global
-    _signal = StepSignal(generation, rank, agent_socket, slot_fd)
+    _signal = StepSignal(generation, rank, agent_socket, slot_fd, stepped)
     if os.environ.get(DETECT_VARIABLE) != "off":
         memory = mmap.mmap(slot_fd, SLOT_BYTES)
         _signal.measured_by(meter.begin(memory), loss.begin(memory, os.environ.get(GRADS_VARIABLE) == "1"))
@@ -144,10 +159,18 @@ def expect() -> None:
     _expected = True
 
 
-def tell(step: int) -> None:
+def tell(step: int, of: int = 0) -> None:
     """What `dlrover_adapters.torch.step` does."""
     if _signal is not None:
+        if of:
+            _signal.total(int(of))
         _signal.told(max(-STEP_MAX, min(int(step), STEP_MAX)))
+
+
+def total(steps: int) -> None:
+    """Say how many steps there are to be made, so that it can be told how long they will take."""
+    if _signal is not None:
+        _signal.total(int(steps))
 
 
 @contextlib.contextmanager

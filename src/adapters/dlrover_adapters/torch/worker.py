@@ -15,7 +15,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dlrover_core.runtime.launcher import WorkersLaunch
@@ -28,6 +28,15 @@ WARM = "DLROVER_WARM"
 """``core``, instead of ``all``: the zygote imports torch alone. For scripts without optimizers: 2 s of CPU and 100 MiB less on
 each node's start.
 """
+RANK_READERS = {
+    "lightning_utilities.core.rank_zero": "RANK",
+    "torchmetrics.utilities.prints": "LOCAL_RANK",
+}
+"""Modules whose ``rank_zero_only.rank`` is this variable, as it was when they were imported."""
+
+WARM_POOL = "TORCH_WARM_POOL"
+"""``0``: torch's compiler starts the processes in which it compiles when it needs them, not when it is imported."""
+
 PROBE_SIZE = 256  # large enough that a product is shared out to the OpenMP team
 
 
@@ -88,8 +97,39 @@ def environment(launch: WorkersLaunch, local_rank: int, role: str, error_file: s
     return rank_environment(launch, local_rank, role, error_file)
 
 
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Keep inductor from starting its pool of processes, and the threads that serve it."""
+    stated = os.environ.get(WARM_POOL)
+    os.environ[WARM_POOL] = "0"
+    try:
+        yield
+    finally:
+        if stated is None:
+            del os.environ[WARM_POOL]
+        else:
+            os.environ[WARM_POOL] = stated
+
+
+def excused() -> frozenset[str]:
+    """Those of `RANK_READERS`, and who reads the rank for them."""
+    return frozenset({*RANK_READERS, "lightning.fabric.utilities.rank_zero", "lightning_fabric.utilities.rank_zero"})
+
+
+def _know_rank() -> None:
+    """Tell modules that were imported before this process had a rank."""
+    for name, variable in RANK_READERS.items():
+        only = getattr(sys.modules.get(name), "rank_zero_only", None)
+        if only is not None and hasattr(only, "rank") and variable in os.environ:
+            only.rank = int(os.environ[variable])
+
+
 def reseed() -> None:
-    """New entropy for every generator that a fresh process seeds for itself. CUDA's are made, and seeded, at its first use."""
+    """New entropy for every generator that a fresh process seeds for itself. CUDA's are made, and seeded, at its first use.
+
+    And the rank, for modules that asked for it before the fork.
+    """
+    _know_rank()
     random.seed()
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -99,9 +139,9 @@ def reseed() -> None:
         numpy_random.seed()
 
 
-def begin(launch: WorkersLaunch, rank: int, agent_socket: str, slot_fd: int) -> None:
+def begin(launch: WorkersLaunch, rank: int, agent_socket: str, slot_fd: int, stepped: Callable[[], int]) -> None:
     """Signal steps from here on, and be ready to show where this process is."""
-    steps.begin(launch.generation, rank, agent_socket, slot_fd)
+    steps.begin(launch.generation, rank, agent_socket, slot_fd, stepped)
 
 
 def record_error(error: BaseException) -> None:

@@ -281,6 +281,7 @@ class CheckpointDuty:
         if self._site is None or self._storage is None or self._copying is None or not self._site.saving.begun:
             return
         site, storage, well = self._site, self._storage, order.outcome == "succeeded"
+        site.saving.hasten()
         # A script that has ended well has saved what it wanted to: nothing is added to that.
         work = storage.finish() if well else storage.settle(lambda: self._whole(site))
         both = asyncio.gather(work, *([] if well else [self._copying.settle()]))

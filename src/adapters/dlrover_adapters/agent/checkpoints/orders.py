@@ -4,7 +4,8 @@ Arenas and copies are handed over and taken back (``arena``, ``forget``, ``copy`
 may overwrite for now; ``hash`` and ``level`` want no answer. An order with a ``key`` is answered once: ``done``, with what came
 of it, or ``failed``, with the ``reason``, whether the state was ``lost``, overwritten or damaged, which is nobody else's fault,
 and whether another node ``refused`` it. Orders of one kind are done one after the other, light copies beside whole ones, fetches
-beside each other. ``speaks``: the generation in whose name another node is asked.
+beside each other. ``speaks``: the generation in whose name another node is asked. After ``haste`` what comes and what waits is
+done at usual priority, beside what is under way, but for orders of the same step.
 
     persist   the parts of a step to storage       send    a copy of a step to another node
     seal      a committed step, and retention      fetch   another node's copy into memory
@@ -31,7 +32,7 @@ from dlrover_core.errors import CoreError
 
 from . import budget, storing
 from .hashing import Hasher
-from .priority import step_back
+from .priority import hasten, step_back
 from .slots import Slots
 
 FETCHES_MAX = 4
@@ -57,6 +58,9 @@ class Orders:
         self._server: Any = None
         self._credentials: Any = None
         self._root = Path(ROOT)
+        self._hasty = False
+        self._steps: set[tuple[str, int, int]] = set()
+        self._free = threading.Condition()
 
     def start(self) -> None:
         """Have threads ready."""
@@ -108,6 +112,8 @@ class Orders:
             case {"op": "copy"} if len(fds) == 1:
                 self._adopt(body, fds[0])
                 fds = ()
+            case {"op": "haste"}:
+                self._haste()
             case {"op": "uncopy", "ids": list(ids)}:
                 self._uncopy(frozenset(ids))
             case {"op": "serve"}:
@@ -121,11 +127,29 @@ class Orders:
         for fd in fds:
             os.close(fd)
 
+    def here(self) -> None:
+        """Answer the agent's `wire.ASK`."""
+        self._say({"op": wire.HERE})
+
     def _put(self, name: str, body: dict[str, Any]) -> None:
         try:
             self._queues[name].put_nowait(body)
         except queue.Full:
             self._say({"op": "failed", "key": body["key"], "reason": f"{QUEUE_MAX} orders wait already", "lost": False})
+
+    def _haste(self) -> None:
+        """The node is about to go: nothing is patient any more. Threads made from here on are not, as this one is not."""
+        if self._hasty:
+            return
+        self._hasty = True
+        hasten(one.native_id for one in threading.enumerate() if one.native_id is not None)
+        for name in ("persist", "send"):
+            waiting, orders = self._queues[name], queue.Queue[dict[str, Any]](QUEUE_MAX)
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    orders.put_nowait(waiting.get_nowait())
+            self._queues[name] = orders
+            self._thread(f"{name}-now", functools.partial(self._work, orders))
 
     def _say(self, body: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         with self._sending, contextlib.suppress(OSError):  # the agent is gone, and we are about to be
@@ -136,7 +160,22 @@ class Orders:
     def _work(self, orders: queue.Queue[dict[str, Any]]) -> None:
         while True:
             body = orders.get()
-            self._do({"persist": self._persist, "seal": self._seal, "send": self._send}[body["op"]], body)
+            with self._one_at_a_time(body):
+                self._do({"persist": self._persist, "seal": self._seal, "send": self._send}[body["op"]], body)
+
+    @contextlib.contextmanager
+    def _one_at_a_time(self, body: dict[str, Any]) -> Iterator[None]:
+        """Wait until nobody does the same with this step: two threads must not write one part."""
+        step = str(body.get("url", body["op"])), int(body.get("generation", 0)), int(body.get("step", -1))
+        with self._free:
+            self._free.wait_for(lambda: step not in self._steps)
+            self._steps.add(step)
+        try:
+            yield
+        finally:
+            with self._free:
+                self._steps.discard(step)
+                self._free.notify_all()
 
     def _do(self, what: Callable[[dict[str, Any]], dict[str, Any] | None], body: dict[str, Any]) -> None:
         from dlrover_adapters.checkpoint.parts import PartTorn

@@ -1,0 +1,117 @@
+"""What workers of a script imported in one run is imported before the fork in the next (``--preload auto``)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Make = Callable[..., Any]
+
+# The first step is an optimizer's; what the script tells of itself it knew before that.
+SCRIPT = """
+loaded = [name in sys.modules for name in ("slowly", "slowly.parts", "of_mine")]
+import of_mine
+{before}
+import slowly.parts, torch
+weights = torch.nn.Parameter(torch.ones(1))
+torch.optim.SGD([weights], lr=0.1).step()
+tell(*loaded, slowly.VALUE, slowly.parts.PLACE)
+"""
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    """On a loop of its own, within its bound."""
+    asyncio.run(asyncio.wait_for(test, 100))
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> dict[str, str]:
+    """An installed package, a module of the script's own, and the environment in which both are found."""
+    folder = tmp_path / "site-packages" / "slowly"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("import os\nVALUE = os.environ.get('SLOWLY', 'unset')\n")
+    (folder / "parts.py").write_text("import os\nPLACE = os.getpid()\n")
+    (tmp_path / "of_mine.py").write_text("")
+    found = os.environ.get("PYTHONPATH", "")
+    source = Path(__file__).resolve().parents[2] / "src"
+    paths = [source, source / "adapters", source / "backends", tmp_path, folder.parent, found]
+    return {"PYTHONPATH": os.pathsep.join(map(str, paths)), "DLROVER_WARM": "core"}
+
+
+def test_the_second_run_forks_workers_that_have_what_the_first_imported(
+    rig: Make, tmp_path: Path, package: dict[str, str]
+) -> None:
+    """Of installed packages only, never the script's own modules; and an edited script begins anew."""
+    script, lists = SCRIPT.format(before=""), tmp_path / "imports"
+
+    async def told(text: str) -> list[Any]:
+        async with rig(text, torch=True, env=package, imports=str(lists)) as one:
+            await one.run()
+            found: list[Any] = await one.told()
+            return found[1:]
+
+    async def test() -> None:
+        first = await told(script)
+        assert first[:3] == [False, False, False]
+        (path,) = lists.iterdir()
+        listed = json.loads(path.read_text())
+        assert {"slowly", "slowly.parts"} <= set(listed["modules"])
+        assert listed["local"] == ["of_mine"]
+        assert not listed["cut"]
+        second = await told(script)
+        assert second[:3] == [True, True, False]
+        assert second[4] != first[4]
+        assert (await told(script + "\n# edited"))[:3] == [False, False, False]
+
+    run(test())
+
+
+def test_what_reads_a_variable_that_the_script_sets_is_never_imported_ahead(
+    rig: Make, tmp_path: Path, package: dict[str, str]
+) -> None:
+    """``os.environ[...] = ...`` above an import has its effect in every run."""
+    script, lists = SCRIPT.format(before="os.environ['SLOWLY'] = 'set'"), tmp_path / "imports"
+
+    async def test() -> None:
+        for _ in range(2):
+            async with rig(script, torch=True, env=package, imports=str(lists)) as one:
+                await one.run()
+                assert (await one.told())[1:5] == [False, False, False, "set"]
+        (path,) = lists.iterdir()
+        listed = json.loads(path.read_text())
+        assert "slowly reads SLOWLY" in listed["cut"]
+        assert "slowly" not in listed["modules"]
+
+    run(test())
+
+
+def test_a_list_that_leaves_threads_behind_is_cut_and_remembered(
+    rig: Make, tmp_path: Path, package: dict[str, str]
+) -> None:
+    """Modules before the one that starts a thread are kept; a later run does not try the others again."""
+    threaded = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    (tmp_path / "site-packages" / "threaded.py").write_text(threaded)
+    script, lists = SCRIPT.format(before="import slowly, threaded"), tmp_path / "imports"
+
+    async def test() -> None:
+        async with rig(script, torch=True, env=package, imports=str(lists)) as one:
+            await one.run()
+        (path,) = lists.iterdir()
+        assert "threaded" in json.loads(path.read_text())["modules"]
+        for _ in range(2):
+            async with rig(script, torch=True, env=package, imports=str(lists)) as one:
+                await one.run()
+                assert (await one.told())[1:4] == [True, False, False]
+                assert one.launcher.refused == {}
+            listed = json.loads(path.read_text())
+            assert "slowly" in listed["modules"]
+            assert "threaded: it leaves threads running" in listed["cut"]
+            assert not {"threaded", "slowly.parts"} & set(listed["modules"])
+
+    run(test())

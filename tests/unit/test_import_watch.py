@@ -1,0 +1,181 @@
+"""Watching imports: how long they take, what they read of the environment, and that nothing of the watch is left behind."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dlrover_adapters.agent.import_watch import ImportWatch, bootstrap
+
+Install = Callable[[str, str], None]
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Makes a module with this text: in site-packages, or with a name that begins with ``my`` among the script's own."""
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    before = set(sys.modules)
+    for folder in (tmp_path, site):
+        monkeypatch.syspath_prepend(str(folder))
+
+    def install(name: str, text: str) -> None:
+        (tmp_path if name.startswith("my") else site).joinpath(f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+
+    yield install
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def watch() -> Iterator[Callable[..., ImportWatch]]:
+    """Begins a watch, which ends with the test."""
+    begun: list[ImportWatch] = []
+
+    def begin(**settings: object) -> ImportWatch:
+        begun.append(ImportWatch(**settings))  # type: ignore[arg-type]
+        begun[-1].begin()
+        return begun[-1]
+
+    yield begin
+    for one in begun:
+        one.end()
+
+
+def test_it_leaves_nothing_behind(watch: Callable[..., ImportWatch]) -> None:
+    """After its end the interpreter imports, and the environment answers, as before."""
+    load, kind = bootstrap._find_and_load, type(os.environ)
+    one = watch()
+    assert bootstrap._find_and_load is not load
+    one.end()
+    one.end()
+    assert bootstrap._find_and_load is load
+    assert type(os.environ) is kind
+
+
+def test_imports_take_time_once(installed: Install, watch: Callable[..., ImportWatch]) -> None:
+    """What one import needs of others is counted as a part of it, not twice; work between imports is not counted."""
+    installed("inner_one", "import time\ntime.sleep(0.05)")
+    installed("outer_one", "import inner_one, time\ntime.sleep(0.05)")
+    one = watch()
+    importlib.import_module("outer_one")
+    assert 100_000 <= one.spent_us < 200_000 + 100_000
+    spent = one.spent_us
+    importlib.import_module("outer_one")
+    assert one.spent_us - spent < 20_000
+
+
+@pytest.mark.parametrize(
+    "reading",
+    ["os.environ['SET']", "os.getenv('SET')", "'SET' in os.environ", "os.environ.setdefault('SET', '1')"],
+)
+def test_a_module_that_reads_what_the_script_has_set(
+    installed: Install, watch: Callable[..., ImportWatch], monkeypatch: pytest.MonkeyPatch, reading: str
+) -> None:
+    """It, and the module for whose sake it is imported, end the list; what was imported before stays in it."""
+    monkeypatch.delenv("SET", raising=False)
+    installed("harmless", "")
+    installed("reader", f"import os\n{reading}")
+    installed("needs_reader", "import reader")
+    one = watch()
+    os.environ["SET"] = "1"
+    importlib.import_module("harmless")
+    importlib.import_module("needs_reader")
+    assert one.cut is not None
+    place, why = one.cut
+    kept = list(sys.modules)[:place]
+    assert why.startswith("reader reads SET")
+    assert "harmless" in kept
+    assert not {"reader", "needs_reader"} & set(kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("copier", "import os\ncopy = dict(os.environ), {**os.environ}, os.environ.copy(), list(os.environ.items())"),
+        ("another", "import os\nos.environ.get('ANOTHER')"),
+        ("my_config", "import os\nos.environ['SET']"),
+        ("excused", "import os\nos.environ['SET']"),
+    ],
+)
+def test_what_reads_nothing_that_is_set(
+    installed: Install, watch: Callable[..., ImportWatch], monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    """Copies of the whole environment, other variables, modules of the script's own, and those that are put right."""
+    monkeypatch.setenv("SET", "0")
+    installed(name, text)
+    one = watch(given=["SET"], excused=["excused"])
+    importlib.import_module(name)
+    assert one.cut is None
+
+
+def test_a_library_that_sets_what_it_reads(installed: Install, watch: Callable[..., ImportWatch]) -> None:
+    """It does so in the zygote too. A module of the script's own that sets a variable is as good as the script."""
+    installed("sets_and_reads", "import os\nos.environ['LIBRARY'] = '1'\nos.environ['LIBRARY']")
+    installed("my_settings", "import os\nos.environ['MINE'] = '1'")
+    installed("reads_mine", "import os\nos.environ['MINE']")
+    one = watch()
+    try:
+        importlib.import_module("sets_and_reads")
+        assert one.cut is None
+        importlib.import_module("my_settings")
+        importlib.import_module("reads_mine")
+        assert one.sets == {"MINE"}
+        assert one.cut is not None
+    finally:
+        for name in ("LIBRARY", "MINE"):
+            os.environ.pop(name, None)
+
+
+def test_a_change_that_comes_too_late_is_told(
+    watch: Callable[..., ImportWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, with the module that read the variable before the fork; never for one that did no harm in an earlier run."""
+    told: list[tuple[str, str]] = []
+    for name in ("LATE", "KNOWN", "UNREAD", "SAME"):
+        monkeypatch.setenv(name, "0")
+    read = {"LATE": "hub", "KNOWN": "hub", "SAME": "hub"}
+    one = watch(read=read, harmless=["KNOWN"], warn=lambda *words: told.append(words))
+    os.environ.update(KNOWN="1", UNREAD="1", SAME="0")
+    assert told == []
+    os.environ["LATE"] = "1"
+    os.environ["LATE"] = "2"
+    assert one.conflict == ("LATE", "hub")
+    assert told == [("LATE", "hub")]
+
+
+def test_a_failed_import_looks_as_ever(installed: Install, watch: Callable[..., ImportWatch]) -> None:
+    """No frame of ours stands in its traceback."""
+    installed("raises", "raise RuntimeError('at import')")
+    watch()
+    for name in ("raises", "is_not_there"):
+        with pytest.raises((RuntimeError, ModuleNotFoundError)) as caught:
+            exec(f"import {name}", {})  # noqa: S102  # an import statement, as a script has it
+        shown = "".join(traceback.format_exception(caught.value))
+        assert "agent/import_watch" not in shown
+        assert "frozen importlib" not in shown
+
+
+def test_a_worker_without_a_step_ends_as_ever(tmp_path: Path) -> None:
+    """An interpreter may end, fork and start others while it is watched."""
+    script = """
+import os, subprocess, sys
+from dlrover_adapters.agent.import_watch import ImportWatch
+ImportWatch().begin()
+os.environ["CHILD"] = "told"
+said = subprocess.run([sys.executable, "-c", "import os; print(os.environ['CHILD'])"], capture_output=True, text=True)
+if os.fork() == 0:
+    import json
+    os._exit(0 if os.environ["CHILD"] == "told" else 1)
+print(said.stdout.strip(), os.wait()[1])
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert (found.stdout, found.stderr) == ("told 0\n", "")
