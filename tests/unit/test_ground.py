@@ -81,7 +81,7 @@ def test_sockets_that_were_removed_listen_again(tmp_path: Path, monkeypatch: pyt
     async def test() -> None:
         folder.mkdir(0o700)
         rung: asyncio.Queue[int] = asyncio.Queue()
-        bell = Doorbell(str(folder / "agent.sock"), lambda generation, rank, step, told: rung.put_nowait(step))
+        bell = Doorbell(str(folder / "agent.sock"), lambda *rings: rung.put_nowait(rings[2]))
         bell.open()
         watch = Watch(str(folder), [bell], said.append)
         await watch.begin()
