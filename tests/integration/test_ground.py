@@ -18,7 +18,7 @@ def test_the_run_s_folder_and_the_state_directory_are_removed(tmp_path: Path) ->
     with Story(tmp_path, "--nproc-per-node", "1", "--max-restarts", "100", *PACED) as job:
         job.recovers(1)
         run, worker = Path(job.settings["run_dir"]), job.one("worker-0")
-        first = int(job.status()["leader"].split("/")[1])  # type: ignore[index]
+        first = int(job.until(lambda _: True, "a status")["leader"].split("/")[1])
         shutil.rmtree(run)
         shutil.rmtree(job.state)
         worker.kill()

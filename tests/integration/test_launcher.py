@@ -255,7 +255,10 @@ def test_grace_is_given_and_ends(rig: Make) -> None:
 @pytest.mark.parametrize("how", ["same group", "own group"])
 @pytest.mark.parametrize("end", ["killed", "stopped", "exits"])
 def test_children_do_not_survive_their_worker(rig: Make, gone: Gone, how: str, end: str) -> None:
-    """Whatever a worker started dies with it, grandchildren and process groups of their own included, and is reaped."""
+    """Whatever a worker started dies with it, grandchildren and process groups of their own included, and is reaped.
+
+    What one leaves that ended well may live on until the node is told to stop.
+    """
     script = f"""
     def child():
         if {how == "own group"}: os.setpgid(0, 0)
@@ -279,9 +282,14 @@ def test_children_do_not_survive_their_worker(rig: Make, gone: Gone, how: str, e
                 await one.launcher.stop(0, 10)
             else:
                 os.kill(worker, signal.SIGKILL if end == "killed" else signal.SIGUSR1)
+            if end == "exits":
+                await one.exits(1)
+                assert all(psutil.pid_exists(pid) for pid in pids)
+                assert await one.launcher.stop(0, 10)
             for pid in pids:
                 await gone(pid)
-            await one.exits(1)
+            if end != "exits":
+                await one.exits(1)
         assert not [pid for pid in (worker, *pids) if psutil.pid_exists(pid)], "nobody is left, not even as a zombie"
 
     run(test())

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_sockets_that_were_removed_listen_again(tmp_path: Path, monkeypatch: pyt
     async def test() -> None:
         folder.mkdir(0o700)
         rung: asyncio.Queue[int] = asyncio.Queue()
-        bell = Doorbell(str(folder / "agent.sock"), lambda generation, rank, step, told: rung.put_nowait(step))
+        bell = Doorbell(str(folder / "agent.sock"), lambda *rings: rung.put_nowait(rings[2]))
         bell.open()
         watch = Watch(str(folder), [bell], said.append)
         await watch.begin()
@@ -117,7 +118,7 @@ def test_a_long_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest
     """Sockets need a short path: the run's folder is made where there is one; where there is none, that is said."""
     long = tmp_path / ("x" * 100)
     long.mkdir()
-    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(long))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(long))
     with scratch.folder("of-a-test") as folder:
         assert len(str(folder)) < 60
     monkeypatch.setattr(scratch, "roofs", lambda: [str(tmp_path / "none")])

@@ -172,7 +172,7 @@ class LinuxLauncher:
         return {**found, **{f"rank {one.rank}": one.child.pid for one in self._workers if one.child.alive}}
 
     def named(self, node: str) -> None:
-        """The node has its name, which it may not have had at the start: logs and titles bear it from now on."""
+        """The node has its name: logs and titles bear it from now on."""
         self._config = self._config._replace(node=node)
         if self._nursery is not None:
             self._nursery.named(node)
@@ -539,16 +539,16 @@ class LinuxLauncher:
         if stuck:
             generation = alive[0].launch.generation
             self._notices.put_nowait(WorkersStuck(generation, tuple(one.pid for one in stuck)))
-        elif grace_s > 0 and self._workers and all(one.ended_well for one in self._workers):
-            await self._buried()
-            await self._leavings.end(grace_s)
+        else:
+            if well := grace_s > 0 and bool(self._workers) and all(one.ended_well for one in self._workers):
+                await self._buried()
+            await self._leavings.end(grace_s if well else 0.0)
         return not stuck
 
     async def _buried(self) -> None:
         """Wait until the dead are buried and their sessions swept."""
-        while self._burials or self._sweep is not None:
-            sweep = [self._sweep] if self._sweep is not None else []
-            await asyncio.gather(*self._burials, *sweep, return_exceptions=True)
+        while waits := [*self._burials, *([self._sweep] if self._sweep is not None else [])]:
+            await asyncio.gather(*waits, return_exceptions=True)
 
     def _ask(self, worker: _Worker, number: signal.Signals, grace_s: float) -> None:
         """A Python program ends its children itself; any other is often a shell that must not be the only one to hear."""

@@ -10,7 +10,6 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from dlrover_adapters.agent.lookout import Lookout
 from dlrover_adapters.agent.pace_watch import PaceWatch
 from dlrover_adapters.agent.process import set_name, set_title
 from dlrover_adapters.agent.spawn import Spawned
-from dlrover_adapters.cli.scratch import MARK
+from dlrover_adapters.cli.scratch import MARK, roofs
 from dlrover_adapters.http import tls
 from dlrover_adapters.http.client import HttpDialer
 from dlrover_adapters.telemetry.logs import set_up
@@ -123,9 +122,10 @@ def _say(words: str) -> None:
 
 
 def _checks(raw: dict[str, Any], config: LaunchConfig) -> CheckDuty:
-    run_dir = config.run_dir or tempfile.gettempdir()
+    temporary = next(iter(roofs()), "/tmp")  # noqa: S108  # only looked at
+    run_dir = config.run_dir or temporary
     mark = f"{MARK}={os.environ[MARK]}" if os.environ.get(MARK) else ""
-    place = Place((run_dir, tempfile.gettempdir()), config.nproc, tuple(raw["masters"]), mark=mark)
+    place = Place((run_dir, temporary), config.nproc, tuple(raw["masters"]), mark=mark)
     return CheckDuty(
         place,
         env=lambda: birth_environment(config, os.environ),

@@ -131,8 +131,8 @@ def sockets(roof: str | None = None) -> Finding:
             "set TMPDIR to a short path on a local disk",
         )
     said = f"{top}: {size(free)} free, Unix sockets work"
-    if top != tempfile.gettempdir():
-        said += f" ({tempfile.gettempdir()} has too long a path for them)"
+    if roof is None and (wanted := os.environ.get("TMPDIR", top)) != top:
+        said += f" ({wanted} cannot be used: too long a path for them, or not writable)"
     if free < FREE_BYTES_FEW:
         return warn(said, "workers' output is kept there while a job runs: make room, or set TMPDIR", free_bytes=free)
     return ok(said, free_bytes=free)
