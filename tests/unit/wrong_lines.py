@@ -117,7 +117,7 @@ _VALUES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
             "sqlite:///proc/nobody/log.db -> /proc/nobody/log.db",
             "sqlite:///proc -> /proc",
             "etcd://h:99999",
-            f"etcd://h:{DIGITS}",
+            f"etcd://h:{DIGITS} -> is not HOST:PORT",
             "etcd://h/p?x=1 -> ?x",
             "etcd://a b",
             "http://h -> http",
