@@ -81,6 +81,8 @@ class LaunchConfig(NamedTuple):
     signals: tuple[int, ...] = SIGNALS
     store_bind: str = "127.0.0.1"
     store_host: str = ""
+    store_at: str = ""
+    """``host:port`` of this host where each generation's store listens, because somebody named it; empty: a free port each."""
     run_dir: str | None = None
     framework: str = TORCH
     stores: bool = True

@@ -264,6 +264,8 @@ class LinuxLauncher:
         alive = [one.child.pid for one in self._workers if one.child.alive]
         assert not alive, f"generation {launch.generation} must not start: processes {alive} of the last one live"
         self.spend_store(launch.store)
+        if self._stores is not None:
+            await self._stores.fix(here=launch.node_rank == 0)
         files = await asyncio.to_thread(self._make_files, launch)
         try:
             spares = await within(self._config.start_s, self._nursery.take(launch.nproc))

@@ -421,21 +421,8 @@ def tls_files(options: Options, *, shows: bool, dials: bool) -> TlsFiles:
         raise SpecError(
             "tls-ca", "missing: this host's agent, too, checks masters by a CA; a self-signed one is its own"
         )
-    _look_into(found)
+    before.check_tls(*found)
     return found
-
-
-def _look_into(found: TlsFiles) -> None:
-    if not any(found):
-        return
-    from dlrover_adapters.http import tls  # only where it is asked for
-
-    if found.cert and found.ca:
-        tls.check(*found)
-    elif found.cert:
-        tls.shown(found.cert, found.key)
-    else:
-        tls.trusting(found.ca)
 
 
 def job_name(options: Options) -> str:
@@ -590,9 +577,18 @@ def check(options: Options) -> None:
         raise SpecError("standby", "hosts that join are each other's standbys; start more of them than --nnodes MAX")
 
 
+_DIALLED = ("--rdzv-endpoint", "--master-port")  # some scripts connect there by number
+
+
 def notes(options: Options) -> Mapping[str, str]:
     """Flags that were given and do nothing here, with the reason."""
     found = {f"--{dest.replace('_', '-')}": why for dest, why in torchrun_flags.UNUSED.items() if options.given(dest)}
     met = meeting(options)
     why = "several hosts only" if not met.joining else f"not with {met.backend}"
-    return {**found, **check_flags.notes(options), **dict.fromkeys(met.unused, why)}
+    unused = dict.fromkeys(met.unused, why)
+    if not met.joining:
+        dialled = {
+            one: f"{why}; the store is where MASTER_ADDR and MASTER_PORT say" for one in unused if one in _DIALLED
+        }
+        unused.update(dialled)
+    return {**found, **check_flags.notes(options), **unused}

@@ -17,6 +17,7 @@ from dlrover_adapters.cli.torchrun_flags import Options
 from dlrover_core.errors import CoreError, SpecError
 
 if TYPE_CHECKING:
+    from dlrover_adapters.cli.meeting import Meeting
     from dlrover_adapters.cli.settings import Settings
     from dlrover_backends.local import LocalNodeHost
     from dlrover_backends.local.process import Started
@@ -62,7 +63,7 @@ def _run(options: Options) -> int:
 
     before.check_kernel()
     settings, meeting = prepare(options), cli_options.meeting(options)
-    token = _token(options, shared=meeting.joining)
+    token = _token(options, meeting, Path(settings.directory))
     # First of all: torch's import takes longest, and everything below happens meanwhile.
     with ahead.started(settings, token, options.local_nodes or 1) as first:
         importlib.import_module("dlrover_adapters.telemetry.light")
@@ -110,13 +111,17 @@ def say_unused(options: Options) -> None:
         print(f"dlrover-run: {flag} does nothing here: {why}", file=sys.stderr)
 
 
-def _token(options: Options, *, shared: bool) -> str:
-    """The job token: given, or where it need not be ``shared`` with other hosts one for this run alone. Raises `SpecError`."""
-    from dlrover_adapters.http.token import load_token, make_token, require_token
+def _token(options: Options, meeting: Meeting, directory: Path) -> str:
+    """The job token: given; for launchers that meet at a loopback address the job's own; else made. Raises `SpecError`."""
+    from dlrover_adapters.cli.hosts import literally_loops
+    from dlrover_adapters.http.token import load_token, loopback_token, make_token, require_token
 
-    if shared:
-        return require_token(os.environ, options.token_file)
-    return load_token(os.environ, options.token_file) or make_token()
+    token = load_token(os.environ, options.token_file)
+    if token or not meeting.joining:
+        return token or make_token()
+    if meeting.host and literally_loops(meeting.host):
+        return loopback_token(directory)
+    return require_token(os.environ, options.token_file)
 
 
 def _version() -> int:
@@ -158,6 +163,7 @@ def prepare(options: Options) -> Settings:
         mark=run,
         joining=spec.joining,
         place=met.place,
+        store_at=workers.store_at(met.store),
         tls_cert=tls.cert,
         tls_key=tls.key,
         tls_ca=tls.ca,

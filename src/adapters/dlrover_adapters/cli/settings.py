@@ -21,7 +21,8 @@ class Settings:
     """One run of one job on this host. Paths are absolute. The token is in none of it: it travels in the environment.
 
     ``mark`` is what everything bears in its environment that this launcher starts. ``address`` is where other hosts reach this
-    one's stores, which listen at ``store_bind``. ``joining``, ``seat`` and ``place``: as in `JobSpec` and `Agent`.
+    one's stores, which listen at ``store_bind``. ``joining``, ``seat`` and ``place``: as in `JobSpec` and `Agent`, ``store_at``
+    as in `LaunchConfig`.
     ``tls_...``: what masters show, and what agents check it by. ``shared``: masters of other hosts may lead in this log, too, so
     its run has begun before any of them starts. ``detect``: do agents look for signs of failures? ``watch_grads``: do
     workers look at their gradients' norm?
@@ -53,6 +54,7 @@ class Settings:
     run_dir: str | None = None
     address: str = "127.0.0.1"
     store_bind: str = "127.0.0.1"
+    store_at: str = ""
     joining: bool = False
     seat: str = ""
     place: int = -1

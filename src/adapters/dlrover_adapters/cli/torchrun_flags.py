@@ -200,7 +200,7 @@ def meeting(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=None,
         metavar="PORT",
-        help="static: its port (default 29500)",
+        help="static: its port (default 29500); on one host that of every generation's store (default: a free one)",
     )
     _flag(group, "--local-addr", action=Env, default=None, metavar="ADDR", help="where others reach this host")
 

@@ -70,6 +70,11 @@ class Masters:
         code = self._process.poll()
         return f"its masters have ended with code {code}; their log says why" if code else ""
 
+    @property
+    def over(self) -> bool:
+        """Have they ended because the job is over?"""
+        return self._process.poll() == EX_OVER
+
     def close(self, seconds: float | None) -> None:
         """Wait so long for their own end (None: as long as it takes), then end them."""
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -83,10 +83,40 @@ def log_dir(how: Mapping[str, Any]) -> str | None:
     return named
 
 
+def store_at(named: tuple[str, int] | None) -> str:
+    """Where every generation's store is to listen: the ``named`` host and port, which is free. Raises `SpecError`.
+
+    Empty where none is named, or a host that is not this one: then each has a free port.
+    """
+    if named is None:
+        return ""
+    from dlrover_adapters.cli import hosts
+
+    host, port = named
+    # A script that dials localhost tries all of its addresses, one that dials 127.0.0.1 just that.
+    found = sorted((one for one in hosts.resolved(host) if hosts.is_ours(one)), key=lambda one: ":" in one)
+    if not found:
+        print(
+            f"dlrover-run: --master-addr {host} is no address of this host: the store has a free port of 127.0.0.1, and a script "
+            f"that connects to {hosts.joined(host, port)} waits for ever. It must read MASTER_ADDR and MASTER_PORT",
+            file=sys.stderr,
+        )
+        return ""
+    try:
+        hosts.listen(found[0], port).close()
+    except OSError as error:
+        raise SpecError(
+            "master-port",
+            f"the store cannot listen at {hosts.joined(found[0], port)}: {os.strerror(error.errno or 0)}; name another port, "
+            "or none: then each attempt has a free one, and MASTER_PORT says which",
+        ) from error
+    return hosts.joined(found[0], port)
+
+
 def launch_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `LaunchConfig` in what `Settings` wrote down, beyond those that the agent reads one by one."""
     names = ("duplicate_stdout", "duplicate_stderr", "signals")
-    plain = ("log_bytes_max", "log_attempts_max", "run_id", "numa", "virtual_local_rank")
+    plain = ("log_bytes_max", "log_attempts_max", "run_id", "numa", "virtual_local_rank", "store_at")
     found = {name: raw[name] for name in plain if name in raw}
     found.update({name: tuple(raw[name]) for name in names if name in raw})
     if raw.get("show") is not None:

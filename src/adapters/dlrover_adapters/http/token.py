@@ -59,6 +59,24 @@ def require_token(environ: Mapping[str, str], token_file: str | Path | None = No
     return token
 
 
+def loopback_token(directory: Path) -> str:
+    """The token of a job whose launchers all run on this host: one lies in the job's private directory.
+
+    The first launcher makes the file, whole; the others, which meet the first at a loopback address, read it.
+    """
+    path = directory / "loopback.token"
+    with contextlib.suppress(FileExistsError):
+        part = path.with_suffix(f".{os.getpid()}")
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        try:
+            with os.fdopen(fd, "w", encoding="ascii") as file:
+                file.write(make_token())
+            os.link(part, path)
+        finally:
+            part.unlink()
+    return load_token({}, path)
+
+
 @contextlib.contextmanager
 def kept(token: str, folder: Path, link: Path) -> Iterator[None]:
     """Keep the token of a one-host job where `dlrover` finds it: in a file of this user's alone that goes with ``folder``.
