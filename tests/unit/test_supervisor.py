@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import socket
@@ -13,7 +14,7 @@ import pytest
 
 from dlrover_adapters.cli import supervisor
 from dlrover_adapters.cli.settings import EX_AGAIN, EX_OVER
-from dlrover_adapters.cli.supervisor import NoNodes, Supervisor
+from dlrover_adapters.cli.supervisor import MastersFailed, NoNodes, Supervisor
 
 
 async def told_of_the_dead(monkeypatch: pytest.MonkeyPatch, codes: list[int], lives: list[float]) -> list[list[str]]:
@@ -60,3 +61,56 @@ def test_of_too_many_those_that_lived_longest_are_named(monkeypatch: pytest.Monk
     monkeypatch.setattr(supervisor, "DEAD_MAX", 2)
     told = asyncio.run(told_of_the_dead(monkeypatch, [-9, *[EX_AGAIN] * 4, EX_OVER], [60.0, *[1.0] * 5]))
     assert [("host-101-1" in one, len(one)) for one in told] == [(False, 0), (True, 1), *[(True, 2)] * 4]
+
+
+def supervised(monkeypatch: pytest.MonkeyPatch, tries: list[int]) -> list[float]:
+    """Run a supervisor whose masters end with these codes, errors' numbers below 0 where none can be started; its pauses."""
+    left, pauses = list(tries), []
+
+    async def started(*_words: str, **_: Any) -> Any:
+        code = left.pop(0)
+        if code < 0:
+            raise OSError(-code, os.strerror(-code))
+
+        async def wait() -> int:
+            return code
+
+        return SimpleNamespace(pid=7, wait=wait, returncode=code)
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async def run() -> None:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+        with socket.socket() as port:
+            job = SimpleNamespace(job="j")
+            settings: Any = SimpleNamespace(
+                directory="",
+                shared=True,
+                mark="",
+                job=job,
+                holder=lambda pid, number: f"{pid}-{number}",
+                control_log="control.log",
+            )
+            made = Supervisor(settings, "t", port, NoNodes())
+            monkeypatch.setattr(asyncio, "sleep", sleep)
+            await made._keep_one()
+
+    try:
+        asyncio.run(run())
+    finally:
+        assert not left
+    return pauses
+
+
+def test_a_limit_of_processes_does_not_end_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on without a master: one is started when the limit has passed."""
+    pauses = supervised(monkeypatch, [-errno.EAGAIN, -errno.ENOMEM, EX_OVER])
+    assert pauses == [supervisor.UNFORKED_PAUSE_S] * 2
+
+
+def test_a_limit_that_does_not_pass_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernel's own words, and where to look."""
+    monkeypatch.setattr(supervisor, "UNFORKED_MAX", 3)
+    with pytest.raises(MastersFailed, match="Resource temporarily unavailable; see ulimit -u"):
+        supervised(monkeypatch, [-errno.EAGAIN] * 3)

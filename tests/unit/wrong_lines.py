@@ -37,7 +37,7 @@ _VALUES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("backend", ("--rdzv-backend",), ("zeus", "etcd", "etcd-v2")),
     (
         "conf",
-        ("--rdzv-conf",),
+        ("--rdzv-backend", "c10d", "--rdzv-conf"),
         (
             "nope=1 -> nope",
             "jointimeout=5 -> did you mean join_timeout?",
@@ -51,9 +51,9 @@ _VALUES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
             "close_timeout=x",
             "rank=x",
             "keep_alive_interval=0",
-            "timeout=inf",
         ),
     ),
+    ("conf of static", ("--rdzv-conf",), ("timeout=inf", "timeout=x", "nope=1 -> nope")),
     (
         "conf of hosts",
         (*SEVERAL, "--rdzv-conf"),
@@ -117,6 +117,7 @@ _VALUES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
             "sqlite:///proc/nobody/log.db -> /proc/nobody/log.db",
             "sqlite:///proc -> /proc",
             "etcd://h:99999",
+            f"etcd://h:{DIGITS} -> is not HOST:PORT",
             "etcd://h/p?x=1 -> ?x",
             "etcd://a b",
             "http://h -> http",

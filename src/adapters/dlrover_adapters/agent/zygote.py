@@ -206,6 +206,7 @@ class Zygote:
     def _fork_probe() -> tuple[int, int, int]:
         """A pipe, and a child at its other end. Raises `Unfit` for the host's sake when nobody can be forked for a while."""
         reader, writer = os.pipe()
+        fault = ""
         for pause_s in (*PROBE_PAUSES_S, None):
             try:
                 return reader, writer, _fork()
@@ -278,7 +279,8 @@ class Zygote:
             for one in (fd, reader, writer):
                 if one >= 0:
                     os.close(one)
-            return self._unforked(key, unforkable(error))
+            self._unforked(key, unforkable(error))
+            return None
         if between == 0:
             passed, pid = self._fork_between(writer)
             if pid:
@@ -295,8 +297,9 @@ class Zygote:
             self._sessions.add(told)
             wire.send(self._link, {"op": "forked", "key": key, "pid": told})
             return None
-        error = OSError(-told, os.strerror(-told))
-        return self._unforked(key, unforkable(error) if told else "the go-between died before it could fork")
+        why = unforkable(OSError(-told, os.strerror(-told))) if told else "the go-between died before it could fork"
+        self._unforked(key, why)
+        return None
 
     @staticmethod
     def _fork_between(writer: int) -> tuple[int, int]:

@@ -190,18 +190,36 @@ def make_log_folder(url: str) -> None:
         ) from error
 
 
+def check_tls(cert: str, key: str, ca: str) -> None:
+    """Look into the files of TLS. Raises `SpecError`."""
+    if not (cert or key or ca):
+        return
+    from dlrover_adapters.http import tls  # only where it is asked for
+
+    if cert and ca:
+        tls.check(cert, key, ca)
+    elif cert:
+        tls.shown(cert, key)
+    else:
+        tls.trusting(ca)
+
+
 # ---- the kernel
 
 
 def lacking() -> str:
     """What processes and states are owned by, and this kernel or sandbox does not give; empty: all is there."""
-    calls = (("pidfd_open", "Linux 5.4", lambda: os.pidfd_open(os.getpid())), ("memfd_create", "Linux 3.17", _memfd))
+    calls = (("pidfd_open", "Linux 5.4", _pidfd), ("memfd_create", "Linux 3.17", _memfd))
     for name, since, call in calls:
         try:
             os.close(call())
         except OSError as error:
             return f"{name}: {error.strerror}; it needs {since}, and a sandbox (seccomp) must allow it"
     return ""
+
+
+def _pidfd() -> int:
+    return os.pidfd_open(os.getpid())
 
 
 def _memfd() -> int:

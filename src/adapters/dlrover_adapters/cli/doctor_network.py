@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from dlrover_adapters.cli import values
 from dlrover_adapters.cli.doctor_check import Finding, fail, ok, warn
 from dlrover_adapters.http import token as tokens
 from dlrover_core.errors import SpecError
@@ -45,7 +46,7 @@ def endpoint(text: str) -> Endpoint:
     if not colon or text.endswith("]") or ("[" not in text and text.count(":") > 1):
         host, port = text, str(PORT)
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or not 0 < (values.whole(port) or 0) < 65536:
         raise SpecError("endpoint", f"{text!r} is not HOST[:PORT] with a port of 1 to 65535")
     return Endpoint(host, int(port))
 

@@ -143,7 +143,12 @@ class Kept:
     async def _one_life(self) -> int | None:
         """Start an agent, hear it out, bury it; its exit code."""
         self._said = {}
-        now = self._now = self._first.pop() if self._first else blank(self._command)
+        try:
+            now = self._now = self._first.pop() if self._first else blank(self._command)
+        except OSError as error:  # a limit, which may pass: the next try comes after a pause, as after a death
+            self._said["error"] = f"it cannot be started: {error.strerror or error}"
+            self._warm.set()
+            return None
         assert now.control is not None, "a blank has a socket"
         loop, dead = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(now.pidfd, dead.set)

@@ -412,21 +412,8 @@ def tls_files(options: Options, *, shows: bool, dials: bool) -> TlsFiles:
         raise SpecError(
             "tls-ca", "missing: this host's agent, too, checks masters by a CA; a self-signed one is its own"
         )
-    _look_into(found)
+    before.check_tls(*found)
     return found
-
-
-def _look_into(found: TlsFiles) -> None:
-    if not any(found):
-        return
-    from dlrover_adapters.http import tls  # only where it is asked for
-
-    if found.cert and found.ca:
-        tls.check(*found)
-    elif found.cert:
-        tls.shown(found.cert, found.key)
-    else:
-        tls.trusting(found.ca)
 
 
 def job_name(options: Options) -> str:

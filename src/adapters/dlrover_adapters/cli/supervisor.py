@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+import structlog
+
 from dlrover_adapters.agent import signals
 from dlrover_adapters.agent.spawn import module_command
 from dlrover_adapters.cli.asking import Asking, on_terminal
@@ -28,8 +30,12 @@ from dlrover_core.runtime.within import within
 if TYPE_CHECKING:
     import ssl
 
+log = structlog.get_logger("dlrover.launcher")
+
 CRASHES_MAX, CRASH_WINDOW_S = 20, 10.0
 BACK_OFF_S = 0.5
+UNFORKED_MAX, UNFORKED_PAUSE_S = 60, 2.0
+"""Tries, and the pauses between them, while the host refuses to start a process; then the job fails if no master lives."""
 DEAD_MAX = 128
 """Successors are told of so many dead masters: of those that lived longest, as whom the log refuses leads nothing."""
 LEAVE_S = 10.0
@@ -106,6 +112,7 @@ class Supervisor:
         self._papers = self._stop = -1
         self._say = on_terminal(command)
         self._masters: dict[int, asyncio.subprocess.Process] = {}
+        self._unforked = 0
         self._over = asyncio.Event()
         self._crashes: list[float] = []
         self._dead: list[tuple[float, str]] = []
@@ -155,7 +162,12 @@ class Supervisor:
         while not self._over.is_set():
             began = loop.time()
             self._number += 1
-            code = await self._one_master(self._number)
+            try:
+                code = await self._one_master(self._number)
+            except OSError as error:
+                await self._unstarted(error)
+                continue
+            self._unforked = 0
             if code == EX_UNRECORDED:
                 self.unrecorded = True
                 self._over.set()
@@ -175,6 +187,17 @@ class Supervisor:
                 )
             if loop.time() - began < BACK_OFF_S:
                 await asyncio.sleep(BACK_OFF_S)
+
+    async def _unstarted(self, error: OSError) -> None:
+        """A limit of processes or memory was reached: it may pass, and training needs no master meanwhile.
+
+        Raises `MastersFailed` when it has not passed for long and nobody leads.
+        """
+        self._unforked += 1
+        log.error("a master cannot be started", reason=error.strerror or str(error), again_in_s=UNFORKED_PAUSE_S)
+        if self._unforked >= UNFORKED_MAX and not self._masters:
+            raise MastersFailed(f"no master can be started: {error.strerror or error}; see ulimit -u and pids.max")
+        await asyncio.sleep(UNFORKED_PAUSE_S)
 
     async def _one_master(self, number: int) -> int:
         """The exit code of a master that knows who is dead: any of them may have led last, for some are refused by the log."""

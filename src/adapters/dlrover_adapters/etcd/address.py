@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, unquote
 from dlrover_core.errors import SpecError
 
 PORT = 2379
+PORT_DIGITS_MAX = 5
 PREFIX = "dlrover"
 PASSWORD = "DLROVER_ETCD_PASSWORD"  # noqa: S105  # the variable's name
 OPTIONS = ("cacert", "cert", "key", "password_file", "archive", "ttl")
@@ -126,7 +127,7 @@ def _endpoint(url: str, text: str) -> str:
     if (
         found is None
         or (rest and not rest.startswith(":"))
-        or not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16)
+        or not (port.isascii() and port.isdecimal() and len(port) <= PORT_DIGITS_MAX and 0 < int(port) < 2**16)
     ):
         # Somebody may have written a password with a '/' in it: what looks like a port is a part of it then.
         named = text.partition(":")[0] if "@" in url else text
