@@ -12,6 +12,7 @@ NAMES = (
     "killed_worker",
     "killed_node",
     "killed_master",
+    "hung_master",
     "cold_start",
     "join",
     "overhead",

@@ -25,6 +25,8 @@ campaigns:
   corruption
            10,000 times one thing is damaged in a stored checkpoint or in a slot in memory: a bit, a file, a manifest; every one
            must be noticed, and nothing else be called damaged; some minutes
+  borders  a million foreign words (half characters, NUL, escape sequences, 100 kB) as messages, names and lines at every border:
+           no death, no hang, no traceback, and nothing that a terminal obeys; some minutes
   matrix   every cell of tests/matrix: 15 kinds of training on one and two nodes, each killed in five ways; the curve and all full
            tensors must be those of a run without us; nothing is drawn, --trials counts cells; under half an hour
   storms   5 real jobs of 2 nodes x 2 ranks, side by side: for 20 minutes their processes are killed and stopped at random; every
@@ -91,7 +93,14 @@ def _corruption(seed: int) -> dict[str, Any]:
     return trial(seed)
 
 
+def _borders(seed: int) -> dict[str, Any]:
+    from tools.campaign_borders import trial
+
+    return trial(seed)
+
+
 CAMPAIGNS: dict[str, tuple[Trial, int]] = {
+    "borders": (_borders, 2_800),
     "corruption": (_corruption, 10_000),
     "seeds": (_seeds, 10_000),
     "joining_seeds": (_joining_seeds, 10_000),

@@ -177,7 +177,7 @@ class Striking:
             self.done["nobody there"] += 1
             self._note(strike, now_s, "nobody there")
             return
-        victim = living[int(strike.which * len(living))]
+        victim = living[min(int(strike.which * len(living)), len(living) - 1)]  # 0.9996 is rounded to 1
         try:
             fd = os.pidfd_open(victim.pid)
         except ProcessLookupError:
@@ -228,7 +228,7 @@ def lives(folder: Path) -> list[Life]:
     """All lives of all ranks that came as far as `restore`, the oldest first. A line that a kill cut short is left out."""
     found = []
     for path in folder.glob("curve-*"):
-        _, rank, pid = path.name.split("-")
+        _, rank, pid, _ = path.name.split("-")
         text = path.read_text()
         rows = [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
         restored, tier, stored, began = 0, "", 0, 0.0

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -130,7 +131,8 @@ def _tried(trial: Trial, number: int, patience: Patience) -> tuple[int, Found]:
     except Stopped:
         raise
     except Exception as error:  # noqa: BLE001  # whatever it is, it is a find
-        found = {"broken": f"{type(error).__name__}: {error}"[:TEXT_MAX]}
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        found = {"broken": f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"[:TEXT_MAX]}
     return number, {**found, "commit": at, "took_s": round(time.monotonic() - began, 1)}
 
 

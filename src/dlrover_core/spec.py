@@ -18,6 +18,8 @@ from dlrover_core.errors import SpecError
 _NAME = re.compile(r"[a-z0-9]([a-z0-9_.]*[a-z0-9])?(-[a-z0-9_.]+)*")
 NAME_BYTES_MAX = 63
 NODES_MAX = 16_384
+HUNG_MIN_S = 0.5
+"""A process that is well may not be scheduled for some tenths of a second."""
 ON_JOIN = ("restart", "planned", "never")
 
 
@@ -167,6 +169,27 @@ class JobSpec:
     )
     progress_s: float = field(default=60.0, metadata={"doc": "how often the step reached goes into the log"})
     heartbeat_s: float = field(default=1.0, metadata={"doc": "how often an agent reports to the master"})
+    ready_s: float = field(
+        default=300.0, metadata={"doc": "importing the framework and all preloads on a node may take this long"}
+    )
+    probe_s: float = field(
+        default=5.0,
+        metadata={"doc": "a worker forked to try a preload out must compute within this; else the preload is left out"},
+    )
+    start_s: float = field(
+        default=60.0, metadata={"doc": "a node's workers must exist this long after the order to start them"}
+    )
+    refill_s: float = field(
+        default=10.0,
+        metadata={"doc": "processes for the next start are forked at the first step, or this long after the start"},
+    )
+    hung_s: float = field(
+        default=5.0,
+        metadata={
+            "doc": "a process of ours (master, zygote, keeper; a saver: 6 times as long) that has not answered its parent for "
+            "this long is killed and replaced; one that computes gets 4 times as long; 0: never"
+        },
+    )
 
     def __post_init__(self) -> None:
         """Refuse what could never run."""
@@ -193,10 +216,11 @@ class JobSpec:
             value = getattr(self, spot.name)
             if spot.name.endswith("_s") and not (isinstance(value, (int, float)) and 0 <= value < 10**9):
                 raise SpecError(spot.name, f"not a number of seconds: {value!r}")
-        if self.check_s <= 0:
-            raise SpecError("check_s", f"must be more than 0, got {self.check_s}")
-        if self.heartbeat_s <= 0:
-            raise SpecError("heartbeat_s", f"must be more than 0, got {self.heartbeat_s}")
+        for name in ("check_s", "heartbeat_s", "ready_s", "probe_s", "start_s"):
+            if getattr(self, name) <= 0:
+                raise SpecError(name, f"must be more than 0, got {getattr(self, name)}")
+        if 0 < self.hung_s < HUNG_MIN_S:
+            raise SpecError("hung_s", f"at least {HUNG_MIN_S:g} s, or 0 for never, got {self.hung_s}")
         if self.heartbeat_s * 3 > self.silence_s:
             raise SpecError("silence_s", f"must be at least 3 heartbeats of {self.heartbeat_s} s, got {self.silence_s}")
 

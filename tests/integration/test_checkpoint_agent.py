@@ -336,6 +336,35 @@ def test_a_saver_killed_over_a_step_is_replaced_and_the_step_written(node: Make,
     run(test())
 
 
+@pytest.mark.nightly(reason="a stopped keeper (test_zygote.py) stands for it in make test")
+def test_a_stopped_saver_is_replaced(node: Make) -> None:
+    """A saver that does not answer is killed after six times ``hung_s``, and its successor writes what it was to write."""
+    script = """
+    shelf = Shelf(vault)
+    shelf.keeps(os.environ["FOLDER"] + "/ckpt")
+    tell("here")
+    signal.sigwait([signal.SIGUSR1])
+    shelf.save(4, due=True)
+    forever()
+    """
+    script = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n    " + script.strip()
+
+    async def test() -> None:
+        async with node("\n    " + script, hung_s=0.5) as one:
+            await one.rig.start()
+            await one.rig.told()
+            await one.until(lambda: one.rig.launcher.pids.get("saver") and one.of(OfferReplica))
+            pids = one.rig.launcher.pids
+            os.kill(pids["saver"], signal.SIGSTOP)
+            os.kill(pids["rank 0"], signal.SIGUSR1)
+            await one.until(lambda: one.kept.written)
+            assert one.kept.written[0].step == 4
+            assert one.rig.launcher.pids["saver"] != pids["saver"]
+            assert await one.rig.launcher.stop(0.0, 5.0)
+
+    run(test())
+
+
 def test_what_is_ordered_of_an_ended_generation(node: Make, tmp_path: Path) -> None:
     """When workers die, the newest they hold stays pinned until the leader has it written; the other slot is free."""
     script = """

@@ -28,7 +28,8 @@ from dlrover_core.logs import open_log
 
 STEPS = str(SCRIPTS / "steps.py")
 QUICK_END = ("--set", "stop_grace_s=5")
-SIZE = ("--nnodes", "2", "--job-id", "many", "--set", "last_call_s=0.5")
+# Masters that are stopped here stay stopped: how they would be replaced is told in test_kills.py.
+SIZE = ("--nnodes", "2", "--job-id", "many", "--set", "last_call_s=0.5", "--set", "hung_s=0")
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -195,6 +196,24 @@ def test_who_may_stand_by(hosts: Hosts) -> None:
     assert standby.ended() == 1
     assert sum(isinstance(one.event, JobCreated) for one in records(hosts.url)) == 1
     assert [one.left() for one in hosts.masters] == [[]] * 3
+
+
+@pytest.mark.nightly(reason="test_kills.py, with the log on SQLite, stands for it in make test")
+def test_a_leading_master_that_hangs_is_replaced(tmp_path: Path) -> None:
+    """One host, nobody in reserve, a lease of a minute: the launcher kills the master that hangs; no lease is waited for."""
+    with (
+        Cluster() as etcd,
+        Job(tmp_path, "--log", etcd.url("t", ttl="60"), *QUICK_END, "--set", "hung_s=1", STEPS) as job,
+    ):
+        job.trains(1)
+        master, worker = job.one("dlrover-master"), job.one("worker-0")
+        master.kill(signal.SIGSTOP)
+        worker.kill()
+        job.trains(2)
+        assert f"the master that leads (process {master.pid}) has not answered for 1 s: it is stopped" in job.said()
+        job.finish()
+        assert job.ended() == 0
+        assert job.left() == []
 
 
 def test_the_control_plane_is_said_to_be_degraded(tmp_path: Path) -> None:

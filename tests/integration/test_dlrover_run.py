@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -74,7 +75,7 @@ def test_version_says_whose_it_is(tmp_path: Path) -> None:
         (("--max-restarts", "-1", "ok.py"), "cannot be negative"),
         (("--job-id", "A B", "ok.py"), "lower-case letters, digits"),
         (("-m", "--no-python", "ok"), "exclude one another"),
-        (("--set", "nothing_s=1", "ok.py"), "stop_grace_s=30  between SIGTERM and SIGKILL"),
+        (("--set", "nothing_s=1", "ok.py"), "boundary_s=60, launch_s=900"),
         (("--set", "silence_s=soon", "ok.py"), "is not NAME=SECONDS"),
         (("--set", "silence_s=1", "ok.py"), "at least 3 heartbeats"),
         (("--state-dir", "/proc/dlrover", "ok.py"), "name a directory of yours with --state-dir"),
@@ -199,10 +200,41 @@ def test_a_path_to_run_and_a_preload_that_is_left_out(tmp_path: Path) -> None:
 
     and the job runs without it.
     """
-    with Job(tmp_path, "--preload", "nosuch", "--run-path", WHERE) as job:
+    with Job(tmp_path, "--preload", "asyncio.windows_events", "--run-path", WHERE) as job:
         assert job.ended() == 0
         assert seen(tmp_path, 1)[0]["name"] == "__main__"
-        assert "dlrover-run: --preload nosuch is left out: cannot be imported: ModuleNotFoundError" in job.said()
+        told = "dlrover-run: --preload asyncio.windows_events is left out: cannot be imported: ImportError: win32 only"
+        assert told in job.said()
+
+
+BY_NUMBER = """
+import os, sys, torch, torch.distributed as dist
+rank, size, port = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
+dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=size)
+assert os.environ["MASTER_PORT"] == port, os.environ["MASTER_PORT"]
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total == size
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == 1:
+    os.kill(os.getpid(), 9)
+print(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']} of rank {rank} met at {port}")
+"""
+
+
+def test_a_named_port_is_where_every_generations_store_listens(tmp_path: Path) -> None:
+    """A script that connects to ``--master-port`` by number meets there, after a restart too; one that is taken is refused."""
+    (tmp_path / "x.py").write_text(BY_NUMBER)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+        refused = run(tmp_path, "--master-port", port, "x.py", port)
+    assert refused.returncode == 2
+    assert f"the store cannot listen at 127.0.0.1:{port}: Address already in use" in refused.stderr
+    told = run(tmp_path, "--nproc-per-node", "2", "--master-addr", "localhost", "--master-port", port, "x.py", port)
+    assert told.returncode == 0, told.stderr
+    assert "does nothing" not in told.stderr
+    assert {line for line in told.stdout.splitlines() if line.startswith("attempt 1")} == {
+        f"attempt 1 of rank {rank} met at {port}" for rank in (0, 1)
+    }
 
 
 def test_streams_go_where_they_are_told(tmp_path: Path) -> None:

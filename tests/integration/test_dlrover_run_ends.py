@@ -67,6 +67,38 @@ def test_a_script_that_fails_at_once_does_not_spin(tmp_path: Path) -> None:
         assert "tried: restart of the processes 4 times" in summary
 
 
+def test_a_mistake_in_data_whose_names_are_no_text(tmp_path: Path) -> None:
+    """Errors with half characters, NUL, escape sequences and 100 kB end the job as those errors: no node is blamed or relaunched.
+
+    All paths, an argument and the environment hold a byte that is not UTF-8; the script gets them as they are.
+    """
+    folder = tmp_path / "caf\udce9"
+    folder.mkdir()
+    (folder / "train\udce9.py").write_text(
+        "import os, sys\n"
+        "assert os.fsencode(sys.argv[1]) == b'caf\\xe9.jpg' and os.environb[b'ODD'] == b'\\xe9\\x01', sys.argv\n"
+        "name = os.fsdecode(b'caf\\xe9.jpg')\n"
+        "raise ValueError(f'no label for {name}\\0\\x1b]0;owned\\x07\\ud800' + ' x' * 50_000 * int(os.environ['RANK']))\n"
+    )
+    line = ("--nproc-per-node", "2", "--max-restarts", "0", str(folder / "train\udce9.py"), "caf\udce9.jpg")
+    with Job(folder, *line, env={"ODD": "\udce9\x01"}) as job:
+        assert job.ended() == 1
+        assert [one["fields"]["generation"] for one in job.events("WorldFormed")] == [1]
+        assert job.events("NodeFailed") == []
+        exits = job.events("WorkerExited")
+        assert {one["fields"]["signature"] for one in exits} == {"exception.ValueError"}
+        assert any(r"no label for caf\xe9.jpg\x00\ud800" in one["fields"]["error"] for one in exits)
+        ours = [one for one in job.said().splitlines() if one.startswith(("dlrover", "[e2e]", "  "))]
+        assert any(r"ValueError: no label for caf\xe9.jpg\x00\ud800" in one for one in ours if "root cause" in one)
+        assert "UnicodeEncodeError" not in job.said() + job.control_log()
+        assert "the last lines of rank" in job.said()
+        for command in ("report", "explain"):
+            told = job.dlrover(command)
+            assert "ValueError: no label for" in told
+            assert "\x1b" not in told
+        assert job.left() == []
+
+
 def test_a_typo_ends_the_job_at_once(tmp_path: Path) -> None:
     """What cannot run is not started again: the job fails at the first NameError before any step, and says by which rule."""
     (tmp_path / "typo.py").write_text("import os\nprnt(os.environ['RANK'])\n")

@@ -190,9 +190,10 @@ def test_hosts_come_late_and_leave(hosts: list[Host]) -> None:
 def test_who_is_not_of_this_job_is_told(hosts: list[Host]) -> None:
     """No token: the two lines that make one. A wrong token, another job's name, other sizes: said by name, and no harm done."""
     a, b, _ = hosts
-    b.start(*c10d(a, "2"), STEPS, token="")
-    assert b.ended() == 2
-    assert "several hosts need one job token" in b.said()
+    if a.net.prefixes["a"]:  # behind a loopback address launchers need to be given none
+        b.start(*c10d(a, "2"), STEPS, token="")
+        assert b.ended() == 2
+        assert "several hosts need one job token" in b.said()
     a.start(*c10d(a, "1:2"), "--set", "last_call_s=0.1", STEPS)
     a.until(1, 1)
     for options, words in (

@@ -184,6 +184,51 @@ def test_a_stopped_master_costs_nobody_a_node(tmp_path: Path) -> None:
         assert job.left() == []
 
 
+def test_a_leading_master_that_hangs_is_replaced(tmp_path: Path) -> None:
+    """The leading master is stopped and a worker killed at once: the launcher says so, kills that master, and the job goes on.
+
+    Nobody lets the stopped master go on: without the launcher the dead worker would wait for ever.
+    """
+    with Job(tmp_path, "--set", "hung_s=1", STEPS) as job:
+        first = leader(job.trains(1))
+        worker = job.one("worker-0")
+        Process(first, "dlrover-master", "").kill(signal.SIGSTOP)
+        worker.kill()
+        job.until(lambda now: leader(now) != first, "another master leads", LEADS_S)
+        job.trains(2)
+        line = f"the master that leads (process {first}) has not answered for 1 s: it is stopped, as by SIGSTOP; it is killed"
+        assert job.said().count("has not answered") == 1, job.said()
+        assert line in job.said()
+        job.finish()
+        assert job.ended() == 0
+        assert job.left() == []
+
+
+@pytest.mark.nightly(reason="test_a_stopped_master_costs_nobody_a_node, with one pause, stands for it in make test")
+@pytest.mark.timeout(180)
+def test_pauses_of_masters_cost_nothing(tmp_path: Path) -> None:
+    """Leader, reserve, zygote and keeper pause for 3 s, ten times: they are all still there, and no worker is restarted."""
+    with Job(tmp_path, STEPS) as job:
+        job.trains(1)
+        eventually(lambda: len(masters(job)) == 2, "a reserve")
+        names = ("dlrover-master", "dlrover-zygote", "dlrover-keeper")
+        victims = [one for name in names for one in job.processes(name)]
+        assert len(victims) == 4
+        for _ in range(10):
+            for one in victims:
+                one.kill(signal.SIGSTOP)
+            with pytest.raises(subprocess.TimeoutExpired):
+                job.process.wait(3.0)  # what is waited for is that nothing happens
+            for one in victims:
+                one.kill(signal.SIGCONT)
+            job.trains(1, beyond=job.trains(1)["step"])
+        assert all(one.lives for one in victims)
+        assert "has not answered" not in job.said()
+        job.finish()
+        assert job.ended() == 0
+        assert len(born(job, 0)) == 1
+
+
 def test_the_working_directory_cannot_break_the_launcher(tmp_path: Path) -> None:
     """A ``secrets.py`` or an ``http`` package of the user's in the working directory is not imported by masters and agents."""
     for name in ("secrets.py", "logging.py", "aiohttp.py", "msgpack.py", "structlog.py"):

@@ -330,6 +330,31 @@ def test_the_zygote_may_die(rig: Make) -> None:
     run(test())
 
 
+def test_a_stopped_zygote_and_a_stopped_spare_hold_up_nobody(rig: Make) -> None:
+    """A spare that is stopped is not made a worker, and a zygote that does not answer for ``hung_s`` is replaced."""
+
+    async def test() -> None:
+        async with rig("tell(os.getpid()); forever()", hung_s=1.0) as one:
+            nursery = one.launcher._nursery
+            assert nursery is not None
+            await asyncio.gather(*nursery._tasks)  # the spare is there
+            (spare,) = nursery._spares
+            os.kill(spare.child.pid, signal.SIGSTOP)
+            await asyncio.to_thread(os.waitid, os.P_PID, spare.child.pid, os.WSTOPPED | os.WNOWAIT)
+            await one.start()
+            (words,) = (await one.all_told()).values()
+            assert words != [spare.child.pid]
+            old = zygote_of(one)
+            os.kill(old, signal.SIGSTOP)
+            assert await one.launcher.stop(0, 10)
+            await one.exits(1)
+            await one.start()
+            assert await one.all_told() != {0: words}
+            assert zygote_of(one) not in {0, old}
+
+    run(test())
+
+
 AGENT = """
 import asyncio, os, sys
 from dlrover_adapters.agent.config import LaunchConfig

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dlrover_adapters.agent import looks
 from dlrover_backends.local import (
     Ahead,
     LocalBackend,
@@ -563,8 +564,9 @@ BLANK = """
     import json, signal, socket, sys
     control = socket.socket(fileno=int(sys.argv[2]))
     control.send(json.dumps({"warm": True}).encode())
-    said = control.recv(4096)
-    open(sys.argv[1], "w").write(json.loads(said)["node"] + "\\n")
+    while (said := json.loads(control.recv(4096))).get("ask"):
+        control.send(json.dumps({"here": True}).encode())
+    open(sys.argv[1], "w").write(said["node"] + "\\n")
     signal.pause()
 """
 
@@ -601,24 +603,29 @@ def test_a_node_is_a_blank_that_was_started_before(tmp_path: Path) -> None:
 
 
 def test_blanks_are_kept_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is taken, or dies before it has a name, is replaced; dead ones are taken for no node."""
+    """One that is taken, or dies or hangs before it has a name, is replaced; dead ones are taken for no node."""
     monkeypatch.setattr(blanks, "REFILL_S", 0.0)
     monkeypatch.setattr(blanks, "BACK_OFF_MAX_S", 0.0)
-    code = "import os; os.write(os.open(__import__('sys').argv[3], os.O_WRONLY), b'%d\\n' % os.getpid())\n"
+    born = "import os; os.write(os.open(sys.argv[3], os.O_WRONLY), b'%d\\n' % os.getpid())"
+    warm, _, named = BLANK.partition("    while")
+    code = f"{warm}    {born}\n    while{named}"
     ready = tmp_path / "ready"
     os.mkfifo(ready)
 
     def command(control: int) -> LocalCommand:
-        made = ahead(tmp_path, code=code + textwrap.dedent(BLANK)).command(control)
+        made = ahead(tmp_path, code=code).command(control)
         return LocalCommand((*made.argv, str(ready)))
 
     async def story() -> None:
         async with Fifo(tmp_path) as said, Lines(ready) as born:
             first = blank(command)
-            async with LocalNodeHost(tmp_path / "s", Ahead(command, [first], keep=1)) as host:
+            async with LocalNodeHost(tmp_path / "s", Ahead(command, [first], 1, 0.5, looks.seen)) as host:
                 assert int(await born.readline()) == first.child.pid
                 first.signal(signal.SIGKILL)
                 second = int(await born.readline())
+                os.kill(second, signal.SIGSTOP)
+                hung, second = second, int(await born.readline())
+                assert not psutil.pid_exists(hung)
                 await LocalBackend(tmp_path / "s").launch(make_launch(0), TOKEN)
                 assert host.pid(make_launch(0).name) == second
                 assert (await said.readline()).decode().strip() == make_launch(0).node

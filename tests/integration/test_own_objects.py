@@ -90,8 +90,8 @@ def test_each_rank_gets_its_own_back(tmp_path: Path) -> None:
         after_node = restores(job, tmp_path, 2)
         own(after_node)
         assert {one["tier"] for one in after_node} == {"memory", "peer"}
-        # Copies travel slower than saves of milliseconds come: of eight slots, for every second step, one is left that all have.
-        assert after_node[0]["restored"] >= step + 20 - 2 * 8
+        # A copy takes some tens of milliseconds, a save of every second step comes each 60 ms.
+        assert after_node[0]["restored"] >= step + 20 - 2 * 4
         place = Place(str(url))
         newest = after_node[0]["restored"]
         eventually(

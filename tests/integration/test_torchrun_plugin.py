@@ -192,7 +192,7 @@ class Stage:
 
     def status(self, job: str = "probe") -> dict[str, Any]:
         """What the leading master says."""
-        token = (self.state / "dlrover" / "jobs" / job / "torchrun.token").read_text().strip()
+        token = (self.state / "dlrover" / "jobs" / job / "loopback.token").read_text().strip()
         return dict(asyncio.run(fetch_status(f"127.0.0.1:{self.port}", token)))
 
     def leader(self) -> int:
@@ -265,6 +265,35 @@ def test_two_nodes_train_through_the_store(stage: Stage) -> None:
     assert [(stage.folder / f"sum-{rank}").read_text() for rank in (0, 1)] == ["2 0", "2 1"]
     assert fold(stage.records()).job.state == "succeeded"
     assert "Traceback" not in stage.said("a") + stage.said("b")
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["torch.distributed.run", "--rdzv-backend", "dlrover", "--nproc-per-node", "2"],
+        pytest.param(
+            ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--rdzv_backend", "dlrover"],
+            marks=pytest.mark.nightly(reason="torchrun stands for it in make test"),
+        ),
+    ],
+    ids=["torchrun", "accelerate"],
+)
+def test_one_node_needs_no_endpoint(tmp_path: Path, launcher: list[str]) -> None:
+    """As `accelerate launch` starts torchrun on one host: no endpoint is named, nor a token; each job has its own name."""
+    script = tmp_path / "ranks.py"
+    script.write_text("import os, pathlib, sys\npathlib.Path(sys.argv[1], os.environ['RANK']).write_text('here')\n")
+    if "accelerate" in launcher[0]:
+        launcher = [*launcher, "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    environ = {name: value for name, value in os.environ.items() if name != "DLROVER_TOKEN"}
+    environ |= {"XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    told = subprocess.run(
+        [sys.executable, "-m", *launcher, str(script), str(tmp_path)],
+        env=environ, capture_output=True, text=True, timeout=BOUND_S * 2, check=False,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    assert {(tmp_path / rank).read_text() for rank in "01"} == {"here"}
+    (job,) = (tmp_path / "state" / "dlrover" / "jobs").iterdir()
+    assert job.name.startswith("torchrun-")
 
 
 def test_a_killed_worker_restarts_all_until_its_budget_is_spent(stage: Stage) -> None:
@@ -445,7 +474,7 @@ def test_masters_that_speak_tls(stage: Stage) -> None:
     assert (plain.wait(BOUND_S), other.wait(BOUND_S)) == (1, 1)
     assert "speaks only TLS; name the CA of its certificate" in stage.said("plain")
     assert "its certificate is not of the CA" in stage.said("other")
-    token = (stage.state / "dlrover" / "jobs" / "probe" / "torchrun.token").read_text().strip()
+    token = (stage.state / "dlrover" / "jobs" / "probe" / "loopback.token").read_text().strip()
     with pytest.raises(CoreError, match="speaks only TLS"):
         asyncio.run(fetch_status(f"127.0.0.1:{stage.port}", token))
     b = stage.run("b", nnodes="1:4", conf=f"is_host=false,tls_ca={CA}")

@@ -229,10 +229,13 @@ def test_steps_are_counted_or_told(rig: Make) -> None:
 
 
 def test_the_keeper_may_die(rig: Make) -> None:
-    """A killed keeper is replaced and a new store offered; a world that has formed trains on without the old one."""
+    """A killed keeper is replaced and a new store offered; a world that has formed trains on without the old one. So is one that
+
+    is stopped, after ``hung_s``: its stores answer nobody.
+    """
 
     async def test() -> None:
-        async with rig(TRAIN, torch=True, nproc=2, env={"STEPS": "5", "END": "wait"}) as one:
+        async with rig(TRAIN, torch=True, nproc=2, env={"STEPS": "5", "END": "wait"}, hung_s=1.0) as one:
             await one.until(lambda notice: isinstance(notice, StoreReady))
             await one.start(store=one.stores[0])
             await one.all_told()
@@ -246,6 +249,11 @@ def test_the_keeper_may_die(rig: Make) -> None:
             await one.exits(2)
             await one.start(store=one.stores[-1])
             await one.all_told()
+            await one.until(lambda notice: isinstance(notice, StoreReady))
+            os.kill(one.launcher.pids["keeper"], signal.SIGSTOP)
+            gone = await one.until(lambda notice: isinstance(notice, StoreGone))
+            assert gone == StoreGone(one.stores[-1])
+            await one.until(lambda notice: isinstance(notice, StoreReady))
 
     run(test())
 

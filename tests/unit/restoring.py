@@ -195,6 +195,7 @@ class FakeNode:
         self.others, self.committed = others, committed
         self.arenas: dict[int, tuple[str, Arena]] = {}
         self.reports: list[tuple[int, str, tuple[tuple[str, str], ...]]] = []
+        self.losses: list[str] = []
         self.fetched: list[int] = []
         self.heads: list[int] = []
         self.down = False
@@ -266,6 +267,10 @@ class FakeNode:
     def restored(self, step: int, tier: str, took_us: int, fell: Any = ()) -> None:
         """As `Vault`."""
         self.reports.append((step, tier, tuple(fell)))
+
+    def lost(self, words: str) -> None:
+        """As `Vault`."""
+        self.losses.append(words)
 
 
 def alone(arena: Arena, slot: int) -> int:

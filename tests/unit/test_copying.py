@@ -10,6 +10,8 @@ import pytest
 
 from dlrover_adapters.agent.checkpoints.arenas import State
 from dlrover_adapters.agent.checkpoints.copying import Copying
+from dlrover_adapters.agent.checkpoints.orders import Orders
+from dlrover_adapters.agent.checkpoints.saving import Unsaved
 from dlrover_core.checkpoint.arena import Stamp
 from dlrover_core.testing import virtual_loop
 
@@ -21,6 +23,7 @@ class Here:
         self.sent: list[tuple[int, int]] = []
         self.there: list[tuple[int, int]] = []
         self.room = 2
+        self.fails: dict[int, Unsaved] = {}
         self.order = SimpleNamespace(replica_to="partner:1")
         self.launch, self.generation, self.spread = object(), 1, 1
         self.whole: list[State] = []
@@ -32,6 +35,8 @@ class Here:
         """As a partner with ``room``: what comes replaces the oldest copy that is not to be kept."""
         came, keep = (body["generation"], body["step"]), tuple(body["keep"])
         self.sent.append((body["step"], body["keep"][1]))
+        if body["step"] in self.fails:
+            raise self.fails[body["step"]]
         others = sorted(one for one in self.there if one != came)
         while len(others) >= self.room:
             others.remove(next(one for one in others if one != keep))
@@ -102,3 +107,60 @@ def test_a_step_that_was_saved_again_is_sent_again() -> None:
         assert copying.copied == 4, "what is not here any more has not changed there"
 
     virtual_loop.run(test())
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_refusal_keeps_no_newer_state_from_being_sent(*, refused: bool) -> None:
+    """A partner that lives and does not want one state gets the next one at once; one that does not answer is left alone."""
+
+    async def test() -> None:
+        here, copying = made()
+        await here.look(copying, 2)
+        here.fails = {4: Unsaved("older than what is here", refused=refused)}
+        assert await here.look(copying, 2, 4) == [(4, -1)]
+        assert await here.look(copying, 2, 4) == [], "not again, for a while"
+        assert await here.look(copying, 4, 6) == ([(6, -1)] if refused else [])
+        assert copying.copied == (6 if refused else 2)
+
+    virtual_loop.run(test())
+
+
+def test_a_refused_state_is_offered_again_after_a_while_or_as_it_is_another_one() -> None:
+    """Another copy was on its way then, for one."""
+
+    async def test() -> None:
+        here, copying = made()
+        here.fails = {4: Unsaved("another copy is on its way", refused=True)}
+        assert await here.look(copying, 4) == [(4, -1)]
+        here.published[4] = 9
+        assert await here.look(copying, 4) == [(4, -1)]
+        here.fails = {}
+        assert await here.look(copying, 4) == []
+        await asyncio.sleep(5)
+        assert await here.look(copying, 4) == [(4, -1)]
+        assert copying.copied == 4
+
+    virtual_loop.run(test())
+
+
+def test_what_is_sent_speaks_for_the_generation_of_its_node() -> None:
+    """Whatever level the saver has heard last."""
+    here, copying = made()
+    bodies: list[dict[str, Any]] = []
+
+    async def order(body: dict[str, Any]) -> Any:
+        bodies.append(body)
+        return SimpleNamespace(body={"there": []})
+
+    here.saving.order = order
+
+    async def test() -> None:
+        here.generation = 1
+        await here.look(copying, 2)
+
+    virtual_loop.run(test())
+    assert {one["speaks"] for one in bodies} == {1}
+    orders = Orders(None)  # type: ignore[arg-type]
+    assert orders._speaks({"speaks": 5}) == 5
+    orders.take({"op": "level", "generation": 6}, ())
+    assert orders._speaks({"speaks": 5}) == 6

@@ -153,6 +153,8 @@ def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "0.6.1" if name == "dlrover" else ours(name))
     said(machine.python(), "WARN", "'dlrover' 0.6.1", "pip uninstall dlrover")
+    monkeypatch.setattr(machine, "lacking", lambda: "pidfd_open: Function not implemented; it needs Linux 5.4")
+    said(machine.python(), "FAIL", "Python", "nothing can be started: pidfd_open")
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,16 @@ def test_the_agent_hears_of_it() -> None:
     assert said == [f"rank {rank}: step 4 was not saved: OSError: disk" for rank in (1, 0, 1)]
 
 
+def test_people_hear_that_training_begins_anew() -> None:
+    """On the launcher's terminal, in the words of the rank, beside the alarms of saves."""
+    said: list[str] = []
+    keeps: Any = SimpleNamespace(vault=None, saving=None)
+    duty = CheckpointDuty(keeps, token=b"", host="", bind="", say=said.append)
+    duty.told(Caller(2, 0, 0, 2), {"op": "lost", "words": "training begins anew: step 10 is lost"})
+    duty.told(Caller(2, 0, 0, 2), {"op": "alarm", "words": "step 4 was not saved: OSError: disk"})
+    assert said == ["training begins anew: step 10 is lost", "rank 0: step 4 was not saved: OSError: disk"]
+
+
 # ---- several ranks
 
 

@@ -6,12 +6,14 @@ import argparse
 import dataclasses
 import json
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 
+from dlrover_adapters.agent.config import LaunchConfig
 from dlrover_adapters.cli import options as cli_options
-from dlrover_adapters.cli import serve, show_config, workers
+from dlrover_adapters.cli import serve, show_config, values, workers
 from dlrover_adapters.cli.meeting import Meeting
 from dlrover_adapters.cli.torchrun_flags import Options
 from dlrover_core.errors import SpecError
@@ -136,10 +138,12 @@ def test_a_wrong_variable_is_named(variable: str, value: str, monkeypatch: pytes
         (("--nnodes", "2", *C10D, "--rdzv-conf", "is_host=maybe"), "neither true nor false"),
         (("--nnodes", "2", *C10D, "--rdzv-conf", "join_timeout"), "KEY=VALUE"),
         (("--nnodes", "2", *C10D, "--rdzv-conf", "join_timeout=soon"), "not a number"),
+        (("--nnodes", "2", "--master-addr", "h", "--rdzv-conf", "timeout=soon"), "not a number"),
         (("--nnodes", "2", *C10D, "--standby", "1"), "start more of them"),
         (("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h:0"), "1 to 65535"),
         (("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a b:1"), "not HOST:PORT"),
         (("--nnodes", "2", "--master-addr", "h", "--node-rank", "-1"), "cannot be negative"),
+        (("--master-port", "0"), "1 to 65535"),
         (("--rdzv-id", "a", "--job-id", "b"), "give one of them"),
         (("--rdzv-id", "***"), "no letter or digit"),
         (("--log-bytes-max", "1"), "at least 64K"),
@@ -156,7 +160,7 @@ def look_through(options: Options) -> None:
     """Everything that `dlrover-run` looks at before it starts something."""
     cli_options.check(options)
     cli_options.signals(options.signals_to_handle)
-    cli_options.ranks_filter(options.local_ranks_filter)
+    values.ranks_filter(options.local_ranks_filter)
     cli_options.spec(options, cli_options.job_name(options), 1)
 
 
@@ -169,6 +173,14 @@ def look_through(options: Options) -> None:
         ((), Meeting()),
         (("--local-nodes", "2", "--nnodes", "1:2"), Meeting()),
         (("--nnodes", "1", *C10D), Meeting(unused=("--rdzv-backend", "--rdzv-endpoint"))),
+        (("--master-port", "7"), Meeting(store=("127.0.0.1", 7))),
+        (("--master-port", "7", "--standalone"), Meeting(unused=("--master-port",))),
+        (("--master-addr", "h"), Meeting(unused=("--master-addr",))),
+        (
+            ("--node-rank", "0", "--master-addr", "h", "--master-port", "7"),
+            Meeting(unused=("--node-rank",), store=("h", 7)),
+        ),
+        (("--rdzv-endpoint", "[::1]:7"), Meeting(store=("::1", 7))),
         (("--nnodes", "2", *C10D), Meeting(True, "c10d", "HOST", 29400)),
         (("--nnodes", "2", *C10D, "--rdzv-conf", "is_host=1"), Meeting(True, "c10d", "HOST", 29400, hosts=True)),
         (
@@ -195,6 +207,24 @@ def test_meetings(arguments: tuple[str, ...], expected: Meeting) -> None:
     assert cli_options.meeting(parsed(*arguments)) == expected
 
 
+def test_a_named_port_of_one_host_is_the_stores() -> None:
+    """On the address of this host that the name stands for; one that is taken is refused before anything is started."""
+    assert workers.store_at(None) == ""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            SpecError, match=f"cannot listen at 127.0.0.1:{port}: Address already in use; name another port"
+        ):
+            workers.store_at(("localhost", port))
+    assert workers.store_at(("localhost", port)) == f"127.0.0.1:{port}"
+
+
+def test_a_named_port_of_another_host_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing can listen there; a script that connects to it by number would wait for ever."""
+    assert workers.store_at(("192.0.2.1", 29500)) == ""
+    assert "a script that connects to 192.0.2.1:29500 waits for ever" in capsys.readouterr().err
+
+
 def test_endpoints_of_ipv6_have_brackets() -> None:
     """And only those."""
     assert Meeting(host="::1", port=1).endpoint == "[::1]:1"
@@ -212,6 +242,28 @@ def test_durations_come_from_the_most_particular_flag(monkeypatch: pytest.Monkey
     assert spec_of("--shutdown-timeout", "6", "--set", "stop_grace_s=7").stop_grace_s == 7
 
 
+def test_a_key_that_torch_never_reads_is_no_error() -> None:
+    """With c10d torch reads no ``timeout``, with static nothing else: nonsense in it does nothing, and a line says so."""
+    for flags, key in (
+        (C10D, "timeout"),
+        (("--master-addr", "h"), "join_timeout"),
+        (("--master-addr", "h"), "keep_alive_interval"),
+    ):
+        options = parsed("--nnodes", "2", *flags, "--rdzv-conf", f"{key}=5'")
+        met = cli_options.meeting(options)
+        assert (met.durations, met.unused) == ({}, (f"--rdzv-conf {key}",))
+        assert cli_options.notes(options) == {f"--rdzv-conf {key}": f"not with {met.backend}"}
+
+
+def test_timeout_is_read_with_static_alone() -> None:
+    """As by torch: with c10d the nodes have the whole ``join_timeout``, whatever ``timeout`` says."""
+    assert cli_options.meeting(parsed("--nnodes", "2", "--master-addr", "h", "--rdzv-conf", "timeout=5")).durations == {
+        "launch_s": 5
+    }
+    met = cli_options.meeting(parsed("--nnodes", "2", *C10D, "--rdzv-conf", "timeout=5"))
+    assert (met.durations, met.unused) == ({}, ("--rdzv-conf timeout",))
+
+
 def test_jobs_are_named_by_their_rendezvous() -> None:
     """Its id, made fit for a name; hosts that join agree without one; a job of one host alone has a new name each time."""
     assert cli_options.job_name(parsed("--rdzv-id", "My Job/7")) == "my-job-7"
@@ -224,15 +276,16 @@ def test_jobs_are_named_by_their_rendezvous() -> None:
 def test_signals_and_ranks_are_read() -> None:
     """By name, and by number."""
     assert cli_options.signals("SIGTERM, SIGUSR1") == (signal.SIGTERM, signal.SIGUSR1)
-    assert cli_options.ranks_filter("0,2") == (0, 2)
-    assert cli_options.ranks_filter("") is None
+    assert values.ranks_filter("0,2") == (0, 2)
+    assert values.ranks_filter("") is None
 
 
 def test_what_is_not_needed_is_noted_only_when_given() -> None:
     """A default deserves no word."""
     assert cli_options.notes(parsed()) == {}
     assert "deaths are seen at once" in cli_options.notes(parsed("--monitor-interval", "5"))["--monitor-interval"]
-    assert cli_options.notes(parsed("--rdzv-endpoint", "h")) == {"--rdzv-endpoint": "several hosts only"}
+    words = "several hosts only; the store is where MASTER_ADDR and MASTER_PORT say"
+    assert cli_options.notes(parsed("--rdzv-endpoint", "h")) == {"--rdzv-endpoint": words}
 
 
 def test_another_interpreter_is_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,3 +376,14 @@ def test_a_master_of_its_own_takes_what_a_job_needs() -> None:
     serve.arguments(made)
     options = made.parse_args([], namespace=Options())
     assert cli_options.spec(options, "lm7", 1).job == "lm7"
+
+
+def test_how_long_a_node_may_take_to_start_workers_can_be_set() -> None:
+    """A slow file system and a busy host need more than the defaults; what is set reaches the agent's launcher."""
+    line = [word for one in ("ready_s=900", "probe_s=30", "start_s=120", "refill_s=0") for word in ("--set", one)]
+    spec = cli_options.spec(cli_options.parse([*line, "x.py"]), "j", 1)
+    found = workers.launch_fields({"spec": spec.to_json()})
+    config = LaunchConfig(("x.py",), **found)
+    assert (config.ready_s, config.probe_s, config.start_s, config.refill_s) == (900, 30, 120, 0)
+    usual = LaunchConfig(("x.py",), **workers.launch_fields({"spec": JobSpec("j").to_json()}))
+    assert usual == LaunchConfig(("x.py",), finish_s=3600.0), "the defaults of both are the same"

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from dlrover_adapters.checkpoint import peer_line, peer_state, peers
+from dlrover_adapters.checkpoint import peer_door, peer_line, peer_state
 from dlrover_adapters.checkpoint.hashing import digest
 from dlrover_adapters.checkpoint.hashing import digests as digests_of
+from dlrover_adapters.checkpoint.peer_door import STRANGERS_MAX
 from dlrover_adapters.checkpoint.peer_line import FRAME_BYTES_MAX, GREETING_S, MAGIC, Line, Pace, dial
 from dlrover_adapters.checkpoint.peers import (
-    STRANGERS_MAX,
     Copy,
     Credentials,
     PeerFailed,
@@ -739,7 +739,7 @@ def test_a_peer_that_trickles_is_left() -> None:
 
 def test_connections_are_bounded(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
     """More than so many connections of savers are turned away in words, and the first one to end makes room."""
-    monkeypatch.setattr(peers, "CONNECTIONS_MAX", 3)
+    monkeypatch.setattr(peer_door, "CONNECTIONS_MAX", 3)
     peer = node()
     wanted = peer.has(Home().save(1))
     lines = [dial(peer.address, OURS) for _ in range(3)]

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from dlrover_adapters.agent import wire
+from dlrover_adapters.agent.checkpoints import orders, priority
+from dlrover_adapters.agent.checkpoints.orders import Orders
 from dlrover_adapters.agent.checkpoints.priority import NICE, step_back
 
 SERVE = (
@@ -43,6 +49,71 @@ def test_only_work_that_nobody_waits_for_steps_back() -> None:
         assert saver.wait(30) == 0
     # The link's thread, the one that tells of progress and that of light copies; digests, storage and whole copies.
     assert found == [usual] * 3 + [max(usual, NICE)] * 3
+
+
+def test_a_node_that_goes_stores_and_copies_at_usual_priority() -> None:
+    """After ``haste`` orders of both kinds go to threads that never stepped back, which an ordinary user needs."""
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(30)
+    with (
+        ours,
+        theirs,
+        subprocess.Popen([sys.executable, "-c", SERVE, str(theirs.fileno())], pass_fds=[theirs.fileno()]) as saver,
+    ):
+        theirs.close()
+        for body in (
+            {"op": "haste"},
+            {"op": "haste"},
+            {"op": "persist", "key": 1},
+            {"op": "send", "light": False, "key": 2},
+        ):
+            wire.send(ours, body)
+        answers = [wire.unpack(ours.recv(4096)) for _ in range(2)]
+        assert {(one["op"], one["key"]) for one in answers} == {("failed", 1), ("failed", 2)}
+        tasks = Path(f"/proc/{saver.pid}/task").iterdir()
+        found = [os.getpriority(os.PRIO_PROCESS, int(one.name)) for one in tasks]
+        ours.close()
+        assert saver.wait(30) == 0
+    assert found.count(usual) >= 5, "the link's, that of progress, of light copies, and the two hasty ones"
+
+
+class Slow(Orders):
+    """Orders whose writing waits for ``go`` and is written down."""
+
+    def __init__(self, link: socket.socket) -> None:
+        super().__init__(link)
+        self.go = threading.Event()
+        self.began: queue.Queue[tuple[int, int]] = queue.Queue()
+
+    def _persist(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.began.put((body["step"], os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+        if body["step"] == 1:
+            assert self.go.wait(30)
+        return {}
+
+
+def test_what_waits_is_hastened_beside_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is being written is not begun again by another thread; others do not wait for it."""
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    monkeypatch.setattr(orders, "hasten", lambda _threads: None)  # as for an ordinary user
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(30)
+    with ours, theirs:
+        one = Slow(theirs)
+        one.start()
+        for key, step in enumerate((1, 2, 3)):
+            one.take({"op": "persist", "key": key, "step": step}, ())
+        assert one.began.get(timeout=30) == (1, max(usual, priority.NICE))
+        one.take({"op": "haste"}, ())
+        assert [one.began.get(timeout=30) for _ in range(2)] == [(2, usual), (3, usual)]
+        assert [wire.unpack(ours.recv(4096))["key"] for _ in range(2)] == [1, 2]
+        one.take({"op": "persist", "key": 7, "step": 1}, ())
+        one.take({"op": "persist", "key": 8, "step": 4}, ())
+        assert one.began.empty()
+        one.go.set()
+        assert [wire.unpack(ours.recv(4096))["key"] for _ in range(3)] == [0, 7, 8]
+        assert [one.began.get(timeout=30) for _ in range(2)] == [(1, usual), (4, usual)]
 
 
 def test_threads_inherit_a_low_priority() -> None:

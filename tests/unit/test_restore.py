@@ -267,6 +267,38 @@ def test_without_a_copy_of_objects_memory_is_of_no_use(cluster: dict[str, FakeNo
         assert live.objects[f"rank.{live.rank}.rng"] == f"rng {live.rank} of 5"
 
 
+@pytest.mark.parametrize("kind", ["replicas", "shares"])
+def test_training_that_begins_anew_beside_states_is_told_to_people(cluster: dict[str, FakeNode], kind: str) -> None:
+    """A node is lost before its copies came, with nothing on storage: one rank says what is lost, why and what to do; so does the
+    report.
+    """
+    nodes = [FakeNode(cluster), FakeNode(cluster)]
+    build = ddp if kind == "replicas" else fsdp
+    build([nodes[0], FakeNode({})], 4, 8, 10, **({"own": True} if kind == "replicas" else {}))
+    world = World(nodes, [Live(rank, everything() if kind == "replicas" else sharded(rank, 4)) for rank in range(4)])
+    assert {(one.step, one.tier) for one in world.restore()} == {(0, "nothing")}
+    (words,) = nodes[0].losses
+    missing = "the objects that only rank 2, 3 had" if kind == "replicas" else "the parts of rank 2, 3"
+    assert words.startswith(
+        "training begins anew, and all steps to step 10 are lost: step 10 of generation 1: nobody has"
+    )
+    assert missing in words
+    assert "no storage is given" in words
+    assert "call ckpt.save() early" in words
+    assert nodes[1].losses == []
+    for node in nodes:
+        for step, tier, fell in node.reports:
+            assert (step, tier) == (0, "nothing")
+            assert missing in fell[0][1]
+
+
+def test_a_first_start_has_lost_nothing(cluster: dict[str, FakeNode]) -> None:
+    """Nobody is told anything."""
+    nodes = [FakeNode(cluster)]
+    World(nodes, [Live(rank, everything()) for rank in range(2)]).restore()
+    assert nodes[0].losses == []
+
+
 def test_storage_that_lacks_a_rank_s_own_objects(cluster: dict[str, FakeNode], tmp_path: Path) -> None:
     """As older versions wrote it, one node's part and a seal: it is passed over in a world of the same shape, loudly."""
     _nodes, world = newcomers(cluster)

@@ -52,6 +52,10 @@ def test_every_event_is_told_in_words(cls: Any) -> None:
             ),
         ),
         (Restored("worker-0-0", 1, 0, checkpoints.NOTHING, 5), "worker-0-0 began generation 1 from nothing"),
+        (
+            Restored("worker-0-0", 2, 0, checkpoints.NOTHING, 5, ((checkpoints.MEMORY, "bad"),)),
+            "worker-0-0 began generation 2 from nothing; what was saved before is of no use; its own memory was not good: bad",
+        ),
         (StepsHeld("worker-0-0", 1, ()), "worker-0-0 holds no step of generation 1 in memory"),
         (
             StepsHeld("worker-0-0", 1, (8, 10), 0, ((1, 10),)),

@@ -528,7 +528,7 @@ def with_saver(brood: Brood, test: Callable[[Saving, Arenas], Any]) -> None:
 
     async def run() -> None:
         arenas = Arenas(Path("/"))
-        one = Saving(SimpleNamespace(job="j", node="n"), arenas, brood.make, lambda _: None)  # type: ignore[arg-type]
+        one = Saving(SimpleNamespace(job="j", node="n", hung_s=0.0), arenas, brood.make, lambda _: None)  # type: ignore[arg-type]
         try:
             await test(one, arenas)
         finally:

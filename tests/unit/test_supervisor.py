@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,8 @@ async def told_of_the_dead(monkeypatch: pytest.MonkeyPatch, codes: list[int], li
             directory="",
             shared=True,
             mark="",
-            job=SimpleNamespace(job="j"),
+            in_memory=lambda: os.memfd_create("settings"),
+            job=SimpleNamespace(job="j", hung_s=0.0),
             holder=lambda pid, number: f"host-{pid}-{number}",
         )
         await asyncio.wait_for(Supervisor(settings, "t", port, NoNodes()).run(), 10_000)

@@ -189,6 +189,49 @@ def test_workers_that_were_never_seen_are_dead_when_the_elastic_agent_is_back() 
     play(story)
 
 
+def test_what_was_taken_and_not_begun_has_no_workers() -> None:
+    """Who uses a handler by hand starts none that we could wait for; torch's elastic agent is called back before it looks."""
+
+    async def story(stage: Stage) -> None:
+        launch = launch_of(1)
+        stage.desk.come()
+        await stage.launcher.start(launch)
+        stage.desk.take(launch)
+        began = asyncio.get_running_loop().time()
+        assert await stage.launcher.stop(0.0, 30.0)
+        assert asyncio.get_running_loop().time() == began
+        assert brief(await stage.settle()) == [("WorkersGone", 1)]
+        assert stage.desk.waiting, "should it start some all the same"
+
+    play(story)
+
+
+def test_giving_up_without_a_word_is_a_failure() -> None:
+    """Torch's elastic agent returned a failed result: what was held counts, or else nobody knows how its workers ended."""
+
+    async def held(stage: Stage) -> None:
+        await stage.begin(last=None)
+        stage.dying[1](7)
+        stage.desk.fail(())
+        assert brief(await stage.settle()) == [(1, 7, False, True), ("WorkersGone", 1)]
+
+    async def told(stage: Stage) -> None:
+        await stage.begin(last=True)
+        stage.dying[1](7)
+        assert brief(await stage.settle()) == [(1, 7, False, True)]
+        stage.dying[0](-signal.SIGTERM)
+        stage.desk.fail(())
+        assert brief(await stage.settle()) == [(0, -15, True, False), ("WorkersGone", 1)]
+
+    async def unknown(stage: Stage) -> None:
+        await stage.begin()
+        stage.desk.fail(())
+        assert brief(await stage.settle()) == [(0, 1, False, True), ("WorkersGone", 1)]
+
+    for story in (held, told, unknown):
+        play(story)
+
+
 def test_workers_that_do_not_die_make_a_stop_fail() -> None:
     """After torch's own 30 s and the kill wait."""
 
@@ -403,7 +446,7 @@ def test_several_hosts_need_a_token(monkeypatch: pytest.MonkeyPatch, tmp_path: A
     made = torchrun._token(params, place, "127.0.0.1")
     assert torchrun._token(params, place, "localhost") == made
     assert torchrun._token(SimpleNamespace(max_nodes=1, get=lambda *_: None), place, "10.0.0.1") == made
-    assert (tmp_path / "torchrun.token").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "loopback.token").stat().st_mode & 0o777 == 0o600
     monkeypatch.setenv("DLROVER_TOKEN", "a-given-token")
     assert torchrun._token(params, place, "10.0.0.1") == "a-given-token"
 
@@ -417,19 +460,51 @@ def test_the_jobs_name(run_id: str, name: str) -> None:
     assert torchrun._name(run_id, 29400) == name
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "nodes", "found"),
+    [
+        ("", 1, ("127.0.0.1", 0)),
+        (None, 1, ("127.0.0.1", 0)),
+        ("localhost:0", 1, ("localhost", 0)),
+        ("[::1]:0", 1, ("::1", 0)),
+        ("host0:7", 1, ("host0", 7)),
+        ("host0", 2, ("host0", 29400)),
+    ],
+)
+def test_one_node_needs_no_endpoint(endpoint: str | None, nodes: int, found: tuple[str, int]) -> None:
+    """Its masters take a free port, as torchrun's c10d does for ``localhost:0``; several nodes must find the same one."""
+    assert torchrun._endpoint(SimpleNamespace(endpoint=endpoint, max_nodes=nodes)) == found
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "words"), [("", "needs --rdzv-endpoint HOST:PORT"), ("localhost:0", "1 to 65535")]
+)
+def test_several_nodes_need_an_endpoint(endpoint: str, words: str) -> None:
+    """A free port would be another one for each of them."""
+    with pytest.raises((ValueError, SpecError), match=words):
+        torchrun._endpoint(SimpleNamespace(endpoint=endpoint, max_nodes=2))
+
+
+def test_a_job_without_name_and_port_has_a_new_name() -> None:
+    """Two of them at the same time on one host are two jobs."""
+    names = {torchrun._name("none", 0) for _ in range(8)}
+    assert len(names) == 8
+    assert all(name.startswith("torchrun-") for name in names)
+
+
 def test_the_spec_leaves_counting_to_torch() -> None:
     """And takes torchrun's time-outs and ours from ``--rdzv-conf``; what nobody knows is refused."""
     conf = {"timeout": 900, "join_timeout": "20", "last_call_timeout": "3", "linger_s": "0.5"}
     params = SimpleNamespace(
         run_id="j", min_nodes=1, max_nodes=4, config=conf, get=lambda key, default=None: conf.get(key, default)
     )
-    spec = torchrun._spec(params, 29400)
+    spec = torchrun._spec(params, "j")
     assert (spec.joining, spec.launch_s, spec.last_call_s, spec.linger_s) == (True, 20.0, 3.0, 0.5)
     assert (spec.groups[0].nodes_min, spec.groups[0].nodes_max, spec.groups[0].nproc) == (1, 4, 1)
     assert spec.max_restarts == spec.groups[0].relaunch_max == torchrun.WITHOUT_END
     conf["jion_timeout"] = "20"
     with pytest.raises(ValueError, match="no jion_timeout; it has"):
-        torchrun._spec(params, 29400)
+        torchrun._spec(params, "j")
 
 
 def test_torch_loads_us_for_nothing() -> None:

@@ -27,8 +27,10 @@ from dlrover_adapters.checkpoint.hashing import digest, digests
 from dlrover_adapters.checkpoint.slotview import SlotGone, SlotView
 from dlrover_adapters.checkpoint.table import Table
 from dlrover_adapters.torch.checkpoint import vault as client
+from dlrover_adapters.torch.checkpoint.flash import CUDA_LAG
 from dlrover_adapters.torch.checkpoint.line import spare_slots
 from dlrover_core.checkpoint.arena import BLOCK_BYTES, PAGE, ArenaBroken, Control, Geometry, Stamp
+from dlrover_core.checkpoint.slots import LAG, slots_for
 from dlrover_core.job.state import Order
 from dlrover_core.runtime.granted import Granted
 from dlrover_core.runtime.launcher import WorkersLaunch
@@ -186,6 +188,37 @@ def test_what_is_told_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert (await asyncio.to_thread(one.inventory)).holdings == ()
             one.close()
             one.saved(1, 0, 1, due=False)
+
+    run(test)
+
+
+def test_whatever_a_rank_tells_is_heard_and_ends_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An alarm among them: a packet that the agent does not know would cut the rank off from its memory."""
+
+    async def test() -> None:
+        async with opened(tmp_path) as vault:
+            heard: list[str] = []
+            last = asyncio.Event()
+
+            def told(_: Any, body: dict[str, Any]) -> None:
+                heard.append(body["op"])
+                if body["op"] == "boundary":
+                    last.set()
+
+            vault.listener = SimpleNamespace(greeted=lambda _: None, greeting=server.Greeting, told=told)
+            one = await connected(tmp_path, monkeypatch)
+            one.saved(1, 0, 1, due=False)
+            one.keeping(client.Keeping("", 1, 0, 3, "dcp", True, 0, True))
+            one.restored(1, "memory", 1)
+            one.alarm("step 1 was not saved")
+            one.lost("training begins anew")
+            one.acked(1)
+            one.boundary(1, 1)
+            await asyncio.wait_for(last.wait(), 10)
+            assert heard == ["saved", "keeping", "restored", "alarm", "lost", "acked", "boundary"]
+            one.alarm("step 2 was not saved")
+            assert one.gone == ""
+            one.close()
 
     run(test)
 
@@ -367,6 +400,14 @@ def test_what_was_promised_counts(tmp_path: Path) -> None:
         memory[:] = bytes(len(memory))
     assert arenas.left().free == 10 * MIB, "written: the kernel counts it now, and this machine's file does not"
     arenas.forget(first)
+
+
+def test_a_refusal_names_from_which_interval_on_two_slots_are_enough() -> None:
+    """On GPUs a state is proven a call later, so that more steps are needed between two saves."""
+    words = budget.refusal(2**30, budget.Room(0, "the host's available memory"), 0)
+    for kind, lag in (("without", LAG), ("with", CUDA_LAG)):
+        least = next(every for every in range(1, 9) if slots_for(every, 2, lag) == 2)
+        assert f"every={least} {kind} GPUs" in words
 
 
 def test_what_ranks_stage_themselves_needs_room_too(tmp_path: Path) -> None:

@@ -40,6 +40,40 @@ def test_the_end_is_told() -> None:
         assert wire.receive(mine) is None
 
 
+def test_arguments_need_not_be_text() -> None:
+    """Bytes that are no UTF-8 arrive as the same bytes, and whatever else a Python string can hold."""
+    argv = ("train.py", os.fsdecode(b"--data=/data/caf\xe9"), "\ud800", "\u00e9")
+    mine, theirs = wire.pair()
+    with mine, theirs:
+        wire.send(mine, to_wire(seat_for(LaunchConfig(argv), LAUNCH, 0, "/run/agent.sock", os.fsdecode(b"/\xff"))))
+        frame = wire.receive(theirs)
+        assert frame is not None
+        seat = from_wire(frame.body)
+        assert seat.argv == argv
+        assert os.fsencode(seat.argv[1]) == b"--data=/data/caf\xe9"
+        assert os.fsencode(seat.error_file) == b"/\xff"
+
+
+def test_a_frame_that_no_packet_holds_arrives_with_its_descriptors() -> None:
+    """As many arguments as Linux takes: 2 MiB by default, 6 MiB at most."""
+    argv = ("train.py", *(f"{number:04}" * 25_000 for number in range(60)))
+    mine, theirs = wire.pair()
+    with mine, theirs, Path(os.devnull).open("wb") as sink:
+        before = sum(1 for _ in Path("/proc/self/fd").iterdir())
+        wire.send(mine, {"argv": list(argv)}, (sink.fileno(),))
+        frame = wire.receive(theirs)
+        assert frame is not None
+        assert tuple(frame.body["argv"]) == argv
+        assert os.fstat(frame.fds[0]).st_rdev == os.fstat(sink.fileno()).st_rdev
+        assert not os.get_inheritable(frame.fds[0])
+        os.close(*frame.fds)
+        assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == before
+        wire.send(mine, {"next": 1})
+        following = wire.receive(theirs)
+        assert following is not None
+        assert following.body == {"next": 1}
+
+
 def test_frames_are_bounded() -> None:
     """Arguments that do not fit are refused with what to do about it."""
     mine, theirs = wire.pair()

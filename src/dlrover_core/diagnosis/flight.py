@@ -52,7 +52,7 @@ def newest(dump: str | bytes) -> tuple[Newest, ...]:
         told = json.loads(dump)
         entries = told.get("entries", [])
         return tuple(_newest(entries))[:GROUPS_MAX]
-    except (ValueError, AttributeError, TypeError, KeyError, LookupError):
+    except (ValueError, AttributeError, TypeError, LookupError, OverflowError, RecursionError):
         return ()
 
 

@@ -104,7 +104,7 @@ def from_text(text: str) -> Facts | None:
             if name != "rank" and type(value) is not type(Facts._field_defaults[name]):
                 return None
         return Facts(**known) if type(known.get("rank")) is int else None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
 
 

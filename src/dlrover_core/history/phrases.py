@@ -6,7 +6,6 @@ before it reaches a terminal: a worker's output may hold anything.
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -33,9 +32,9 @@ from dlrover_core.job import (
 from dlrover_core.job.world import from_ranges
 from dlrover_core.kernel.engine import CommandFailed, CommandRefused
 from dlrover_core.kernel.events import Event
+from dlrover_core.words import without_sequences
 
 VALUE_CHARS_MAX = 80
-_ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.?)", re.DOTALL)
 
 VERDICTS = {
     "USER": "the program itself",
@@ -65,7 +64,7 @@ ACTIONS = {
 
 def safe(text: str) -> str:
     """``text`` without escape sequences and control characters, but with its line breaks."""
-    bare = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n").replace("\t", "    ")
+    bare = without_sequences(text).replace("\r\n", "\n").replace("\r", "\n").replace("\t", "    ")
     return "".join(one if one == "\n" or one.isprintable() else "?" for one in bare)
 
 
@@ -304,7 +303,8 @@ def _held(fact: checkpoints.StepsHeld) -> str:
 def _restored(fact: checkpoints.Restored) -> str:
     fell = "".join(f"; {tier(name)} was not good: {why}" for name, why in fact.fell)
     if fact.tier == checkpoints.NOTHING:
-        return f"{fact.node} began generation {fact.generation} from nothing{fell}"
+        anew = "; what was saved before is of no use" if fell else ""
+        return f"{fact.node} began generation {fact.generation} from nothing{anew}{fell}"
     return f"{fact.node} went on from step {fact.step} out of {tier(fact.tier)}, in {duration(fact.took_us)}{fell}"
 
 

@@ -17,6 +17,7 @@ from dlrover_core.job.node_lifecycle import ALIVE, COMING, LIFECYCLE
 from dlrover_core.job.tally import Tallied, tallied
 from dlrover_core.kernel.engine import Concern
 from dlrover_core.kernel.events import Event, Record, event
+from dlrover_core.words import plain
 
 if TYPE_CHECKING:
     from dlrover_core.job.state import JobState
@@ -342,11 +343,11 @@ def _seen(state: JobState, seen: Observed) -> Iterator[Event]:
         raise Refused(f"node {seen.node!r}: a backend has no phase {seen.phase!r}")
     if not LIFECYCLE.may(node.state, trigger):
         return
-    reason = seen.reason[:TEXT_MAX]
+    reason = plain(seen.reason, TEXT_MAX)
     if trigger == "pend":
         yield NodePending(node.node)
     elif trigger == "run":
-        yield NodeRunning(node.node, seen.host, seen.rack[:NAME_MAX])
+        yield NodeRunning(node.node, plain(seen.host, NAME_MAX), plain(seen.rack, NAME_MAX))
     elif trigger == "succeed" and not _unfinished(state, node):
         yield NodeSucceeded(node.node)
     elif trigger == "succeed":

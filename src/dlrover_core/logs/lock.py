@@ -20,7 +20,8 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-from dlrover_core.logs.place import inode_of, private_file
+from dlrover_core.errors import LogUnavailable
+from dlrover_core.logs.place import inode_of, make_dirs, private_file
 
 _MARK = struct.Struct("<4sQQ")
 _CRC = struct.Struct("<I")
@@ -51,6 +52,29 @@ class JobLock:
         """Is the file at the path still the one that is locked? A deleted one excludes nobody."""
         return inode_of(self.path) == self._inode
 
+    def renew(self) -> bool:
+        """Lock anew where the file was deleted; False: there is another one, which is somebody else's. Raises `OSError`.
+
+        Nobody leads in between: who waits for the deleted file's lock finds the new one locked.
+        """
+        if self.intact():
+            return True
+        make_dirs(self.path.parent)
+        try:
+            fd = _register(private_file(self.path, os.O_RDWR | os.O_EXCL))
+        except FileExistsError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # somebody was quicker
+            _close(fd)
+            return False
+        old, self._fd = self._fd, fd
+        own = os.fstat(fd)
+        self._inode = (own.st_dev, own.st_ino)
+        _close(old)
+        return self.intact()
+
     def write_mark(self, mark: Mark) -> None:
         """Note what has been acknowledged."""
         body = _MARK.pack(_MAGIC, *mark)
@@ -80,6 +104,14 @@ def read_mark(path: Path) -> Mark | None:
 def try_take(path: Path) -> JobLock | None:
     """The lock, if it is free now."""
     return _take(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def take_now(path: Path) -> JobLock | None:
+    """As `try_take`. Raises `LogUnavailable` where there can be no lock file."""
+    try:
+        return try_take(path)
+    except OSError as error:
+        raise LogUnavailable(f"the lock file {path} cannot be used: {error}") from error
 
 
 async def wait_take(path: Path) -> JobLock:
@@ -126,6 +158,7 @@ async def wait_take(path: Path) -> JobLock:
 
 def _take(path: Path, how: int) -> JobLock | None:
     while True:
+        make_dirs(path.parent)  # it may have been removed while we waited
         fd = _register(private_file(path, os.O_RDWR))
         try:
             fcntl.flock(fd, how)

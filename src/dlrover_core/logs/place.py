@@ -32,7 +32,7 @@ def file_system(path: Path, mountinfo: str | None = None) -> str:
     """
     if mountinfo is None:
         try:
-            mountinfo = Path("/proc/self/mountinfo").read_text()
+            mountinfo = os.fsdecode(Path("/proc/self/mountinfo").read_bytes())
         except OSError:  # no Linux: no mount table, and no way to tell
             return ""
     where = os.path.realpath(path)
@@ -64,6 +64,22 @@ def refuse_remote(path: Path, mountinfo: str | None = None) -> None:
             f"{path} is on a {kind} file system, where locks do not fence other hosts; "
             "use a host-local path (--log sqlite:///var/tmp/… or --state-dir), or an etcd log for several hosts",
         )
+
+
+def host_local(path: str | Path) -> Path:
+    """The absolute path. Raises `SpecError` on a network or FUSE file system."""
+    where = Path(os.path.abspath(path))
+    refuse_remote(where)
+    return where
+
+
+def free_bytes(path: Path) -> int:
+    """Room on the file system of ``path`` for this user; 0 where it cannot be asked."""
+    try:
+        room = os.statvfs(path)
+    except OSError:
+        return 0
+    return room.f_bavail * room.f_frsize
 
 
 def default_state_dir(mountinfo: str | None = None, *, shared: Path = SHARED) -> Path:
@@ -105,7 +121,7 @@ def private_file(path: Path, flags: int) -> int:
 
 def file_name(job: str) -> str:
     """A job's name as part of a file name. Raises `SpecError` for one that is empty or too long."""
-    name = quote(job, safe="").replace(".", "%2E")
+    name = quote(job, safe="", errors="surrogatepass").replace(".", "%2E")
     if not 0 < len(name) <= NAME_BYTES_MAX:
         raise SpecError("job_id", f"{job!r} must have 1 to {NAME_BYTES_MAX} bytes as a file name")
     return name

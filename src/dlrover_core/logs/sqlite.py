@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import logging
 import os
@@ -30,17 +29,18 @@ from dlrover_core.kernel.log import AlreadyAppended, Appended, Fenced, LeaderInf
 from dlrover_core.logs import tables
 from dlrover_core.logs.archive import SEGMENT_EVENTS, Archive, open_store
 from dlrover_core.logs.doorbell import Doorbell
-from dlrover_core.logs.lock import JobLock, Mark, read_mark, try_take, wait_take
+from dlrover_core.logs.lock import JobLock, Mark, read_mark, take_now, wait_take
 from dlrover_core.logs.place import (
     NO_INODE,
     Reserve,
     default_state_dir,
     file_name,
+    host_local,
     inode_of,
     make_dirs,
     private_file,
-    refuse_remote,
 )
+from dlrover_core.logs.put_back import put_back
 from dlrover_core.logs.reader import Reader, lock_path
 from dlrover_core.logs.recovery import Recovery, read_copies
 from dlrover_core.logs.tail import Repair, TailFile, tail_files, tail_path
@@ -56,8 +56,6 @@ _COMMIT_BYTES = 3 * 4096
 # A follower in the leader's process is woken by the append. Across processes SQLite has no doorbell, and inotify would be
 # Linux alone: so others look again this often. One indexed query of about 0.1 ms; only `dlrover events --follow` waits for it.
 FOLLOW_S = 0.1
-# Free space below which an I/O error is taken for a full disk: SQLite reports a failed growth of its index as one.
-_NO_ROOM_BYTES = 256 * 1024
 
 _logger = logging.getLogger(__name__)
 
@@ -105,7 +103,7 @@ class SqliteLog:
         if archive:
             # In a thread: it may import a package that takes its time.
             await asyncio.get_running_loop().run_in_executor(None, open_store, str(archive), "any")
-        return cls(_host_local(path), codec, str(archive) if archive else None, reserve_bytes, segment_events)
+        return cls(host_local(path), codec, str(archive) if archive else None, reserve_bytes, segment_events)
 
     @classmethod
     async def open_url(cls, url: str, codec: Codec) -> SqliteLog:
@@ -115,7 +113,7 @@ class SqliteLog:
         if parts.netloc or set(options) - {"archive"}:
             known = "sqlite:///absolute/path, sqlite:relative/path or sqlite:, with ?archive=URL if need be"
             raise SpecError("log", f"{url!r} is not {known}")
-        path = unquote(parts.path) or default_state_dir() / "log.db"
+        path = unquote(parts.path, errors="surrogateescape") or default_state_dir() / "log.db"
         return await cls.open(path, codec, archive=options.get("archive", [None])[0])
 
     async def lead(
@@ -147,12 +145,15 @@ class SqliteLog:
         if self._archive_url is not None:
             await self._read(self._check_archive, job)
         path = lock_path(self.path, job)
-        lock = _now(path)
+        lock = take_now(path)
         if lock is None:
             if not wait:
                 now = await self.leader(job)
                 raise NotLeading(job, now.holder if now else "", now.address if now else "")
             lock = await self._stand_by(path)
+            # The leader before us may have put a deleted file back. If it could not, ours has all of it, and we do.
+            if inode_of(self.path) not in (NO_INODE, self._inode):
+                await self._ready(job)
         lead = SqliteLeadership(self, writer, job, lock)
         try:
             await writer.call(functools.partial(lead.take_over, holder))
@@ -274,7 +275,18 @@ class SqliteLog:
 
     def in_place(self, opened: sqlite3.Connection | None) -> bool:
         """Is the file that ``opened`` has open still the one at the path? Writer's thread."""
-        return opened is self._db and inode_of(self.path) == self._inode
+        return opened is self._db and not self.is_gone()
+
+    def is_gone(self) -> bool:
+        """Was the file deleted or replaced since it was opened?"""
+        return inode_of(self.path) != self._inode
+
+    def put_back(self, job: str, token: int) -> None:
+        """Make the database anew that was deleted under the leader of ``job``. Writer's thread. Raises `LogUnavailable`."""
+        old, self._db = self.connection, put_back(self.connection, self.path, job, token)
+        old.close()
+        self._inode = inode_of(self.path)
+        self._unmoved_bytes = 0
 
     def with_room(self, job: str, work: Callable[[], T], seq: int = 0) -> T:
         """Do ``work``; if the disk is full give up the reserve and do it once more. Writer's thread.
@@ -282,12 +294,12 @@ class SqliteLog:
         ``seq`` is the event to name, should the database turn out to be damaged.
         """
         try:
-            return self._translated(job, work, seq)
+            return tables.translated(self.path, job, work, seq)
         except LogFull:
             if not self.reserve.drop():
                 raise
             _logger.warning("job %r: the disk is full; the reserve %s is given up", job, self.reserve.path)
-        return self._translated(job, work, seq)
+        return tables.translated(self.path, job, work, seq)
 
     def committed(self, batch: Batch) -> None:
         """A batch was committed: see to the reserve and to the length of the WAL. Writer's thread."""
@@ -357,19 +369,6 @@ class SqliteLog:
         if db is not None:
             db.close()
 
-    def _translated(self, job: str, work: Callable[[], T], seq: int) -> T:
-        try:
-            with tables.errors_of_ours(job, seq):
-                return work()
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise LogFull(f"job {job!r}: no room to append: {error}; free space and the job goes on") from error
-            raise LogUnavailable(f"job {job!r}: the log cannot be written now: {error}") from error
-        except LogUnavailable as error:
-            if "I/O error" in str(error) and _free_bytes(self.path.parent) < _NO_ROOM_BYTES:
-                raise LogFull(f"job {job!r}: no room to append: {error}; free space and the job goes on") from error
-            raise
-
     def _note(self, repair: Repair) -> None:
         # A reader may come by the same damage many times.
         if repair not in self.repairs:
@@ -430,7 +429,9 @@ class SqliteLeadership:
         return not self._over
 
     def trouble(self) -> str:
-        """Nothing between appends: what is wrong, an append finds out."""
+        """Nothing between appends: what is wrong, an append finds out; a file that was deleted is put back now."""
+        if not self._over and self._log.is_gone():
+            self._writer.post(self._look)
         return ""
 
     async def append(self, batch: Batch) -> Outcome:
@@ -512,10 +513,7 @@ class SqliteLeadership:
         if self._over or self._tail is None:
             return self._fenced()
         if not self._log.in_place(self._db):
-            self.let_go()
-            raise LogUnavailable(
-                f"job {self.job!r}: {self._log.path} was deleted or replaced under its leader; put it back"
-            )
+            self._put_back()
         if not self._lock.intact():
             # Whoever makes the lock file anew leads beside us: we stop before that.
             self.let_go()
@@ -524,6 +522,33 @@ class SqliteLeadership:
         if isinstance(outcome, Fenced):
             self.let_go()
         return outcome
+
+    def _look(self) -> None:
+        with contextlib.suppress(LogError, OSError):  # the next append says what is wrong
+            if not self._over and not self._log.in_place(self._db):
+                self._put_back()
+
+    def _put_back(self) -> None:
+        """Make the deleted files anew. Raises `LogUnavailable`; where they were replaced this leads no longer."""
+        if not self._log.with_room(self.job, lambda: self._db is self._log.connection and self._lock.renew()):
+            self.let_go()
+            raise LogUnavailable(
+                f"job {self.job!r}: {self._log.path} was replaced under its leader; put the old one back"
+            )
+        try:
+            self._log.with_room(self.job, functools.partial(self._log.put_back, self.job, self._token))
+        except LogUnavailable:
+            if self._log.path.exists():  # somebody's who knows nothing of us
+                self.let_go()
+            raise
+        self._db = self._log.connection
+        self._lock.write_mark(Mark(self._marked, self._token))
+        name = file_name(self.job)
+        tail = self._log.with_room(self.job, lambda: TailFile(tail_path(self._log.path, name, self._token)))
+        if self._tail is not None:
+            self._tail.close()
+        self._tail = tail
+        _logger.warning("job %r: %s was deleted while the job runs; it was made anew, whole", self.job, self._log.path)
 
     def _write(self, tail: TailFile, batch: Batch) -> Outcome:
         before = tail.size
@@ -570,24 +595,3 @@ class SqliteLeadership:
         self._log.ring(self.job)
         if self._over and not self._lost.done():
             self._lost.set_result(None)
-
-
-def _host_local(path: str | Path) -> Path:
-    where = Path(os.path.abspath(path))
-    refuse_remote(where)
-    return where
-
-
-def _now(path: Path) -> JobLock | None:
-    try:
-        return try_take(path)
-    except OSError as error:
-        raise LogUnavailable(f"the lock file {path} cannot be used: {error}") from error
-
-
-def _free_bytes(path: Path) -> int:
-    try:
-        room = os.statvfs(path)
-    except OSError:
-        return 0
-    return room.f_bavail * room.f_frsize

@@ -72,7 +72,7 @@ def _path(url: str) -> Path | None:
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost") or not parts.path:
             raise SpecError("archive", f"{url!r} is not file:PATH or file:///ABSOLUTE/PATH")
-        return Path(unquote(parts.path))
+        return Path(unquote(parts.path, errors="surrogateescape"))
     return None if _SCHEME.match(url) else Path(url)
 
 

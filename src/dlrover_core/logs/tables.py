@@ -7,18 +7,23 @@ two; a commit writes whole pages, so that is a third less to write. The view ``l
 
 from __future__ import annotations
 
+import errno
+import os
 import sqlite3
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
 from dlrover_core.errors import LogCorrupt, LogFull, LogUnavailable, SchemaTooNew
 from dlrover_core.kernel.events import Batch
 from dlrover_core.kernel.log import AlreadyAppended, Appended, Conflict, Fenced, LeaderInfo, Outcome, Snapshot
+from dlrover_core.logs.place import free_bytes
+
+T = TypeVar("T")
 
 FORMAT = 1
 _COLUMNS = struct.Struct("<4q")
@@ -26,6 +31,8 @@ SEQ_BITS = 40
 SEQ_MAX = (1 << SEQ_BITS) - 1
 # What another process may hold the write lock for: one commit, or one checkpoint, on a slow disk.
 BUSY_S = 5.0
+# Free space below which an I/O error is taken for a full disk: SQLite reports a failed growth of its index as one.
+NO_ROOM_BYTES = 256 * 1024
 PAGE_BATCHES = 128
 PAGE_EVENTS = 8192
 PAGE_BYTES = 1024 * 1024
@@ -111,6 +118,21 @@ def errors_of_ours(job: str = "", seq: int = 0) -> Iterator[None]:
         raise LogUnavailable(f"job {job!r}: the database cannot be used now: {said}") from error
 
 
+def translated(path: Path, job: str, work: Callable[[], T], seq: int) -> T:
+    """Do ``work`` on the database at ``path``, its errors as ours; ``seq`` as in `errors_of_ours`."""
+    try:
+        with errors_of_ours(job, seq):
+            return work()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise LogFull(f"job {job!r}: no room to append: {error}; free space and the job goes on") from error
+        raise LogUnavailable(f"job {job!r}: the log cannot be written now: {error}") from error
+    except LogUnavailable as error:
+        if "I/O error" in str(error) and free_bytes(path.parent) < NO_ROOM_BYTES:
+            raise LogFull(f"job {job!r}: no room to append: {error}; free space and the job goes on") from error
+        raise
+
+
 def is_full(error: sqlite3.Error) -> bool:
     """No room on the disk. By its words, for Python 3.10 does not give the code."""
     return "full" in str(error)
@@ -134,7 +156,7 @@ def is_damage(error: sqlite3.Error) -> bool:
 def connect(path: Path, *, create: bool) -> sqlite3.Connection:
     """A connection in autocommit mode that any one thread at a time may use."""
     mode = "rwc" if create else "rw"
-    uri = f"file:{quote(str(path))}?mode={mode}"
+    uri = f"file:{quote(os.fsencode(path))}?mode={mode}"
     db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
     try:
         # Checkpoints are ours to time: the tail files are started anew after them (`tail`).
@@ -264,6 +286,17 @@ def _why_not(db: sqlite3.Connection, job: int, batch: Batch) -> Outcome:
 def put(db: sqlite3.Connection, job: int, batch: Batch) -> None:
     """Write a batch whatever is there: for repairs, inside their own transaction."""
     db.execute(_PUT, _row(job, batch))
+
+
+def put_rows(db: sqlite3.Connection, rows: Iterable[Row]) -> None:
+    """Write rows of another database as they are, all or none."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        db.executemany(_PUT, rows)
+        db.execute("COMMIT")
+    except BaseException:
+        rollback(db)
+        raise
 
 
 def row_from(db: sqlite3.Connection, job: int, seq: int) -> Row | None:

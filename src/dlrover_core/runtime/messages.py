@@ -2,6 +2,7 @@
 
 Kinds are integers in append-only tables; a new field goes to the end of its message, with a default, so that a peer of the
 previous version is understood. Nothing pickled is ever decoded. Bytes that are not a message raise `MalformedMessage`.
+Any text can be encoded, and what agents report arrives as plain text (`words`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from dlrover_core.job import (
 )
 from dlrover_core.job.state import Order
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
+from dlrover_core.words import INTEGER_MAX, plain_fields
 
 VERSION = 5
 OLDEST_VERSION = 1
@@ -36,7 +38,6 @@ OLDEST_VERSION = 1
 DUTIES_VERSION = 3
 # What is said of checkpoints, too.
 KEEPING_VERSION = 4
-INTEGER_MAX = 2**62
 # The first commands of these versions.
 DUTIES_KINDS, KEEPING_KINDS = 14, 17
 # No message has more fields, and none has maps or extensions: what announces them costs nothing to refuse.
@@ -199,6 +200,8 @@ COMMANDS: Mapping[int, type] = {
     21: checkpoints.ReportRestored,
     22: checkpoints.ReportArmed,
 }
+# Frames with words of the peer's own. The fields of a command are cleaned by `command_of`.
+_WORDY = frozenset({Hello, Goodbye})
 _FRAME_KIND = {cls: kind for kind, cls in _FRAMES.items()}
 _COMMAND_KIND = {cls: kind for kind, cls in COMMANDS.items()}
 
@@ -229,7 +232,11 @@ def known_since(command: Message) -> int:
 
 def encode(message: Message, version: int = VERSION) -> bytes:
     """A message as a frame for a peer of ``version``."""
-    frame = cast(bytes, msgpack.packb((_FRAME_KIND[type(message)], fields_for(message, version))))
+    # A host greets under the same plain name that it joins by.
+    said = plain_fields(message) if isinstance(message, Hello) else message
+    body = (_FRAME_KIND[type(message)], fields_for(said, version))
+    # Half characters may be in any word: a host's name, an exception's text.
+    frame = cast(bytes, msgpack.packb(body, unicode_errors="backslashreplace"))
     if len(frame) > FRAME_BYTES_MAX:
         raise MalformedMessage(
             f"{type(message).__name__} of {len(frame)} bytes exceeds the frame limit of {FRAME_BYTES_MAX}"
@@ -250,7 +257,8 @@ def decode(frame: bytes) -> Message:
     cls = _FRAMES.get(raw[0])
     if cls is None:
         raise MalformedMessage(f"message kind {raw[0]} is unknown; a newer peer?")
-    return checked(cls, raw[1])
+    message = checked(cls, raw[1])
+    return plain_fields(message) if cls in _WORDY else message
 
 
 def numbered(number: int, command: Message, version: int = VERSION) -> Numbered:
@@ -274,7 +282,7 @@ def command_of(message: Numbered) -> Message:
     cls = COMMANDS.get(message.kind)
     if cls is None:
         raise MalformedMessage(f"command kind {message.kind} is unknown; a newer agent?")
-    return checked(cls, message.fields)
+    return plain_fields(checked(cls, message.fields))
 
 
 def order_of(message: Level) -> Order:

@@ -13,6 +13,7 @@ from dlrover_core.errors import MalformedMessage
 from dlrover_core.job import hosts, job, scaling
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.messages import Message
+from dlrover_core.words import plain
 
 TEXT_CHARS_MAX = 500
 COMMANDS: Mapping[str, type] = {
@@ -54,8 +55,8 @@ def job_of(asked: object) -> str:
 
 
 def _clean(value: object) -> object:
-    """Text that can be written down: short, and no half of a character."""
-    return value[:TEXT_CHARS_MAX].encode(errors="replace").decode() if isinstance(value, str) else value
+    """Text that can be written down and shown."""
+    return plain(value, TEXT_CHARS_MAX) if isinstance(value, str) else value
 
 
 def _shown(value: object) -> str:

@@ -8,6 +8,7 @@ from collections import deque
 from dlrover_core.errors import ConnectionLost
 from dlrover_core.job import evidence, failures, progress
 from dlrover_core.runtime.messages import Message
+from dlrover_core.words import INTEGER_MAX, plain_fields
 
 UNANSWERED_MAX = 16
 SECOND_US = 1_000_000
@@ -23,10 +24,10 @@ class Outbox:
         self.changed = asyncio.Event()
 
     def add(self, command: Message) -> int:
-        """Number a command and queue it."""
+        """Number a command and queue it, with plain texts: each command can be encoded, whatever its words came from."""
         number = self._next
         self._next += 1
-        self._unanswered.append((number, command, asyncio.get_running_loop().time()))
+        self._unanswered.append((number, plain_fields(command), asyncio.get_running_loop().time()))
         self.changed.set()
         return number
 
@@ -59,7 +60,7 @@ class Outbox:
         number, command, added = self._unanswered[self._sent - 1]
         if isinstance(command, (failures.ReportExit, progress.ReportFirstStep, evidence.ReportEvidence)):
             waited_us = int((asyncio.get_running_loop().time() - added) * SECOND_US)
-            command = command._replace(age_us=command.age_us + waited_us)
+            command = command._replace(age_us=min(INTEGER_MAX, command.age_us + waited_us))
         return number, command
 
     @property

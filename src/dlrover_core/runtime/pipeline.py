@@ -19,6 +19,7 @@ from dlrover_core.kernel.engine import Command, Engine, Reply
 from dlrover_core.kernel.events import GROUP_BYTES_MAX, Batch, Origin
 from dlrover_core.kernel.log import AlreadyAppended, Appended, Conflict, Fenced, Leadership
 from dlrover_core.runtime.trouble import Trouble
+from dlrover_core.runtime.unrecorded import has_ended_well
 
 QUEUE_MAX = 65_536
 # Deciding holds the loop: in between it is the heartbeats' turn.
@@ -69,6 +70,10 @@ class Pipeline:
     def degraded_since(self) -> int:
         """Since when they wait, by the leader's clock; 0: they do not."""
         return self._trouble.since
+
+    def unrecorded_end(self) -> bool:
+        """Have all workers ended well, whether the log takes it or not?"""
+        return has_ended_well(self._engine.state, (one.command for one in self._queue))
 
     def submit(self, command: Command, origin: Origin | None = None) -> asyncio.Future[Reply]:
         """Queue a command; the future is done when its outcome is durable, cancelled when `run` has ended before."""

@@ -7,8 +7,9 @@ Each rank draws its batches from its own sampler (`extra` of the checkpoint), an
 Gradients go through one all-reduce per parameter. DDP would rebuild its buckets after its first step, and so sum in another
 order after every restart.
 
-Every life of a rank writes a file of its own, ``FOLDER/curve-RANK-PID``: a line ``begin`` with what it restored, and for each
-step the loss as float.hex(), the sampler's position, a digest of random numbers, and the time. FOLDER is of the environment.
+Every life of a rank writes a file of its own, ``FOLDER/curve-RANK-PID-TIME``, as process numbers are used again: a line
+``begin`` with what it restored, and for each step the loss as float.hex(), the sampler's position, a digest of random numbers,
+and the time. FOLDER is of the environment.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def together(so: bool) -> bool:
 def train(parts: Parts, ckpt: Checkpoint | None, step: int, steps: int, pause: float) -> int:
     """Steps from ``step`` on, to ``steps``, or until FOLDER/finish exists where that is 0; the last one."""
     folder, rank, world = Path(os.environ["FOLDER"]), dist.get_rank(), dist.get_world_size()
-    told = os.open(folder / f"curve-{rank}-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    told = os.open(folder / f"curve-{rank}-{os.getpid()}-{time.monotonic_ns()}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     if ckpt is not None:
         tier, stored = getattr(ckpt, "tier", ""), int(os.environ.get("STORED", "0"))
         os.write(told, f"begin {step} {tier or 'nothing'} {stored} {time.monotonic_ns()}\n".encode())

@@ -7,6 +7,7 @@ are looked at as well; where there is none, or none was ever reached, the host i
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from pathlib import Path
 from typing import NamedTuple
@@ -52,11 +53,11 @@ class MemoryGroup:
 def found(root: Path = ROOT) -> MemoryGroup | None:
     """The group that this process is in; None where no kills are counted."""
     try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).split("\n")
     except OSError:
         return None
     base = root / "sys/fs/cgroup"
-    for line in lines:
+    for line in filter(None, lines):
         _, controllers, name = line.split(":", 2)
         if controllers == "":
             mounts, version, counter = [base, base / "unified"], 2, "memory.events"

@@ -12,6 +12,15 @@ UNKNOWN_STATUS = -1000
 """Exit code where the status cannot be had: somebody else reaped the child."""
 
 
+_known: set[int] = set()
+"""Global, because being a parent is the process's affair, not an object's."""
+
+
+def known() -> frozenset[int]:
+    """The pids of all children that somebody here has made a `Child` of and not reaped yet; in any thread."""
+    return frozenset(_known.copy())
+
+
 class Child:
     """One child process, from its pidfd on. `dead` resolves to its exit code, negative for a signal.
 
@@ -25,6 +34,7 @@ class Child:
         self._loop = asyncio.get_running_loop()
         self.dead: asyncio.Future[int] = self._loop.create_future()
         self._fd = os.pidfd_open(pid)
+        _known.add(pid)
         self._loop.add_reader(self._fd, self.look)
 
     @property
@@ -59,6 +69,7 @@ class Child:
         """Take a dead child out of the process table. Idempotent."""
         assert self.dead.done(), f"process {self.pid} is alive: it cannot be reaped"
         if self._fd >= 0:
+            _known.discard(self.pid)
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PIDFD, self._fd, os.WEXITED | os.WNOHANG)
             os.close(self._fd)

@@ -84,6 +84,8 @@ class LaunchConfig(NamedTuple):
     signals: tuple[int, ...] = SIGNALS
     store_bind: str = "127.0.0.1"
     store_host: str = ""
+    store_at: str = ""
+    """``host:port`` of this host where each generation's store listens, because somebody named it; empty: a free port each."""
     run_dir: str | None = None
     imports: str = ""
     """The folder with lists of what workers import, from which modules are preloaded; empty: only ``preload`` is."""
@@ -97,6 +99,10 @@ class LaunchConfig(NamedTuple):
     """From the order to start a generation until its last worker exists."""
     refill_s: float = 10.0
     """Spares for the next generation are forked at this one's first step, or this long after its start."""
+
+    hung_s: float = 5.0
+    """A zygote or keeper that has not answered its agent for this long is killed and replaced; a saver has
+    `checkpoints.saving.HUNG_TIMES` times as long; 0: never."""
 
     @property
     def warm(self) -> bool:
@@ -118,7 +124,7 @@ class LaunchConfig(NamedTuple):
         if not (stream & _at(self.tee, local_rank) and stream & self.shown(local_rank)):
             return ()
         wanted = self.duplicate_stdout if stream is Streams.OUT else self.duplicate_stderr
-        return tuple(one.encode() for one in wanted)
+        return tuple(os.fsencode(one) for one in wanted)
 
     def checked(self) -> LaunchConfig:
         """Itself. Raises `SpecError` where it cannot work."""
@@ -148,10 +154,11 @@ def parse_streams(field: str, text: str, nproc: int) -> tuple[Streams, ...]:
     streams = [Streams.NONE] * nproc
     for part in text.split(","):
         rank, colon, value = part.partition(":")
-        if not colon or not rank.strip().isdecimal():
+        rank = rank.strip()
+        if not colon or not (rank.isascii() and rank.isdecimal()):
             raise SpecError(field, f"{part!r} is not LOCAL_RANK:VALUE; say for example 0:1,1:3")
-        if int(rank) >= nproc:
-            raise SpecError(field, f"local rank {int(rank)} does not exist: this node runs {nproc} workers")
+        if len(rank.lstrip("0")) > len(str(nproc)) or int(rank) >= nproc:
+            raise SpecError(field, f"local rank {rank} does not exist: this node runs {nproc} workers")
         streams[int(rank)] = _stream(field, value)
     return tuple(streams)
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import Callable
 from typing import NamedTuple
 
 import msgpack
 
-from dlrover_core.errors import LaunchFailed, MalformedMessage
+from dlrover_core.errors import MalformedMessage
 
 from . import wire
+from .listener import PacketListener
 
 PACKET_BYTES_MAX = 4096
+STEP_MAX = 2**53
 CONNECTIONS_MAX = 4096
-PATH_BYTES_MAX = 107  # sun_path, less its NUL
 
 Ring = Callable[[int, int, int, bool, int], None]
 """Called with generation, rank, step, whether the step is the script's own number, and microseconds that imports took, or 0."""
@@ -34,23 +34,18 @@ class Doorbell:
 
     def __init__(self, path: str, ring: Ring) -> None:
         self.path, self._ring = path, ring
-        self._listener: socket.socket | None = None
+        self._listener = PacketListener(path, self._accept)
         self._open: set[socket.socket] = set()
         self._listening: dict[tuple[int, int], socket.socket] = {}
         self._asked: dict[socket.socket, Asked] = {}
 
     def open(self) -> None:
         """Listen. Raises `LaunchFailed`."""
-        if len(os.fsencode(self.path)) > PATH_BYTES_MAX:
-            raise LaunchFailed(
-                f"{self.path!r} is too long for a Unix socket ({PATH_BYTES_MAX} bytes): choose a shorter run folder"
-            )
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.setblocking(False)
-        self._listener.bind(self.path)
-        os.chmod(self.path, 0o600)
-        self._listener.listen(1024)
-        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+        self._listener.open()
+
+    def restore(self) -> bool:
+        """Listen again where the socket was removed; was it? Raises `OSError`."""
+        return self._listener.restore()
 
     def catch_up(self) -> None:
         """Hear now all that was rung until now: a worker that died may have rung just before."""
@@ -62,10 +57,8 @@ class Doorbell:
 
     def _accept(self) -> bool:
         """Take one connection, if there is one."""
-        assert self._listener is not None, "a closed listener has no reader"
-        try:
-            caller, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
+        caller = self._listener.accept()
+        if caller is None:
             return False
         if len(self._open) >= CONNECTIONS_MAX:
             caller.close()
@@ -95,7 +88,8 @@ class Doorbell:
         match body:
             case {"generation": int(generation), "rank": int(rank), "step": int(step), "told": bool(told)}:
                 imports_us = body.get("imports_us", 0)
-                self._ring(generation, rank, step, told, imports_us if isinstance(imports_us, int) else 0)
+                imports_us = min(max(0, imports_us), STEP_MAX) if isinstance(imports_us, int) else 0
+                self._ring(generation, rank, min(step, STEP_MAX), told, imports_us)
                 return True
             case {"listens": int(generation), "rank": int(rank)}:
                 self._listening[generation, rank] = caller
@@ -140,8 +134,4 @@ class Doorbell:
         """End all connections and remove the socket."""
         for one in list(self._open):
             self._hang_up(one)
-        if self._listener is not None:
-            asyncio.get_running_loop().remove_reader(self._listener)
-            self._listener.close()
-            self._listener = None
-            os.unlink(self.path)
+        self._listener.close()

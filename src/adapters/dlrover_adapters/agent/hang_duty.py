@@ -90,7 +90,7 @@ class HangDuty(Orders):
         path = os.path.join(self._folder, f"hang-{probe}-{node}.txt")
         try:
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
-            with open(path, "w", encoding="utf-8", opener=_private) as file:
+            with open(path, "w", encoding="utf-8", errors="backslashreplace", opener=_private) as file:
                 file.write("\n".join(texts))
             old = sorted(entry.path for entry in os.scandir(self._folder) if entry.name.startswith("hang-"))
             for one in sorted(old, key=os.path.getmtime)[:-KEPT_MAX]:

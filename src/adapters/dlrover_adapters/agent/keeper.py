@@ -8,15 +8,19 @@ have no threads).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import sys
+import time
 from typing import Any
 
 from . import wire
 from .process import libc, run_executed, set_name, set_title
 
 BACKLOG = 1024  # every rank of a world connects at once
+PATIENT_S, AGAIN_S = 5.0, 0.02
+"""How long a named port that is taken is waited for, and how often it is tried."""
 
 
 def open_store(bind: str) -> tuple[Any, int]:
@@ -37,6 +41,47 @@ def open_store(bind: str) -> tuple[Any, int]:
     return store, port
 
 
+class FixedPort:
+    """One named port at which one generation's store listens after the other's.
+
+    The listening socket outlives the stores: nobody else gets the port in between, and whoever connects early waits.
+    """
+
+    def __init__(self) -> None:
+        self._listener: socket.socket | None = None
+        self._store: Any = None
+
+    def open(self, bind: str, port: int) -> None:
+        """A new, empty store at ``bind:port`` in place of the last one. Raises `OSError` and `RuntimeError`."""
+        from torch._C._distributed_c10d import TCPStore
+
+        self._store = None
+        if self._listener is None:
+            self._listener = _listen_patiently(bind, port)
+        fd = os.dup(self._listener.fileno())
+        self._store = TCPStore(bind, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+
+    def close(self) -> None:
+        """Give the port back: another node of this host has the next generation's store."""
+        self._store = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+def _listen_patiently(bind: str, port: int) -> socket.socket:
+    """A listening socket. The keeper that had the port before may be about to give it back. Raises `OSError`."""
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    until = time.monotonic() + PATIENT_S
+    while True:
+        try:
+            return socket.create_server((bind, port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
+                raise
+        time.sleep(AGAIN_S)
+
+
 def ask_nobody() -> None:
     """Let this process know names by its files alone. torch's store asks for the name of everybody who connects, one after the
 
@@ -48,10 +93,15 @@ def ask_nobody() -> None:
 
 
 def serve(link: socket.socket) -> int:
-    """Answer frames until the agent is gone: ``open`` (one more store), ``drop`` (a port nobody uses any more), ``title``."""
+    """Answer frames until the agent is gone.
+
+    ``open`` (one more store), ``drop`` (a port nobody uses any more), ``title``, ``fix`` (a new store at the named port),
+    ``loosen`` (give that port back), `wire.ASK`.
+    """
     set_name("dlrover-keeper")
     ask_nobody()
     stores: dict[int, Any] = {}
+    fixed = FixedPort()
     while (frame := wire.receive(link)) is not None:
         match frame.body:
             case {"op": "open", "bind": str(bind), "title": str(title)}:
@@ -61,6 +111,12 @@ def serve(link: socket.socket) -> int:
                 stores.pop(port, None)
             case {"op": "title", "title": str(title)}:
                 set_title(title)
+            case {"op": "fix", "bind": str(bind), "port": int(port)}:
+                _fix(link, fixed, bind, port)
+            case {"op": "loosen"}:
+                fixed.close()
+            case {"op": wire.ASK}:
+                wire.here(link)
     # Store servers are threads in C++ that may be in the middle of an answer; nothing of ours is left to tidy up.
     os._exit(0)
 
@@ -75,6 +131,16 @@ def _open(link: socket.socket, stores: dict[int, Any], bind: str) -> None:
         answer = {"op": "opened", "port": port}
     with contextlib.suppress(OSError):  # the agent may be gone: the next receive says so
         wire.send(link, answer)
+
+
+def _fix(link: socket.socket, fixed: FixedPort, bind: str, port: int) -> None:
+    reason = ""
+    try:
+        fixed.open(bind, port)
+    except (OSError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    with contextlib.suppress(OSError):  # as above
+        wire.send(link, {"op": "fixed", "reason": reason})
 
 
 def main(arguments: list[str]) -> int:

@@ -9,10 +9,14 @@ import time
 from typing import Any, NamedTuple
 
 from dlrover_core.runtime.launcher import TAIL_BYTES_MAX
+from dlrover_core.words import plain
 
 from .logs import RankFiles
 
-ERROR_FILE_BYTES_MAX = 256 * 1024
+ERROR_FILE_BYTES_MAX = 4 * 1024 * 1024
+TIMESTAMP_DIGITS_MAX = 12
+PLAIN_CHARS_MAX = 6 * TAIL_BYTES_MAX
+"""A tail in which each character had to be escaped is not cut before its end."""
 
 
 class LastWords(NamedTuple):
@@ -46,10 +50,8 @@ def read_tail(path: str) -> str:
 
 
 def bounded(text: str, *, keep_end: bool = False) -> str:
-    """``text`` cut to `TAIL_BYTES_MAX` bytes of UTF-8."""
-    data = text.encode("utf-8", errors="replace")
-    if len(data) <= TAIL_BYTES_MAX:
-        return text
+    """``text`` as plain text, cut to `TAIL_BYTES_MAX` bytes of UTF-8."""
+    data = plain(text, PLAIN_CHARS_MAX).encode()
     cut = data[-TAIL_BYTES_MAX:] if keep_end else data[:TAIL_BYTES_MAX]
     return cut.decode("utf-8", errors="ignore")
 
@@ -78,7 +80,7 @@ def read_error(path: str) -> tuple[str, int]:
 def read_trace(path: str) -> str:
     """The traceback in torch's error file, if it has one."""
     told: Any = None
-    with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
+    with contextlib.suppress(OSError, ValueError, RecursionError), open(path, "rb") as file:
         told = json.loads(file.read(ERROR_FILE_BYTES_MAX))
     for name in ("message", "extraInfo", "py_callstack"):
         told = told.get(name) if isinstance(told, dict) else None
@@ -88,7 +90,7 @@ def read_trace(path: str) -> str:
 def _parse(data: bytes) -> tuple[str, int]:
     """Message and timestamp of either form that torch writes: a text, or a map with ``extraInfo``."""
     told: Any = None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         told = json.loads(data)
     message = told.get("message") if isinstance(told, dict) else None
     if isinstance(message, str):
@@ -97,4 +99,5 @@ def _parse(data: bytes) -> tuple[str, int]:
         return "", 0
     extra = message.get("extraInfo")
     timestamp = str(extra.get("timestamp", "")) if isinstance(extra, dict) else ""
-    return str(message.get("message", "")), int(timestamp) if timestamp.isdecimal() else 0
+    sensible = timestamp.isdecimal() and len(timestamp) <= TIMESTAMP_DIGITS_MAX
+    return str(message.get("message", "")), int(timestamp) if sensible else 0

@@ -36,11 +36,13 @@ from .checkpoints.vault import Vault
 from .children import Child, wait_dead
 from .config import LaunchConfig, Mode
 from .doorbell import Asked, Doorbell
+from .ground import Watch
 from .last_words import LastWords, last_words
+from .leftovers import Leavings
 from .log_bounds import LogBounds, prune
 from .log_watch import Known, Output, OutputWatch
 from .logs import LogPump, RankFiles, StreamFile, attempts_dir, made, rank_files
-from .nursery import Nursery, Spare
+from .nursery import STRAYS, Nursery, Spare
 from .pace_watch import WorkerSlot
 from .process import await_sessions_end, become_subreaper, end_sessions, kill_group
 from .seat import seat_for, to_wire
@@ -77,6 +79,11 @@ class _Worker:
     @property
     def rank(self) -> int:
         return self.launch.first_rank + self.local_rank
+
+    @property
+    def ended_well(self) -> bool:
+        """By itself, and with 0: what it left running may be meant to."""
+        return not self.child.alive and self.child.dead.result() == 0 and not self.asked
 
 
 class Rank:
@@ -123,6 +130,7 @@ class LinuxLauncher:
         self._unburied: dict[int, int] = {}
         self._sweep: asyncio.Task[None] | None = None
         self._to_sweep: list[_Worker] = []
+        self._leavings = Leavings(STRAYS, self._gone, self.say)
         self._refill: asyncio.TimerHandle | None = None
         self._run_dir = self._log_dir = ""
         self._bounds = LogBounds(self._config.log_bytes_max)
@@ -131,6 +139,7 @@ class LinuxLauncher:
         self._nursery: Nursery | None = None
         self._stores: Stores | None = None
         self._bell: Doorbell | None = None
+        self._ground: Watch | None = None
         self.vault: Vault | None = None
         self.saving: Saving | None = None
         self._opening: asyncio.Future[None] | None = None
@@ -207,6 +216,9 @@ class LinuxLauncher:
         self._bell.open()
         self.vault = Vault(self._run_dir)
         self.vault.open()
+        self._ground = Watch(self._run_dir, (self._bell, self.vault), self.say)
+        await self._ground.begin()
+        self._leavings.begin()
         self.saving = Saving(self._config, self.vault.arenas, nursery.fork_saver, nursery.gone)
         if self._config.stores:
             self._stores = Stores(self._config, nursery.fork_keeper, nursery.gone, self._offer, self._lost)
@@ -217,6 +229,10 @@ class LinuxLauncher:
             await self._stores.ready()
         if self._cpus is not None:
             await self._cpus
+
+    def say(self, words: str) -> None:
+        """Tell people something about this host."""
+        _log.warning(words, node=self._config.node)
 
     def _make_folders(self) -> None:
         config = self._config
@@ -264,12 +280,18 @@ class LinuxLauncher:
         alive = [one.child.pid for one in self._workers if one.child.alive]
         assert not alive, f"generation {launch.generation} must not start: processes {alive} of the last one live"
         self.spend_store(launch.store)
+        if self._stores is not None:
+            await self._stores.fix(here=launch.node_rank == 0)
+        if self._ground is not None:
+            await self._ground.look()
+        await self._leavings.end()
         files = await asyncio.to_thread(self._make_files, launch)
         try:
             spares = await within(self._config.start_s, self._nursery.take(launch.nproc))
         except asyncio.TimeoutError as error:
             raise LaunchFailed(
-                f"generation {launch.generation}: workers could not be made within {self._config.start_s:g} s"
+                f"generation {launch.generation}: workers could not be made within {self._config.start_s:g} s; "
+                "--set start_s=SECONDS waits longer"
             ) from error
         try:
             workers = [
@@ -398,13 +420,13 @@ class LinuxLauncher:
         if left_s > 0:
             # A shell that dies of the signal leaves behind what it ran: that has its grace too.
             worker.lingering = asyncio.ensure_future(asyncio.to_thread(await_sessions_end, worker.child.pid, left_s))
-        else:
+        elif not worker.ended_well:
             kill_group(worker.child.pid)  # at once, and while the zombie still owns the number
         worker.buried = asyncio.create_task(self._bury(worker), name=f"burial of rank {worker.rank}")
         self._burials.add(worker.buried)
         worker.buried.add_done_callback(self._burials.discard)
 
-        if worker.child.dead.result() == 0 and not worker.asked and self._config.finish_s > 0:
+        if worker.ended_well and self._config.finish_s > 0:
             loop = asyncio.get_running_loop()
             self._finish = self._finish or loop.call_later(self._config.finish_s, self._end_laggards, worker)
 
@@ -478,15 +500,20 @@ class LinuxLauncher:
         try:
             while self._to_sweep:
                 workers, self._to_sweep = self._to_sweep, []
-                left = await asyncio.to_thread(end_sessions, [one.child.pid for one in workers], SWEEP_S)
+                over = [one.child for one in workers if not one.ended_well]
+                over += await self._leavings.spare([one.child for one in workers if one.ended_well])
+                left = await asyncio.to_thread(end_sessions, [one.pid for one in over], SWEEP_S)
                 if left:
                     _log.error("children of dead workers cannot be killed", pids=left, node=self._config.node)
-                for one in workers:
-                    one.child.reap()
-                    if self._nursery is not None:
-                        self._nursery.gone(one.child.pid)
+                for one in over:
+                    one.reap()
+                    self._gone(one.pid)
         finally:
             self._sweep = None
+
+    def _gone(self, pid: int) -> None:
+        if self._nursery is not None:
+            self._nursery.gone(pid)
 
     async def stop(self, grace_s: float, kill_wait_s: float) -> bool:
         """Stop all workers; True when every one is dead. Idempotent.
@@ -512,7 +539,16 @@ class LinuxLauncher:
         if stuck:
             generation = alive[0].launch.generation
             self._notices.put_nowait(WorkersStuck(generation, tuple(one.pid for one in stuck)))
+        elif grace_s > 0 and self._workers and all(one.ended_well for one in self._workers):
+            await self._buried()
+            await self._leavings.end(grace_s)
         return not stuck
+
+    async def _buried(self) -> None:
+        """Wait until the dead are buried and their sessions swept."""
+        while self._burials or self._sweep is not None:
+            sweep = [self._sweep] if self._sweep is not None else []
+            await asyncio.gather(*self._burials, *sweep, return_exceptions=True)
 
     def _ask(self, worker: _Worker, number: signal.Signals, grace_s: float) -> None:
         """A Python program ends its children itself; any other is often a shell that must not be the only one to hear."""
@@ -541,12 +577,12 @@ class LinuxLauncher:
             self._refill.cancel()
         if not await self.stop(0.0, SWEEP_S):
             _log.error("workers cannot be killed and are left behind", pids=self.pids, node=self._config.node)
-        while self._burials or self._sweep is not None:
-            await asyncio.gather(
-                *self._burials, *([self._sweep] if self._sweep is not None else []), return_exceptions=True
-            )
+        await self._buried()
+        await self._leavings.close()
         if self._stores is not None:
             await self._stores.close()
+        if self._ground is not None:
+            await self._ground.end()
         if self.saving is not None:
             await self.saving.close()
         if self.vault is not None:

@@ -128,8 +128,9 @@ def _prefix(config: LaunchConfig, local_rank: int, rank: int) -> bytes:
     """Torchrun's, with its variable for another."""
     template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
     if not template:
-        return f"[{config.role}{local_rank}]:".encode()
-    return string.Template(template).safe_substitute(role_name=config.role, rank=rank, local_rank=local_rank).encode()
+        return os.fsencode(f"[{config.role}{local_rank}]:")
+    filled = string.Template(template).safe_substitute(role_name=config.role, rank=rank, local_rank=local_rank)
+    return os.fsencode(filled)
 
 
 class _Filter:

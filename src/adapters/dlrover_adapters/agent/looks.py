@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from dlrover_core.runtime.watchdog import Seen
+
 TICKS_S = os.sysconf("SC_CLK_TCK")
 TEXT_BYTES_MAX = 16 * 1024
 _FIELDS = ("status", "wchan", "syscall", "stack")
@@ -30,6 +32,19 @@ def look(pid: int) -> Look:
             cpu += int(told[11]) + int(told[12])
             io += _io(other)
     return Look(stat[0] if stat else "", _read(f"/proc/{pid}/wchan").strip(), cpu / TICKS_S, io, _on_gpu(pid))
+
+
+def seen(pid: int) -> Seen:
+    """What a watchdog asks of one process. Two short files of /proc: quick enough for an event loop."""
+    stat = _stat(pid)
+    if len(stat) < 13:
+        return Seen()
+    tracer = _fields(pid).get("TracerPid", "0")
+    return Seen(stat[0].upper(), (int(stat[11]) + int(stat[12])) / TICKS_S, int(tracer) if tracer.isdecimal() else 0)
+
+
+def _fields(pid: int) -> dict[str, str]:
+    return dict(line.split(":\t", 1) for line in _read(f"/proc/{pid}/status").splitlines() if ":\t" in line)
 
 
 def _pids() -> list[int]:
@@ -58,9 +73,8 @@ def _on_gpu(pid: int) -> bool:
 
 def catches(pid: int, number: int) -> bool:
     """Does the process handle this signal? One that does not dies of it; False also where nobody can say."""
-    fields = dict(line.split(":\t", 1) for line in _read(f"/proc/{pid}/status").splitlines() if ":\t" in line)
     try:
-        return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)
+        return bool(int(_fields(pid)["SigCgt"], 16) >> (number - 1) & 1)
     except (KeyError, ValueError):
         return False
 

@@ -1,13 +1,15 @@
 """The agent's side of the zygote: keeps one alive and warm, and has workers forked ahead of need.
 
 Forking costs 10 ms and more per worker, and twice (`Zygote._fork`); a *spare* was forked earlier and waits for its seat, so that
-starting a generation is sending a few packets. A zygote that dies is replaced at once, its spares live on.
+starting a generation is sending a few packets. A zygote that dies is replaced at once, its spares live on. One that
+hangs is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import signal
 import socket
@@ -16,19 +18,21 @@ from typing import Any, NamedTuple
 import structlog
 
 from dlrover_core.errors import LaunchFailed
+from dlrover_core.runtime.watchdog import Watch
 from dlrover_core.runtime.within import within
 
-from . import import_list, wire
+from . import import_list, looks, wire
 from .children import Child
 from .config import AUTO, LaunchConfig
+from .minding import minded
 from .process import end_sessions, end_strays
 from .spawn import Spawned, spawn_keeper, spawn_plain, spawn_saver, spawn_zygote
 
 EARLY_DEATHS_MAX = 3
 """Zygotes in a row that died, for no reason of theirs, before they were ready; then workers are executed instead."""
 
-UNFORKED_MAX = 3
-"""Forks in a row that nothing came of; a go-between may be killed, but not every one."""
+UNFORKED_PAUSES_S = (0.0, 0.2, 1.0, 3.0)
+"""Pauses between forks that nothing came of; then it is an error. A go-between may be killed, and a limit reached for a while."""
 
 CUTS_MAX = 2
 """So often a list of imports is tried again without its end, before it is left out."""
@@ -77,6 +81,7 @@ class Nursery:
         self._kept = self._cuts = 0
         self._early_deaths = 0
         self._zygote: Child | None = None
+        self._minding: Watch | None = None
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[object]] = set()
         self._closing = self._remembered = False
@@ -126,7 +131,10 @@ class Nursery:
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(self._config.ready_s, self._settled_or_dead(zygote))
             if zygote.alive and not self._was_ready:
-                self._unfit = (self._loading, f"not imported within {self._config.ready_s:g} s")
+                self._unfit = (
+                    self._loading,
+                    f"not imported within {self._config.ready_s:g} s; --set ready_s=SECONDS gives it longer",
+                )
                 zygote.signal(signal.SIGKILL)
             exit_code = await asyncio.shield(zygote.dead)
             early = not self._was_ready
@@ -162,6 +170,9 @@ class Nursery:
             self._hear_all()
             asyncio.get_running_loop().remove_reader(self._link)
             self._link.close()
+        if self._minding is not None:
+            self._minding.close()
+            self._minding = None
         self._lose_zygote()
         self._link, self._zygote = None, None
         for fork in self._forks.values():
@@ -241,12 +252,22 @@ class Nursery:
             self._heard(frame)
         return False
 
+    def _mind(self) -> None:
+        """Ask from now on whether it hangs. Before it was ready an import may have taken it minutes, which `_live` bounds."""
+        zygote, link = self._zygote, self._link
+        if zygote is not None and link is not None and self._minding is None:
+            self._minding = minded("zygote", zygote, self._config.hung_s, functools.partial(wire.ask, link))
+            self._minding.open()
+
     def _heard(self, frame: wire.Frame) -> None:
+        if self._minding is not None:
+            self._minding.answered()
         match frame.body:
             case {"op": "ready"}:
                 self._settled.set()
                 self._was_ready = True
                 self._early_deaths = 0
+                self._mind()
             case {"op": "loading", "preload": str(preload)}:
                 self._loading = preload
             case {"op": "unfit", "preload": str(preload), "reason": str(reason)}:
@@ -273,7 +294,10 @@ class Nursery:
         """Have the zygote fork one. Raises `LaunchFailed`; then no such process lives on."""
         if self._link is None:
             raise _ZygoteGone("there is no zygote")
-        mine, theirs = wire.pair()
+        try:
+            mine, theirs = wire.pair()
+        except OSError as error:
+            raise LaunchFailed(f"no socket can be made for a new process: {error.strerror}; see ulimit -n") from error
         key = next(self._keys)
         forked = self._forks[key] = asyncio.get_running_loop().create_future()
         try:
@@ -296,9 +320,14 @@ class Nursery:
 
     async def _fork_again(self, role: str) -> Spare | None:
         """A fork, tried again where nothing came of it; None when the zygote died. Raises `LaunchFailed`."""
-        for _ in range(UNFORKED_MAX - 1):
-            with contextlib.suppress(_Unforked):
+        for pause_s in UNFORKED_PAUSES_S:
+            try:
                 return await self._fork_once(role)
+            except _Unforked as error:
+                _log.warning(
+                    "nothing was forked", role=role, reason=str(error), again_in_s=pause_s, node=self._config.node
+                )
+                await asyncio.sleep(pause_s)
         return await self._fork_once(role)
 
     async def _fork_once(self, role: str) -> Spare | None:
@@ -347,7 +376,8 @@ class Nursery:
         while self._spares:
             spare = self._spares.pop(0)
             spare.child.look()
-            if spare.child.alive:
+            # A stopped one would be a worker that hangs before its first step, which takes long to be known.
+            if spare.child.alive and looks.seen(spare.child.pid).state != "T":
                 return spare
             self.discard(spare)
         return None

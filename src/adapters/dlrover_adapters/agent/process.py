@@ -17,6 +17,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
@@ -79,7 +80,7 @@ def set_title(title: str) -> None:
         with open("/proc/self/cmdline", "rb") as line:
             room = len(line.read())
         if 0 < room <= end - start:
-            ctypes.memmove(start, title.encode()[: room - 1].ljust(room, b"\0"), room)
+            ctypes.memmove(start, os.fsencode(title)[: room - 1].ljust(room, b"\0"), room)
 
 
 def own_link(fd: int) -> socket.socket:
@@ -108,7 +109,9 @@ def run_executed(prog: str, arguments: list[str], serve: Callable[[socket.socket
 # ---- sessions
 
 
-class _Member(NamedTuple):
+class Member(NamedTuple):
+    """A process, as /proc shows it; ``state`` is its letter."""
+
     pid: int
     name: str
     state: str
@@ -116,17 +119,17 @@ class _Member(NamedTuple):
     session: int
 
 
-def _read_stat(pid: int) -> _Member | None:
+def _read_stat(pid: int) -> Member | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             head, _, tail = stat.read().rpartition(b")")
         fields, name = tail.split(), head.partition(b"(")[2].decode(errors="replace")
-        return _Member(pid, name, fields[0].decode(), int(fields[1]), int(fields[3]))
+        return Member(pid, name, fields[0].decode(), int(fields[1]), int(fields[3]))
     except (OSError, IndexError, ValueError):
         return None  # gone between the listing and the look
 
 
-def _processes() -> Iterator[_Member]:
+def processes() -> Iterator[Member]:
     """Every process there is, zombies included. One pass over /proc, about 15 us a process."""
     with os.scandir("/proc") as entries:
         for entry in entries:
@@ -135,9 +138,31 @@ def _processes() -> Iterator[_Member]:
                 yield member
 
 
-def members_of(sessions: frozenset[int]) -> list[_Member]:
+def children_of_ours() -> list[Member]:
+    """Every child of this process, zombies included: a few small files, where the kernel has them."""
+    try:
+        pids = [
+            int(pid)
+            for task in os.listdir("/proc/self/task")
+            for pid in Path(f"/proc/self/task/{task}/children").read_text(encoding="ascii").split()
+        ]
+    except OSError:  # a kernel without them, or a thread has just ended
+        me = os.getpid()
+        return [one for one in processes() if one.parent == me]
+    return [one for pid in pids if (one := _read_stat(pid)) is not None]
+
+
+def members_of(sessions: frozenset[int]) -> list[Member]:
     """Every process whose session is one of ``sessions``."""
-    return [one for one in _processes() if one.session in sessions]
+    return [one for one in processes() if one.session in sessions]
+
+
+def busy_sessions(leaders: Iterable[int]) -> frozenset[int]:
+    """Those of these sessions in which somebody lives besides the leader."""
+    wanted = frozenset(leaders)
+    if not wanted:
+        return wanted
+    return frozenset(one.session for one in members_of(wanted) if one.pid != one.session and one.state not in "ZXx")
 
 
 def kill_group(leader: int) -> None:
@@ -157,12 +182,12 @@ def end_sessions(sessions: Iterable[int], bound_s: float) -> list[int]:
     for _ in range(SCANS_MAX):
         members = [one for one in members_of(wanted) if one.state not in {"Z", "X"} or one.pid not in wanted]
         alive = [one.pid for one in members if one.state not in {"Z", "X"}]
-        dying = [fd for pid in alive if (fd := _kill(pid)) is not None]
-        _wait_all(dying, deadline)
+        dying = [fd for pid in alive if (fd := kill(pid)) is not None]
+        wait_all(dying, deadline)
         # Orphans become children of the subreaper only when their parent is dead, so they are reaped in a second pass.
         for one in members:
             if one.pid not in wanted:
-                _reap(one.pid)
+                reap(one.pid)
         if not alive or time.monotonic() >= deadline:
             break
     return alive
@@ -179,19 +204,19 @@ def await_sessions_end(session: int, bound_s: float) -> None:
         for pid in members:
             with contextlib.suppress(OSError):  # it has just ended
                 fds.append(os.pidfd_open(pid))
-        _wait_all(fds, deadline)
+        wait_all(fds, deadline)
 
 
 def end_strays(names: frozenset[str], known: frozenset[int], bound_s: float) -> None:
     """SIGKILL and reap children of ours that go by one of ``names`` and of whom we were never told; blocks."""
     me, deadline = os.getpid(), time.monotonic() + bound_s
-    strays = [one.pid for one in _processes() if one.parent == me and one.name in names and one.pid not in known]
-    _wait_all([fd for pid in strays if (fd := _kill(pid)) is not None], deadline)
+    strays = [one.pid for one in processes() if one.parent == me and one.name in names and one.pid not in known]
+    wait_all([fd for pid in strays if (fd := kill(pid)) is not None], deadline)
     for pid in strays:
-        _reap(pid)
+        reap(pid)
 
 
-def _kill(pid: int) -> int | None:
+def kill(pid: int) -> int | None:
     """SIGKILL ``pid`` through a pidfd, which is returned; None if it is gone."""
     try:
         fd = os.pidfd_open(pid)
@@ -202,7 +227,7 @@ def _kill(pid: int) -> int | None:
     return fd
 
 
-def _wait_all(fds: list[int], deadline: float) -> None:
+def wait_all(fds: list[int], deadline: float) -> None:
     """Wait until every pidfd has fired or the deadline is over, and close them."""
     for fd in fds:
         poll = select.poll()
@@ -211,6 +236,7 @@ def _wait_all(fds: list[int], deadline: float) -> None:
         os.close(fd)
 
 
-def _reap(pid: int) -> None:
+def reap(pid: int) -> None:
+    """Take a dead child of ours out of the process table; a living one stays."""
     with contextlib.suppress(ChildProcessError):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)

@@ -26,6 +26,8 @@ def serve(link: socket.socket) -> int:
         match frame.body:
             case {"op": "title", "title": str(title)}:
                 set_title(title)
+            case {"op": wire.ASK}:
+                orders.here()
             case body:
                 orders.take(body, frame.fds)
     # Threads may be in the middle of a write to a dead file server: nobody waits for them, and drafts are known by their names.

@@ -42,7 +42,8 @@ def seat_for(
     error_file: str,
     cpus: tuple[int, ...] = (),
 ) -> Seat:
-    """The seat of ``local_rank`` in ``launch``; on ``cpus``, empty: on all."""
+    """The seat of ``local_rank`` in ``launch``; on ``cpus``, empty: on all. Its store is where somebody named it, if one did."""
+    launch = launch._replace(store=config.store_at or launch.store)
     rank = launch.first_rank + local_rank
     node = launch.node or config.node
     title = f"dlrover worker --job {config.job} --node {node} --rank {rank} {config.argv[0]}"

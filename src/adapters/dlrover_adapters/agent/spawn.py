@@ -38,7 +38,10 @@ def _execute(module: str, config: LaunchConfig, *arguments: str) -> Spawned:
         raise LaunchFailed(
             f"{module} must be started from the main thread: processes die with the thread that started them"
         )
-    link, theirs = wire.pair()
+    try:
+        link, theirs = wire.pair()
+    except OSError as error:
+        raise LaunchFailed(f"no socket can be made for {module}: {error.strerror}; see ulimit -n") from error
     with theirs:
         theirs.set_inheritable(True)
         # -u as under torchrun: forked workers inherit unbuffered streams.

@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import signal
 from collections.abc import Awaitable, Callable
 
 import structlog
 
 from dlrover_core.errors import LaunchFailed
+from dlrover_core.runtime.watchdog import Watch
+from dlrover_core.runtime.within import within
 
 from . import wire
 from .config import LaunchConfig
+from .minding import minded
 from .nursery import Spare
 
 USELESS_KEEPERS_MAX = 3
+FIX_S = 15.0
+"""A named port is there within this time, or never."""
 DEAD_MAX = 64
 """Addresses of dead stores that are remembered: a world may name one that died meanwhile."""
 
@@ -26,7 +32,8 @@ _log = structlog.get_logger(__name__)
 class Stores:
     """Calls ``offer`` with each new store's ``host:port``, and ``lost`` with each that died, unused (True) or named.
 
-    A keeper that dies takes all its stores along; it is replaced, and a new store offered.
+    A keeper that dies takes all its stores along; it is replaced, and a new store offered. One that hangs answers nobody: it is
+    killed.
     """
 
     def __init__(
@@ -40,10 +47,12 @@ class Stores:
         self._config, self._make, self._gone, self._offer, self._lost = config, make, gone, offer, lost
         self._dead: collections.deque[str] = collections.deque(maxlen=DEAD_MAX)
         self._keeper: Spare | None = None
+        self._minding: Watch | None = None
         self._ahead = ""
         self._used: set[str] = set()
         self._life: asyncio.Task[None] | None = None
         self._closing = False
+        self._fixing: asyncio.Future[str] | None = None
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -69,6 +78,12 @@ class Stores:
                 continue
             asyncio.get_running_loop().add_reader(keeper.link, self._hear, keeper)
             self._order_store()
+            if self._fixing is not None:
+                self._order_fixed()
+            self._minding = minded(
+                "keeper", keeper.child, self._config.hung_s, functools.partial(wire.ask, keeper.link)
+            )
+            self._minding.open()
             exit_code = await asyncio.shield(keeper.child.dead)
             useless = 0 if self._ahead or self._used else useless + 1
             reason = f"it died with exit code {exit_code}"
@@ -80,6 +95,8 @@ class Stores:
             self._first.set_exception(LaunchFailed(f"no store can be opened on {self._config.node}: {reason}"))
 
     def _bury(self, keeper: Spare) -> None:
+        if self._minding is not None:
+            self._minding.close()
         asyncio.get_running_loop().remove_reader(keeper.link)
         keeper.link.close()
         keeper.child.reap()
@@ -111,6 +128,31 @@ class Stores:
     def _order_store(self) -> None:
         self._send({"op": "open", "bind": self._config.store_bind, "title": self._title()})
 
+    async def fix(self, *, here: bool) -> None:
+        """Have a new store at the port that somebody named, if the generation's store is ``here``. Raises `LaunchFailed`.
+
+        Where no port is named nothing is done.
+        """
+        if not self._config.store_at:
+            return
+        if not here:
+            self._send({"op": "loosen"})
+            return
+        fixing = self._fixing = asyncio.get_running_loop().create_future()
+        self._order_fixed()
+        try:
+            reason = await within(FIX_S, fixing)
+        except asyncio.TimeoutError:
+            reason = f"no answer within {FIX_S:g} s"
+        finally:
+            self._fixing = None
+        if reason:
+            raise LaunchFailed(f"the store cannot listen at {self._config.store_at}, which was asked for: {reason}")
+
+    def _order_fixed(self) -> None:
+        host, _, port = self._config.store_at.rpartition(":")
+        self._send({"op": "fix", "bind": host.strip("[]"), "port": int(port)})
+
     def _send(self, body: dict[str, object]) -> None:
         if self._keeper is not None:
             with contextlib.suppress(OSError):  # it is dying: its successor opens a store by itself
@@ -124,9 +166,14 @@ class Stores:
         if frame is None:
             asyncio.get_running_loop().remove_reader(keeper.link)
             return
+        if self._minding is not None:
+            self._minding.answered()
         match frame.body:
             case {"op": "opened", "port": int(port)}:
                 self._opened(port)
+            case {"op": "fixed", "reason": str(reason)}:
+                if self._fixing is not None and not self._fixing.done():
+                    self._fixing.set_result(reason)
             case {"op": "unopened", "reason": str(reason)}:
                 _log.error("no store", bind=self._config.store_bind, reason=reason, node=self._config.node)
                 if not self._first.done():

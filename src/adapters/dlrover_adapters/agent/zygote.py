@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import gc
 import importlib
 import os
@@ -30,6 +31,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -43,6 +45,12 @@ from .process import die_with_parent, end_sessions, outlive_parent, own_link, se
 
 Role = Callable[[], int]
 END_SESSIONS_S = 10.0
+PROBE_PAUSES_S = (0.1, 0.4, 1.6)
+_LIMITS = {
+    errno.EAGAIN: "; a limit of processes is reached: see ulimit -u, and pids.max of the control group",
+    errno.ENOMEM: "; no memory is left for it: see free, and the control group's limit",
+    errno.EMFILE: "; see ulimit -n",
+}
 
 
 class Unfit(Exception):
@@ -57,7 +65,10 @@ class Unfit(Exception):
 
 
 class Zygote:
-    """Answers frames: ``fork`` (with a socket), ``gone`` (a session that is no more), ``mine`` (older ones), ``title``."""
+    """Answers frames: ``fork`` (with a socket), ``gone`` (a session that is no more), ``mine`` (older ones), ``title``, and
+
+    `wire.ASK`.
+    """
 
     def __init__(self, link: socket.socket, agent: int, framework: str, probe_s: float, imports: str = "") -> None:
         self._link, self._agent, self._name, self._probe_s = link, agent, framework, probe_s
@@ -176,8 +187,7 @@ class Zygote:
 
     def _probe(self) -> str:
         """Fork a child that computes, as workers will; what is wrong with it or with us, or nothing."""
-        reader, writer = os.pipe()
-        pid = _fork()
+        reader, writer, pid = self._fork_probe()
         if pid == 0:
             os.close(reader)
             self._probe_child(writer)
@@ -192,6 +202,21 @@ class Zygote:
             "" if status == 0 else f"a forked child ends with exit code {os.waitstatus_to_exitcode(status)}"
         )
 
+    @staticmethod
+    def _fork_probe() -> tuple[int, int, int]:
+        """A pipe, and a child at its other end. Raises `Unfit` for the host's sake when nobody can be forked for a while."""
+        reader, writer = os.pipe()
+        for pause_s in (*PROBE_PAUSES_S, None):
+            try:
+                return reader, writer, _fork()
+            except OSError as error:
+                fault = unforkable(error)
+            if pause_s is not None:
+                time.sleep(pause_s)  # of the limits that stop a fork most are somebody else's doing, and pass
+        os.close(reader)
+        os.close(writer)
+        raise Unfit("", fault)
+
     def _threads(self) -> str:
         tasks = _tasks()
         if tasks == 1:
@@ -205,7 +230,7 @@ class Zygote:
         poll = select.poll()
         poll.register(reader, select.POLLIN)
         if not poll.poll(round(self._probe_s * 1000)):
-            return f"a forked child did not finish a matrix product within {self._probe_s:g} s"
+            return f"a forked child did not finish a matrix product within {self._probe_s:g} s (--set probe_s=SECONDS)"
         answer = os.read(reader, 4096).decode(errors="replace")
         return "" if answer == "fit" else answer or "a forked child that computes dies"
 
@@ -215,9 +240,10 @@ class Zygote:
             fault = self._framework.refusal_in_child()
             if tasks != 1:
                 fault = f"a forked child has {tasks} threads"
-            os.write(writer, (fault or "fit").encode()[:4096])
+            os.write(writer, (fault or "fit").encode(errors="backslashreplace")[:4096])
         except BaseException as error:  # noqa: BLE001 - a probe must never return into the zygote's code
-            os.write(writer, f"a forked child that computes raises {type(error).__name__}: {error}".encode()[:4096])
+            words = f"a forked child that computes raises {type(error).__name__}: {error}"
+            os.write(writer, words.encode(errors="backslashreplace")[:4096])
         finally:
             os._exit(0)
 
@@ -233,6 +259,8 @@ class Zygote:
                 self._sessions.update(int(one) for one in pids)
             case {"op": "title", "title": str(title)}:
                 set_title(title)
+            case {"op": wire.ASK}:
+                wire.here(self._link)
         return None
 
     def _fork(self, kind: str, key: int, fd: int) -> Role | None:
@@ -242,29 +270,49 @@ class Zygote:
         """
         sys.stdout.flush()
         sys.stderr.flush()
-        reader, writer = os.pipe()
-        between = _fork()
+        reader = writer = -1
+        try:
+            reader, writer = os.pipe()
+            between = _fork()
+        except OSError as error:
+            for one in (fd, reader, writer):
+                if one >= 0:
+                    os.close(one)
+            return self._unforked(key, unforkable(error))
         if between == 0:
-            passed = os.pidfd_open(os.getpid())
-            pid = _fork()
+            passed, pid = self._fork_between(writer)
             if pid:
-                os.write(writer, pid.to_bytes(4, "little"))
                 os._exit(0)
             for one in (reader, writer, self._link.detach()):
                 os.close(one)
             return self._role(kind, passed, fd)
         os.close(writer)
         os.close(fd)
-        told = os.read(reader, 4)
+        told = int.from_bytes(os.read(reader, 4), "little", signed=True)
         os.close(reader)
         os.waitpid(between, 0)
-        if len(told) == 4:
-            pid = int.from_bytes(told, "little")
-            self._sessions.add(pid)
-            wire.send(self._link, {"op": "forked", "key": key, "pid": pid})
-        else:
-            wire.send(self._link, {"op": "unforked", "key": key, "reason": "the go-between died before it could fork"})
-        return None
+        if told > 0:
+            self._sessions.add(told)
+            wire.send(self._link, {"op": "forked", "key": key, "pid": told})
+            return None
+        error = OSError(-told, os.strerror(-told))
+        return self._unforked(key, unforkable(error) if told else "the go-between died before it could fork")
+
+    @staticmethod
+    def _fork_between(writer: int) -> tuple[int, int]:
+        """In the go-between: fork, and say the pid, or the error's number below 0. Our pidfd, and what `os.fork` returns."""
+        try:
+            passed = os.pidfd_open(os.getpid())
+            pid = _fork()
+        except OSError as error:
+            os.write(writer, (-(error.errno or errno.EAGAIN)).to_bytes(4, "little", signed=True))
+            os._exit(1)
+        if pid:
+            os.write(writer, pid.to_bytes(4, "little", signed=True))
+        return passed, pid
+
+    def _unforked(self, key: int, reason: str) -> None:
+        wire.send(self._link, {"op": "unforked", "key": key, "reason": reason})
 
     def _role(self, kind: str, passed: int, fd: int) -> Role:
         """In the new process: wait until the agent is the parent, then belong to it for life and death."""
@@ -287,6 +335,11 @@ class Zygote:
 
 def _tasks() -> int:
     return len(os.listdir("/proc/self/task"))
+
+
+def unforkable(error: OSError) -> str:
+    """Why nothing was forked, and where to look."""
+    return f"cannot fork: {error.strerror or error}{_LIMITS.get(error.errno or 0, '')}"
 
 
 def _fork() -> int:

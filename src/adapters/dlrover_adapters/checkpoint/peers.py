@@ -7,7 +7,7 @@ A copy is whole or not there: it goes into a slot that nobody reads and that is 
 saver's digest on arrival, table and objects with their HMAC, and only then is the slot published. So what lies in a node's memory
 is either the node's own or was written by somebody who knows the job's token: objects from there may be unpickled.
 
-Connections that have not proved yet that they know the token are strangers' (`_Door`): a bounded number, of which the oldest
+Connections that have not proved yet that they know the token are strangers' (`peer_door`): a bounded number, of which the oldest
 makes room for the next, so that nobody can keep the savers of a job from each other by holding connections open.
 
 Fenced twice: another run is a stranger, and so is who speaks for a generation that this node knows to be over. Nothing is
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import socket
 import ssl
 import threading
@@ -28,6 +27,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from dlrover_adapters.checkpoint import peer_door
 from dlrover_adapters.checkpoint.peer_line import (
     IDLE_S,
     PACE_BYTES_S,
@@ -51,10 +51,6 @@ __all__ = [
     "Tls", "Wanted", "fetch", "send",
 ]  # fmt: skip
 
-CONNECTIONS_MAX = 128
-"""Connections of savers of this job, at a time."""
-STRANGERS_MAX = 128
-"""Connections that have not proved yet that they are of this job; a further one takes the place of the oldest."""
 BACKLOG = 4096
 COPY_SLOTS = 2
 SMALL_BYTES = 1024 * 1024
@@ -253,61 +249,6 @@ class _Kept:
         return next((slot for slot in order[:-1] if not self.readers[slot]), -1)
 
 
-class _Door:
-    """All connections of a server, by number: strangers until they are `admitted`, of whom the oldest makes room for the newest.
-
-    Kept are descriptors of our own: TLS takes a connection's first one over, and whoever serves it may have closed it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
-        self._strangers: dict[int, socket.socket] = {}  # by age: the first is the oldest
-        self._peers: dict[int, socket.socket] = {}
-
-    def __len__(self) -> int:
-        return len(self._strangers) + len(self._peers)
-
-    def came(self, sock: socket.socket) -> int:
-        """A stranger's connection; its number."""
-        own = sock.dup()
-        with self._lock:
-            if len(self._strangers) >= STRANGERS_MAX:
-                _hang_up(self._strangers.pop(next(iter(self._strangers))))
-            number = next(self._numbers)
-            self._strangers[number] = own
-            return number
-
-    def admitted(self, number: int) -> bool:
-        """Count a connection as a saver of this job. False: too many. Raises `PeerFailed` if it was closed to make room."""
-        with self._lock:
-            own = self._strangers.pop(number, None)
-            if own is None:
-                raise PeerFailed(f"{STRANGERS_MAX} newer connections wait")
-            self._peers[number] = own
-            return len(self._peers) <= CONNECTIONS_MAX
-
-    def left(self, number: int) -> None:
-        """Close a connection and forget it."""
-        with self._lock:
-            for some in (self._strangers, self._peers):
-                if number in some:
-                    some.pop(number).close()
-
-    def shut(self) -> None:
-        """Hang up on everybody; who serves them is woken."""
-        with self._lock:
-            for one in (*self._strangers.values(), *self._peers.values()):
-                with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
-
-
-def _hang_up(own: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        own.shutdown(socket.SHUT_RDWR)
-    own.close()
-
-
 class Server:
     """Takes copies and serves states, in threads of this process, from `start` to `stop`.
 
@@ -343,7 +284,7 @@ class Server:
         self._listener: socket.socket | None = None
         self._context: ssl.SSLContext | None = None
         self._threads: set[threading.Thread] = set()
-        self._door = _Door()
+        self._door = peer_door.Door()
 
     # ---- its life
 
@@ -448,7 +389,7 @@ class Server:
             asked = line.hear()
             try:
                 if not room:
-                    raise PeerRefused(f"{CONNECTIONS_MAX} other savers are connected; try again later")
+                    raise PeerRefused(f"{peer_door.CONNECTIONS_MAX} other savers are connected; try again later")
                 self._answer(line, asked)
             except (PeerFailed, ArenaBroken) as error:
                 self._refused(address, str(error))

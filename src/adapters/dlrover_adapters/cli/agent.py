@@ -2,8 +2,8 @@
 
 The zygote is started first of all, before the agent's own imports: it is what takes seconds. What was not known by then comes
 over the launcher's socket: ``{"settings": FILE}`` where FILE was only a draft, and ``{"node": NAME}`` unless the master of a
-joining job gives the names. Back go ``{"warm": true}``, once workers could be started, and at the end ``{"ending": [...]}`` or
-``{"error": WHAT, "refused": WHETHER FOR GOOD}``.
+joining job gives the names. Back go ``{"warm": true}``, once workers could be started, ``{"here": true}`` for ``{"ask": true}``,
+and at the end ``{"ending": [...]}`` or ``{"error": WHAT, "refused": WHETHER FOR GOOD}``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> int:
     options = parser.parse_args()
     with open(options.config, encoding="utf-8") as file:
         raw: dict[str, Any] = json.load(file)
-    if options.draft:
+    if options.config.startswith("/proc/self/fd/"):
         os.close(int(options.config.rpartition("/")[2]))
     control = socket.socket(fileno=options.control)
     control.set_inheritable(False)

@@ -41,12 +41,13 @@ from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.duties import Duty
 from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkersLaunch
 from dlrover_core.spec import JobSpec
+from dlrover_core.words import plain
 
 EX_OK, EX_FAULT = 0, 1
 LOOK_S, ALONE_S = 1.0, 10.0
 """How often it is looked whether a master is heard, and after what silence that is worth a word."""
 
-WORDS_BYTES_MAX = 64 * 1024
+WORDS_BYTES_MAX, ERROR_CHARS_MAX = 64 * 1024, 2000
 LINE_CHARS_MAX = 300
 
 log = structlog.get_logger("dlrover.agent")
@@ -88,6 +89,10 @@ class _Launcher(LinuxLauncher):
         self._node = launch.node or self._node
         self._starting(launch.node)
         await super().start(launch)
+
+    def say(self, words: str) -> None:
+        super().say(words)
+        _say(words)
 
     async def notices(self) -> AsyncIterator[Notice]:
         async for notice in super().notices():
@@ -227,7 +232,7 @@ class _Process:
     # ---- the launcher's socket
 
     def _hear(self) -> None:
-        """A name; at the end of the socket the launcher is dead, and we are about to be."""
+        """A name, or whether we hang; at the end of the socket the launcher is dead, and we are about to be."""
         try:
             said = self._control.recv(WORDS_BYTES_MAX)
         except BlockingIOError:
@@ -238,7 +243,10 @@ class _Process:
             asyncio.get_running_loop().remove_reader(self._control)
             self._agent.leave("the launcher is gone")
             return
-        node = json.loads(said).get("node")
+        told = json.loads(said)
+        if told.get("ask"):
+            self._tell(here=True)
+        node = told.get("node")
         if node:
             self._named(node)
             self._agent.name(node)
@@ -250,6 +258,8 @@ class _Process:
                 _say(f"{what}: {reason}")
             self._tell(warm=True)
 
-    def _tell(self, **words: object) -> None:
+    def _tell(self, *, error: str = "", **words: object) -> None:
+        if error:
+            words["error"] = plain(error, ERROR_CHARS_MAX)  # the launcher reads packets of a bounded size
         with contextlib.suppress(OSError):  # the launcher is dead, and we are about to be
             self._control.send(json.dumps(words).encode())

@@ -7,14 +7,13 @@ and the rest over its socket. Light to import.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from dlrover_adapters.agent.spawn import module_command
 from dlrover_adapters.cli.scratch import MARK
+from dlrover_backends.local import orphans
 from dlrover_backends.local.process import LocalCommand, Started, blank
 
 if TYPE_CHECKING:
@@ -23,24 +22,32 @@ if TYPE_CHECKING:
 MODULE = "dlrover_adapters.cli.agent"
 
 
-def agent_command(settings: Settings, config: str, token: str, control: int, *more: str) -> LocalCommand:
-    """How an agent is started that reads its settings in the file ``config`` and is told the rest at ``control``."""
-    words = ("--config", config, "--job", settings.job.job, "--control", str(control), *more)
-    return LocalCommand((*module_command(MODULE), *words), {"DLROVER_TOKEN": token, MARK: settings.mark})
+def agent_command(settings: Settings, papers: int, token: str, control: int, *more: str) -> LocalCommand:
+    """How an agent is started that inherits the file ``papers`` with its settings and is told the rest at ``control``."""
+    words = ("--config", f"/proc/self/fd/{papers}", "--job", settings.job.job, "--control", str(control), *more)
+    return LocalCommand((*module_command(MODULE), *words), {"DLROVER_TOKEN": token, MARK: settings.mark}, fds=(papers,))
+
+
+def later_agents(settings: Settings, token: str) -> Callable[[int], LocalCommand]:
+    """How agents are started that get all of their ``settings``, whatever becomes of the disk; for this process's life."""
+    papers = settings.in_memory()
+
+    def command(control: int) -> LocalCommand:
+        return agent_command(settings, papers, token, control)
+
+    return command
 
 
 @contextlib.contextmanager
 def started(settings: Settings, token: str, count: int) -> Iterator[list[Started]]:
     """``count`` agents that know the draft ``settings``; what still lives of them at the end is killed."""
-    draft = os.memfd_create("dlrover-settings")
+    orphans.adopt()
+    draft = settings.in_memory()
     found: list[Started] = []
     try:
-        with open(draft, "w", encoding="utf-8", closefd=False) as file:
-            json.dump(dataclasses.asdict(settings), file)
 
         def command(control: int) -> LocalCommand:
-            made = agent_command(settings, f"/proc/self/fd/{draft}", token, control, "--draft")
-            return made._replace(fds=(draft,))
+            return agent_command(settings, draft, token, control, "--draft")
 
         found += [blank(command) for _ in range(count)]
         os.close(draft)

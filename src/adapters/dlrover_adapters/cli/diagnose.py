@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dlrover_adapters.cli.places import NOT_FOUND, OK, QUIET_S, UNREADABLE
+from dlrover_adapters.cli.read import as_json
 from dlrover_adapters.cli.signatures import ACTIONS, file_argument, own
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         )
     judgement = offline.diagnose([line.observation for line in failures], extra) if failures else None
     if args.json:
-        print(json.dumps(_values(known, judgement, failures, len(args.files) - unread), indent=2, ensure_ascii=False))
+        print(as_json(_values(known, judgement, failures, len(args.files) - unread)))
     elif judgement is not None:
         print(_told(known, judgement, failures))
     elif unread < len(args.files):
@@ -84,6 +84,8 @@ def _failure(known: Table, line: Line) -> bool:
 
 def _told(known: Table, judgement: Judgement, lines: Sequence[Line]) -> str:
     """The judgement for people."""
+    from dlrover_core.history.phrases import safe
+
     signature, root = known.get(judgement.signature), lines[judgement.root.seq - 1]
     title = signature.title if signature is not None else judgement.signature
     told = [
@@ -100,7 +102,7 @@ def _told(known: Table, judgement: Judgement, lines: Sequence[Line]) -> str:
         told.append(f"  not it    {name}{f' ({times} lines)' if times > 1 else ''}: {why}")
     if len(aside) > SHOWN_MAX:
         told.append(f"            and {len(aside) - SHOWN_MAX} more kinds; --json has all")
-    return "\n".join(told)
+    return safe("\n".join(told))
 
 
 def _where(judgement: Judgement, root: Line) -> str:

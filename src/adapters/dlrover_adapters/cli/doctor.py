@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlrover_adapters.cli.places import FAILED, OK
+from dlrover_adapters.cli.read import as_json
 from dlrover_core.errors import SpecError
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ async def _run(args: argparse.Namespace) -> int:
         if not args.json:
             print(line(result), flush=True)
     if args.json:
-        print(json.dumps(as_values(results), indent=2, ensure_ascii=False))
+        print(as_json(as_values(results)))
     else:
         print(summary(results))
     return FAILED if any(one.verdict is Verdict.FAIL for one in results) else OK

@@ -33,7 +33,7 @@ def checkpoint_memory(root: Path = ROOT, make: Callable[[str, int], int] = os.me
     except OSError as error:
         return fail(
             f"memfd_create: {error.strerror}",
-            "a seccomp profile forbids it: allow memfd_create, or states are saved to storage only",
+            "a seccomp profile forbids it: allow memfd_create; without it no worker can be started",
         )
     try:
         os.ftruncate(fd, mmap.PAGESIZE)

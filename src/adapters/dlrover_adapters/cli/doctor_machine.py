@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from dlrover_adapters.cli.before import lacking
 from dlrover_adapters.cli.doctor_check import Finding, fail, ok, size, warn
 from dlrover_adapters.cli.whose import OTHER
 
@@ -55,6 +56,9 @@ def python(version: tuple[int, int, int] = sys.version_info[:3], which: str | No
         return fail(
             f"{said} on {sys.platform}", "workers are owned by means of Linux; run it in a Linux machine or container"
         )
+    lacks = lacking()
+    if lacks:
+        return fail(f"{said}, Linux {platform.release()}", f"nothing can be started: {lacks}")
     found = which or shutil.which("dlrover-run")
     ours = os.path.join(os.path.dirname(sys.executable), "dlrover-run")
     try:

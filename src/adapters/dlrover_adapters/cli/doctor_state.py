@@ -110,14 +110,14 @@ def _locks(folder: Path) -> bool:
 
 async def _log(folder: Path) -> None:
     """Lead a job in a log of its own, for a moment."""
-    async with open_log("sqlite://" + quote(str(folder / "log.db"))) as log:
+    async with open_log("sqlite://" + quote(os.fsencode(folder / "log.db"))) as log:
         lead = await log.lead("doctor", "dlrover doctor")
         await lead.resign()
 
 
 def sockets(roof: str | None = None) -> Finding:
     """The folder for sockets and workers' streams: short enough a path, and room in it."""
-    top = roof or scratch._roof() or tempfile.gettempdir()
+    top = roof or next(iter(scratch.roofs()), "/tmp")  # noqa: S108  # nothing is made there but by mkdtemp
     try:
         with tempfile.TemporaryDirectory(prefix=PREFIX, dir=top) as folder:
             room = os.statvfs(folder)

@@ -68,7 +68,8 @@ def _loops(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _literally_loops(host: str) -> bool:
+def literally_loops(host: str) -> bool:
+    """Is ``host`` written as a loopback address, or ``localhost``? A machine's name that resolves to one is not."""
     try:
         return host == "localhost" or _loops(host)
     except ValueError:
@@ -82,10 +83,10 @@ def bind(host: str, port: int) -> socket.socket:
     name) or not ours (a forwarder's): the others reach us from outside.
     """
     found = [one for one in resolved(host) if is_ours(one)]
-    if len(found) == 1 and (not _loops(found[0]) or _literally_loops(host)):
+    if len(found) == 1 and (not _loops(found[0]) or literally_loops(host)):
         family = socket.AF_INET6 if ":" in found[0] else socket.AF_INET
         return socket.create_server((found[0], port), family=family, backlog=BACKLOG)
-    if _literally_loops(host):
+    if literally_loops(host):
         return socket.create_server(("127.0.0.1", port), backlog=BACKLOG)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
@@ -125,7 +126,7 @@ def place(master: str, stated: str) -> Place:
         return Place(ours[0] if ours else "0.0.0.0", stated)  # noqa: S104
     host, _ = split(master)
     found = [one for one in (source(address) for address in resolved(host)) if one]
-    if found and (_literally_loops(host) or not _loops(found[0])):
+    if found and (literally_loops(host) or not _loops(found[0])):
         return Place(found[0], found[0])
     # The endpoint is this machine by its name, which is loopback here and cannot be there.
     world = [one for one in (source(address) for _, address in _WORLD) if one]

@@ -10,11 +10,10 @@ import ssl
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from dlrover_adapters.cli import ahead, hosts, scratch
+from dlrover_adapters.cli import ahead, hosts, scratch, upkeep
 from dlrover_adapters.cli.hosts import Seat
 from dlrover_adapters.cli.kept import OVER, RELEASED, Ended, Kept
 from dlrover_adapters.cli.meeting import Meeting
@@ -220,7 +219,7 @@ class _Host:
         loop = asyncio.get_running_loop()
         for number in to_handle(settings):
             loop.add_signal_handler(number, stop, number)
-        async with kept:
+        async with upkeep.kept(settings, "", "dlrover-run"), kept:
             ended = await kept.ended()
         return _say(settings.job.job, self._met.addresses[0], ended, asked[0] if asked else None)
 
@@ -238,7 +237,7 @@ class _Host:
         for one in self._first:
             with contextlib.suppress(OSError):  # dead already: it will be noticed
                 one.tell(settings=config)
-        return partial(ahead.agent_command, told, config, self._token)
+        return ahead.later_agents(told, self._token)
 
 
 def _tell(words: str) -> None:

@@ -67,6 +67,9 @@ class Kept:
         """Wait until the first agent can start workers, or has died."""
         await self._warm.wait()
 
+    async def restore(self) -> None:
+        """It has no sockets that could be removed."""
+
     def leave(self, reason: str) -> None:
         """Let the agent stop its workers in their time and go; there will be no further one."""
         self._asked = self._asked or reason

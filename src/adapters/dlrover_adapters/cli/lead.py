@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from dlrover_adapters.cli import ending, settle
+from dlrover_adapters.cli import ending, settle, upkeep
 from dlrover_adapters.cli.line import Line
 from dlrover_adapters.cli.places import said_when_slow, shown
 from dlrover_adapters.cli.settings import Settings
@@ -58,11 +58,21 @@ async def supervise(settings: Settings, token: str, port: socket.socket, nodes: 
         supervisor = Supervisor(settings, token, port, nodes, how.command, leaves=how.leaves and settings.shared)
         listen_to_signals(settings, supervisor)
         try:
-            async with _shown(settings, token, port, how):
+            async with (
+                upkeep.kept(settings, token, how.command, nodes.restore),
+                _shown(settings, token, port, how),
+            ):
                 await supervisor.run()
         except MastersFailed as error:
             print(f"{how.command}: {error}", file=sys.stderr)
             return EX_SOFTWARE
+    if supervisor.unrecorded:
+        name = settings.job.job
+        print(
+            f"{how.command}: job {name} succeeded; its log does not say so, and shows it as running until {name} is run again",
+            file=sys.stderr,
+        )
+        return EX_OK
     if supervisor.left:
         return await _left(settings, how)
     return await _conclude(settings, supervisor.stopped_by, how)

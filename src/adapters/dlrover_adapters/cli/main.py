@@ -25,6 +25,7 @@ from dlrover_adapters.cli import (
     serve,
     signatures,
     simulate,
+    usage,
 )
 from dlrover_adapters.cli.places import (
     FAILED,
@@ -39,6 +40,7 @@ from dlrover_adapters.cli.places import (
     USAGE,
     NotFound,
     log_url,
+    show_any_text,
     shown,
 )
 from dlrover_adapters.cli.whose import version_lines
@@ -158,7 +160,7 @@ COMMANDS = (
 def build_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
     """The command line, as --help tells it."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
+    parser = usage.Parser(
         prog="dlrover",
         description="Look at training jobs run by dlrover-core, and tell them what to do. "
         "Looking needs nothing but the job's log; telling goes to the master that leads the job.",
@@ -182,6 +184,7 @@ def build_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentPar
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code; wrong usage leaves through argparse with 2."""
+    show_any_text()
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.version:

@@ -1,10 +1,10 @@
 """A master's process: ``python -m dlrover_adapters.cli.master --config FILE --fd N``.
 
-It leads or stands by; the launcher of the job owns the listening socket, hands it to every master, and keeps one in reserve,
-here or, where the log is shared, on another host. SIGTERM means: hand over to that one; where the launcher has written down
-that the job is to stop, as at Ctrl-C: stop it. Exit 0: the job is over. Exit 75: another master leads, or this one lost the
-log: start it again. Exit 78: this log cannot be led by anybody like us (corrupt, too new, at another run): starting again is
-pointless.
+It leads or stands by; the launcher of the job owns the listening socket, hands it to every master, asks each one now and again
+whether it hangs (`asking`), and keeps one in reserve, here or, where the log is shared, on another host. SIGTERM means: hand
+over to that one; where the launcher has written down that the job is to stop, as at Ctrl-C: stop it. Exit 0: the job is over.
+Exit 75: another master leads, or this one lost the log: start it again. Exit 78: this log cannot be led by anybody like us
+(corrupt, too new, at another run): starting again is pointless.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dlrover_adapters.telemetry import light  # noqa: F401  # first of all
 
 import structlog
 
-from dlrover_adapters.cli import policies, told
+from dlrover_adapters.cli import asking, policies, told
 from dlrover_adapters.cli.collector import settle
-from dlrover_adapters.cli.settings import EX_AGAIN, EX_FATAL, EX_OVER, Settings
+from dlrover_adapters.cli.settings import EX_AGAIN, EX_FATAL, EX_OVER, EX_UNRECORDED, Settings
 from dlrover_adapters.http import tls
 from dlrover_adapters.http.client import send_command
 from dlrover_adapters.http.server import HttpListener
@@ -39,10 +39,14 @@ from dlrover_core.job.state import model
 from dlrover_core.kernel.log import EventLog
 from dlrover_core.logs import open_log
 from dlrover_core.runtime.master import Master
+from dlrover_core.words import plain
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 ASK_AGAIN_S = 0.5
 TAKEN_OVER_S = 0.5
+STOP_BYTES_MAX = 1000
+LOOK_S, UNRECORDED_S = 1.0, 30.0
+"""How often it is looked whether decisions wait; how long a job whose work is done waits for its log."""
 
 log = structlog.get_logger("dlrover.master")
 
@@ -55,6 +59,8 @@ def main() -> int:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--number", type=int, required=True)
+    parser.add_argument("--stop", type=int, required=True)
+    parser.add_argument("--asked", type=int, required=True)
     parser.add_argument("--dead", action="append", default=[])
     options = parser.parse_args()
     _die_with(options.parent)
@@ -64,7 +70,7 @@ def main() -> int:
     # Ctrl-C reaches the whole foreground group; only the launcher decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settle()
-    return asyncio.run(_run(settings, options.fd, holder, options.dead))
+    return asyncio.run(_run(settings, options.fd, options.stop, options.asked, holder, options.dead))
 
 
 def _die_with(parent: int) -> None:
@@ -76,9 +82,12 @@ def _die_with(parent: int) -> None:
         sys.exit(EX_AGAIN)
 
 
-async def _run(settings: Settings, fd: int, holder: str, dead: list[str]) -> int:
+async def _run(settings: Settings, fd: int, stop: int, asked_at: int, holder: str, dead: list[str]) -> int:
+    led = list[asyncio.Event]()
+    asking.answer(asked_at, lambda: any(one.is_set() for one in led))
     try:
         async with open_log(settings.log) as event_log:
+            await _check_there(settings, event_log, dead)
             teller = told.on_stderr(settings.job.job)
             master = Master(
                 settings.job,
@@ -94,20 +103,26 @@ async def _run(settings: Settings, fd: int, holder: str, dead: list[str]) -> int
                 watch=teller.committed,
                 model=model(policies.hook(settings.job.policy)),
             )
+            led.append(master.led)
             loop = asyncio.get_running_loop()
             # After another one's death the first failure may be there already.
             warm_s = TAKEN_OVER_S if dead else told.WARM_S
             loop.call_later(warm_s, loop.run_in_executor, None, told.warm, settings.job.signatures)
             asked = asyncio.Event()
             loop.add_signal_handler(signal.SIGTERM, asked.set)
-            if settings.stop_file.exists():
+            if _why_stop(stop):
                 asked.set()
-            stopper = asyncio.ensure_future(_end_when(asked, master, event_log, settings))
+            stopper = asyncio.ensure_future(_end_when(asked, stop, master, event_log, settings))
+            leading, stuck = asyncio.ensure_future(master.run()), asyncio.ensure_future(_watch_log(settings, master))
             try:
-                outcome = await master.run()
+                await asyncio.wait({leading, stuck}, return_when=asyncio.FIRST_COMPLETED)
+                if not leading.done():
+                    return stuck.result()
+                outcome = leading.result()
             finally:
-                stopper.cancel()
-                await asyncio.gather(stopper, return_exceptions=True)
+                for task in (stopper, stuck, leading):
+                    task.cancel()
+                await asyncio.gather(stopper, stuck, leading, return_exceptions=True)
             log.info("job is over", state=outcome.state, reason=outcome.reason)
             return EX_OVER
     except tls.BadFile as error:
@@ -135,11 +150,47 @@ def _listener(settings: Settings, fd: int) -> HttpListener:
     )
 
 
-async def _end_when(told: asyncio.Event, master: Master, event_log: EventLog, settings: Settings) -> None:
+async def _watch_log(settings: Settings, master: Master) -> int:
+    """Say when decisions wait for the log, and when no longer; return when all has ended well and only the log lacks that."""
+    loop, name, since, ended = asyncio.get_running_loop(), settings.job.job, 0.0, 0.0
+    while True:
+        await asyncio.sleep(LOOK_S)
+        (wrong, over), now = master.stuck(), loop.time()
+        if bool(wrong) != bool(since):
+            since = now if wrong else 0.0
+            say = (
+                f"decisions wait for the log: {plain(wrong)}; training goes on, but who fails is not restarted: free room "
+                "there, or make the disk writable, and all goes on by itself"
+                if wrong
+                else "the log is back: decisions are made again"
+            )
+            print(f"[{name}] {say}", file=sys.stderr, flush=True)
+        ended = (ended or now) if wrong and over else 0.0
+        if ended and now - ended >= UNRECORDED_S and not settings.shared:
+            print(
+                f"[{name}] all workers ended well, which the log cannot take: {plain(wrong)}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return EX_UNRECORDED
+
+
+async def _check_there(settings: Settings, event_log: EventLog, dead: list[str]) -> None:
+    """Raises `LogCorrupt` where nothing is left of a log in which ``dead`` masters led: agents know what it does not."""
+    name = settings.job.job
+    if dead and settings.log.startswith("sqlite:") and name not in await event_log.jobs():
+        raise LogCorrupt(name, 1, f"{settings.log} was deleted, and its leader died before it could put it back")
+
+
+def _why_stop(stop: int) -> str:
+    """Why the launcher has the job stop, as it wrote into the file ``stop``; empty: it has not."""
+    return os.pread(stop, STOP_BYTES_MAX, 0).decode()
+
+
+async def _end_when(told: asyncio.Event, stop: int, master: Master, event_log: EventLog, settings: Settings) -> None:
     await told.wait()
-    try:
-        reason = settings.stop_file.read_text()
-    except FileNotFoundError:
+    reason = _why_stop(stop)
+    if not reason:
         master.hand_over("it got SIGTERM")
         return
     led = asyncio.ensure_future(master.led.wait())

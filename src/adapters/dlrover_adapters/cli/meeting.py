@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dlrover_adapters.cli import usage, values
 from dlrover_core.errors import SpecError
 
 PORT = 29400  # torchrun's for c10d
@@ -23,12 +25,16 @@ _REFUSED = {
 _DURATIONS = {"join_timeout": "launch_s", "timeout": "launch_s", "last_call_timeout": "last_call_s"}
 # Those that mean something only to torch's own stores and heartbeats.
 _UNUSED = ("close_timeout", "heartbeat_timeout", "read_timeout", "rank")
+_USED = ("is_host", "store_type")
+# Those whose product sets one, with torchrun's defaults.
+_KEEP_ALIVE = {"keep_alive_interval": 5.0, "keep_alive_max_attempt": 3.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """One host's view of the rendezvous. Not ``joining``: one host, nothing is met, and the rest is empty.
 
+    ``store`` is the host and port that somebody named for the store of a job on one host; None: a free port of loopback.
     ``host`` is without brackets, also an IPv6 one. ``hosts``: whether this host runs the masters; None means torchrun's rule,
     where ``host`` names this machine. ``place``: the node rank asked for, or -1. ``masters``: only an agent runs here.
     """
@@ -43,6 +49,7 @@ class Meeting:
     local_addr: str = ""
     durations: Mapping[str, float] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    store: tuple[str, int] | None = None
 
     @property
     def endpoint(self) -> str:
@@ -68,7 +75,7 @@ def parse_endpoint(field_: str, text: str, port: int = PORT) -> tuple[str, int]:
     if not host:
         host, number = text, ""
     host = host.removeprefix("[").removesuffix("]")
-    if number and not (number.isdecimal() and 0 < int(number) < 2**16):
+    if number and not 0 < (values.whole(number) or 0) < 2**16:
         raise SpecError(
             field_, f"the port of {text!r} is not a number from 1 to 65535: every host must find the same one"
         )
@@ -81,7 +88,9 @@ def read(options: argparse.Namespace, nodes_max: int) -> Meeting:
     """The meeting that the options describe, of a job with at most ``nodes_max`` nodes. Raises `SpecError`."""
     _check_backend(options.rdzv_backend)
     conf = parse_conf(options.rdzv_conf)
-    durations, unused = _durations(conf)
+    if "is_host" in conf:
+        _bool("is_host", conf["is_host"])
+    durations, unused = _durations(conf, options.rdzv_backend if nodes_max > 1 else "")
     masters = tuple(_master(one) for one in (options.master or "").split(",") if one.strip())
     if masters:
         return Meeting(
@@ -95,8 +104,24 @@ def read(options: argparse.Namespace, nodes_max: int) -> Meeting:
             unused=tuple(unused),
         )
     if options.standalone or nodes_max == 1 or options.local_nodes is not None:
-        return Meeting(unused=tuple(_unused_alone(options) + unused), durations=durations)
+        store, by = _store(options)
+        alone = [one for one in _unused_alone(options) if one not in by]
+        return Meeting(unused=tuple(alone + unused), durations=durations, store=store)
     return _joining(options, conf, durations, unused)
+
+
+def _store(options: argparse.Namespace) -> tuple[tuple[str, int] | None, tuple[str, ...]]:
+    """Where torchrun's static backend would have the store of a single host, if that is said; and by which flags.
+
+    Raises `SpecError`.
+    """
+    if options.standalone or options.rdzv_backend != "static":
+        return None, ()
+    flags = ("--rdzv-backend", "--master-addr", "--master-port")
+    if options.rdzv_endpoint:
+        host, port = parse_endpoint("rdzv-endpoint", options.rdzv_endpoint, 0)
+        return ((host, port), ("--rdzv-backend", "--rdzv-endpoint")) if port else (None, ())
+    return (_static(options), flags) if options.master_port is not None else (None, ())
 
 
 def _check_backend(backend: str) -> None:
@@ -143,11 +168,7 @@ def _address(options: argparse.Namespace, static: bool) -> tuple[str, int]:
     if options.rdzv_endpoint:
         return parse_endpoint("rdzv-endpoint", options.rdzv_endpoint, STATIC_PORT if static else PORT)
     if static and options.given("master_addr"):
-        host, _ = parse_endpoint("master-addr", f"[{options.master_addr.strip('[]')}]")
-        port = STATIC_PORT if options.master_port is None else options.master_port
-        if not 0 < port < 2**16:
-            raise SpecError("master-port", f"{port} is not a port from 1 to 65535")
-        return host, port
+        return _static(options)
     raise SpecError(
         "nnodes",
         "more than one node needs a place to meet, the same on every host: --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
@@ -155,33 +176,67 @@ def _address(options: argparse.Namespace, static: bool) -> tuple[str, int]:
     )
 
 
+def _static(options: argparse.Namespace) -> tuple[str, int]:
+    """``--master-addr`` and ``--master-port``. Raises `SpecError`."""
+    host, _ = parse_endpoint("master-addr", f"[{options.master_addr.strip('[]')}]")
+    port = STATIC_PORT if options.master_port is None else options.master_port
+    if not 0 < port < 2**16:
+        raise SpecError("master-port", f"{port} is not a port from 1 to 65535")
+    return host, port
+
+
 def _master(text: str) -> str:
     host, port = parse_endpoint("master", text)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _durations(conf: Mapping[str, str]) -> tuple[dict[str, float], list[str]]:
-    """What the configuration sets in the job's spec, and the keys that have no meaning here."""
+def _durations(conf: Mapping[str, str], backend: str) -> tuple[dict[str, float], list[str]]:
+    """What the configuration sets in the job's spec, and the keys that have no meaning here.
+
+    A value that is no number is refused where torch's own ``backend`` reads that key, and on one host (``backend`` empty).
+    Elsewhere the key does nothing, as under torchrun.
+    """
     found: dict[str, float] = {}
+    kept_alive: dict[str, float] = {}
     unused = []
     for key, value in conf.items():
-        if key in _DURATIONS:
-            found[_DURATIONS[key]] = _seconds(key, value)
-        elif key in _UNUSED or key not in ("is_host", "store_type", "keep_alive_interval", "keep_alive_max_attempt"):
+        if key in _USED:
+            continue
+        if key in _UNUSED:
+            _seconds(key, value, least=-1.0 if key == "rank" else 0.0)
             unused.append(f"--rdzv-conf {key}")
-    if "keep_alive_interval" in conf or "keep_alive_max_attempt" in conf:
-        interval = _seconds("keep_alive_interval", conf.get("keep_alive_interval", "5"))
-        found["silence_s"] = interval * _seconds("keep_alive_max_attempt", conf.get("keep_alive_max_attempt", "3"))
+        elif not (key in _DURATIONS or key in _KEEP_ALIVE):
+            known = (*_DURATIONS, *_KEEP_ALIVE, *_USED, *_UNUSED)
+            raise SpecError("rdzv-conf", f"there is no {key!r}{usage.meant(key, known)}; there are: {', '.join(known)}")
+        elif (key == "timeout" and backend not in ("", "static")) or not _taken(key, value, backend):
+            unused.append(f"--rdzv-conf {key}")
+        elif key in _DURATIONS:
+            found[_DURATIONS[key]] = _seconds(key, value)
+        else:
+            kept_alive[key] = _seconds(key, value)
+    if kept_alive:
+        found["silence_s"] = math.prod({**_KEEP_ALIVE, **kept_alive}.values())
     return found, unused
 
 
-def _seconds(key: str, value: str) -> float:
+def _taken(key: str, value: str, backend: str) -> bool:
+    """Is it a number? Raises `SpecError` where it is none, and torch's backend of that name would not start with it either."""
+    try:
+        _seconds(key, value)
+    except SpecError:
+        if not backend or (key == "timeout") == (backend == "static"):
+            raise
+        return False
+    return True
+
+
+def _seconds(key: str, value: str, least: float = 0.0) -> float:
     try:
         seconds = float(value)
     except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < 10**9:
-        raise SpecError("rdzv-conf", f"{key}={value}: not a number above 0")
+        seconds = least
+    if not least < seconds < 10**9:
+        raise SpecError("rdzv-conf", f"{key}={value}: not a number above {least:g}")
     return seconds
 
 

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dlrover_adapters.cli import check_flags, policies, torchrun_flags, values
+from dlrover_adapters.cli import before, check_flags, policies, torchrun_flags, usage, values
 from dlrover_adapters.cli import meeting as meetings
 from dlrover_adapters.cli.places import shown
 from dlrover_adapters.cli.torchrun_flags import Given, Nodes, Options
 from dlrover_core.errors import SpecError
-from dlrover_core.spec import NAME_BYTES_MAX, ON_JOIN, GroupSpec, JobSpec
+from dlrover_core.spec import NAME_BYTES_MAX, NODES_MAX, ON_JOIN, GroupSpec, JobSpec
 
 EPILOG = """\
 examples:
@@ -55,7 +55,7 @@ LOG_ATTEMPTS_MAX = 10
 
 def parser() -> argparse.ArgumentParser:
     """The parser. Building it imports nothing slow, so that --help is instant. Raises `SpecError` for a bad ``PET_``."""
-    made = argparse.ArgumentParser(
+    made = usage.Parser(
         prog="dlrover-run",
         usage="dlrover-run [options] SCRIPT [arguments of the script ...]",
         description="Run a distributed training script, in place of torchrun, and keep it running.",
@@ -231,7 +231,8 @@ def _policy(ours: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME=SECONDS",
-        help="a duration of the job's spec, for instance stop_grace_s=60; a name it does not have lists all it has",
+        help="a duration of the job's spec: stop_grace_s=60, or hung_s=5 (a process of ours that does not answer for so long is "
+        "killed and replaced; 0: never); a name it does not have lists all it has",
     )
 
 
@@ -334,11 +335,12 @@ def _places(ours: argparse._ArgumentGroup) -> None:
 
 def workers(text: str) -> int:
     """``--nproc-per-node`` as a number. Raises `SpecError`."""
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
+    number = values.whole(text)
+    if number:
+        return number
     if text not in ("auto", "cpu", "gpu", "xpu"):
         raise SpecError("nproc-per-node", f"{text!r} is not a number, nor one of auto, cpu, gpu, xpu")
-    devices = 0 if text == "cpu" else _devices(text)
+    devices = _devices(text) if text == "auto" or (text != "cpu" and before.has_driver(text)) else 0
     if text in ("gpu", "xpu") and not devices:
         name = {"gpu": "CUDA", "xpu": "XPU"}[text]
         raise SpecError("nproc-per-node", f"{text}: no {name} device is visible; say cpu, or a number")
@@ -364,16 +366,6 @@ def signals(text: str) -> tuple[signal.Signals, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def ranks_filter(text: str) -> tuple[int, ...] | None:
-    """``--local-ranks-filter``: the local ranks to show; None: all. Raises `SpecError`."""
-    if not text:
-        return None
-    parts = [one.strip() for one in text.split(",")]
-    if not all(one.isdecimal() for one in parts):
-        raise SpecError("local-ranks-filter", f"{text!r} is not a list of local ranks; say for example 0,1")
-    return tuple(int(one) for one in parts)
-
-
 def size(options: Options) -> Nodes:
     """Fewest and most nodes. Raises `SpecError`."""
     local: int | None = options.local_nodes
@@ -382,8 +374,8 @@ def size(options: Options) -> Nodes:
         raise SpecError("local-nodes", f"at least one node is needed, got {local}")
     if asked is None:
         return Nodes(local or 1, local or 1)
-    if not 1 <= asked.fewest <= asked.most:
-        raise SpecError("nnodes", f"need 1 <= MIN <= MAX, got {asked}")
+    if not 1 <= asked.fewest <= asked.most <= NODES_MAX:
+        raise SpecError("nnodes", f"need 1 <= MIN <= MAX <= {NODES_MAX}, got {asked}")
     if local is not None and asked.most != local:
         raise SpecError("nnodes", f"{asked.most} nodes, but --local-nodes {local}: on one host they must be as many")
     if options.standalone and asked.most > 1 and local is None:
@@ -545,7 +537,7 @@ def _shutdown_timeout(options: Options) -> Setting | None:
     told = os.environ.get(variable)
     if not told:
         return None
-    if not told.isdecimal():
+    if values.whole(told) is None:
         raise SpecError(variable, f"{told!r} is not a number of seconds")
     return Setting(float(told), variable)
 
@@ -554,8 +546,11 @@ def _duration(text: str) -> tuple[str, float]:
     known = {one.name: one for one in dataclasses.fields(JobSpec) if one.name.endswith("_s")}
     name, _, value = text.partition("=")
     if name not in known:
-        listed = "".join(f"\n  {one.name}={one.default:g}  {one.metadata['doc']}" for one in known.values())
-        raise SpecError("set", f"there is no duration {name!r}; there are, with their defaults in seconds:{listed}")
+        listed = ", ".join(f"{one.name}={one.default:g}" for one in known.values())
+        near = usage.meant(name, known)
+        raise SpecError(
+            "set", f"there is no duration {name!r}{near}; there are, with their defaults in seconds: {listed}"
+        )
     try:
         return name, float(value)
     except ValueError as error:
@@ -570,6 +565,7 @@ def where(options: Options) -> str:
 
 def check(options: Options) -> None:
     """Refuse what has no place here, with what to do instead. Raises `SpecError`."""
+    before.check(options)
     if options.logs_specs not in (None, "default"):
         raise SpecError(
             "logs-specs",
@@ -585,9 +581,18 @@ def check(options: Options) -> None:
         raise SpecError("standby", "hosts that join are each other's standbys; start more of them than --nnodes MAX")
 
 
+_DIALLED = ("--rdzv-endpoint", "--master-port")  # some scripts connect there by number
+
+
 def notes(options: Options) -> Mapping[str, str]:
     """Flags that were given and do nothing here, with the reason."""
     found = {f"--{dest.replace('_', '-')}": why for dest, why in torchrun_flags.UNUSED.items() if options.given(dest)}
     met = meeting(options)
     why = "several hosts only" if not met.joining else f"not with {met.backend}"
-    return {**found, **check_flags.notes(options), **dict.fromkeys(met.unused, why)}
+    unused = dict.fromkeys(met.unused, why)
+    if not met.joining:
+        dialled = {
+            one: f"{why}; the store is where MASTER_ADDR and MASTER_PORT say" for one in unused if one in _DIALLED
+        }
+        unused.update(dialled)
+    return {**found, **check_flags.notes(options), **unused}

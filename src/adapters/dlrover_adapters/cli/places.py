@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -55,7 +57,13 @@ def log_url(log: str | None, state_dir: Path | None) -> str:
         from dlrover_core.logs.place import default_state_dir
 
         state_dir = default_state_dir()
-    return "sqlite://" + quote(str(state_dir.absolute() / "log.db"))
+    return "sqlite://" + quote(os.fsencode(state_dir.absolute() / "log.db"))
+
+
+def show_any_text() -> None:
+    """Let any text be printed to stdout: what its encoding does not have is escaped, as it is on stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def shown(url: str) -> str:

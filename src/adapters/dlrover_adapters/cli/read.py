@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dlrover_adapters.cli.places import FAILED, OK, NotFound, find_job, log_arguments, log_url, said_when_slow, shown
+from dlrover_core.words import quiet_json
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -268,9 +269,9 @@ async def report(args: argparse.Namespace) -> int:
 
 def as_json(value: Any) -> str:
     """One value, to be read by people too."""
-    return json.dumps(value, indent=2, ensure_ascii=False)
+    return quiet_json(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def as_line(value: Any) -> str:
     """One value in one line."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return quiet_json(json.dumps(value, separators=(",", ":"), ensure_ascii=False))

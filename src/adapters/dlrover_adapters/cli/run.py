@@ -11,16 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dlrover_adapters.cli import before, usage
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli.torchrun_flags import Options
 from dlrover_core.errors import CoreError, SpecError
 
 if TYPE_CHECKING:
+    from dlrover_adapters.cli.meeting import Meeting
     from dlrover_adapters.cli.settings import Settings
     from dlrover_backends.local import LocalNodeHost
     from dlrover_backends.local.process import Started
 
-EX_OK, EX_FAILED, EX_USAGE, EX_SOFTWARE = 0, 1, 2, 70
+EX_OK, EX_FAILED, EX_SOFTWARE = 0, 1, 70
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,20 +30,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser = cli_options.parser()
     except SpecError as error:  # a PET_ variable
-        print(f"dlrover-run: error: {error}", file=sys.stderr)
-        return EX_USAGE
+        return usage.say("dlrover-run", error)
     options = cli_options.noted(parser, parser.parse_args(argv, namespace=Options()))
     if options.version:
         return _version()
     if options.script is None:
-        parser.error("name the script to run; see --help for examples")
+        return usage.say("dlrover-run", "name the script to run; see --help for examples")
     try:
         cli_options.check(options)
         if options.show_config:
             return _show_config(options)
         return _run(options)
     except SpecError as error:
-        parser.error(str(error))
+        return usage.say("dlrover-run", error)
     except (CoreError, OSError) as error:
         print(f"dlrover-run: {error}", file=sys.stderr)
         return EX_SOFTWARE
@@ -50,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_config(options: Options) -> int:
-    from dlrover_adapters.cli import show_config
+    from dlrover_adapters.cli import places, show_config
 
+    places.show_any_text()
     print(show_config.text(show_config.rows(options), options.show_config))
     return EX_OK
 
@@ -59,8 +61,9 @@ def _show_config(options: Options) -> int:
 def _run(options: Options) -> int:
     from dlrover_adapters.cli import ahead
 
+    before.check_kernel()
     settings, meeting = prepare(options), cli_options.meeting(options)
-    token = _token(options, shared=meeting.joining)
+    token = _token(options, meeting, Path(settings.directory))
     # First of all: torch's import takes longest, and everything below happens meanwhile.
     with ahead.started(settings, token, options.local_nodes or 1) as first:
         importlib.import_module("dlrover_adapters.telemetry.light")
@@ -108,13 +111,17 @@ def say_unused(options: Options) -> None:
         print(f"dlrover-run: {flag} does nothing here: {why}", file=sys.stderr)
 
 
-def _token(options: Options, *, shared: bool) -> str:
-    """The job token: given, or where it need not be ``shared`` with other hosts one for this run alone. Raises `SpecError`."""
-    from dlrover_adapters.http.token import load_token, make_token, require_token
+def _token(options: Options, meeting: Meeting, directory: Path) -> str:
+    """The job token: given; for launchers that meet at a loopback address the job's own; else made. Raises `SpecError`."""
+    from dlrover_adapters.cli.hosts import literally_loops
+    from dlrover_adapters.http.token import load_token, loopback_token, make_token, require_token
 
-    if shared:
-        return require_token(os.environ, options.token_file)
-    return load_token(os.environ, options.token_file) or make_token()
+    token = load_token(os.environ, options.token_file)
+    if token or not meeting.joining:
+        return token or make_token()
+    if meeting.host and literally_loops(meeting.host):
+        return loopback_token(directory)
+    return require_token(os.environ, options.token_file)
 
 
 def _version() -> int:
@@ -136,12 +143,16 @@ def prepare(options: Options) -> Settings:
     from dlrover_adapters.cli.settings import Settings
 
     how = workers.settings(options)
+    for words in before.warnings(options, how["nproc"]):
+        print(f"dlrover-run: {words}", file=sys.stderr)
     how["log_dir"] = workers.log_dir(how)
     if how["log_dir"] and not options.log_dir:
         print(f"dlrover-run: output is kept in {how['log_dir']}", file=sys.stderr)
     job, met = cli_options.job_name(options), cli_options.meeting(options)
     spec = cli_options.spec(options, job, how["nproc"])
     state, directory = directories(options.state_dir, job)
+    log = log_url(options.log, state)
+    before.make_log_folder(log)
     tls = cli_options.TlsFiles()
     if met.joining:
         tls = cli_options.tls_files(options, shows=not met.masters, dials=True)
@@ -152,10 +163,11 @@ def prepare(options: Options) -> Settings:
         mark=run,
         joining=spec.joining,
         place=met.place,
+        store_at=workers.store_at(met.store),
         tls_cert=tls.cert,
         tls_key=tls.key,
         tls_ca=tls.ca,
-        log=log_url(options.log, state),
+        log=log,
         directory=str(directory),
         imports=str(state / "imports") if workers.ahead(options.preload) else "",
         **how,
@@ -170,13 +182,12 @@ def prepare(options: Options) -> Settings:
 def _node_host(settings: Settings, config: Path, token: str, first: list[Started], standby: int) -> LocalNodeHost:
     import contextlib
 
-    from dlrover_adapters.cli.ahead import agent_command
-    from dlrover_backends.local import Ahead, LocalCommand, LocalNodeHost
-
-    def command(control: int) -> LocalCommand:
-        return agent_command(settings, str(config), token, control)
+    from dlrover_adapters.agent import looks
+    from dlrover_adapters.cli.ahead import later_agents
+    from dlrover_backends.local import Ahead, LocalNodeHost
 
     for one in first:
         with contextlib.suppress(OSError):  # dead already: the host will notice
             one.tell(settings=str(config))
-    return LocalNodeHost(settings.node_host, Ahead(command, first, standby))
+    ahead = Ahead(later_agents(settings, token), first, standby, settings.job.hung_s, looks.seen)
+    return LocalNodeHost(settings.node_host, ahead)

@@ -46,6 +46,18 @@ def claim(directory: Path, job: str) -> Iterator[int]:
         os.close(fd)
 
 
+def relocked(directory: Path) -> int:
+    """Lock a job anew whose directory was removed under its launcher; the lock. Raises `OSError` where another one has it."""
+    fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def _claimed(fd: int, job: str) -> None:
     deadline = time.monotonic() + PREDECESSOR_S
     while not _lock(fd):
@@ -80,8 +92,8 @@ def _lock(fd: int) -> bool:
 def folder(run: str, *also: int) -> Iterator[Path]:
     """The private folder of a run, with a sweeper that holds the locks ``also`` until it is done. Removed at the end."""
     sweep()
-    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_roof()))
-    lock = _locked(path, f"{MARK}={run}")
+    path = _made()
+    lock = locked(path, run)
     reading, writing = os.pipe()
     sweeper = _sweeper(path, f"{MARK}={run}", reading, lock, *also)
     os.close(reading)
@@ -95,9 +107,31 @@ def folder(run: str, *also: int) -> Iterator[Path]:
         os.close(lock)
 
 
-def _roof() -> str | None:
-    """Where folders are made: the system's temporary one, unless sockets in it would have too long a path."""
-    return None if len(os.fsencode(tempfile.gettempdir())) <= PATH_BYTES_MAX - len(PREFIX) - 8 else "/tmp"  # noqa: S108  # mkdtemp makes it ours
+def roofs() -> list[str]:
+    """Where folders may be made, the best first; each is short enough for sockets to be named in it.
+
+    The system's temporary folder; else /tmp, which has a short name; else the user's own for sockets, which goes at logout.
+    """
+    found = ["/tmp", os.environ.get("XDG_RUNTIME_DIR", "")]  # noqa: S108  # mkdtemp makes it ours
+    with contextlib.suppress(OSError):  # there is none that can be written to
+        found.insert(0, tempfile.gettempdir())
+    long = PATH_BYTES_MAX - len(PREFIX) - 8
+    return [one for one in dict.fromkeys(found) if os.path.isabs(one) and len(os.fsencode(one)) <= long]
+
+
+def _made() -> Path:
+    """A new private folder. Raises `SpecError`."""
+    why = []
+    for roof in roofs():
+        try:
+            return Path(tempfile.mkdtemp(prefix=PREFIX, dir=roof))
+        except OSError as error:
+            why.append(f"{roof}: {error.strerror}")
+    raise SpecError(
+        "TMPDIR",
+        f"no folder for this run's sockets can be made ({'; '.join(why)}); set TMPDIR to a folder of yours on a local disk "
+        f"whose path has at most {PATH_BYTES_MAX - len(PREFIX) - 8} bytes",
+    )
 
 
 def _sweeper(path: Path, mark: str, pipe: int, *locks: int) -> subprocess.Popen[bytes]:
@@ -112,18 +146,19 @@ def _sweeper(path: Path, mark: str, pipe: int, *locks: int) -> subprocess.Popen[
     )
 
 
-def _locked(path: Path, mark: str) -> int:
+def locked(path: Path, run: str) -> int:
+    """Make and lock the file by which others see that the folder is in use; its descriptor. Raises `OSError`."""
     # Under its name only once it is locked: a sweep must not find it in between.
     fd = os.open(path / "new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    os.write(fd, mark.encode())
+    os.write(fd, f"{MARK}={run}".encode())
     os.rename(path / "new", path / LOCK)
     return fd
 
 
 def sweep() -> None:
     """End what is left of this user's runs whose launcher and sweeper are gone both."""
-    for lock in Path(_roof() or tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+    for lock in [one for roof in roofs() for one in Path(roof).glob(f"{PREFIX}*/{LOCK}")]:
         try:
             if lock.parent.lstat().st_uid != os.getuid():
                 continue

@@ -9,6 +9,7 @@ import secrets
 import sys
 from pathlib import Path
 
+from dlrover_adapters.cli import before
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli.meeting import PORT, parse_endpoint
 from dlrover_adapters.cli.settings import Settings
@@ -46,6 +47,7 @@ async def run(args: argparse.Namespace) -> int:
     from dlrover_adapters.http.token import require_token
     from dlrover_adapters.telemetry.logs import set_up
 
+    before.check_kernel()
     options = Options()
     vars(options).update(vars(args))
     settings = _settings(options)

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dlrover_core.spec import JobSpec
+from dlrover_core.words import plain
 
-EX_OVER, EX_AGAIN, EX_FATAL = 0, 75, 78
-"""How a master ends: the job is over; start another one; nobody like it can lead this log."""
+EX_OVER, EX_AGAIN, EX_FATAL, EX_UNRECORDED = 0, 75, 78, 79
+"""How a master ends: the job is over; start another one; nobody like it can lead this log; over, and well, but the log cannot
+take that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,8 @@ class Settings:
     """One run of one job on this host. Paths are absolute. The token is in none of it: it travels in the environment.
 
     ``mark`` is what everything bears in its environment that this launcher starts. ``address`` is where other hosts reach this
-    one's stores, which listen at ``store_bind``. ``joining``, ``seat`` and ``place``: as in `JobSpec` and `Agent`.
+    one's stores, which listen at ``store_bind``. ``joining``, ``seat`` and ``place``: as in `JobSpec` and `Agent`, ``store_at``
+    as in `LaunchConfig`.
     ``tls_...``: what masters show, and what agents check it by. ``shared``: masters of other hosts may lead in this log, too, so
     its run has begun before any of them starts. ``detect``: do agents look for signs of failures? ``watch_grads``: do
     workers look at their gradients' norm? ``imports``: as in `LaunchConfig`.
@@ -53,6 +56,7 @@ class Settings:
     run_dir: str | None = None
     address: str = "127.0.0.1"
     store_bind: str = "127.0.0.1"
+    store_at: str = ""
     joining: bool = False
     seat: str = ""
     place: int = -1
@@ -67,14 +71,9 @@ class Settings:
     log_level: str = "info"
     control_log: str = field(default="")
 
-    @property
-    def stop_file(self) -> Path:
-        """Where the launcher says that the job is to stop, and why, before it tells masters: for those that cannot hear yet."""
-        return Path(self.run_dir or self.directory) / "stop"
-
     def holder(self, pid: int, number: int = 0) -> str:
         """The name under which a process of this launcher leads, its ``number``-th; nobody else ever bears it."""
-        return f"{socket.gethostname()}/{pid}/{self.mark}-{number}"
+        return f"{plain(socket.gethostname())}/{pid}/{self.mark}-{number}"
 
     def is_ours(self, holder: str) -> bool:
         """Is it the name of a process of this launcher?"""
@@ -98,6 +97,13 @@ class Settings:
             json.dump(dataclasses.asdict(self), file, indent=1)
         part.replace(path)
         return path
+
+    def in_memory(self) -> int:
+        """Write it into a file that nobody can remove; the descriptor, for who inherits it."""
+        fd = os.memfd_create("dlrover-settings")
+        with open(fd, "w", encoding="utf-8", closefd=False) as file:
+            json.dump(dataclasses.asdict(self), file)
+        return fd
 
     @classmethod
     def read(cls, path: str) -> Settings:

@@ -125,10 +125,11 @@ def _meeting(options: Options) -> Iterator[Row]:
         "place": "node_rank",
         "masters": "master",
         "local_addr": "local_addr",
+        "store": "rdzv_endpoint" if options.given("rdzv_endpoint") else "master_port",
     }
     for one in dataclasses.fields(met):
         if one.name in sources:
-            origin = options.origin(sources[one.name]) if met.joining else "default"
+            origin = options.origin(sources[one.name]) if met.joining or met.store else "default"
             yield Row("rendezvous", one.name, _listed(getattr(met, one.name)), "", _listed(one.default), origin)
 
 

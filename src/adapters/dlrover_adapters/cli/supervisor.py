@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dlrover_adapters.agent import signals
 from dlrover_adapters.agent.spawn import module_command
+from dlrover_adapters.cli.asking import Asking, on_terminal
 from dlrover_adapters.cli.scratch import MARK
-from dlrover_adapters.cli.settings import EX_FATAL, EX_OVER, Settings
+from dlrover_adapters.cli.settings import EX_FATAL, EX_OVER, EX_UNRECORDED, Settings
 from dlrover_core.runtime.within import within
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ class Nodes(Protocol):
         """Wait until those started first need the processor no longer."""
         ...
 
+    async def restore(self) -> None:
+        """Make sockets anew that were removed. Raises `OSError` and `CoreError`."""
+        ...
+
     def kill(self) -> None:
         """SIGKILL them all."""
         ...
@@ -74,6 +79,9 @@ class NoNodes:
 
     async def warm(self) -> None:
         """Nothing needs the processor."""
+
+    async def restore(self) -> None:
+        """There is no socket."""
 
     def kill(self) -> None:
         """Nothing to kill."""
@@ -94,18 +102,29 @@ class Supervisor:
     ) -> None:
         self._settings, self._token, self._port, self._host = settings, token, port, host
         self._command, self._leaves = command, leaves
-        self._config = os.path.join(settings.directory, "settings.json")
+        # Files in memory: whatever becomes of the disk, masters can be started, and told to stop the job.
+        self._papers = self._stop = -1
+        self._say = on_terminal(command)
         self._masters: dict[int, asyncio.subprocess.Process] = {}
         self._over = asyncio.Event()
         self._crashes: list[float] = []
         self._dead: list[tuple[float, str]] = []
         self._asked = self._number = 0
         self._failure = ""
-        self.left = False
+        self.left = self.unrecorded = False
         self.stopped_by: signal.Signals | None = None
 
     async def run(self) -> None:
         """Until the job is over. Raises `MastersFailed`."""
+        self._papers, self._stop = self._settings.in_memory(), os.memfd_create("dlrover-stop")
+        try:
+            await self._run()
+        finally:
+            papers, stop, self._papers, self._stop = self._papers, self._stop, -1, -1
+            os.close(papers)
+            os.close(stop)
+
+    async def _run(self) -> None:
         async with self._host:
             keepers = [asyncio.ensure_future(self._keep_one())]
             if not self._settings.shared:
@@ -137,12 +156,16 @@ class Supervisor:
             began = loop.time()
             self._number += 1
             code = await self._one_master(self._number)
+            if code == EX_UNRECORDED:
+                self.unrecorded = True
+                self._over.set()
+                return
             if code == EX_OVER or (self._leaves and self._asked):
                 self.left = code != EX_OVER
                 self._over.set()
                 return
             if self._asked and code == -signal.SIGTERM:
-                continue  # asked before it could listen; the next one finds the file
+                continue  # asked before it could listen; the next one finds the words
             if code == EX_FATAL:
                 raise MastersFailed(f"the job's log cannot be led; see {self._settings.control_log}")
             self._crashes = [at for at in self._crashes if at > loop.time() - CRASH_WINDOW_S] + [loop.time()]
@@ -155,11 +178,21 @@ class Supervisor:
 
     async def _one_master(self, number: int) -> int:
         """The exit code of a master that knows who is dead: any of them may have led last, for some are refused by the log."""
+        spec = self._settings.job
+        asking = Asking(spec.job, spec.hung_s, self._say, self._after_hung)
+        try:
+            return await self._living_master(number, asking)
+        finally:
+            asking.close()
+
+    async def _living_master(self, number: int, asking: Asking) -> int:
         fd, began = self._port.fileno(), asyncio.get_running_loop().time()
         process = await asyncio.create_subprocess_exec(
             *module_command("dlrover_adapters.cli.master"),
             "--config",
-            self._config,
+            f"/proc/self/fd/{self._papers}",
+            "--stop",
+            str(self._stop),
             "--job",
             self._settings.job.job,
             "--fd",
@@ -168,13 +201,16 @@ class Supervisor:
             str(os.getpid()),
             "--number",
             str(number),
+            "--asked",
+            str(asking.theirs.fileno()),
             *(word for _, holder in self._dead for word in ("--dead", holder)),
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=(fd,),
+            pass_fds=(fd, self._papers, self._stop, asking.theirs.fileno()),
             env={**os.environ, "DLROVER_TOKEN": self._token, MARK: self._settings.mark},
             start_new_session=True,
         )
         self._masters[process.pid] = process
+        asking.begin(process.pid, functools.partial(self._kill, process))
         if self._leaves and self._asked:
             self._ask(process)
         try:
@@ -189,15 +225,27 @@ class Supervisor:
             if len(self._dead) > DEAD_MAX:
                 self._dead.remove(min(self._dead))
 
+    def _after_hung(self, leads: bool) -> str:
+        """What follows when a master that hangs is killed, for people."""
+        if not leads:
+            return "another one takes its place"
+        if self._settings.shared:
+            return "another host's master leads, or a new one here"
+        return "the one in reserve leads" if len(self._masters) > 1 else "a new one is started"
+
     @staticmethod
     def _ask(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
 
+    @staticmethod
+    def _kill(process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
     async def _end_masters(self) -> None:
         for process in list(self._masters.values()):
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            self._kill(process)
             await process.wait()
 
     def fail(self, why: str) -> None:
@@ -215,7 +263,8 @@ class Supervisor:
             self.stopped_by = number
             if self._settings.run_dir is not None:
                 signals.tell(self._settings.run_dir, number)
-            self._settings.stop_file.write_text(f"{self._command} got {signal.Signals(number).name}")
+            if self._stop >= 0:
+                os.pwrite(self._stop, f"{self._command} got {signal.Signals(number).name}".encode(), 0)
             for process in self._masters.values():
                 self._ask(process)
             loop.call_later(SAY_S, self._say_stopping)
@@ -230,9 +279,8 @@ class Supervisor:
 
     def _say_stopping(self) -> None:
         if not self._over.is_set() and self._asked == 1:
-            clear = "\r\x1b[K" if sys.stderr.isatty() else ""
             wait = "workers have their grace, and a master must be able to decide it; once more kills them"
-            print(f"{clear}{self._command}: job {self._settings.job.job} stops: {wait}", file=sys.stderr)
+            self._say(f"job {self._settings.job.job} stops: {wait}")
 
     def _leave(self) -> None:
         """The first time: let our master hand over, and go. The second: do not wait for it."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from dlrover_core.job import failures, hangs, health, pace
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
+from dlrover_core.words import plain
 
 if TYPE_CHECKING:
     from dlrover_core.history.checks import CheckNews
@@ -77,7 +78,7 @@ class Teller:
     def _say(self, text: str) -> None:
         # Over the live line, which draws itself again.
         clear = "\r\x1b[K" if os.isatty(self._fd) else ""
-        line = (clear + text).encode(errors="replace")[: LINE_BYTES_MAX - 1] + b"\n"
+        line = (clear + " ".join(plain(text, LINE_BYTES_MAX).splitlines())).encode()[: LINE_BYTES_MAX - 1] + b"\n"
         try:
             if not _writable(self._fd):
                 self.lost += 1

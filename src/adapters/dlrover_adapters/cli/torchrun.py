@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import socket
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +32,7 @@ UNUSED = {
     "store_type", "rank",
 }  # fmt: skip
 OURS = {
-    "join_timeout", "last_call_timeout", "is_host", "state_dir", "log", "token_file", "on_join", "log_level",
+    "join_timeout", "last_call_timeout", "is_host", "state_dir", "log", "token_file", "on_join", "log_level", "reserve",
     "tls_cert", "tls_key", "tls_ca",
 }  # fmt: skip
 
@@ -62,13 +65,17 @@ def create(params: Any) -> Any:
     """The rendezvous for this torchrun; on HOST with its masters. Raises `ValueError` for what cannot be right."""
     from dlrover_adapters.agent.keeper import open_store
     from dlrover_adapters.cli import hosts
+    from dlrover_adapters.cli.torchrun_asking import Asking
     from dlrover_adapters.http.client import HttpDialer
     from dlrover_adapters.http.tls import dialled
     from dlrover_adapters.torch.rendezvous import DlroverRendezvous
     from dlrover_adapters.torch.torchrun_line import Parts
 
     host, port = _endpoint(params)
-    spec, place = _spec(params, port), _place(params, port)
+    job = _name(params.run_id, port)
+    free = None if port else hosts.bind(host, 0)
+    port = port if free is None else int(free.getsockname()[1])
+    spec, place = _spec(params, job), _place(params, job)
     _log_to(place, params.get("log_level", "info"))
     token, tls = _token(params, place, host), _tls(params)
     encryption = dialled(tls.ca)
@@ -76,7 +83,10 @@ def create(params: Any) -> Any:
     where = hosts.place(master, params.local_addr or "")
     seat = contextlib.ExitStack()
     name = seat.enter_context(hosts.seat(place.directory)).name
-    masters = _masters(params, spec, place, token, host, port, tls)
+    port_socket = free or _port(params, host, port)
+    masters = _masters(params, spec, place, token, port_socket, master, tls) if port_socket is not None else None
+
+    asking = Asking(master, token, encryption)
 
     def close(seconds: float | None) -> None:
         if masters is not None:
@@ -92,10 +102,15 @@ def create(params: Any) -> Any:
         address=where.address,
         seat=name,
         join_s=spec.launch_s,
+        # The masters end with HOST's torchrun, and the job needs them.
+        reserve=masters is not None or bool(params.get_as_bool("reserve")),
         open_store=open_store,
         words=_words,
         trouble=lambda: masters.trouble if masters is not None else "",
         close=close,
+        over=lambda: (masters is not None and masters.over) or asking.over(),
+        stop=asking.stop,
+        say=lambda words: print(f"torchrun: {words}", file=sys.stderr, flush=True),
     )
     return DlroverRendezvous(params.run_id, parts)
 
@@ -111,16 +126,21 @@ def _words(error_file: str) -> Words:
 
 
 def _endpoint(params: Any) -> tuple[str, int]:
+    """Where the master listens. Port 0: at a free one, as the only node of its job may ask, or say nothing at all."""
     from dlrover_adapters.cli.meeting import parse_endpoint
 
-    if not (params.endpoint or "").strip():
+    text = (params.endpoint or "").strip()
+    if params.max_nodes == 1 and (not text or text.endswith(":0")):
+        host, _ = parse_endpoint("rdzv-endpoint", text[: -len(":0")] or "127.0.0.1")
+        return host, 0
+    if not text:
         raise ValueError(
             "--rdzv-backend dlrover needs --rdzv-endpoint HOST:PORT, the same on every host; HOST runs the master"
         )
-    return parse_endpoint("rdzv-endpoint", params.endpoint)
+    return parse_endpoint("rdzv-endpoint", text)
 
 
-def _spec(params: Any, port: int) -> JobSpec:
+def _spec(params: Any, job: str) -> JobSpec:
     """What the master is told. Torch counts restarts, and a torchrun may be started again as often as somebody likes."""
     from dataclasses import fields
 
@@ -139,7 +159,7 @@ def _spec(params: Any, port: int) -> JobSpec:
     given.setdefault("last_call_s", _seconds("last_call_timeout", params.get("last_call_timeout", 30)))
     group = GroupSpec(nodes_min=params.min_nodes, nodes_max=params.max_nodes, nproc=1, relaunch_max=WITHOUT_END)
     return JobSpec(
-        job=_name(params.run_id, port),
+        job=job,
         groups=(group,),
         max_restarts=WITHOUT_END,
         on_join=str(params.get("on_join", "restart")),
@@ -158,17 +178,18 @@ def _seconds(name: str, value: Any) -> float:
 
 
 def _name(run_id: str, port: int) -> str:
-    """``--rdzv-id`` as a job's name; torchrun's default is everybody's, so the port is added to it."""
-    if run_id == DEFAULT_ID:
-        return f"torchrun-{port}"
-    return re.sub(r"[^a-z0-9_.]+", "-", run_id.lower()).strip("-._")[:63].strip("-._") or f"torchrun-{port}"
+    """``--rdzv-id`` as a job's name. Torchrun's default is everybody's: the port is added, or the time where it is any."""
+    cleaned = re.sub(r"[^a-z0-9_.]+", "-", run_id.lower()).strip("-._")[:63].strip("-._")
+    if cleaned and run_id != DEFAULT_ID:
+        return cleaned
+    return f"torchrun-{port}" if port else f"torchrun-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def _place(params: Any, port: int) -> Place:
+def _place(params: Any, job: str) -> Place:
     from dlrover_adapters.cli.places import log_url
     from dlrover_core.logs.place import default_state_dir, private_dir, refuse_remote
 
-    stated, job = params.get("state_dir"), _name(params.run_id, port)
+    stated = params.get("state_dir")
     if stated:
         refuse_remote(Path(stated).absolute())
     state = private_dir(Path(stated).absolute()) if stated else default_state_dir()
@@ -177,25 +198,13 @@ def _place(params: Any, port: int) -> Place:
 
 def _token(params: Any, place: Place, host: str) -> str:
     """The job token. Where nobody can come from another host, one that lies in the job's private directory will do."""
-    from dlrover_adapters.http.token import load_token, make_token, require_token
+    from dlrover_adapters.cli.hosts import literally_loops
+    from dlrover_adapters.http.token import load_token, loopback_token, require_token
 
     given = params.get("token_file")
-    if params.max_nodes > 1 and not _loops(host):
+    if params.max_nodes > 1 and not literally_loops(host):
         return require_token(os.environ, given)
-    told = load_token(os.environ, given)
-    if told:
-        return told
-    path = place.directory / "torchrun.token"
-    with contextlib.suppress(FileExistsError):
-        part = path.with_suffix(f".{os.getpid()}")
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(make_token())
-        try:
-            os.link(part, path)  # whole, and the first one counts
-        finally:
-            part.unlink()
-    return load_token({}, path)
+    return load_token(os.environ, given) or loopback_token(place.directory)
 
 
 def _tls(params: Any) -> Tls:
@@ -217,15 +226,6 @@ def _tls(params: Any) -> Tls:
     return found
 
 
-def _loops(host: str) -> bool:
-    import ipaddress
-
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _log_to(place: Place, level: str) -> None:
     import structlog
 
@@ -238,35 +238,35 @@ def _log_to(place: Place, level: str) -> None:
         set_up(place.directory / "control.log", level, role="torchrun", pid=os.getpid())
 
 
-def _masters(params: Any, spec: JobSpec, place: Place, token: str, host: str, port: int, tls: Tls) -> Masters | None:
-    """HOST's masters, if this is HOST and nobody has started them yet. Raises `ValueError`."""
+def _port(params: Any, host: str, port: int) -> socket.socket | None:
+    """Where HOST's masters will listen, if this is HOST and nobody has started them yet. Raises `ValueError`."""
     from dlrover_adapters.cli import hosts
-    from dlrover_adapters.cli.torchrun_masters import Masters
-    from dlrover_adapters.http import tls as encryption
 
     stated = params.get_as_bool("is_host")
     if stated is False or (stated is None and not hosts.is_this_machine(host)):
         return None
     try:
-        port_socket = hosts.bind(host, port)
+        return hosts.bind(host, port)
     except OSError as error:
         if hosts.is_taken(error):
             return None  # by another torchrun on this machine, or its masters: then we dial as everybody does
         raise ValueError(f"the master cannot listen at {hosts.joined(host, port)}: {error.strerror}") from error
-    with port_socket:
+
+
+def _masters(
+    params: Any, spec: JobSpec, place: Place, token: str, port: socket.socket, address: str, tls: Tls
+) -> Masters:
+    """HOST's masters, which take the port over. Raises `ValueError`."""
+    from dlrover_adapters.cli import hosts
+    from dlrover_adapters.cli.torchrun_masters import Masters
+    from dlrover_adapters.http import tls as encryption
+
+    with port:
+        host, _ = hosts.split(address)
         if tls.ca and not tls.cert:
             raise ValueError(
                 f"--rdzv-conf: tls_cert is missing, and tls_key if it is a file of its own: this host runs the masters, of {host}"
             )
         if tls.cert:
             encryption.check(*tls, host)
-        return Masters(
-            spec,
-            place.directory,
-            place.log,
-            token,
-            port_socket,
-            hosts.joined(host, port),
-            params.get("log_level", "info"),
-            tls,
-        )
+        return Masters(spec, place.directory, place.log, token, port, address, params.get("log_level", "info"), tls)

@@ -93,9 +93,9 @@ class EnvFlag(Given):
         self.variable = f"PET_{dest.upper()}"
         told = os.environ.get(self.variable, "")
         self.told, self.standard = bool(told), False
-        if told and not told.isdecimal():
+        if not all(one in "0123456789" for one in told):
             raise SpecError(self.variable, f"{told!r} is neither 1 nor 0")
-        super().__init__(option_strings, dest, nargs=0, const=True, default=bool(int(told or "0")), **settings)
+        super().__init__(option_strings, dest, nargs=0, const=True, default=bool(told.strip("0")), **settings)
 
 
 def _converted(variable: str, told: str, kind: Callable[[str], Any] | None, choices: Sequence[str] | None) -> Any:
@@ -200,7 +200,7 @@ def meeting(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=None,
         metavar="PORT",
-        help="static: its port (default 29500)",
+        help="static: its port (default 29500); on one host that of every generation's store (default: a free one)",
     )
     _flag(group, "--local-addr", action=Env, default=None, metavar="ADDR", help="where others reach this host")
 
@@ -210,7 +210,7 @@ def program(group: argparse._ArgumentGroup) -> None:
     _flag(group, "--role", action=Env, default="default", help="the workers' role name (default 'default')")
     group.add_argument("-m", "--module", action=EnvFlag, help="SCRIPT is a module, as for python -m")
     _flag(group, "--no-python", action=EnvFlag, help="SCRIPT is a program of its own, not Python")
-    _flag(group, "--run-path", action=EnvFlag, help="run SCRIPT by runpy.run_path; goes before --no-python")
+    _flag(group, "--run-path", action=EnvFlag, help="run SCRIPT by runpy.run_path; neither -m nor --no-python")
     _flag(
         group,
         "--virtual-local-rank",

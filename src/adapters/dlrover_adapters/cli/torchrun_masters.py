@@ -70,6 +70,11 @@ class Masters:
         code = self._process.poll()
         return f"its masters have ended with code {code}; their log says why" if code else ""
 
+    @property
+    def over(self) -> bool:
+        """Have they ended because the job is over?"""
+        return self._process.poll() == EX_OVER
+
     def close(self, seconds: float | None) -> None:
         """Wait so long for their own end (None: as long as it takes), then end them."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -110,6 +115,7 @@ async def _keep(settings: Settings, fd: int, life: int) -> int:
     from dlrover_adapters.cli import scratch
     from dlrover_adapters.cli.lead import probed
     from dlrover_adapters.cli.supervisor import MastersFailed, NoNodes, Supervisor
+    from dlrover_adapters.cli.upkeep import kept as kept_on_disk
     from dlrover_adapters.http.token import kept
     from dlrover_adapters.telemetry.logs import set_up
 
@@ -129,7 +135,8 @@ async def _keep(settings: Settings, fd: int, life: int) -> int:
         running = asyncio.ensure_future(supervisor.run())
         gone = asyncio.ensure_future(_closed(life))
         try:
-            await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
+            async with kept_on_disk(settings, token, "torchrun"):
+                await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 running.result()
         except MastersFailed as error:

@@ -17,13 +17,20 @@ from dlrover_core.errors import SpecError
 if TYPE_CHECKING:
     from dlrover_adapters.cli.torchrun_flags import Options
 
+LAUNCH_DURATIONS = ("finish_s", "ready_s", "probe_s", "start_s", "refill_s", "hung_s")
+"""Durations of the job's spec that a node's launcher keeps."""
+
 
 def settings(options: Options) -> dict[str, Any]:
     """The fields of `Settings` that say how workers are started. Raises `SpecError`."""
+    from dlrover_adapters.cli import before, programs
     from dlrover_adapters.cli import options as cli_options
 
     mode, argv = program(options)
+    warm = preload(options.preload)
+    programs.check(mode, argv, warm)
     nproc = cli_options.workers(options.nproc_per_node)
+    before.check_size(options, nproc)
     quiet = options.log_dir == os.devnull  # torchrun's word for: keep nothing
     streams = {
         name: tuple(int(one) for one in parse_streams(name, "0" if quiet else getattr(options, name), nproc))
@@ -37,10 +44,10 @@ def settings(options: Options) -> dict[str, Any]:
         "nproc": nproc,
         "mode": mode.value,
         "role": options.role,
-        "preload": preload(options.preload),
+        "preload": warm,
         "log_dir": os.path.abspath(options.log_dir) if options.log_dir and not quiet else None,
         **streams,
-        "show": cli_options.ranks_filter(options.local_ranks_filter),
+        "show": _shown(options.local_ranks_filter, nproc),
         "duplicate_stdout": options.duplicate_stdout_filters,
         "duplicate_stderr": options.duplicate_stderr_filters,
         "log_bytes_max": options.log_bytes_max,
@@ -50,6 +57,15 @@ def settings(options: Options) -> dict[str, Any]:
         "virtual_local_rank": options.virtual_local_rank,
         "signals": tuple(int(one) for one in cli_options.signals(options.signals_to_handle)),
     }
+
+
+def _shown(text: str, nproc: int) -> tuple[int, ...] | None:
+    from dlrover_adapters.cli import values
+
+    ranks = values.ranks_filter(text)
+    if ranks and min(ranks) >= nproc:
+        raise SpecError("local-ranks-filter", f"{text!r}: local ranks go from 0 to {nproc - 1}; nothing would be shown")
+    return ranks
 
 
 def log_dir(how: Mapping[str, Any]) -> str | None:
@@ -67,10 +83,40 @@ def log_dir(how: Mapping[str, Any]) -> str | None:
     return named
 
 
+def store_at(named: tuple[str, int] | None) -> str:
+    """Where every generation's store is to listen: the ``named`` host and port, which is free. Raises `SpecError`.
+
+    Empty where none is named, or a host that is not this one: then each has a free port.
+    """
+    if named is None:
+        return ""
+    from dlrover_adapters.cli import hosts
+
+    host, port = named
+    # A script that dials localhost tries all of its addresses, one that dials 127.0.0.1 just that.
+    found = sorted((one for one in hosts.resolved(host) if hosts.is_ours(one)), key=lambda one: ":" in one)
+    if not found:
+        print(
+            f"dlrover-run: --master-addr {host} is no address of this host: the store has a free port of 127.0.0.1, and a script "
+            f"that connects to {hosts.joined(host, port)} waits for ever. It must read MASTER_ADDR and MASTER_PORT",
+            file=sys.stderr,
+        )
+        return ""
+    try:
+        hosts.listen(found[0], port).close()
+    except OSError as error:
+        raise SpecError(
+            "master-port",
+            f"the store cannot listen at {hosts.joined(found[0], port)}: {os.strerror(error.errno or 0)}; name another port, "
+            "or none: then each attempt has a free one, and MASTER_PORT says which",
+        ) from error
+    return hosts.joined(found[0], port)
+
+
 def launch_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `LaunchConfig` in what `Settings` wrote down, beyond those that the agent reads one by one."""
     names = ("duplicate_stdout", "duplicate_stderr", "signals")
-    plain = ("imports", "log_bytes_max", "log_attempts_max", "run_id", "numa", "virtual_local_rank")
+    plain = ("imports", "log_bytes_max", "log_attempts_max", "run_id", "numa", "virtual_local_rank", "store_at")
     found = {name: raw[name] for name in plain if name in raw}
     found.update({name: tuple(raw[name]) for name in names if name in raw})
     if raw.get("show") is not None:
@@ -79,15 +125,14 @@ def launch_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         found["env"] = {**found.get("env", {}), GRADS_VARIABLE: "1"}
     if not raw.get("detect", True):
         found["env"] = {**found.get("env", {}), DETECT_VARIABLE: "off"}
-    return {**found, "finish_s": json.loads(raw["spec"]).get("finish_s", 0.0)}
+    spec = json.loads(raw["spec"])
+    return {**found, **{name: spec[name] for name in LAUNCH_DURATIONS if name in spec}}
 
 
 def program(options: Options) -> tuple[Mode, tuple[str, ...]]:
     """How the program is named, and its arguments. Raises `SpecError`."""
     argv = (options.script, *options.arguments)
     mode = _mode(options)
-    if mode in (Mode.SCRIPT, Mode.RUN_PATH) and not os.path.exists(options.script):
-        raise SpecError("script", f"{options.script!r} is not a file; for a module say -m, for a program --no-python")
     python = os.environ.get("PYTHON_EXEC")
     if python and mode in (Mode.SCRIPT, Mode.MODULE) and python != sys.executable:
         # Another interpreter, as torchrun lets it be named: it shares nothing with the one that we run on.
@@ -97,7 +142,7 @@ def program(options: Options) -> tuple[Mode, tuple[str, ...]]:
 
 def _mode(options: Options) -> Mode:
     if options.run_path:
-        return Mode.RUN_PATH  # before the others, as under torchrun
+        return Mode.RUN_PATH
     if options.module and options.no_python:
         raise SpecError("script", "-m and --no-python exclude one another")
     return Mode.MODULE if options.module else Mode.COMMAND if options.no_python else Mode.SCRIPT

@@ -77,8 +77,8 @@ class Keys:
 
     def __init__(self, prefix: str, job: str) -> None:
         self.job = job
-        self.base = f"{jobs_prefix(prefix)}{quote(job, safe='')}/"
-        self.name = names_prefix(prefix) + quote(job, safe="")
+        self.base = f"{jobs_prefix(prefix)}{quote(job, safe='', errors='surrogatepass')}/"
+        self.name = names_prefix(prefix) + quote(job, safe="", errors="surrogatepass")
         self.leader, self.head = f"{self.base}leader", f"{self.base}head"
         self.log, self.snap = f"{self.base}log/", f"{self.base}snap/"
 

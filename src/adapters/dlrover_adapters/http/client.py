@@ -202,7 +202,8 @@ def _session(token: str) -> aiohttp.ClientSession:
 
 
 def _url(address: str, path: str, tls: ssl.SSLContext | None, job: str = "") -> str:
-    return f"{'https' if tls is not None else 'http'}://{address}{path}{f'?job={quote(job)}' if job else ''}"
+    query = f"?job={quote(job, errors='surrogatepass')}" if job else ""
+    return f"{'https' if tls is not None else 'http'}://{address}{path}{query}"
 
 
 def _refusal(address: str, status: int, shown: bool, job: str = "") -> ConnectionLost | TokenRefused:

@@ -22,10 +22,11 @@ TOKEN_CHARS_MIN = 8
 TOKEN_CHARS_MAX = 1024
 _TOKEN_BYTES = 32
 
-HOW_TO_SHARE = f"""\
-several hosts need one job token, the same on each. Run once, and copy the file to every host:
-    (umask 077; python3 -c 'import secrets; print(secrets.token_urlsafe({_TOKEN_BYTES}))' > job.token)
-    export {VARIABLE}="$(cat job.token)"        # or pass --token-file job.token"""
+HOW_TO_SHARE = (
+    "several hosts need one job token, the same on each: run once "
+    f"(umask 077; python3 -c 'import secrets; print(secrets.token_urlsafe({_TOKEN_BYTES}))' > job.token), copy the file to "
+    f'every host, and say --token-file job.token there, or export {VARIABLE}="$(cat job.token)"'
+)
 
 
 def make_token() -> str:
@@ -51,11 +52,29 @@ def load_token(environ: Mapping[str, str], token_file: str | Path | None = None)
 
 
 def require_token(environ: Mapping[str, str], token_file: str | Path | None = None) -> str:
-    """`load_token`, for a job on several hosts. Raises `SpecError` that says which lines to run when there is none."""
+    """`load_token`, for a job on several hosts. Raises `SpecError` that says what to run when there is none."""
     token = load_token(environ, token_file)
     if not token:
         raise SpecError(VARIABLE, HOW_TO_SHARE)
     return token
+
+
+def loopback_token(directory: Path) -> str:
+    """The token of a job whose launchers all run on this host: one lies in the job's private directory.
+
+    The first launcher makes the file, whole; the others, which meet the first at a loopback address, read it.
+    """
+    path = directory / "loopback.token"
+    with contextlib.suppress(FileExistsError):
+        part = path.with_suffix(f".{os.getpid()}")
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        try:
+            with os.fdopen(fd, "w", encoding="ascii") as file:
+                file.write(make_token())
+            os.link(part, path)
+        finally:
+            part.unlink()
+    return load_token({}, path)
 
 
 @contextlib.contextmanager
@@ -64,17 +83,23 @@ def kept(token: str, folder: Path, link: Path) -> Iterator[None]:
 
     ``link`` leads there, and is all that a launcher that was killed leaves behind.
     """
+    keep(token, folder, link)
+    try:
+        yield
+    finally:
+        for path in (link, folder / "token"):
+            with contextlib.suppress(OSError):  # gone with its folder, or on a disk that is read-only by now
+                path.unlink()
+
+
+def keep(token: str, folder: Path, link: Path) -> None:
+    """Write the token into ``folder`` and ``link`` to it; as often as need be. Raises `OSError`."""
     path = folder / "token"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "w", encoding="ascii") as file:
         file.write(token + "\n")
     link.unlink(missing_ok=True)
     link.symlink_to(path)
-    try:
-        yield
-    finally:
-        link.unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
 
 
 def authorization(token: str) -> dict[str, str]:
@@ -89,7 +114,7 @@ def shown(header: str | None) -> str:
 
 def same(one: str, other: str) -> bool:
     """Are the tokens equal? It takes as long for a wrong one as for the right one. No token equals nothing."""
-    equal = hmac.compare_digest(one.encode("utf-8", "surrogateescape"), other.encode("utf-8", "surrogateescape"))
+    equal = hmac.compare_digest(one.encode("utf-8", "surrogatepass"), other.encode("utf-8", "surrogatepass"))
     return equal and bool(one)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -13,30 +15,64 @@ import structlog
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
+LOOK_S = 1.0
+_PASSING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOENT))
+"""What may be better later: a disk that is full or read-only, a folder that was removed."""
+
 
 class LogFile:
-    """A file whose lines are lost, and counted, while its disk has no room: what is logged there must not end anybody."""
+    """A file whose lines are lost, and counted, while its disk takes none: what is logged there must not end anybody.
+
+    A file that was removed is made anew, once its folder is there again.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._half = False
+        self._path, self._fd, self._half = path, -1, False
+        self._looked = 0.0
         self.lost = 0
+        try:
+            self._open()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+
+    def _open(self) -> None:
+        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self._half = fd, False
 
     def write(self, text: str) -> int:
         """Append a line, whole wherever there is room for all of it."""
-        if self.lost and self._append(f"{self.lost} lines were lost here: the disk was full\n"):
+        self._look()
+        if self.lost and self._append(f"{self.lost} lines were lost here: the disk took none\n"):
             self.lost = 0
         if self.lost or not self._append(text):
             self.lost += 1
         return len(text)
 
+    def _look(self) -> None:
+        """Now and then: is the open file still the one at the path?"""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S and self._fd >= 0:
+            return
+        self._looked = now
+        try:
+            if self._fd < 0 or not os.path.samestat(os.fstat(self._fd), self._path.stat()):
+                self._open()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._open()
+
     def _append(self, text: str) -> bool:
+        if self._fd < 0:
+            return False
         line = ("\n" if self._half else "") + text
         data = line.encode("utf-8", "backslashreplace")
         try:
             written = os.write(self._fd, data)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            if error.errno not in _PASSING:
                 raise
             return False
         self._half = written < len(data)

@@ -74,7 +74,7 @@ class FlashCheckpointIO(CheckpointIO):
             torch.save(_apart(checkpoint, tensors), rest)
             shelf = self._opened()
             pieces = [whole(f"t{number}", one) for number, one in enumerate(tensors)]
-            objects = {_REST: rest.getvalue(), _PATH: place.encode()}
+            objects = {_REST: rest.getvalue(), _PATH: os.fsencode(place)}
             how: Any = {
                 "layout": layout_of((_KIND, [(str(one.dtype), tuple(one.shape)) for one in tensors])),
                 "holders": ((shelf.rank,),),
@@ -128,14 +128,14 @@ class FlashCheckpointIO(CheckpointIO):
         """
         meeting = Meeting.of_environment()
         with steps.phase("checkpoint"):
-            found = meeting.decide("lightning", b"", lambda _: self._rescued().encode(), limit_s=RESCUE_S)
-        return found.decode() or None
+            found = meeting.decide("lightning", b"", lambda _: os.fsencode(self._rescued()), limit_s=RESCUE_S)
+        return os.fsdecode(found) or None
 
     def _rescued(self) -> str:
         for view in self._views():
             try:
                 view.verify()
-                place = view.objects()[_PATH].decode()
+                place = os.fsdecode(view.objects()[_PATH])
                 if not _exists(place):
                     _write_file(view, place)
                     log.warning("%s was in memory only: written now", place)
@@ -215,7 +215,7 @@ class FlashCheckpointIO(CheckpointIO):
     def _remembered(self, path: str) -> SlotView | None:
         for view in self._views():
             try:
-                if view.objects()[_PATH].decode() == path and view.verify():
+                if os.fsdecode(view.objects()[_PATH]) == path and view.verify():
                     return view
             except ArenaBroken:
                 pass

@@ -6,27 +6,41 @@ Which call of the elastic agent means what (torch 2.13, `SimpleElasticAgent`):
   starts again.
 * ``use_agent_store`` is read just before workers are started; the next `get_backend` comes right after, for their event.
 * A count at the store's last barrier: all workers ended well. It never starts any after that.
-* `shutdown`: it is over, and the exception under way says how: none, `ChildFailedError` (no restarts left), or another.
+* `shutdown`: it is over, and the exception under way says how: none (with workers that had not all ended well it has given up,
+  without any this handler was used by hand), `ChildFailedError` (no restarts left), or another.
   After a signal it is not called at all; so signals are listened to, and passed on to torch's handler.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import structlog
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 
-from .torchrun_desk import FINISHED, Death, Desk
+from dlrover_core.errors import CoreError
+from dlrover_core.runtime.launcher import WorkersLaunch
+
+from .torchrun_desk import ENDED, FINISHED, RUNNING, Death, Desk
 from .torchrun_line import Line, Parts
 from .torchrun_store import GenerationStore, Overtaken, join
 from .torchrun_workers import find
@@ -41,6 +55,8 @@ MASTERS_S = 30.0
 """HOST's torchrun waits this long for its masters: they stay until everybody has heard how the job ended. Where its own workers
 have finished and others train on, it waits for as long as those need a master."""
 LOOK_S = 1.0
+
+log = structlog.get_logger("dlrover.torchrun")
 
 
 class DlroverRendezvous(RendezvousHandler):
@@ -64,9 +80,10 @@ class DlroverRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Always: each generation has a store of its own, that no rank has to serve."""
+        """Each generation has a store of its own, that no rank has to serve; unless somebody wants rank 0 to, as for c10d."""
         self._starting = True
-        return True
+        self._desk.begin()
+        return not _by_rank_0()
 
     def get_run_id(self) -> str:
         """What ``--rdzv-id`` says."""
@@ -74,6 +91,8 @@ class DlroverRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next generation, and for the elastic agents of all its nodes."""
+        if self._desk.closed is not None:
+            raise self._desk.closed
         self._desk.come()
         self._line.start()
         while True:
@@ -83,22 +102,34 @@ class DlroverRendezvous(RendezvousHandler):
             try:
                 store = join(launch, partial(self._desk.lies, launch), self._desk.finish)
                 store.meet()
-            except Overtaken:
+                where = self._where(launch, store)
+            except (Overtaken, DistStoreError):
                 self._newest = max(self._newest, 0 if self._desk.lies(launch) else launch.generation)
                 continue
             if self._desk.take(launch):
                 self._store, self._newest = store, launch.generation
-                host, _, port = launch.store.rpartition(":")
-                where = RendezvousStoreInfo(host.strip("[]"), int(port))
                 return RendezvousInfo(store, launch.node_rank, launch.nodes, where)
 
+    def _where(self, launch: WorkersLaunch, store: GenerationStore) -> RendezvousStoreInfo:
+        """Where ranks find their store: the generation's own, or that which rank 0 is going to serve."""
+        if _by_rank_0():
+            return RendezvousStoreInfo.build(launch.node_rank, store, local_addr=self._parts.address)
+        host, _, port = launch.store.rpartition(":")
+        return RendezvousStoreInfo(host.strip("[]"), int(port))
+
     def is_closed(self) -> bool:
-        """Is the job over, or this node not wanted any more?"""
-        return self._desk.closed is not None
+        """Is the job over, or this node not wanted any more? Raises `RendezvousConnectionError`."""
+        if self._desk.closed is not None:
+            return True
+        with _as_torchs():
+            return self._parts.over()
 
     def set_closed(self) -> None:
-        """Stop the job, for everybody. Torch's own elastic agent never asks for it."""
-        self._line.stop_job(f"closed by torchrun on {self._parts.host}")
+        """Stop the job, for everybody. Torch's own elastic agent never asks for it. Raises `RendezvousConnectionError`."""
+        reason = f"closed by torchrun on {self._parts.host}"
+        with _as_torchs():
+            self._parts.stop(reason)
+        self._desk.close(RendezvousClosedError(f"job {self._parts.job!r} is {reason}"))
 
     def num_nodes_waiting(self) -> int:
         """More than none while the elastic agent is to stop its workers and come back: that costs none of its restarts."""
@@ -106,25 +137,46 @@ class DlroverRendezvous(RendezvousHandler):
         return int(self._desk.waiting)
 
     def shutdown(self) -> bool:
-        """The elastic agent is done, one way or another."""
+        """The elastic agent is done, one way or another.
+
+        Where none has used this handler, but somebody by hand, the job is closed, as by c10d's. False: no master has heard.
+        """
         if self._ended:
             return True
         self._ended = True
         error, finished = sys.exc_info()[1], self._desk.phase == FINISHED
         if isinstance(error, ChildFailedError):
-            self._desk.fail(tuple(_death(rank, failure, self._parts.words) for rank, failure in _by_time(error)))
-            over = self._line.wait(OVER_S)
+            over = self._failed(tuple(_death(rank, failure, self._parts.words) for rank, failure in _by_time(error)))
         elif error is None and finished:
             over = self._finished()
+        elif error is None and self._desk.phase == RUNNING and self._desk.begun:
+            # The elastic agent has returned a failed result, which nobody has made an exception of.
+            over = self._failed(())
+        elif error is None and self._desk.phase != ENDED and self._desk.closed is None:
+            over = self._close_for_all()
         else:
             over = False
         if not over:
             self._desk.leave(_why(error), dead=True)
             over = self._line.wait(LEAVE_S)
-        self._parts.close(None if error is None and finished else MASTERS_S if over else 0.0)
+        # Who never came is waited for by nobody.
+        came = self._line.started or self._desk.closed is not None
+        self._parts.close(None if error is None and finished else MASTERS_S if over and came else 0.0)
         return over
 
     # ----
+
+    def _failed(self, deaths: tuple[Death, ...]) -> bool:
+        self._desk.fail(deaths)
+        return self._line.wait(OVER_S)
+
+    def _close_for_all(self) -> bool:
+        try:
+            self.set_closed()
+        except RendezvousError as error:
+            log.warning("the job could not be closed", reason=str(error))
+            return False
+        return self._line.wait(OVER_S)
 
     def _finished(self) -> bool:
         """All workers ended well here. Is the job over, and does nobody need our store any more?"""
@@ -173,6 +225,20 @@ class _Heard:
     def __call__(self, number: int, frame: Any) -> Any:
         self._tell()
         return self._theirs(number, frame)
+
+
+def _by_rank_0() -> bool:
+    """Torch's switch for ranks that do not share the rendezvous' store."""
+    return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") == "1"
+
+
+@contextlib.contextmanager
+def _as_torchs() -> Iterator[None]:
+    """What our client raises, as torch's error of a rendezvous that cannot be reached."""
+    try:
+        yield
+    except CoreError as error:
+        raise RendezvousConnectionError(str(error)) from error
 
 
 def _by_time(error: ChildFailedError) -> list[tuple[int, ProcessFailure]]:

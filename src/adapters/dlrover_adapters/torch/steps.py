@@ -30,6 +30,7 @@ from .witness import Witness
 
 RING_S = 0.5
 UNTOLD_MAX = 3
+STEP_MAX = 2**53
 """A script that imports `step` and has not called it by its third step counts as one that never will."""
 
 _signal: StepSignal | None = None
@@ -163,7 +164,7 @@ def tell(step: int, of: int = 0) -> None:
     if _signal is not None:
         if of:
             _signal.total(int(of))
-        _signal.told(int(step))
+        _signal.told(max(-STEP_MAX, min(int(step), STEP_MAX)))
 
 
 def total(steps: int) -> None:

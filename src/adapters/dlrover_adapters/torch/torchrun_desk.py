@@ -64,7 +64,7 @@ class Death(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """It has given up: workers died and it has no restarts left."""
+    """It has given up: workers died and it has no restarts left. Without ``deaths`` nobody says which."""
 
     generation: int
     deaths: tuple[Death, ...]
@@ -98,6 +98,7 @@ class Desk:
         self._taken: WorkersLaunch | None = None
         self._called_back = self._passed_over = False
         self._closed: Exception | None = None
+        self._begun = False
         self.phase = AWAY
 
     # ---- ours: the launcher's side
@@ -129,6 +130,11 @@ class Desk:
         with self._changed:
             self._called_back = True
 
+    @property
+    def begun(self) -> bool:
+        """Has the elastic agent begun to start workers of what it took? Who uses a handler by hand never does."""
+        return self._begun
+
     def close(self, error: Exception) -> None:
         """There will be no further generation: whoever asks for one is answered with ``error``. The first one counts."""
         with self._changed:
@@ -156,7 +162,7 @@ class Desk:
         """The elastic agent asks for the next generation."""
         with self._changed:
             generation = self._taken.generation if self._taken is not None else 0
-            self.phase, self._taken, self._called_back = WAITING, None, False
+            self.phase, self._taken, self._called_back, self._begun = WAITING, None, False, False
             self._listen(Came(generation))
 
     def await_launch(self, newer_than: int, until: float) -> WorkersLaunch | None:
@@ -190,9 +196,14 @@ class Desk:
             self._listen(Took(launch))
             return True
 
+    def begin(self) -> None:
+        """The elastic agent starts workers now."""
+        self._begun = self._taken is not None
+
     def exist(self, workers: tuple[Seen, ...]) -> None:
         """The elastic agent has started its workers."""
         with self._changed:
+            self.begin()
             self._listen(Exist(self._taken.generation if self._taken is not None else 0, workers))
 
     def finish(self) -> None:

@@ -162,6 +162,10 @@ class TorchrunLauncher:
         if running is None:
             return True
         self._asked = True
+        if not self._desk.begun:
+            # No worker lives. Should the elastic agent be about to start some, it stops them when it next asks.
+            self._desk.call_back()
+            self._dead.set()
         if not self._dead.is_set():
             self._desk.call_back()
             try:
@@ -294,11 +298,16 @@ class TorchrunLauncher:
         running = self._running
         if running is None or self._told_last:
             return
-        for death in deaths[:1] if self._told else deaths:
-            exits = WorkerExit(
-                running.generation, 0, death.rank, death.exit_code, False, _now_us(), -1, "", death.error
-            )
-            self._tell(exits._replace(error_at_us=death.error_at_us, last=True))
+        if not deaths and self._held:
+            for held in self._held:
+                self._tell(held._replace(last=True))
+        else:
+            found = deaths or (Death(running.first_rank, 1),)
+            for death in found[:1] if self._told else found:
+                exits = WorkerExit(
+                    running.generation, 0, death.rank, death.exit_code, False, _now_us(), -1, "", death.error
+                )
+                self._tell(exits._replace(error_at_us=death.error_at_us, last=True))
         self._bury()
 
     def _leaving(self, reason: str, *, dead: bool) -> None:

@@ -23,7 +23,6 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from dlrover_core.errors import ConnectionLost, CoreError, TokenRefused
-from dlrover_core.job.job import StopJob
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.transport import Connection, Dialer
@@ -35,6 +34,8 @@ from .torchrun_launcher import OpenStore, TorchrunLauncher, Words
 MIND_S = 0.5
 UNMASTERED_S = 3.0
 """Without a word from a master for this long, nothing is waited for at torchrun's end."""
+UNPLACED_LOOKS = 6
+"""A node that a master has known at so many looks has a place, if there is one."""
 
 # A node that is released for these reasons is welcome again, as another.
 AGAIN = ("replaced", "lost", "left")
@@ -45,9 +46,10 @@ log = structlog.get_logger("dlrover.torchrun")
 class Parts(NamedTuple):
     """What the composition hands over.
 
-    ``address``: where peers reach this host's stores, which are bound to ``bind``. ``join_s``: without a master for this long,
-    nobody waits any longer. ``trouble`` says why masters kept here cannot run, ``close`` ends them after so many seconds, None
-    for their own end.
+    ``address``: where peers reach this host's stores, which are bound to ``bind``. ``join_s``: without a master, or without a
+    place in the job, nobody waits longer than this; a ``reserve`` waits for a place without end. ``trouble`` says why masters
+    kept here cannot run, ``close`` ends them after so many seconds, None for their own end. ``over`` asks a master whether the
+    job is over, ``stop`` has one stop the job, for a reason; both raise `CoreError` where none answers. ``say`` tells people.
     """
 
     job: str
@@ -58,10 +60,14 @@ class Parts(NamedTuple):
     address: str
     seat: str
     join_s: float
+    reserve: bool
     open_store: OpenStore
     words: Callable[[str], Words]
     trouble: Callable[[], str]
     close: Callable[[float | None], None]
+    over: Callable[[], bool]
+    stop: Callable[[str], None]
+    say: Callable[[str], None]
 
 
 class _Noting:
@@ -91,9 +97,9 @@ class Line:
         self._desk, self._parts = desk, parts
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._main,), name="dlrover", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._agent: Agent | None = None
         self._unmastered_s = 0.0
+        self._placeless, self._unplaced = False, 0
 
     @property
     def started(self) -> bool:
@@ -107,19 +113,18 @@ class Line:
 
     def wait(self, seconds: float) -> bool:
         """Is the line over, within so many seconds? Where no master has been heard for a while, nothing is waited for."""
-        until = time.monotonic() + seconds
+        now = time.monotonic()
+        until, known_at = (
+            now + seconds,
+            now + 2 * MIND_S,
+        )  # what was looked at before may be old: a master has just been found
         while self._thread.is_alive() and self.started:
             left = until - time.monotonic()
-            if left <= 0 or (self._unmastered_s > UNMASTERED_S and left > 1.0):
+            unmastered = self._unmastered_s > UNMASTERED_S and time.monotonic() > known_at
+            if left <= 0 or (unmastered and left > 1.0):
                 return False
             self._thread.join(min(left, MIND_S))
         return True
-
-    def stop_job(self, reason: str) -> None:
-        """End the job for everybody."""
-        loop, agent = self._loop, self._agent
-        if loop is not None and agent is not None and agent.node:
-            loop.call_soon_threadsafe(agent._outbox.add, StopJob(reason))
 
     # ---- in the thread
 
@@ -137,7 +142,6 @@ class Line:
         self._desk.close(error)
 
     async def _serve(self) -> RendezvousError:
-        self._loop = asyncio.get_running_loop()
         while True:
             ending = await self._live()
             again = ending.outcome in AGAIN and self._desk.phase not in (FINISHED, ENDED)
@@ -197,6 +201,7 @@ class Line:
             if trouble and self._desk.phase == WAITING:
                 self._desk.close(RendezvousConnectionError(f"job {self._parts.job!r} cannot be led here: {trouble}"))
                 agent.leave(trouble)
+            self._mind_place(agent, loop.time() - waits_since)
             if min(self._unmastered_s, loop.time() - waits_since) >= self._parts.join_s:
                 where = ", ".join(self._parts.masters)
                 self._desk.close(
@@ -206,6 +211,30 @@ class Line:
                     )
                 )
                 agent.leave("no master")
+
+    def _mind_place(self, agent: Agent, waited_s: float) -> None:
+        """Tell a node that a master knows and has no place for; it waits for one no longer than a rendezvous may take."""
+        parts = self._parts
+        heard = self._unmastered_s < min(UNMASTERED_S, waited_s - MIND_S)
+        if agent.node or agent.leaving or not heard:
+            self._unplaced = 0
+            return
+        self._unplaced += 1
+        if self._unplaced < UNPLACED_LOOKS:
+            return
+        if not self._placeless:
+            self._placeless = True
+            bound = "" if parts.reserve else f", for join_timeout={parts.join_s:g} s at most"
+            words = f"all nodes of job {parts.job!r} are there (--nnodes MAX); this one waits until one of them goes"
+            parts.say(f"{words}{bound}")
+        if waited_s >= parts.join_s and not parts.reserve:
+            self._desk.close(
+                RendezvousTimeoutError(
+                    f"job {parts.job!r} had no place for this node within {parts.join_s:g} s: all its nodes are there "
+                    "(--nnodes MAX). --rdzv-conf join_timeout=SECONDS waits longer, reserve=true without end"
+                )
+            )
+            agent.leave("no place")
 
     def _error(self, ending: Ending) -> RendezvousError:
         job = f"job {self._parts.job!r}"

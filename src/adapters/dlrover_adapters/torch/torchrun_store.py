@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -72,7 +73,7 @@ class GenerationStore(PrefixStore):
     def set(self, key: str, value: Any) -> None:
         """Torch's."""
         if key.startswith(ROLES):
-            self._role = value if isinstance(value, bytes) else str(value).encode()
+            self._role = value if isinstance(value, bytes) else os.fsencode(str(value))
         with self._unless_overtaken():
             super().set(key, value)
 

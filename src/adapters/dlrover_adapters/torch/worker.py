@@ -23,6 +23,7 @@ from dlrover_core.runtime.launcher import WorkersLaunch
 from . import steps
 from .environment import rank_environment
 
+ERROR_CHARS_MAX, STACK_CHARS_MAX = 4096, 8192
 WARM = "DLROVER_WARM"
 """``core``, instead of ``all``: the zygote imports torch alone. For scripts without optimizers: 2 s of CPU and 100 MiB less on
 each node's start.
@@ -148,11 +149,20 @@ def record_error(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    extra = {
-        "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
-        "timestamp": str(int(time.time())),
-    }
-    told = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
+    whole = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    # Frames come before the error's text, which may be long.
+    stack = (
+        whole if len(whole) <= 2 * STACK_CHARS_MAX else f"{whole[:STACK_CHARS_MAX]}\n...\n{whole[-STACK_CHARS_MAX:]}"
+    )
+    extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
+    told = {"message": {"message": f"{type(error).__name__}: {_text_of(error)}"[:ERROR_CHARS_MAX], "extraInfo": extra}}
     # A full disk must not hide the error itself, which is printed next.
     with contextlib.suppress(OSError), Path(path).open("x", encoding="utf-8") as file:
         json.dump(told, file)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - its class is the program's own
+        return "<its text cannot be had>"

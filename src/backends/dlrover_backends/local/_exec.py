@@ -31,7 +31,7 @@ def main(parent: int, report: int, argv: list[str]) -> None:
             os.execvp(argv[0], argv)  # noqa: S606
     except (OSError, ValueError) as error:
         number = getattr(error, "errno", 0) or 0
-        os.write(report, f"{number} {argv[0]}: {getattr(error, 'strerror', None) or error}".encode())
+        os.write(report, os.fsencode(f"{number} {argv[0]}: {getattr(error, 'strerror', None) or error}"))
     os._exit(127)
 
 

@@ -1,12 +1,14 @@
 """Blanks: agents started ahead, so that a node need not wait for what takes an agent seconds to import.
 
 A blank has no name. It gets one when a node is to be launched: `Blanks.take`. One that dies unnamed is replaced, the later the
-more often that happens.
+more often that happens. One that hangs is killed: as a node it would never join.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import signal
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,6 +16,7 @@ from typing import NamedTuple
 import structlog
 
 from dlrover_backends.local.process import LocalCommand, Started, blank
+from dlrover_core.runtime.watchdog import Seen, Verdict, Watch
 
 REFILL_S = 3.0
 """A blank that was taken is replaced only then: what replaces the dead needs the processor first."""
@@ -24,12 +27,23 @@ KILL_WAIT_S = 5.0
 log = structlog.get_logger("dlrover.host")
 
 
+def _unseen(_pid: int) -> Seen:
+    return Seen("S")
+
+
 class Ahead(NamedTuple):
-    """How blanks are started, given the number of their end of the socket; those that were already; how many to keep."""
+    """How agents are started ahead."""
 
     command: Callable[[int], LocalCommand]
+    """How a blank is started, given the number of its end of the socket."""
     first: Sequence[Started] = ()
+    """Those that were started already."""
     keep: int = 0
+    """How many to keep."""
+    hung_s: float = 0.0
+    """A warm blank that has not answered for this long hangs; 0: it is not asked."""
+    see: Callable[[int], Seen] = _unseen
+    """What the kernel says of a process."""
 
 
 class Blanks:
@@ -38,7 +52,7 @@ class Blanks:
     def __init__(self, ahead: Ahead) -> None:
         self._ahead = ahead
         self._waiting: list[Started] = []
-        self._warm: set[Started] = set()
+        self._warm: dict[Started, Watch] = {}
         self._deaths: set[asyncio.Task[None]] = set()
         self._early = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -60,7 +74,8 @@ class Blanks:
 
     def _unwatch(self, one: Started) -> None:
         self._waiting.remove(one)
-        self._warm.discard(one)
+        if one in self._warm:
+            self._warm.pop(one).close()
         loop = asyncio.get_running_loop()
         loop.remove_reader(one.pidfd)
         if one.control is not None:
@@ -74,14 +89,34 @@ class Blanks:
         if said is None:
             assert one.control is not None
             asyncio.get_running_loop().remove_reader(one.control)  # its pidfd tells the rest
-        elif said.get("warm"):
-            self._warm.add(one)
+        elif said.get("warm") and one not in self._warm:
+            self._mind(one)
             self._early = 0
             self._settle()
+        elif said.get("here") and one in self._warm:
+            self._warm[one].answered()
+
+    def _mind(self, one: Started) -> None:
+        """It is warm: ask it from now on whether it hangs."""
+
+        def ask() -> bool:
+            with contextlib.suppress(OSError):  # it is dead, and about to be buried
+                one.tell(ask=True)
+                return True
+            return False
+
+        def judged(verdict: Verdict) -> None:
+            log.warning("a blank hangs", pid=one.child.pid, why=verdict.why, killed=verdict.kill)
+            if verdict.kill:
+                one.signal(signal.SIGKILL)
+
+        see = functools.partial(self._ahead.see, one.child.pid)
+        watch = self._warm[one] = Watch(self._ahead.hung_s, ask=ask, see=see, judged=judged)
+        watch.open()
 
     def _settle(self) -> None:
         """``settled``: no blank is getting warm any more."""
-        if not set(self._waiting) - self._warm:
+        if not set(self._waiting) - self._warm.keys():
             self.settled.set()
 
     # ---- taking and making

@@ -11,6 +11,7 @@ a deposed master (a lower token) are refused.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
@@ -30,8 +31,10 @@ from dlrover_backends.local.blanks import Ahead, Blanks
 from dlrover_backends.local.process import LocalCommand, Started
 from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage
 from dlrover_core.job.state import NodeLaunch
+from dlrover_core.logs.place import NO_INODE, inode_of
 from dlrover_core.runtime.backend import Observation
 from dlrover_core.runtime.within import within
+from dlrover_core.words import plain
 
 REQUEST_S = 10.0
 UNREAD_MAX = 10_000
@@ -128,12 +131,13 @@ class LocalNodeHost:
         self._path, self._limit = Path(path), limit
         self._command = None if isinstance(command, Ahead) else command
         self._blanks = Blanks(command) if isinstance(command, Ahead) else None
-        self._hostname = socket.gethostname()
+        self._hostname = plain(socket.gethostname())
         self._nodes: dict[str, _Node] = {}
         self._used: set[str] = set()
         self._token = 0
         self._observers: set[_Observer] = set()
         self._server: asyncio.AbstractServer | None = None
+        self._inode = NO_INODE
         self._conversations: set[asyncio.Task[None]] = set()
         self._burials: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
@@ -146,9 +150,22 @@ class LocalNodeHost:
         # The death signal of a child is sent at the end of the *thread* that started it.
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("a node host must run in the main thread: its nodes would die with any other")
-        self._server = await asyncio.start_unix_server(self._take, sock=wire.listen(self._path))
+        await self._listen()
         if self._blanks is not None:
             self._blanks.open()
+
+    async def restore(self) -> None:
+        """Listen again where the socket was removed; conversations that there are go on. Raises `CoreError`."""
+        if self._server is None or inode_of(self._path) == self._inode:
+            return
+        before = self._server
+        await self._listen()
+        before.close()
+        log.warning("the socket was removed, and is made anew", path=str(self._path))
+
+    async def _listen(self) -> None:
+        self._server = await asyncio.start_unix_server(self._take, sock=wire.listen(self._path))
+        self._inode = inode_of(self._path)
 
     async def warm(self) -> None:
         """Wait until no agent that was started ahead is still getting warm."""
@@ -162,7 +179,8 @@ class LocalNodeHost:
             return
         self._server.close()
         self._server = None
-        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # gone with its folder, or on a disk that is read-only by now
+            self._path.unlink()
         if self._blanks is not None:
             await self._blanks.close()
         for node in list(self._nodes.values()):

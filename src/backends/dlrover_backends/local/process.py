@@ -1,8 +1,8 @@
 """Processes of one node, as the kernel shows them: started, waited for, and killed to the last one.
 
 A node is everything that carries its mark in the environment, or lives in its first process's session: what fled into a
-session of its own is found by the mark, what was born with an empty environment by the session. (Build servers have killed
-process trees by such a mark for as long as they exist.)
+session of its own is found by the mark, what was born with an empty environment by the session; what did both becomes an
+orphan (`orphans`). (Build servers have killed process trees by such a mark for as long as they exist.)
 
 A node's first process may be started before anybody knows which node it will be: it is a *blank* then, and is told over a
 socket. Light to import: the launcher starts blanks before anything else.
@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from dlrover_backends.local import orphans
 
 MARK = "DLROVER_LOCAL_NODE"
 ROUNDS_MAX = 100
@@ -58,6 +60,7 @@ class Started:
         env = {**os.environ, **command.env, MARK: self.mark}
         self.child, self.report = spawn(command.argv, env, command.cwd, command.fds)
         self.pidfd = os.pidfd_open(self.child.pid)
+        orphans.started.add(self.child.pid)
 
     def signal(self, number: int) -> None:
         """Send it a signal; to a dead one, nothing."""
@@ -82,7 +85,9 @@ class Started:
         """It is dead: kill what is left of its node, reap it. Its exit code, if it can be had, and how many live on. Blocks."""
         code = exit_code(self.pidfd)
         alive = kill_all(self.mark, self.child.pid, timeout_s)
+        alive += orphans.end(timeout_s)
         self.child.wait()
+        orphans.started.discard(self.child.pid)
         return code, alive
 
     def close(self) -> None:

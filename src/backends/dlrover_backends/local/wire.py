@@ -48,7 +48,7 @@ async def read(reader: asyncio.StreamReader) -> tuple[Any, ...]:
 
 async def write(writer: asyncio.StreamWriter, *fields: object) -> None:
     """Send a frame. Raises `ConnectionLost`."""
-    frame = cast(bytes, msgpack.packb(fields))
+    frame = cast(bytes, msgpack.packb(fields, unicode_errors="backslashreplace"))
     try:
         writer.write(_LENGTH.pack(len(frame)) + frame)
         await writer.drain()

@@ -67,8 +67,8 @@ def refusal(asked: int, found: Room, held: int, beside: int = 0) -> str:
     staged = f" and {_mib(beside)} for copies that ranks stage" if beside else ""
     return (
         f"no memory for checkpoints: {_mib(asked)}{staged} are needed, {_mib(found.free)} may be used beside what arenas hold "
-        f"already ({_mib(held)}), by {found.limit}; raise the container's memory limit, save every 2 steps or more (two slots "
-        "instead of three), or let more nodes share the state"
+        f"already ({_mib(held)}), by {found.limit}; raise the container's memory limit, save less often (every=2 "
+        "without GPUs, every=3 with GPUs, and more need two slots, the fewest), or let more nodes share the state"
     )
 
 

@@ -35,6 +35,8 @@ class Copying:
         self._sending: asyncio.Task[None] | None = None
         self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
         self._given_up = NOTHING
+        self._refused: dict[State, tuple[dict[int, int], float, float]] = {}
+        """Of each state that the partner did not want: the publications, when to ask again, and how long that is after that."""
         self._keeps, self._kept_since = NOTHING, 0
         self.safe = NOTHING
 
@@ -78,7 +80,7 @@ class Copying:
         site = self._site
         address, now = site.order.replica_to, asyncio.get_running_loop().time()
         if address != self._address and self._sending is None:
-            self._address, self._there = address, []
+            self._address, self._there, self._refused = address, [], {}
         if not site.launch or not address:
             return
         state = self._shared() if self.spread else self._light()
@@ -87,8 +89,14 @@ class Copying:
             and now >= self._retry_at
             and state.generation == site.generation
             and not self._has(state)
+            and not self._unwanted(state, now)
         ):
             self._sending = asyncio.ensure_future(self._send(address, state))
+
+    def _unwanted(self, state: State, now: float) -> bool:
+        """Whether the partner has refused the state as it is here, a short while ago. Newer states are sent all the same."""
+        sent, until, _ = self._refused.get(state, ({}, 0.0, 0.0))
+        return now < until and sent == self._publications(state)
 
     @property
     def _everywhere(self) -> State:
@@ -102,7 +110,8 @@ class Copying:
         that as well.
         """
         newest = next(iter(self._site.whole[-1:]), NOTHING)
-        return self._everywhere if self._has(newest) and self._everywhere in self._site.whole else newest
+        done = self._has(newest) or self._unwanted(newest, asyncio.get_running_loop().time())
+        return self._everywhere if done and self._everywhere in self._site.whole else newest
 
     def _shared(self) -> State:
         """The state to send now: the aim, once it is kept."""
@@ -137,6 +146,7 @@ class Copying:
             "keep": list(keep if self._has(keep) else NOTHING),
             "light": not self.spread,
             "pace": 0,
+            "speaks": site.generation,
         }
         try:
             done = await site.saving.order(body)
@@ -147,14 +157,28 @@ class Copying:
             self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
             site.desk.hurry()
         except Unsaved as error:
+            now = asyncio.get_running_loop().time()
+            self._given_up = max(self._given_up, state)
+            if error.refused:
+                self._unwant(state, publications, now, str(error))
+                return
             if not self._retry_at:
                 log.warning("no copy of this node's state is with its partner", address=address, reason=str(error))
-            self._given_up = max(self._given_up, state)
-            self._retry_at = asyncio.get_running_loop().time() + self._back_off_s
+            self._retry_at = now + self._back_off_s
             self._back_off_s = min(BACK_OFF_MAX_S, 2 * self._back_off_s)
         finally:
             self._sending = None
             self._changed()
+
+    def _unwant(self, state: State, publications: dict[int, int], now: float, why: str) -> None:
+        """The partner lives, and does not want this state: only this one waits."""
+        self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
+        if state not in self._refused:
+            log.info("the partner refused a copy", generation=state.generation, step=state.step, reason=why)
+        after = self._refused.get(state, ({}, 0.0, BACK_OFF_S))[2]
+        here = self._site.whole
+        self._refused = {one: what for one, what in self._refused.items() if one in here}
+        self._refused[state] = publications, now + after, min(BACK_OFF_MAX_S, 2 * after)
 
     async def settle(self) -> None:
         """The agent goes: the newest state, whatever is on its way."""

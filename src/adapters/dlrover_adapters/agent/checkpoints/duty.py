@@ -24,6 +24,7 @@ from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.keeping import HELD_MAX, KeptBeat, Written
 from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkersGone
 from dlrover_core.runtime.within import within
+from dlrover_core.words import plain
 
 from .arenas import MEMORY, OBJECTS, Arena, NoRoom, State, word
 from .copying import Copying
@@ -179,7 +180,11 @@ class CheckpointDuty:
                 if caller.local_rank == min(self._ranks.callers, default=0) or self._site.keeping is None:
                     self._site.keeping = keeping
         elif body.get("op") == "alarm":
-            self._alarm(caller, str(body.get("words", ""))[:TEXT_MAX])
+            self._alarm(caller, _words(body))
+        elif body.get("op") == "lost":
+            words = _words(body)
+            log.error("training begins anew", generation=caller.generation, reason=words)
+            self._say(words)
         else:
             self._ranks.told(caller, body)
         self._wake.set()
@@ -208,7 +213,9 @@ class CheckpointDuty:
         key = (*slot, wanted.whole)
         under_way = self._fetching.get(key)
         if under_way is None:
-            under_way = self._fetching[key] = asyncio.ensure_future(self._fetch(site, wanted, slot))
+            launch = self._launcher.vault.launch if self._launcher.vault is not None else None
+            speaks = max(site.generation, launch.generation if launch is not None else 0)
+            under_way = self._fetching[key] = asyncio.ensure_future(self._fetch(site, wanted, slot, speaks))
             under_way.add_done_callback(functools.partial(self._fetched, key))
         return await asyncio.shield(under_way)
 
@@ -218,8 +225,14 @@ class CheckpointDuty:
             done.exception()  # seen, though whoever asked may have gone
 
     @staticmethod
-    async def _fetch(site: Site, wanted: Wanted, slot: tuple[int, ...]) -> tuple[Arena, int]:
-        order = {"op": "fetch", "address": wanted.address, "wanted": list(slot), "whole": wanted.whole}
+    async def _fetch(site: Site, wanted: Wanted, slot: tuple[int, ...], speaks: int) -> tuple[Arena, int]:
+        order = {
+            "op": "fetch",
+            "address": wanted.address,
+            "wanted": list(slot),
+            "whole": wanted.whole,
+            "speaks": speaks,
+        }
         try:
             done = await within(wanted.within_s, site.saving.order(order))
             return site.arenas.fetched(slot, done.fd, whole=wanted.whole), int(done.body["took_us"])
@@ -268,6 +281,7 @@ class CheckpointDuty:
         if self._site is None or self._storage is None or self._copying is None or not self._site.saving.begun:
             return
         site, storage, well = self._site, self._storage, order.outcome == "succeeded"
+        site.saving.hasten()
         # A script that has ended well has saved what it wanted to: nothing is added to that.
         work = storage.finish() if well else storage.settle(lambda: self._whole(site))
         both = asyncio.gather(work, *([] if well else [self._copying.settle()]))
@@ -427,3 +441,9 @@ class CheckpointDuty:
             if written != self._told_written:
                 self._told_written = written
                 site.desk.hurry()
+
+
+def _words(body: dict[str, Any]) -> str:
+    """What a rank wants people to read, plain; empty where it is no text."""
+    words = body.get("words")
+    return plain(words, TEXT_MAX) if isinstance(words, str) else ""

@@ -2,8 +2,10 @@
 
 Arenas and copies are handed over and taken back (``arena``, ``forget``, ``copy``, ``uncopy``); ``hold`` says which slots nobody
 may overwrite for now; ``hash`` and ``level`` want no answer. An order with a ``key`` is answered once: ``done``, with what came
-of it, or ``failed``, with the ``reason`` and whether the state was ``lost``, overwritten or damaged, which is nobody else's
-fault. Orders of one kind are done one after the other, light copies beside whole ones, fetches beside each other.
+of it, or ``failed``, with the ``reason``, whether the state was ``lost``, overwritten or damaged, which is nobody else's fault,
+and whether another node ``refused`` it. Orders of one kind are done one after the other, light copies beside whole ones, fetches
+beside each other. ``speaks``: the generation in whose name another node is asked. After ``haste`` what comes and what waits is
+done at usual priority, beside what is under way, but for orders of the same step.
 
     persist   the parts of a step to storage       send    a copy of a step to another node
     seal      a committed step, and retention      fetch   another node's copy into memory
@@ -30,7 +32,7 @@ from dlrover_core.errors import CoreError
 
 from . import budget, storing
 from .hashing import Hasher
-from .priority import step_back
+from .priority import hasten, step_back
 from .slots import Slots
 
 FETCHES_MAX = 4
@@ -56,6 +58,9 @@ class Orders:
         self._server: Any = None
         self._credentials: Any = None
         self._root = Path(ROOT)
+        self._hasty = False
+        self._steps: set[tuple[str, int, int]] = set()
+        self._free = threading.Condition()
 
     def start(self) -> None:
         """Have threads ready."""
@@ -107,6 +112,8 @@ class Orders:
             case {"op": "copy"} if len(fds) == 1:
                 self._adopt(body, fds[0])
                 fds = ()
+            case {"op": "haste"}:
+                self._haste()
             case {"op": "uncopy", "ids": list(ids)}:
                 self._uncopy(frozenset(ids))
             case {"op": "serve"}:
@@ -120,11 +127,29 @@ class Orders:
         for fd in fds:
             os.close(fd)
 
+    def here(self) -> None:
+        """Answer the agent's `wire.ASK`."""
+        self._say({"op": wire.HERE})
+
     def _put(self, name: str, body: dict[str, Any]) -> None:
         try:
             self._queues[name].put_nowait(body)
         except queue.Full:
             self._say({"op": "failed", "key": body["key"], "reason": f"{QUEUE_MAX} orders wait already", "lost": False})
+
+    def _haste(self) -> None:
+        """The node is about to go: nothing is patient any more. Threads made from here on are not, as this one is not."""
+        if self._hasty:
+            return
+        self._hasty = True
+        hasten(one.native_id for one in threading.enumerate() if one.native_id is not None)
+        for name in ("persist", "send"):
+            waiting, orders = self._queues[name], queue.Queue[dict[str, Any]](QUEUE_MAX)
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    orders.put_nowait(waiting.get_nowait())
+            self._queues[name] = orders
+            self._thread(f"{name}-now", functools.partial(self._work, orders))
 
     def _say(self, body: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         with self._sending, contextlib.suppress(OSError):  # the agent is gone, and we are about to be
@@ -135,17 +160,34 @@ class Orders:
     def _work(self, orders: queue.Queue[dict[str, Any]]) -> None:
         while True:
             body = orders.get()
-            self._do({"persist": self._persist, "seal": self._seal, "send": self._send}[body["op"]], body)
+            with self._one_at_a_time(body):
+                self._do({"persist": self._persist, "seal": self._seal, "send": self._send}[body["op"]], body)
+
+    @contextlib.contextmanager
+    def _one_at_a_time(self, body: dict[str, Any]) -> Iterator[None]:
+        """Wait until nobody does the same with this step: two threads must not write one part."""
+        step = str(body.get("url", body["op"])), int(body.get("generation", 0)), int(body.get("step", -1))
+        with self._free:
+            self._free.wait_for(lambda: step not in self._steps)
+            self._steps.add(step)
+        try:
+            yield
+        finally:
+            with self._free:
+                self._steps.discard(step)
+                self._free.notify_all()
 
     def _do(self, what: Callable[[dict[str, Any]], dict[str, Any] | None], body: dict[str, Any]) -> None:
         from dlrover_adapters.checkpoint.parts import PartTorn
+        from dlrover_adapters.checkpoint.peer_line import PeerRefused
 
         began = time.monotonic()
         try:
             found = what(body)
         except FAILURES as error:
             lost = isinstance(error, (ArenaBroken, PartTorn))
-            self._say({"op": "failed", "key": body["key"], "reason": words(error)[:REASON_MAX], "lost": lost})
+            told = {"op": "failed", "key": body["key"], "reason": words(error)[:REASON_MAX], "lost": lost}
+            self._say({**told, "refused": isinstance(error, PeerRefused)})
             return
         if found is not None:
             took_us = int((time.monotonic() - began) * 1e6)
@@ -244,12 +286,16 @@ class Orders:
             views = [stack.enter_context(self._slots.get(one).view(generation, step)) for one in body["ids"]]
             for view in views:
                 told = peers.send(
-                    body["address"], view, self._credentials, generation=self._generation, pace=pace, keep=keep,
+                    body["address"], view, self._credentials, generation=self._speaks(body), pace=pace, keep=keep,
                     light=body["light"],
                 )  # fmt: skip
                 size += told.size
                 there.append(told.there)
         return {"size": size, "there": sorted(frozenset.intersection(*there)) if there else []}
+
+    def _speaks(self, body: dict[str, Any]) -> int:
+        """The generation that we speak for to other nodes: that of the order, which no older level of ours may belie."""
+        return max(self._generation, int(body["speaks"]))
 
     def _fetch(self, body: dict[str, Any]) -> dict[str, Any] | None:
         from dlrover_adapters.checkpoint import peers
@@ -262,7 +308,7 @@ class Orders:
                 body["address"],
                 wanted,
                 self._credentials,
-                generation=self._generation,
+                generation=self._speaks(body),
                 whole=body["whole"],
                 allow=self._allow,
             )

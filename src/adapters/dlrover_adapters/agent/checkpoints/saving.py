@@ -3,7 +3,8 @@
 What the saver must know at any time is kept here as levels (arenas, copies, which slots are held, whom it serves); orders that
 were under way when it died are given to its successor. An order that has killed `DEATHS_MAX` of them fails instead; and where
 none lives, the next one is tried when somebody wants something of it again, after a while. A storage that hangs is a storage
-that fails: a saver that moves nothing for `STALL_S` is killed, and what it was to do with storage has failed.
+that fails: a saver that moves nothing for `STALL_S` is killed, and what it was to do with storage has failed. One that hangs
+itself answers no question, and is killed too.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import structlog
 from dlrover_adapters.agent import wire
 from dlrover_adapters.agent.children import Child
 from dlrover_adapters.agent.config import LaunchConfig
+from dlrover_adapters.agent.minding import minded
 from dlrover_adapters.agent.nursery import Spare
 from dlrover_core.checkpoint.arena import ArenaBroken
 from dlrover_core.errors import MalformedMessage
+from dlrover_core.runtime.watchdog import Watch
 from dlrover_core.runtime.within import within
 
 from .arenas import MEMORY, OBJECTS, REPLICA, Arena, Arenas, NoRoom, Owner
@@ -40,16 +43,22 @@ STUCK_MAX = 3
 STORES = ("persist", "seal")
 BACKLOG_MAX = 256
 RETRY_S = 0.02
+HUNG_TIMES = 6
+"""A saver has so many times ``hung_s`` to answer: its threads run at low priority, and may hold Python's lock while they wait for
+a processor."""
 
 log = structlog.get_logger("dlrover.agent")
 
 
 class Unsaved(Exception):
-    """An order came to nothing; the words are for people. ``lost``: the state is not in memory any more, or damaged there."""
+    """An order came to nothing; the words are for people. ``lost``: the state is not in memory any more, or damaged there.
 
-    def __init__(self, message: str, *, lost: bool = False) -> None:
+    ``refused``: another node, which lives, did not want it.
+    """
+
+    def __init__(self, message: str, *, lost: bool = False, refused: bool = False) -> None:
         super().__init__(message)
-        self.lost = lost
+        self.lost, self.refused = lost, refused
 
 
 class Done(NamedTuple):
@@ -92,6 +101,7 @@ class Saving:
         self.progress = 0, 0
         """Of what is being written to storage, the bytes that are, of how many, as the saver said last; 0: it has not said."""
         self._saver: Spare | None = None
+        self._minding: Watch | None = None
         self._life: asyncio.Task[None] | None = None
         self._rest_until, self._rest_s, self._why = 0.0, REST_S, ""
         self._moved_at = 0.0
@@ -105,6 +115,7 @@ class Saving:
         self._copies: dict[int, int] = {}  # the server's numbers by arena
         self._held: list[list[int]] = []
         self._generation = 0
+        self._hasty = False
         self._serving: Serving | None = None
         self._reachable = asyncio.Event()
 
@@ -148,6 +159,8 @@ class Saving:
             loop.add_reader(saver.link, self._hear, saver)
             self._answered, self._moved_at = False, loop.time()
             self._hand_over()
+            self._minding = minded("saver", saver.child, HUNG_TIMES * self._config.hung_s, self._ask)
+            self._minding.open()
             exit_code = await self._until_dead(saver)
             self._why = "it hangs, and cannot be killed" if exit_code is None else f"it died with exit code {exit_code}"
             dropped = self._bury(saver)
@@ -181,6 +194,10 @@ class Saving:
                 self._fail(self._pending.pop(key), f"storage hangs: not a byte was written for {STALL_S:g} s")
         return dead.result() if dead.done() else None
 
+    def _ask(self) -> bool:
+        self._send({"op": wire.ASK})
+        return True  # or it is on the backlog
+
     @property
     def _storing(self) -> bool:
         return any(one.body["op"] in STORES for one in self._pending.values())
@@ -189,6 +206,8 @@ class Saving:
         """Nothing of it is left; whether orders were given up because of it."""
         with contextlib.suppress(MalformedMessage):
             self._hear(saver)
+        if self._minding is not None:
+            self._minding.close()
         loop = asyncio.get_running_loop()
         loop.remove_reader(saver.link)
         loop.remove_writer(saver.link)
@@ -234,6 +253,8 @@ class Saving:
                 self._send(self._copy(arena), (arena.fd,))
         self._send({"op": "hold", "slots": self._held})
         self._send({"op": "level", "generation": self._generation})
+        if self._hasty:
+            self._send({"op": "haste"})
         if self._serving is not None:
             self._serve(self._serving)
         for one in self._pending.values():
@@ -241,9 +262,9 @@ class Saving:
                 self._send(one.body)
 
     @staticmethod
-    def _fail(one: _Pending, reason: str, *, lost: bool = False) -> None:
+    def _fail(one: _Pending, reason: str, *, lost: bool = False, refused: bool = False) -> None:
         if not one.answer.done():
-            one.answer.set_exception(Unsaved(reason, lost=lost))
+            one.answer.set_exception(Unsaved(reason, lost=lost, refused=refused))
 
     # ---- levels
 
@@ -276,6 +297,12 @@ class Saving:
         if generation != self._generation:
             self._generation = generation
             self._send({"op": "level", "generation": generation})
+
+    def hasten(self) -> None:
+        """The node is about to go: what it has to store and to copy is waited for from now on. Idempotent."""
+        if not self._hasty:
+            self._hasty = True
+            self._send({"op": "haste"})
 
     def hash(self, arena: Arena) -> None:
         """Something was published there."""
@@ -410,6 +437,11 @@ class Saving:
 
     def _heard(self, frame: wire.Frame) -> None:
         fds = frame.fds
+        if frame.body.get("op") == wire.HERE:
+            # Only its main loop says this; and it proves that the saver runs, not that it is of any use.
+            if self._minding is not None:
+                self._minding.answered()
+            return
         self._moved(frame.body)
         match frame.body:
             case {"op": "done", "key": int(key)} if key in self._pending:
@@ -418,7 +450,8 @@ class Saving:
                     one.answer.set_result(Done(frame.body, fds[0] if fds else -1))
                     fds = ()
             case {"op": "failed", "key": int(key), "reason": str(reason)} if key in self._pending:
-                self._fail(self._pending.pop(key), reason, lost=frame.body.get("lost") is True)
+                lost, refused = (frame.body.get(name) is True for name in ("lost", "refused"))
+                self._fail(self._pending.pop(key), reason, lost=lost, refused=refused)
             case {"op": "made", "copy": int(copy), "rank": int(rank), "world": int(world), "layout": int(layout)}:
                 if len(fds) == 1:
                     kind = OBJECTS if frame.body.get("light") is True else REPLICA

@@ -17,13 +17,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import msgpack
 import structlog
 
 from dlrover_adapters.agent import wire
 from dlrover_adapters.agent.cgroup import ROOT
+from dlrover_adapters.agent.listener import PacketListener
 from dlrover_core.checkpoint.arena import ArenaBroken, Geometry
-from dlrover_core.errors import LaunchFailed, MalformedMessage
+from dlrover_core.errors import MalformedMessage
 from dlrover_core.runtime.launcher import WorkersLaunch
 
 from .arenas import MEMORY, Arena, Arenas, NoRoom, Owner
@@ -34,7 +34,6 @@ CONNECTIONS_MAX = 512
 TABLE_BYTES_MAX = 256 * 2**20
 HOLDINGS_MAX = 512
 TEXT_MAX = 2000
-PATH_BYTES_MAX = 107  # sun_path, less its NUL
 FETCH_S_MAX = 3600.0
 
 log = structlog.get_logger("dlrover.agent")
@@ -98,7 +97,7 @@ class Listener(Protocol):
         """Nobody needs it any more; it is closed next."""
 
     def told(self, caller: Caller, body: dict[str, Any]) -> None:
-        """``saved``, ``keeping``, ``restored``, ``acked`` or ``boundary``, unchecked."""
+        """``saved``, ``keeping``, ``restored``, ``lost``, ``alarm``, ``acked`` or ``boundary``, unchecked."""
 
     async def reachable(self) -> None:
         """Wait, a bounded time, until the saver can be reached."""
@@ -116,22 +115,17 @@ class Vault:
         self.listener: Listener | None = None
         self.launch: WorkersLaunch | None = None
         """The workers that run, or ran last."""
-        self._socket: socket.socket | None = None
+        self._listener = PacketListener(self.path, self._accept)
         self._open: dict[socket.socket, Caller | None] = {}
         self._busy: dict[socket.socket, asyncio.Task[None]] = {}
 
     def open(self) -> None:
         """Listen. Raises `LaunchFailed`."""
-        if len(os.fsencode(self.path)) > PATH_BYTES_MAX:
-            raise LaunchFailed(
-                f"{self.path!r} is too long for a Unix socket ({PATH_BYTES_MAX} bytes): choose a shorter run folder"
-            )
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
-        self._socket.bind(self.path)
-        os.chmod(self.path, 0o600)
-        self._socket.listen(1024)
-        asyncio.get_running_loop().add_reader(self._socket, self._accept)
+        self._listener.open()
+
+    def restore(self) -> bool:
+        """Listen again where the socket was removed; was it? Raises `OSError`."""
+        return self._listener.restore()
 
     def begin(self, launch: WorkersLaunch) -> None:
         """These workers run from now on; others are not served."""
@@ -145,11 +139,7 @@ class Vault:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket)
-            self._socket.close()
-            self._socket = None
-            os.unlink(self.path)
+        self._listener.close()
         self.arenas.forget_heads()
         for arena in self.arenas:
             self.arenas.forget(arena)
@@ -158,7 +148,7 @@ class Vault:
 
     def catch_up(self) -> None:
         """Hear now all that was said until now: a rank that ended may have spoken just before."""
-        while self._socket is not None and self._accept():
+        while self._listener.listens and self._accept():
             pass
         for line in list(self._open):
             while line in self._open and line not in self._busy and self._hear(line):
@@ -166,10 +156,8 @@ class Vault:
 
     def _accept(self) -> bool:
         """Take one connection, if there is one."""
-        assert self._socket is not None, "a closed listener has no reader"
-        try:
-            line, _ = self._socket.accept()
-        except (BlockingIOError, ConnectionError):
+        line = self._listener.accept()
+        if line is None:
             return False
         if len(self._open) >= CONNECTIONS_MAX:
             line.close()
@@ -221,6 +209,8 @@ class Vault:
     def _understood(self, line: socket.socket, body: dict[str, Any]) -> Awaitable[Answer] | None:
         """Do what a packet says; what is left to wait for, if anything. Raises `_Nonsense`, `MalformedMessage`."""
         op, caller = body.get("op"), self._open[line]
+        if not isinstance(op, str):
+            raise _Nonsense
         if op in _TOLD:
             if caller is None:
                 raise _Nonsense
@@ -245,7 +235,7 @@ class Vault:
 
     def _send(self, line: socket.socket, asked: dict[str, Any], answer: dict[str, Any], fd: int) -> None:
         number = asked.get("n", 0)
-        payload = msgpack.packb({**answer, "n": number if type(number) is int and abs(number) < 2**62 else 0})
+        payload = wire.pack({**answer, "n": number if type(number) is int and abs(number) < 2**62 else 0})
         try:
             socket.send_fds(line, [payload], [fd] if fd >= 0 else [])
         except OSError:  # it is gone, or asks and never reads
@@ -387,7 +377,7 @@ def _ints(body: dict[str, Any], *names: str, at_most: int = 2**62) -> list[int]:
     return [one for one in found if one is not None]
 
 
-_TOLD = frozenset({"saved", "keeping", "restored", "acked", "boundary"})
+_TOLD = frozenset({"saved", "keeping", "restored", "lost", "alarm", "acked", "boundary"})
 _AT_ONCE: dict[str, Callable[[Vault, Caller, dict[str, Any]], Answer]] = {
     "arena": Vault._arena,
     "ready": Vault._ready,

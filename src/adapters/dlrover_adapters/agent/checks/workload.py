@@ -99,7 +99,7 @@ def _result(local: int, ended: Ended, limit_s: float) -> Result:
             round(float(told["alone_s"]) * 1e6),
             str(told["what"])[:LINE_MAX],
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         how = f"did not end within {limit_s:g} s" if ended.exit_code is None else f"exit code {ended.exit_code}"
         said = f": {ended.last_line[:LINE_MAX]}" if ended.last_line else ""
         return Result(False, False, what=f"workload: local rank {local} {how}{said}")

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 CLOSE_S, CLOSING_S = 3600.0, 30.0
 """Without an agent: the longest wait of `FlashCheckpoint.close` for storage, and the time after which it says that it waits."""
 CHANGED = (
-    "this rank found no room in memory for it, and its weights have changed since, while other ranks may hold them as they were; "
-    "call ckpt.save() before anything changes the weights"
+    "this rank did not save it when it was due ({why}), and its weights {have} changed since, while other ranks may hold them as "
+    "they were; call ckpt.save() before anything changes the weights"
 )
 _log = logging.getLogger("dlrover.torch")
 
@@ -61,7 +61,9 @@ def _store_newest(ckpt: FlashCheckpoint, engine: Engine | None) -> int:
         if by_hand.mark_due(engine, step):
             return step
         if engine.meeting.world > 1 and engine.has_changed(step):
-            raise _not_stored(ckpt, step, CHANGED)
+            unknown = engine.skipped is not None and engine.skipped[1] is None
+            why = CHANGED.format(why=engine.why_left_out, have="may have" if unknown else "have")
+            raise _not_stored(ckpt, step, why)
         return _save_at_last(ckpt, step)
     stored = by_hand.store_newest(engine) if engine is not None else NOTHING
     if stored == NOTHING and ckpt._step is not None and (engine is None or engine._newest is not None):

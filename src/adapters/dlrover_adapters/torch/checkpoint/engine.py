@@ -49,6 +49,7 @@ STORE_LOST = (
     "the store of this generation does not answer (its keeper has ended): until the next generation saves go on by the agents' "
     "word of what is whole on all ranks, and are left out while that is not known"
 )
+TORN = "its copy was thrown away, because something but the optimizers wrote the state meanwhile"
 TOLD_S = 2.0
 """Who waits for so long says for what."""
 LOOK_S, LOOK_MAX_S = 0.01, 0.1
@@ -89,8 +90,8 @@ class Engine:
         self._torn_in_a_row = 0
         self._stall_s = 0.0
         self.replicas = Replicas(capture, meeting, options.verify, coupled=options.coupled)
-        self.skipped: tuple[int, int] | None = None
-        """The newest step that this rank left out, and the fingerprint of its state then."""
+        self.skipped: tuple[int, int | None] | None = None
+        """The newest step that this rank has no state of, and the fingerprint of its state then; None: not known."""
         self.why_left_out = ""
         """Of the newest save that was left out, for people."""
         self.spare = 0
@@ -357,24 +358,35 @@ class Engine:
         control, early = self.control, self.why_left_out == EARLY
         self.stats.early += early
         self.stats.skipped += not early
-        self._missed(step, due=due)
-        self.skipped = (step, fingerprint(self._chunks)) if self._chunks is not None else None
+        self._missed(step, due=due, present=True)
         if control is not None:
             control.skipped = self.stats.skipped + self.stats.early
 
     def has_changed(self, step: int) -> bool:
-        """Whether the state is another one now than when this rank left out ``step``; False where nobody knows."""
-        known = self.skipped is not None and self.skipped[0] == step
-        return known and self.skipped != (step, fingerprint(self.capture.chunks()))
+        """Whether the state may be another one now than when this rank left out ``step``; False: the same, or not left out."""
+        if self.skipped is None or self.skipped[0] != step:
+            return False
+        before = self.skipped[1]
+        return before is None or before != self._fingerprint()
 
-    def failed(self, step: int, *, due: bool) -> None:
+    def _fingerprint(self) -> int | None:
+        """Of the present state; None: it cannot be read."""
+        try:
+            return fingerprint(self.capture.chunks())
+        except Exception:  # noqa: BLE001  # whatever a `state_dict` raises: this is what an error of a save asks for
+            return None
+
+    def failed(self, step: int, *, due: bool, why: str) -> None:
         """Tell the other ranks that an error has left out this step here, unless the state is in memory all the same."""
         control, flight = self.control, self.copier.flight
         here = {one.step for _, one in control.stamps() if one.generation == self.generation} if control else set()
         if step in here or (flight is not None and flight.step == step):
             return
+        self.why_left_out = why
+        if self._newest is None or self._newest[0] < step:  # the error came before the save
+            self._newest = (step, due)
         self._kept = [Kept() if one.step == step and not one.base else one for one in self._kept]
-        self._missed(step, due=due)
+        self._missed(step, due=due, present=True)
 
     def _copy(
         self, step: int, call: int, claimed: tuple[int, tuple[int, int]], *, due: bool, blocking: bool = False
@@ -454,8 +466,12 @@ class Engine:
             self.alarms.ring(STORE_LOST, self.missed.unknown)
         return found
 
-    def _missed(self, step: int, *, due: bool) -> None:
-        """This rank has no state of this step: all are told before we go on."""
+    def _missed(self, step: int, *, due: bool, present: bool) -> None:
+        """This rank has no state of this step: all are told before we go on. ``present``: the tensors are still those of it."""
+        now = self._fingerprint() if present else None
+        if self.skipped is not None and self.skipped[0] == step and self.skipped[1] != now:
+            now = None  # two attempts found two states: nobody knows which of them other ranks hold
+        self.skipped = (step, now)
         self.missed.tell(step)
         if due and isinstance(self.line, Standalone):
             self.line.missed(step)
@@ -481,7 +497,9 @@ class Engine:
         assert control is not None
         if flight.torn or flight.error is not None:
             self._kept = [Kept() if one.step == flight.step and not one.base else one for one in self._kept]
-            self._missed(flight.step, due=flight.due)
+            # What it was copied from has been trained on, or written to, by now.
+            self._missed(flight.step, due=flight.due, present=False)
+            self.why_left_out = TORN if flight.torn else f"its copy failed: {flight.error}"
         if flight.torn:
             self._tell_torn(flight, control)
         else:

@@ -271,7 +271,7 @@ class FlashCheckpoint:
         """Let the other ranks know that this one has no state of a step."""
         with self._going_on(f"other ranks could not be told that step {step} is missing here"):
             if self._engine is not None:
-                self._engine.failed(step, due=due)
+                self._engine.failed(step, due=due, why=f"{type(error).__name__}: {error}")
             else:
                 # They have no memory either: without this rank there was no layout to agree on.
                 absent(self._meeting, error, self._call)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
 import msgpack
@@ -181,7 +181,28 @@ class Judge:
             torn = "; this worker's state is overwritten in part" if self._torn else ""
             why = f"there are checkpoints, and none can be used: {tried}{torn}"
             return Order(FAIL, why=f"{why}; mend what is named, or move it away, and start again").packed()
-        return Order(NOTHING, fell=fell).packed()
+        lost = self._lost()
+        return Order(NOTHING, fell=tuple(self._fell), why=lost).packed()
+
+    def _lost(self) -> str:
+        """What is lost where training begins anew although there are states in memory, for people; empty: there are none."""
+        pieces = {piece for node in self._nodes for piece in node.pieces}
+        if not pieces:
+            return ""
+        newest = max(pieces, key=lambda one: (one.generation, one.step))
+        if not self._fell:
+            state = (newest.world, newest.generation, newest.step, newest.layout)
+            here = {one.rank for one in pieces if (one.world, one.generation, one.step, one.layout) == state}
+            lacking = _numbers([rank for rank in range(newest.world) if rank not in here])
+            step = f"step {newest.step} of generation {newest.generation}"
+            self._fall(MEMORY, f"{step}: nobody has the parts of rank {lacking}; {_looked(self._names)}")
+        storage = "storage has no checkpoint" if self._place else "no storage is given"
+        remedy = "choose a smaller store_every=" if self._place else "give FlashCheckpoint a URL of storage"
+        why = "; ".join(why for _tier, why in self._fell[:2])
+        return (
+            f"training begins anew, and all steps to step {newest.step} are lost: {why}; {storage}. To lose less the next time "
+            f"a node is lost, {remedy}, or call ckpt.save() early"
+        )
 
     def _others(self) -> str:
         """Which steps there are to choose from, in words."""
@@ -237,12 +258,19 @@ class Judge:
 
 def _lacks(lack: agreement.Lack, names: list[str]) -> str:
     """Why a state was passed over that has all tensors, in words."""
-    ranks = ", ".join(map(str, lack.ranks[:8])) + (f" and {len(lack.ranks) - 8} more" if len(lack.ranks) > 8 else "")
-    where = ", ".join(names[:4]) + (f" and {len(names) - 4} more nodes" if len(names) > 4 else "")
     return (
-        f"step {lack.step} of generation {lack.generation}: nobody has the objects that only rank {ranks} had (random numbers, "
-        f"extra); looked for in the memory of {where}"
+        f"step {lack.step} of generation {lack.generation}: nobody has the objects that only rank {_numbers(lack.ranks)} had "
+        f"(random numbers, extra); {_looked(names)}"
     )
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _looked(names: list[str]) -> str:
+    where = ", ".join(names[:4]) + (f" and {len(names) - 4} more nodes" if len(names) > 4 else "")
+    return f"looked for in the memory of {where}"
 
 
 def _no_way_back(step: int, newer: int) -> str:

@@ -180,9 +180,9 @@ class Meeting:
         key = self._round(name)
         told = f"rank {self.rank}: {type(why).__name__}: {why}"[:_WHY_MAX]
         if self.rank:
-            self._set(f"{key}/{self.rank}", _REFUSED + told.encode())
+            self._set(f"{key}/{self.rank}", _REFUSED + told.encode(errors="backslashreplace"))
         else:
-            self.post(f"{key}/decided", msgpack.packb([told, (0,)]))
+            self.post(f"{key}/decided", _packed([told, (0,)]))
 
     def all_gather(self, name: str, mine: bytes) -> list[bytes]:
         """What every rank has to say, by rank. Raises `MeetingFailed`, with the ranks that did not come."""
@@ -243,7 +243,7 @@ class Meeting:
             yield
         except Exception as error:
             missing = error.missing if isinstance(error, MeetingFailed) else ()
-            self.post(f"{key}/decided", msgpack.packb([f"{type(error).__name__} on rank 0: {error}", missing]))
+            self.post(f"{key}/decided", _packed([f"{type(error).__name__} on rank 0: {error}"[:_WHY_MAX], missing]))
             raise
 
     def _taken(self, key: str) -> bytes:
@@ -389,3 +389,8 @@ def _dialled(rank: int, world: int, limit_s: float) -> Store:
 def _brief(error: Exception) -> str:
     """The first line of a library's error, without the frames that come with it."""
     return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def _packed(value: object) -> bytes:
+    # Words of an exception may hold what is not UTF-8.
+    return cast(bytes, msgpack.packb(value, unicode_errors="backslashreplace"))

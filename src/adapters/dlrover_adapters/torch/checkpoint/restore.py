@@ -73,6 +73,9 @@ class Line(Protocol):
     def restored(self, step: int, tier: str, took_us: int, fell: Any = ()) -> None:
         """What became of it."""
 
+    def lost(self, words: str) -> None:
+        """What is lost where training begins anew."""
+
 
 class Captured(Protocol):
     """Of a `Capture` what restoring needs."""
@@ -149,7 +152,7 @@ def restore(
         raise RestoreFailed(order.why)
     assert order.what == NOTHING, order
     _put_back(before)
-    return _nothing(line, meeting, began, order.fell)
+    return _nothing(line, meeting, began, order)
 
 
 def _done(
@@ -168,11 +171,16 @@ def _done(
     return found
 
 
-def _nothing(line: Line | None, meeting: Meeting, began: float, fell: tuple[tuple[str, str], ...]) -> Restored:
+def _nothing(line: Line | None, meeting: Meeting, began: float, order: Order) -> Restored:
+    fell = order.fell
     found = Restored(0, 0, FROM_NOTHING, int((time.monotonic() - began) * 1e6), fell)
     if line is not None:
         line.restored(0, FROM_NOTHING, found.took_us, fell)
-    if meeting.rank == 0:
+    if meeting.rank == 0 and order.why:
+        log.error("checkpoint: %s", order.why)
+        if line is not None:
+            line.lost(order.why)
+    elif meeting.rank == 0:
         log.log(logging.WARNING if fell else logging.INFO, "checkpoint: nothing to restore, training begins anew")
     return found
 

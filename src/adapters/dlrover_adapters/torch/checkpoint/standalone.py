@@ -159,6 +159,9 @@ class Standalone:
     def alarm(self, words: str) -> None:
         """The log of this process has them."""
 
+    def lost(self, words: str) -> None:
+        """The log of this process has them."""
+
     def acked(self, plan: int) -> None:
         """There are no plans."""
 

@@ -22,11 +22,12 @@ import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgpack
 
 from dlrover_core.checkpoint.arena import Geometry
+from dlrover_core.words import plain
 
 SOCKET_VARIABLE = "DLROVER_AGENT_SOCKET"
 PATH_NAME = "vault.sock"
@@ -37,6 +38,7 @@ FETCH_S = 3600.0
 """Of bringing a state, those of others before it too. What stalls is given up long before, by the savers themselves."""
 TELL_S = 1.0
 """What is said once may wait for so long while the agent is busy."""
+ALARM_CHARS_MAX, WHY_CHARS_MAX = 2000, 500
 MEMORY, REPLICA, OBJECTS = "memory", "replica", "objects"
 _FD = array.array("i")
 
@@ -283,12 +285,16 @@ class Vault:
 
     def restored(self, step: int, tier: str, took_us: int, fell: Sequence[tuple[str, str]] = ()) -> None:
         """This rank begins from ``step``, read from ``tier``; before it ``fell`` these tiers, each for a reason. Never raises."""
-        told = [[one, why[:500]] for one, why in fell][:8]
+        told = [[one, plain(why, WHY_CHARS_MAX)] for one, why in fell][:8]
         self._tell({"op": "restored", "step": step, "tier": tier, "took_us": took_us, "fell": told}, TELL_S)
 
     def alarm(self, words: str) -> None:
         """A save of this rank was left out because of an error; for people. Never raises."""
-        self._tell({"op": "alarm", "words": words})
+        self._tell({"op": "alarm", "words": plain(words, ALARM_CHARS_MAX)})
+
+    def lost(self, words: str) -> None:
+        """Training begins anew though there were states; for people, by one rank. Never raises."""
+        self._tell({"op": "lost", "words": plain(words, ALARM_CHARS_MAX)}, TELL_S)
 
     def acked(self, plan: int) -> None:
         """This rank looks for the boundary of ``plan`` from now on. Never raises."""
@@ -303,7 +309,7 @@ class Vault:
     def _tell(self, body: dict[str, Any], timeout_s: float = 0.0) -> None:
         if self.gone:
             return
-        packet = msgpack.packb(body)
+        packet = _packed(body)
         try:
             self._quick.send(packet)
         except BlockingIOError:
@@ -327,7 +333,7 @@ class Vault:
         with self._lock:
             try:
                 self._line.settimeout(timeout_s)
-                self._line.send(msgpack.packb({**body, "n": number}))
+                self._line.send(_packed({**body, "n": number}))
                 answer, fds = _receive(self._line)
             except (OSError, ValueError) as error:
                 # An answer that comes late would be taken for the next one's.
@@ -382,9 +388,14 @@ def _receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return body, list(fds)
 
 
+def _packed(body: dict[str, Any]) -> bytes:
+    # A path may have bytes that are not UTF-8, which Python holds as half characters.
+    return cast(bytes, msgpack.packb(body, unicode_errors="surrogatepass"))
+
+
 def _unpacked(payload: bytes) -> dict[str, Any] | None:
     try:
-        body = msgpack.unpackb(payload)
+        body = msgpack.unpackb(payload, unicode_errors="surrogatepass")
     except (ValueError, msgpack.UnpackException):
         return None
     return body if isinstance(body, dict) else None

@@ -1,0 +1,231 @@
+"""The leading master hangs: is it replaced in time, and is nobody replaced who only pauses?
+
+A job of 2 workers trains. In turn its leading master is paused (SIGSTOP, 3 s, SIGCONT), ``--pauses`` times; then it is stopped
+for good, and a worker is killed in the same moment. Counted are masters and workers that were started anew because of pauses:
+there must be none. Measured is the time from the stop to the first step of all ranks after it: the launcher has to notice that
+its master hangs (``hung_s``, 5 s), kill it, and another one has to lead and to start the workers anew.
+
+Three places for the log:
+
+- SQLite: the reserve stands by on the same host;
+- etcd with masters on two hosts (``dlrover master``, on loopback): the other host's master leads when the lease (5 s) is over;
+- etcd with one host: the launcher starts a new master when it has killed the old one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from _bench import BROKEN, Result, Row, options, say
+from _etcd import EtcdError, NotMeasurable, cluster
+from _jobs import MARK, OURS, Broken, Job, Line, running
+from _masters import Side
+from bench_killed_master import WARM_LIMIT_S, first_steps, masters, ms, status
+
+from dlrover_adapters.http.client import fetch_status
+from dlrover_core import CoreError
+
+HUNG_S, TTL_S, SLACK_S = 5.0, 5.0, 1.0
+PAUSE_S, BETWEEN_S = 3.0, 1.0
+LIMIT_S = 60.0
+STEPS = ("--steps", "1000000")
+
+Ask = Callable[[], Mapping[str, Any] | None]
+
+
+class Trial(NamedTuple):
+    """One job: what pauses cost, and how long it took after the stop."""
+
+    masters_anew: int
+    workers_anew: int
+    step_s: float
+    said: str
+
+
+def pid_of(told: Mapping[str, Any]) -> int:
+    """The process that leads."""
+    return int(str(told["leader"]).split("/")[1])
+
+
+def leading(ask: Ask, job: Job) -> Mapping[str, Any]:
+    """What the leader says, once there is one."""
+    deadline = time.monotonic() + WARM_LIMIT_S
+    while (found := ask()) is None:
+        if time.monotonic() > deadline:
+            raise Broken(f"nobody leads; the launcher said: {job.said()}")
+        time.sleep(0.05)
+    return found
+
+
+def hangs(job: Job, ask: Ask, warm: Callable[[], object], pauses: int) -> Trial:
+    """Pause the leader, then stop it for good and kill a worker."""
+    job.until(lambda lines: any(line.what == "step" and line.step >= 20 for line in lines))
+    deadline = time.monotonic() + LIMIT_S
+    while not warm():
+        if time.monotonic() > deadline:
+            raise Broken("no master in reserve")
+        time.sleep(0.1)
+    before = leading(ask, job)
+    workers = {line.pid for line in job.lines()}
+    for number in range(pauses):
+        _pause(pid_of(before))
+        time.sleep(BETWEEN_S)
+        if number % 10 == 9:
+            say(f"{number + 1} pauses")
+    after = leading(ask, job)
+    lines = list(job.lines())
+    pids = {line.pid for line in lines}
+    stopped = _stop(pid_of(after), [line for line in lines if line.rank == 1][-1])
+    lines = job.until(lambda lines: len(first_steps(lines, pids)) == 2, 0.005, LIMIT_S)
+    said = [line for line in (job.folder / "output").read_text(errors="replace").splitlines() if "not answered" in line]
+    return Trial(
+        int(after["token"] != before["token"]),
+        len(pids - workers),
+        max(first_steps(lines, pids).values()) - stopped,
+        said[-1] if said else "",
+    )
+
+
+def _pause(pid: int) -> None:
+    """A master stands still for a while and goes on."""
+    with contextlib.suppress(ProcessLookupError):  # it was killed over it, which is then counted
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(PAUSE_S)
+        os.kill(pid, signal.SIGCONT)
+
+
+def _stop(master: int, worker: Line) -> float:
+    """Stop a master for good and kill a worker; when that was."""
+    at = time.monotonic()
+    os.kill(master, signal.SIGSTOP)
+    os.kill(worker.pid, signal.SIGKILL)
+    return at
+
+
+def on_sqlite(pauses: int) -> Trial:
+    """With the reserve on the same host."""
+    with running(OURS, STEPS) as job:
+        return hangs(job, lambda: status(job), lambda: len(masters(job)) >= 2, pauses)
+
+
+def on_one_host(pauses: int) -> Trial:
+    """With the log in etcd, and nobody in reserve."""
+    with cluster(1) as etcd, running(OURS, STEPS, ("--nproc-per-node", "2", "--log", etcd.url("one"))) as job:
+        return hangs(job, lambda: _leader([_address(job)], job.token), lambda: True, pauses)
+
+
+def on_two_hosts(pauses: int) -> Trial:
+    """With the log in etcd, and the reserve on another host."""
+    with cluster(1) as etcd, _pair(etcd.url("two")) as (job, sides):
+        addresses = [side.address for side in sides]
+
+        def warm() -> bool:
+            return _roles(addresses, job.token) == ["leader", "standby"]
+
+        return hangs(job, lambda: _leader(addresses, job.token), warm, pauses)
+
+
+@contextlib.contextmanager
+def _pair(log: str) -> Iterator[tuple[Job, Sequence[Side]]]:
+    """Two hosts with masters, and one that trains."""
+    folder = Path(tempfile.mkdtemp(prefix="dlb-"))
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("DLROVER", "PET_"))}
+    job = Job(OURS, folder, STEPS)
+    env |= {"TMPDIR": str(folder), "DLROVER_TOKEN": job.token, MARK: job.mark}
+    sides = [Side(name, folder, log, env) for name in ("a", "b")]
+    launch = ("--nproc-per-node", "2", "--master", ",".join(side.address for side in sides), "--rdzv-id", "bench")
+    trains = Job(OURS, folder, STEPS, (*launch, "--nnodes", "1"))
+    trains.token, trains.mark = job.token, job.mark
+    try:
+        for side in sides:
+            side.start()
+        trains.start()
+        yield trains, sides
+    finally:
+        for side in sides:
+            if side.process is not None and side.process.poll() is None:
+                side.kill()
+        trains.end()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _address(job: Job) -> str:
+    found = status(job)
+    return str(found["leader_address"]) if found else ""
+
+
+def _leader(addresses: Sequence[str], token: str) -> Mapping[str, Any] | None:
+    told = [_status(address, token) for address in addresses]
+    return next((one for one in told if one is not None and one.get("role") == "leader"), None)
+
+
+def _roles(addresses: Sequence[str], token: str) -> list[str]:
+    return sorted(str((_status(address, token) or {}).get("role", "")) for address in addresses)
+
+
+def _status(address: str, token: str) -> Mapping[str, Any] | None:
+    try:
+        return dict(asyncio.run(fetch_status(address, token, timeout_s=2.0)))
+    except (CoreError, OSError, ValueError):
+        return None
+
+
+PLACES: Mapping[str, tuple[Callable[[int], Trial], float]] = {
+    "SQLite": (on_sqlite, HUNG_S + SLACK_S),
+    "etcd, two hosts": (on_two_hosts, TTL_S + SLACK_S),
+    "etcd, one host": (on_one_host, HUNG_S + SLACK_S),
+}
+
+
+def main() -> int:
+    """Trials in turn."""
+
+    def more(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--pauses",
+            type=int,
+            default=100,
+            metavar="N",
+            help="pauses of 3 s in the first trial of each (default 100)",
+        )
+        parser.add_argument("--only", choices=sorted(PLACES), help="one place of the log (default all)")
+
+    chosen = options(__doc__, more=more)
+    result = Result("hung_master", "none: torchrun's agent is its master, and nobody asks it anything")
+    found: dict[str, list[Trial]] = {name: [] for name in PLACES if chosen.only in (None, name)}
+    try:
+        for trial in range(chosen.trials):
+            for name, trials in found.items():
+                one = PLACES[name][0](chosen.pauses if trial == 0 else 0)
+                trials.append(one)
+                say(
+                    f"{trial + 1}/{chosen.trials} {name}: all ranks step again after {ms(one.step_s)}; {one.said.strip()}"
+                )
+    except (Broken, NotMeasurable, EtcdError) as error:
+        say(f"nothing measured: {error}")
+        return BROKEN
+    for name, trials in found.items():
+        target = PLACES[name][1]
+        what = f"{name}: leader stopped and worker killed, to the next step of all ranks"
+        result.rows.append(Row(what, "s", [one.step_s for one in trials], target=target))
+        anew = [float(one.masters_anew + one.workers_anew) for one in trials]
+        result.rows.append(
+            Row(f"{name}: started anew by {chosen.pauses} pauses of 3 s", "processes", [max(anew)], target=0.0)
+        )
+    result.details = {name: [one._asdict() for one in trials] for name, trials in found.items()}
+    return result.finish(chosen.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

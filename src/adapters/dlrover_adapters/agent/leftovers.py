@@ -1,0 +1,159 @@
+"""What workers leave running: found, waited for, named, stopped and reaped.
+
+A worker's children stay in its session unless they leave on purpose, as daemons do. The agent is a subreaper: whoever leaves,
+with whatever environment, becomes a child of the agent's when its parent is dead. So what a worker left is the rest of its
+session, and the children of the agent that nobody here has started, with all that descends from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from .children import Child, known
+from .process import SCANS_MAX, Member, busy_sessions, children_of_ours, kill, processes, reap, wait_all
+
+NAMED_MAX = 8
+REAP_S, END_S = 5.0, 10.0
+DEAD = frozenset("ZXx")
+
+
+def left(sessions: Collection[int], ours: Collection[str]) -> list[Member]:
+    """What dead workers have left alive: in these ``sessions``, whose leaders they were, and beyond them.
+
+    Children of the agent's that go by a name of ``ours`` are being made at this moment, and are nobody's leavings.
+    """
+    return [one for one in _all_left(sessions, ours) if one.state not in DEAD]
+
+
+def wait(sessions: Collection[int], ours: Collection[str], bound_s: float) -> list[Member]:
+    """Wait until nothing is left alive, at most ``bound_s``; what still is. Blocks. The dead are reaped as they die."""
+    deadline = time.monotonic() + bound_s
+    while found := left(sessions, ours):
+        fds = []
+        for one in found:
+            with contextlib.suppress(OSError):  # it has just ended
+                fds.append(os.pidfd_open(one.pid))
+        wait_all(fds, deadline)
+        reap_orphans(ours)
+        if time.monotonic() >= deadline:
+            return left(sessions, ours)
+    return []
+
+
+def end(sessions: Collection[int], ours: Collection[str], bound_s: float) -> list[Member]:
+    """SIGKILL what is left, wait for the deaths, reap what became ours; what lives on after ``bound_s``. Blocks."""
+    deadline = time.monotonic() + bound_s
+    found: list[Member] = []
+    for _ in range(SCANS_MAX):
+        # Again and again: what is being killed may be starting others, and orphans come only when their parent is dead.
+        found = left(sessions, ours)
+        wait_all([fd for one in found if (fd := kill(one.pid)) is not None], deadline)
+        reap_orphans(ours)
+        if not found or time.monotonic() >= deadline:
+            break
+    return found
+
+
+def reap_orphans(ours: Collection[str]) -> int:
+    """Take dead children that nobody here has started out of the process table; how many."""
+    dead = [one for one in _orphans(ours) if one.state in DEAD]
+    for one in dead:
+        reap(one.pid)
+    return len(dead)
+
+
+def named(found: Sequence[Member]) -> str:
+    """For people."""
+    shown = ", ".join(f"{_line(one)} (pid {one.pid})" for one in found[:NAMED_MAX])
+    return shown + (f" and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else "")
+
+
+def _line(one: Member) -> str:
+    try:
+        with open(f"/proc/{one.pid}/cmdline", "rb") as file:
+            words = file.read(4096).replace(b"\0", b" ").decode("ascii", "backslashreplace").strip()
+    except OSError:
+        words = ""
+    return "".join(char if char.isprintable() else "?" for char in words)[:80] or one.name
+
+
+def _all_left(sessions: Collection[int], ours: Collection[str]) -> list[Member]:
+    orphans = _orphans(ours)
+    if not sessions and all(one.state in DEAD for one in orphans):
+        return []  # mostly; and a restart waits for this
+    there = list(processes())
+    found = {one.pid: one for one in there if one.session in sessions and one.pid not in sessions}
+    found.update((one.pid, one) for one in orphans)
+    children: dict[int, list[Member]] = {}
+    for one in there:
+        children.setdefault(one.parent, []).append(one)
+    open_ends = [*found]
+    while open_ends:
+        for one in children.get(open_ends.pop(), ()):
+            if one.pid not in found:
+                found[one.pid] = one
+                open_ends.append(one.pid)
+    return list(found.values())
+
+
+def _orphans(ours: Collection[str]) -> list[Member]:
+    """Children of this process that it has not started: what it starts itself is known, or in its own session."""
+    own = os.getsid(0)
+    children = [one for one in children_of_ours() if one.session != own and one.name not in ours]
+    mine = known()  # asked last: what was started meanwhile is among them
+    return [one for one in children if one.pid not in mine]
+
+
+class Leavings:
+    """What the dead workers of one node have left running. ``gone`` is told of each that is dead and reaped."""
+
+    def __init__(self, ours: Collection[str], gone: Callable[[int], None], say: Callable[[str], None]) -> None:
+        self._ours, self._gone, self._say = ours, gone, say
+        self._workers: list[Child] = []
+        self._reaping: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Reap orphans from now on."""
+        self._reaping = asyncio.create_task(self._reap(), name="reaping of orphans")
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(REAP_S)
+            await asyncio.to_thread(reap_orphans, self._ours)
+
+    async def spare(self, workers: Sequence[Child]) -> list[Child]:
+        """Let the sessions of these, who ended well, live on until `end`; those in whose session nobody is left."""
+        busy = await asyncio.to_thread(busy_sessions, [one.pid for one in workers])
+        self._workers += [one for one in workers if one.pid in busy]
+        return [one for one in workers if one.pid not in busy]
+
+    async def end(self, grace_s: float = 0.0) -> None:
+        """End everything, after ``grace_s`` in which it may end by itself; then it is named."""
+        workers, self._workers = self._workers, []
+        sessions = [one.pid for one in workers]
+        found = await asyncio.to_thread(left, sessions, self._ours)
+        if found and grace_s > 0:
+            self._say(f"waiting up to {grace_s:g} s (stop_grace_s) for what the script left running: {named(found)}")
+            found = await asyncio.to_thread(wait, sessions, self._ours, grace_s)
+        if found:
+            words = named(found)
+            found = await asyncio.to_thread(end, sessions, self._ours, END_S)
+            if grace_s > 0:
+                self._say(f"stopped what still ran {grace_s:g} s after the script had ended well: {words}")
+            if found:
+                self._say(f"cannot be killed, and is left behind: {named(found)}")
+        for one in workers:
+            one.reap()
+            self._gone(one.pid)
+
+    async def close(self) -> None:
+        """End everything now. Idempotent."""
+        await self.end()
+        task, self._reaping = self._reaping, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

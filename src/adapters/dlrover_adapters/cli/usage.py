@@ -1,0 +1,43 @@
+"""Wrong command lines: one line on stderr that says what is wrong and what to type, and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable
+from typing import NoReturn
+
+EX_USAGE = 2
+LINE_CHARS_MAX = 2000
+_UNKNOWN = "unrecognized arguments: "
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, whose errors are one line: the usage stays with ``--help``."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it and leave with 2."""
+        sys.exit(say(self.prog, f"{message}{self._meant(message)}; {self.prog} --help lists the options"))
+
+    def _meant(self, message: str) -> str:
+        """The option that somebody may have misspelt, as words to add."""
+        unknown = message.removeprefix(_UNKNOWN).split(" ", 1)[0]
+        if unknown == message or not unknown.startswith("--"):
+            return ""
+        return meant(unknown.partition("=")[0], self._option_string_actions)
+
+
+def say(prog: str, error: object) -> int:
+    """Print one line in the name of ``prog``; the exit status."""
+    words = " ".join(str(error).split())
+    if len(words) > LINE_CHARS_MAX:  # what is wrong stands at the beginning, and what to type at the end
+        words = f"{words[: LINE_CHARS_MAX // 2]} ... {words[-LINE_CHARS_MAX // 2 :]}"
+    print(f"{prog}: error: {words}", file=sys.stderr)
+    return EX_USAGE
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """The known name that is closest to an unknown one, as words to add; empty: none is close."""
+    found = difflib.get_close_matches(name, sorted(known), n=1)
+    return f" (did you mean {found[0]}?)" if found else ""

@@ -1,0 +1,24 @@
+"""An end that the log cannot take: all workers have ended well, and a log of this host alone takes no more, perhaps for good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dlrover_core.job.state import JobState
+from dlrover_core.job.world import ReportFinished
+from dlrover_core.kernel.engine import Command
+
+
+def has_ended_well(state: JobState, waiting: Iterable[Command]) -> bool:
+    """Have all workers ended well, by what was decided, recorded or not, and by what ``waiting`` commands say?"""
+    if state.job.state == "succeeded":
+        return True
+    said = {(one.node, one.generation) for one in waiting if isinstance(one, ReportFinished)}
+    worlds = [state.world.worlds.get(group.name) for group in state.job.spec.groups]
+    return bool(worlds) and all(
+        world is not None
+        and world.active
+        and world.members
+        and all(world.done(one.node) or (one.node, world.generation) in said for one in world.members)
+        for world in worlds
+    )

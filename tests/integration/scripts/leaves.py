@@ -1,0 +1,48 @@
+"""Leave children behind, each as others do, and end: a plain one, one in a session of its own, a daemon, one without environment.
+
+Arguments: seconds after which each writes FOLDER/left-KIND; the exit code of the first life, later ones end with 0; -1: it
+stays until FOLDER/finish is there.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+FOLDER, SECONDS = os.environ["FOLDER"], sys.argv[1]
+WRITES = "import sys, time; time.sleep(float(sys.argv[1])); open(sys.argv[2], 'w').write('done')"
+
+
+def child(kind: str, env: dict[str, str]) -> None:
+    """Be it."""
+    os.execve(sys.executable, [sys.executable, "-I", "-S", "-c", WRITES, SECONDS, f"{FOLDER}/left-{kind}"], env)  # noqa: S606
+
+
+def fork(kind: str, *, session: bool, twice: bool = False, env: dict[str, str] | None = None) -> None:
+    """Start one; ``twice``: its parent ends at once."""
+    pid = os.fork()
+    if pid == 0:
+        if session:
+            os.setsid()
+        if twice and os.fork():
+            os._exit(0)
+        with (Path(FOLDER) / "pids").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        child(kind, dict(os.environ) if env is None else env)
+    if twice:
+        os.waitpid(pid, 0)
+
+
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+fork("plain", session=False)
+fork("session", session=True)
+fork("daemon", session=True, twice=True)
+fork("bare", session=True, twice=True, env={})
+pids = Path(FOLDER) / "pids"
+while not pids.exists() or len(pids.read_text().splitlines()) % 4:
+    pass
+code = int(sys.argv[2]) if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0
+while code < 0 and not (Path(FOLDER) / "finish").exists():
+    time.sleep(0.02)
+sys.exit(max(0, code))

@@ -1,0 +1,65 @@
+"""Ground that goes away under a running job: training goes on, a worker that dies is replaced, and the job ends as it should."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from rough import CURVE, Story, fill, small_disk
+
+PACED = (CURVE, "--pause", "0.02")
+
+
+def test_the_run_s_folder_and_the_state_directory_are_removed(tmp_path: Path) -> None:
+    """A worker killed at once is back; a master killed later has a successor; the log is whole at the end."""
+    with Story(tmp_path, "--nproc-per-node", "1", "--max-restarts", "100", *PACED) as job:
+        job.recovers(1)
+        run, worker = Path(job.settings["run_dir"]), job.one("worker-0")
+        first = int(job.status()["leader"].split("/")[1])  # type: ignore[index]
+        shutil.rmtree(run)
+        shutil.rmtree(job.state)
+        worker.kill()
+        job.recovers(2)
+        job.until(lambda now: not now["degraded"], "the log is there again")
+        assert (run / "nodes.sock").is_socket()
+        for one in job.processes("dlrover-master"):
+            if one.pid == first:
+                one.kill()
+                one.ends()
+        job.until(lambda now: f"/{first}/" not in now["leader"], "another leader")
+        job.one("worker-0").kill()
+        job.recovers(3)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.ended() == 143
+        said = job.said()
+        assert f"{run} was removed while the job runs, and was made anew" in said
+        assert "log.db was deleted while the job runs; it was made anew, whole" in said
+        assert "in <module>" not in said, "a traceback of ours"
+        assert [one["seq"] for one in job.events()] == list(range(1, len(job.events()) + 1))
+        assert len(job.events("JobStopped")) == 1
+        assert job.left() == []
+
+
+@pytest.mark.nightly(reason="test_unrecorded.py has the rule; here 30 s are waited for")
+def test_a_disk_that_takes_nothing_keeps_no_job_from_its_end(tmp_path: Path) -> None:
+    """The state directory's, full for good: training goes on, people hear what waits and what to do, and a good end is one."""
+    folder = tmp_path / "job"
+    with contextlib.ExitStack() as stack:
+        try:
+            state = stack.enter_context(small_disk(folder / "state", 8))
+        except PermissionError as error:
+            pytest.skip(f"a small file system cannot be mounted here: {error}")
+        job = stack.enter_context(Story(folder, "--nproc-per-node", "1", *PACED))
+        job.recovers(1)
+        fill(state, state / "jobs" / "e2e" / "control.log")
+        job.steps(20)
+        job.finish()
+        assert job.ended() == 0
+        said = job.said()
+        assert "decisions wait for the log" in said
+        assert "job e2e succeeded; its log does not say so" in said
+        assert "Traceback" not in said
+        assert job.left() == []

@@ -1,0 +1,125 @@
+"""Folders and sockets that stay: locked against cleaners, and made anew where somebody removed them."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from dlrover_adapters.agent import ground
+from dlrover_adapters.agent.doorbell import Doorbell
+from dlrover_adapters.agent.ground import Ground, Watch
+from dlrover_adapters.cli import scratch
+from dlrover_core.errors import SpecError
+
+
+def cleanable(folder: Path) -> bool:
+    """Would systemd-tmpfiles look into the folder? It asks for an exclusive lock, and passes by where it gets none."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def test_a_folder_in_use_is_passed_by_by_cleaners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is locked as tmpfiles.d(5) says, and all in it is touched, for cleaners that know of no locks."""
+    monkeypatch.setattr(ground, "TOUCH_S", 0.0)
+    (tmp_path / "below").mkdir()
+    old = tmp_path / "below" / "file"
+    old.write_text("")
+    held = Ground(tmp_path)
+    assert not held.hold()
+    assert not cleanable(tmp_path)
+    os.utime(old, (1, 1))
+    held.hold()
+    assert old.stat().st_mtime > 1e9
+    held.release()
+    assert cleanable(tmp_path)
+
+
+def test_a_folder_that_was_removed_is_made_anew(tmp_path: Path) -> None:
+    """Private again, locked again, and told of once; a link of somebody's in its place is not followed."""
+    folder = tmp_path / "above" / "run"
+    held = Ground(folder)
+    assert not held.hold()
+    shutil.rmtree(folder.parent)
+    assert held.hold()
+    assert not held.hold()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert not cleanable(folder)
+    shutil.rmtree(folder)
+    folder.symlink_to(tmp_path)
+    with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
+        held.hold()
+    held.release()
+
+
+def call(path: str) -> socket.socket:
+    """A connection to it."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.connect(path)
+    return made
+
+
+def test_sockets_that_were_removed_listen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is connected stays so; whoever starts after `look` finds the socket; people are told once what went."""
+    folder, said = tmp_path / "run", list[str]()
+
+    def refused(path: Path) -> None:
+        raise OSError(28, os.strerror(28), str(path))
+
+    async def test() -> None:
+        folder.mkdir(0o700)
+        rung: asyncio.Queue[int] = asyncio.Queue()
+        bell = Doorbell(str(folder / "agent.sock"), lambda generation, rank, step, told: rung.put_nowait(step))
+        bell.open()
+        watch = Watch(str(folder), [bell], said.append)
+        await watch.begin()
+        ring = b"\x84\xaageneration\x01\xa4rank\x00\xa4step%c\xa4told\xc3"
+        with call(bell.path) as before, call(bell.path) as waiting:
+            before.send(ring % 1)
+            assert await asyncio.wait_for(rung.get(), 10) == 1
+            shutil.rmtree(folder)
+            with monkeypatch.context() as full:
+                full.setattr(ground, "make_dirs", refused)
+                await watch.look()
+                await watch.look()
+            assert len(said) == 1
+            assert "No space left on device" in said[0]
+            await watch.look()
+            assert "was made anew" in said[1]
+            await watch.look()
+            assert len(said) == 2
+            with call(bell.path) as after:
+                for number, line in enumerate((before, waiting, after), 2):
+                    line.send(ring % number)
+                    assert await asyncio.wait_for(rung.get(), 10) == number
+            os.remove(bell.path)  # noqa: PTH107
+            await watch.look()
+            call(bell.path).close()
+        shutil.rmtree(folder)
+        await watch.end()
+        bell.close()  # with nothing left to remove
+
+    asyncio.run(test())
+
+
+def test_a_long_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets need a short path: the run's folder is made where there is one; where there is none, that is said."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(long))
+    with scratch.folder("of-a-test") as folder:
+        assert len(str(folder)) < 60
+    monkeypatch.setattr(scratch, "roofs", lambda: [str(tmp_path / "none")])
+    with pytest.raises(SpecError, match="set TMPDIR to a folder of yours"), scratch.folder("of-a-test"):
+        pass
