@@ -375,11 +375,9 @@ class Agent:
         self._stepped_at = asyncio.get_running_loop().time()
         # One node speaks for all ranks of a step: the one with rank 0.
         if self._order.node_rank == 0 and self._reported_first < step.generation:
-            self._reported_first = step.generation
+            self._reported_first = first = step.generation
             age = max(0, int(self._stepped_at * SECOND_US) - step.at_us)
-            self._outbox.add(
-                progress.ReportFirstStep(self.node, step.generation, step.step, age, step.told, step.imports_us)
-            )
+            self._outbox.add(progress.ReportFirstStep(self.node, first, step.step, age, step.told, step.imports_us))
 
     async def _mind_silence(self) -> None:
         """Without a master and without steps there is nothing to wait for: stop, before we are replaced elsewhere."""

@@ -88,8 +88,8 @@ class Doorbell:
         match body:
             case {"generation": int(generation), "rank": int(rank), "step": int(step), "told": bool(told)}:
                 imports_us = body.get("imports_us", 0)
-                took_us = min(imports_us, STEP_MAX) if isinstance(imports_us, int) else 0
-                self._ring(generation, rank, min(step, STEP_MAX), told, took_us)
+                imports_us = min(max(0, imports_us), STEP_MAX) if isinstance(imports_us, int) else 0
+                self._ring(generation, rank, min(step, STEP_MAX), told, imports_us)
                 return True
             case {"listens": int(generation), "rank": int(rank)}:
                 self._listening[generation, rank] = caller

@@ -133,7 +133,8 @@ class Zygote:
             self._check_names([one for one in listed.local if one not in before])
             self._check(AUTO)
         except Unfit as unfit:
-            import_list.refuse(self._imports, unfit.reason, unfit.kept)
+            if unfit.preload == AUTO:  # a host that cannot fork for a while says nothing against the list
+                import_list.refuse(self._imports, unfit.reason, unfit.kept)
             raise
         finally:
             watch.end()
