@@ -199,6 +199,38 @@ def held_nothing(ckpt: FlashCheckpoint) -> bool:
     return engine_of(ckpt).control is None
 
 
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("part", ["memory", "agent"])
+def test_a_restore_that_fails_on_one_rank_fails_on_all(
+    part: str, which: int, two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node has too little memory, or its agent is gone: all ranks raise in this call, and the others name that rank."""
+    what, name, error = {
+        "memory": (Standalone, "arena", VaultRefused("a state takes 1 TiB, and there is 1 GiB")),
+        "agent": (FlashCheckpoint, "_opened", flash.AgentGone("no agent")),
+    }[part]
+    real = getattr(what, name)
+
+    def broken(*given: Any, **more: Any) -> Any:
+        if part == "agent":
+            real(*given, **more)  # without an agent, as here, ranks meet to open a line
+        if threading.current_thread().name == str(which):
+            raise error
+        return real(*given, **more)
+
+    monkeypatch.setattr(what, name, broken)
+
+    def rank(number: int) -> None:
+        ckpt = FlashCheckpoint("", **Training().parts, every=1)
+        own = flash.NoMemory if part == "memory" else flash.AgentGone
+        words = f"rank {which}: NoMemory.*1 TiB" if part == "memory" else r"AgentGone.*no agent"
+        with pytest.raises(own if number == which else MeetingFailed, match=None if number == which else words):
+            ckpt.restore()
+        ckpt._finish(wait=False)
+
+    two.run(rank)
+
+
 @pytest.mark.parametrize("part", ["capture", "memory", "digests"])
 def test_an_error_at_the_first_save_of_one_rank_keeps_nobody_waiting(
     part: str, two: Two, monkeypatch: pytest.MonkeyPatch

@@ -168,7 +168,8 @@ class FlashCheckpoint:
             self._engine.settle()
         from . import restore as restoring
 
-        line = self._opened()
+        with self._meeting.refusing("restore"):
+            line = self._opened()
         verify = "full" if self._verify != "off" else "header"
         try:
             with _asking():
@@ -193,7 +194,7 @@ class FlashCheckpoint:
         self._cadence.restored(found.step)
         engine = self._engine_now()
         engine.begins_from(found.generation, found.step)
-        self._prepare(engine)
+        self._meeting.together("memory for states", lambda: self._prepare(engine))
         return int(found.step)
 
     def step(self, step: int) -> None:

@@ -188,6 +188,29 @@ class Meeting:
         """What every rank has to say, by rank. Raises `MeetingFailed`, with the ranks that did not come."""
         return cast("list[bytes]", msgpack.unpackb(self.decide(name, mine, msgpack.packb)))
 
+    def together(self, name: str, do: Callable[[], object]) -> None:
+        """Call ``do`` on all ranks; where it raises on one rank, all ranks raise. A collective.
+
+        A rank raises its own error, else `MeetingFailed` with the rank and the words of the first one that failed.
+        """
+        failed: Exception | None = None
+        try:
+            do()
+        except Exception as error:  # noqa: BLE001  # raised below, once the others know it
+            failed = error
+        mine = f"{type(failed).__name__}: {failed}"[:_WHY_MAX].encode() if failed is not None else b""
+        try:
+            told = self.all_gather(name, mine)
+        except MeetingFailed:
+            if failed is None:
+                raise
+            told = []
+        if failed is not None:
+            raise failed
+        ranks = tuple(rank for rank, why in enumerate(told) if why)
+        if ranks:
+            raise MeetingFailed(f"{name}: rank {ranks[0]}: {told[ranks[0]].decode(errors='replace')}")
+
     def share(self, name: str, value: bytes | None) -> bytes:
         """What rank 0 says, for all: its ``value``; what others give is not looked at. Rank 0 does not wait for them.
 
