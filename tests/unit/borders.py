@@ -378,7 +378,7 @@ def packets(draw: Draw) -> None:
         assert not faults, faults
         quiet(said)
         rung: list[int] = []
-        bell = Doorbell("/nonexistent", lambda _generation, _rank, step, _told: rung.append(step))
+        bell = Doorbell("/nonexistent", lambda _generation, _rank, step, _told, _imports: rung.append(step))
         for _ in range(6):
             body = {"generation": draw.number(), "rank": draw.number(), "step": draw.number(), "told": True}
             bell._understood(cast(Any, None), wire.pack(body if draw.random.random() < 0.5 else {"x": draw.value()}))

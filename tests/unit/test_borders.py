@@ -126,7 +126,7 @@ def test_stacks_with_half_characters_are_kept(tmp_path: Path) -> None:
 def test_steps_beyond_all_numbers() -> None:
     """A script may count as it likes: what the agent hears of it fits into a message."""
     rung: list[int] = []
-    bell = Doorbell("/nonexistent", lambda _generation, _rank, step, _told: rung.append(step))
+    bell = Doorbell("/nonexistent", lambda _generation, _rank, step, _told, _imports: rung.append(step))
     packet = wire.pack({"generation": 1, "rank": 0, "step": 2**64 - 1, "told": True})
     assert bell._understood(cast(Any, None), packet)
     assert rung == [STEP_MAX]

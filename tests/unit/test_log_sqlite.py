@@ -68,6 +68,11 @@ class TestSqliteConformance(LogConformance):
         db.close()
 
 
+def is_waited_for(inode: int) -> bool:
+    """Whether somebody waits for the lock on this file, as the kernel says."""
+    return any("->" in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines())
+
+
 def run(story: Coroutine[object, object, None]) -> None:
     """Tell a story in an event loop of its own."""
     asyncio.run(asyncio.wait_for(story, 60))
@@ -281,6 +286,10 @@ def test_database_deleted_under_its_leader(tmp_path: Path) -> None:
             await pen.lead.snapshot(Snapshot(1, "", b"of then"))
             waiting = asyncio.ensure_future(other.lead(JOB, "b"))
             assert await seqs(other.read(JOB)) == [1]
+            # Who comes after the file is deleted makes another one.
+            lock = lock_path(log.path, JOB).stat().st_ino
+            while not is_waited_for(lock):
+                await asyncio.sleep(0.01)
             shutil.rmtree(folder)
             await pen.write()
             assert pen.lead.valid()

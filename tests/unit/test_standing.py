@@ -76,7 +76,7 @@ def test_since_when_and_why() -> None:
 def test_passwords_are_not_shown(url: str, told: str) -> None:
     """Neither in messages nor in the lines to run next."""
     assert places.shown(url) == told
-    options = parse(["--log", url, "--no-python", "x"])
+    options = parse(["--log", url, "--no-python", "true"])
     assert where(options) in (f" --log {told}", f" --log '{told}'")
     assert next(row.value for row in show_config.rows(options) if row.name == "log") == told
 

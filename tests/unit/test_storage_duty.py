@@ -62,6 +62,9 @@ class Savers:
         """As `Saving`."""
         self.held = slots
 
+    def hasten(self) -> None:
+        """As `Saving`."""
+
     def fails(self, *errors: Unsaved | None) -> None:
         """With these, one order after the other; then with the last of them."""
         left = list(errors)

@@ -83,7 +83,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch, tries: list[int]) -> list[float]
     async def run() -> None:
         monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
         with socket.socket() as port:
-            job = SimpleNamespace(job="j")
+            job = SimpleNamespace(job="j", hung_s=0.0)
             settings: Any = SimpleNamespace(
                 directory="",
                 shared=True,

@@ -53,7 +53,7 @@ def _check_contradictions(options: Options) -> None:
         (options.run_path and options.no_python, "run-path", "--run-path and --no-python exclude one another"),
         (options.run_path and options.module, "run-path", "--run-path and -m exclude one another"),
         (
-            options.no_python and options.preload not in ("", "none"),
+            options.no_python and options.preload not in ("", "none", "auto"),
             "preload",
             f"{options.preload!r}, but with --no-python nothing is imported for the program; leave one of them out",
         ),
