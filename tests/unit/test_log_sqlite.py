@@ -288,7 +288,7 @@ def test_database_deleted_under_its_leader(tmp_path: Path) -> None:
             assert await seqs(other.read(JOB)) == [1]
             # Who comes after the file is deleted makes another one.
             lock = lock_path(log.path, JOB).stat().st_ino
-            while not is_waited_for(lock):
+            while not is_waited_for(lock):  # noqa: ASYNC110  # the kernel tells nobody
                 await asyncio.sleep(0.01)
             shutil.rmtree(folder)
             await pen.write()
