@@ -3,6 +3,9 @@
 A worker's children stay in its session unless they leave on purpose, as daemons do. The agent is a subreaper: whoever leaves,
 with whatever environment, becomes a child of the agent's when its parent is dead. So what a worker left is the rest of its
 session, and the children of the agent that nobody here has started, with all that descends from them.
+
+That holds in a process that is an agent and nothing else, which says so by `adopt`. A program that embeds a launcher starts
+children of its own, which nobody here knows: there, only the workers' sessions are looked at.
 """
 
 from __future__ import annotations
@@ -19,6 +22,13 @@ from .process import SCANS_MAX, Member, busy_sessions, children_of_ours, kill, p
 NAMED_MAX = 8
 REAP_S, END_S = 5.0, 10.0
 DEAD = frozenset("ZXx")
+_adopting = False
+
+
+def adopt() -> None:
+    """Take unknown children of this process for orphans of its workers from now on. For a process that is an agent alone."""
+    global _adopting  # noqa: PLW0603  # being a parent is the process's affair
+    _adopting = True
 
 
 def left(sessions: Collection[int], ours: Collection[str]) -> list[Member]:
@@ -102,6 +112,8 @@ def _all_left(sessions: Collection[int], ours: Collection[str]) -> list[Member]:
 
 def _orphans(ours: Collection[str]) -> list[Member]:
     """Children of this process that it has not started: what it starts itself is known, or in its own session."""
+    if not _adopting:
+        return []
     own = os.getsid(0)
     children = [one for one in children_of_ours() if one.session != own and one.name not in ours]
     mine = known()  # asked last: what was started meanwhile is among them

@@ -20,6 +20,7 @@ from dlrover_adapters.telemetry import light  # noqa: F401  # first of all
 
 import structlog
 
+from dlrover_adapters.agent import leftovers
 from dlrover_adapters.agent.checkpoints.duty import CheckpointDuty
 from dlrover_adapters.agent.checks.basic import Place
 from dlrover_adapters.agent.checks.duty import CheckDuty
@@ -55,6 +56,7 @@ log = structlog.get_logger("dlrover.agent")
 def serve(raw: dict[str, Any], config: LaunchConfig, first: Spawned | None, control: socket.socket) -> int:
     """Be the agent that the settings describe, to its end."""
     set_name("dlrover-agent")
+    leftovers.adopt()
     name = _Name()
     set_up(Path(raw["control_log"]), raw["log_level"], role="agent", node=name)
 
