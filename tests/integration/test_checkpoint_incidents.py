@@ -114,7 +114,7 @@ dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}.store", rank=
 group = dist.distributed_c10d._get_default_group()
 model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.Adam(model.parameters())
-ckpt = FlashCheckpoint(sys.argv[1], model=model, optimizer=optimizer, every=2, store_every=10)
+ckpt = FlashCheckpoint(sys.argv[1], model=model, optimizer=optimizer, every=2, store_every=60)
 before, collectives = group._get_sequence_number_for_group(), 0
 assert ckpt.restore() == 0
 for step in range(1, 61):

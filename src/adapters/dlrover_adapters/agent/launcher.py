@@ -540,7 +540,7 @@ class LinuxLauncher:
             generation = alive[0].launch.generation
             self._notices.put_nowait(WorkersStuck(generation, tuple(one.pid for one in stuck)))
         else:
-            if well := grace_s > 0 and bool(self._workers) and all(one.ended_well for one in self._workers):
+            if well := bool(self._workers) and all(one.ended_well for one in self._workers):
                 await self._buried()
             await self._leavings.end(grace_s if well else 0.0)
         return not stuck

@@ -48,6 +48,8 @@ def wait(sessions: Collection[int], ours: Collection[str], bound_s: float) -> li
             with contextlib.suppress(OSError):  # it has just ended
                 fds.append(os.pidfd_open(one.pid))
         wait_all(fds, deadline)
+        for one in found:
+            reap(one.pid)
         reap_orphans(ours)
         if time.monotonic() >= deadline:
             return left(sessions, ours)
@@ -62,6 +64,8 @@ def end(sessions: Collection[int], ours: Collection[str], bound_s: float) -> lis
         # Again and again: what is being killed may be starting others, and orphans come only when their parent is dead.
         found = left(sessions, ours)
         wait_all([fd for one in found if (fd := kill(one.pid)) is not None], deadline)
+        for one in found:
+            reap(one.pid)
         reap_orphans(ours)
         if not found or time.monotonic() >= deadline:
             break
