@@ -113,6 +113,7 @@ class Blanks:
         see = functools.partial(self._ahead.see, one.child.pid)
         watch = self._warm[one] = Watch(self._ahead.hung_s, ask=ask, see=see, judged=judged)
         watch.open()
+        watch.answered()  # it has said that it is warm: it needs no more time for its imports
 
     def _settle(self) -> None:
         """``settled``: no blank is getting warm any more."""
