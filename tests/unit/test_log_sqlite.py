@@ -73,6 +73,13 @@ def is_waited_for(inode: int) -> bool:
     return any("->" in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines())
 
 
+async def stood_by(log: SqliteLog) -> None:
+    """Return when somebody waits for the job's lock: who comes after its file is deleted makes another one."""
+    inode = os.stat(lock_path(log.path, JOB)).st_ino
+    while not is_waited_for(inode):  # noqa: ASYNC110  # the kernel tells nobody
+        await asyncio.sleep(0.01)
+
+
 def run(story: Coroutine[object, object, None]) -> None:
     """Tell a story in an event loop of its own."""
     asyncio.run(asyncio.wait_for(story, 60))
@@ -286,10 +293,7 @@ def test_database_deleted_under_its_leader(tmp_path: Path) -> None:
             await pen.lead.snapshot(Snapshot(1, "", b"of then"))
             waiting = asyncio.ensure_future(other.lead(JOB, "b"))
             assert await seqs(other.read(JOB)) == [1]
-            # Who comes after the file is deleted makes another one.
-            lock = lock_path(log.path, JOB).stat().st_ino
-            while not is_waited_for(lock):  # noqa: ASYNC110  # the kernel tells nobody
-                await asyncio.sleep(0.01)
+            await stood_by(log)
             shutil.rmtree(folder)
             await pen.write()
             assert pen.lead.valid()
@@ -323,6 +327,7 @@ def test_database_deleted_and_its_leader_dies(tmp_path: Path) -> None:
             await pen.write()
             waiting = asyncio.ensure_future(other.lead(JOB, "b"))
             assert await seqs(other.read(JOB)) == [1]
+            await stood_by(log)
             shutil.rmtree(folder)
             await pen.lead.resign()
             heir = Pen(await waiting, head=1)
