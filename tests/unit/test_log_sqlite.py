@@ -68,15 +68,15 @@ class TestSqliteConformance(LogConformance):
         db.close()
 
 
-def is_waited_for(inode: int) -> bool:
+def is_waited_for(path: Path) -> bool:
     """Whether somebody waits for the lock on this file, as the kernel says."""
+    inode = path.stat().st_ino
     return any("->" in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines())
 
 
 async def stood_by(log: SqliteLog) -> None:
     """Return when somebody waits for the job's lock: who comes after its file is deleted makes another one."""
-    inode = os.stat(lock_path(log.path, JOB)).st_ino
-    while not is_waited_for(inode):  # noqa: ASYNC110  # the kernel tells nobody
+    while not is_waited_for(lock_path(log.path, JOB)):  # noqa: ASYNC110  # the kernel tells nobody
         await asyncio.sleep(0.01)
 
 
