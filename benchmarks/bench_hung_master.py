@@ -59,7 +59,7 @@ def pid_of(told: Mapping[str, Any]) -> int:
 
 
 def leading(ask: Ask, job: Job) -> Mapping[str, Any]:
-    """What the leader says, once there is one."""
+    """Wait for a leading master, and return its status."""
     deadline = time.monotonic() + WARM_LIMIT_S
     while (found := ask()) is None:
         if time.monotonic() > deadline:
@@ -138,7 +138,7 @@ def on_two_hosts(pauses: int) -> Trial:
 
 @contextlib.contextmanager
 def _pair(log: str) -> Iterator[tuple[Job, Sequence[Side]]]:
-    """Two hosts with masters, and one that trains."""
+    """Start a training host and two hosts that run masters."""
     folder = Path(tempfile.mkdtemp(prefix="dlb-"))
     env = {key: value for key, value in os.environ.items() if not key.startswith(("DLROVER", "PET_"))}
     job = Job(OURS, folder, STEPS)

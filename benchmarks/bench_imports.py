@@ -39,7 +39,7 @@ Steps = dict[tuple[int, int], list[tuple[int, float]]]
 
 
 def steps(diary: Path) -> Steps:
-    """What stands in the diary."""
+    """Read the diary."""
     found: Steps = {}
     with contextlib.suppress(FileNotFoundError):
         for line in diary.read_text().splitlines():
@@ -49,7 +49,7 @@ def steps(diary: Path) -> Steps:
 
 
 def until(diary: Path, process: subprocess.Popen[bytes], limit_s: float, true: Callable[[Steps], bool]) -> Steps:
-    """The diary, once something holds of it. Raises `Lost`."""
+    """Wait until ``true`` accepts the diary, and return the diary. Raises `Lost` after ``limit_s`` seconds."""
     deadline = time.monotonic() + limit_s
     while not true(found := steps(diary)):
         if time.monotonic() > deadline or process.poll() is not None:
@@ -104,7 +104,7 @@ def back(launcher: str, kind: str, state: Path) -> tuple[float, float]:
 
 
 def setup(kind: str, state: Path) -> float:
-    """What the script needs for its first step by itself, everything being imported."""
+    """Seconds that the script needs for its first step once all modules are imported."""
     with tempfile.TemporaryDirectory(prefix="bench-imports-") as name:
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(state / "inductor"), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(SCRIPT), kind, str(Path(name) / "diary"), "--setup"]

@@ -51,9 +51,11 @@ def table() -> list[str]:
         *([f"**{wrong} {'do' if wrong > 1 else 'does'} not hold**"] if wrong else []),
         *([f"{missing} {'are' if missing > 1 else 'is'} not run yet"] if missing else []),
     ]
-    counted = ", ".join([f"{len(cells())} runs: {equal} hold", f"{refused} are refused as they should be", *rest])
+    counted = ", ".join(
+        [f"Of {len(cells())} runs {equal} restore the right state", f"{refused} are meant to be refused and are", *rest]
+    )
     return [
-        f"{counted}. {compared:,} steps of single ranks were compared with those of undisturbed runs.",
+        f"{counted}. {compared:,} steps were compared with those of undisturbed runs, rank by rank.",
         "",
         *("|" + "|".join(f" {cell} " if cell else " " for cell in row) + "|" for row in lines),
     ]

@@ -1,7 +1,7 @@
-"""Trains for ever with a framework whose import takes seconds; `bench_imports.py` kills and watches it.
+"""A training script whose imports take seconds. `bench_imports.py` starts it, kills one of its ranks and reads its diary.
 
 ``imports.py hf|lightning|compile DIARY``. Each step is a line of the diary: rank, pid, step, CLOCK_MONOTONIC in nanoseconds.
-``--setup``: alone, makes a first step twice in one process, and prints how long the second took: what the script itself needs.
+``--setup``: one process makes its first step twice and prints the seconds of the second one, which needs no imports.
 """
 
 from __future__ import annotations

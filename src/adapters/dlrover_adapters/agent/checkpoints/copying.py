@@ -36,7 +36,7 @@ class Copying:
         self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
         self._given_up = NOTHING
         self._refused: dict[State, tuple[dict[int, int], float, float]] = {}
-        """Of each state that the partner did not want: the publications, when to ask again, and how long that is after that."""
+        """States that the partner refused: their publications, the time of the next try, and the pause after that one."""
         self._keeps, self._kept_since = NOTHING, 0
         self.safe = NOTHING
 

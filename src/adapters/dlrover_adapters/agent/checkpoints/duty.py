@@ -444,6 +444,6 @@ class CheckpointDuty:
 
 
 def _words(body: dict[str, Any]) -> str:
-    """What a rank wants people to read, plain; empty where it is no text."""
+    """A rank's message for people as plain text; empty if the packet holds no text."""
     words = body.get("words")
     return plain(words, TEXT_MAX) if isinstance(words, str) else ""
