@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +25,28 @@ SERVE = (
 )
 
 
+@contextlib.contextmanager
+def saver_of() -> Iterator[tuple[socket.socket, int]]:
+    """A real saver: the agent's end of its link, and its pid. It ends with 0 when the agent is gone."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(30)
+    command = [sys.executable, "-c", SERVE, str(theirs.fileno())]
+    with ours, theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as saver:
+        theirs.close()
+        yield ours, saver.pid
+        ours.close()
+        assert saver.wait(30) == 0
+
+
+def priorities(pid: int) -> list[int]:
+    """The niceness of each thread, ascending."""
+    return sorted(os.getpriority(os.PRIO_PROCESS, int(one.name)) for one in Path(f"/proc/{pid}/task").iterdir())
+
+
 def test_only_work_that_nobody_waits_for_steps_back() -> None:
     """Of a real saver's threads, storage, digests and whole copies do. Light copies, fetches and the link's thread do not."""
     usual = os.getpriority(os.PRIO_PROCESS, 0)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(30)
-    with (
-        ours,
-        theirs,
-        subprocess.Popen([sys.executable, "-c", SERVE, str(theirs.fileno())], pass_fds=[theirs.fileno()]) as saver,
-    ):
-        theirs.close()
+    with saver_of() as (ours, pid):
         found: list[int] = []
         for key in range(100):
             # No arena is there, so each order fails at once: then the thread that took it has its priority.
@@ -41,12 +54,9 @@ def test_only_work_that_nobody_waits_for_steps_back() -> None:
                 wire.send(ours, {**body, "key": key})
             answers = [wire.unpack(ours.recv(4096)) for _ in range(3)]
             assert {(one["op"], one["key"]) for one in answers} == {("failed", key)}
-            tasks = Path(f"/proc/{saver.pid}/task").iterdir()
-            found = sorted(os.getpriority(os.PRIO_PROCESS, int(one.name)) for one in tasks)
+            found = priorities(pid)
             if found.count(usual) == 3:  # the thread of the digests has begun, too
                 break
-        ours.close()  # the agent is gone
-        assert saver.wait(30) == 0
     # The link's thread, the one that tells of progress and that of light copies; digests, storage and whole copies.
     assert found == [usual] * 3 + [max(usual, NICE)] * 3
 
@@ -54,14 +64,7 @@ def test_only_work_that_nobody_waits_for_steps_back() -> None:
 def test_a_node_that_goes_stores_and_copies_at_usual_priority() -> None:
     """After ``haste`` orders of both kinds go to threads that never stepped back, which an ordinary user needs."""
     usual = os.getpriority(os.PRIO_PROCESS, 0)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(30)
-    with (
-        ours,
-        theirs,
-        subprocess.Popen([sys.executable, "-c", SERVE, str(theirs.fileno())], pass_fds=[theirs.fileno()]) as saver,
-    ):
-        theirs.close()
+    with saver_of() as (ours, pid):
         for body in (
             {"op": "haste"},
             {"op": "haste"},
@@ -71,10 +74,7 @@ def test_a_node_that_goes_stores_and_copies_at_usual_priority() -> None:
             wire.send(ours, body)
         answers = [wire.unpack(ours.recv(4096)) for _ in range(2)]
         assert {(one["op"], one["key"]) for one in answers} == {("failed", 1), ("failed", 2)}
-        tasks = Path(f"/proc/{saver.pid}/task").iterdir()
-        found = [os.getpriority(os.PRIO_PROCESS, int(one.name)) for one in tasks]
-        ours.close()
-        assert saver.wait(30) == 0
+        found = priorities(pid)
     assert found.count(usual) >= 5, "the link's, that of progress, of light copies, and the two hasty ones"
 
 

@@ -1,0 +1,159 @@
+"""Files of a SQLite log that are deleted or replaced while somebody leads or waits."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dlrover_core.errors import LogUnavailable
+from dlrover_core.kernel.log import Fenced, Snapshot
+from dlrover_core.logs.lock import JobLock
+from dlrover_core.logs.reader import lock_path
+from dlrover_core.logs.sqlite import SqliteLog
+from dlrover_core.testing.log_conformance import JOB, Pen, seqs
+
+from .sqlite_logs import opened, run
+
+
+def is_waited_for(path: Path) -> bool:
+    """Whether somebody waits for the lock on this file, as the kernel says."""
+    inode = path.stat().st_ino
+    return any("->" in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines())
+
+
+async def stood_by(log: SqliteLog) -> None:
+    """Return when somebody waits for the job's lock: who comes after its file is deleted makes another one."""
+    while not is_waited_for(lock_path(log.path, JOB)):  # noqa: ASYNC110  # the kernel tells nobody
+        await asyncio.sleep(0.01)
+
+
+def test_lock_file_deleted_under_its_leader(tmp_path: Path) -> None:
+    """A leader whose lock file is gone excludes nobody: its next append is fenced, though nobody newer leads yet."""
+
+    async def story() -> None:
+        async with opened(tmp_path / "log.db") as log:
+            pen = Pen(await log.lead(JOB, "a"))
+            await pen.write()
+            lock_path(log.path, JOB).unlink()
+            assert await pen.lead.append(pen.draft()) == Fenced(1, 1)
+            await pen.lead.lost
+            assert await log.head(JOB) == 1
+
+    run(story())
+
+
+def test_database_deleted_under_its_leader(tmp_path: Path) -> None:
+    """With all its files, or alone: the leader puts it back, whole, and leads on; who stands by waits for the new lock."""
+
+    async def story() -> None:
+        folder = tmp_path / "state"
+        async with opened(folder / "log.db") as log, opened(folder / "log.db") as other:
+            pen = Pen(await log.lead(JOB, "a"))
+            await pen.write()
+            await pen.lead.snapshot(Snapshot(1, "", b"of then"))
+            waiting = asyncio.ensure_future(other.lead(JOB, "b"))
+            assert await seqs(other.read(JOB)) == [1]
+            await stood_by(log)
+            shutil.rmtree(folder)
+            await pen.write()
+            assert pen.lead.valid()
+            assert await seqs(other.read(JOB)) == [1, 2]
+            log.path.unlink()
+            await pen.write()
+            assert await seqs(log.read(JOB)) == [1, 2, 3]
+            assert await log.latest_snapshot(JOB) == Snapshot(1, "", b"of then")
+            shutil.rmtree(folder)
+            assert pen.lead.trouble() == ""  # between appends, too
+            await pen.lead.announce("")
+            assert await log.head(JOB) == 3
+            assert not waiting.done()
+            await pen.lead.resign()
+            heir = Pen(await waiting, head=3)
+            assert heir.lead.token == 2
+            await heir.write()
+            assert await seqs(log.read(JOB)) == [1, 2, 3, 4]
+            assert {one.name for one in folder.iterdir() if one.suffix == ".part"} == set()
+
+    run(story())
+
+
+def test_database_deleted_and_its_leader_dies(tmp_path: Path) -> None:
+    """Before it could put the file back: whoever stands by has it open too, and does."""
+
+    async def story() -> None:
+        folder = tmp_path / "state"
+        async with opened(folder / "log.db") as log, opened(folder / "log.db") as other:
+            pen = Pen(await log.lead(JOB, "a"))
+            await pen.write()
+            waiting = asyncio.ensure_future(other.lead(JOB, "b"))
+            assert await seqs(other.read(JOB)) == [1]
+            await stood_by(log)
+            shutil.rmtree(folder)
+            await pen.lead.resign()
+            heir = Pen(await waiting, head=1)
+            await heir.write()
+            assert await seqs(other.read(JOB)) == [1, 2]
+
+    run(story())
+
+
+def test_database_deleted_under_two_leaders(tmp_path: Path) -> None:
+    """Of two jobs in one file, each with a leader of its own, one makes the file anew, and both lead on in it."""
+
+    async def story() -> None:
+        folder = tmp_path / "state"
+        async with opened(folder / "log.db") as log, opened(folder / "log.db") as other:
+            one, two = Pen(await log.lead("one", "a")), Pen(await other.lead("two", "b"))
+            await one.write()
+            await two.write()
+            shutil.rmtree(folder)
+            await one.write()
+            await two.write()
+            await one.write()
+            assert await seqs(other.read("one")) == [1, 2, 3]
+            assert await seqs(log.read("two")) == [1, 2]
+
+    run(story())
+
+
+def test_database_replaced_under_its_leader(tmp_path: Path) -> None:
+    """A leader in whose database's place lies another one, or whose lock somebody else has, says so and leads no longer."""
+
+    async def story() -> None:
+        for number, job in enumerate(("new", JOB)):
+            path = tmp_path / str(number) / "log.db"
+            async with opened(path) as log:
+                pen = Pen(await log.lead(JOB, "a"))
+                await pen.write()
+                path.unlink()
+                if job == JOB:
+                    lock_path(path, JOB).unlink()
+                async with opened(path) as other:
+                    await other.lead(job, "b")
+                    with pytest.raises(LogUnavailable, match="replaced"):
+                        await pen.lead.append(pen.draft())
+                    await pen.lead.lost
+                    assert not pen.lead.valid()
+                    assert await other.head(JOB) == 1  # as the tail file says, and no more
+
+    run(story())
+
+
+def test_wait_for_a_lock_file_that_is_replaced(tmp_path: Path) -> None:
+    """A waiter is not content with the lock of a file that was deleted meanwhile: it takes the one that counts."""
+
+    async def story() -> None:
+        async with opened(tmp_path / "log.db") as log:
+            first = await log.lead(JOB, "a")
+            waiting = asyncio.ensure_future(log.lead(JOB, "b"))
+            await first.announce("")
+            lock_path(log.path, JOB).unlink()
+            await first.resign()
+            second = await waiting
+            assert isinstance(second._lock, JobLock)
+            assert second._lock.intact()
+
+    run(story())
