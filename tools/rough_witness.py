@@ -94,6 +94,8 @@ def halts_s(strike: Strike) -> float:
     lasted, what = strike.end - strike.start, (strike.kind, strike.target)
     if what == ("stop", "worker"):
         return 2.0
+    if what in {("kill", "dlrover-keeper"), ("stop", "dlrover-keeper")}:
+        return 5.0  # ranks ask its store until they know that it is gone
     if what == ("kill", "worker") or strike.kind == "oom":
         return 10.0
     if what in {("kill", "dlrover-agent"), ("stop", "dlrover-agent")}:
@@ -439,8 +441,8 @@ def _ancestors() -> set[int]:
 
 
 def _momentary(path: Path) -> bool:
-    """Is it an empty file that Python's library makes for a moment? A SIGKILL in that moment leaves it."""
-    return path.is_file() and not path.stat().st_size and (path.name.startswith("tmp") or len(path.name) == 8)
+    """Is it torch's cache, or an empty file that Python's library makes for a moment? A SIGKILL in that moment leaves it."""
+    return path.name.startswith("torchinductor_") or path.is_file() and not path.stat().st_size and (path.name.startswith("tmp") or len(path.name) == 8)
 
 
 # ---- all of it
