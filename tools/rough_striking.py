@@ -223,7 +223,7 @@ class Rough(Striking):
         if victim is None or self._taken(f"files-{victim.pid}"):
             return False
         used = max((int(one) for one in os.listdir(f"/proc/{victim.pid}/fd")), default=0) + 1  # noqa: PTH208
-        soft, hard = resource.prlimit(victim.pid, resource.RLIMIT_NOFILE, None)
+        soft, hard = resource.prlimit(victim.pid, resource.RLIMIT_NOFILE)
         fd = os.pidfd_open(victim.pid)
 
         resource.prlimit(victim.pid, resource.RLIMIT_NOFILE, (min(used, hard), hard))

@@ -295,7 +295,7 @@ def uncovered_s(before: float, after: float, strikes: Sequence[Strike]) -> float
     spans += [
         (one.start, one.end + LENGTHENS_S)
         for one in strikes
-        if one.kind in RECOVERS and one.end + LENGTHENS_S > before and one.start < after
+        if halts_s(one) < 0 and one.kind in RECOVERS and one.end + LENGTHENS_S > before and one.start < after
     ]
     rest, at = 0.0, before
     for start, end in sorted(spans):
@@ -442,7 +442,9 @@ def _ancestors() -> set[int]:
 
 def _momentary(path: Path) -> bool:
     """Is it torch's cache, or an empty file that Python's library makes for a moment? A SIGKILL in that moment leaves it."""
-    return path.name.startswith("torchinductor_") or path.is_file() and not path.stat().st_size and (path.name.startswith("tmp") or len(path.name) == 8)
+    if path.name.startswith("torchinductor_"):
+        return True
+    return path.is_file() and not path.stat().st_size and (path.name.startswith("tmp") or len(path.name) == 8)
 
 
 # ---- all of it
