@@ -49,6 +49,10 @@ class Victim(Protocol):
         """Raises AssertionError when it has ended."""
         ...
 
+    def prefix(self, pid: int) -> list[str]:
+        """What a command begins with to run on the host of a process."""
+        ...
+
 
 class Diary:
     """The file of all strikes, one line when a strike begins and one when it is taken back."""
@@ -286,21 +290,22 @@ class Rough(Striking):
     def _stranger(self, strike: Strike) -> bool:
         if self._taken("strangers"):
             return False
-        ports = [
-            (role, place)
-            for role in OPEN_TO_STRANGERS
-            for one in self._victim.living(role)
-            for place in listening(one.pid)
-            if strike.kind == "strangers" or role not in TORCHS
+        roles = [role for role in OPEN_TO_STRANGERS if strike.kind == "strangers" or role not in TORCHS]
+        found = [
+            (role, one, place) for role in roles for one in self._victim.living(role) for place in listening(one.pid)
         ]
-        if not ports:
+        if not found:
             self._busy.discard("strangers")
             return False
+        chosen = found[int(strike.which * len(found)) % len(found)][1].pid
+        here = _network(chosen)
+        ports = [(role, place) for role, one, place in found if _network(one.pid) == here]
         first, second = (strike.lasts_s, CONNECTIONS) if strike.kind == "strangers" else (self._seed, STREAMS)
         mode = "hold" if strike.kind == "strangers" else "bytes"
         line = [sys.executable, "-I", "-S", str(STRANGER), mode, str(first), str(second), *(one for _, one in ports)]
         if os.geteuid() == 0 and shutil.which("setpriv"):
             line = ["/usr/bin/env", "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *line]
+        line = [*self._victim.prefix(chosen), *line]
         running = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self._strangers.append(running)
 
@@ -321,6 +326,14 @@ def _lives(fd: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _network(pid: int) -> str:
+    """Which network a process is in; empty when it has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")  # noqa: PTH115  # it is no path
+    except OSError:
+        return ""
 
 
 def _write(clock: Path, nanoseconds: int) -> None:
