@@ -46,6 +46,7 @@ PORTS = range(
 )  # below those the kernel gives to outgoing connections: a restarted member finds its own free
 HEALTHY_S = 30.0
 CALL_S = 3.0
+SLACK_BYTES = 1 << 20
 POLL_S = 0.02
 STARTS = 3
 # Becomes etcd, having asked the kernel to die with the thread that started it.
@@ -334,13 +335,19 @@ class Cluster:
         self._any("kv/deleterange", {"key": _b64(prefix), "range_end": _b64(prefix[:-1] + chr(ord(prefix[-1]) + 1))})
 
     def make_room(self) -> None:
-        """What ends a NOSPACE alarm: compact, defragment every member, disarm."""
+        """What ends a NOSPACE alarm: compact, defragment every member, disarm. A member may compact late, and needs it again."""
         self.compact()
-        for number in range(self._count):
+        self._until(self._has_room, "is out of space")
+
+    def _has_room(self) -> bool | None:
+        for number in self._talking():
             self._ask(number, "maintenance/defragment", {}, timeout_s=HEALTHY_S)
-        said = self._any("maintenance/alarm", {"action": "GET"})
-        for one in said.get("alarms", ()):
+            status = self._ask(number, "maintenance/status", {})
+            if int(status["dbSize"]) > 2 * int(status["dbSizeInUse"]) + SLACK_BYTES:
+                return None
+        for one in self._any("maintenance/alarm", {"action": "GET"}).get("alarms", ()):
             self._any("maintenance/alarm", one | {"action": "DEACTIVATE"})
+        return not self.alarms() or None
 
     def revoke(self, lease: int) -> None:
         """End a lease early."""

@@ -10,6 +10,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -316,17 +317,26 @@ class RoughHosts(Rough):
     def _etcd_full(self, strike: Strike) -> bool:
         if self._taken("etcd"):
             return False
-        etcd = self._job.etcd
+        etcd, over = self._job.etcd, threading.Event()
+
+        def fill() -> None:
+            with contextlib.suppress(OSError):
+                for number in range(2 * QUOTA_BYTES // FULL_BYTES):
+                    if over.is_set():
+                        return
+                    etcd.put(f"{BALLAST}{number}", "x" * FULL_BYTES)
+
+        filling = threading.Thread(target=fill, name="ballast", daemon=True)
 
         def undo() -> None:
+            over.set()
+            filling.join()
             etcd.delete(BALLAST)
             etcd.make_room()
             self._busy.discard("etcd")
 
         self._noted(strike, undo)
-        with contextlib.suppress(OSError):
-            for number in range(2 * QUOTA_BYTES // FULL_BYTES):
-                etcd.put(f"{BALLAST}{number}", "x" * FULL_BYTES)
+        filling.start()
         return True
 
     def _etcd_wipe(self, strike: Strike) -> bool:
