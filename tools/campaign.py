@@ -31,8 +31,8 @@ campaigns:
            tensors must be those of a run without us; nothing is drawn, --trials counts cells; under half an hour
   storms   5 real jobs of 2 nodes x 2 ranks, side by side: for 20 minutes their processes are killed and stopped at random; every
            loss, sampler position and random number must be an undisturbed run's, bit for bit; nothing may be left
-  rough    5 real jobs, side by side, for an hour: kills, stops, clocks that jump, full and stalling disks, limits, strangers, and on
-           several hosts a bad network and a bad etcd; a witness that imports nothing of ours finds nothing wrong
+  rough    5 real jobs, side by side, for an hour: kills, stops, clocks that jump, full and stalling disks, limits, strangers,
+           and on several hosts a bad network and a bad etcd; a witness that imports nothing of ours finds nothing wrong
   ends     200 undisturbed jobs end right after a due save, their ranks up to 500 ms apart, with 10 to 500 MB; the last state must
            be on storage, for FlashCheckpoint, FlashTrainer and Lightning; about twenty minutes
   restarts 10 jobs of 2 nodes lose a worker or a node; every checkpoint that is due in the 60 s after must be on storage; some
