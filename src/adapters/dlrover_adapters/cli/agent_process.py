@@ -35,7 +35,7 @@ from dlrover_adapters.agent.spawn import Spawned
 from dlrover_adapters.cli.scratch import MARK, roofs
 from dlrover_adapters.http import tls
 from dlrover_adapters.http.client import HttpDialer
-from dlrover_adapters.telemetry.logs import set_up
+from dlrover_adapters.telemetry.logs import Uncaught, set_up
 from dlrover_core.errors import CoreError, TokenRefused
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.duties import Duty
@@ -61,6 +61,7 @@ def serve(raw: dict[str, Any], config: LaunchConfig, first: Spawned | None, cont
     set_up(Path(raw["control_log"]), raw["log_level"], role="agent", node=name)
 
     async def run() -> int:
+        asyncio.get_running_loop().set_exception_handler(Uncaught())
         return await _Process(raw, config, first, control, name).run()
 
     return asyncio.run(run())
