@@ -31,6 +31,7 @@ SWITCH = Path(__file__).with_name("rough_switch.py")
 TRAINERS = HOSTS[:2]
 US = "z"
 PORT, TTL_S, QUOTA_BYTES, FULL_BYTES = 29400, 5, 64 << 20, 1 << 20
+KILLS = 20
 AGAIN_S = 1.0
 """A service manager starts what has ended after so long."""
 
@@ -70,6 +71,7 @@ class Service:
     def __init__(self, host: Host, program: str, command: Sequence[str]) -> None:
         self.host, self.program, self.command = host, program, command
         self.down_until = self.ended_at = 0.0
+        self.statuses: list[int] = []
         self.start()
 
     def start(self) -> None:
@@ -84,6 +86,7 @@ class Service:
             return
         self.ended_at = self.ended_at or now
         if now >= self.ended_at + AGAIN_S:
+            self.statuses.append(self.host.process.returncode)
             self.start()
 
 
@@ -154,7 +157,7 @@ class ThreeHosts:
         if role == "dlrover-sweeper":
             parents = [one.host.process.pid for one in self.trainers if one.host.process is not None]
             return [each for one in parents for each in children(one, role)]
-        found = [each for one in self.services() for each in processes(f"FOLDER={one.host.folder}")]
+        found = [each for one in self.services() for each in _of(one.host)]
         return sorted((one for one in found if one.name.startswith(role)), key=lambda one: one.pid)
 
     def prefix(self, pid: int) -> list[str]:
@@ -176,7 +179,14 @@ class ThreeHosts:
         for one in self.services():
             if one.host.name == name:
                 one.down_until = time.monotonic() + down_s
-                one.host.die()
+        for _ in range(KILLS):  # who waits for a frozen disk dies later
+            found = [each for one in self.services() if one.host.name == name for each in _of(one.host)]
+            if not found:
+                break
+            for each in found:
+                with contextlib.suppress(ProcessLookupError):
+                    each.kill()
+            time.sleep(0.05)
         with contextlib.suppress(EtcdError):
             self.etcd.kill(HOSTS.index(name))
 
@@ -193,6 +203,12 @@ class ThreeHosts:
 
     def ends(self, patience: Patience) -> list[dict[str, Any]]:
         """Let it end; how its launchers and masters did."""
+
+        def all_up() -> bool:
+            self.check_alive()
+            return all(one.host.process is not None and one.host.process.poll() is None for one in self.services())
+
+        patience.until(all_up, "all hosts", END_S)
         for one in self.trainers:
             one.host.finish()
 
@@ -205,12 +221,18 @@ class ThreeHosts:
         found = []
         for one in self.services():
             assert one.host.process is not None
-            found.append({"what": f"{one.program} on host {one.host.name}", "status": one.host.process.returncode})
+            # Killed ones were killed by strikes; whoever ended otherwise should not have.
+            statuses = [*(each for each in one.statuses if each != -9), one.host.process.returncode]
+            found += [{"what": f"{one.program} on host {one.host.name}", "status": each} for each in statuses]
         return found
 
     def ours(self) -> list[int]:
         """The processes that are the harness's."""
         return [*self.harness, *self.etcd.pids()]
+
+
+def _of(host: Host) -> list[Process]:
+    return processes(f"FOLDER={host.folder}")
 
 
 class _Host(Host):
