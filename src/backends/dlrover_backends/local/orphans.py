@@ -34,6 +34,8 @@ class _Child(NamedTuple):
     name: bytes
     state: bytes
     session: int
+    born: int
+    """Clock ticks since the host's start. Another process that gets the number later was born later."""
 
 
 def adopt() -> None:
@@ -51,9 +53,9 @@ def end(timeout_s: float) -> int:
     """Kill what dead nodes have orphaned, and what becomes an orphan by that; how many live on. Blocks. For who `adopt`s."""
     deadline = time.monotonic() + timeout_s
     while _adopts and os.getpid() != 1:
-        found = [one.pid for one in _children() if one.state not in b"ZXx" and _is_orphan(one)]
-        for pid in found:
-            _kill(pid, deadline)
+        found = [one for one in _children() if one.state not in b"ZXx" and _is_orphan(one)]
+        for one in found:
+            _kill(one, deadline)
         if not found or time.monotonic() > deadline:
             return len(found)
     return 0
@@ -81,18 +83,21 @@ def _is_orphan(one: _Child) -> bool:
         return False
 
 
-def _kill(pid: int, deadline: float) -> None:
+def _kill(one: _Child, deadline: float) -> None:
     try:
-        pidfd = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(one.pid)
     except OSError:
         return
     try:
-        # Our child, and not reaped: the number is nobody else's.
+        # While the orphan before this one was waited for, `reap` in the loop's thread may have made the number another's.
+        now = _child(one.pid)
+        if now is None or now.born != one.born:
+            return
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
         with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+            os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     finally:
         os.close(pidfd)
 
@@ -103,7 +108,16 @@ def _children() -> Iterator[_Child]:
         for task in Path("/proc/self/task").iterdir():
             pids.update(map(int, (task / "children").read_text(encoding="ascii").split()))
     for pid in pids:
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            head, _, tail = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
-            fields = tail.split()
-            yield _Child(pid, head.partition(b"(")[2], fields[0], int(fields[3]))
+        one = _child(pid)
+        if one is not None:
+            yield one
+
+
+def _child(pid: int) -> _Child | None:
+    """None for a process that is gone."""
+    try:
+        head, _, tail = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
+        fields = tail.split()
+        return _Child(pid, head.partition(b"(")[2], fields[0], int(fields[3]), int(fields[19]))
+    except (OSError, IndexError, ValueError):
+        return None
