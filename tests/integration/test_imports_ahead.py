@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
+import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -113,5 +115,64 @@ def test_a_list_that_leaves_threads_behind_is_cut_and_remembered(
             assert "slowly" in listed["modules"]
             assert "threaded: it leaves threads running" in listed["cut"]
             assert not {"threaded", "slowly.parts"} & set(listed["modules"])
+
+    run(test())
+
+
+LIGHTNING = """
+import os, sys
+ahead = "lightning_utilities.core.rank_zero" in sys.modules
+import lightning_utilities.core.rank_zero, lightning_fabric.utilities.rank_zero, torchmetrics.utilities.prints, torch
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+lightning, metrics = lightning_fabric.utilities.rank_zero.rank_zero_only, torchmetrics.utilities.prints.rank_zero_only
+tell(ahead, lightning.rank, metrics.rank)
+"""
+
+
+@pytest.mark.nightly(reason="tests of reseed() in test_warmth.py stand for it in make test")
+@pytest.mark.skipif(importlib.util.find_spec("lightning_fabric") is None, reason="needs lightning")
+def test_lightning_knows_its_rank_when_it_was_imported_before_the_fork(
+    rig: Make, tmp_path: Path, package: dict[str, str]
+) -> None:
+    """It asks for the rank when it is imported; what prints on rank 0 alone does so in every run."""
+
+    async def test() -> None:
+        for ahead in (False, True):
+            async with rig(LIGHTNING, torch=True, env=package, imports=str(tmp_path / "imports"), nproc=2) as one:
+                await one.start(first_rank=4, world_size=6)
+                assert await one.all_told() == {4: [ahead, 4, 0], 5: [ahead, 5, 1]}
+                await one.exits(2)
+
+    run(test())
+
+
+COMPILED = """
+import os, sys, torch
+ahead = "torch._inductor.compile_fx" in sys.modules
+model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.LayerNorm(16))
+step, given = torch.compile(model), torch.ones(2, 16)
+found = step(given)
+found.mean().backward()
+torch.optim.SGD(model.parameters(), lr=0.0).step()
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+work = [AsyncCompile.submit(pow, 2, number) for number in range(4)]
+answers = [one() if callable(one) else one.result() for one in work]
+tell(ahead, bool(torch.allclose(found, model(given))), get_compile_threads(), answers)
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
+def test_inductor_imported_before_the_fork_compiles_in_workers(
+    rig: Make, tmp_path: Path, package: dict[str, str]
+) -> None:
+    """With nothing in its cache, and with its own threads and processes, which the warm process has not started."""
+
+    async def test() -> None:
+        for ahead in (False, True):
+            cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache-{ahead}"), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+            async with rig(COMPILED, torch=True, env=package | cache, imports=str(tmp_path / "imports")) as one:
+                await one.run()
+                assert await one.told() == [0, ahead, True, 2, [1, 2, 4, 8]]
+                assert one.launcher.refused == {}
 
     run(test())
