@@ -20,7 +20,7 @@ from dlrover_core.job.holdings import Holdings, SaveOrder
 from dlrover_core.job.layout import Ranges
 from dlrover_core.job.tiers import DISK, MEMORY, NOTHING, PEER, STORAGE, TIERS
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Concern, always
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
 
@@ -591,4 +591,6 @@ CONCERN = Concern(
         ReportRestored: _restored,
         CommitCheckpoint: _commit,
     },
+    # A failure changes how often failures are expected.
+    levels=dict.fromkeys((CheckpointCommitted, ReplicaOffered, SaveOrdered, failures.IncidentOpened), always),
 )

@@ -25,7 +25,7 @@ from dlrover_core.diagnosis.evidence import HW
 from dlrover_core.errors import Refused
 from dlrover_core.job import failures, job, nodes, progress, world
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Concern, always
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
 
@@ -491,4 +491,5 @@ CONCERN = Concern(
         failures.Diagnosed: _weigh,
         failures.ActionChosen: _isolate,
     },
+    levels=dict.fromkeys((HostQuarantined, HostReleased), always),
 )

@@ -101,19 +101,6 @@ MODEL: Model[JobState] = model()
 REGISTRY = Registry(MODEL.events)
 CODEC = Codec(REGISTRY)
 
-# A batch without any of these leaves desired as it was.
-LEVELLING: frozenset[type] = frozenset(
-    {
-        job.JobCreated, job.JobStopping, job.JobStopped, job.JobSucceeded, job.JobFailed, job.LeaderStarted,
-        job.JobSuspended, job.JobResumed, job.GroupScaled, health.CheckStarted, health.CheckJudged,
-        nodes.NodePlanned, nodes.NodeJoined, nodes.NodeFailed, nodes.NodeSucceeded, nodes.NodeGone, nodes.NodeLost,
-        nodes.NodeReleased, nodes.NodeLeft, hosts.HostQuarantined, hosts.HostReleased, world.WorldFormed, world.WorldDissolved,
-        failures.Diagnosed, checkpoints.CheckpointCommitted, checkpoints.ReplicaOffered, checkpoints.SaveOrdered,
-        hangs.HangSuspected, hangs.HangDismissed, hangs.HangNamed, planning.BoundaryAsked, planning.WorldPlanDropped,
-    }
-)  # fmt: skip
-
-
 DELETION_S = 1.0
 CLOSING_S = 30.0
 """An agent that goes by itself says its last words and lets the memory go that it kept: a second for every few GiB."""

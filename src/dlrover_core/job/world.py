@@ -19,7 +19,7 @@ from dlrover_core.job import job, nodes
 from dlrover_core.job.layout import Ranges, layout, to_ranges
 from dlrover_core.job.tally import Remembering
 from dlrover_core.job.tiers import MEMORY
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Concern, always
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
 
@@ -596,4 +596,5 @@ CONCERN = Concern(
     },
     due=_due,
     tick=_tick,
+    levels=dict.fromkeys((WorldFormed, WorldDissolved), always),
 )

@@ -19,7 +19,7 @@ import structlog
 
 from dlrover_core.errors import CoreError, HandedOver, LogError, NotLeading, OtherRun, Refused, StandsBy
 from dlrover_core.job import checkpoints, choosing, failures, job, nodes, progress, silence
-from dlrover_core.job.state import CODEC, LEVELLING, MODEL, Desired, JobState, Order, deletion_grace_s, desired
+from dlrover_core.job.state import CODEC, MODEL, Desired, JobState, Order, deletion_grace_s, desired
 from dlrover_core.kernel.engine import Accepted, Command, CommandFailed, Engine, Model, NotDone, Reply, Resend, Tick
 from dlrover_core.kernel.events import Batch, Origin, Record
 from dlrover_core.kernel.log import Archiving, EventLog, Leadership, Snapshot
@@ -349,7 +349,7 @@ class Master:
             elif isinstance(record.event, checkpoints.StorageFailed):
                 self.alarms += 1
                 log.error("checkpoints cannot be written", seq=record.seq, **record.event._asdict())
-        if any(type(record.event) in LEVELLING for record in batch.records):
+        if self._model.levels(state, batch.records):
             self._derive(state)
             self._level()
             self.sessions.forget_absent()
