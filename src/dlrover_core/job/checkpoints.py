@@ -226,8 +226,6 @@ class Kept:
     url: str = ""
     every: int = 0
     store_every: int = 0
-    keep: int = 0
-    planned: bool = False
     committed: list[tuple[int, int]] = field(default_factory=list)
     formed: int = 0
     members: Ranges = ()
@@ -478,7 +476,6 @@ def _end(kept: Kept, at: int, *, planned: bool, why: str) -> None:
 def _on_keeping(slice_: CheckpointSlice, fact: KeepingStarted, record: Record) -> None:
     kept = slice_.groups[fact.group]
     kept.generation, kept.url, kept.every, kept.store_every = fact.generation, fact.url, fact.every, fact.store_every
-    kept.keep, kept.planned = fact.keep, fact.planned
     kept.now = Holdings(fact.group, fact.generation, kept.members)
 
 
