@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import CASC
 from dlrover_core.job import (
+    backoff,
     budget,
     changing,
     checking,
@@ -20,7 +21,6 @@ from dlrover_core.job import (
     evidence,
     failures,
     hangs,
-    haste,
     health,
     hosts,
     job,
@@ -59,7 +59,6 @@ class JobState(BaseState):
     pace: pace.PaceSlice = field(default_factory=pace.PaceSlice)
     hangs: hangs.HangSlice = field(default_factory=hangs.HangSlice)
     budget: budget.BudgetSlice = field(default_factory=budget.BudgetSlice)
-    haste: haste.HasteSlice = field(default_factory=haste.HasteSlice)
     health: health.HealthSlice = field(default_factory=health.HealthSlice)
     laggards: laggards.LaggardSlice = field(default_factory=laggards.LaggardSlice)
     planning: planning.PlanningSlice = field(default_factory=planning.PlanningSlice)
@@ -81,7 +80,7 @@ _CONCERNS = (
     scaling.CONCERN,
     changing.CONCERN,
     budget.CONCERN,
-    haste.CONCERN,
+    backoff.CONCERN,
     checking.CONCERN,
     laggards.CONCERN,
     checkpoints.CONCERN,

@@ -256,7 +256,7 @@ def form(state: JobState, group: str, now: int, reason: str, *, at_once: bool = 
     Waits for the store of rank 0's node and, unless ``at_once``, for the last call. It goes on from the boundary at which the
     last one waits, if it does.
     """
-    if not state.job.forms or now < state.haste.not_before(group, state.job.spec.restart_pause_s):
+    if not state.job.forms or now < state.failures.of(group).not_before(state.job.spec.restart_pause_s):
         return
     count = _count(state, group, last_call_over=at_once or now >= _last_call(state, group))
     if count == 0:
@@ -374,7 +374,7 @@ def _due(state: JobState) -> int | None:
 
 
 def _formable_at(state: JobState, group: str) -> int:
-    return max(_last_call(state, group), state.haste.not_before(group, state.job.spec.restart_pause_s))
+    return max(_last_call(state, group), state.failures.of(group).not_before(state.job.spec.restart_pause_s))
 
 
 def _formable(state: JobState, group: str) -> bool:
