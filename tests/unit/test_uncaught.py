@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from dlrover_adapters.telemetry.logs import Uncaught
+from dlrover_adapters.telemetry.logs import Uncaught, run_threaded
 
 
 @pytest.fixture
@@ -42,3 +42,20 @@ def test_a_surprise_is_shown_as_asyncio_shows_it(
         loop.call_exception_handler({"message": "Task exception was never retrieved", "exception": ValueError("x")})
         loop.call_exception_handler({"message": "another", "exception": OSError(errno.EMFILE, "Too many open files")})
     assert [one.getMessage() for one in caplog.records] == ["Task exception was never retrieved", "another"]
+
+
+def test_no_thread_is_one_line() -> None:
+    """A master or agent that can start no thread ends with a status by which its launcher starts another one."""
+
+    def main() -> int:
+        raise RuntimeError("can't start new thread")
+
+    def faulty() -> int:
+        raise RuntimeError("a fault")
+
+    with structlog.testing.capture_logs() as told:
+        assert run_threaded(main, 75) == 75
+    assert [one["event"] for one in told] == ["this process ends: it can start no thread"]
+    assert "pids.max" in told[0]["remedy"]
+    with pytest.raises(RuntimeError, match="a fault"):
+        run_threaded(faulty, 75)

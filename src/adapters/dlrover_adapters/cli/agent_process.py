@@ -35,7 +35,7 @@ from dlrover_adapters.agent.spawn import Spawned
 from dlrover_adapters.cli.scratch import MARK, roofs
 from dlrover_adapters.http import tls
 from dlrover_adapters.http.client import HttpDialer
-from dlrover_adapters.telemetry.logs import Uncaught, set_up
+from dlrover_adapters.telemetry.logs import Uncaught, run_threaded, set_up
 from dlrover_core.errors import CoreError, TokenRefused
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.duties import Duty
@@ -64,7 +64,7 @@ def serve(raw: dict[str, Any], config: LaunchConfig, first: Spawned | None, cont
         asyncio.get_running_loop().set_exception_handler(Uncaught())
         return await _Process(raw, config, first, control, name).run()
 
-    return asyncio.run(run())
+    return run_threaded(lambda: asyncio.run(run()), EX_FAULT)
 
 
 class _Name:

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -84,6 +85,8 @@ class LogFile:
 
 
 SAY_EVERY_S = 10.0
+_NO_THREAD = "can't start new thread"
+_MORE_THREADS = "a limit of processes is reached: see ulimit -u, and pids.max of the control group"
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -130,3 +133,14 @@ class Uncaught:
         elif loop.time() >= self._say_at:
             self._say_at = loop.time() + SAY_EVERY_S
             structlog.get_logger("dlrover").warning("connections wait until they can be taken", reason=str(error))
+
+
+def run_threaded(main: Callable[[], int], otherwise: int) -> int:
+    """Run a process of ours. Where the system has no thread for it, log that in a line and return ``otherwise``."""
+    try:
+        return main()
+    except RuntimeError as error:
+        if _NO_THREAD not in str(error):
+            raise
+        structlog.get_logger("dlrover").error("this process ends: it can start no thread", remedy=_MORE_THREADS)
+        return otherwise
