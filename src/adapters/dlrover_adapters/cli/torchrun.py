@@ -86,7 +86,7 @@ def create(params: Any) -> Any:
     port_socket = free or _port(params, host, port)
     masters = _masters(params, spec, place, token, port_socket, master, tls) if port_socket is not None else None
 
-    asking = Asking(master, token, encryption)
+    asking = Asking(master, token, encryption, ended=lambda: masters is not None and masters.over)
 
     def close(seconds: float | None) -> None:
         if masters is not None:
@@ -108,7 +108,7 @@ def create(params: Any) -> Any:
         words=_words,
         trouble=lambda: masters.trouble if masters is not None else "",
         close=close,
-        over=lambda: (masters is not None and masters.over) or asking.over(),
+        over=asking.over,
         stop=asking.stop,
         say=lambda words: print(f"torchrun: {words}", file=sys.stderr, flush=True),
     )
