@@ -1,8 +1,9 @@
 """Orphans of dead nodes: processes that left the node's session, and its mark with their environment, and whose parents are dead.
 
 The launcher is a subreaper, so that they become its children instead of init's. Children that it has started itself bear the
-mark of a node or the run, or are in its own session. As the first process of a container it inherits orphans of everybody's:
-then none is killed, for all end with it; but the dead are reaped, as init would.
+mark of a node or the run, or are in its own session; those that it had before are `strangers`, and left alone. As the first
+process of a container it inherits orphans of everybody's: then none is killed, for all end with it; but the dead are reaped, as
+init would.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from dlrover_backends.local.strangers import Strangers
+
 PR_SET_CHILD_SUBREAPER = 36
 MARKS = (b"DLROVER_LOCAL_NODE=", b"DLROVER_RUN_MARK=")
 OURS = frozenset({b"dlrover-sweeper"})
@@ -26,6 +29,7 @@ started: set[int] = set()
 """First processes of nodes that are not buried yet. Global, because being a parent is the process's affair."""
 
 _adopts: list[bool] = []
+_strangers = Strangers()
 _dead_since: dict[int, float] = {}
 
 
@@ -39,12 +43,13 @@ class _Child(NamedTuple):
 
 
 def adopt() -> None:
-    """Be the parent of all orphans among this process's descendants from now on.
+    """Be the parent of all orphans among this process's descendants from now on. What is below it now is somebody else's.
 
-    For a launcher alone: in another program, children that it starts in sessions of their own would be taken for orphans.
+    For a launcher alone: children that another program starts in sessions of their own later would be taken for orphans.
     """
     import ctypes
 
+    _strangers.meet()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # a kernel that cannot has init do it
     _adopts.append(True)
 
@@ -53,6 +58,7 @@ def end(timeout_s: float) -> int:
     """Kill what dead nodes have orphaned, and what becomes an orphan by that; how many live on. Blocks. For who `adopt`s."""
     deadline = time.monotonic() + timeout_s
     while _adopts and os.getpid() != 1:
+        _strangers.follow()
         found = [one for one in _children() if one.state not in b"ZXx" and _is_orphan(one)]
         for one in found:
             _kill(one, deadline)
@@ -64,7 +70,9 @@ def end(timeout_s: float) -> int:
 def reap() -> None:
     """Take the dead that nobody reaps out of the process table. Call it now and then."""
     now, own = time.monotonic(), os.getsid(0)
+    _strangers.follow()
     dead = {one.pid for one in _children() if one.state in b"ZXx" and one.session != own and one.pid not in started}
+    dead = {pid for pid in dead if not _strangers.has_child(pid)}
     for pid in set(_dead_since) - dead:
         del _dead_since[pid]
     for pid in dead:
@@ -75,6 +83,8 @@ def reap() -> None:
 
 def _is_orphan(one: _Child) -> bool:
     if one.session == os.getsid(0) or one.pid in started or one.name in OURS:
+        return False
+    if _strangers.include(one.pid, one.session):
         return False
     try:
         words = Path(f"/proc/{one.pid}/environ").read_bytes().split(b"\0")
