@@ -1,7 +1,7 @@
 """What torch's own tests ask of its elastic agent, with our rendezvous below it.
 
 Torch ships none of those tests. These cases ask the same questions: each names what must hold, the agents are torch's, and
-``dlrover`` stands where torch's tests have ``c10d``. What differs is in docs/from-torchrun.md.
+``dlrover`` stands where torch's tests have ``c10d``. What differs is in docs/torchs-own-tests.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What torch's own tests ask of its launcher: the same command lines under `dlrover-run`, and `elastic_launch` over our handler.
 
-Torch ships none of those tests. Here each case says what must hold; what differs is in docs/from-torchrun.md.
+Torch ships none of those tests. Here each case says what must hold; what differs is in docs/torchs-own-tests.md.
 """
 
 from __future__ import annotations
