@@ -289,13 +289,19 @@ def pipes(tmp_path: Path) -> Iterator[Pipes]:
 
 
 def kill(agent: subprocess.Popen[str]) -> None:
-    """The agent alone, as torch's tests do, and then its workers: without their agent these would live on."""
-    workers = psutil.Process(agent.pid).children(recursive=True)
+    """The agent alone, as torch's tests do, and then its workers, which would live on without it.
+
+    Its resource tracker ends by itself after the last of them, and takes the semaphores of torch's queues away.
+    """
+    family = psutil.Process(agent.pid).children(recursive=True)
     agent.kill()
     assert agent.wait() == -signal.SIGKILL
-    for one in workers:
+    for one in family:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+            if not any("resource_tracker" in word for word in one.cmdline()):
+                one.kill()
+    _, alive = psutil.wait_procs(family, timeout=BOUND_S)
+    assert not alive
 
 
 def test_an_agent_killed_before_it_has_joined(agents: Agents) -> None:
