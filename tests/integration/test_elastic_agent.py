@@ -29,9 +29,9 @@ pytestmark = [
     pytest.mark.alone(
         reason="torch's queues keep semaphores in shared memory, which other tests would find left behind"
     ),
-    pytest.mark.timeout(260),  # each agent imports torch, and each worker
+    pytest.mark.timeout(900),  # each agent imports torch, and each worker
 ]
-BOUND_S = 200.0
+BOUND_S = 600.0
 FOREVER_S = 3600
 OFF = ("TORCHELASTIC_TIMER_FILE", "TORCHELASTIC_HEALTH_CHECK_PORT")
 NODE = [sys.executable, str(SCRIPTS / "elastic_node.py")]
