@@ -268,6 +268,60 @@ def test_a_leader_hands_over() -> None:
     tell(story)
 
 
+def test_another_master_is_found_beside_a_silent_one() -> None:
+    """Within 3 s of a leader's last word whoever leads now has the agent, and hears what the silent one did not answer."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        async def accept(connection: Connection) -> None:
+            stage.token = 2
+            await stage.accept(connection)
+
+        await stage.network.listener("n").serve(accept, dict)
+        silent, _hello = await stage.greet()
+        await stage.order(silent, run_order(1))
+        await asyncio.sleep(2)
+        silent.deafen()  # type: ignore[attr-defined]
+        stage.launcher.kill(0)
+        began = asyncio.get_running_loop().time()
+        _, hello = await stage.greet()
+        assert asyncio.get_running_loop().time() - began <= 3.0
+        assert (hello.node, hello.generation, hello.token) == (NODE, 1, 1)
+        await asyncio.sleep(0.1)
+        assert stage.commands(failures.ReportExit)
+        await asyncio.sleep(60)
+        assert stage.connections.empty(), "it stays there"
+
+    tell(story, masters=["m", "n"])
+
+
+def test_a_master_that_pauses_keeps_its_agent() -> None:
+    """While its master pauses for 3 s an agent asks a standby, which knows of nobody else; then it goes on as before."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        asked: list[float] = []
+
+        async def accept(connection: Connection) -> None:
+            assert isinstance(messages.decode(await connection.receive()), Hello)
+            asked.append(asyncio.get_running_loop().time())
+            await connection.send(messages.encode(Goodbye("m leads", leave=False, address="m")))
+
+        await stage.network.listener("n").serve(accept, dict)
+        connection = await asyncio.wait_for(stage.connections.get(), 60)
+        await connection.receive()
+        welcome = Welcome(stage.version, "run-1", 1, 10**6, 15 * 10**6, 60 * 10**6, 5 * 10**6, 3)
+        await connection.send(messages.encode(welcome))
+        await asyncio.sleep(5)
+        assert asked, "it was silent"
+        virtual_loop.spawn("master", stage.listen(connection, answers=True))
+        await asyncio.sleep(3)
+        asked.clear()
+        await asyncio.sleep(60)
+        assert not asked
+        assert stage.connections.empty(), "it has hung up"
+
+    tell(story, masters=["m", "n"])
+
+
 def test_overtaken_while_stopping() -> None:
     """Orders that come while workers are being stopped: only the newest is carried out, no generation in between starts."""
 
