@@ -441,9 +441,9 @@ class Agent:
                 continue
             steady = self._connected and loop.time() - began >= STEADY_S
             self._connected = False
-            pause_s = masters.lost(
-                loop.time(), steady=steady, away=self._parted(), jitter_of=self.node or str(self._boot)
-            )
+            away, jitter_of = self._parted(), self.node or str(self._boot)
+            silent = self._unanswered().wait_s <= 0
+            pause_s = masters.lost(loop.time(), steady=steady, away=away, jitter_of=jitter_of, silent=silent)
             if pause_s:
                 await asyncio.sleep(pause_s)
 

@@ -55,10 +55,11 @@ class Masters:
         self._rounds = self._left = 0
         self._sent_on = False
 
-    def lost(self, now: float, *, steady: bool, away: Goodbye | None, jitter_of: str) -> float:
+    def lost(self, now: float, *, steady: bool, away: Goodbye | None, jitter_of: str, silent: bool = False) -> float:
         """A try is over: seconds to wait before `address`, which may be another one by now.
 
         ``steady``: a master had us for a while. ``away`` is its goodbye, if it said one: it may name whom to dial instead.
+        ``silent``: it had left beats unanswered before, so it hung, and whoever comes in its place needs time: others are first.
         Pauses have a jitter that is the agent's own, drawn from ``jitter_of``.
         """
         dialled, jumped = self.address, self._sent_on
@@ -76,7 +77,7 @@ class Masters:
                 self._sent_on = True
                 return 0.0
             self._left = 0
-        elif not steady or away is not None:
+        elif not steady or silent or away is not None:
             self._advance(dialled if jumped else "")
             self._left -= 1
         if steady or self._left > 0:
