@@ -1,7 +1,7 @@
 """Blanks: agents started ahead, so that a node need not wait for what takes an agent seconds to import.
 
 A blank has no name. It gets one when a node is to be launched: `Blanks.take`. One that dies unnamed is replaced, the later the
-more often that happens. One that hangs is killed: as a node it would never join.
+more often that happens. One that hangs is killed, also while it is getting warm: as a node it would never join.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import structlog
 
 from dlrover_backends.local.process import LocalCommand, Started, blank
-from dlrover_core.runtime.watchdog import Seen, Verdict, Watch
+from dlrover_core.runtime.watchdog import START_S, Seen, Verdict, Watch
 
 REFILL_S = 3.0
 """A blank that was taken is replaced only then: what replaces the dead needs the processor first."""
@@ -41,9 +41,11 @@ class Ahead(NamedTuple):
     keep: int = 0
     """How many to keep."""
     hung_s: float = 0.0
-    """A warm blank that has not answered for this long hangs; 0: it is not asked."""
+    """A blank that has answered once, and then has not for this long, hangs; 0: it is not asked."""
     see: Callable[[int], Seen] = _unseen
     """What the kernel says of a process."""
+    ready_s: float = START_S
+    """A blank may take this long to its first answer: it imports what it needs."""
 
 
 class Blanks:
@@ -52,7 +54,8 @@ class Blanks:
     def __init__(self, ahead: Ahead) -> None:
         self._ahead = ahead
         self._waiting: list[Started] = []
-        self._warm: dict[Started, Watch] = {}
+        self._warm: set[Started] = set()
+        self._watches: dict[Started, Watch] = {}
         self._deaths: set[asyncio.Task[None]] = set()
         self._early = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -71,11 +74,12 @@ class Blanks:
         loop = asyncio.get_running_loop()
         loop.add_reader(one.pidfd, self._died, one)
         loop.add_reader(one.control, self._hear, one)
+        self._mind(one)
 
     def _unwatch(self, one: Started) -> None:
         self._waiting.remove(one)
-        if one in self._warm:
-            self._warm.pop(one).close()
+        self._warm.discard(one)
+        self._watches.pop(one).close()
         loop = asyncio.get_running_loop()
         loop.remove_reader(one.pidfd)
         if one.control is not None:
@@ -89,15 +93,15 @@ class Blanks:
         if said is None:
             assert one.control is not None
             asyncio.get_running_loop().remove_reader(one.control)  # its pidfd tells the rest
-        elif said.get("warm") and one not in self._warm:
-            self._mind(one)
+            return
+        self._watches[one].answered()
+        if said.get("warm"):
+            self._warm.add(one)
             self._early = 0
             self._settle()
-        elif said.get("here") and one in self._warm:
-            self._warm[one].answered()
 
     def _mind(self, one: Started) -> None:
-        """It is warm: ask it from now on whether it hangs."""
+        """Ask it from now on whether it hangs: its event loop answers while its workers' imports go on elsewhere."""
 
         def ask() -> bool:
             with contextlib.suppress(OSError):  # it is dead, and about to be buried
@@ -106,18 +110,20 @@ class Blanks:
             return False
 
         def judged(verdict: Verdict) -> None:
-            log.warning("a blank hangs", pid=one.child.pid, why=verdict.why, killed=verdict.kill)
+            warm, silent_s = one in self._warm, round(verdict.silent_s, 1)
+            pid, why, killed = one.child.pid, verdict.why, verdict.kill
+            log.warning("a blank hangs", pid=pid, warm=warm, silent_s=silent_s, why=why, killed=killed)
             if verdict.kill:
                 one.signal(signal.SIGKILL)
 
         see = functools.partial(self._ahead.see, one.child.pid)
-        watch = self._warm[one] = Watch(self._ahead.hung_s, ask=ask, see=see, judged=judged)
+        hung_s, ready_s = self._ahead.hung_s, self._ahead.ready_s
+        watch = self._watches[one] = Watch(hung_s, ask=ask, see=see, judged=judged, start_s=ready_s)
         watch.open()
-        watch.answered()  # it has said that it is warm: it needs no more time for its imports
 
     def _settle(self) -> None:
         """``settled``: no blank is getting warm any more."""
-        if not set(self._waiting) - self._warm.keys():
+        if not set(self._waiting) - self._warm:
             self.settled.set()
 
     # ---- taking and making
