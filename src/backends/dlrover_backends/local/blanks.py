@@ -48,6 +48,28 @@ class Ahead(NamedTuple):
     """A blank may take this long to its first answer: it imports what it needs."""
 
 
+def watched(one: Started, ahead: Ahead) -> Watch:
+    """A watch, not yet open, that asks a blank whether it hangs, and kills it if it does.
+
+    A blank's event loop answers (``here``) while its workers' imports go on in another process.
+    """
+
+    def ask() -> bool:
+        with contextlib.suppress(OSError):  # it is dead, and about to be buried
+            one.tell(ask=True)
+            return True
+        return False
+
+    def judged(verdict: Verdict) -> None:
+        silent_s, pid = round(verdict.silent_s, 1), one.child.pid
+        log.warning("a blank hangs", pid=pid, silent_s=silent_s, why=verdict.why, killed=verdict.kill)
+        if verdict.kill:
+            one.signal(signal.SIGKILL)
+
+    see = functools.partial(ahead.see, one.child.pid)
+    return Watch(ahead.hung_s, ask=ask, see=see, judged=judged, start_s=ahead.ready_s)
+
+
 class Blanks:
     """The blanks of one host. Open, use and close it in one event loop of the main thread."""
 
@@ -101,24 +123,7 @@ class Blanks:
             self._settle()
 
     def _mind(self, one: Started) -> None:
-        """Ask it from now on whether it hangs: its event loop answers while its workers' imports go on elsewhere."""
-
-        def ask() -> bool:
-            with contextlib.suppress(OSError):  # it is dead, and about to be buried
-                one.tell(ask=True)
-                return True
-            return False
-
-        def judged(verdict: Verdict) -> None:
-            warm, silent_s = one in self._warm, round(verdict.silent_s, 1)
-            pid, why, killed = one.child.pid, verdict.why, verdict.kill
-            log.warning("a blank hangs", pid=pid, warm=warm, silent_s=silent_s, why=why, killed=killed)
-            if verdict.kill:
-                one.signal(signal.SIGKILL)
-
-        see = functools.partial(self._ahead.see, one.child.pid)
-        hung_s, ready_s = self._ahead.hung_s, self._ahead.ready_s
-        watch = self._watches[one] = Watch(hung_s, ask=ask, see=see, judged=judged, start_s=ready_s)
+        watch = self._watches[one] = watched(one, self._ahead)
         watch.open()
 
     def _settle(self) -> None:
