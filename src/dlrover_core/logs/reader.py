@@ -62,7 +62,8 @@ class Reader:
 
     def jobs(self) -> list[str]:
         """The names of all jobs, sorted. Raises `LogCorrupt` where there are none, though events of one were acknowledged."""
-        found = self.ask(tables.job_names, [])
+        nothing: list[str] = []
+        found = self.ask(tables.job_names, nothing)
         if not found and inode_of(self.path) != NO_INODE:
             for lock in sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}-*.lock")):
                 mark = read_mark(lock)
