@@ -225,6 +225,7 @@ class _Process:
         """Its first world: in a joining job the master has given the name."""
         if node and node != self._name.text:
             self._named(node)
+            self._tell(node=node)
 
     def _named(self, node: str) -> None:
         self._name.text = node
