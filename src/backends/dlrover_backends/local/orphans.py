@@ -12,13 +12,14 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+
+from dlrover_core.host.procfs import Member, children_of_ours
+from dlrover_core.host.procfs import reap as take_away
 
 PR_SET_CHILD_SUBREAPER = 36
 MARKS = (b"DLROVER_LOCAL_NODE=", b"DLROVER_RUN_MARK=")
-OURS = frozenset({b"dlrover-sweeper"})
+OURS = frozenset({"dlrover-sweeper"})
 UNREAPED_S = 5.0
 """Whoever started a child reaps it long before."""
 
@@ -27,13 +28,6 @@ started: set[int] = set()
 
 _adopts: list[bool] = []
 _dead_since: dict[int, float] = {}
-
-
-class _Child(NamedTuple):
-    pid: int
-    name: bytes
-    state: bytes
-    session: int
 
 
 def adopt() -> None:
@@ -51,7 +45,7 @@ def end(timeout_s: float) -> int:
     """Kill what dead nodes have orphaned, and what becomes an orphan by that; how many live on. Blocks. For who `adopt`s."""
     deadline = time.monotonic() + timeout_s
     while _adopts and os.getpid() != 1:
-        found = [one.pid for one in _children() if one.state not in b"ZXx" and _is_orphan(one)]
+        found = [one.pid for one in children_of_ours() if one.lives and _is_orphan(one)]
         for pid in found:
             _kill(pid, deadline)
         if not found or time.monotonic() > deadline:
@@ -62,16 +56,15 @@ def end(timeout_s: float) -> int:
 def reap() -> None:
     """Take the dead that nobody reaps out of the process table. Call it now and then."""
     now, own = time.monotonic(), os.getsid(0)
-    dead = {one.pid for one in _children() if one.state in b"ZXx" and one.session != own and one.pid not in started}
+    dead = {one.pid for one in children_of_ours() if not one.lives and one.session != own and one.pid not in started}
     for pid in set(_dead_since) - dead:
         del _dead_since[pid]
     for pid in dead:
         if now - _dead_since.setdefault(pid, now) >= UNREAPED_S:
-            with contextlib.suppress(ChildProcessError):
-                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+            take_away(pid)
 
 
-def _is_orphan(one: _Child) -> bool:
+def _is_orphan(one: Member) -> bool:
     if one.session == os.getsid(0) or one.pid in started or one.name in OURS:
         return False
     try:
@@ -91,19 +84,6 @@ def _kill(pid: int, deadline: float) -> None:
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+        take_away(pid)
     finally:
         os.close(pidfd)
-
-
-def _children() -> Iterator[_Child]:
-    pids = set[int]()
-    with contextlib.suppress(OSError):  # a kernel without these files, or a thread that has just ended
-        for task in Path("/proc/self/task").iterdir():
-            pids.update(map(int, (task / "children").read_text(encoding="ascii").split()))
-    for pid in pids:
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            head, _, tail = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
-            fields = tail.split()
-            yield _Child(pid, head.partition(b"(")[2], fields[0], int(fields[3]))
