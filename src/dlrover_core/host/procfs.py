@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ DEAD = frozenset("ZXx")
 
 
 class Member(NamedTuple):
-    """One process."""
+    """One process. A number is another process's as soon as its owner is reaped; with ``born`` it is one process's for ever."""
 
     pid: int
     name: str
@@ -21,6 +22,8 @@ class Member(NamedTuple):
     """Its letter, as ps shows it."""
     parent: int
     session: int
+    born: int
+    """Its start, in clock ticks since the host's."""
 
     @property
     def lives(self) -> bool:
@@ -34,7 +37,7 @@ def read_stat(pid: int) -> Member | None:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             head, _, tail = stat.read().rpartition(b")")
         fields, name = tail.split(), head.partition(b"(")[2].decode(errors="replace")
-        return Member(pid, name, fields[0].decode(), int(fields[1]), int(fields[3]))
+        return Member(pid, name, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
     except (OSError, IndexError, ValueError):
         return None  # gone between the listing and the look
 
@@ -61,7 +64,36 @@ def children_of_ours() -> list[Member]:
     return [one for pid in pids if (one := read_stat(pid)) is not None]
 
 
-def reap(pid: int) -> None:
-    """Take a dead child of ours out of the process table; a living one stays."""
-    with contextlib.suppress(ChildProcessError):
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+def hold(one: Member) -> int | None:
+    """A pidfd of this very process; None if it is gone. Another process that has its number by now is not taken for it."""
+    try:
+        fd = os.pidfd_open(one.pid)
+    except OSError:
+        return None
+    # The descriptor is bound to whoever had the number when it was opened: look again, whose that is.
+    now = read_stat(one.pid)
+    if now is not None and now.born == one.born:
+        return fd
+    os.close(fd)
+    return None
+
+
+def kill(one: Member) -> int | None:
+    """SIGKILL this very process through a pidfd, which is returned; None if it is gone."""
+    fd = hold(one)
+    if fd is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+    return fd
+
+
+def reap(one: Member) -> None:
+    """Take this very process, if it is a dead child of ours, out of the process table; a living one stays."""
+    fd = hold(one)
+    if fd is None:
+        return
+    try:
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG)
+    finally:
+        os.close(fd)
