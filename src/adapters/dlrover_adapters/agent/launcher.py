@@ -36,12 +36,12 @@ from .checkpoints.vault import Vault
 from .children import Child, wait_dead
 from .config import LaunchConfig, Mode
 from .doorbell import Asked, Doorbell
-from .ground import Watch
+from .ground import Watch, private_folder
 from .last_words import LastWords, last_words
 from .leftovers import Leavings
-from .log_bounds import LogBounds, prune
+from .log_bounds import LogBounds
 from .log_watch import Known, Output, OutputWatch
-from .logs import LogPump, RankFiles, StreamFile, attempts_dir, made, rank_files
+from .logs import LogPump, RankFiles, StreamFile, made_all, unwritten
 from .nursery import STRAYS, Nursery, Spare
 from .pace_watch import WorkerSlot
 from .process import await_sessions_end, become_subreaper, end_sessions
@@ -52,9 +52,6 @@ from .stores import Stores
 
 NOTICES_MAX = 4096
 """Unread notices from which on further steps are dropped, all but first ones; exits never are."""
-
-PASSING_ATTEMPTS_MAX = 3
-"""Generations whose passing files are there at once: the one that runs, and those whose last words may still be read."""
 
 SWEEP_S = 10.0
 CONSOLE_S = 5.0
@@ -130,9 +127,9 @@ class LinuxLauncher:
         self._unburied: dict[int, int] = {}
         self._sweep: asyncio.Task[None] | None = None
         self._to_sweep: list[_Worker] = []
-        self._leavings = Leavings(STRAYS, self._gone, self.say)
+        self._leavings = Leavings(STRAYS, self._gone, self.say, self._config.cgroup)
         self._refill: asyncio.TimerHandle | None = None
-        self._run_dir = self._log_dir = ""
+        self._run_dir = self._log_dir = self._unwritten = ""
         self._bounds = LogBounds(self._config.log_bytes_max)
         self._pump = LogPump(self._bounds)
         self._cpus: asyncio.Future[tuple[tuple[int, ...], ...]] | None = None
@@ -198,7 +195,7 @@ class LinuxLauncher:
                 "the launcher must be opened on the main thread: workers die with the thread that watches them"
             )
         become_subreaper()
-        self._nursery = Nursery(self._config, self._first)
+        self._nursery = Nursery(self._config, self._first, self._leavings.take)
         try:
             self._nursery.open()  # first of all: it takes seconds, the rest happens meanwhile
             await self._open_rest(self._nursery)
@@ -218,7 +215,7 @@ class LinuxLauncher:
         self.vault.open()
         self._ground = Watch(self._run_dir, (self._bell, self.vault), self.say)
         await self._ground.begin()
-        self._leavings.begin()
+        await self._leavings.begin()
         self.saving = Saving(self._config, self.vault.arenas, nursery.fork_saver, nursery.gone)
         if self._config.stores:
             self._stores = Stores(self._config, nursery.fork_keeper, nursery.gone, self._offer, self._lost)
@@ -237,9 +234,9 @@ class LinuxLauncher:
     def _make_folders(self) -> None:
         config = self._config
         try:
-            if config.run_dir is not None:
-                os.makedirs(config.run_dir, mode=0o700, exist_ok=True)
-            self._run_dir = tempfile.mkdtemp(prefix="dlrover-run-", dir=config.run_dir)  # mode 0700
+            self._run_dir, elsewhere = private_folder(config.run_dir)
+            if elsewhere:
+                self.say(elsewhere)
             asked = any((*config.redirects, *config.tee))
             if config.log_dir is not None:
                 self._log_dir = os.path.abspath(config.log_dir)
@@ -332,15 +329,11 @@ class LinuxLauncher:
             self._stores.spend(address)
 
     def _make_files(self, launch: WorkersLaunch) -> list[RankFiles]:
-        config, run_dir, log_dir = self._config, self._run_dir, self._log_dir
-        output = os.path.join(run_dir, "output")
-        passing = os.path.join(output, f"attempt_{launch.generation}")
-        files = [
-            made(rank_files(config, run_dir, log_dir, launch, rank), os.path.join(passing, str(rank)))
-            for rank in range(launch.nproc)
-        ]
-        prune(output, PASSING_ATTEMPTS_MAX)
-        prune(attempts_dir(config, log_dir, launch), config.log_attempts_max)
+        files = made_all(self._config, self._run_dir, self._log_dir, launch)
+        words = unwritten(files, self._run_dir)
+        if words and not self._unwritten:
+            self.say(words)
+        self._unwritten = words
         return files
 
     def _seat(self, spare: Spare, launch: WorkersLaunch, local_rank: int, files: RankFiles) -> _Worker:
@@ -578,7 +571,6 @@ class LinuxLauncher:
         if not await self.stop(0.0, SWEEP_S):
             _log.error("workers cannot be killed and are left behind", pids=self.pids, node=self._config.node)
         await self._buried()
-        await self._leavings.close()
         if self._stores is not None:
             await self._stores.close()
         if self._ground is not None:
@@ -589,6 +581,7 @@ class LinuxLauncher:
             await self.vault.close()
         if self._nursery is not None:
             await self._nursery.close()
+        await self._leavings.close()
         if self._bell is not None:
             self._bell.close()
         await asyncio.to_thread(self._pump.close, CONSOLE_S)
