@@ -130,7 +130,7 @@ class LinuxLauncher:
         self._unburied: dict[int, int] = {}
         self._sweep: asyncio.Task[None] | None = None
         self._to_sweep: list[_Worker] = []
-        self._leavings = Leavings(STRAYS, self._gone, self.say)
+        self._leavings = Leavings(STRAYS, self._gone, self.say, self._config.cgroup)
         self._refill: asyncio.TimerHandle | None = None
         self._run_dir = self._log_dir = ""
         self._bounds = LogBounds(self._config.log_bytes_max)
@@ -198,7 +198,7 @@ class LinuxLauncher:
                 "the launcher must be opened on the main thread: workers die with the thread that watches them"
             )
         become_subreaper()
-        self._nursery = Nursery(self._config, self._first)
+        self._nursery = Nursery(self._config, self._first, self._leavings.take)
         try:
             self._nursery.open()  # first of all: it takes seconds, the rest happens meanwhile
             await self._open_rest(self._nursery)
@@ -218,7 +218,7 @@ class LinuxLauncher:
         self.vault.open()
         self._ground = Watch(self._run_dir, (self._bell, self.vault), self.say)
         await self._ground.begin()
-        self._leavings.begin()
+        await self._leavings.begin()
         self.saving = Saving(self._config, self.vault.arenas, nursery.fork_saver, nursery.gone)
         if self._config.stores:
             self._stores = Stores(self._config, nursery.fork_keeper, nursery.gone, self._offer, self._lost)
@@ -578,7 +578,6 @@ class LinuxLauncher:
         if not await self.stop(0.0, SWEEP_S):
             _log.error("workers cannot be killed and are left behind", pids=self.pids, node=self._config.node)
         await self._buried()
-        await self._leavings.close()
         if self._stores is not None:
             await self._stores.close()
         if self._ground is not None:
@@ -589,6 +588,7 @@ class LinuxLauncher:
             await self.vault.close()
         if self._nursery is not None:
             await self._nursery.close()
+        await self._leavings.close()
         if self._bell is not None:
             self._bell.close()
         await asyncio.to_thread(self._pump.close, CONSOLE_S)

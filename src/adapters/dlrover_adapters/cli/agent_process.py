@@ -36,7 +36,9 @@ from dlrover_adapters.cli.scratch import MARK, roofs
 from dlrover_adapters.http import tls
 from dlrover_adapters.http.client import HttpDialer
 from dlrover_adapters.telemetry.logs import set_up
+from dlrover_backends.local.process import MARK as NODE_MARK
 from dlrover_core.errors import CoreError, TokenRefused
+from dlrover_core.host import cgroups
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.duties import Duty
 from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkersLaunch
@@ -156,6 +158,7 @@ class _Process:
     def __init__(
         self, raw: dict[str, Any], config: LaunchConfig, first: Spawned | None, control: socket.socket, name: _Name
     ) -> None:
+        config = config._replace(cgroup=cgroups.name_of(os.environ.get(MARK, ""), os.environ.get(NODE_MARK, "")))
         self._config, self._control, self._name = config, control, name
         self._joining = bool(raw["joining"])
         spec = JobSpec.from_json(raw["spec"])
