@@ -1,4 +1,6 @@
-"""Gates around every test: callbacks must not hold the event loop, and integration tests leave nothing behind.
+"""Gates around every test: callbacks must not hold the event loop, integration tests leave nothing behind, and a test is
+
+skipped only where `skips.txt` allows it.
 
 `slow_callbacks` fails tests of all three suites in which a callback on any asyncio loop used more than
 50 ms of its thread's *CPU time*. CPU time and not wall time, because on a small busy machine any callback may be preempted for
@@ -20,7 +22,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -28,11 +30,12 @@ import pytest
 from dlrover_core.diagnosis import matching
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from tools.etcd_cluster import Cluster
 
 TESTS = Path(__file__).parent
+SKIPS = TESTS / "skips.txt"
 SLOW_S = 0.050
 DYING_S = 5.0  # a process that was killed is granted this long to be gone
 SHARED_S = 30.0  # the same for shared memory whose process is dead: other tests' servants clean up when they come to it
@@ -65,6 +68,50 @@ def _suite(path: Path) -> str:
     """The folder under tests/ that holds ``path``."""
     inside = path.relative_to(TESTS).parts if path.is_relative_to(TESTS) else ()
     return inside[0] if len(inside) > 1 else ""
+
+
+# ---- skips
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """An environment of one's own may lack what `make` installs."""
+    parser.addoption("--any-skip", action="store_true", help="a test may be skipped that tests/skips.txt does not name")
+
+
+def skips() -> dict[str, list[str]]:
+    """The tests that may be skipped, and the beginnings of the reasons for which they may."""
+    found: dict[str, list[str]] = {}
+    for line in SKIPS.read_text().splitlines() if SKIPS.exists() else []:
+        if line and not line.startswith("#"):
+            name, _, reason = line.partition(": ")
+            found.setdefault(name, []).append(reason)
+    return found
+
+
+def _unexpected(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:
+    """A skip that is not allowed becomes a failure."""
+    if not report.skipped or hasattr(report, "wasxfail") or config.option.any_skip:
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    reason = reason.removeprefix("Skipped: ")
+    name = report.nodeid.partition("[")[0].removeprefix("tests/")
+    if not any(reason.startswith(one) for one in skips().get(name, ())):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"skipped, which {SKIPS.name} beside conftest.py does not allow (or --any-skip): {name}: {reason}"
+        )
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, None]:
+    """A skipped test fails, unless it may be skipped for that reason."""
+    _unexpected(item.config, (yield).get_result())
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, None]:
+    """The same for a module that is skipped as a whole."""
+    _unexpected(collector.config, (yield).get_result())
 
 
 # ---- slow callbacks

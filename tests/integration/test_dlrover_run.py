@@ -126,7 +126,8 @@ def test_a_failure_is_told_by_its_root_cause(tmp_path: Path, restarts: int) -> N
 
     and its exception: not the cascade.
     """
-    with Job(tmp_path, "--nproc-per-node", "2", "--max-restarts", str(restarts), FAILS) as job:
+    patience = ("--set", "broken_grace_s=60")  # rank 0 is left the time to notice
+    with Job(tmp_path, "--nproc-per-node", "2", "--max-restarts", str(restarts), *patience, FAILS) as job:
         assert job.ended() == 1
         said = job.said()
         told = re.findall(r"^dlrover-run: rank \d on worker-0-0 failed: .* \(generation (\d)\)", said, re.MULTILINE)
@@ -143,9 +144,7 @@ def test_a_failure_is_told_by_its_root_cause(tmp_path: Path, restarts: int) -> N
         assert f"dlrover report e2e --state-dir {job.state}" in summary
         cause, _, others = summary.partition("other failures of the same attempt:")
         assert "closed by peer" not in cause
-        # On a busy machine it is stopped before it has noticed anything, and has nothing to say.
-        felt = re.search(r"rank 0 on worker-0-0: (exit code 1|stopped after it): .*Connection closed by peer", others)
-        assert felt or not others, others
+        assert re.search(r"rank 0 on worker-0-0: (exit code 1|stopped after it): .*Connection closed by peer", others)
         assert ("tried: restart of the processes once" in summary) == bool(restarts)
         assert len(job.events("IncidentOpened")) == restarts + 1
         assert job.left() == []

@@ -111,7 +111,7 @@ def test_the_first_process_of_a_container_reaps_orphans(tmp_path: Path, groups: 
     below = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
     if subprocess.run([*below, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no process namespace can be made here")
-    with Job(tmp_path, LEAVES, "5", "-1", env={cgroups.SWITCH: groups}, below=below) as job:
+    with Job(tmp_path, LEAVES, "5", "-1", env={cgroups.SWITCH: groups}, prefix=below) as job:
         lines = tmp_path / "pids"
         eventually(lambda: lines.exists() and len(pids(tmp_path)) == len(KINDS), "its children")
         launcher = children(job.process.pid)[0]

@@ -71,9 +71,50 @@ def test_unexplained():
 """
 
 
-def _outcomes(suite: Path) -> tuple[dict[str, set[str]], str]:
+SKIPPING = """
+import pytest
+
+@pytest.mark.skipif(True, reason="no disk here: 5")
+def test_allowed():
+    pass
+
+@pytest.mark.parametrize("one", [1, 2])
+def test_allowed_in_a_fixture(one, skipping):
+    pass
+
+@pytest.fixture
+def skipping():
+    pytest.skip("no disk here")
+
+def test_another_reason():
+    pytest.skip("no time")
+
+def test_not_named():
+    pytest.skip("no disk here")
+
+@pytest.mark.xfail(reason="to see", strict=True)
+def test_expected_to_fail():
+    assert False
+"""
+
+WITHOUT = """
+import pytest
+pytest.importorskip("no_such_library")
+
+def test_it():
+    pass
+"""
+
+ALLOWED = """# A comment.
+unit/test_it.py::test_allowed: no disk here
+unit/test_it.py::test_allowed_in_a_fixture: no disk
+unit/test_it.py::test_another_reason: no disk here
+"""
+
+
+def _outcomes(suite: Path, *words: str) -> tuple[dict[str, set[str]], str]:
     """What became of each test of ``suite``, and the whole output."""
-    command = [sys.executable, "-m", "pytest", str(suite)]
+    command = [sys.executable, "-m", "pytest", str(suite), *words]
     done = subprocess.run(command, cwd=suite.parent, capture_output=True, text=True, check=False, timeout=100)
     seen: dict[str, set[str]] = {}
     for outcome, name in re.findall(r"^(PASSED|FAILED|ERROR) \S+::(\w+)", done.stdout, re.MULTILINE):
@@ -122,3 +163,29 @@ def test_leftovers(tmp_path: Path) -> None:
     bad = {"PASSED", "ERROR"}
     expected = {f"test_{name}": bad for name in ("process", "orphan", "socket", "segment")}
     assert seen == {**expected, "test_clean": {"PASSED"}, "test_unexplained": {"ERROR"}}, output
+
+
+def test_skips(tmp_path: Path) -> None:
+    """A test that is skipped fails, and so does a module, unless the file of skips names it with that reason."""
+    folder = _tree(tmp_path, "unit", SKIPPING)
+    (folder / "test_without.py").write_text(WITHOUT)
+    (folder.parent / "skips.txt").write_text(ALLOWED)
+    seen, output = _outcomes(folder, "--continue-on-collection-errors")
+    assert seen == {"test_another_reason": {"FAILED"}, "test_not_named": {"FAILED"}}, output
+    assert "unit/test_it.py::test_another_reason: no time" in output
+    assert "unit/test_without.py: could not import 'no_such_library'" in output
+    assert re.search(r"^=+ 2 failed, 3 skipped, 1 xfailed, .*1 error in ", output, re.MULTILINE), output
+    assert re.search(r"^=+ 6 skipped, 1 xfailed", _outcomes(folder, "--any-skip")[1], re.MULTILINE)
+
+
+def test_allowed_skips_exist() -> None:
+    """Each test that may be skipped exists, and is named in order with a reason that some skip gives."""
+    tests = Path(__file__).parents[1]
+    lines = [line for line in (tests / "skips.txt").read_text().splitlines() if not line.startswith("#")]
+    assert lines == sorted(lines)
+    for line in lines:
+        name, reason = line.split(": ")
+        file, _, function = name.partition("::")
+        text = (tests / file).read_text()
+        assert f"def {function}(" in text, line
+        assert reason in re.sub(r"\{\w+\}", "::1", text), line

@@ -68,13 +68,32 @@ def test_beats_are_understood(told: KeptBeat) -> None:
     assert len(told.told()) <= FIELDS_MAX
 
 
-@given(st.lists(INTS, max_size=FIELDS_MAX).map(tuple))
+HEADS = st.tuples(*[INTS] * 7)
+
+
+@given(
+    st.lists(INTS, max_size=FIELDS_MAX).map(tuple)
+    | st.builds(
+        lambda head, count, rest: (*head, count, *rest),
+        HEADS,
+        st.integers(-1, HELD_MAX + 1),
+        st.lists(INTS, max_size=3 * len(Written._fields) + 2),
+    )
+)
 def test_nonsense_says_nothing(field: tuple[int, ...]) -> None:
-    """Whatever a peer sends for it: it is understood, or says nothing; it never raises."""
-    keeping = Keeping()
-    keeping.heard(A, field, ANY)
+    """Whatever a peer sends for it: what has the right shape is understood number by number, all else says nothing."""
+    count = field[7] if len(field) > 7 else -1
+    rest = len(field) - 8 - count
+    shaped = 0 <= count <= HELD_MAX and rest >= 0 and rest % len(Written._fields) == 0
     known = KeptBeat.of(field)
-    assert known == KeptBeat() or known.told() == field or not known.generation
+    if shaped:
+        flat = [value for one in known.written for value in one]
+        numbers = (known.generation, known.copied, known.keeps, known.safe, known.before, count, *known.held, *flat)
+        assert numbers == (field[0], *field[2:6], *field[7:])
+        assert (known.writes, known.wrote) == (bool(field[1]), bool(field[6]))
+    else:
+        assert known == KeptBeat()
+    assert Keeping().heard(A, field, 2**41) == (shaped and field[0] > 0)
 
 
 def test_only_the_newest_is_told() -> None:

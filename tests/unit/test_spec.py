@@ -80,13 +80,14 @@ def test_bad_settings(settings: dict[str, object], field: str) -> None:
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("name", DURATIONS)
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, "1", None, 10**9])
-def test_bad_durations(name: str, value: object) -> None:
+def test_bad_durations(value: object) -> None:
     """Every duration is a number of seconds, not negative, not a lifetime."""
-    with pytest.raises(SpecError) as caught:
-        JobSpec("a", **{name: value})  # type: ignore[arg-type]
-    assert caught.value.field == name
+    assert len(DURATIONS) > 30
+    for name in DURATIONS:
+        with pytest.raises(SpecError) as caught:
+            JobSpec("a", **{name: value})  # type: ignore[arg-type]
+        assert caught.value.field == name, name
 
 
 def test_spec_errors_are_of_our_tree() -> None:

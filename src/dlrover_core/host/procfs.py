@@ -21,8 +21,9 @@ class Member(NamedTuple):
     """Its letter, as ps shows it."""
     parent: int
     session: int
-    started: int
-    """In ticks since the machine's start: with the pid, it names a process for ever."""
+    born: int
+    """Its start, in clock ticks since the host's. A pid is another process's as soon as its owner is reaped; pid and ``born``
+    together belong to one process for ever."""
 
     @property
     def lives(self) -> bool:
@@ -63,7 +64,27 @@ def children_of_ours() -> list[Member]:
     return [one for pid in pids if (one := read_stat(pid)) is not None]
 
 
-def reap(pid: int) -> None:
-    """Take a dead child of ours out of the process table; a living one stays."""
-    with contextlib.suppress(ChildProcessError):
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+def hold(one: Member) -> int | None:
+    """A pidfd of this very process; None if it is gone. Another process that has its number by now is not taken for it."""
+    try:
+        fd = os.pidfd_open(one.pid)
+    except OSError:
+        return None
+    # The descriptor is bound to whoever had the number when it was opened: look again, whose that is.
+    now = read_stat(one.pid)
+    if now is not None and now.born == one.born:
+        return fd
+    os.close(fd)
+    return None
+
+
+def reap(one: Member) -> None:
+    """Take this very process, if it is a dead child of ours, out of the process table; a living one stays."""
+    fd = hold(one)
+    if fd is None:
+        return
+    try:
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG)
+    finally:
+        os.close(fd)

@@ -12,7 +12,6 @@ children of its own, which nobody here knows: there, only the workers' sessions 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -20,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 import structlog
 
 from dlrover_core.host.cgroups import Group, own
-from dlrover_core.host.procfs import Member, children_of_ours, processes, read_stat, reap
+from dlrover_core.host.procfs import Member, children_of_ours, hold, processes, read_stat, reap
 
 from .children import Child, known
 from .process import SCANS_MAX, busy_sessions, kill, wait_all
@@ -51,13 +50,9 @@ def wait(sessions: Collection[int], ours: Collection[str], bound_s: float, group
     """Wait until nothing is left alive, at most ``bound_s``; what still is. Blocks. The dead are reaped as they die."""
     deadline = time.monotonic() + bound_s
     while found := left(sessions, ours, group):
-        fds = []
+        wait_all([fd for one in found if (fd := hold(one)) is not None], deadline)
         for one in found:
-            with contextlib.suppress(OSError):  # it has just ended
-                fds.append(os.pidfd_open(one.pid))
-        wait_all(fds, deadline)
-        for one in found:
-            reap(one.pid)
+            reap(one)
         reap_orphans(ours)
         if time.monotonic() >= deadline:
             return left(sessions, ours, group)
@@ -71,9 +66,9 @@ def end(sessions: Collection[int], ours: Collection[str], bound_s: float, group:
     for _ in range(SCANS_MAX):
         # Again and again: what is being killed may be starting others, and orphans come only when their parent is dead.
         found = left(sessions, ours, group)
-        wait_all([fd for one in found if (fd := kill(one.pid)) is not None], deadline)
+        wait_all([fd for one in found if (fd := kill(one)) is not None], deadline)
         for one in found:
-            reap(one.pid)
+            reap(one)
         reap_orphans(ours)
         if not found or time.monotonic() >= deadline:
             break
@@ -84,7 +79,7 @@ def reap_orphans(ours: Collection[str]) -> int:
     """Take dead children that nobody here has started out of the process table; how many."""
     dead = [one for one in _orphans(ours) if not one.lives]
     for one in dead:
-        reap(one.pid)
+        reap(one)
     return len(dead)
 
 

@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 
-from dlrover_core.host.procfs import Member, processes, reap
+from dlrover_core.host.procfs import Member, hold, processes, reap
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -122,12 +122,6 @@ def busy_sessions(leaders: Iterable[int]) -> frozenset[int]:
     return frozenset(one.session for one in members_of(wanted) if one.pid != one.session and one.lives)
 
 
-def kill_group(leader: int) -> None:
-    """SIGKILL the process group of a session leader, atomically. The leader must not have been reaped yet."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
-
-
 def end_sessions(sessions: Iterable[int], bound_s: float) -> list[int]:
     """SIGKILL all members of ``sessions``, wait until they are dead, reap those that are ours; blocks.
 
@@ -139,12 +133,12 @@ def end_sessions(sessions: Iterable[int], bound_s: float) -> list[int]:
     for _ in range(SCANS_MAX):
         members = [one for one in members_of(wanted) if one.state not in {"Z", "X"} or one.pid not in wanted]
         alive = [one.pid for one in members if one.state not in {"Z", "X"}]
-        dying = [fd for pid in alive if (fd := kill(pid)) is not None]
+        dying = [fd for one in members if one.pid in alive and (fd := kill(one)) is not None]
         wait_all(dying, deadline)
         # Orphans become children of the subreaper only when their parent is dead, so they are reaped in a second pass.
         for one in members:
             if one.pid not in wanted:
-                reap(one.pid)
+                reap(one)
         if not alive or time.monotonic() >= deadline:
             break
     return alive
@@ -154,33 +148,27 @@ def await_sessions_end(session: int, bound_s: float) -> None:
     """Wait until nobody but the dead leader is left in ``session``, at most ``bound_s``; blocks."""
     deadline = time.monotonic() + bound_s
     for _ in range(SCANS_MAX):
-        members = [one.pid for one in members_of(frozenset({session})) if one.state not in {"Z", "X"}]
+        members = [one for one in members_of(frozenset({session})) if one.state not in {"Z", "X"}]
         if not members or time.monotonic() >= deadline:
             return
-        fds = []
-        for pid in members:
-            with contextlib.suppress(OSError):  # it has just ended
-                fds.append(os.pidfd_open(pid))
-        wait_all(fds, deadline)
+        wait_all([fd for one in members if (fd := hold(one)) is not None], deadline)
 
 
 def end_strays(names: frozenset[str], known: frozenset[int], bound_s: float) -> None:
     """SIGKILL and reap children of ours that go by one of ``names`` and of whom we were never told; blocks."""
     me, deadline = os.getpid(), time.monotonic() + bound_s
-    strays = [one.pid for one in processes() if one.parent == me and one.name in names and one.pid not in known]
-    wait_all([fd for pid in strays if (fd := kill(pid)) is not None], deadline)
-    for pid in strays:
-        reap(pid)
+    strays = [one for one in processes() if one.parent == me and one.name in names and one.pid not in known]
+    wait_all([fd for one in strays if (fd := kill(one)) is not None], deadline)
+    for one in strays:
+        reap(one)
 
 
-def kill(pid: int) -> int | None:
-    """SIGKILL ``pid`` through a pidfd, which is returned; None if it is gone."""
-    try:
-        fd = os.pidfd_open(pid)
-    except OSError:
-        return None
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        signal.pidfd_send_signal(fd, signal.SIGKILL)
+def kill(one: Member) -> int | None:
+    """SIGKILL this very process through a pidfd, which is returned; None if it is gone."""
+    fd = hold(one)
+    if fd is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
     return fd
 
 

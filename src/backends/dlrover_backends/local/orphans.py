@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from dlrover_backends.local.strangers import Strangers
-from dlrover_core.host.procfs import Member, children_of_ours
+from dlrover_core.host.procfs import Member, children_of_ours, hold
 from dlrover_core.host.procfs import reap as take_away
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -50,9 +50,9 @@ def end(timeout_s: float) -> int:
     deadline = time.monotonic() + timeout_s
     while _adopts and os.getpid() != 1:
         _strangers.follow()
-        found = [one.pid for one in children_of_ours() if one.lives and _is_orphan(one)]
-        for pid in found:
-            _kill(pid, deadline)
+        found = [one for one in children_of_ours() if one.lives and _is_orphan(one)]
+        for one in found:
+            _kill(one, deadline)
         if not found or time.monotonic() > deadline:
             return len(found)
     return 0
@@ -63,12 +63,12 @@ def reap() -> None:
     now, own = time.monotonic(), os.getsid(0)
     _strangers.follow()
     over = [one for one in children_of_ours() if not one.lives and one.session != own and one.pid not in started]
-    dead = {one.pid for one in over if not _strangers.has_child(one)}
-    for pid in set(_dead_since) - dead:
+    dead = {one.pid: one for one in over if not _strangers.has_child(one)}
+    for pid in set(_dead_since) - set(dead):
         del _dead_since[pid]
-    for pid in dead:
-        if now - _dead_since.setdefault(pid, now) >= UNREAPED_S:
-            take_away(pid)
+    for one in dead.values():
+        if now - _dead_since.setdefault(one.pid, now) >= UNREAPED_S:
+            take_away(one)
 
 
 def _is_orphan(one: Member) -> bool:
@@ -83,16 +83,15 @@ def _is_orphan(one: Member) -> bool:
         return False
 
 
-def _kill(pid: int, deadline: float) -> None:
-    try:
-        pidfd = os.pidfd_open(pid)
-    except OSError:
+def _kill(one: Member, deadline: float) -> None:
+    # While the orphan before this one was waited for, `reap` in the loop's thread may have made the number another's.
+    pidfd = hold(one)
+    if pidfd is None:
         return
     try:
-        # Our child, and not reaped: the number is nobody else's.
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
-        take_away(pid)
+        take_away(one)
     finally:
         os.close(pidfd)

@@ -28,7 +28,7 @@ class Strangers:
         except ChildProcessError:  # it has no children, as mostly
             return
         me, there = os.getpid(), _all()
-        self._children |= {pid: one.started for pid, one in there.items() if one.parent == me}
+        self._children |= {pid: one.born for pid, one in there.items() if one.parent == me}
         self._known |= self._children
         self._follow(there)
 
@@ -39,7 +39,7 @@ class Strangers:
 
     def _follow(self, there: dict[int, Member]) -> None:
         # Made whole, then assigned: other threads look meanwhile.
-        known = {pid: at for pid, at in self._known.items() if pid in there and there[pid].started == at}
+        known = {pid: at for pid, at in self._known.items() if pid in there and there[pid].born == at}
         below: dict[int, list[int]] = {}
         for pid, one in there.items():
             below.setdefault(one.parent, []).append(pid)
@@ -47,7 +47,7 @@ class Strangers:
         while open_ends:
             for pid in below.get(open_ends.pop(), ()):
                 if pid not in known:
-                    known[pid] = there[pid].started
+                    known[pid] = there[pid].born
                     open_ends.append(pid)
         theirs = self._sessions | {there[pid].session for pid in known}
         self._sessions = theirs & {one.session for one in there.values()} - {os.getsid(0)}
@@ -55,11 +55,11 @@ class Strangers:
 
     def __contains__(self, one: Member) -> bool:
         """Is this process one of them?"""
-        return one.session in self._sessions or self._known.get(one.pid) == one.started
+        return one.session in self._sessions or self._known.get(one.pid) == one.born
 
     def has_child(self, one: Member) -> bool:
         """Was it a child of ours before we started anything, so that somebody else may wait for its end?"""
-        return self._children.get(one.pid) == one.started
+        return self._children.get(one.pid) == one.born
 
 
 def _all() -> dict[int, Member]:
