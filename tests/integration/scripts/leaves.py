@@ -1,8 +1,8 @@
 """Leave children behind, each as others do, and end: a plain one, one in a session of its own, a daemon, a daemon without
 environment that adopts orphans, and an orphan that it has adopted.
 
-Arguments: seconds after which each writes FOLDER/left-KIND; the exit code of the first life, later ones end with 0; -1: it
-stays until FOLDER/finish is there.
+Arguments: seconds after which each writes FOLDER/left-KIND; the exit code of the first life, later ones end with 0; -1: each
+life stays until FOLDER/finish is there.
 """
 
 import ctypes
@@ -48,7 +48,9 @@ fork("bare", session=True, twice=True, env={}, adopts="adopted")
 pids = Path(FOLDER) / "pids"
 while not pids.exists() or len(pids.read_text().splitlines()) % 5:
     pass
-code = int(sys.argv[2]) if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0
+code = int(sys.argv[2])
+if code > 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+    code = 0
 while code < 0 and not (Path(FOLDER) / "finish").exists():
     time.sleep(0.02)
 sys.exit(max(0, code))

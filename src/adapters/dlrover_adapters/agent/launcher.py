@@ -39,9 +39,9 @@ from .doorbell import Asked, Doorbell
 from .ground import Watch
 from .last_words import LastWords, last_words
 from .leftovers import Leavings
-from .log_bounds import LogBounds, prune
+from .log_bounds import LogBounds
 from .log_watch import Known, Output, OutputWatch
-from .logs import LogPump, RankFiles, StreamFile, attempts_dir, made, rank_files
+from .logs import LogPump, RankFiles, StreamFile, made_all, unwritten
 from .nursery import STRAYS, Nursery, Spare
 from .pace_watch import WorkerSlot
 from .process import await_sessions_end, become_subreaper, end_sessions
@@ -52,9 +52,6 @@ from .stores import Stores
 
 NOTICES_MAX = 4096
 """Unread notices from which on further steps are dropped, all but first ones; exits never are."""
-
-PASSING_ATTEMPTS_MAX = 3
-"""Generations whose passing files are there at once: the one that runs, and those whose last words may still be read."""
 
 SWEEP_S = 10.0
 CONSOLE_S = 5.0
@@ -132,7 +129,7 @@ class LinuxLauncher:
         self._to_sweep: list[_Worker] = []
         self._leavings = Leavings(STRAYS, self._gone, self.say, self._config.cgroup)
         self._refill: asyncio.TimerHandle | None = None
-        self._run_dir = self._log_dir = ""
+        self._run_dir = self._log_dir = self._unwritten = ""
         self._bounds = LogBounds(self._config.log_bytes_max)
         self._pump = LogPump(self._bounds)
         self._cpus: asyncio.Future[tuple[tuple[int, ...], ...]] | None = None
@@ -332,15 +329,11 @@ class LinuxLauncher:
             self._stores.spend(address)
 
     def _make_files(self, launch: WorkersLaunch) -> list[RankFiles]:
-        config, run_dir, log_dir = self._config, self._run_dir, self._log_dir
-        output = os.path.join(run_dir, "output")
-        passing = os.path.join(output, f"attempt_{launch.generation}")
-        files = [
-            made(rank_files(config, run_dir, log_dir, launch, rank), os.path.join(passing, str(rank)))
-            for rank in range(launch.nproc)
-        ]
-        prune(output, PASSING_ATTEMPTS_MAX)
-        prune(attempts_dir(config, log_dir, launch), config.log_attempts_max)
+        files = made_all(self._config, self._run_dir, self._log_dir, launch)
+        words = unwritten(files, self._run_dir)
+        if words and not self._unwritten:
+            self.say(words)
+        self._unwritten = words
         return files
 
     def _seat(self, spare: Spare, launch: WorkersLaunch, local_rank: int, files: RankFiles) -> _Worker:
