@@ -129,8 +129,9 @@ def test_workers_that_cannot_be_started_for_want_of_a_thread(tmp_path: Path, mon
     async def test() -> None:
         launcher = LinuxLauncher(LaunchConfig(argv=("true",), nproc=1, run_dir=str(tmp_path)))
         threads.install()
-        with monkeypatch.context() as full, pytest.raises(LaunchFailed, match="no thread can be started"):
+        with monkeypatch.context() as full:
             full.setattr(threading.Thread, "start", refuse)
-            await launcher.open()
+            with pytest.raises(LaunchFailed, match="no thread can be started"):
+                await launcher.open()
 
     asyncio.run(asyncio.wait_for(test(), 20))

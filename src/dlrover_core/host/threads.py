@@ -18,7 +18,7 @@ class Threads(ThreadPoolExecutor):
 
     def _adjust_thread_count(self) -> None:
         try:
-            super()._adjust_thread_count()  # type: ignore[misc]  # private; a Python without it has `submit` raise as ever
+            super()._adjust_thread_count()  # private; of a Python without it `submit` raises as ever
         except RuntimeError:
             if not self._threads:
                 with contextlib.suppress(queue.Empty):
