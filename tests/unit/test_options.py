@@ -220,9 +220,13 @@ def test_a_named_port_of_one_host_is_the_stores() -> None:
     assert workers.store_at(("localhost", port)) == f"127.0.0.1:{port}"
 
 
-def test_a_named_port_of_another_host_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing can listen there; a script that connects to it by number would wait for ever."""
-    assert workers.store_at(("192.0.2.1", 29500)) == ""
+def test_a_named_port_of_another_host_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing can listen there; a script that connects to it by number would wait for ever. A platform's is only said."""
+    with pytest.raises(
+        SpecError, match=r"'192\.0\.2\.1' is no address of this host, .*:29500 would wait for ever; name localhost"
+    ):
+        workers.store_at(("192.0.2.1", 29500))
+    assert workers.store_at(("192.0.2.1", 29500), typed=False) == ""
     assert "a script that connects to 192.0.2.1:29500 waits for ever" in capsys.readouterr().err
 
 

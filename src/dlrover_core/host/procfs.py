@@ -23,7 +23,8 @@ class Member(NamedTuple):
     parent: int
     session: int
     born: int
-    """Its start, in clock ticks since the host's."""
+    """Its start, in clock ticks since the host's. A pid is another process's as soon as its owner is reaped; pid and ``born``
+    together belong to one process for ever."""
 
     @property
     def lives(self) -> bool:

@@ -40,7 +40,7 @@ from dlrover_core.logs.place import (
     make_dirs,
     private_file,
 )
-from dlrover_core.logs.put_back import put_back
+from dlrover_core.logs.put_back import NotOurTurn, put_back
 from dlrover_core.logs.reader import Reader, lock_path
 from dlrover_core.logs.recovery import Recovery, read_copies
 from dlrover_core.logs.tail import Repair, TailFile, tail_files, tail_path
@@ -537,8 +537,8 @@ class SqliteLeadership:
             )
         try:
             self._log.with_room(self.job, functools.partial(self._log.put_back, self.job, self._token))
-        except LogUnavailable:
-            if self._log.path.exists():  # somebody's who knows nothing of us
+        except LogUnavailable as error:
+            if not isinstance(error, NotOurTurn) and self._log.path.exists():  # somebody's who knows nothing of us
                 self.let_go()
             raise
         self._db = self._log.connection

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from dlrover_core.host.threads import NO_THREAD
 from dlrover_core.logs.place import make_dirs
 
 TOUCH_S = 3600.0
@@ -137,6 +138,11 @@ class Watch:
             try:
                 anew = await asyncio.to_thread(self._ground.hold)
                 lost = sum(one.restore() for one in self._sockets)
+            except RuntimeError:
+                if not self._wrong:
+                    self._say(f"{path} is not looked after for now: {NO_THREAD}")
+                self._wrong = NO_THREAD
+                return
             except OSError as error:
                 wrong = (
                     f"{path} is gone and cannot be made anew ({error.strerror or error}): training goes on, and a worker "
@@ -147,8 +153,9 @@ class Watch:
                     self._say(wrong)
                 self._wrong = wrong
                 return
-            if anew or lost or self._wrong:
-                what = f"{path} was removed" if anew or self._wrong else f"{lost} sockets in {path} were removed"
+            lacked = self._wrong not in ("", NO_THREAD)
+            if anew or lost or lacked:
+                what = f"{path} was removed" if anew or lacked else f"{lost} sockets in {path} were removed"
                 self._say(f"{what} while the job runs, and was made anew; output of workers not shown by then is lost")
             self._wrong = ""
 

@@ -12,6 +12,7 @@ children of its own, which nobody here knows: there, only the workers' sessions 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -157,7 +158,8 @@ class Leavings:
     async def _reap(self) -> None:
         while True:
             await asyncio.sleep(REAP_S)
-            await asyncio.to_thread(reap_orphans, self._ours)
+            with contextlib.suppress(RuntimeError):  # no thread can be started now
+                await asyncio.to_thread(reap_orphans, self._ours)
 
     async def take(self, pid: int) -> None:
         """Put a process that is to be a worker into the control group."""

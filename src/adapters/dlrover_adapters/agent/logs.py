@@ -310,8 +310,9 @@ class LogPump:
         """Start the thread."""
         self._inotify = libc().inotify_init1(_IN_NONBLOCK | _IN_CLOEXEC)
         self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="log-pump", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="log-pump", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def follow(self, file: StreamFile) -> None:
         """Show ``file`` as it grows, until `finish`."""

@@ -38,7 +38,7 @@ from dlrover_adapters.http.client import HttpDialer
 from dlrover_adapters.telemetry.logs import set_up
 from dlrover_backends.local.process import MARK as NODE_MARK
 from dlrover_core.errors import CoreError, TokenRefused
-from dlrover_core.host import cgroups
+from dlrover_core.host import cgroups, threads
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.duties import Duty
 from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkersLaunch
@@ -63,6 +63,7 @@ def serve(raw: dict[str, Any], config: LaunchConfig, first: Spawned | None, cont
     set_up(Path(raw["control_log"]), raw["log_level"], role="agent", node=name)
 
     async def run() -> int:
+        threads.install()
         return await _Process(raw, config, first, control, name).run()
 
     return asyncio.run(run())

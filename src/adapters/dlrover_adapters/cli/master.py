@@ -35,6 +35,7 @@ from dlrover_adapters.http.server import HttpListener
 from dlrover_adapters.telemetry.logs import set_up
 from dlrover_backends.local import LocalBackend
 from dlrover_core.errors import CoreError, LogCorrupt, OtherRun, Refused, SchemaTooNew, SpecError
+from dlrover_core.host import threads
 from dlrover_core.job.job import StopJob
 from dlrover_core.job.state import model
 from dlrover_core.kernel.log import EventLog
@@ -96,6 +97,7 @@ def _die_with(parent: int) -> None:
 
 
 async def _run(settings: Settings, ends: Ends, holder: str, dead: list[str]) -> int:
+    threads.install()
     led = list[asyncio.Event]()
     asking.answer(ends.asked, lambda: any(one.is_set() for one in led))
     try:

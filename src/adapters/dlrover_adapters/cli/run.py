@@ -163,7 +163,7 @@ def prepare(options: Options) -> Settings:
         mark=run,
         joining=spec.joining,
         place=met.place,
-        store_at=workers.store_at(met.store),
+        store_at=workers.store_at(met.store, typed=options.origin("master_addr").startswith("--")),
         tls_cert=tls.cert,
         tls_key=tls.key,
         tls_ca=tls.ca,

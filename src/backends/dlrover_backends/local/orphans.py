@@ -61,7 +61,7 @@ def reap() -> None:
     now, own = time.monotonic(), os.getsid(0)
     _strangers.follow()
     found = [one for one in children_of_ours() if not one.lives and one.session != own and one.pid not in started]
-    dead = {one.pid: one for one in found if not _strangers.has_child(one.pid)}
+    dead = {one.pid: one for one in found if not _strangers.has_child(one)}
     for pid in set(_dead_since) - set(dead):
         del _dead_since[pid]
     for pid, one in dead.items():
@@ -72,7 +72,7 @@ def reap() -> None:
 def _is_orphan(one: Member) -> bool:
     if one.session == os.getsid(0) or one.pid in started or one.name in OURS:
         return False
-    if _strangers.include(one.pid, one.session):
+    if one in _strangers:
         return False
     try:
         words = Path(f"/proc/{one.pid}/environ").read_bytes().split(b"\0")
