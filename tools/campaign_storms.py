@@ -20,28 +20,19 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools.storming import BIN, SCRIPTS, Control, Job, Life, Storm, Striking, flaws, lives
 from tools.trials import Found, Patience, Trials
-
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ROOT / "tests" / "integration" / "scripts"
-if str(SCRIPTS) not in sys.path:
-    sys.path.insert(0, str(SCRIPTS))
-
-from running import BIN, Job, Process, processes  # noqa: E402  # it lies with the tests
 
 SEEDS, SECONDS, JOBS = 5, 1200.0, 5
 PAUSE_S = 0.25
@@ -66,7 +57,7 @@ ENDLESS = (
     "--nproc-per-node",
     "2",
 )
-END_S, CONTROL_S, FURTHER = 300.0, 1800.0, 15
+END_S, FURTHER = 300.0, 15
 SHARED = ("dlrover", "psm_", "torch_", "sem.")
 
 
@@ -99,78 +90,18 @@ def drawn(seed: int, seconds: float, mean_s: float = MEAN_S) -> list[Strike]:
         found.append(Strike(round(at, 2), role, round(which, 3), stop_s))
 
 
-class Storm(Job):
-    """A job, without a word on our terminal when it is left by an exception: its folder is kept."""
-
-    def __exit__(self, *_: object) -> None:
-        super().__exit__(None, None, None)
-
-    def living(self, role: str) -> list[Process]:
-        """The processes of a role, the oldest first."""
-        if role == "dlrover-sweeper":
-            return sorted(_children(self.process.pid, role), key=lambda one: one.pid)
-        found = [one for one in processes(self.mark) if one.name == role or one.name.startswith(f"{role}-")]
-        return sorted((one for one in found if one.pid != self.process.pid), key=lambda one: one.pid)
-
-    def check_alive(self) -> None:
-        """Raises AssertionError when it has ended."""
-        status = self.process.poll()
-        assert status is None, f"dlrover-run has ended with {status} in the storm: {self.said()[-600:]}"
-
-    def over(self, patience: Patience, bound_s: float) -> int:
-        """Its exit status, when it has ended."""
-        patience.until(lambda: self.process.poll() is not None, f"the job's end; it said {self.said()[-600:]}", bound_s)
-        return self.process.wait()
-
-
-def _children(parent: int, name: str) -> list[Process]:
-    found = []
-    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        with contextlib.suppress(OSError):  # it has ended since
-            if Path(f"/proc/{pid}/comm").read_text().strip() == name[:15]:
-                found.append(Process(int(pid), name, ""))
-    return found
-
-
 # ---- the storm itself
 
 
-class Striking:
-    """Does the strikes of a storm, one after the other, and lets stopped processes go on when it is time."""
+class Kills(Striking):
+    """Kills and stops the processes of a job."""
 
     def __init__(self, job: Storm, patience: Patience, diary: Path) -> None:
-        self._job, self._patience, self._diary = job, patience, diary
-        self._stopped: list[tuple[float, int, Process]] = []
-        self.done = Counter[str]()
+        super().__init__(job.check_alive, patience)
+        self._job, self._diary = job, diary
 
-    def run(self, strikes: Sequence[Strike], seconds: float) -> None:
-        """All of them, until so many seconds have passed; then nothing of the job is stopped any more."""
-        began = time.monotonic()
-        try:
-            for strike in strikes:
-                self._wait(began + strike.at_s)
-                self._strike(strike, time.monotonic() - began)
-            self._wait(began + seconds)
-        finally:
-            for _, fd, _ in self._stopped:
-                _signal(fd, signal.SIGCONT)
-                os.close(fd)
-            self._stopped.clear()
-
-    def _wait(self, until: float) -> None:
-        while True:
-            now = time.monotonic()
-            self._job.check_alive()
-            for one in sorted(one for one in self._stopped if one[0] <= now):
-                _signal(one[1], signal.SIGCONT)
-                os.close(one[1])
-                self._stopped.remove(one)
-            if now >= until:
-                return
-            following = min([until, now + 0.5, *(one[0] for one in self._stopped)])
-            self._patience.sleep(following - now)
-
-    def _strike(self, strike: Strike, now_s: float) -> None:
+    def strike(self, strike: Strike, now_s: float) -> None:
+        """Kill or stop one of the processes that have the role now."""
         living = self._job.living(strike.role)
         what = "stop" if strike.stop_s else "kill"
         if not living:
@@ -179,16 +110,10 @@ class Striking:
             return
         victim = living[min(int(strike.which * len(living)), len(living) - 1)]  # 0.9996 is rounded to 1
         try:
-            fd = os.pidfd_open(victim.pid)
+            self.stop(victim.pid, strike.stop_s)
         except ProcessLookupError:
             self.done["nobody there"] += 1
             return
-        if strike.stop_s:
-            _signal(fd, signal.SIGSTOP)
-            self._stopped.append((time.monotonic() + strike.stop_s, fd, victim))
-        else:
-            _signal(fd, signal.SIGKILL)
-            os.close(fd)
         self.done[f"{what} {strike.role.removeprefix('dlrover-')}"] += 1
         self._note(strike, now_s, f"{victim} of {len(living)}")
 
@@ -196,91 +121,6 @@ class Striking:
         what = f"stop for {strike.stop_s:g} s" if strike.stop_s else "kill"
         with self._diary.open("a") as file:
             file.write(f"{now_s:8.2f} s (meant {strike.at_s:.2f}): {what} {strike.role}: {whom}\n")
-
-
-def _signal(fd: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(fd, number)
-
-
-# ---- the curve; nothing of ours is used to judge it
-
-
-class Life(NamedTuple):
-    """What one process of a rank wrote down.
-
-    ``restored``, ``tier``: where it began. ``stored``: the newest step on storage just before.
-    ``steps``: of each step the loss, the sampler's position and the digest of drawn numbers.
-    ``at``: of each step when it was made, by CLOCK_MONOTONIC in seconds.
-    """
-
-    rank: int
-    pid: int
-    restored: int
-    tier: str
-    stored: int
-    began: float
-    steps: dict[int, str]
-    at: dict[int, float]
-
-
-def lives(folder: Path) -> list[Life]:
-    """All lives of all ranks that came as far as `restore`, the oldest first. A line that a kill cut short is left out."""
-    found = []
-    for path in folder.glob("curve-*"):
-        _, rank, pid, _ = path.name.split("-")
-        text = path.read_text()
-        rows = [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
-        restored, tier, stored, began = 0, "", 0, 0.0
-        if rows and rows[0][0] == "begin":
-            restored, tier, stored, began = int(rows[0][1]), rows[0][2], int(rows[0][3]), int(rows[0][4]) / 1e9
-        made = [row for row in rows if row[0] != "begin"]
-        steps = {int(row[0]): " ".join(row[1:-1]) for row in made}
-        at = {int(row[0]): int(row[-1]) / 1e9 for row in made}
-        if began or made:
-            found.append(Life(int(rank), int(pid), restored, tier, stored, began, steps, at))
-    return sorted(found, key=lambda one: one.began)
-
-
-class Control:
-    """An undisturbed run of plain torch, in ``folder``, with so many steps. It begins when it is made; `close` it."""
-
-    def __init__(self, folder: Path, steps: int) -> None:
-        folder.mkdir(parents=True)
-        line = [sys.executable, str(SCRIPTS / "stormy.py"), "--control", str(steps), "--ranks", str(RANKS)]
-        with (folder / "said").open("wb") as said:
-            self._process = subprocess.Popen(
-                line, env={**os.environ, "FOLDER": str(folder)}, stdin=subprocess.DEVNULL, stdout=said, stderr=said
-            )
-        self._folder = folder
-
-    def curve(self, patience: Patience) -> dict[int, dict[int, str]]:
-        """Of each rank what it wrote down of each step, when it has ended."""
-        patience.until(lambda: self._process.poll() is not None, "the end of the control", CONTROL_S)
-        said = (self._folder / "said").read_text()[-600:]
-        assert self._process.returncode == 0, f"the control failed: {said}"
-        return {one.rank: one.steps for one in lives(self._folder)}
-
-    def close(self) -> None:
-        """End it."""
-        self._process.kill()  # this is rank 0: the others end without it
-        self._process.wait()
-
-
-def flaws(found: Sequence[Life], undisturbed: dict[int, dict[int, str]]) -> list[str]:
-    """What is wrong with a curve: values that are not the control's, steps left out, a beginning anew in spite of storage."""
-    wrong = []
-    for one in found:
-        where = f"rank {one.rank} (pid {one.pid}, restored {one.restored} from {one.tier})"
-        if one.stored and not one.restored:
-            wrong.append(f"{where}: it began anew, though storage had step {one.stored}")
-        if list(one.steps) != list(range(one.restored + 1, one.restored + 1 + len(one.steps))):
-            wrong.append(f"{where}: steps are missing between {one.restored} and {max(one.steps)}")
-        for step, value in one.steps.items():
-            meant = undisturbed[one.rank].get(step)
-            if value != meant:
-                wrong.append(f"{where}, step {step}: loss, position, draws {value}; the control has {meant}")
-    return wrong
 
 
 # ---- one storm
@@ -303,7 +143,7 @@ def storm(
     env = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
     with Storm(folder, *line, job="storm", env=env) as job:
         patience.until(lambda: job.check_alive() or any(one.steps for one in lives(folder)), "the first step", 120.0)
-        striking = Striking(job, patience, folder / "diary")
+        striking = Kills(job, patience, folder / "diary")
         striking.run(strikes, seconds)
         job.finish()
         status = job.over(patience, END_S)
@@ -315,7 +155,7 @@ def storm(
     broken += stored_flaws(url)
     found = lives(folder)
     last = max(max(one.steps, default=0) for one in found)
-    undisturbed = Control(folder / "control", last + FURTHER)
+    undisturbed = Control(folder / "control", last + FURTHER, RANKS)
     with contextlib.closing(undisturbed):
         further, after = epilogue(folder, url, patience)
         meant = undisturbed.curve(patience)

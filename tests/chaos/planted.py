@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import failures, haste, job, layout, nodes, progress, recovery, silence, state, world
+from dlrover_core.job import backoff, failures, job, layout, nodes, progress, recovery, silence, state, world
 from dlrover_core.job.state import MODEL, JobState
 from dlrover_core.kernel import engine
 from dlrover_core.kernel import state as kernel_state
@@ -327,7 +327,7 @@ def _old_exit_opens() -> Patches:
 @_bug("pause_skipped")
 def _pause_skipped() -> Patches:
     """What held a world back ends, and nobody looks."""
-    yield _concern(haste.CONCERN, due=lambda _state: None, tick=_nothing)
+    yield _concern(backoff.CONCERN, due=lambda _state: None, tick=_nothing)
 
 
 # ---- masters, agents, logs: code that runs at the level of the loop only

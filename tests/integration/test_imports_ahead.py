@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
+import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -113,5 +115,64 @@ def test_a_list_that_leaves_threads_behind_is_cut_and_remembered(
             assert "slowly" in listed["modules"]
             assert "threaded: it leaves threads running" in listed["cut"]
             assert not {"threaded", "slowly.parts"} & set(listed["modules"])
+
+    run(test())
+
+
+LIGHTNING = """
+import os, sys
+ahead = "lightning_utilities.core.rank_zero" in sys.modules
+import lightning_utilities.core.rank_zero, lightning_fabric.utilities.rank_zero, torchmetrics.utilities.prints, torch
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+lightning, metrics = lightning_fabric.utilities.rank_zero.rank_zero_only, torchmetrics.utilities.prints.rank_zero_only
+tell(ahead, lightning.rank, metrics.rank)
+"""
+
+
+@pytest.mark.nightly(reason="tests of reseed() in test_warmth.py stand for it in make test")
+@pytest.mark.skipif(importlib.util.find_spec("lightning_fabric") is None, reason="needs lightning")
+def test_lightning_knows_its_rank_when_it_was_imported_before_the_fork(
+    rig: Make, tmp_path: Path, package: dict[str, str]
+) -> None:
+    """It asks for the rank when it is imported; what prints on rank 0 alone does so in every run."""
+
+    async def test() -> None:
+        for ahead in (False, True):
+            async with rig(LIGHTNING, torch=True, env=package, imports=str(tmp_path / "imports"), nproc=2) as one:
+                await one.start(first_rank=4, world_size=6)
+                assert await one.all_told() == {4: [ahead, 4, 0], 5: [ahead, 5, 1]}
+                await one.exits(2)
+
+    run(test())
+
+
+COMPILED = """
+import os, sys, torch
+ahead = "torch._inductor.compile_fx" in sys.modules
+NUMBER = float(os.environ["NUMBER"])
+given = torch.ones(2, 16)
+right = torch.allclose(torch.compile(lambda one: one.sin() + NUMBER)(given), given.sin() + NUMBER)
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+from torch._dynamo.utils import counters
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+tell(ahead, bool(right), counters["inductor"]["fxgraph_cache_miss"], AsyncCompile.submit(os.getpid).result() == os.getpid())
+"""
+
+
+@pytest.mark.nightly(reason="a second run with a small package stands for it in make test")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
+def test_inductor_imported_before_the_fork_compiles_in_workers(
+    rig: Make, tmp_path: Path, package: dict[str, str]
+) -> None:
+    """Kernels that its cache lacks, and with threads of its own: the warm process has none."""
+    env = package | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+
+    async def test() -> None:
+        for number, ahead in ((1, False), (2, True)):
+            told = env | {"NUMBER": str(number)}
+            async with rig(COMPILED, torch=True, env=told, imports=str(tmp_path / "imports")) as one:
+                await one.run()
+                assert await one.told() == [0, ahead, True, 1, True]
+                assert one.launcher.refused == {}
 
     run(test())

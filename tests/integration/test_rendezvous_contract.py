@@ -14,6 +14,8 @@ nightly = pytest.mark.nightly(reason="closed stands for it in make test")
 CASES = [
     pytest.param(case, marks=() if case == "closed" else nightly)
     for case in (
+        "alone_again",
+        "nowhere",
         "meets",
         "meets_again",
         "too_few",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from dlrover_core.job import failures, job, nodes, progress, world
-from dlrover_core.job.state import CODEC, MODEL, JobState
+from dlrover_core.job.state import CODEC, MODEL, Desired, JobState, desired
 from dlrover_core.kernel.engine import Accepted, Command, Engine, Reply, Tick
 from dlrover_core.kernel.events import Batch, Origin, Record
 from dlrover_core.kernel.state import pack, unpack
@@ -20,6 +20,7 @@ from dlrover_core.spec import GroupSpec, JobSpec
 
 SECOND = 1_000_000
 BEGIN = 1_000 * SECOND
+LOOKED_AT_MAX = 16  # nodes
 PEER_LOST = "RuntimeError: [gloo] Connection closed by peer"
 
 GROUP_FIELDS = ("nodes_min", "nodes_max", "nproc", "unit", "relaunch_max")
@@ -56,14 +57,21 @@ class Drive:
 
     def do(self, command: Command, origin: Origin | None = None) -> Reply:
         """Handle one command now; its records are ``new``."""
-        before = len(self.records)
+        before, wanted = len(self.records), self._wanted()
         reply = self.engine.handle(command, self.now, origin)
         batch = self.engine.take()
         if batch is not None:
             self.batches.append(batch)
             self.records += batch.records
+            if wanted is not None and not MODEL.levels(self.state, batch.records):
+                assert desired(self.state) == wanted, f"{command} changes what should be true, and levels nothing"
         self.new = self.records[before:]
         return reply
+
+    def _wanted(self) -> Desired | None:
+        """What should be true now; None where that is not looked at: time alone ends quarantines, and large jobs take long."""
+        small = self.state.job.run and len(self.state.nodes.nodes) <= LOOKED_AT_MAX
+        return desired(self.state) if small and not self.state.hosts.hosts else None
 
     def say(self, command: Any) -> Reply:
         """A command from the agent of its own node, numbered."""

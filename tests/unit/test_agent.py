@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from dlrover_core.runtime import messages
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.launcher import WorkerExit
-from dlrover_core.runtime.masters import Masters
 from dlrover_core.runtime.messages import (
     Again,
     Answer,
@@ -30,7 +29,7 @@ from dlrover_core.runtime.messages import (
     Welcome,
 )
 from dlrover_core.runtime.outbox import UNANSWERED_MAX, Outbox
-from dlrover_core.runtime.transport import Connection
+from dlrover_core.runtime.transport import Connection, Dialer
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.network import Network
 from dlrover_core.testing.training import MemoryLauncher, Training
@@ -47,15 +46,22 @@ def run_order(generation: int, store: str = "elsewhere:1") -> Order:
 class Stage:
     """One agent, and a master whose every word the test says."""
 
-    def __init__(self, node: str = NODE, **more: Any) -> None:
+    def __init__(
+        self,
+        node: str = NODE,
+        *,
+        masters: Sequence[str] = ("m",),
+        dialing: Callable[[Dialer], Dialer] = lambda dialer: dialer,
+        **more: Any,
+    ) -> None:
         self.network = Network()
         self.training = Training(steps=10_000, cascade_s=None)
         self.launcher = MemoryLauncher(NODE, 1, self.training)
         self.agent = Agent(
             node,
             launcher=self.launcher,
-            dialer=self.network.dialer("h"),
-            masters=["m"],
+            dialer=dialing(self.network.dialer("h")),
+            masters=masters,
             boot=1,
             host="h",
             address="h",
@@ -622,9 +628,13 @@ def test_a_master_with_another_token_is_passed_by() -> None:
             await self._dialer.close()
 
     async def story(listed: list[str]) -> bool:
-        stage = Stage()
-        stage.agent._masters = Masters(listed)
-        dialer = stage.agent._dialer = Refusing(stage.agent._dialer)
+        dialers: list[Refusing] = []
+
+        def refusing(dialer: Dialer) -> Dialer:
+            dialers.append(Refusing(dialer))
+            return dialers[-1]
+
+        stage = Stage(masters=listed, dialing=refusing)
         await stage.listener.serve(stage.accept, dict)
         running = virtual_loop.spawn("agent", stage.agent.run())
         try:
@@ -633,7 +643,7 @@ def test_a_master_with_another_token_is_passed_by() -> None:
             await connection.send(messages.encode(Goodbye("m hands over", leave=False)))
             again = asyncio.ensure_future(stage.greet())
             await asyncio.wait([again, running], timeout=10, return_when=asyncio.FIRST_COMPLETED)
-            assert dialer.refused
+            assert dialers[0].refused
             return again.done()
         finally:
             running.cancel()
@@ -649,8 +659,7 @@ def test_a_token_refused_by_the_first_master() -> None:
         raise TokenRefused("the token is wrong")
 
     async def story() -> None:
-        stage = Stage()
-        stage.agent._masters = Masters(["m", "other"])
+        stage = Stage(masters=["m", "other"])
         stage.agent._dialer.connect = refuse  # type: ignore[method-assign]
         with pytest.raises(TokenRefused):
             await asyncio.wait_for(stage.agent.run(), 10)

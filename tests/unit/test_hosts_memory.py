@@ -36,13 +36,13 @@ class Life:
     def add(self, fact: Any) -> None:
         """Let it happen, and what the concern makes of it."""
         self._apply(fact)
-        reacts = hosts.CONCERN.react.get(type(fact))
-        for follow in reacts(self.state, fact, Record(self.state.seq, self.at, 1, 0, fact)) if reacts else ():
+        reacts, cause = hosts.CONCERN.react.get(type(fact)), self.state.seq
+        for follow in reacts(self.state, fact, Record(cause, self.at, 1, 0, fact)) if reacts else ():
             self.made.append(follow)
-            self._apply(follow)
+            self._apply(follow, cause)
 
-    def _apply(self, fact: Any) -> None:
-        record = Record(self.state.seq + 1, self.at, 1, 0, fact)
+    def _apply(self, fact: Any, cause: int = 0) -> None:
+        record = Record(self.state.seq + 1, self.at, 1, cause, fact)
         self.state.seq, self.state.at = record.seq, self.at
         for concern in (hosts.CONCERN,) if type(fact) in hosts.CONCERN.evolve else ():
             concern.evolve[type(fact)](self.state.hosts, fact, record)
@@ -278,6 +278,28 @@ def test_revised_verdicts_take_their_quarantine_back() -> None:
     assert life.kept_off == []
     assert hosts.record(life.state, "h1") == hosts.HostRecord()
     assert life.made[-1].how == hosts.REVISED
+
+
+def test_a_quarantine_for_another_reason_is_not_taken_back() -> None:
+    """A host that was struck by an incident, and is kept off later for slowness, stays in quarantine when the verdict changes."""
+    life = Life(4)
+    life.strike(1)
+    life.later(60)
+    for fact in list(hosts.keep_off(life.state, "h1", "rank 1 on worker-1-0 was slow", life.at)):
+        life.add(fact)
+    life.judge("k8s.preempted", "PLAT", revises=1, blamed="worker-1-0")
+    assert life.kept_off == ["h1"]
+
+
+def test_an_isolated_host_is_freed_though_the_verdict_was_revised_before() -> None:
+    """The incident that a quarantine came from is known where its verdict was another first: its last one frees the host."""
+    life = Life(4)
+    number = life.strike(1)
+    life.judge("cuda.ecc", "HW", revises=1, host="h1")
+    life.add(failures.ActionChosen(number, ladder.ISOLATE_HOST, "worker-1-0", "hardware", 0, host="h1"))
+    assert life.kept_off == ["h1"]
+    life.judge("k8s.preempted", "PLAT", revises=1, blamed="worker-1-0")
+    assert life.kept_off == []
 
 
 def test_revised_verdicts_move_the_strike() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import os
 import subprocess
@@ -9,10 +10,15 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dlrover_adapters.agent.import_watch import ImportWatch, bootstrap
+from dlrover_adapters.agent import import_watch
+from dlrover_adapters.agent.config import LaunchConfig
+from dlrover_adapters.agent.import_list import Learner, path_of
+from dlrover_adapters.agent.import_watch import WATCHED_S, ImportWatch, bootstrap, unwatchable
+from dlrover_adapters.cli import workers
 
 Install = Callable[[str, str], None]
 
@@ -59,6 +65,125 @@ def test_it_leaves_nothing_behind(watch: Callable[..., ImportWatch]) -> None:
     one.end()
     assert bootstrap._find_and_load is load
     assert type(os.environ) is kind
+
+
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import system that has no such function."""
+    monkeypatch.setattr(import_watch, "bootstrap", None)
+
+
+def with_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function is there, and is called with something else."""
+    real = bootstrap._find_and_load
+    monkeypatch.setattr(bootstrap, "_find_and_load", lambda spec: real(spec.name, spec))
+
+
+def unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function is there, and import statements go another way."""
+    real = builtins.__import__
+    monkeypatch.setattr(
+        builtins, "__import__", lambda name, *rest: None if name == import_watch._TRIED else real(name, *rest)
+    )
+
+
+def with_another_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody has replaced `os.environ`."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+
+@pytest.fixture
+def tried_anew() -> Iterator[None]:
+    """What this process can watch is found out anew, before and after."""
+    unwatchable.cache_clear()
+    yield
+    unwatchable.cache_clear()
+
+
+@pytest.mark.usefixtures("tried_anew")
+@pytest.mark.parametrize("strange", [without, with_another_shape, unused, with_another_environment])
+def test_another_interpreter_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, strange: Callable[..., None]
+) -> None:
+    """Nothing is replaced, no list is made, scripts run as ever, and one line says so on the command line."""
+    config = LaunchConfig(("train.py",), imports=str(tmp_path))
+    with monkeypatch.context() as patch:
+        strange(patch)
+        load, kind = bootstrap._find_and_load, type(os.environ)
+        one = ImportWatch()
+        learner = Learner(str(tmp_path / "list.json"), one)
+        learner.begin()
+        assert (bootstrap._find_and_load, type(os.environ)) == (load, kind)
+        assert learner.stepped() == 0
+        assert not one.whole
+        assert path_of(config) == ""
+        assert workers.imports("auto", "folder") == ""
+    said = capfd.readouterr().err
+    assert said.startswith("dlrover-run: --preload auto does nothing in this interpreter: ")
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_this_interpreter_can_be_watched() -> None:
+    """Every one that we promise: 3.10 to 3.14."""
+    assert unwatchable() == ""
+    assert workers.imports("auto", "folder") == "folder"
+    assert workers.imports("torch", "folder") == ""
+
+
+def test_a_script_without_a_step_is_watched_for_so_long(
+    watch: Callable[..., ImportWatch], monkeypatch: pytest.MonkeyPatch, installed: Install, tmp_path: Path
+) -> None:
+    """Then everything is as it was, and a step that comes later makes no list."""
+    installed("too_late", "")
+    load, kind = bootstrap._find_and_load, type(os.environ)
+    for use in (lambda: importlib.import_module("too_late"), lambda: os.environ.get("HOME"), lambda: list(os.environ)):
+        one = watch()
+        learner = Learner(str(tmp_path / "list.json"), one)
+        one.until -= WATCHED_S
+        assert use()
+        assert (bootstrap._find_and_load, type(os.environ)) == (load, kind)
+        assert not one.whole
+        learner.stepped()
+    assert not (tmp_path / "list.json").exists()
+
+
+def test_another_thread_reads_the_environment_while_the_watch_ends(
+    watch: Callable[..., ImportWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its call has begun by the watch's class and goes on by the interpreter's."""
+    monkeypatch.setenv("SEEN", "1")
+    for call in (lambda: os.environ["SEEN"], lambda: os.environ.update(SEEN="1"), lambda: "SEEN" in set(os.environ)):
+        one = watch()
+        for name in ("was_read", "was_set", "enumerated"):
+            monkeypatch.setattr(one, name, lambda _: one.end())  # noqa: B023  # called before the next turn
+        call()
+        one.end()
+    assert os.environ["SEEN"] == "1"
+
+
+def test_what_others_replace_meanwhile_stays_theirs(
+    watch: Callable[..., ImportWatch], monkeypatch: pytest.MonkeyPatch, installed: Install
+) -> None:
+    """A hook of another library that calls ours, and another object as `os.environ`."""
+    installed("after_the_end", "")
+    one = watch()
+    ours = bootstrap._find_and_load
+    calls: list[str] = []
+
+    def theirs(name: str, import_: Any) -> Any:
+        calls.append(name)
+        return ours(name, import_)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bootstrap, "_find_and_load", theirs)
+        patch.setattr(os, "environ", dict(os.environ))
+        one.end()
+        assert bootstrap._find_and_load is theirs
+        assert type(os.environ) is dict
+        importlib.import_module("after_the_end")
+        assert calls == ["after_the_end"]
+    bootstrap._find_and_load = import_watch._original
+    assert type(os.environ) is os._Environ
 
 
 def test_imports_take_time_once(installed: Install, watch: Callable[..., ImportWatch]) -> None:
@@ -174,7 +299,7 @@ os.environ["CHILD"] = "told"
 said = subprocess.run([sys.executable, "-c", "import os; print(os.environ['CHILD'])"], capture_output=True, text=True)
 if os.fork() == 0:
     import json
-    os._exit(0 if os.environ["CHILD"] == "told" else 1)
+    os._exit(0 if os.environ["CHILD"] == "told" and type(os.environ) is os._Environ else 1)
 print(said.stdout.strip(), os.wait()[1])
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)

@@ -255,6 +255,17 @@ def test_a_key_that_torch_never_reads_is_no_error() -> None:
         assert cli_options.notes(options) == {f"--rdzv-conf {key}": f"not with {met.backend}"}
 
 
+@pytest.mark.parametrize(
+    "told", ["etcd_prefix=/x", "ssl_cert=a.pem", "protocol=https", "use_libuv=0", "read_timeout=9"]
+)
+def test_keys_of_torchs_other_backends_do_nothing(told: str) -> None:
+    """Those of its etcd backends too, whose command lines people bring along; a line names them."""
+    options = parsed("--nnodes", "2", *C10D, "--rdzv-conf", f"{told},join_timeout=50")
+    met, flag = cli_options.meeting(options), f"--rdzv-conf {told.partition('=')[0]}"
+    assert (met.durations, met.unused) == ({"launch_s": 50}, (flag,))
+    assert cli_options.notes(options) == {flag: "not with c10d"}
+
+
 def test_timeout_is_read_with_static_alone() -> None:
     """As by torch: with c10d the nodes have the whole ``join_timeout``, whatever ``timeout`` says."""
     assert cli_options.meeting(parsed("--nnodes", "2", "--master-addr", "h", "--rdzv-conf", "timeout=5")).durations == {

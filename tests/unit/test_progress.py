@@ -78,7 +78,7 @@ def test_ages_not_timestamps() -> None:
     drive.exit("worker-1-0", 3)
     drive.wait(10)
     drive.do(progress.ReportFirstStep("worker-0-0", 2, 61, age_us=4 * SECOND))
-    assert drive.state.progress.newest.first_at == drive.now - 4 * SECOND
+    assert drive.state.progress.newest.at == drive.now - 4 * SECOND
     drive.exit("worker-1-0", 3)
     drive.do(progress.ReportFirstStep("worker-0-0", 3, 62, age_us=2**62))
-    assert drive.state.progress.newest.first_at == drive.world.formed_at
+    assert drive.state.progress.newest.at == drive.world.formed_at

@@ -134,6 +134,14 @@ def test_the_schema_is_of_the_shape_alone() -> None:
     assert MODEL.schema == schema(JobState)
 
 
+def test_a_class_that_moves_keeps_its_schema() -> None:
+    """A snapshot is read as before where a class of the state, however deep, stands in another module."""
+    here, there = _part(x=int), _part(x=int)
+    there.__module__ = "another.module"
+    assert schema(_shape(a=here)) == schema(_shape(a=there))
+    assert schema(_shape(a=dict[str, here] | None)) == schema(_shape(a=dict[str, there] | None))  # type: ignore[valid-type]
+
+
 def test_a_state_of_another_shape_is_never_misread() -> None:
     """Bytes with too few or too many fields do not unpack."""
     with pytest.raises(ValueError, match="zip"):

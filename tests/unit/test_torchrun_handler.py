@@ -100,14 +100,22 @@ def test_closed_by_another(stage: Stage) -> None:
     assert stage.handler.is_closed()
 
 
-def test_no_master_answers(stage: Stage) -> None:
+@pytest.mark.parametrize("line_ends", [False, True], ids=["line waits", "line never began, or has given up"])
+def test_no_master_answers(stage: Stage, line_ends: bool) -> None:
     """Then both raise what c10d raises without its store, and `shutdown` says False."""
-    stage.answers = stage.line_ends = False
+    stage.answers, stage.line_ends = False, line_ends
     with pytest.raises(RendezvousConnectionError, match="nobody answers"):
         stage.handler.is_closed()
     with pytest.raises(RendezvousConnectionError, match="nobody answers"):
         stage.handler.set_closed()
     assert stage.handler.shutdown() is False
+
+
+def test_shutdown_after_a_rendezvous_that_no_master_answered(stage: Stage) -> None:
+    """No master has heard of it; the next one would not be told either."""
+    stage.desk.close(RendezvousConnectionError("no master answered"))
+    assert stage.handler.shutdown() is False
+    assert stage.closed == [0.0]
 
 
 @pytest.mark.parametrize("comes", [False, True])

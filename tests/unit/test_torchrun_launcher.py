@@ -494,7 +494,14 @@ def test_a_job_without_name_and_port_has_a_new_name() -> None:
 
 def test_the_spec_leaves_counting_to_torch() -> None:
     """And takes torchrun's time-outs and ours from ``--rdzv-conf``; what nobody knows is refused."""
-    conf = {"timeout": 900, "join_timeout": "20", "last_call_timeout": "3", "linger_s": "0.5"}
+    conf = {
+        "timeout": 900,
+        "etcd_prefix": "/x",
+        "use_libuv": "0",
+        "join_timeout": "20",
+        "last_call_timeout": "3",
+        "linger_s": "0.5",
+    }
     params = SimpleNamespace(
         run_id="j", min_nodes=1, max_nodes=4, config=conf, get=lambda key, default=None: conf.get(key, default)
     )

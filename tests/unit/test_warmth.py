@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,34 @@ def test_the_launcher_refuses_it_before_anything_is_started(
     assert run.main(["--state-dir", str(tmp_path / "s"), str(tmp_path / "x.py")]) == 2
     assert "DLROVER_WARM: is 'all' or 'core', got 'cold'" in capsys.readouterr().err
     assert not (tmp_path / "s" / "jobs").exists()
+
+
+def test_modules_that_asked_for_the_rank_before_the_fork_are_told_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's and torchmetrics' ``rank_zero_only``, where they are imported and have asked: each by its own variable."""
+    only = {name: types.SimpleNamespace(rank=0) for name in worker.RANK_READERS}
+    for name, function in only.items():
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(rank_zero_only=function))  # type: ignore[arg-type]
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    worker.reseed()
+    assert {name: function.rank for name, function in only.items()} == {
+        "lightning_utilities.core.rank_zero": 5,
+        "torchmetrics.utilities.prints": 1,
+    }
+    assert set(only) <= worker.excused()
+
+
+@pytest.mark.parametrize("missing", ["module", "function", "attribute", "variable"])
+def test_modules_that_have_not_asked_are_left_alone(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Another version of the library, one that is not imported, a worker without a rank."""
+    name, variable = "lightning_utilities.core.rank_zero", "RANK"
+    only = types.SimpleNamespace(**({} if missing == "attribute" else {"rank": 0}))
+    module = types.SimpleNamespace(**({} if missing == "function" else {"rank_zero_only": only}))
+    monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    if missing == "module":
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setenv(variable, "5")
+    if missing == "variable":
+        monkeypatch.delenv(variable)
+    worker.reseed()
+    assert getattr(only, "rank", 0) == 0

@@ -41,6 +41,7 @@ _VALUES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         (
             "nope=1 -> nope",
             "jointimeout=5 -> did you mean join_timeout?",
+            "'join_timeout=5,timeout=5' -> take off the quotation mark",
             "join_timeout",
             "=5",
             "join_timeout=",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover_core.errors import Refused
 from dlrover_core.job import job, nodes
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Concern, always
 from dlrover_core.kernel.events import Event, Record, event
 
 if TYPE_CHECKING:
@@ -62,4 +62,5 @@ CONCERN = Concern(
     events=(RestartsSpent,),
     evolve={job.JobCreated: _on_created, RestartsSpent: _on_spent},
     decide={SpendRestarts: _spend},
+    levels={RestartsSpent: always},
 )

@@ -23,7 +23,7 @@ from dlrover_core.job import health, nodes, planning, progress, world
 from dlrover_core.job.checkpoints import KeepingStarted, RanksArmed, ReportArmed, StepsHeld
 from dlrover_core.job.planning import BoundaryAsked, Leaving, NodeDrained, Plan, WorldPlanDropped, WorldPlanned
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Concern, always
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import us
 
@@ -347,4 +347,5 @@ CONCERN = Concern(
     },
     due=_due,
     tick=_tick,
+    levels=dict.fromkeys((WorldPlanned, WorldPlanDropped, BoundaryAsked, NodeDrained), always),
 )

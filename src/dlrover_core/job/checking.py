@@ -41,7 +41,7 @@ from dlrover_core.job.health import (
 from dlrover_core.job.layout import Ranges, to_ranges
 from dlrover_core.job.node_lifecycle import LIFECYCLE
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Concern, always
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import us
 
@@ -409,4 +409,5 @@ CONCERN = Concern(
     },
     due=_due,
     tick=_tick,
+    levels=dict.fromkeys((CheckStarted, CheckJudged), always),
 )

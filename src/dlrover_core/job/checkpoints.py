@@ -20,7 +20,7 @@ from dlrover_core.job.holdings import Holdings, SaveOrder
 from dlrover_core.job.layout import Ranges
 from dlrover_core.job.tiers import DISK, MEMORY, NOTHING, PEER, STORAGE, TIERS
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Concern, always
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
 
@@ -226,8 +226,6 @@ class Kept:
     url: str = ""
     every: int = 0
     store_every: int = 0
-    keep: int = 0
-    planned: bool = False
     committed: list[tuple[int, int]] = field(default_factory=list)
     formed: int = 0
     members: Ranges = ()
@@ -478,7 +476,6 @@ def _end(kept: Kept, at: int, *, planned: bool, why: str) -> None:
 def _on_keeping(slice_: CheckpointSlice, fact: KeepingStarted, record: Record) -> None:
     kept = slice_.groups[fact.group]
     kept.generation, kept.url, kept.every, kept.store_every = fact.generation, fact.url, fact.every, fact.store_every
-    kept.keep, kept.planned = fact.keep, fact.planned
     kept.now = Holdings(fact.group, fact.generation, kept.members)
 
 
@@ -591,4 +588,6 @@ CONCERN = Concern(
         ReportRestored: _restored,
         CommitCheckpoint: _commit,
     },
+    # A failure changes how often failures are expected.
+    levels=dict.fromkeys((CheckpointCommitted, ReplicaOffered, SaveOrdered, failures.IncidentOpened), always),
 )

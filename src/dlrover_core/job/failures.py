@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import CASC, ERROR, EXIT, KERNEL, LOG, NODE, OPENING, PLAT, Evidence
 from dlrover_core.job import evidence, job, nodes, older, progress, world
-from dlrover_core.job.cycles import Cycles
+from dlrover_core.job.crash_loops import Cycles
 from dlrover_core.job.incident_lifecycle import INCIDENT, Action
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.events import Record, event
@@ -523,6 +523,7 @@ def _on_chosen(slice_: FailureSlice, fact: ActionChosen, record: Record) -> None
     if fact.action in ladder.IN_PLACE:
         _charge(slice_, fact.budget, record)
         tried.restart(incident.cause.node, retry=fact.action == ladder.RETRY)
+        tried.back_off(incident.generation, record.at, free=incident.verdict == PLAT, pause_us=fact.pause_us)
     elif fact.action in ladder.RELAUNCHES:
         _relaunch(slice_, fact, record)
         tried.fresh(fact.node.rsplit("-", 1)[0])

@@ -19,7 +19,7 @@ from dlrover_core.diagnosis.evidence import HANG
 from dlrover_core.errors import Refused
 from dlrover_core.job import evidence, job, nodes, world
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Concern, always
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
 
@@ -366,4 +366,5 @@ CONCERN = Concern(
     react={StacksSeen: _seen, HangNamed: _named},
     due=_due,
     tick=_tick,
+    levels=dict.fromkeys((HangSuspected, HangDismissed, HangNamed), always),
 )

@@ -25,7 +25,7 @@ from dlrover_core.diagnosis.evidence import HW
 from dlrover_core.errors import Refused
 from dlrover_core.job import failures, job, nodes, progress, world
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Concern, always
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
 
@@ -102,7 +102,8 @@ class ReleaseHost(NamedTuple):
 class Strike(NamedTuple):
     """One failure that speaks against a host. ``place``: of the node that ran there; ``incident`` numbers are a log's own.
 
-    ``bare``: a worker was killed and its node lives, as when a person does it.
+    ``bare``: a worker was killed and its node lives, as when a person does it. ``asked_by``: the record of the verdict that
+    struck the host, or of the action that isolates it; a quarantine whose cause is that record comes from this incident.
     """
 
     at: int
@@ -111,6 +112,7 @@ class Strike(NamedTuple):
     signature: str
     incident: int
     bare: bool = False
+    asked_by: int = 0
 
 
 @dataclass(slots=True)
@@ -154,7 +156,6 @@ class Seat:
 class HostSlice:
     """Hosts with anything against them, by name; where each place's node is; the incident that was opened last, and of whom.
 
-    ``struck``: the host that the newest verdict speaks against and no earlier one of its incident did; ``judged``: that incident.
     ``taken``: the newest nodes that the platform says it took.
     """
 
@@ -162,8 +163,6 @@ class HostSlice:
     seats: dict[str, Seat] = field(default_factory=dict)
     opened: int = 0
     opened_node: str = ""
-    judged: int = 0
-    struck: str = ""
     taken: list[str] = field(default_factory=list)
 
     def quarantined(self, now: int) -> list[str]:
@@ -181,6 +180,10 @@ class HostSlice:
         if known is not None and known.rack:
             return known.rack
         return next((seat.rack for seat in self.seats.values() if seat.host == host and seat.rack), "")
+
+    def struck_by(self, verdict: int) -> str:
+        """The host that a verdict speaks against, by its record, and no earlier one of its incident did; empty: none."""
+        return next((host for host, one in self.hosts.items() if any(verdict == s.asked_by for s in one.strikes)), "")
 
     def seen(self) -> set[str]:
         """Every host that is known; for counting, not for iterating."""
@@ -283,10 +286,10 @@ def _blame(state: JobState, fact: nodes.NodeFailed, record: Record) -> Iterator[
 def _weigh(state: JobState, fact: failures.Diagnosed, record: Record) -> Iterator[Event]:
     if fact.revises:
         yield from _take_back(state, fact.incident)
-    host = state.hosts.struck
-    known = state.hosts.hosts.get(host)
-    if known is None or not state.job.live:
+    host = state.hosts.struck_by(record.seq)
+    if not host or not state.job.live:
         return
+    known = state.hosts.hosts[host]
     # A verdict that is only revised on probation is of a failure from before.
     incident = state.failures.incidents.get(fact.incident)
     if known.probation and known.until <= (incident.cause.at if incident is not None else record.at):
@@ -359,7 +362,7 @@ def _on_created(slice_: HostSlice, fact: job.JobCreated, record: Record) -> None
     """A new run: its nodes are others, bad hosts stay bad."""
     slice_.seats.clear()
     slice_.taken.clear()
-    slice_.opened, slice_.opened_node, slice_.judged, slice_.struck = 0, "", 0, ""
+    slice_.opened, slice_.opened_node = 0, ""
 
 
 def _on_running(slice_: HostSlice, fact: nodes.NodeRunning, record: Record) -> None:
@@ -384,7 +387,6 @@ def _on_diagnosed(slice_: HostSlice, fact: failures.Diagnosed, record: Record) -
     before, since = _withdrawn(slice_, fact.incident) if fact.revises else ("", record.at)
     node = fact.blamed or fact.node or (slice_.opened_node if slice_.opened == fact.incident else "")
     host = fact.host or slice_.host_of(node) or before
-    slice_.judged, slice_.struck = fact.incident, ""
     taken = node in slice_.taken and fact.signature.startswith("node.")
     if not host or taken or not counts(fact.verdict, fact.signature):
         return
@@ -395,9 +397,18 @@ def _on_diagnosed(slice_: HostSlice, fact: failures.Diagnosed, record: Record) -
     known.strikes = known.recent(record.at)[-STRIKES_MAX + 1 :]
     # The node that a bare exit code blames is one that is dead.
     bare = fact.signature in KILLED and not fact.blamed
-    known.strikes.append(Strike(at, place, fact.verdict, fact.signature, fact.incident, bare))
-    if before != host:
-        slice_.struck, known.trial = host, ""
+    new = before != host
+    known.strikes.append(Strike(at, place, fact.verdict, fact.signature, fact.incident, bare, record.seq if new else 0))
+    if new:
+        known.trial = ""
+
+
+def _on_chosen(slice_: HostSlice, fact: failures.ActionChosen, record: Record) -> None:
+    if fact.action == ladder.ISOLATE_HOST:
+        for known in slice_.hosts.values():
+            known.strikes = [
+                one._replace(asked_by=record.seq) if one.incident == fact.incident else one for one in known.strikes
+            ]
 
 
 def _withdrawn(slice_: HostSlice, incident: int) -> tuple[str, int]:
@@ -427,7 +438,7 @@ def _on_quarantined(slice_: HostSlice, fact: HostQuarantined, record: Record) ->
     known.times = known.times + 1 if _again(known, record.at) else 1
     known.until, known.why, known.asked = fact.until, fact.reason, fact.asked
     known.probation, known.trial = True, ""
-    known.incident = slice_.judged if slice_.struck == fact.host else 0
+    known.incident = next((one.incident for one in known.strikes if 0 < record.cause == one.asked_by), 0)
 
 
 def _on_released(slice_: HostSlice, fact: HostReleased, record: Record) -> None:
@@ -452,7 +463,6 @@ def _on_started(slice_: HostSlice, fact: world.WorkersStarted, record: Record) -
 def _on_ended(
     slice_: HostSlice, fact: nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost | nodes.NodeReleased, record: Record
 ) -> None:
-    slice_.struck = ""
     if any(word in fact.reason.lower() for word in TAKEN):
         slice_.taken = [*slice_.taken[-TAKEN_MAX + 1 :], fact.node]
     known = slice_.hosts.get(slice_.host_of(fact.node))
@@ -480,6 +490,7 @@ CONCERN = Concern(
         nodes.NodeReleased: _on_ended,
         failures.IncidentOpened: _on_opened,
         failures.Diagnosed: _on_diagnosed,
+        failures.ActionChosen: _on_chosen,
         HostQuarantined: _on_quarantined,
         HostReleased: _on_released,
         world.WorkersStarted: _on_started,
@@ -491,4 +502,5 @@ CONCERN = Concern(
         failures.Diagnosed: _weigh,
         failures.ActionChosen: _isolate,
     },
+    levels=dict.fromkeys((HostQuarantined, HostReleased), always),
 )

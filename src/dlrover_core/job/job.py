@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover_core.errors import Refused
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Concern, always
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.kernel.lifecycle import Lifecycle
 from dlrover_core.spec import JobSpec
@@ -361,6 +361,11 @@ def _stop_at_once_when_idle(state: JobState, fact: object, record: Record) -> It
     yield from ended_by(state)
 
 
+LEVELS = (
+    JobCreated, JobStopping, JobStopped, JobSucceeded, JobFailed, JobAbandoned, JobSuspended, JobResumed, GroupScaled,
+    LeaderStarted,
+)  # fmt: skip
+
 CONCERN = Concern(
     name="job",
     events=(
@@ -403,4 +408,5 @@ CONCERN = Concern(
         NoteArchived: _archived,
     },
     react={JobStopping: _stop_at_once_when_idle},
+    levels=dict.fromkeys(LEVELS, always),
 )

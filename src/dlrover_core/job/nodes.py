@@ -15,7 +15,7 @@ from dlrover_core.errors import Refused
 from dlrover_core.job import job
 from dlrover_core.job.node_lifecycle import ALIVE, COMING, LIFECYCLE
 from dlrover_core.job.tally import Tallied, tallied
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Concern, always
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.words import plain
 
@@ -540,4 +540,6 @@ CONCERN = Concern(
         NodeLost: _maybe_ended,
         NodeSucceeded: _maybe_ended,
     },
+    # A place that is open again is filled by an event of its own.
+    levels=dict.fromkeys(set(EVENTS) - {PlaceReopened}, always),
 )

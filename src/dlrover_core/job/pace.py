@@ -25,7 +25,7 @@ from dlrover_core.diagnosis.evidence import LOSS, SLOW
 from dlrover_core.diagnosis.slots import GRADIENT, INFINITE
 from dlrover_core.errors import Refused
 from dlrover_core.job import changing, evidence, failures, hosts, job, nodes, world
-from dlrover_core.job.cycles import AT_STEP
+from dlrover_core.job.crash_loops import AT_STEP
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.engine import Concern
 from dlrover_core.kernel.events import Event, Record, event

@@ -66,8 +66,6 @@ class Progress:
     """Where one group is, as far as the log needs to know."""
 
     generation: int = 0
-    first_step: int = -1
-    first_at: int = 0
     step: int = -1
     at: int = 0
 
@@ -115,8 +113,7 @@ def _on_created(slice_: ProgressSlice, fact: job.JobCreated, record: Record) -> 
 
 
 def _on_first(slice_: ProgressSlice, fact: FirstStep, record: Record) -> None:
-    at = record.at - fact.age_us
-    slice_.groups[group_of(fact.node)] = Progress(fact.generation, fact.step, at, fact.step, at)
+    slice_.groups[group_of(fact.node)] = Progress(fact.generation, fact.step, record.at - fact.age_us)
 
 
 def _on_progressed(slice_: ProgressSlice, fact: Progressed, record: Record) -> None:

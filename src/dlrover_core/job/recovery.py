@@ -33,7 +33,7 @@ from dlrover_core.job.failures import (
     WorkerExited,
 )
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Concern, always
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import us
 
@@ -335,6 +335,8 @@ def concern(hook: Hook | None = None) -> Concern:
         },
         due=_due,
         tick=_tick,
+        # Workers of a job that is about to fail may end by themselves, or need not any more.
+        levels=dict.fromkeys((Diagnosed, ActionChosen, IncidentClosed), always),
     )
 
 

@@ -86,6 +86,12 @@ def _on_word(state: JobState, fact: checkpoints.StepsHeld | world.Ended, record:
         yield from _save(state, group_of(fact.node), record.at)
 
 
+def _all_told(state: JobState, fact: checkpoints.StepsHeld) -> bool:
+    """Is it decided now what is written of that generation, even if that is nothing?"""
+    ended = state.checkpoints.of(group_of(fact.node)).ended
+    return ended is not None and not ended.waiting
+
+
 def _on_end(state: JobState, fact: world.WorldFormed | world.WorldDissolved, record: Record) -> Iterator[Event]:
     """All may have told before it was known that their generation has ended."""
     if fact.group in state.checkpoints.groups:
@@ -109,4 +115,5 @@ CONCERN = Concern(
     },
     due=_due,
     tick=_tick,
+    levels={checkpoints.StepsHeld: _all_told},
 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import CASC
 from dlrover_core.job import (
+    backoff,
     budget,
     changing,
     checking,
@@ -20,7 +21,6 @@ from dlrover_core.job import (
     evidence,
     failures,
     hangs,
-    haste,
     health,
     hosts,
     job,
@@ -59,7 +59,6 @@ class JobState(BaseState):
     pace: pace.PaceSlice = field(default_factory=pace.PaceSlice)
     hangs: hangs.HangSlice = field(default_factory=hangs.HangSlice)
     budget: budget.BudgetSlice = field(default_factory=budget.BudgetSlice)
-    haste: haste.HasteSlice = field(default_factory=haste.HasteSlice)
     health: health.HealthSlice = field(default_factory=health.HealthSlice)
     laggards: laggards.LaggardSlice = field(default_factory=laggards.LaggardSlice)
     planning: planning.PlanningSlice = field(default_factory=planning.PlanningSlice)
@@ -81,7 +80,7 @@ _CONCERNS = (
     scaling.CONCERN,
     changing.CONCERN,
     budget.CONCERN,
-    haste.CONCERN,
+    backoff.CONCERN,
     checking.CONCERN,
     laggards.CONCERN,
     checkpoints.CONCERN,
@@ -100,19 +99,6 @@ def model(hook: Hook | None = None) -> Model[JobState]:
 MODEL: Model[JobState] = model()
 REGISTRY = Registry(MODEL.events)
 CODEC = Codec(REGISTRY)
-
-# A batch without any of these leaves desired as it was.
-LEVELLING: frozenset[type] = frozenset(
-    {
-        job.JobCreated, job.JobStopping, job.JobStopped, job.JobSucceeded, job.JobFailed, job.LeaderStarted,
-        job.JobSuspended, job.JobResumed, job.GroupScaled, health.CheckStarted, health.CheckJudged,
-        nodes.NodePlanned, nodes.NodeJoined, nodes.NodeFailed, nodes.NodeSucceeded, nodes.NodeGone, nodes.NodeLost,
-        nodes.NodeReleased, nodes.NodeLeft, hosts.HostQuarantined, hosts.HostReleased, world.WorldFormed, world.WorldDissolved,
-        failures.Diagnosed, checkpoints.CheckpointCommitted, checkpoints.ReplicaOffered, checkpoints.SaveOrdered,
-        hangs.HangSuspected, hangs.HangDismissed, hangs.HangNamed, planning.BoundaryAsked, planning.WorldPlanDropped,
-    }
-)  # fmt: skip
-
 
 DELETION_S = 1.0
 CLOSING_S = 30.0

@@ -19,7 +19,7 @@ from dlrover_core.job import job, nodes
 from dlrover_core.job.layout import Ranges, layout, to_ranges
 from dlrover_core.job.tally import Remembering
 from dlrover_core.job.tiers import MEMORY
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Concern, always
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
 
@@ -256,7 +256,7 @@ def form(state: JobState, group: str, now: int, reason: str, *, at_once: bool = 
     Waits for the store of rank 0's node and, unless ``at_once``, for the last call. It goes on from the boundary at which the
     last one waits, if it does.
     """
-    if not state.job.forms or now < state.haste.not_before(group, state.job.spec.restart_pause_s):
+    if not state.job.forms or now < state.failures.of(group).not_before(state.job.spec.restart_pause_s):
         return
     count = _count(state, group, last_call_over=at_once or now >= _last_call(state, group))
     if count == 0:
@@ -374,7 +374,7 @@ def _due(state: JobState) -> int | None:
 
 
 def _formable_at(state: JobState, group: str) -> int:
-    return max(_last_call(state, group), state.haste.not_before(group, state.job.spec.restart_pause_s))
+    return max(_last_call(state, group), state.failures.of(group).not_before(state.job.spec.restart_pause_s))
 
 
 def _formable(state: JobState, group: str) -> bool:
@@ -596,4 +596,5 @@ CONCERN = Concern(
     },
     due=_due,
     tick=_tick,
+    levels=dict.fromkeys((WorldFormed, WorldDissolved), always),
 )

@@ -95,6 +95,12 @@ St = TypeVar("St", bound=BaseState)
 Evolve = Callable[[Any, Any, Record], None]
 Decide = Callable[[Any, Any, int], Iterable[Event]]
 React = Callable[[Any, Any, Record], Iterable[Event]]
+Levels = Callable[[Any, Any], bool]
+
+
+def always(_state: Any, _fact: Any) -> bool:
+    """Every event of this type may change what should be true."""
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +108,9 @@ class Concern:
     """One module of the domain: its slice of the state, and functions by the type they are about.
 
     ``evolve`` writes its own slice and nothing else; ``decide``, ``react``, ``tick`` and ``due`` read everything and write
-    nothing. ``due`` names the next moment at which ``tick`` may have something to say.
+    nothing. ``due`` names the next moment at which ``tick`` may have something to say. ``levels`` names the events after which
+    agents and backends may have to be told something else, each with the question whether this one is such a case; the question
+    is asked with the state at the end of the batch.
     """
 
     name: str
@@ -112,6 +120,7 @@ class Concern:
     react: Mapping[type, React] = dataclasses.field(default_factory=dict)
     due: Callable[[Any], int | None] | None = None
     tick: Callable[[Any, int], Iterable[Event]] | None = None
+    levels: Mapping[type, Levels] = dataclasses.field(default_factory=dict)
 
 
 class Tick(NamedTuple):
@@ -129,6 +138,7 @@ class Model(Generic[St]):
         self._evolve: dict[type, tuple[tuple[Callable[[Any], Any], Evolve], ...]] = {}
         self._decide: dict[type, Decide] = {}
         self._react: dict[type, tuple[React, ...]] = {}
+        self._levels: dict[type, tuple[Levels, ...]] = {}
         for concern in concerns:
             self._add(concern)
         self.events = (CommandRefused, CommandFailed, *(cls for concern in concerns for cls in concern.events))
@@ -144,6 +154,8 @@ class Model(Generic[St]):
             self._decide[cls] = decide
         for cls, react in concern.react.items():
             self._react[cls] = (*self._react.get(cls, ()), react)
+        for cls, levels in concern.levels.items():
+            self._levels[cls] = (*self._levels.get(cls, ()), levels)
 
     def new(self) -> St:
         """The state before the first event."""
@@ -191,6 +203,12 @@ class Model(Generic[St]):
         """What follows from a record that was just applied."""
         for react in self._react.get(type(record.event), ()):
             yield from react(state, record.event, record)
+
+    def levels(self, state: St, records: Iterable[Record]) -> bool:
+        """May agents and backends have to be told something else after these records, which led to ``state``?"""
+        return any(
+            levels(state, record.event) for record in records for levels in self._levels.get(type(record.event), ())
+        )
 
     def due(self, state: St) -> int | None:
         """The earliest deadline of all concerns, or None."""

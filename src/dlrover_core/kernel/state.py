@@ -2,13 +2,14 @@
 
 State classes are slotted dataclasses of plain values, tuples, lists, dicts and one another. Packing follows the declared
 order of fields, so that a state's hash depends on nothing but its values, and the schema hash on nothing but the shape: a
-snapshot of another shape is ignored, never misread.
+snapshot of another shape is ignored, never misread. A class that moves to another module keeps its shape.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import types
 import typing
 from collections.abc import Callable
 from functools import lru_cache
@@ -65,8 +66,18 @@ def _describe(cls: Any, lines: list[str], seen: set[Any]) -> None:
     seen.add(cls)
     hints = typing.get_type_hints(cls)
     for name in names:
-        lines.append(f"{cast(type, cls).__name__}.{name}: {hints[name]}")
+        lines.append(f"{cast(type, cls).__name__}.{name}: {_named(hints[name])}")
         _describe(hints[name], lines, seen)
+
+
+def _named(hint: Any) -> str:
+    """A type as it is written, by the names of classes alone, without their modules."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if not args:
+        return str(getattr(hint, "__name__", hint))
+    # Python before 3.14 spells the two kinds of optional in two ways.
+    own = "Union" if origin in (typing.Union, types.UnionType) else _named(origin)
+    return f"{own}[{', '.join(map(_named, args))}]"
 
 
 def _field_names(cls: Any) -> tuple[str, ...]:

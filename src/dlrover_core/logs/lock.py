@@ -69,6 +69,10 @@ class JobLock:
         except BlockingIOError:  # somebody was quicker
             _close(fd)
             return False
+        except OSError:
+            self.path.unlink(missing_ok=True)  # or it would be taken for somebody else's at the next try
+            _close(fd)
+            raise
         old, self._fd = self._fd, fd
         own = os.fstat(fd)
         self._inode = (own.st_dev, own.st_ino)

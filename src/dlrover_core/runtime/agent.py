@@ -26,6 +26,7 @@ from dlrover_core.runtime.beats import Beats, beat_of
 from dlrover_core.runtime.duties import Desk, Duty, settled
 from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.granted import Granted, launch_of
+from dlrover_core.runtime.greeting import Greeter
 from dlrover_core.runtime.launcher import (
     Launcher,
     Pulsing,
@@ -48,7 +49,7 @@ from dlrover_core.runtime.messages import (
     Welcome,
 )
 from dlrover_core.runtime.outbox import SECOND_US, Outbox
-from dlrover_core.runtime.transport import Connection, Dialer, receive_within
+from dlrover_core.runtime.transport import Connection, Dialer
 from dlrover_core.runtime.within import any_within, within
 
 STEADY_S = 1.0
@@ -93,6 +94,7 @@ class Agent:
         if node:
             self._named.set()
         self._masters, self._boot, self._host, self._address = Masters(masters), boot, host, address
+        self._greeter = Greeter(dialer, self._masters)
         self._settings = Granted(run=run)
         self._outbox = Outbox()
         self._order, self._token = NOTHING, 0
@@ -415,7 +417,7 @@ class Agent:
             masters.dials(began)
             self._sent_away = None
             try:
-                connection = await self._dial(address)
+                connection = await self._greeter.dial(address, self._settings.silence_s)
                 try:
                     await self._converse(connection)
                 finally:
@@ -439,21 +441,13 @@ class Agent:
         """The goodbye that ended the last conversation, if one did."""
         return self._sent_away
 
-    async def _dial(self, address: str) -> Connection:
-        wait_s = self._masters.answer_s(self._settings.silence_s)
-        try:
-            return await within(wait_s, self._dialer.connect(address))
-        except asyncio.TimeoutError as error:
-            raise ConnectionLost(f"{address} did not answer within {wait_s:g} s") from error
-
     async def _converse(self, connection: Connection) -> None:
-        await connection.send(self._hello(self.node))
-        first = messages.decode(await self._first(connection))
+        newer_shape = bool(self._seat) or not self.node
+        hello, silence_s = self._hello(self.node), self._settings.silence_s
+        first = await self._greeter.greet(connection, hello, silence_s, newer_shape=newer_shape)
         if isinstance(first, Goodbye):
             self._turned_away(first)
             return
-        if not isinstance(first, Welcome):
-            raise MalformedMessage(f"a master greets with Welcome, not {type(first).__name__}")
         self._welcomed(first)
         self._connection = connection
         self._outbox.rewind()
@@ -477,19 +471,6 @@ class Agent:
             return messages.encode(hello, messages.OLDEST_VERSION)
         told = hello._replace(host=self._host, nproc=self._launcher.nproc, seat=self._seat, place=self._place)
         return messages.encode(told)
-
-    async def _first(self, connection: Connection) -> bytes:
-        try:
-            return await receive_within(connection, self._masters.answer_s(self._settings.silence_s))
-        except ConnectionLost as lost:
-            if self._seat or not self.node:
-                log.warning(
-                    "no answer to our greeting",
-                    hint="a master older than protocol 2 cannot read it: install one version of dlrover-core everywhere",
-                    master=connection.peer,
-                    reason=str(lost),
-                )
-            raise
 
     def _turned_away(self, goodbye: Goodbye) -> None:
         log.info("turned away", reason=goodbye.reason, leave=goodbye.leave, address=goodbye.address)

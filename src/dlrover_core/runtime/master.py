@@ -19,7 +19,7 @@ import structlog
 
 from dlrover_core.errors import CoreError, HandedOver, LogError, NotLeading, OtherRun, Refused, StandsBy
 from dlrover_core.job import checkpoints, choosing, failures, job, nodes, progress, silence
-from dlrover_core.job.state import CODEC, LEVELLING, MODEL, Desired, JobState, Order, deletion_grace_s, desired
+from dlrover_core.job.state import CODEC, MODEL, Desired, JobState, Order, deletion_grace_s, desired
 from dlrover_core.kernel.engine import Accepted, Command, CommandFailed, Engine, Model, NotDone, Reply, Resend, Tick
 from dlrover_core.kernel.events import Batch, Origin, Record
 from dlrover_core.kernel.log import Archiving, EventLog, Leadership, Snapshot
@@ -133,7 +133,7 @@ class Master:
     @property
     def state(self) -> JobState:
         """The committed state, while nothing is being decided."""
-        return self._engine.state if self._engine is not None else MODEL.new()
+        return self._engine.state if self._engine is not None else self._model.new()
 
     @property
     def token(self) -> int:
@@ -349,7 +349,7 @@ class Master:
             elif isinstance(record.event, checkpoints.StorageFailed):
                 self.alarms += 1
                 log.error("checkpoints cannot be written", seq=record.seq, **record.event._asdict())
-        if any(type(record.event) in LEVELLING for record in batch.records):
+        if self._model.levels(state, batch.records):
             self._derive(state)
             self._level()
             self.sessions.forget_absent()
@@ -377,7 +377,7 @@ class Master:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due = MODEL.due(self.state)
+        due = self._model.due(self.state)
         if due is not None:
             delay = max(at_least_s, (due - self.now()) / SECOND_US)
             # A microsecond more than due, or rounding would tick just before it.
@@ -411,7 +411,7 @@ class Master:
         assert self._engine is not None
         assert self._lead is not None
         self._since_snapshot = self._bytes_since_snapshot = 0
-        taken = Snapshot(self.state.seq, MODEL.schema, self._engine.rebase())
+        taken = Snapshot(self.state.seq, self._model.schema, self._engine.rebase())
         self._snapshot_task = asyncio.ensure_future(self._keep(self._lead, taken))
 
     async def _keep(self, lead: Leadership, snapshot: Snapshot) -> None:
@@ -555,7 +555,7 @@ class Master:
     def status(self) -> Mapping[str, Any]:
         """What is so right now, levels included, as plain values; of a standby, as far as it has followed."""
         if not self._serving:
-            return shown(self._standby.state or MODEL.new(), self.sessions) | self._standby.status()
+            return shown(self._standby.state or self._model.new(), self.sessions) | self._standby.status()
         if self._pipeline is not None:
             # One that was stopped for longer than its lease says so at once.
             self._pipeline.look()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dlrover_core.diagnosis.stall import Threshold
 from dlrover_core.job import failures, hangs, job, progress, silence
 from dlrover_core.job.nodes import Observed
-from dlrover_core.job.state import CODEC, LEVELLING, MODEL, STRANGER, Desired, JobState, Order, desired, farewell
+from dlrover_core.job.state import CODEC, MODEL, STRANGER, Desired, JobState, Order, desired, farewell
 from dlrover_core.kernel.engine import Command, CommandFailed, Engine, Reply, Resend, Tick
 from dlrover_core.kernel.events import GROUP_BYTES_MAX, Batch, Origin
 from dlrover_core.sim.agents import Agent
@@ -269,7 +269,7 @@ class Leader:
         if CommandFailed in kinds:
             failed = next(record for record in batch.records if isinstance(record.event, CommandFailed))
             raise Broken("deciding raised: our bug", failed.seq, repr(failed.event))
-        if not kinds.isdisjoint(LEVELLING):
+        if MODEL.levels(state, batch.records):
             self.desired = desired(state)
             self._level()
             self.leveller.wake()

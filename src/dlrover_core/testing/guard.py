@@ -29,8 +29,8 @@ def main(mark: str, folder: str, disk: str, mib: str) -> None:
     sys.stdout.write(f"{refused or 'ready'}\n")
     sys.stdout.flush()
     words = sys.stdin.read().split()
-    if words and int(words[-1]) in marked(mark.encode()):
-        _kill(int(words[-1]))
+    if words:
+        _kill(int(words[-1]), mark.encode())
     end_all(mark.encode())
     if disk:
         libc.umount2(os.fsencode(disk), _DETACH)
@@ -44,23 +44,37 @@ def end_all(mark: bytes) -> None:
     while (left := marked(mark)) and time.monotonic() < began + SWEEP_S + LAST_S:
         if time.monotonic() > began + SWEEP_S:
             for pid in left:
-                _kill(pid)
+                _kill(pid, mark)
         time.sleep(LOOK_S)
 
 
 def marked(mark: bytes) -> list[int]:
     """Everything alive that began with the mark in its environment."""
-    found = []
-    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]:  # noqa: PTH208  # -S
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:  # noqa: PTH123  # as above
-            if mark in environ.read().split(b"\0"):
-                found.append(pid)
-    return found
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]  # noqa: PTH208  # -S
+    return [pid for pid in pids if bears(pid, mark)]
 
 
-def _kill(pid: int) -> None:
-    with contextlib.suppress(OSError):
-        os.kill(pid, signal.SIGKILL)
+def bears(pid: int, mark: bytes) -> bool:
+    """Did this process begin with the mark? Not one that is dead, or another user's."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as environ:  # noqa: PTH123  # -S
+            return mark in environ.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def _kill(pid: int, mark: bytes) -> None:
+    """SIGKILL a process that bears the mark; whoever has its number by now, and does not, is left alone."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return
+    try:
+        if bears(pid, mark):
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    finally:
+        os.close(pidfd)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class Prompt(Promise):
     def _latest(self, group: str, last: world.World, since: int, state: JobState) -> int:
         spec = state.job.spec
         waits_s = 0.0 if self._whole(group, last, state) else spec.last_call_s
-        return max(since, state.haste.not_before(group, spec.restart_pause_s)) + us(waits_s + self.MARGIN_S)
+        return max(since, state.failures.of(group).not_before(spec.restart_pause_s)) + us(waits_s + self.MARGIN_S)
 
     @staticmethod
     def _able(group: str, state: JobState) -> bool:

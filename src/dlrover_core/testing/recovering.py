@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import OPENING, PLAT
 from dlrover_core.job import budget, evidence, failures, hosts, job, nodes, planning, progress, scaling, world
-from dlrover_core.job.haste import AT_ONCE, EARLY_S, FIRST_PAUSE_S
+from dlrover_core.job.crash_loops import AT_ONCE, EARLY_S, FIRST_PAUSE_S
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import STRANGERS_MAX, UNANSWERED_MAX
 from dlrover_core.kernel.events import Record

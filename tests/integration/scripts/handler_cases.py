@@ -24,8 +24,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-QUICK_S = 5.0
-"""For what must not wait for anything: far less than any of our time-outs."""
+from dlrover_adapters.torch import rendezvous
+
+UNHEARD_S, QUICK_S = 60.0, 50.0
+"""What must not wait for a time-out of ours takes less than the shortest of these, which are long enough for a busy machine."""
 
 
 class Nodes:
@@ -114,10 +116,7 @@ def meets_again(nodes: Nodes) -> None:
         assert other.num_nodes_waiting() == 0
         coming = nodes.come(one)
         until(lambda: other.num_nodes_waiting() > 0)
-        found = (
-            [coming.result(60), *nodes.meet(other)] if other.num_nodes_waiting() == 0 else [nodes.come(other), coming]
-        )
-        found = [each.result(60) if isinstance(each, Future) else each for each in found]
+        found = [*nodes.meet(other), coming.result(60)]
         assert sorted(each.rank for each in found) == [0, 1]
         stores.add(found[0].bootstrap_store_info.master_port)
     assert len(stores) == 3, "a fresh store each"
@@ -165,6 +164,7 @@ def closed(nodes: Nodes) -> None:
     nodes.meet(one, other)
     waiting = nodes.come(third)
     other.set_closed()
+    other.set_closed()
     with quickly():
         assert other.is_closed()
         assert one.is_closed()
@@ -205,15 +205,37 @@ def nobody(nodes: Nodes) -> None:
     alone = nodes.handler(is_host="false", join_timeout="3")
     with pytest.raises(RendezvousConnectionError, match="nobody answers"):
         alone.set_closed()
+    with pytest.raises(RendezvousConnectionError, match="cannot be asked"):
+        alone.is_closed()
     with pytest.raises(RendezvousConnectionError):
         alone.next_rendezvous()
+    assert alone.shutdown() is False
 
 
-CASES = (meets, meets_again, too_few, too_many, reserve, closed, closed_before, shut_down, nobody)
+def alone_again(nodes: Nodes) -> None:
+    """A node that is the whole job comes as often as it likes, and waits for nobody."""
+    alone, stores = nodes.handler(1, 1), set()
+    for _ in range(4):
+        with quickly():
+            (found,) = nodes.meet(alone)
+        assert (found.rank, found.world_size) == (0, 1)
+        stores.add(found.bootstrap_store_info.master_port)
+    assert len(stores) == 4, "a fresh store each"
+
+
+def nowhere(nodes: Nodes) -> None:
+    """Without a place to meet there is no handler for more than one node, and none for a port that cannot be."""
+    for endpoint in ("", "localhost:0", "localhost:port", "localhost:65536"):
+        with pytest.raises(ValueError, match=r"rdzv-endpoint"):
+            get_rendezvous_handler(RendezvousParameters("dlrover", endpoint, "by-hand", 2, 2))
+
+
+CASES = (alone_again, nowhere, meets, meets_again, too_few, too_many, reserve, closed, closed_before, shut_down, nobody)
 
 
 def main() -> None:
     """Play the case, and leave nothing."""
+    rendezvous.OVER_S = rendezvous.LEAVE_S = rendezvous.MASTERS_S = UNHEARD_S
     nodes = Nodes()
     {one.__name__: one for one in CASES}[sys.argv[1]](nodes)
     nodes.end()

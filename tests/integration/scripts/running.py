@@ -108,12 +108,22 @@ def warmth(command: Sequence[str], folder: Path = Path()) -> dict[str, str]:
 
 
 class Job:
-    """One `dlrover-run`, in a session of its own as under a shell's job control. Leave it to have it killed."""
+    """One `dlrover-run`, in a session of its own as under a shell's job control. Leave it to have it killed.
 
-    def __init__(self, folder: Path, *command: str, job: str = "e2e", env: Mapping[str, str] | None = None) -> None:
+    ``prefix`` is a command that becomes another one, such as ``env``: the launcher is started through it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *command: str,
+        job: str = "e2e",
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
         self.folder, self.name, self.state = folder, job, folder / "state"
         self.out, self.err = folder / "out", folder / "err"
-        arguments = [str(BIN / "dlrover-run"), "--state-dir", str(self.state), "--job-id", job, *command]
+        arguments = [*prefix, str(BIN / "dlrover-run"), "--state-dir", str(self.state), "--job-id", job, *command]
         born = {**os.environ, "DLROVER_TOKEN": TOKEN, "FOLDER": str(folder), **warmth(command, folder), **(env or {})}
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(

@@ -7,6 +7,8 @@ Each rank draws its batches from its own sampler (`extra` of the checkpoint), an
 Gradients go through one all-reduce per parameter. DDP would rebuild its buckets after its first step, and so sum in another
 order after every restart.
 
+A rank for which there is a file ``FOLDER/eat-PID`` takes all the memory that it can get.
+
 Every life of a rank writes a file of its own, ``FOLDER/curve-RANK-PID-TIME``, as process numbers are used again: a line
 ``begin`` with what it restored, and for each step the loss as float.hex(), the sampler's position, a digest of random numbers,
 and the time. FOLDER is of the environment.
@@ -32,6 +34,7 @@ APART = 1_000_000
 """Between the first positions of two ranks' samplers: no rank ever reads where another one does."""
 
 LOOK_STEPS = 5
+EAT_BYTES = 1 << 24
 
 
 class Sampler:
@@ -104,6 +107,13 @@ def together(so: bool) -> bool:
     return bool(ranks)
 
 
+def eat() -> None:
+    """Take memory until the kernel ends this process: its control group has a limit."""
+    eaten = []
+    while True:
+        eaten.append(b"x" * EAT_BYTES)
+
+
 def train(parts: Parts, ckpt: Checkpoint | None, step: int, steps: int, pause: float) -> int:
     """Steps from ``step`` on, to ``steps``, or until FOLDER/finish exists where that is 0; the last one."""
     folder, rank, world = Path(os.environ["FOLDER"]), dist.get_rank(), dist.get_world_size()
@@ -119,6 +129,8 @@ def train(parts: Parts, ckpt: Checkpoint | None, step: int, steps: int, pause: f
             over = together((folder / "finish").exists())
         if over:
             return step
+        if (folder / f"eat-{os.getpid()}").exists():
+            eat()
         found = made(parts, world)
         step += 1
         os.write(told, f"{step} {found} {time.monotonic_ns()}\n".encode())

@@ -65,6 +65,17 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._fd, number)
 
+    def kill_group(self) -> None:
+        """SIGKILL its process group, atomically; nothing happens once it is reaped: the number may be another group's."""
+        if self._fd < 0:
+            return
+        try:
+            os.waitid(os.P_PIDFD, self._fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return  # somebody else has reaped it
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
     def reap(self) -> None:
         """Take a dead child out of the process table. Idempotent."""
         assert self.dead.done(), f"process {self.pid} is alive: it cannot be reaped"

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .config import LaunchConfig, Mode
-from .import_watch import ImportWatch, is_installed, is_local, is_shared, origin_of, standard_folders
+from .import_watch import ImportWatch, is_installed, is_local, is_shared, origin_of, standard_folders, unwatchable
 
 VERSION = 1
 LISTS_MAX = 64
@@ -61,7 +61,7 @@ class ImportList(NamedTuple):
 
 def path_of(config: LaunchConfig) -> str:
     """The file for the workers of ``config``; empty where modules are not preloaded by what workers imported."""
-    if not config.imports or not config.warm:
+    if not config.imports or not config.warm or unwatchable():
         return ""
     name = config.argv[0]
     script = name if config.mode is Mode.MODULE else os.path.realpath(name)
@@ -166,7 +166,7 @@ class Learner:
     def stepped(self) -> int:
         """The first step is done: microseconds that imports took before it. Costs a fraction of a millisecond."""
         self._watch.end()
-        if self._path:
+        if self._path and self._watch.whole:
             self._names = tuple(sys.modules)
             self._learning.acquire()
             atexit.register(self._finish, os.getpid())
@@ -187,7 +187,7 @@ class Learner:
 
     def learn(self) -> None:
         """Write the list, if it says something new. What goes wrong here is nobody's business but the next start's."""
-        with contextlib.suppress(OSError, RuntimeError):
+        with contextlib.suppress(Exception):
             known = read(self._path, self._paths)
             if self._watch.conflict is not None:
                 variable, reader = self._watch.conflict

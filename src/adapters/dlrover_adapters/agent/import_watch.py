@@ -4,11 +4,16 @@ A module that is imported before the fork sees the environment of the zygote. It
 imported, a variable which the worker's seat or the script sets first: the module would keep the wrong value, and say nothing.
 So a worker is watched until its first step, and so is the zygote while it imports what such a worker had.
 
+Both need what no public interface offers: when an import ends, and who reads a variable. So a watch replaces a private function
+of the import system and the class of `os.environ`. It tries both first (`unwatchable`), and leaves alone what it cannot replace.
+
 Costs about a microsecond per imported module, and nothing once it has ended.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -22,10 +27,18 @@ from typing import Any
 PACKAGES = ("site-packages", "dist-packages")
 """What installers call the folders that they fill."""
 
-bootstrap: Any = vars(importlib)["_bootstrap"]
+WATCHED_S = 1800.0
+"""A script that has told no step by then is watched no longer, and gets no list from this run."""
+
+bootstrap: Any = vars(importlib).get("_bootstrap")
 """What the interpreter's own import statement calls."""
 
+_Environment: Any = type(os.environ)
+_TRIED = "dlrover_tries_imports"
+
 _active: ImportWatch | None = None
+_original: Any = None
+"""The import system's own function, once a watch has begun."""
 
 
 class ImportWatch:
@@ -36,6 +49,8 @@ class ImportWatch:
     ``harmless``: variables that an earlier worker of this script set as well, after all imports that read them.
     ``excused``: modules that may read any variable, because somebody puts right afterwards what they made of it.
     ``warn`` is called with a variable and a module, once, when the script sets what that module has read already.
+
+    ``whole``: nothing between `begin` and `end` was missed. ``until``: when it ends by itself, by `time.monotonic`.
     """
 
     def __init__(
@@ -51,6 +66,8 @@ class ImportWatch:
         self.sets: set[str] = set()
         self.cut: tuple[int, str] | None = None
         self.conflict: tuple[str, str] | None = None
+        self.whole = False
+        self.until = 0.0
         self._given, self._read, self._harmless = set(given), read or {}, set(harmless)
         self._excused, self._warn = frozenset(excused), warn
         self._standard = standard_folders()
@@ -60,16 +77,20 @@ class ImportWatch:
         self._outermost = -1
         self._modules_before = 0
         self._began_ns = 0
-        self._original: Callable[[str, Any], ModuleType] | None = None
+        self._environment: Any = None
 
     def begin(self) -> None:
-        """Watch from now on."""
-        global _active  # noqa: PLW0603 - there is one import system in a process
+        """Watch from now on. Does nothing where imports are `unwatchable`."""
+        global _active, _original  # noqa: PLW0603 - there is one import system in a process
         assert _active is None, "one watch at a time"
-        _active = self
-        self._original = bootstrap._find_and_load
+        if unwatchable():
+            return
+        _active, self.whole, self.until = self, True, time.monotonic() + WATCHED_S
+        if bootstrap._find_and_load is not _find_and_load:
+            _original = bootstrap._find_and_load
         bootstrap._find_and_load = _find_and_load
-        os.environ.__class__ = _WatchedEnvironment
+        self._environment = os.environ
+        self._environment.__class__ = _WatchedEnvironment
 
     def end(self) -> None:
         """Watch no more, and leave everything as it was. Idempotent."""
@@ -77,9 +98,11 @@ class ImportWatch:
         if _active is not self:
             return
         _active = None
+        # What others have put in the place of ours meanwhile stays: it may well call ours.
         if bootstrap._find_and_load is _find_and_load:
-            bootstrap._find_and_load = self._original
-        os.environ.__class__ = os._Environ
+            bootstrap._find_and_load = _original
+        if type(self._environment) is _WatchedEnvironment:
+            self._environment.__class__ = _Environment
 
     @property
     def spent_us(self) -> int:
@@ -90,9 +113,10 @@ class ImportWatch:
 
     def load(self, name: str, import_: Any) -> ModuleType:
         """The import of a module that is not there yet."""
-        assert self._original is not None, "begin() keeps the original"
+        found: ModuleType
         if threading.get_ident() != self._thread:
-            return self._original(name, import_)
+            found = _original(name, import_)
+            return found
         if not self._names:
             self._began_ns = time.monotonic_ns()
         if self._outermost < 0 and not self._is_local(name):
@@ -100,7 +124,8 @@ class ImportWatch:
             self._outermost, self._modules_before = len(self._names), len(sys.modules)
         self._names.append(name)
         try:
-            return self._original(name, import_)
+            found = _original(name, import_)
+            return found
         finally:
             self._names.pop()
             if len(self._names) <= self._outermost:
@@ -143,10 +168,20 @@ class ImportWatch:
         return module is not None and is_local(module, self._standard)
 
 
-def _find_and_load(name: str, import_: Any) -> ModuleType:
+def _watching() -> ImportWatch | None:
+    """The watch, if there is one; it ends here if no step was told in time."""
     watch = _active
+    if watch is not None and time.monotonic() > watch.until:
+        watch.whole = False
+        watch.end()
+        return None
+    return watch
+
+
+def _find_and_load(name: str, import_: Any) -> ModuleType:
+    watch = _watching()
     if watch is None:
-        found: ModuleType = bootstrap._find_and_load(name, import_)
+        found: ModuleType = _original(name, import_)
         return found
     return watch.load(name, import_)
 
@@ -156,35 +191,85 @@ for _function in (_find_and_load, ImportWatch.load):
     _function.__code__ = _function.__code__.replace(co_filename="<frozen importlib._bootstrap>")
 
 
-class _WatchedEnvironment(os._Environ[str]):
-    """What `os.environ` is meanwhile."""
+class _WatchedEnvironment(_Environment):  # type: ignore[misc]  # whatever class the interpreter has for it
+    """What `os.environ` is meanwhile.
+
+    It calls the methods of its base by name: `super` fails where another thread has ended the watch since the call began.
+    """
 
     def __iter__(self) -> Iterator[str]:
-        keys = list(super().__iter__())
-        if _active is not None:
-            _active.enumerated(keys)
+        keys: list[str] = list(_Environment.__iter__(self))
+        if (watch := _watching()) is not None:
+            watch.enumerated(keys)
         return iter(keys)
 
     def __getitem__(self, key: str) -> str:
-        if _active is not None:
-            _active.was_read(key)
-        return super().__getitem__(key)
+        if (watch := _watching()) is not None:
+            watch.was_read(key)
+        value: str = _Environment.__getitem__(self, key)
+        return value
 
     def __setitem__(self, key: str, value: str) -> None:
-        if _active is not None and not self._is(key, value):
-            _active.was_set(key)
-        super().__setitem__(key, value)
-
-    def _is(self, key: str, value: str) -> bool:
-        try:
-            return super().__getitem__(key) == value
-        except KeyError:
-            return False
+        if (watch := _watching()) is not None and not _is(self, key, value):
+            watch.was_set(key)
+        _Environment.__setitem__(self, key, value)
 
     def __delitem__(self, key: str) -> None:
-        if _active is not None:
-            _active.was_set(key)
-        super().__delitem__(key)
+        if (watch := _watching()) is not None:
+            watch.was_set(key)
+        _Environment.__delitem__(self, key)
+
+
+def _is(environment: Any, key: str, value: str) -> bool:
+    try:
+        return bool(_Environment.__getitem__(environment, key) == value)
+    except KeyError:
+        return False
+
+
+def _forked() -> None:
+    if _active is not None:
+        _active.end()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+@functools.cache
+def unwatchable() -> str:
+    """Why imports cannot be watched in this process; empty: they can. Finds out by one import that fails at once."""
+    if type(os.environ) is not _Environment:
+        return f"os.environ is a {type(os.environ).__name__}"
+    try:
+        os.environ.__class__ = _WatchedEnvironment
+    except TypeError:
+        return "the class of os.environ cannot be changed"
+    finally:
+        with contextlib.suppress(TypeError):
+            os.environ.__class__ = _Environment
+    original = getattr(bootstrap, "_find_and_load", None)
+    if original is None:
+        return "importlib has no _find_and_load"
+    seen: list[object] = []
+
+    def load(*given: Any, **named: Any) -> Any:
+        try:
+            return original(*given, **named)
+        except ImportError:
+            seen.append((given[:1], len(given), len(named)))
+            raise
+
+    sys.modules[_TRIED] = None  # type: ignore[assignment]  # how the interpreter itself marks a name that is not to be imported
+    bootstrap._find_and_load = load
+    try:
+        with contextlib.suppress(Exception):
+            __import__(_TRIED)
+    finally:
+        bootstrap._find_and_load = original
+        del sys.modules[_TRIED]
+    return (
+        "" if ((_TRIED,), 2, 0) in seen else "its imports do not go through importlib's _find_and_load(name, import_)"
+    )
 
 
 def standard_folders() -> tuple[str, ...]:
@@ -199,7 +284,7 @@ def is_installed(folder: str) -> bool:
 
 def origin_of(module: object) -> str:
     """The file of a module; empty where there is none: built in, a namespace, made by hand."""
-    if not isinstance(module, ModuleType):
+    if not issubclass(type(module), ModuleType):  # `isinstance` would ask proxies for their class, which may import it
         return ""
     # By its dictionary: modules that load their parts when they are asked for must not be asked.
     spec = vars(module).get("__spec__")

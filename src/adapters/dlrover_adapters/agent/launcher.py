@@ -44,7 +44,7 @@ from .log_watch import Known, Output, OutputWatch
 from .logs import LogPump, RankFiles, StreamFile, attempts_dir, made, rank_files
 from .nursery import STRAYS, Nursery, Spare
 from .pace_watch import WorkerSlot
-from .process import await_sessions_end, become_subreaper, end_sessions, kill_group
+from .process import await_sessions_end, become_subreaper, end_sessions
 from .seat import seat_for, to_wire
 from .slot import StepSlot
 from .spawn import Spawned
@@ -269,7 +269,7 @@ class LinuxLauncher:
             if one.child.alive:
                 one.note = f"the store {store} died before the world had formed; workers were killed"
                 one.child.signal(signal.SIGKILL)
-                kill_group(one.child.pid)
+                one.child.kill_group()
 
     # ---- starting
 
@@ -421,7 +421,7 @@ class LinuxLauncher:
             # A shell that dies of the signal leaves behind what it ran: that has its grace too.
             worker.lingering = asyncio.ensure_future(asyncio.to_thread(await_sessions_end, worker.child.pid, left_s))
         elif not worker.ended_well:
-            kill_group(worker.child.pid)  # at once, and while the zombie still owns the number
+            worker.child.kill_group()  # at once, and while the zombie still owns the number
         worker.buried = asyncio.create_task(self._bury(worker), name=f"burial of rank {worker.rank}")
         self._burials.add(worker.buried)
         worker.buried.add_done_callback(self._burials.discard)
@@ -443,12 +443,12 @@ class LinuxLauncher:
                 bound = self._config.finish_s
                 one.note = f"still running {bound:g} s after rank {first.rank} had ended well (finish_s)"
                 one.child.signal(signal.SIGKILL)
-                kill_group(one.child.pid)
+                one.child.kill_group()
 
     async def _bury(self, worker: _Worker) -> None:
         if worker.lingering is not None:
             await worker.lingering
-            kill_group(worker.child.pid)
+            worker.child.kill_group()
         if self._watch is not None:
             self._watch.finish(worker.files.stdout.path)
             self._watch.finish(worker.files.stderr.path)
@@ -534,7 +534,7 @@ class LinuxLauncher:
             await asyncio.gather(*(one.lingering for one in alive if one.lingering is not None))
         for child in children:
             child.signal(signal.SIGKILL)
-            kill_group(child.pid)
+            child.kill_group()
         stuck = await wait_dead(children, kill_wait_s)
         if stuck:
             generation = alive[0].launch.generation

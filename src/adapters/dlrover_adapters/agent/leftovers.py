@@ -11,13 +11,12 @@ children of its own, which nobody here knows: there, only the workers' sessions 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
 
 from .children import Child, known
-from .process import SCANS_MAX, Member, busy_sessions, children_of_ours, kill, processes, reap, wait_all
+from .process import SCANS_MAX, Member, busy_sessions, children_of_ours, hold, kill, processes, reap, wait_all
 
 NAMED_MAX = 8
 REAP_S, END_S = 5.0, 10.0
@@ -43,13 +42,9 @@ def wait(sessions: Collection[int], ours: Collection[str], bound_s: float) -> li
     """Wait until nothing is left alive, at most ``bound_s``; what still is. Blocks. The dead are reaped as they die."""
     deadline = time.monotonic() + bound_s
     while found := left(sessions, ours):
-        fds = []
+        wait_all([fd for one in found if (fd := hold(one)) is not None], deadline)
         for one in found:
-            with contextlib.suppress(OSError):  # it has just ended
-                fds.append(os.pidfd_open(one.pid))
-        wait_all(fds, deadline)
-        for one in found:
-            reap(one.pid)
+            reap(one)
         reap_orphans(ours)
         if time.monotonic() >= deadline:
             return left(sessions, ours)
@@ -63,9 +58,9 @@ def end(sessions: Collection[int], ours: Collection[str], bound_s: float) -> lis
     for _ in range(SCANS_MAX):
         # Again and again: what is being killed may be starting others, and orphans come only when their parent is dead.
         found = left(sessions, ours)
-        wait_all([fd for one in found if (fd := kill(one.pid)) is not None], deadline)
+        wait_all([fd for one in found if (fd := kill(one)) is not None], deadline)
         for one in found:
-            reap(one.pid)
+            reap(one)
         reap_orphans(ours)
         if not found or time.monotonic() >= deadline:
             break
@@ -76,7 +71,7 @@ def reap_orphans(ours: Collection[str]) -> int:
     """Take dead children that nobody here has started out of the process table; how many."""
     dead = [one for one in _orphans(ours) if one.state in DEAD]
     for one in dead:
-        reap(one.pid)
+        reap(one)
     return len(dead)
 
 

@@ -110,13 +110,17 @@ def run_executed(prog: str, arguments: list[str], serve: Callable[[socket.socket
 
 
 class Member(NamedTuple):
-    """A process, as /proc shows it; ``state`` is its letter."""
+    """A process, as /proc shows it; ``state`` is its letter, ``born`` its start in clock ticks since the host's.
+
+    A number is another process's as soon as its owner is reaped. Number and ``born`` together belong to one process for ever.
+    """
 
     pid: int
     name: str
     state: str
     parent: int
     session: int
+    born: int
 
 
 def _read_stat(pid: int) -> Member | None:
@@ -124,7 +128,7 @@ def _read_stat(pid: int) -> Member | None:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             head, _, tail = stat.read().rpartition(b")")
         fields, name = tail.split(), head.partition(b"(")[2].decode(errors="replace")
-        return Member(pid, name, fields[0].decode(), int(fields[1]), int(fields[3]))
+        return Member(pid, name, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
     except (OSError, IndexError, ValueError):
         return None  # gone between the listing and the look
 
@@ -165,12 +169,6 @@ def busy_sessions(leaders: Iterable[int]) -> frozenset[int]:
     return frozenset(one.session for one in members_of(wanted) if one.pid != one.session and one.state not in "ZXx")
 
 
-def kill_group(leader: int) -> None:
-    """SIGKILL the process group of a session leader, atomically. The leader must not have been reaped yet."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
-
-
 def end_sessions(sessions: Iterable[int], bound_s: float) -> list[int]:
     """SIGKILL all members of ``sessions``, wait until they are dead, reap those that are ours; blocks.
 
@@ -182,12 +180,12 @@ def end_sessions(sessions: Iterable[int], bound_s: float) -> list[int]:
     for _ in range(SCANS_MAX):
         members = [one for one in members_of(wanted) if one.state not in {"Z", "X"} or one.pid not in wanted]
         alive = [one.pid for one in members if one.state not in {"Z", "X"}]
-        dying = [fd for pid in alive if (fd := kill(pid)) is not None]
+        dying = [fd for one in members if one.pid in alive and (fd := kill(one)) is not None]
         wait_all(dying, deadline)
         # Orphans become children of the subreaper only when their parent is dead, so they are reaped in a second pass.
         for one in members:
             if one.pid not in wanted:
-                reap(one.pid)
+                reap(one)
         if not alive or time.monotonic() >= deadline:
             break
     return alive
@@ -197,33 +195,41 @@ def await_sessions_end(session: int, bound_s: float) -> None:
     """Wait until nobody but the dead leader is left in ``session``, at most ``bound_s``; blocks."""
     deadline = time.monotonic() + bound_s
     for _ in range(SCANS_MAX):
-        members = [one.pid for one in members_of(frozenset({session})) if one.state not in {"Z", "X"}]
+        members = [one for one in members_of(frozenset({session})) if one.state not in {"Z", "X"}]
         if not members or time.monotonic() >= deadline:
             return
-        fds = []
-        for pid in members:
-            with contextlib.suppress(OSError):  # it has just ended
-                fds.append(os.pidfd_open(pid))
-        wait_all(fds, deadline)
+        wait_all([fd for one in members if (fd := hold(one)) is not None], deadline)
 
 
 def end_strays(names: frozenset[str], known: frozenset[int], bound_s: float) -> None:
     """SIGKILL and reap children of ours that go by one of ``names`` and of whom we were never told; blocks."""
     me, deadline = os.getpid(), time.monotonic() + bound_s
-    strays = [one.pid for one in processes() if one.parent == me and one.name in names and one.pid not in known]
-    wait_all([fd for pid in strays if (fd := kill(pid)) is not None], deadline)
-    for pid in strays:
-        reap(pid)
+    strays = [one for one in processes() if one.parent == me and one.name in names and one.pid not in known]
+    wait_all([fd for one in strays if (fd := kill(one)) is not None], deadline)
+    for one in strays:
+        reap(one)
 
 
-def kill(pid: int) -> int | None:
-    """SIGKILL ``pid`` through a pidfd, which is returned; None if it is gone."""
+def hold(one: Member) -> int | None:
+    """A pidfd of this very process; None if it is gone. Another process that has its number by now is not taken for it."""
     try:
-        fd = os.pidfd_open(pid)
+        fd = os.pidfd_open(one.pid)
     except OSError:
         return None
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        signal.pidfd_send_signal(fd, signal.SIGKILL)
+    # The descriptor is bound to whoever had the number when it was opened: look again, whose that is.
+    now = _read_stat(one.pid)
+    if now is not None and now.born == one.born:
+        return fd
+    os.close(fd)
+    return None
+
+
+def kill(one: Member) -> int | None:
+    """SIGKILL this very process through a pidfd, which is returned; None if it is gone."""
+    fd = hold(one)
+    if fd is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
     return fd
 
 
@@ -236,7 +242,13 @@ def wait_all(fds: list[int], deadline: float) -> None:
         os.close(fd)
 
 
-def reap(pid: int) -> None:
-    """Take a dead child of ours out of the process table; a living one stays."""
-    with contextlib.suppress(ChildProcessError):
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+def reap(one: Member) -> None:
+    """Take this very process, if it is a dead child of ours, out of the process table; a living one stays."""
+    fd = hold(one)
+    if fd is None:
+        return
+    try:
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG)
+    finally:
+        os.close(fd)

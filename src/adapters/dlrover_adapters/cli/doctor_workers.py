@@ -68,14 +68,25 @@ async def own_process(module: str, bound_s: float, *arguments: str) -> dict[str,
     except asyncio.TimeoutError:
         return {"fault": f"{module} did not end within {bound_s:g} s"}
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(one.pid, signal.SIGKILL)
+        _end_group(one)
         await one.wait()
     try:
         return dict(json.loads(out))
     except ValueError:
         words = (err or out).decode(errors="replace").strip().splitlines()
         return {"fault": f"{module} ended with {one.returncode}: {words[-1] if words else 'without a word'}"}
+
+
+def _end_group(leader: asyncio.subprocess.Process) -> None:
+    """SIGKILL a session leader and its process group.
+
+    Members keep the group's number from everybody else, also when their leader is reaped. A process that has the number after
+    that is a stranger, whose group has no member of ours.
+    """
+    if leader.returncode is not None and Path(f"/proc/{leader.pid}").exists():
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader.pid, signal.SIGKILL)
 
 
 # ---- workers

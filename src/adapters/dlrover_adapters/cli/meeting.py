@@ -14,6 +14,7 @@ from dlrover_core.errors import SpecError
 PORT = 29400  # torchrun's for c10d
 STATIC_PORT = 29500  # torchrun's for static
 JOINING = ("static", "c10d", "dlrover")
+_QUOTES = ("'", '"')
 _HOST = re.compile(r"[\w.:-]+")
 
 _REFUSED = {
@@ -25,6 +26,8 @@ _REFUSED = {
 _DURATIONS = {"join_timeout": "launch_s", "timeout": "launch_s", "last_call_timeout": "last_call_s"}
 # Those that mean something only to torch's own stores and heartbeats.
 _UNUSED = ("close_timeout", "heartbeat_timeout", "read_timeout", "rank")
+# The same, and not numbers: of torch's etcd backends, and of its older versions.
+UNUSED_WORDS = ("protocol", "cert", "key", "cacert", "ssl_cert", "ssl_cert_key", "ca_cert", "etcd_prefix", "use_libuv")
 _USED = ("is_host", "store_type")
 # Those whose product sets one, with torchrun's defaults.
 _KEEP_ALIVE = {"keep_alive_interval": 5.0, "keep_alive_max_attempt": 3.0}
@@ -62,6 +65,10 @@ def parse_conf(text: str) -> dict[str, str]:
     found = {}
     for part in text.split(",") if text.strip() else ():
         key, _, value = (one.strip() for one in part.partition("="))
+        if key[:1] in _QUOTES:
+            raise SpecError(
+                "rdzv-conf", f"take off the quotation mark in {part!r}: no shell did, so it belongs to the key"
+            )
         if not key or not value:
             raise SpecError("rdzv-conf", f"{part!r} is not KEY=VALUE; say for example join_timeout=600,is_host=true")
         found[key] = value
@@ -202,7 +209,9 @@ def _durations(conf: Mapping[str, str], backend: str) -> tuple[dict[str, float],
     for key, value in conf.items():
         if key in _USED:
             continue
-        if key in _UNUSED:
+        if key in UNUSED_WORDS:
+            unused.append(f"--rdzv-conf {key}")
+        elif key in _UNUSED:
             _seconds(key, value, least=-1.0 if key == "rank" else 0.0)
             unused.append(f"--rdzv-conf {key}")
         elif not (key in _DURATIONS or key in _KEEP_ALIVE):

@@ -169,7 +169,7 @@ def prepare(options: Options) -> Settings:
         tls_ca=tls.ca,
         log=log,
         directory=str(directory),
-        imports=str(state / "imports") if workers.ahead(options.preload) else "",
+        imports=workers.imports(options.preload, str(state / "imports")),
         **how,
         detect=options.detect == "on",
         watch_grads=options.watch_grads,

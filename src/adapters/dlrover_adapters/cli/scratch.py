@@ -150,10 +150,25 @@ def locked(path: Path, run: str) -> int:
     """Make and lock the file by which others see that the folder is in use; its descriptor. Raises `OSError`."""
     # Under its name only once it is locked: a sweep must not find it in between.
     fd = os.open(path / "new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    os.write(fd, f"{MARK}={run}".encode())
-    os.rename(path / "new", path / LOCK)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        os.write(fd, f"{MARK}={run}".encode())
+        os.rename(path / "new", path / LOCK)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path / "new")  # or it could never be made
+        os.close(fd)
+        raise
     return fd
+
+
+def locks(fd: int, directory: Path) -> bool:
+    """Is the open file ``fd`` the one by which the directory is seen to be in use?"""
+    try:
+        found, own = os.lstat(directory / LOCK), os.fstat(fd)
+    except OSError:
+        return False
+    return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
 
 
 def sweep() -> None:

@@ -144,11 +144,12 @@ def _spec(params: Any, job: str) -> JobSpec:
     """What the master is told. Torch counts restarts, and a torchrun may be started again as often as somebody likes."""
     from dataclasses import fields
 
+    from dlrover_adapters.cli.meeting import UNUSED_WORDS
     from dlrover_core.diagnosis.policy import Policy
     from dlrover_core.spec import GroupSpec, JobSpec
 
     durations = {spot.name for spot in fields(JobSpec) if spot.name.endswith("_s")}
-    unknown = sorted(set(params.config) - UNUSED - OURS - durations)
+    unknown = sorted(set(params.config) - UNUSED - OURS - durations - set(UNUSED_WORDS))
     if unknown:
         known = ", ".join(sorted(OURS))
         raise ValueError(

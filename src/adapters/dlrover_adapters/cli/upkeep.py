@@ -32,45 +32,66 @@ class Upkeep:
         self._run = Ground(settings.run_dir) if settings.run_dir is not None else None
         self._job = Ground(settings.directory)
         self._state = Ground(self._job.path.parent.parent, deep=False)
-        self._locks: list[int] = []
-        self._wrong: dict[Path, str] = {}
+        self._locks: dict[Path, int] = {}
+        self._empty: set[Path] = set()
+        """Folders that were made anew, and are not filled yet."""
+        self._wrong: set[Path] = set()
+        """Folders of which people were told that they are gone."""
 
     def look(self) -> None:
         """Have everything there, if that can be."""
-        if self._run is not None:
-            self._have(
-                self._run,
-                self._in_run,
-                "no worker is disturbed; one that is restarted may resume from storage instead of memory, and a node that "
-                "dies is not replaced",
-            )
-        self._have(self._job, self._in_job, _LOST_STATE)
+        # Both folders before what is in them: the token lies in the one, and a link to it in the other.
+        there = [one for one in (self._run, self._job) if one is not None and self._tried(self._hold, one)]
+        for one in there:
+            self._tried(self._fill, one)
         with contextlib.suppress(OSError):  # the job's folder is in it, of which was spoken
             self._state.hold()
 
-    def _have(self, ground: Ground, fill: Callable[[], None], cost: str) -> None:
-        known = self._wrong.get(ground.path)
+    def _tried(self, act: Callable[[Ground], None], ground: Ground) -> bool:
         try:
-            if ground.hold() or known is not None:
-                fill()
-                self._tell(f"{ground.path} was removed while the job runs, and was made anew")
-                self._wrong.pop(ground.path, None)
+            act(ground)
         except OSError as error:
-            if known is None:
+            if ground.path not in self._wrong:
                 why = error.strerror or error
                 remedy = "make room there, or make the disk writable: what is missing comes back by itself"
+                cost = _LOST_RUN if ground is self._run else _LOST_STATE
                 self._tell(f"{ground.path} is gone and cannot be made anew ({why}): {cost}; {remedy}")
-            self._wrong[ground.path] = str(error)
+            self._wrong.add(ground.path)
+            return False
+        return True
+
+    def _hold(self, ground: Ground) -> None:
+        if ground.hold():
+            self._empty.add(ground.path)
+
+    def _fill(self, ground: Ground) -> None:
+        if ground.path in self._empty:
+            if ground is self._run:
+                self._in_run()
+            else:
+                self._in_job()
+            self._empty.remove(ground.path)
+            self._tell(f"{ground.path} was removed while the job runs, and was made anew")
+        self._wrong.discard(ground.path)
 
     def _in_run(self) -> None:
         assert self._run is not None
-        self._locks.append(scratch.locked(self._run.path, self._settings.mark))
+        self._lock(self._run.path, lambda path: scratch.locked(path, self._settings.mark))
         self._keep_token()
 
     def _in_job(self) -> None:
         self._settings.write()
-        self._locks.append(scratch.relocked(self._job.path))
+        self._lock(self._job.path, scratch.relocked)
         self._keep_token()
+
+    def _lock(self, path: Path, make: Callable[[Path], int]) -> None:
+        """Hold the folder's lock; one that an earlier try took, before something else failed, is still held."""
+        before = self._locks.get(path, -1)
+        if before >= 0 and scratch.locks(before, path):
+            return
+        self._locks[path] = make(path)
+        if before >= 0:
+            os.close(before)
 
     def _keep_token(self) -> None:
         if self._token and self._settings.run_dir is not None:
@@ -86,9 +107,13 @@ class Upkeep:
             if ground is not None:
                 ground.release()
         while self._locks:
-            os.close(self._locks.pop())
+            os.close(self._locks.popitem()[1])
 
 
+_LOST_RUN = (
+    "no worker is disturbed; one that is restarted may resume from storage instead of memory, and a node that "
+    "dies is not replaced"
+)
 _LOST_STATE = (
     "no worker is disturbed; `dlrover status` and `stop` do not find the job, and what happens may not be recorded"
 )

@@ -158,6 +158,21 @@ def ahead(text: str) -> bool:
     return AUTO in _words(text)
 
 
+def imports(text: str, folder: str) -> str:
+    """``folder``, where ``--preload`` asks for lists of imports; empty, with a line on stderr, where they cannot be learnt."""
+    from dlrover_adapters.agent import import_watch
+
+    if not ahead(text):
+        return ""
+    if fault := import_watch.unwatchable():
+        print(
+            f"dlrover-run: --preload auto does nothing in this interpreter: {fault}. Name modules: --preload A,B",
+            file=sys.stderr,
+        )
+        return ""
+    return folder
+
+
 def _words(text: str) -> list[str]:
     return [one.strip() for one in text.split(",") if one.strip()]
 

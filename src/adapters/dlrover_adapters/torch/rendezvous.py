@@ -145,6 +145,7 @@ class DlroverRendezvous(RendezvousHandler):
             return True
         self._ended = True
         error, finished = sys.exc_info()[1], self._desk.phase == FINISHED
+        heard = not isinstance(self._desk.closed, RendezvousConnectionError)
         if isinstance(error, ChildFailedError):
             over = self._failed(tuple(_death(rank, failure, self._parts.words) for rank, failure in _by_time(error)))
         elif error is None and finished:
@@ -154,11 +155,12 @@ class DlroverRendezvous(RendezvousHandler):
             over = self._failed(())
         elif error is None and self._desk.phase != ENDED and self._desk.closed is None:
             over = self._close_for_all()
+            heard = self._desk.closed is not None
         else:
             over = False
         if not over:
             self._desk.leave(_why(error), dead=True)
-            over = self._line.wait(LEAVE_S)
+            over = self._line.wait(LEAVE_S) and heard
         # Who never came is waited for by nobody.
         came = self._line.started or self._desk.closed is not None
         self._parts.close(None if error is None and finished else MASTERS_S if over and came else 0.0)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dlrover_adapters.agent.children import Child, wait_dead
-from dlrover_adapters.agent.process import end_sessions, kill_group
+from dlrover_adapters.agent.process import end_sessions
 from dlrover_adapters.agent.spawn import module_command
 from dlrover_core.runtime.launcher import TAIL_BYTES_MAX
 
@@ -75,7 +75,7 @@ async def _end(children: list[Child]) -> None:
     """Kill whatever is left of their sessions, and reap them."""
     for one in children:
         one.look()
-        kill_group(one.pid)
+        one.kill_group()
         if one.alive:
             one.signal(9)  # it may not lead its session yet
     if not children:

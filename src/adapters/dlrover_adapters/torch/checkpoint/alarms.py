@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from dlrover_core.errors import SpecError
+from dlrover_core.errors import CoreError, SpecError
 
 from .sources import Mismatch
 
@@ -37,14 +37,16 @@ class Alarms:
         self._kinds: dict[str, int] = {}
 
     def ring(self, what: str, error: Exception) -> None:
-        """Count an error that kept ``what`` from happening. Of each type log the 1st, 2nd, 4th, 8th ..., and tell the agent."""
+        """Count an error that kept ``what`` from happening. Of each type log the 1st, 2nd, 4th, 8th ..., and tell the agent.
+
+        The first of a type is logged with its traceback, unless it is one of ours: those say in words what happened.
+        """
         self.count += 1
         self.newest = error
         kind = type(error).__name__ if len(self._kinds) < KINDS_MAX else ""
         times = self._kinds[kind] = self._kinds.get(kind, 0) + 1
         if times & (times - 1) == 0:
             words = f"{what}: {type(error).__name__}: {error}"[:WORDS_MAX]
-            _log.error(
-                "%s (%d errors by now). Training goes on", words, self.count, exc_info=error if times == 1 else None
-            )
+            traced = error if times == 1 and not isinstance(error, CoreError) else None
+            _log.error("%s (%d errors by now). Training goes on", words, self.count, exc_info=traced)
             self.tell(words)

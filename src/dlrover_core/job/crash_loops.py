@@ -1,9 +1,14 @@
-"""Cycles: what led to completed steps, and what did not.
+"""Crash loops: generations that make no step, or none that is new; and how long the next one waits.
 
 A cycle is one generation, from its first worker to what broke it. An action has worked when steps are completed after it; a
 cycle has gained something when it reaches a step that none before it had reached. A script that does not tell its own step
 numbers has gained nobody knows what: an unknown step is never taken for none. So it is with one that signals no steps at all:
 that a generation has made none is known where its group has signalled steps before, or where it ran shorter than `EARLY_S`.
+
+A restart costs a fraction of a second, so a script with a typo could burn a thousand of them in a minute. The first restarts
+come at once all the same, because most early failures are a port or a mount that was not ready. From the third early failure
+in a row on there is a pause before the next world forms, twice as long each time, up to `restart_pause_s`. Such a failure is
+not the platform's doing, and is of a generation that has made no step within `EARLY_S` of its start.
 """
 
 from __future__ import annotations
@@ -16,6 +21,9 @@ EARLY_S = 10.0
 """Of who lived shorter it is known that it made no step, even in a job that never signals one."""
 AT_STEP = "step "
 """How the place of a broken loss begins (`pace`)."""
+AT_ONCE = 2
+"""Early failures in a row that are answered at once."""
+FIRST_PAUSE_S = 0.5
 
 
 @dataclass(slots=True)
@@ -46,6 +54,8 @@ class Cycles:
     cycle; ``stale``: cycles in a row in which it has not; ``idle``: the newest was one; ``counted``: it is among them.
     ``tried``: restarts in place since the last step, by node; ``renewed``: places that got a new node since.
     ``retries`` in a row. ``before`` is the failure before the newest one.
+    ``formed_at``: when the newest world formed; ``early``: early failures in a row; ``failed_at``: when the processes were last
+    started again; ``pause_us``: how long the action of then asks the next world to wait.
     """
 
     stepped: int = 0
@@ -63,11 +73,15 @@ class Cycles:
     retries: int = 0
     failure: Failure = field(default_factory=Failure)
     before: Failure = field(default_factory=Failure)
+    formed_at: int = 0
+    early: int = 0
+    failed_at: int = 0
+    pause_us: int = 0
 
     def formed(self, at: int) -> None:
         """The next generation begins, whether or not anything has broken the one before."""
         self._over(at)
-        self.began_at = at
+        self.began_at = self.formed_at = at
 
     def started(self, at: int) -> None:
         """Workers of the newest generation run."""
@@ -87,7 +101,7 @@ class Cycles:
         self.stepped, self.told, self.perhaps = generation, told, True
         self.tried.clear()
         self.renewed.clear()
-        self.retries = 0
+        self.retries = self.early = 0
         self.reach(step)
 
     def reach(self, step: int) -> None:
@@ -118,6 +132,18 @@ class Cycles:
         """The processes are started again, because of this node's."""
         self.tried[node] = self.tried.get(node, 0) + 1
         self.retries = self.retries + 1 if retry else 0
+
+    def back_off(self, generation: int, at: int, *, free: bool, pause_us: int) -> None:
+        """A generation is started again now: count it if it failed early. ``free``: it is nobody's failure."""
+        early = self.stepped < generation and not free and at - self.formed_at < us(EARLY_S)
+        self.early, self.failed_at, self.pause_us = (self.early + 1 if early else 0), at, pause_us
+
+    def not_before(self, pause_max_s: float) -> int:
+        """When the next world may form, in microseconds; 0 where nothing has to wait."""
+        doublings = self.early - AT_ONCE - 1
+        early = us(min(FIRST_PAUSE_S * 2.0 ** min(doublings, 30), pause_max_s)) if doublings >= 0 else 0
+        pause = max(early, self.pause_us)
+        return self.failed_at + pause if pause or doublings >= 0 else 0
 
     def fresh(self, place: str) -> None:
         """A place gets a new node."""

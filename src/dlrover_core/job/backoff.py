@@ -1,0 +1,43 @@
+"""When the pause before the next world is over that follows early failures (`crash_loops`), a world is formed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dlrover_core.job import world
+from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.events import Event
+
+if TYPE_CHECKING:
+    from dlrover_core.job.state import JobState
+
+
+def _pausing(state: JobState) -> Iterator[tuple[str, int]]:
+    """The groups whose next world waits for the end of a pause."""
+    for group, cycles in state.failures.cycles.items() if state.job.forms else ():
+        until = cycles.not_before(state.job.spec.restart_pause_s)
+        last = state.world.worlds.get(group)
+        if until and last is not None and not last.active and not world.held(state, group):
+            yield group, until
+
+
+def _form(state: JobState, group: str, at: int) -> Iterator[Event]:
+    at_once = world.complete(state, group)
+    yield from world.form(state, group, at, "after a pause: the program fails at once", at_once=at_once)
+
+
+def _due(state: JobState) -> int | None:
+    # Only where a world could form then: what else it lacks says so by itself when it comes.
+    times = [until for group, until in _pausing(state) if any(_form(state, group, until))]
+    return min(times, default=None)
+
+
+def _tick(state: JobState, now: int) -> Iterator[Event]:
+    for group, until in list(_pausing(state)):
+        if now >= until:
+            yield from _form(state, group, now)
+
+
+# The slice is that of the failures, which count what led to steps.
+CONCERN = Concern(name="failures", events=(), due=_due, tick=_tick)
