@@ -32,7 +32,7 @@ from dlrover_adapters.cli.settings import EX_AGAIN, EX_FATAL, EX_OVER, EX_UNRECO
 from dlrover_adapters.http import tls
 from dlrover_adapters.http.client import send_command
 from dlrover_adapters.http.server import HttpListener
-from dlrover_adapters.telemetry.logs import set_up
+from dlrover_adapters.telemetry.logs import Uncaught, run_threaded, set_up
 from dlrover_backends.local import LocalBackend
 from dlrover_core.errors import CoreError, LogCorrupt, OtherRun, Refused, SchemaTooNew, SpecError
 from dlrover_core.host import threads
@@ -84,7 +84,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settle()
     ends = Ends(options.fd, options.asked, options.stop)
-    return asyncio.run(_run(settings, ends, holder, options.dead))
+    return run_threaded(lambda: asyncio.run(_run(settings, ends, holder, options.dead)), EX_AGAIN)
 
 
 def _die_with(parent: int) -> None:
@@ -99,6 +99,7 @@ def _die_with(parent: int) -> None:
 async def _run(settings: Settings, ends: Ends, holder: str, dead: list[str]) -> int:
     threads.install()
     led = list[asyncio.Event]()
+    asyncio.get_running_loop().set_exception_handler(Uncaught())
     asking.answer(ends.asked, lambda: any(one.is_set() for one in led))
     try:
         async with open_log(settings.log) as event_log:
