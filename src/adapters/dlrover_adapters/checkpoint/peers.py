@@ -379,7 +379,7 @@ class Server:
                 return
             try:
                 self._thread("peer", functools.partial(self._serve, sock, number, str(address[0])))
-            except RuntimeError:  # the system has no more threads: whoever tries again later may find one
+            except RuntimeError:  # no thread can be started now: this one may come again
                 self._door.left(number)
                 sock.close()
 
