@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterator
 from . import import_list, keeper, saver, wire, worker
 from .config import AUTO
 from .framework import Framework, load
-from .import_watch import ImportWatch
+from .import_watch import ImportWatch, standard_folders, unwatchable
 from .main_module import set_first_path
 from .process import die_with_parent, end_sessions, outlive_parent, own_link, set_name, set_title
 
@@ -122,6 +122,8 @@ class Zygote:
         listed = import_list.read(self._imports, sys.path) if self._imports else None
         if listed is not None and not listed.refused:
             self._import_listed(listed)
+        unwatchable()  # found out once for all workers
+        standard_folders()
         return self._answer_waiting()
 
     def _import_listed(self, listed: import_list.ImportList) -> None:
