@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from dlrover_adapters.agent import leftovers
+from dlrover_adapters.agent import leftovers, process
+from dlrover_adapters.agent.zygote import Zygote
 from dlrover_core.host.cgroups import Group
 
 
@@ -30,6 +32,20 @@ def test_children_of_a_program_that_embeds_a_launcher_are_its_own(stranger: subp
     stranger.kill()
     leftovers.reap_orphans(())
     assert stranger.wait(10) == -9
+
+
+def test_a_wait_may_be_as_long_as_a_duration(stranger: subprocess.Popen[bytes]) -> None:
+    """`poll` takes 24 days at most, and ``stop_grace_s`` more than that; so does ``probe_s``."""
+    fd = os.pidfd_open(stranger.pid)
+    stranger.kill()
+    process.wait_all([fd], time.monotonic() + 9e8)
+    zygote = Zygote.__new__(Zygote)
+    zygote._probe_s = 9e8
+    reader, writer = os.pipe()
+    os.write(writer, b"fit")
+    assert zygote._answer_of_probe(reader) == ""
+    os.close(reader)
+    os.close(writer)
 
 
 def test_an_agent_takes_unknown_children_for_orphans(
