@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from dlrover_adapters.agent import leftovers, process
+from dlrover_adapters.agent import leftovers, process, signals
+from dlrover_adapters.agent.leftovers import Leavings
 from dlrover_adapters.agent.zygote import Zygote
 from dlrover_core.host.cgroups import Group
 
@@ -46,6 +50,25 @@ def test_a_wait_may_be_as_long_as_a_duration(stranger: subprocess.Popen[bytes]) 
     assert zygote._answer_of_probe(reader) == ""
     os.close(reader)
     os.close(writer)
+
+
+def test_whoever_stops_the_job_waits_for_no_leavings(
+    stranger: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal to the launcher ends their grace."""
+    monkeypatch.setattr(leftovers, "ASK_S", 0.01)
+    monkeypatch.setattr(leftovers, "_adopting", True)
+    said = list[str]()
+
+    def say(words: str) -> None:
+        said.append(words)
+        signals.tell(str(tmp_path), signal.SIGINT)
+
+    ending = Leavings((), lambda _: None, say).end(600.0, lambda: signals.asked(str(tmp_path)))
+    asyncio.run(asyncio.wait_for(ending, 20))
+    assert not Path(f"/proc/{stranger.pid}").exists()
+    assert said[0].startswith("waiting up to 600 s (stop_grace_s)")
+    assert said[1].startswith("stopped what still ran as the job was to stop: ")
 
 
 def test_an_agent_takes_unknown_children_for_orphans(
