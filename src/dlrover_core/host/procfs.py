@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ DEAD = frozenset("ZXx")
 
 
 class Member(NamedTuple):
-    """One process."""
+    """One process. A number is another process's as soon as its owner is reaped; with ``born`` it is one process's for ever."""
 
     pid: int
     name: str
@@ -76,6 +77,15 @@ def hold(one: Member) -> int | None:
         return fd
     os.close(fd)
     return None
+
+
+def kill(one: Member) -> int | None:
+    """SIGKILL this very process through a pidfd, which is returned; None if it is gone."""
+    fd = hold(one)
+    if fd is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+    return fd
 
 
 def reap(one: Member) -> None:

@@ -189,8 +189,8 @@ class SqliteLog:
         return await self._read(self._reader.head, job)
 
     async def jobs(self) -> list[str]:
-        """The names of all jobs, sorted."""
-        return await self._read(self._reader.ask, tables.job_names, [])
+        """The names of all jobs, sorted. Raises `LogCorrupt` where the database has lost them."""
+        return await self._read(self._reader.jobs)
 
     async def batches(self, job: str, after: int = 0) -> AsyncIterator[Batch]:
         """Every batch beyond ``after``, from archive and database as one stream. Raises `LogCorrupt`."""

@@ -19,7 +19,7 @@ from dlrover_core.kernel.engine import Command, Engine, Reply
 from dlrover_core.kernel.events import GROUP_BYTES_MAX, Batch, Origin
 from dlrover_core.kernel.log import AlreadyAppended, Appended, Conflict, Fenced, Leadership
 from dlrover_core.runtime.trouble import Trouble
-from dlrover_core.runtime.unrecorded import has_ended_well
+from dlrover_core.runtime.unrecorded import has_ended_well, owed
 
 QUEUE_MAX = 65_536
 # Deciding holds the loop: in between it is the heartbeats' turn.
@@ -75,9 +75,10 @@ class Pipeline:
         """Since when they wait, by the leader's clock; 0: they do not."""
         return self._trouble.since
 
-    def unrecorded_end(self) -> bool:
-        """Have all workers ended well, whether the log takes it or not?"""
-        return has_ended_well(self._engine.state, (one.command for one in self._queue))
+    def unrecorded_end(self) -> tuple[bool, str]:
+        """Have all workers ended well, whether the log takes it or not? And why is their last state not on storage; or empty."""
+        state, waiting = self._engine.state, [one.command for one in self._queue]
+        return has_ended_well(state, waiting), owed(state, waiting)
 
     def submit(self, command: Command, origin: Origin | None = None) -> asyncio.Future[Reply]:
         """Queue a command; the future is done when its outcome is durable, cancelled when `run` has ended before."""

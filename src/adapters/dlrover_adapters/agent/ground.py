@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ TOUCH_S = 3600.0
 """Cleaners by age count in days; whoever counts in fewer hours than this takes files of running programs every day."""
 
 LOOK_S = 1.0
+
+PREFIX = "dlrover-run-"
 
 
 class Ground:
@@ -84,6 +87,27 @@ def _same(fd: int, path: Path) -> bool:
     except OSError:
         return False
     return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+
+
+def private_folder(wanted: str | None) -> tuple[str, str]:
+    """A new folder in ``wanted``, and nothing; or one elsewhere, and why, for people. None: the system's temporary folder.
+
+    A node that is replaced must not fail because the run's folder has become read-only. Raises `OSError` where there is no
+    room anywhere.
+    """
+    try:
+        if wanted is not None:
+            os.makedirs(wanted, mode=0o700, exist_ok=True)
+        return tempfile.mkdtemp(prefix=PREFIX, dir=wanted), ""  # mode 0700
+    except OSError as error:
+        for other in filter(None, ("/tmp", os.environ.get("XDG_RUNTIME_DIR"), "/dev/shm")):  # noqa: S108  # mkdtemp makes it ours
+            with contextlib.suppress(OSError):
+                made = tempfile.mkdtemp(prefix=PREFIX, dir=other)
+                return (
+                    made,
+                    f"{wanted} takes no files ({error.strerror or error}): this node's sockets and output lie in {made}",
+                )
+        raise
 
 
 class Restorable(Protocol):

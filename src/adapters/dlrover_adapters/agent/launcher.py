@@ -37,7 +37,7 @@ from .checkpoints.vault import Vault
 from .children import wait_dead
 from .config import LaunchConfig, Mode
 from .doorbell import Doorbell
-from .ground import Watch
+from .ground import Watch, private_folder
 from .last_words import LastWords, last_words
 from .leftovers import Leavings
 from .log_bounds import LogBounds
@@ -188,9 +188,9 @@ class LinuxLauncher:
     def _make_folders(self) -> None:
         config = self._config
         try:
-            if config.run_dir is not None:
-                os.makedirs(config.run_dir, mode=0o700, exist_ok=True)
-            self._run_dir = tempfile.mkdtemp(prefix="dlrover-run-", dir=config.run_dir)  # mode 0700
+            self._run_dir, elsewhere = private_folder(config.run_dir)
+            if elsewhere:
+                self.say(elsewhere)
             asked = any((*config.redirects, *config.tee))
             if config.log_dir is not None:
                 self._log_dir = os.path.abspath(config.log_dir)

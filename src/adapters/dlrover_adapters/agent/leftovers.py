@@ -20,10 +20,10 @@ from collections.abc import Callable, Collection, Sequence
 import structlog
 
 from dlrover_core.host.cgroups import Group, own
-from dlrover_core.host.procfs import Member, children_of_ours, hold, processes, read_stat, reap
+from dlrover_core.host.procfs import Member, children_of_ours, hold, kill, processes, read_stat, reap
 
 from .children import Child, known
-from .process import SCANS_MAX, busy_sessions, kill, wait_all
+from .process import SCANS_MAX, busy_sessions, wait_all
 
 NAMED_MAX = 8
 REAP_S, END_S = 5.0, 10.0

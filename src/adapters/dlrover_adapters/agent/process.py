@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 
-from dlrover_core.host.procfs import Member, hold, processes, reap
+from dlrover_core.host.procfs import Member, hold, kill, processes, reap
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -161,15 +161,6 @@ def end_strays(names: frozenset[str], known: frozenset[int], bound_s: float) -> 
     wait_all([fd for one in strays if (fd := kill(one)) is not None], deadline)
     for one in strays:
         reap(one)
-
-
-def kill(one: Member) -> int | None:
-    """SIGKILL this very process through a pidfd, which is returned; None if it is gone."""
-    fd = hold(one)
-    if fd is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
-    return fd
 
 
 def poll_ms(seconds: float) -> int:

@@ -356,13 +356,8 @@ class Server:
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         with self._lock:
+            thread.start()  # before it is one that `stop` joins
             self._threads.add(thread)
-        try:
-            thread.start()
-        except RuntimeError:
-            with self._lock:
-                self._threads.discard(thread)
-            raise
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._stopped.is_set():

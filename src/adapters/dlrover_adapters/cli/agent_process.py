@@ -35,7 +35,7 @@ from dlrover_adapters.agent.spawn import Spawned
 from dlrover_adapters.cli.scratch import MARK, roofs
 from dlrover_adapters.http import tls
 from dlrover_adapters.http.client import HttpDialer
-from dlrover_adapters.telemetry.logs import set_up
+from dlrover_adapters.telemetry.logs import Uncaught, run_threaded, set_up
 from dlrover_backends.local.process import MARK as NODE_MARK
 from dlrover_core.errors import CoreError, TokenRefused
 from dlrover_core.host import cgroups, threads
@@ -64,9 +64,10 @@ def serve(raw: dict[str, Any], config: LaunchConfig, first: Spawned | None, cont
 
     async def run() -> int:
         threads.install()
+        asyncio.get_running_loop().set_exception_handler(Uncaught())
         return await _Process(raw, config, first, control, name).run()
 
-    return asyncio.run(run())
+    return run_threaded(lambda: asyncio.run(run()), EX_FAULT)
 
 
 class _Name:
@@ -229,6 +230,7 @@ class _Process:
         """Its first world: in a joining job the master has given the name."""
         if node and node != self._name.text:
             self._named(node)
+            self._tell(node=node)
 
     def _named(self, node: str) -> None:
         self._name.text = node

@@ -189,5 +189,6 @@ def _node_host(settings: Settings, config: Path, token: str, first: list[Started
     for one in first:
         with contextlib.suppress(OSError):  # dead already: the host will notice
             one.tell(settings=str(config))
-    ahead = Ahead(later_agents(settings, token), first, standby, settings.job.hung_s, looks.seen)
+    job = settings.job
+    ahead = Ahead(later_agents(settings, token), first, standby, job.hung_s, looks.seen, job.ready_s)
     return LocalNodeHost(settings.node_host, ahead)

@@ -8,16 +8,14 @@ init would.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
-import signal
 import time
 from pathlib import Path
 
 from dlrover_backends.local.strangers import Strangers
-from dlrover_core.host.procfs import Member, children_of_ours, hold
-from dlrover_core.host.procfs import reap as take_away
+from dlrover_core.host import procfs
+from dlrover_core.host.procfs import Member, children_of_ours
 
 PR_SET_CHILD_SUBREAPER = 36
 MARKS = (b"DLROVER_LOCAL_NODE=", b"DLROVER_RUN_MARK=")
@@ -62,13 +60,13 @@ def reap() -> None:
     """Take the dead that nobody reaps out of the process table. Call it now and then."""
     now, own = time.monotonic(), os.getsid(0)
     _strangers.follow()
-    over = [one for one in children_of_ours() if not one.lives and one.session != own and one.pid not in started]
-    dead = {one.pid: one for one in over if not _strangers.has_child(one)}
+    found = [one for one in children_of_ours() if not one.lives and one.session != own and one.pid not in started]
+    dead = {one.pid: one for one in found if not _strangers.has_child(one)}
     for pid in set(_dead_since) - set(dead):
         del _dead_since[pid]
-    for one in dead.values():
-        if now - _dead_since.setdefault(one.pid, now) >= UNREAPED_S:
-            take_away(one)
+    for pid, one in dead.items():
+        if now - _dead_since.setdefault(pid, now) >= UNREAPED_S:
+            procfs.reap(one)
 
 
 def _is_orphan(one: Member) -> bool:
@@ -85,13 +83,10 @@ def _is_orphan(one: Member) -> bool:
 
 def _kill(one: Member, deadline: float) -> None:
     # While the orphan before this one was waited for, `reap` in the loop's thread may have made the number another's.
-    pidfd = hold(one)
-    if pidfd is None:
-        return
-    try:
-        with contextlib.suppress(OSError):
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
-        take_away(one)
-    finally:
-        os.close(pidfd)
+    pidfd = procfs.kill(one)
+    if pidfd is not None:
+        try:
+            select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
+        finally:
+            os.close(pidfd)
+        procfs.reap(one)
