@@ -42,7 +42,7 @@ from .config import AUTO
 from .framework import Framework, load
 from .import_watch import ImportWatch, standard_folders, unwatchable
 from .main_module import set_first_path
-from .process import die_with_parent, end_sessions, outlive_parent, own_link, set_name, set_title
+from .process import die_with_parent, end_sessions, outlive_parent, own_link, poll_ms, set_name, set_title
 
 Role = Callable[[], int]
 END_SESSIONS_S = 10.0
@@ -237,7 +237,7 @@ class Zygote:
     def _answer_of_probe(self, reader: int) -> str:
         poll = select.poll()
         poll.register(reader, select.POLLIN)
-        if not poll.poll(round(self._probe_s * 1000)):
+        if not poll.poll(poll_ms(self._probe_s)):
             return f"a forked child did not finish a matrix product within {self._probe_s:g} s (--set probe_s=SECONDS)"
         answer = os.read(reader, 4096).decode(errors="replace")
         return "" if answer == "fit" else answer or "a forked child that computes dies"
