@@ -75,7 +75,7 @@ format: $(READY) ## rewrite what `make check` would complain about, where a mach
 	$(VENV)/bin/ruff format .
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-pythons build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Made anew when what it is made from changes. pip >= 25.1 knows dependency groups; older interpreters bring older ones.
