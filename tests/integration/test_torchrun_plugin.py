@@ -260,8 +260,9 @@ def test_two_nodes_train_through_the_store(stage: Stage) -> None:
             dist.destroy_process_group()
         """)
     )
-    files = {"a": f"tls_cert={MASTER},tls_ca={CA}", "b": f"tls_ca={CA}"}
-    runs = [stage.run(node, script=str(script), conf=files[node]) for node in "ab"]
+    runs = [stage.run("a", script=str(script), conf=f"tls_cert={MASTER},tls_ca={CA}")]
+    stage.listens()
+    runs.append(stage.run("b", script=str(script), conf=f"is_host=false,tls_ca={CA}"))
     assert [run.wait(BOUND_S) for run in runs] == [0, 0]
     assert [(stage.folder / f"sum-{rank}").read_text() for rank in (0, 1)] == ["2 0", "2 1"]
     assert fold(stage.records()).job.state == "succeeded"
