@@ -7,6 +7,7 @@ import os
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,17 @@ def test_each_script_has_its_own(script: Path, monkeypatch: pytest.MonkeyPatch) 
     assert path_of(config(script, mode=Mode.COMMAND)) == ""
 
 
+def test_a_removed_folder_has_none(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is started anew all the same, and says itself what it misses."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert path_of(config(script, argv=("train",), mode=Mode.MODULE)) == ""
+    assert path_of(config(script, argv=("train.py",))) == ""
+    assert path_of(config(script))
+
+
 @pytest.mark.parametrize(("keep", "left"), [(1, ("json",)), (0, ())])
 def test_what_was_refused_is_remembered(script: Path, keep: int, left: tuple[str, ...]) -> None:
     """Wholly, or from one module on; where there is no list, or no disk, nothing happens."""
@@ -148,6 +160,22 @@ def test_only_installed_modules_are_listed(run: tuple[Learner, str], script: Pat
     assert not {"made_by_hand", "built", "__main__"} & set(found.local)
     sources = {one[0] for one in json.loads(Path(path).read_text())["sources"]}
     assert {str(script), str(script.with_name("mine.py"))} <= sources
+
+
+def test_a_forked_worker_begins_without_touching_the_names_of_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie in pages that it shares with the warm process until then: copying those would cost each restart milliseconds."""
+
+    class Untouched(dict[str, types.ModuleType]):
+        def __iter__(self) -> Any:
+            raise AssertionError("the names are read")
+
+        keys = items = __iter__
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "modules", Untouched(sys.modules))
+        for path in ("", "list.json"):
+            Learner(path, ImportWatch(), ahead=["known_one"])
+        Learner("", ImportWatch()).stepped()
 
 
 def test_a_list_grows_and_a_cut_one_does_not(run: tuple[Learner, str], script: Path) -> None:

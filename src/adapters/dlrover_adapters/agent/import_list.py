@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .config import LaunchConfig, Mode
@@ -64,9 +64,13 @@ def path_of(config: LaunchConfig) -> str:
     if not config.imports or not config.warm or unwatchable():
         return ""
     name = config.argv[0]
-    script = name if config.mode is Mode.MODULE else os.path.realpath(name)
+    try:
+        script = name if config.mode is Mode.MODULE else os.path.realpath(name)
+        folder = os.getcwd() if config.mode is Mode.MODULE else ""
+    except FileNotFoundError:  # the current folder was removed while the job runs
+        return ""
     warm = config.env.get("DLROVER_WARM", os.environ.get("DLROVER_WARM", ""))
-    place = (config.mode.value, script, os.getcwd() if config.mode is Mode.MODULE else "", sys.executable, warm)
+    place = (config.mode.value, script, folder, sys.executable, warm)
     key = zlib.crc32(repr((*place, os.environ.get("PYTHONPATH", ""))).encode(errors="surrogateescape"))
     readable = "".join(one if one.isalnum() and one.isascii() else "-" for one in os.path.basename(name))[:60]
     return os.path.join(config.imports, f"{readable}-{key:08x}.json")
@@ -153,9 +157,11 @@ class Learner:
     ``ahead``: modules that were imported for it by the list as it was.
     """
 
-    def __init__(self, path: str, watch: ImportWatch, ahead: Iterable[str] = ()) -> None:
+    def __init__(self, path: str, watch: ImportWatch, ahead: Collection[str] = ()) -> None:
         self._path, self._watch = path, watch
-        self._before, self._paths = frozenset(sys.modules).difference(ahead), tuple(sys.path)
+        # Counted only: a copy of the names costs a forked process 4 ms, as it touches the pages of all of them.
+        self._first = self._last = len(sys.modules)
+        self._ahead, self._paths = ahead, tuple(sys.path)
         self._names: tuple[str, ...] = ()
         self._learning = _thread.allocate_lock()
 
@@ -167,7 +173,7 @@ class Learner:
         """The first step is done: microseconds that imports took before it. Costs a fraction of a millisecond."""
         self._watch.end()
         if self._path and self._watch.whole:
-            self._names = tuple(sys.modules)
+            self._last = len(sys.modules)
             self._learning.acquire()
             atexit.register(self._finish, os.getpid())
             # Not a `Thread`, whose start waits until it runs: on a busy machine that takes a time slice.
@@ -176,6 +182,7 @@ class Learner:
 
     def _learn(self) -> None:
         try:
+            self._names = tuple(sys.modules)[: self._last]
             self.learn()
         finally:
             self._learning.release()
@@ -204,7 +211,8 @@ class Learner:
 
     def _sorted(self, names: Iterable[str]) -> tuple[ImportList, list[str]]:
         """The new modules of these, and the files of the script's own modules."""
-        standard, candidates = standard_folders(), set(names) - self._before - MAINS
+        standard, before = standard_folders(), set(self._names[: self._first]).difference(self._ahead)
+        candidates = set(names) - before - MAINS
         modules, local, sources = [], [], []
         for count, name in enumerate(self._names):
             if count % PAUSE_EVERY == 0:
