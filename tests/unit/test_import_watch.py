@@ -268,7 +268,7 @@ def test_a_change_that_comes_too_late_is_told(
     for name in ("LATE", "KNOWN", "UNREAD", "SAME"):
         monkeypatch.setenv(name, "0")
     read = {"LATE": "hub", "KNOWN": "hub", "SAME": "hub"}
-    one = watch(read=read, harmless=["KNOWN"], warn=lambda *words: told.append(words))
+    one = watch(read=read, harmless=["KNOWN"], conflicting=lambda *words: told.append(words))
     os.environ.update(KNOWN="1", UNREAD="1", SAME="0")
     assert told == []
     os.environ["LATE"] = "1"

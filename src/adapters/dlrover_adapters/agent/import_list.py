@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .config import LaunchConfig, Mode
@@ -106,6 +106,13 @@ def refuse(path: str, reason: str, keep: int = 0) -> None:
         _replace(path, raw)
 
 
+def refused(path: str) -> str:
+    """Why nothing of the list in this file may be imported before the fork; empty: nothing is known against it."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(path, encoding="utf-8") as file:
+        return str(json.load(file)["refused"])
+    return ""
+
+
 def _replace(path: str, raw: dict[str, Any]) -> None:
     """Whole or not at all: several agents of a host may write at once."""
     folder = os.path.dirname(path)
@@ -154,11 +161,13 @@ def _unchanged(sources: Any) -> bool:
 class Learner:
     """One worker's: watches it until its first step, then brings the list up to date. ``path`` empty: only watches.
 
-    ``ahead``: modules that were imported for it by the list as it was.
+    ``ahead``: modules that were imported for it by the list as it was. ``ended`` is called at the first step.
     """
 
-    def __init__(self, path: str, watch: ImportWatch, ahead: Collection[str] = ()) -> None:
-        self._path, self._watch = path, watch
+    def __init__(
+        self, path: str, watch: ImportWatch, ahead: Collection[str] = (), ended: Callable[[], None] | None = None
+    ) -> None:
+        self._path, self._watch, self._ended = path, watch, ended
         # Counted only: a copy of the names costs a forked process 4 ms, as it touches the pages of all of them.
         self._first = self._last = len(sys.modules)
         self._ahead, self._paths = ahead, tuple(sys.path)
@@ -172,6 +181,8 @@ class Learner:
     def stepped(self) -> int:
         """The first step is done: microseconds that imports took before it. Costs a fraction of a millisecond."""
         self._watch.end()
+        if self._ended is not None:
+            self._ended()
         if self._path and self._watch.whole:
             self._last = len(sys.modules)
             self._learning.acquire()
@@ -196,10 +207,6 @@ class Learner:
         """Write the list, if it says something new. What goes wrong here is nobody's business but the next start's."""
         with contextlib.suppress(Exception):
             known = read(self._path, self._paths)
-            if self._watch.conflict is not None:
-                variable, reader = self._watch.conflict
-                refuse(self._path, f"the script sets {variable}, which {reader} reads when it is imported")
-                return
             if known is not None and (known.cut or known.refused):
                 return
             names = self._names[: self._watch.cut[0]] if self._watch.cut is not None else self._names

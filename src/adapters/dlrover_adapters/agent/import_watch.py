@@ -48,7 +48,7 @@ class ImportWatch:
     ``read``: what the imports of the zygote have read: each variable, and the module that read it.
     ``harmless``: variables that an earlier worker of this script set as well, after all imports that read them.
     ``excused``: modules that may read any variable, because somebody puts right afterwards what they made of it.
-    ``warn`` is called with a variable and a module, once, when the script sets what that module has read already.
+    ``conflicting`` is called with a variable and a module before the script sets what that module has read already.
 
     ``whole``: nothing between `begin` and `end` was missed. ``until``: when it ends by itself, by `time.monotonic`.
     """
@@ -59,7 +59,7 @@ class ImportWatch:
         read: Mapping[str, str] | None = None,
         harmless: Iterable[str] = (),
         excused: Iterable[str] = (),
-        warn: Callable[[str, str], None] | None = None,
+        conflicting: Callable[[str, str], None] | None = None,
     ) -> None:
         self.spent_ns = 0
         self.reads: dict[str, str] = {}
@@ -69,7 +69,7 @@ class ImportWatch:
         self.whole = False
         self.until = 0.0
         self._given, self._read, self._harmless = set(given), read or {}, set(harmless)
-        self._excused, self._warn = frozenset(excused), warn
+        self._excused, self._conflicting = frozenset(excused), conflicting
         self._standard = standard_folders()
         self._thread = threading.get_ident()
         self._names: list[str] = []
@@ -159,8 +159,8 @@ class ImportWatch:
         reader = self._read.get(variable)
         if reader is not None and variable not in self._harmless and self.conflict is None:
             self.conflict = (variable, reader)
-            if self._warn is not None:
-                self._warn(variable, reader)
+            if self._conflicting is not None:
+                self._conflicting(variable, reader)
 
     def _is_local(self, name: str) -> bool:
         """Is it a module of the script's own, by what is known while it is imported?"""

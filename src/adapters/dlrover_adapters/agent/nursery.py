@@ -94,6 +94,7 @@ class Nursery:
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[object]] = set()
         self._closing = self._remembered = False
+        self._imports = import_list.path_of(config)
 
     @property
     def zygote_pid(self) -> int:
@@ -234,7 +235,7 @@ class Nursery:
         """A list that ended its zygote, or held it up, is not tried again by the next run either."""
         if AUTO in self.refused and not self._remembered:
             self._remembered = True
-            await asyncio.to_thread(import_list.refuse, import_list.path_of(self._config), self.refused[AUTO])
+            await asyncio.to_thread(import_list.refuse, self._imports, self.refused[AUTO])
 
     def _give_up(self, reason: str) -> None:
         self.plain = True
@@ -371,6 +372,7 @@ class Nursery:
 
     async def take(self, count: int) -> list[Spare]:
         """``count`` processes that wait for a seat: spares first, then new ones. Raises `LaunchFailed`."""
+        await self._heed_workers()
         taken: list[Spare] = []
         try:
             while len(taken) < count:
@@ -415,7 +417,20 @@ class Nursery:
         if not self.plain and not self._closing:
             self._keep(asyncio.create_task(self._refill(), name="refill of spares"))
 
+    async def _heed_workers(self) -> None:
+        """Where a worker has found the list to be wrong, end all that was imported by it: spares and the zygote."""
+        if self._loading != AUTO or AUTO in self.refused or self._closing:
+            return
+        reason = await asyncio.to_thread(import_list.refused, self._imports)
+        if reason and self._loading == AUTO and AUTO not in self.refused:
+            self.refused[AUTO], self._unfit = reason, (AUTO, reason)
+            for spare in self._spares:
+                self.discard(spare)
+            self._spares.clear()
+            self._lose_zygote()
+
     async def _refill(self) -> None:
+        await self._heed_workers()
         with contextlib.suppress(LaunchFailed):  # the next start makes its own, and says what is wrong
             while len(self._spares) < self._config.nproc and not self.plain:
                 spare = await self._make()

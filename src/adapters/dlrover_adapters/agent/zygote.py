@@ -38,6 +38,7 @@ import warnings
 from collections.abc import Callable, Iterator
 
 from . import import_list, keeper, saver, wire, worker
+from .afresh import NOTHING, Preloaded, servants
 from .config import AUTO
 from .framework import Framework, load
 from .import_watch import ImportWatch, standard_folders, unwatchable
@@ -76,7 +77,7 @@ class Zygote:
         self._link, self._agent, self._name, self._probe_s = link, agent, framework, probe_s
         self._framework: Framework
         self._sessions: set[int] = set()
-        self._imports, self._listed = imports, worker.Preloaded()
+        self._imports, self._listed, self._born = imports, NOTHING, dict(os.environ)
 
     def serve(self, preloads: tuple[str, ...]) -> Role | None:
         """Get warm, then answer until the agent is gone. In a forked child: the role to play."""
@@ -142,7 +143,9 @@ class Zygote:
             raise
         finally:
             watch.end()
-        self._listed = worker.Preloaded(watch.reads, listed.sets, listed.modules)
+        self._listed = Preloaded(
+            watch.reads, listed.sets, listed.modules, path=self._imports, framework=self._name, born=self._born
+        )
 
     def _import_each(self, names: tuple[str, ...]) -> None:
         tasks, before = _tasks(), belongings()
@@ -362,17 +365,9 @@ def belongings() -> set[str]:
     with contextlib.suppress(OSError):  # a kernel without CONFIG_PROC_CHILDREN
         children = f"/proc/self/task/{threading.get_native_id()}/children"
         with open(children, encoding="ascii") as file:
-            started = set(map(int, file.read().split())) - _servants()
+            started = set(map(int, file.read().split())) - servants()
         found |= {f"process {pid}" for pid in started}
     return found
-
-
-def _servants() -> set[int | None]:
-    tracker, server = (sys.modules.get(f"multiprocessing.{name}") for name in ("resource_tracker", "forkserver"))
-    return {
-        *([tracker._resource_tracker._pid] if tracker is not None else []),
-        *([server._forkserver._forkserver_pid] if server is not None else []),
-    }
 
 
 def unforkable(error: OSError) -> str:
