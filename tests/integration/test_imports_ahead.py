@@ -167,6 +167,34 @@ def test_ranks_that_have_joined_each_other_end_and_begin_again_together(
     run(test())
 
 
+ELSEWHERE = """
+ahead = [name in sys.modules for name in ("slowly", "looks_at_argv")]
+import looks_at_argv
+sys.path.insert(0, os.path.join(os.environ["FOLDER"], "other", "site-packages"))
+import slowly, torch
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+tell(ahead, slowly.VALUE, looks_at_argv.ARGV == sys.argv)
+"""
+
+
+def test_a_script_s_own_path_and_arguments_have_their_effect_in_every_run(
+    rig: Make, tmp_path: Path, package: dict[str, str]
+) -> None:
+    """Packages that it finds in a folder of its own are never imported ahead; what looks at ``sys.argv`` sees the script's."""
+    (tmp_path / "other" / "site-packages").mkdir(parents=True)
+    (tmp_path / "other" / "site-packages" / "slowly.py").write_text("VALUE = 'other'")
+    (tmp_path / "site-packages" / "looks_at_argv.py").write_text("import sys\nARGV = sys.argv")
+
+    async def test() -> None:
+        for ahead in (False, True):
+            async with rig(ELSEWHERE, torch=True, env=package, imports=str(tmp_path / "imports")) as one:
+                await one.run()
+                assert (await one.told())[1:] == [[False, ahead], "other", True]
+                assert one.launcher.refused == {}
+
+    run(test())
+
+
 def test_a_list_that_leaves_threads_behind_is_cut_and_remembered(
     rig: Make, tmp_path: Path, package: dict[str, str]
 ) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,39 @@ def test_what_reads_nothing_that_is_set(
     one = watch(given=["SET"], excused=["excused"])
     importlib.import_module(name)
     assert one.cut is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "os.chdir('/')",
+        "sys.modules['optional_one'] = types.ModuleType('optional_one')",
+        "sys.modules['optional_one'] = None",
+        "import my_preparation",
+        "import my_preparation, my_program",
+    ],
+)
+def test_what_a_script_does_before_its_next_imports(
+    installed: Install, watch: Callable[..., ImportWatch], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    """Another current folder, or a module made by hand: what is imported after it may see that, and is not listed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "optional_one", raising=False)
+    installed("first_one", "import sys, types\nsys.modules['first_one.made'] = types.ModuleType('made')")
+    installed("second_one", "import sys, types\nsys.modules['second_one.made'] = types.ModuleType('made')")
+    installed("my_preparation", "import sys\nimport first_one\nsys.modules['optional_one'] = None")
+    installed("my_program", "import second_one")
+    one = watch()
+    importlib.import_module("first_one")
+    importlib.import_module("colorsys")
+    assert one.cut is None
+    exec(text, {"os": os, "sys": sys, "types": types})  # noqa: S102  # as a script has it
+    importlib.import_module("second_one")
+    assert one.cut is not None
+    kept = list(sys.modules)[: one.cut[0]]
+    assert "first_one" in kept
+    assert "second_one" not in kept
+    assert "optional_one" in one.cut[1] or "current folder" in one.cut[1]
 
 
 def test_a_library_that_sets_what_it_reads(installed: Install, watch: Callable[..., ImportWatch]) -> None:

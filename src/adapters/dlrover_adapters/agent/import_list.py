@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from .config import LaunchConfig, Mode
 from .import_watch import ImportWatch, is_installed, is_local, is_shared, origin_of, standard_folders, unwatchable
 
-VERSION = 1
+VERSION = 2
 LISTS_MAX = 64
 """Files that are kept; the oldest go first."""
 
@@ -50,6 +50,7 @@ class ImportList(NamedTuple):
     ``sets``: variables that the script sets without harm: nothing that is imported later reads them.
     ``cut``: why ``modules`` ends before the last import of the worker; no module is added to it then.
     ``refused``: why nothing may be imported before the fork; empty: nothing is known against it.
+    ``origins``: the file of each of ``modules``.
     """
 
     modules: tuple[str, ...] = ()
@@ -57,6 +58,7 @@ class ImportList(NamedTuple):
     sets: tuple[str, ...] = ()
     cut: str = ""
     refused: str = ""
+    origins: tuple[str, ...] = ()
 
 
 def path_of(config: LaunchConfig) -> str:
@@ -83,8 +85,10 @@ def read(path: str, paths: Sequence[str]) -> ImportList | None:
             raw = json.load(file)
         if raw["version"] != VERSION or raw["installed"] != installed(paths) or not _unchanged(raw["sources"]):
             return None
-        modules, local, sets = (tuple(map(str, raw[name])) for name in ("modules", "local", "sets"))
-        return ImportList(modules, local, sets, str(raw["cut"]), str(raw["refused"]))
+        modules, local, sets, origins = (tuple(map(str, raw[one])) for one in ("modules", "local", "sets", "origins"))
+        if len(origins) != len(modules):
+            return None
+        return ImportList(modules, local, sets, str(raw["cut"]), str(raw["refused"]), origins)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -101,7 +105,7 @@ def refuse(path: str, reason: str, keep: int = 0) -> None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with open(path, encoding="utf-8") as file:
             raw = json.load(file)
-        raw["modules"] = raw["modules"][:keep]
+        raw["modules"], raw["origins"] = raw["modules"][:keep], raw["origins"][:keep]
         raw["cut" if keep else "refused"] = reason
         _replace(path, raw)
 
@@ -220,7 +224,8 @@ class Learner:
         """The new modules of these, and the files of the script's own modules."""
         standard, before = standard_folders(), set(self._names[: self._first]).difference(self._ahead)
         candidates = set(names) - before - MAINS
-        modules, local, sources = [], [], []
+        modules, origins, local, sources = [], [], [], []
+        folders = tuple(os.path.join(one, "") for one in self._paths if one)
         for count, name in enumerate(self._names):
             if count % PAUSE_EVERY == 0:
                 time.sleep(PAUSE_S)
@@ -233,9 +238,15 @@ class Learner:
                 local.append(name)
                 sources += [origin_of(module)] if module is not None else []
             elif name in candidates and is_shared(origin_of(module), standard) and _goes_by(module, name):
-                modules.append(name)
+                # What the script has found by a path of its own, the zygote would find elsewhere, or not at all.
+                if origin_of(module).startswith((*folders, *standard)):
+                    modules.append(name)
+                    origins.append(origin_of(module))
+                else:
+                    local.append(name)
         cut = self._watch.cut[1] if self._watch.cut is not None else ""
-        return ImportList(tuple(modules), tuple(local), tuple(sorted(self._watch.sets)), cut), sorted(set(sources))
+        found = ImportList(tuple(modules), tuple(local), tuple(sorted(self._watch.sets)), cut, origins=tuple(origins))
+        return found, sorted(set(sources))
 
 
 def _main_file(module: Any) -> list[str]:
@@ -252,6 +263,7 @@ def _goes_by(module: Any, name: str) -> bool:
 def _merged(known: ImportList | None, found: ImportList) -> ImportList:
     if known is None:
         return found
-    pairs = ((known.modules, found.modules), (known.local, found.local), (known.sets, found.sets))
-    modules, local, sets = (tuple(dict.fromkeys((*old, *new))) for old, new in pairs)
-    return ImportList(modules, local, sets, found.cut)
+    pairs = ((known.local, found.local), (known.sets, found.sets))
+    local, sets = (tuple(dict.fromkeys((*old, *new))) for old, new in pairs)
+    files = dict(zip((*known.modules, *found.modules), (*known.origins, *found.origins), strict=True))
+    return ImportList(tuple(files), local, sets, found.cut, origins=tuple(files.values()))

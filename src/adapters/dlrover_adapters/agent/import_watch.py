@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import os
 import sys
 import sysconfig
@@ -75,7 +76,8 @@ class ImportWatch:
         self._names: list[str] = []
         self._sweep: list[str] = []
         self._outermost = -1
-        self._modules_before = 0
+        self._modules_before = self._modules_after = 0
+        self._folder = ""
         self._began_ns = 0
         self._environment: Any = None
 
@@ -85,6 +87,7 @@ class ImportWatch:
         assert _active is None, "one watch at a time"
         if unwatchable():
             return
+        self._modules_after, self._folder = len(sys.modules), _current_folder()
         _active, self.whole, self.until = self, True, time.monotonic() + WATCHED_S
         if bootstrap._find_and_load is not _find_and_load:
             _original = bootstrap._find_and_load
@@ -122,6 +125,9 @@ class ImportWatch:
         if self._outermost < 0 and not self._is_local(name):
             # Imports of the script's own modules are no part of it: what they import is.
             self._outermost, self._modules_before = len(self._names), len(sys.modules)
+        direct = not self._names or self._is_local(self._names[-1])
+        if direct and self.cut is None:
+            self._look_around(len(sys.modules))
         self._names.append(name)
         try:
             found = _original(name, import_)
@@ -130,8 +136,23 @@ class ImportWatch:
             self._names.pop()
             if len(self._names) <= self._outermost:
                 self._outermost = -1
+            if direct and not self._is_local(name):
+                self._modules_after = len(sys.modules)
             if not self._names:
                 self.spent_ns += time.monotonic_ns() - self._began_ns
+
+    def _look_around(self, now: int) -> None:
+        """What has the script done, since its last import, that this one may see and the zygote would not?
+
+        ``now``: modules that are there.
+        """
+        if _current_folder() != self._folder:
+            self.cut = (now, "the script changes the current folder before its next imports")
+            return
+        new = now - self._modules_after
+        made = [name for name in itertools.islice(reversed(sys.modules), max(0, new)) if _is_made_by_hand(name)]
+        if made:
+            self.cut = (now, f"the script puts a module {made[-1]} of its own making before its next imports")
 
     def enumerated(self, keys: list[str]) -> None:
         """Somebody asks for the names of all variables."""
@@ -296,6 +317,21 @@ def origin_of(module: object) -> str:
 def is_shared(origin: str, standard: tuple[str, ...]) -> bool:
     """Does this file belong to an installed package or to the standard library?"""
     return any(f"{os.sep}{name}{os.sep}" in origin for name in PACKAGES) or origin.startswith(standard)
+
+
+def _is_made_by_hand(name: str) -> bool:
+    """Did somebody put it there without importing it, as a stand-in or to forbid its import?"""
+    module = sys.modules.get(name)
+    if module is None:
+        return True
+    return issubclass(type(module), ModuleType) and vars(module).get("__spec__") is None and not origin_of(module)
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return ""
 
 
 def is_local(module: object, standard: tuple[str, ...]) -> bool:

@@ -41,7 +41,7 @@ from . import import_list, keeper, saver, wire, worker
 from .afresh import NOTHING, Preloaded, servants
 from .config import AUTO
 from .framework import Framework, load
-from .import_watch import ImportWatch, standard_folders, unwatchable
+from .import_watch import ImportWatch, origin_of, standard_folders, unwatchable
 from .main_module import set_first_path
 from .process import die_with_parent, end_sessions, outlive_parent, own_link, poll_ms, set_name, set_title
 
@@ -68,9 +68,9 @@ class Unfit(Exception):
 
 
 class Zygote:
-    """Answers frames: ``fork`` (with a socket), ``gone`` (a session that is no more), ``mine`` (older ones), ``title``, and
+    """Answers frames: ``fork`` (with a socket), ``gone`` (a session that is no more), ``mine`` (older ones), ``title``, ``argv``
 
-    `wire.ASK`.
+    (the script's, for modules that look at it), and `wire.ASK`.
     """
 
     def __init__(self, link: socket.socket, agent: int, framework: str, probe_s: float, imports: str = "") -> None:
@@ -134,7 +134,7 @@ class Zygote:
         watch.begin()
         try:
             with self._blaming(AUTO, "cannot be imported"), self._framework.quietly():
-                self._import_each(listed.modules)
+                self._import_each(listed.modules, listed.origins)
             self._check_names([one for one in listed.local if one not in before])
             self._check(AUTO)
         except Unfit as unfit:
@@ -147,13 +147,15 @@ class Zygote:
             watch.reads, listed.sets, listed.modules, path=self._imports, framework=self._name, born=self._born
         )
 
-    def _import_each(self, names: tuple[str, ...]) -> None:
+    def _import_each(self, names: tuple[str, ...], origins: tuple[str, ...]) -> None:
         tasks, before = _tasks(), belongings()
-        for place, name in enumerate(names):
+        for place, (name, origin) in enumerate(zip(names, origins, strict=True)):
             if name in sys.modules:
+                _check_origin(name, origin, place)
                 continue
             with contextlib.suppress(Exception):  # the script may have caught this, too; else it meets it itself
                 importlib.import_module(name)
+            _check_origin(name, origin, place)
             if _tasks() > tasks and (fault := self._fault()):
                 raise Unfit(AUTO, f"{name}: {fault}", kept=place)
             tasks = _tasks()
@@ -268,6 +270,8 @@ class Zygote:
                 self._sessions.discard(pid)
             case {"op": "mine", "pids": list(pids)}:
                 self._sessions.update(int(one) for one in pids)
+            case {"op": "argv", "argv": list(argv)}:
+                sys.argv = [str(one) for one in argv]
             case {"op": "title", "title": str(title)}:
                 set_title(title)
             case {"op": wire.ASK}:
@@ -344,6 +348,13 @@ class Zygote:
         if kind == "saver":
             return lambda: saver.serve(link)
         return lambda: worker.run_spare(link, self._framework, self._listed)
+
+
+def _check_origin(name: str, origin: str, place: int) -> None:
+    """Raise `Unfit` where this process found another file than the script's workers did."""
+    found = origin_of(sys.modules.get(name))
+    if found and found != origin:
+        raise Unfit(AUTO, f"{name}: it is {found} here, and {origin} in the script", kept=place)
 
 
 def _tasks() -> int:
