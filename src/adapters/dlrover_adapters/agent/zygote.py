@@ -59,12 +59,13 @@ _LIMITS = {
 class Unfit(Exception):
     """This process must not be forked any more. ``preload`` names the module at fault; empty: the framework itself.
 
-    ``kept``: modules of a list that another zygote may still import.
+    ``kept``: modules of a list that another zygote may still import. ``host``: nothing is wrong here, and this host forks nobody
+    for a while.
     """
 
-    def __init__(self, preload: str, reason: str, kept: int = 0) -> None:
+    def __init__(self, preload: str, reason: str, kept: int = 0, *, host: bool = False) -> None:
         super().__init__(f"{preload or 'the framework'}: {reason}")
-        self.preload, self.reason, self.kept = preload, reason, kept
+        self.preload, self.reason, self.kept, self.host = preload, reason, kept, host
 
 
 class Zygote:
@@ -87,7 +88,7 @@ class Zygote:
             role = self._warm(preloads)
         except Unfit as unfit:
             told = {"op": "unfit", "preload": unfit.preload, "reason": unfit.reason, "kept": unfit.kept}
-            wire.send(self._link, told)
+            wire.send(self._link, {**told, "host": unfit.host})
             return None
         if role is not None:
             return role
@@ -228,7 +229,7 @@ class Zygote:
                 time.sleep(pause_s)  # of the limits that stop a fork most are somebody else's doing, and pass
         os.close(reader)
         os.close(writer)
-        raise Unfit("", fault)
+        raise Unfit("", fault, host=True)
 
     def _threads(self) -> str:
         tasks = _tasks()
