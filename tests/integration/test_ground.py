@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,55 @@ def test_a_log_whose_disk_becomes_read_only_keeps_no_job_from_its_end(tmp_path: 
         assert "job e2e succeeded; its log does not say so" in job.said()
         assert "Traceback" not in job.said()
         assert job.left() == []
+
+
+@pytest.mark.nightly(reason="test_unled.py has the rule; here 40 s are waited for")
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EIO], ids=errno.errorcode.__getitem__)
+def test_the_leader_dies_and_nobody_can_lead_again(tmp_path: Path, number: int) -> None:
+    """The state directory's disk breaks for good: training goes on, people hear which folder it is, and a good end is one."""
+    with broken_and_unled(tmp_path, number) as (job, mark):
+        job.steps(20)
+        job.finish()
+        assert job.ended() == 0
+        assert f"no master can lead job e2e: {job.state} takes no writes ({os.strerror(number)})" in job.said()
+        assert "job e2e succeeded; its log does not say so" in job.said()
+        assert "Traceback" not in job.said()
+        assert processes(mark) == []
+
+
+@pytest.mark.nightly(reason="test_unled.py has the rule; here it is waited until people are told")
+@pytest.mark.parametrize("signalled", [False, True], ids=["failed", "stopped"])
+def test_a_worker_dies_or_the_job_is_stopped_while_nobody_can_lead(tmp_path: Path, signalled: bool) -> None:
+    """Neither waits for a master: the bound of the one is said, and the other ends what the launcher started."""
+    with broken_and_unled(tmp_path, errno.EROFS) as (job, mark):
+        if not signalled:
+            job.one("worker-0").kill()
+        job.alive(lambda: "no master can lead" in job.said(), "words about it")
+        if signalled:
+            job.process.send_signal(signal.SIGTERM)
+        assert job.ended(30.0) == (143 if signalled else 1)
+        assert ("and cannot be restarted: the job ends in 5 s" in job.said()) is not signalled
+        assert "Traceback" not in job.said()
+        assert processes(mark) == []
+
+
+@contextlib.contextmanager
+def broken_and_unled(folder: Path, number: int) -> Iterator[tuple[Story, str]]:
+    """A running job, and its mark, whose log's disk is broken, and whose leader was killed then."""
+    with contextlib.ExitStack() as stack:
+        try:
+            disk = stack.enter_context(real_disk(folder / "state", folder / "image"))
+        except PermissionError as error:
+            pytest.skip(f"no file system can be mounted here: {error}")
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        line = ("--nproc-per-node", "1", "--max-restarts", "100", "--set", "unreachable_s=5", *PACED)
+        job = stack.enter_context(Story(folder, *line))
+        job.recovers(1)
+        leader, settings = job.until(lambda _: True, "a status")["leader"], job.settings
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(
+            Story, "settings", settings
+        )  # they cannot be read later
+        mark = job.mark
+        break_disk(disk, number)
+        os.kill(int(leader.split("/")[1]), signal.SIGKILL)
+        yield job, mark

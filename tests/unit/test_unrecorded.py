@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from dlrover_adapters.cli import master
-from dlrover_adapters.cli.settings import EX_UNRECORDED, EX_UNSTORED
+from dlrover_adapters.cli.settings import EX_UNRECORDED, EX_UNRESTARTED, EX_UNSTORED
+from dlrover_core.job.failures import ActionChosen, Evidence, Incident, IncidentOpened, ReportExit
+from dlrover_core.job.nodes import Observed, ObserveNodes
 from dlrover_core.job.state import JobState
-from dlrover_core.job.world import Member, ReportFinished, World
-from dlrover_core.runtime.unrecorded import has_ended_well, owed
+from dlrover_core.job.world import Member, ReportFinished, World, WorldFormed
+from dlrover_core.runtime.unrecorded import failure, has_ended_well, owed
 
 
 def test_all_members_have_ended_well_recorded_or_not() -> None:
@@ -61,9 +63,10 @@ def test_a_job_whose_work_is_done_does_not_wait_for_its_log_for_ever(
     """Trouble is told as it begins and as it ends; it ends the job only if all has ended well, and lasts."""
     monkeypatch.setattr(master, "LOOK_S", 0.0)
     monkeypatch.setattr(master, "UNRECORDED_S", 0.0)
-    looks = iter([("", False, ""), *[("LogFull: no room", False, "")] * 2, ("", False, ""), ("", True, owes)])
+    waits = ("LogFull: no room", False, "", "")
+    looks = iter([("", False, "", ""), waits, waits, ("", False, "", ""), ("", True, owes, "")])
     settings: Any = SimpleNamespace(job=SimpleNamespace(job="j"), shared=False)
-    leading: Any = SimpleNamespace(stuck=lambda: next(looks, ("LogFull: no room", True, owes)))
+    leading: Any = SimpleNamespace(stuck=lambda: next(looks, ("LogFull: no room", True, owes, "")))
     code = asyncio.run(asyncio.wait_for(master._watch_log(settings, leading), 10))
     assert code == ends
     said = capsys.readouterr().err.splitlines()
@@ -75,3 +78,43 @@ def test_a_job_whose_work_is_done_does_not_wait_for_its_log_for_ever(
     ]
     assert "free room" in said[0]
     assert said[-1].endswith(owes)
+
+
+def test_what_failed_and_cannot_be_restarted() -> None:
+    """A death that waits, an action that was ordered of nobody, a world that cannot form; not what a new world has behind it."""
+    state: Any = SimpleNamespace(
+        world=SimpleNamespace(worlds={"worker": World(generation=3, active=True)}),
+        nodes=SimpleNamespace(nodes={"a": SimpleNamespace(state="running"), "b": SimpleNamespace(state="failed")}),
+        failures=SimpleNamespace(incidents={}),
+    )
+    assert failure(state, (), ()) == ""
+    assert failure(state, [ReportExit("a", 2, 0, -9), ReportFinished("a", 3)], ()) == ""
+    assert failure(state, [ReportExit("a", 3, 0, -9)], ()) == "rank 0 on a failed"
+    gone = ObserveNodes((Observed("b", "failed"), Observed("c", "failed")))
+    assert failure(state, [gone], ()) == ""
+    assert failure(state, [ObserveNodes((*gone.nodes, Observed("a", "failed")))], ()) == "node a failed"
+    for event in (IncidentOpened(1, "a", 3, (0,)), ActionChosen(1, "restart", "a", "rule", 2)):
+        unwritten: Any = SimpleNamespace(event=event)
+        assert failure(state, (), [unwritten]) == "a failed"
+    unwritten = SimpleNamespace(event=WorldFormed("worker", 3, (), "tcp", "failure"))
+    assert failure(state, (), [unwritten]) == "generation 2 failed"
+    cause: Any = SimpleNamespace(spec=Evidence)
+    incident = state.failures.incidents[1] = Incident(1, "a", 2, 0, cause, [])
+    assert failure(state, (), ()) == "a failed"
+    incident.over_at = 5
+    assert failure(state, (), ()) == ""
+
+
+def test_a_failure_that_the_log_cannot_take_ends_the_job_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """People hear how long it is waited; a log that is back in time ends the wait."""
+    monkeypatch.setattr(master, "LOOK_S", 0.0)
+    failed = ("LogFull: no room", False, "", "rank 0 on a failed")
+    looks = iter([failed, ("", False, "", "")])
+    settings: Any = SimpleNamespace(job=SimpleNamespace(job="j", unreachable_s=0.02), shared=False)
+    leading: Any = SimpleNamespace(stuck=lambda: next(looks, failed))
+    assert asyncio.run(asyncio.wait_for(master._watch_log(settings, leading), 10)) == EX_UNRESTARTED
+    said = capsys.readouterr().err
+    assert said.count("rank 0 on a failed, and cannot be restarted: the job ends in 0.02 s unless") == 2
+    assert said.endswith("[j] rank 0 on a failed, which the log cannot take: LogFull: no room\n")

@@ -120,11 +120,17 @@ class Agent:
         self._peer_version = messages.VERSION
         self._parting, self._parting_number = "", 0
         self.ending = Ending()
+        self.result: world.ReportFinished | failures.ReportExit | None = None
 
     @property
     def leaving(self) -> str:
         """Why it is going; empty: it is not."""
         return self.ending.reason
+
+    @property
+    def working(self) -> bool:
+        """Are there workers? ``result`` says how they ended, heard by a master or not; None: they have not."""
+        return self._generation > 0
 
     @property
     def unmastered_s(self) -> float:
@@ -297,7 +303,7 @@ class Agent:
 
     async def _start(self, order: Order) -> None:
         self._generation, self._living, self._finished = order.generation, order.nproc, set()
-        self._step, self._stepped_at = -1, asyncio.get_running_loop().time()
+        self._step, self._stepped_at, self.result = -1, asyncio.get_running_loop().time(), None
         self._launched = order.generation
         self._tell_generation()
         self._gone.clear()
@@ -348,28 +354,29 @@ class Agent:
         if gone.last:
             self._outbox.add(budget.SpendRestarts(self.node, gone.generation))
         age = max(0, int(asyncio.get_running_loop().time() * SECOND_US) - gone.died_us)
-        self._outbox.add(
-            failures.ReportExit(
-                self.node,
-                gone.generation,
-                gone.rank,
-                gone.exit_code,
-                gone.asked,
-                gone.step,
-                age,
-                gone.tail,
-                gone.error,
-                gone.signature,
-                gone.place,
-            )
+        told = failures.ReportExit(
+            self.node,
+            gone.generation,
+            gone.rank,
+            gone.exit_code,
+            gone.asked,
+            gone.step,
+            age,
+            gone.tail,
+            gone.error,
+            gone.signature,
+            gone.place,
         )
+        self.result = told if gone.generation == self._generation else self.result
+        self._outbox.add(told)
 
     async def _finish(self, generation: int) -> None:
         if self._desk is not None:
             await self._desk.until_at_rest()
         unstored = self._desk.unstored() if self._desk is not None else ("", -1)
         if generation == self._generation:
-            self._outbox.add(world.ReportFinished(self.node, generation, self._step, *unstored))
+            self.result = world.ReportFinished(self.node, generation, self._step, *unstored)
+            self._outbox.add(self.result)
 
     def _stepped(self, step: WorkerStep) -> None:
         if step.generation != self._generation:
@@ -403,9 +410,9 @@ class Agent:
             )
         # Whoever leads later must not believe that this generation runs.
         why = "stopped by its agent: no master and no steps"
-        self._outbox.add(
-            failures.ReportExit(self.node, generation, self._order.first_rank, -9, False, self._step, 0, "", why)
-        )
+        told = failures.ReportExit(self.node, generation, self._order.first_rank, -9, False, self._step, 0, "", why)
+        self.result = self.result or told
+        self._outbox.add(told)
 
     # ---- the master
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dlrover_core.errors import CoreError, LogError, LogFull, LogUnavailable
 from dlrover_core.job.job import NotePause
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Command, Engine, Reply
-from dlrover_core.kernel.events import GROUP_BYTES_MAX, Batch, Origin
+from dlrover_core.kernel.events import GROUP_BYTES_MAX, Batch, Origin, Record
 from dlrover_core.kernel.log import AlreadyAppended, Appended, Conflict, Fenced, Leadership
 from dlrover_core.runtime.trouble import Trouble
-from dlrover_core.runtime.unrecorded import has_ended_well, owed
+from dlrover_core.runtime.unrecorded import failure, has_ended_well, owed
 
 QUEUE_MAX = 65_536
 # Deciding holds the loop: in between it is the heartbeats' turn.
@@ -62,6 +62,7 @@ class Pipeline:
         self._wake = asyncio.Event()
         self._stopping = self._closed = self._ended = self._failing = False
         self._trouble = Trouble(now)
+        self._unwritten: Sequence[Record] = ()
         self._append_since: int | None = None
         self._overdue_since: int | None = None
 
@@ -75,10 +76,13 @@ class Pipeline:
         """Since when they wait, by the leader's clock; 0: they do not."""
         return self._trouble.since
 
-    def unrecorded_end(self) -> tuple[bool, str]:
-        """Have all workers ended well, whether the log takes it or not? And why is their last state not on storage; or empty."""
+    def unrecorded_end(self) -> tuple[bool, str, str]:
+        """Have all workers ended well, whether the log takes it or not? Why is their last state not on storage; or empty.
+
+        And what has failed that nobody can restart while the log takes nothing; or empty.
+        """
         state, waiting = self._engine.state, [one.command for one in self._queue]
-        return has_ended_well(state, waiting), owed(state, waiting)
+        return has_ended_well(state, waiting), owed(state, waiting), failure(state, waiting, self._unwritten)
 
     def submit(self, command: Command, origin: Origin | None = None) -> asyncio.Future[Reply]:
         """Queue a command; the future is done when its outcome is durable, cancelled when `run` has ended before."""
@@ -175,7 +179,7 @@ class Pipeline:
             try:
                 outcome = await self._lead.append(batch)
             except (LogUnavailable, LogFull) as error:
-                self._failing, self._append_since = True, None
+                self._failing, self._append_since, self._unwritten = True, None, batch.records
                 self._trouble.begin(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
                 attempt += 1
@@ -183,6 +187,7 @@ class Pipeline:
             self._append_since = None
             match outcome:
                 case Appended() | AlreadyAppended():
+                    self._unwritten = ()
                     if self.degraded:
                         self._failing = False
                         self.look()

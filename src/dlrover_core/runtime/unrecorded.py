@@ -1,12 +1,15 @@
-"""An end that the log cannot take: all workers have ended well, and a log of this host alone takes no more, perhaps for good."""
+"""An end that the log cannot take: workers have ended, well or not, and a log of this host alone takes no more, perhaps ever."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dlrover_core.job.failures import ActionChosen, IncidentOpened, ReportExit
+from dlrover_core.job.nodes import ObserveNodes
 from dlrover_core.job.state import JobState
-from dlrover_core.job.world import ReportFinished, World
+from dlrover_core.job.world import ReportFinished, World, WorldFormed
 from dlrover_core.kernel.engine import Command
+from dlrover_core.kernel.events import Record
 
 
 def has_ended_well(state: JobState, waiting: Iterable[Command]) -> bool:
@@ -22,6 +25,34 @@ def has_ended_well(state: JobState, waiting: Iterable[Command]) -> bool:
         and all(world.done(one.node) or (one.node, world.generation) in said for one in world.members)
         for world in worlds
     )
+
+
+def failure(state: JobState, waiting: Iterable[Command], unwritten: Iterable[Record]) -> str:
+    """What failed that nobody restarts while the log takes nothing; empty: nothing.
+
+    What is decided but ``unwritten`` is in ``state``, and was ordered of nobody.
+    """
+    incidents = state.failures.incidents
+    for record in unwritten:
+        match record.event:
+            case IncidentOpened(node=node) | ActionChosen(node=node) if node:
+                return f"{node} failed"
+            case WorldFormed(generation=number) if number > 1:
+                return f"generation {number - 1} failed"
+    for incident in incidents.values():
+        if not incident.closed and not incident.over_at:
+            return f"{incident.node} failed"
+    generations = {world.generation for world in state.world.worlds.values()}
+    for command in waiting:
+        match command:
+            case ReportExit(node=node, rank=rank, generation=number) if number in generations:
+                return f"rank {rank} on {node} failed"
+            case ObserveNodes(nodes=seen):
+                for one in seen:
+                    known = state.nodes.nodes.get(one.node)
+                    if one.phase == "failed" and known is not None and known.state == "running":
+                        return f"node {one.node} failed"
+    return ""
 
 
 def owed(state: JobState, waiting: Iterable[Command]) -> str:

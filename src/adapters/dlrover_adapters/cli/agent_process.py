@@ -32,6 +32,7 @@ from dlrover_adapters.agent.lookout import Lookout
 from dlrover_adapters.agent.pace_watch import PaceWatch
 from dlrover_adapters.agent.process import set_name, set_title
 from dlrover_adapters.agent.spawn import Spawned
+from dlrover_adapters.cli import unled
 from dlrover_adapters.cli.scratch import MARK, roofs
 from dlrover_adapters.http import tls
 from dlrover_adapters.http.client import HttpDialer
@@ -214,11 +215,20 @@ class _Process:
         return EX_OK
 
     async def _mind_master(self) -> None:
-        """In a joining job: say when masters are silent, and go when that lasts and there is no worker to go on for."""
-        alone = False
-        while self._joining:
+        """Say when masters are silent, and how workers fare then.
+
+        In a joining job, go when that lasts and there is no worker to go on for.
+        """
+        alone, told = False, dict[str, object]()
+        while True:
             await asyncio.sleep(LOOK_S)
             silent_s = self._agent.unmastered_s
+            if not self._joining:
+                said = {"alone": silent_s > ALONE_S, **unled.said(self._agent)}
+                if said != told:
+                    self._tell(**said)
+                told = said
+                continue
             if (silent_s > ALONE_S) != alone:
                 alone = not alone
                 self._tell(alone=alone)

@@ -28,13 +28,30 @@ import structlog
 
 from dlrover_adapters.cli import asking, policies, told
 from dlrover_adapters.cli.collector import settle
-from dlrover_adapters.cli.settings import EX_AGAIN, EX_FATAL, EX_OVER, EX_UNRECORDED, EX_UNSTORED, Settings
+from dlrover_adapters.cli.settings import (
+    EX_AGAIN,
+    EX_FATAL,
+    EX_OVER,
+    EX_UNRECORDED,
+    EX_UNRESTARTED,
+    EX_UNSTORED,
+    Settings,
+)
 from dlrover_adapters.http import tls
 from dlrover_adapters.http.client import send_command
 from dlrover_adapters.http.server import HttpListener
 from dlrover_adapters.telemetry.logs import Uncaught, run_threaded, set_up
 from dlrover_backends.local import LocalBackend
-from dlrover_core.errors import CoreError, LogCorrupt, OtherRun, Refused, SchemaTooNew, SpecError
+from dlrover_core.errors import (
+    CoreError,
+    LogCorrupt,
+    LogFull,
+    LogUnavailable,
+    OtherRun,
+    Refused,
+    SchemaTooNew,
+    SpecError,
+)
 from dlrover_core.host import threads
 from dlrover_core.job.job import StopJob
 from dlrover_core.job.state import model
@@ -47,6 +64,7 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 ASK_AGAIN_S = 0.5
 TAKEN_OVER_S = 0.5
 STOP_BYTES_MAX = 1000
+LATER_S = 2.0
 LOOK_S, UNRECORDED_S = 1.0, 30.0
 """How often it is looked whether decisions wait; how long a job whose work is done waits for its log."""
 
@@ -155,6 +173,8 @@ async def _run(settings: Settings, ends: Ends, holder: str, dead: list[str]) -> 
         return EX_FATAL
     except CoreError as error:
         log.error("master ends", error=f"{type(error).__name__}: {error}")
+        if isinstance(error, (LogUnavailable, LogFull)):
+            await asyncio.sleep(LATER_S)  # so many that cannot lead would end the job; training needs none
         return EX_AGAIN
 
 
@@ -167,11 +187,14 @@ def _listener(settings: Settings, fd: int) -> HttpListener:
 
 
 async def _watch_log(settings: Settings, master: Master) -> int:
-    """Say when decisions wait for the log, and when no longer; return when all has ended well and only the log lacks that."""
-    loop, name, since, ended = asyncio.get_running_loop(), settings.job.job, 0.0, 0.0
+    """Say when decisions wait for the log, and when no longer; return when a job must end that the log cannot record.
+
+    All has ended well, or what failed could not be restarted for as long as a silent node is waited for.
+    """
+    loop, name, since, ended, failed = asyncio.get_running_loop(), settings.job.job, 0.0, 0.0, 0.0
     while True:
         await asyncio.sleep(LOOK_S)
-        (wrong, over, owed), now = master.stuck(), loop.time()
+        (wrong, over, owed, failure), now = master.stuck(), loop.time()
         if bool(wrong) != bool(since):
             since = now if wrong else 0.0
             say = (
@@ -187,6 +210,17 @@ async def _watch_log(settings: Settings, master: Master) -> int:
             missing = f"; {plain(owed)}" if owed else ""
             print(f"[{name}] {say}{missing}", file=sys.stderr, flush=True)
             return EX_UNSTORED if owed else EX_UNRECORDED
+        if not (wrong and failure) or settings.shared:
+            failed = 0.0
+            continue
+        bound_s = settings.job.unreachable_s
+        if not failed:
+            failed, say = now, f"the job ends in {bound_s:g} s unless the log can be written to until then"
+            more = "--set unreachable_s=SECONDS waits longer"
+            print(f"[{name}] {failure}, and cannot be restarted: {say} ({more})", file=sys.stderr, flush=True)
+        if now - failed >= bound_s:
+            print(f"[{name}] {failure}, which the log cannot take: {plain(wrong)}", file=sys.stderr, flush=True)
+            return EX_UNRESTARTED
 
 
 async def _check_there(settings: Settings, event_log: EventLog, dead: list[str]) -> None:

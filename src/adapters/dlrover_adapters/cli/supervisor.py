@@ -24,7 +24,8 @@ from dlrover_adapters.agent import signals
 from dlrover_adapters.agent.spawn import module_command
 from dlrover_adapters.cli.asking import Asking, on_terminal
 from dlrover_adapters.cli.scratch import MARK
-from dlrover_adapters.cli.settings import EX_FATAL, EX_OVER, EX_UNRECORDED, EX_UNSTORED, Settings
+from dlrover_adapters.cli.settings import EX_FATAL, EX_OVER, EX_UNRECORDED, EX_UNRESTARTED, EX_UNSTORED, Settings
+from dlrover_adapters.cli.unled import Unled
 from dlrover_core.runtime.within import within
 
 if TYPE_CHECKING:
@@ -72,6 +73,14 @@ class Nodes(Protocol):
         """SIGKILL them all."""
         ...
 
+    async def close(self, grace_s: float = 0.0) -> None:
+        """End them all, SIGTERM first where there is a grace, and take no new ones. Idempotent."""
+        ...
+
+    def said(self) -> Mapping[str, Mapping[str, Any]]:
+        """What each node's agent said of itself (`unled.said`), and the node's ``phase``."""
+        ...
+
 
 class NoNodes:
     """For launchers of masters alone: nodes come by themselves, from elsewhere."""
@@ -91,6 +100,13 @@ class NoNodes:
 
     def kill(self) -> None:
         """Nothing to kill."""
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Nothing to end."""
+
+    def said(self) -> Mapping[str, Mapping[str, Any]]:
+        """Nobody is here to say anything."""
+        return {}
 
 
 class Supervisor:
@@ -119,6 +135,9 @@ class Supervisor:
         self._asked = self._number = 0
         self._failure = ""
         self.left = self.unrecorded = self.unstored = False
+        self.failed = ""
+        self._unled = Unled(settings, host.said, self._say)
+        self._ending: asyncio.Future[None] | None = None
         self.stopped_by: signal.Signals | None = None
 
     async def run(self) -> None:
@@ -136,6 +155,7 @@ class Supervisor:
             keepers = [asyncio.ensure_future(self._keep_one())]
             if not self._settings.shared:
                 keepers.append(asyncio.ensure_future(self._keep_reserve()))
+                keepers.append(asyncio.ensure_future(self._end_unled()))
             over = asyncio.ensure_future(self._over.wait())
             try:
                 await asyncio.wait({over, *keepers}, return_when=asyncio.FIRST_COMPLETED)
@@ -148,7 +168,14 @@ class Supervisor:
                 for task in (over, *keepers):
                     task.cancel()
                 await asyncio.gather(over, *keepers, return_exceptions=True)
+                if self._ending is not None:
+                    await asyncio.gather(self._ending, return_exceptions=True)
                 await self._end_masters()
+
+    async def _end_unled(self) -> None:
+        end = await self._unled.end()
+        self.unrecorded, self.unstored, self.failed = True, bool(end.owed), end.failed
+        self._over.set()
 
     async def _keep_reserve(self) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
@@ -168,8 +195,9 @@ class Supervisor:
                 await self._unstarted(error)
                 continue
             self._unforked = 0
-            if code in (EX_UNRECORDED, EX_UNSTORED):
+            if code in (EX_UNRECORDED, EX_UNSTORED, EX_UNRESTARTED):
                 self.unrecorded, self.unstored = True, code == EX_UNSTORED
+                self.failed = "a worker that failed could not be restarted" if code == EX_UNRESTARTED else ""
                 self._over.set()
                 return
             if code == EX_OVER or (self._leaves and self._asked):
@@ -290,6 +318,8 @@ class Supervisor:
                 os.pwrite(self._stop, f"{self._command} got {signal.Signals(number).name}".encode(), 0)
             for process in self._masters.values():
                 self._ask(process)
+            if self._unled.wrong:  # nobody else tells them
+                self._ending = asyncio.ensure_future(self._end_nodes(spec.stop_grace_s + LEAVE_S))
             loop.call_later(SAY_S, self._say_stopping)
             # No master may be able to lead; then nobody stops anything.
             loop.call_later(spec.stop_grace_s + spec.kill_wait_s + LEAVE_S, self._over.set)
@@ -299,6 +329,10 @@ class Supervisor:
             loop.call_later(LEAVE_S, self._over.set)
         else:
             self._over.set()
+
+    async def _end_nodes(self, grace_s: float) -> None:
+        await self._host.close(grace_s)
+        self._over.set()
 
     def _say_stopping(self) -> None:
         if not self._over.is_set() and self._asked == 1:

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -82,6 +82,7 @@ class _Node:
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     refusal: tuple[str, bool] | None = None
     unwanted: bool = False
+    said: dict[str, Any] = field(default_factory=dict)
 
     @property
     def over(self) -> bool:
@@ -207,6 +208,10 @@ class LocalNodeHost:
         node = self._nodes.get(name)
         return node.started.child.pid if node is not None and node.started is not None and not node.over else None
 
+    def said(self) -> Mapping[str, Mapping[str, Any]]:
+        """What the agent of each node that is wanted said of itself, and the node's ``phase``."""
+        return {name: {**node.said, "phase": node.phase} for name, node in self._nodes.items() if not node.unwanted}
+
     def kill(self) -> None:
         """SIGKILL every node. Whoever observes is told; new ones are still taken."""
         for node in self._nodes.values():
@@ -254,6 +259,8 @@ class LocalNodeHost:
             self._forget(node)
             return
         asyncio.get_running_loop().add_reader(started.pidfd, self._died, node)
+        if started.control is not None:
+            asyncio.get_running_loop().add_reader(started.control, self._hear, node, started)
         number, reason = await _reported(started)
         if reason:
             # The wrapper has ended or is about to; its burial takes it off the list.
@@ -263,6 +270,17 @@ class LocalNodeHost:
         if node.phase == "pending":
             self._turn(node, "running")
             log.info("node started", node=node.name, pid=started.child.pid)
+
+    @staticmethod
+    def _hear(node: _Node, started: Started) -> None:
+        try:
+            said = started.hear()
+        except BlockingIOError:
+            return
+        if said is not None:
+            node.said.update(said)
+        elif started.control is not None:
+            asyncio.get_running_loop().remove_reader(started.control)  # its pidfd tells the rest
 
     def _executed(self, launch: NodeLaunch, token: int) -> Started:
         if self._blanks is not None:
@@ -301,6 +319,8 @@ class LocalNodeHost:
     def _died(self, node: _Node) -> None:
         assert node.started is not None
         asyncio.get_running_loop().remove_reader(node.started.pidfd)
+        if node.started.control is not None:
+            asyncio.get_running_loop().remove_reader(node.started.control)
         burial = asyncio.ensure_future(self._bury(node))
         self._burials.add(burial)
         burial.add_done_callback(self._burials.discard)
