@@ -89,13 +89,19 @@ if TYPE_CHECKING:
     )
     from dlrover_core.kernel.codec import Codec as Codec
     from dlrover_core.kernel.engine import (
-        Concern as Concern,
-    )
-    from dlrover_core.kernel.engine import (
         Engine as Engine,
     )
     from dlrover_core.kernel.engine import (
+        Facts as Facts,
+    )
+    from dlrover_core.kernel.engine import (
+        Fold as Fold,
+    )
+    from dlrover_core.kernel.engine import (
         Model as Model,
+    )
+    from dlrover_core.kernel.engine import (
+        Rules as Rules,
     )
     from dlrover_core.kernel.events import (
         Batch as Batch,
@@ -165,13 +171,14 @@ _HOME = {
     "Batch": "kernel.events",
     "Changed": "runtime.backend",
     "Codec": "kernel.codec",
-    "Concern": "kernel.engine",
     "ConnectionLost": "errors",
     "CoreError": "errors",
     "Deposed": "runtime.pipeline",
     "DrainNode": "job.scaling",
     "Engine": "kernel.engine",
     "EventLog": "kernel.log",
+    "Facts": "kernel.engine",
+    "Fold": "kernel.engine",
     "GroupSpec": "spec",
     "HandedOver": "errors",
     "IllegalTransition": "errors",
@@ -204,6 +211,7 @@ _HOME = {
     "Registry": "kernel.events",
     "ReleaseHost": "job.hosts",
     "ResumeJob": "job.job",
+    "Rules": "kernel.engine",
     "ScaleGroup": "job.scaling",
     "SchemaTooNew": "errors",
     "Snapshot": "kernel.log",

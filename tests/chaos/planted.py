@@ -97,10 +97,10 @@ def _decides(cls: type, new: Any) -> AbstractContextManager[Any]:
     return mock.patch.dict(MODEL._decide, {cls: new})
 
 
-def _concern(old: engine.Concern, **changes: Any) -> AbstractContextManager[Any]:
-    """A concern's ``due`` or ``tick`` replaced."""
-    changed = tuple(replace(one, **changes) if one is old else one for one in MODEL.concerns)
-    return mock.patch.object(MODEL, "concerns", changed)
+def _rules(old: engine.Rules, **changes: Any) -> AbstractContextManager[Any]:
+    """Rules' ``due`` or ``tick`` replaced."""
+    changed = tuple(replace(one, **changes) if one is old else one for one in MODEL.rules)
+    return mock.patch.object(MODEL, "rules", changed)
 
 
 def _nothing(*_: object) -> tuple[()]:
@@ -231,7 +231,7 @@ def _finish_forgotten() -> Patches:
 @_bug("last_call_forgotten")
 def _last_call_forgotten() -> Patches:
     """The last call ends, and nobody wakes up for it."""
-    yield _concern(world.CONCERN, due=lambda _state: None, tick=_nothing)
+    yield _rules(world.RULES, due=lambda _state: None, tick=_nothing)
 
 
 # ---- nodes
@@ -327,7 +327,7 @@ def _old_exit_opens() -> Patches:
 @_bug("pause_skipped")
 def _pause_skipped() -> Patches:
     """What held a world back ends, and nobody looks."""
-    yield _concern(backoff.CONCERN, due=lambda _state: None, tick=_nothing)
+    yield _rules(backoff.RULES, due=lambda _state: None, tick=_nothing)
 
 
 # ---- masters, agents, logs: code that runs at the level of the loop only

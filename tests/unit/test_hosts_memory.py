@@ -36,7 +36,7 @@ class Life:
     def add(self, fact: Any) -> None:
         """Let it happen, and what the concern makes of it."""
         self._apply(fact)
-        reacts, cause = hosts.CONCERN.react.get(type(fact)), self.state.seq
+        reacts, cause = hosts.RULES.react.get(type(fact)), self.state.seq
         for follow in reacts(self.state, fact, Record(cause, self.at, 1, 0, fact)) if reacts else ():
             self.made.append(follow)
             self._apply(follow, cause)
@@ -44,8 +44,8 @@ class Life:
     def _apply(self, fact: Any, cause: int = 0) -> None:
         record = Record(self.state.seq + 1, self.at, 1, cause, fact)
         self.state.seq, self.state.at = record.seq, self.at
-        for concern in (hosts.CONCERN,) if type(fact) in hosts.CONCERN.evolve else ():
-            concern.evolve[type(fact)](self.state.hosts, fact, record)
+        if type(fact) in hosts.FACTS.evolve:
+            hosts.FACTS.evolve[type(fact)](self.state.hosts, fact, record)
 
     def later(self, seconds: float) -> None:
         """Time passes."""

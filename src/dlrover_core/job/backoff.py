@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dlrover_core.job import world
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Rules
 from dlrover_core.kernel.events import Event
 
 if TYPE_CHECKING:
@@ -39,5 +39,7 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
             yield from _form(state, group, now)
 
 
-# The slice is that of the failures, which count what led to steps.
-CONCERN = Concern(name="failures", events=(), due=_due, tick=_tick)
+RULES = Rules(
+    due=_due,
+    tick=_tick,
+)

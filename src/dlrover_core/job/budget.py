@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover_core.errors import Refused
 from dlrover_core.job import job, nodes
-from dlrover_core.kernel.engine import Concern, always
+from dlrover_core.kernel.engine import Facts, Rules, always
 from dlrover_core.kernel.events import Event, Record, event
 
 if TYPE_CHECKING:
@@ -57,10 +57,12 @@ def _on_spent(slice_: BudgetSlice, fact: RestartsSpent, record: Record) -> None:
     slice_.spent.append(fact.node)
 
 
-CONCERN = Concern(
-    name="budget",
-    events=(RestartsSpent,),
+FACTS = Facts(
+    kinds=(RestartsSpent,),
     evolve={job.JobCreated: _on_created, RestartsSpent: _on_spent},
+)
+
+RULES = Rules(
     decide={SpendRestarts: _spend},
     levels={RestartsSpent: always},
 )

@@ -23,7 +23,7 @@ from dlrover_core.job import health, nodes, planning, progress, world
 from dlrover_core.job.checkpoints import KeepingStarted, RanksArmed, ReportArmed, StepsHeld
 from dlrover_core.job.planning import BoundaryAsked, Leaving, NodeDrained, Plan, WorldPlanDropped, WorldPlanned
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern, always
+from dlrover_core.kernel.engine import Rules, always
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import us
 
@@ -328,10 +328,7 @@ def _let_go(state: JobState, fact: progress.FirstStep, record: Record) -> Iterat
             yield from nodes.release(state, state.nodes.nodes[name], leaving.why)
 
 
-CONCERN = Concern(
-    name="planning",
-    events=planning.EVENTS,
-    evolve=planning.EVOLVE,
+RULES = Rules(
     decide={ReportArmed: _armed},
     react={
         KeepingStarted: _on_group,

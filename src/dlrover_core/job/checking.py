@@ -23,8 +23,6 @@ from dlrover_core.diagnosis.pairing import FAULTY, GOOD, SLOWER, UNCLEAR, Groups
 from dlrover_core.errors import Refused
 from dlrover_core.job import evidence, job, nodes, scaling, world
 from dlrover_core.job.health import (
-    EVENTS,
-    EVOLVE,
     FULL,
     OFF,
     SLOW_WORDS,
@@ -41,7 +39,7 @@ from dlrover_core.job.health import (
 from dlrover_core.job.layout import Ranges, to_ranges
 from dlrover_core.job.node_lifecycle import LIFECYCLE
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern, always
+from dlrover_core.kernel.engine import Rules, always
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import us
 
@@ -389,11 +387,7 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
         yield from _begin(state, group_spec.name, now)
 
 
-# The slice is that of the health concern: this is its second module.
-CONCERN = Concern(
-    name="health",
-    events=EVENTS,
-    evolve=EVOLVE,
+RULES = Rules(
     decide={ReportCheck: _report},
     react={
         CheckReported: _on_report,

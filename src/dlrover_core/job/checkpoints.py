@@ -20,7 +20,7 @@ from dlrover_core.job.holdings import Holdings, SaveOrder
 from dlrover_core.job.layout import Ranges
 from dlrover_core.job.tiers import DISK, MEMORY, NOTHING, PEER, STORAGE, TIERS
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern, always
+from dlrover_core.kernel.engine import Facts, Rules, always
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
 
@@ -561,9 +561,8 @@ EVENTS = (
     RanksArmed,
 )  # fmt: skip
 
-CONCERN = Concern(
-    name="checkpoints",
-    events=EVENTS,
+FACTS = Facts(
+    kinds=EVENTS,
     evolve={
         job.JobCreated: _on_created,
         **dict.fromkeys((job.JobStopping, job.JobFailed), _on_farewell),
@@ -580,6 +579,9 @@ CONCERN = Concern(
         Restored: _on_restored,
         **dict.fromkeys(get_args(world.Ended), _forget),
     },
+)
+
+RULES = Rules(
     decide={
         ReportKeeping: _keeping,
         ReportHeld: _held,

@@ -15,7 +15,7 @@ from dlrover_core.diagnosis import signatures
 from dlrover_core.diagnosis.evidence import SOURCES, Evidence
 from dlrover_core.errors import Refused
 from dlrover_core.job import job, nodes
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Facts, Rules
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
 
@@ -124,9 +124,11 @@ def of(fact: EvidenceSeen, record: Record) -> Evidence:
     )
 
 
-CONCERN = Concern(
-    name="evidence",
-    events=(EvidenceSeen,),
+FACTS = Facts(
+    kinds=(EvidenceSeen,),
     evolve={job.JobCreated: _on_created, EvidenceSeen: _on_seen},
+)
+
+RULES = Rules(
     decide={ReportEvidence: _report},
 )

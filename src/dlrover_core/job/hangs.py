@@ -19,7 +19,7 @@ from dlrover_core.diagnosis.evidence import HANG
 from dlrover_core.errors import Refused
 from dlrover_core.job import evidence, job, nodes, world
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern, always
+from dlrover_core.kernel.engine import Facts, Rules, always
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
 
@@ -349,9 +349,8 @@ def _on_learned(slice_: HangSlice, fact: PauseLearned, record: Record) -> None:
     known[fact.phase] = max(known[fact.phase], fact.pause_us)
 
 
-CONCERN = Concern(
-    name="hangs",
-    events=(HangSuspected, StacksSeen, HangDismissed, HangNamed, PauseLearned),
+FACTS = Facts(
+    kinds=(HangSuspected, StacksSeen, HangDismissed, HangNamed, PauseLearned),
     evolve={
         job.JobCreated: _on_created,
         world.WorldFormed: _on_world,
@@ -362,6 +361,9 @@ CONCERN = Concern(
         HangNamed: _on_named,
         PauseLearned: _on_learned,
     },
+)
+
+RULES = Rules(
     decide={NoteStall: _stall, NoteMoving: _moving, NotePauseLegal: _pause, ReportStacks: _stacks},
     react={StacksSeen: _seen, HangNamed: _named},
     due=_due,

@@ -5,7 +5,7 @@ A verdict holds for the life of a node's agent, and for ``check_fresh_s``: a pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -14,6 +14,7 @@ from dlrover_core.job import job, nodes, planning, world
 from dlrover_core.job.layout import Ranges
 from dlrover_core.job.tally import Remembering
 from dlrover_core.job.world import from_ranges, group_of
+from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
 
@@ -341,13 +342,16 @@ def _on_drained(slice_: HealthSlice, fact: planning.NodeDrained, record: Record)
 
 EVENTS = (CheckStarted, CheckReported, CheckJudged, CheckAsked)
 
-EVOLVE: Mapping[type, Callable[[Any, Any, Record], None]] = {
-    job.JobCreated: _on_created,
-    CheckStarted: _on_started,
-    CheckReported: _on_reported,
-    CheckJudged: _on_judged,
-    CheckAsked: _on_asked,
-    world.WorldFormed: _on_formed,
-    planning.NodeDrained: _on_drained,
-    **dict.fromkeys(get_args(world.Ended), _forget),
-}
+FACTS = Facts(
+    kinds=EVENTS,
+    evolve={
+        job.JobCreated: _on_created,
+        CheckStarted: _on_started,
+        CheckReported: _on_reported,
+        CheckJudged: _on_judged,
+        CheckAsked: _on_asked,
+        world.WorldFormed: _on_formed,
+        planning.NodeDrained: _on_drained,
+        **dict.fromkeys(get_args(world.Ended), _forget),
+    },
+)

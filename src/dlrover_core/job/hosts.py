@@ -25,7 +25,7 @@ from dlrover_core.diagnosis.evidence import HW
 from dlrover_core.errors import Refused
 from dlrover_core.job import failures, job, nodes, progress, world
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern, always
+from dlrover_core.kernel.engine import Facts, Rules, always
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
 
@@ -477,9 +477,8 @@ def _on_progress(slice_: HostSlice, fact: progress.Progressed, record: Record) -
             known.probation, known.times, known.trial = False, 0, ""
 
 
-CONCERN = Concern(
-    name="hosts",
-    events=(HostQuarantined, HostReleased),
+FACTS = Facts(
+    kinds=(HostQuarantined, HostReleased),
     evolve={
         job.JobCreated: _on_created,
         nodes.NodeRunning: _on_running,
@@ -496,6 +495,9 @@ CONCERN = Concern(
         world.WorkersStarted: _on_started,
         progress.Progressed: _on_progress,
     },
+)
+
+RULES = Rules(
     decide={QuarantineHost: _quarantine, ReleaseHost: _release},
     react={
         nodes.NodeFailed: _blame,

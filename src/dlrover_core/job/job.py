@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover_core.errors import Refused
-from dlrover_core.kernel.engine import Concern, always
+from dlrover_core.kernel.engine import Facts, Rules, always
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.kernel.lifecycle import Lifecycle
 from dlrover_core.spec import JobSpec
@@ -366,9 +366,8 @@ LEVELS = (
     LeaderStarted,
 )  # fmt: skip
 
-CONCERN = Concern(
-    name="job",
-    events=(
+FACTS = Facts(
+    kinds=(
         JobCreated,
         JobStarted,
         JobStopping,
@@ -398,6 +397,11 @@ CONCERN = Concern(
         MasterPaused: _on_calm,
         Archived: _on_archived,
     },
+    # A run's senders are forgotten with it.
+    forgets={JobCreated: lambda _: None},
+)
+
+RULES = Rules(
     decide={
         CreateJob: _create,
         StopJob: _stop,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dlrover_core.job import job, nodes, world
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Facts, Rules
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import us
 
@@ -63,17 +63,16 @@ def _on_finished(slice_: LaggardSlice, fact: world.WorkersFinished, record: Reco
     slice_.since.setdefault(group_of(fact.node), record.at)
 
 
-CONCERN = Concern(
-    name="laggards",
-    events=(),
+FACTS = Facts(
     evolve={
         job.JobCreated: _on_created,
         world.WorldFormed: _on_changed,
         world.WorldDissolved: _on_changed,
         world.WorkersFinished: _on_finished,
     },
-    decide={},
-    react={},
+)
+
+RULES = Rules(
     due=_due,
     tick=_tick,
 )

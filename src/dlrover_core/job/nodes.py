@@ -15,7 +15,7 @@ from dlrover_core.errors import Refused
 from dlrover_core.job import job
 from dlrover_core.job.node_lifecycle import ALIVE, COMING, LIFECYCLE
 from dlrover_core.job.tally import Tallied, tallied
-from dlrover_core.kernel.engine import Concern, always
+from dlrover_core.kernel.engine import Facts, Rules, always
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.words import plain
 
@@ -506,9 +506,8 @@ EVENTS = (
     NodeReleased, NodeLeft, PlaceReopened,
 )  # fmt: skip
 
-CONCERN = Concern(
-    name="nodes",
-    events=EVENTS,
+FACTS = Facts(
+    kinds=EVENTS,
     evolve=tallied(
         {
             job.JobCreated: _on_created,
@@ -526,6 +525,10 @@ CONCERN = Concern(
             PlaceReopened: _on_reopened,
         }
     ),
+    forgets={NodeGone: lambda fact: fact.node},
+)
+
+RULES = Rules(
     decide={
         ObserveNodes: _observe,
         ReportJoined: _joined,

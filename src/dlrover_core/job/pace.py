@@ -27,7 +27,7 @@ from dlrover_core.errors import Refused
 from dlrover_core.job import changing, evidence, failures, hosts, job, nodes, world
 from dlrover_core.job.crash_loops import AT_STEP
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Facts, Rules
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
 
@@ -389,9 +389,8 @@ def _on_closed(slice_: PaceSlice, fact: failures.IncidentClosed, record: Record)
         slice_.recoveries = [*slice_.recoveries[-RECOVERIES_KEPT + 1 :], fact.down_us]
 
 
-CONCERN = Concern(
-    name="pace",
-    events=(SlowRank, SlowEnded, SlowReplaced, LossBroken),
+FACTS = Facts(
+    kinds=(SlowRank, SlowEnded, SlowReplaced, LossBroken),
     evolve={
         job.JobCreated: _on_created,
         SlowRank: _on_slow,
@@ -407,6 +406,9 @@ CONCERN = Concern(
         nodes.NodeLeft: _forget,
         nodes.NodeSucceeded: _forget,
     },
+)
+
+RULES = Rules(
     decide={NoteSlow: _slow, NoteRecovered: _recovered, NoteLoss: _loss, NoteLossJump: _jump},
     due=_due,
     tick=_tick,

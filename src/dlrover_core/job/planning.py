@@ -11,7 +11,7 @@ of it, and told that it is off, are never taken for armed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
@@ -20,7 +20,7 @@ from dlrover_core.job.checkpoints import KeepingStarted, RanksArmed, StepsHeld
 from dlrover_core.job.job import GroupScaled, JobCreated
 from dlrover_core.job.node_lifecycle import COMING
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Evolve
+from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
 
 if TYPE_CHECKING:
@@ -321,16 +321,19 @@ def _on_left(slice_: PlanningSlice, fact: world.Ended, record: Record) -> None:
 
 EVENTS = (WorldPlanned, WorldPlanDropped, BoundaryAsked, NodeDrained)
 
-EVOLVE: Mapping[type, Evolve] = {
-    JobCreated: _on_created,
-    GroupScaled: _on_scaled,
-    KeepingStarted: _on_keeping,
-    NodeDrained: _on_drained,
-    WorldPlanned: _on_planned,
-    WorldPlanDropped: _on_dropped,
-    BoundaryAsked: _on_asked,
-    RanksArmed: _on_armed,
-    StepsHeld: _on_held,
-    world.WorldFormed: _on_formed,
-    **dict.fromkeys(get_args(world.Ended), _on_left),
-}
+FACTS = Facts(
+    kinds=EVENTS,
+    evolve={
+        JobCreated: _on_created,
+        GroupScaled: _on_scaled,
+        KeepingStarted: _on_keeping,
+        NodeDrained: _on_drained,
+        WorldPlanned: _on_planned,
+        WorldPlanDropped: _on_dropped,
+        BoundaryAsked: _on_asked,
+        RanksArmed: _on_armed,
+        StepsHeld: _on_held,
+        world.WorldFormed: _on_formed,
+        **dict.fromkeys(get_args(world.Ended), _on_left),
+    },
+)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dlrover_core.errors import Refused
 from dlrover_core.job import job, world
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Facts, Rules
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
 
@@ -127,14 +127,16 @@ def _on_finished(slice_: ProgressSlice, fact: world.WorkersFinished, record: Rec
         seen.step, seen.at = fact.step, record.at
 
 
-CONCERN = Concern(
-    name="progress",
-    events=(FirstStep, Progressed),
+FACTS = Facts(
+    kinds=(FirstStep, Progressed),
     evolve={
         job.JobCreated: _on_created,
         FirstStep: _on_first,
         Progressed: _on_progressed,
         world.WorkersFinished: _on_finished,
     },
+)
+
+RULES = Rules(
     decide={ReportFirstStep: _first, NoteProgress: _note},
 )

@@ -19,8 +19,6 @@ from dlrover_core.job import choosing, evidence, health, job, judging, nodes, pr
 from dlrover_core.job.failures import (
     ASIDE,
     ERROR_MAX,
-    EVENTS,
-    EVOLVE,
     LINE_MAX,
     TAIL_BYTES_MAX,
     UNKNOWN,
@@ -33,7 +31,7 @@ from dlrover_core.job.failures import (
     WorkerExited,
 )
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern, always
+from dlrover_core.kernel.engine import Rules, always
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import us
 
@@ -307,16 +305,13 @@ def _close_all(state: JobState, fact: object, record: Record) -> Iterator[Event]
             yield IncidentClosed(incident.number, record.at - incident.cause.at, 0)
 
 
-def concern(hook: Hook | None = None) -> Concern:
-    """The concern, with a user's hook or without one. A hook is asked when something is decided, never when a log is read."""
+def rules(hook: Hook | None = None) -> Rules:
+    """The rules, with a user's hook or without one. A hook is asked when something is decided, never when a log is read."""
 
     def choose(state: JobState, fact: Diagnosed, record: Record) -> Iterator[Event]:
         return _choose(state, fact, record, hook)
 
-    return Concern(
-        name="failures",
-        events=EVENTS,
-        evolve=EVOLVE,
+    return Rules(
         decide={ReportExit: _exit},
         react={
             WorkerExited: _on_exit,
@@ -340,4 +335,4 @@ def concern(hook: Hook | None = None) -> Concern:
     )
 
 
-CONCERN = concern()
+RULES = rules()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, get_args
 from dlrover_core.job import checkpoints, job, world
 from dlrover_core.job.holdings import NOTHING, Holdings
 from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Rules
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import us
 
@@ -103,9 +103,7 @@ def _on_farewell(state: JobState, fact: job.JobStopping | job.JobFailed, record:
     yield from _tick(state, record.at)
 
 
-CONCERN = Concern(
-    name="salvage",
-    events=(),
+RULES = Rules(
     react={
         **dict.fromkeys((job.JobStopping, job.JobFailed), _on_farewell),
         world.WorldFormed: _on_end,

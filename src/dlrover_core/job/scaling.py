@@ -19,14 +19,14 @@ from dlrover_core.errors import Refused, SpecError
 from dlrover_core.job import changing, failures, job, nodes, planning, world
 from dlrover_core.job.node_lifecycle import ALIVE
 from dlrover_core.job.planning import NodeDrained
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Rules
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import us
 
 if TYPE_CHECKING:
     from dlrover_core.job.state import JobState
 
-__all__ = ["CONCERN", "DrainNode", "LeaveNode", "NodeDrained", "NoticeNode", "ScaleGroup", "sizes"]
+__all__ = ["RULES", "DrainNode", "LeaveNode", "NodeDrained", "NoticeNode", "ScaleGroup", "sizes"]
 
 NAMED_MAX = 20
 
@@ -230,10 +230,7 @@ def _go_on(state: JobState, fact: job.JobResumed, record: Record) -> Iterator[Ev
             )
 
 
-# The slice is that of the job: this is its concern's second module.
-CONCERN = Concern(
-    name="job",
-    events=(),
+RULES = Rules(
     decide={ScaleGroup: _scale, DrainNode: _drain, LeaveNode: _drain, NoticeNode: _notice},
     react={
         job.GroupScaled: _resize,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dlrover_core.job import failures, job, nodes, world
 from dlrover_core.job.node_lifecycle import ALIVE, LIFECYCLE
 from dlrover_core.job.tally import tallied
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.kernel.engine import Facts, Rules
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import GroupSpec, us
 
@@ -225,10 +225,8 @@ def _fewer(slice_: nodes.NodeSlice, fact: object, record: Record) -> None:
     _end_mass(slice_)
 
 
-# The slice is that of the nodes: this is their concern's second module.
-CONCERN = Concern(
-    name="nodes",
-    events=(NodeSuspected, NodeHeard, MassSilence),
+FACTS = Facts(
+    kinds=(NodeSuspected, NodeHeard, MassSilence),
     evolve={
         **tallied({NodeSuspected: _on_suspected, NodeHeard: _on_heard}),
         MassSilence: _on_mass,
@@ -238,6 +236,9 @@ CONCERN = Concern(
         nodes.NodeLost: _fewer,
         nodes.NodeLeft: _fewer,
     },
+)
+
+RULES = Rules(
     decide={NoteSilence: _silent, NoteHeard: _heard},
     react={NodeSuspected: _note_mass, nodes.PlaceReopened: _fill},
     due=_due,

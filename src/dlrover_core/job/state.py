@@ -6,8 +6,7 @@ Adding a concern is adding a file and a line here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover_core.diagnosis import ladder
@@ -37,7 +36,7 @@ from dlrover_core.job import (
 )
 from dlrover_core.job.node_lifecycle import COMING
 from dlrover_core.kernel.codec import Codec
-from dlrover_core.kernel.engine import BaseState, Model
+from dlrover_core.kernel.engine import BaseState, Fold, Model, kept
 from dlrover_core.kernel.events import Record, Registry
 from dlrover_core.spec import us
 
@@ -49,56 +48,57 @@ if TYPE_CHECKING:
 class JobState(BaseState):
     """Everything the master knows: the fold of the job's log, and nothing else."""
 
-    job: job.JobSlice = field(default_factory=job.JobSlice)
-    nodes: nodes.NodeSlice = field(default_factory=nodes.NodeSlice)
-    hosts: hosts.HostSlice = field(default_factory=hosts.HostSlice)
-    world: world.WorldSlice = field(default_factory=world.WorldSlice)
-    evidence: evidence.EvidenceSlice = field(default_factory=evidence.EvidenceSlice)
-    failures: failures.FailureSlice = field(default_factory=failures.FailureSlice)
-    progress: progress.ProgressSlice = field(default_factory=progress.ProgressSlice)
-    pace: pace.PaceSlice = field(default_factory=pace.PaceSlice)
-    hangs: hangs.HangSlice = field(default_factory=hangs.HangSlice)
-    budget: budget.BudgetSlice = field(default_factory=budget.BudgetSlice)
-    health: health.HealthSlice = field(default_factory=health.HealthSlice)
-    laggards: laggards.LaggardSlice = field(default_factory=laggards.LaggardSlice)
-    planning: planning.PlanningSlice = field(default_factory=planning.PlanningSlice)
-    checkpoints: checkpoints.CheckpointSlice = field(default_factory=checkpoints.CheckpointSlice)
+    job: job.JobSlice = kept(job.JobSlice, job.FACTS)
+    nodes: nodes.NodeSlice = kept(nodes.NodeSlice, nodes.FACTS, silence.FACTS)
+    hosts: hosts.HostSlice = kept(hosts.HostSlice, hosts.FACTS)
+    world: world.WorldSlice = kept(world.WorldSlice, world.FACTS)
+    evidence: evidence.EvidenceSlice = kept(evidence.EvidenceSlice, evidence.FACTS)
+    failures: failures.FailureSlice = kept(failures.FailureSlice, failures.FACTS)
+    progress: progress.ProgressSlice = kept(progress.ProgressSlice, progress.FACTS)
+    pace: pace.PaceSlice = kept(pace.PaceSlice, pace.FACTS)
+    hangs: hangs.HangSlice = kept(hangs.HangSlice, hangs.FACTS)
+    budget: budget.BudgetSlice = kept(budget.BudgetSlice, budget.FACTS)
+    health: health.HealthSlice = kept(health.HealthSlice, health.FACTS)
+    laggards: laggards.LaggardSlice = kept(laggards.LaggardSlice, laggards.FACTS)
+    planning: planning.PlanningSlice = kept(planning.PlanningSlice, planning.FACTS)
+    checkpoints: checkpoints.CheckpointSlice = kept(checkpoints.CheckpointSlice, checkpoints.FACTS)
 
 
-_CONCERNS = (
-    job.CONCERN,
-    nodes.CONCERN,
-    silence.CONCERN,
+FOLD: Fold[JobState] = Fold(JobState)
+REGISTRY = Registry(FOLD.events)
+CODEC = Codec(REGISTRY)
+
+# In the order in which they react.
+_RULES = (
+    job.RULES,
+    nodes.RULES,
+    silence.RULES,
     # Before recovery: where a host is kept off because of a failure, whoever is planned in answer to it keeps off already.
-    hosts.CONCERN,
-    evidence.CONCERN,
-    recovery.CONCERN,
-    world.CONCERN,
-    progress.CONCERN,
-    pace.CONCERN,
-    hangs.CONCERN,
-    scaling.CONCERN,
-    changing.CONCERN,
-    budget.CONCERN,
-    backoff.CONCERN,
-    checking.CONCERN,
-    laggards.CONCERN,
-    checkpoints.CONCERN,
-    salvage.CONCERN,
+    hosts.RULES,
+    evidence.RULES,
+    recovery.RULES,
+    world.RULES,
+    progress.RULES,
+    pace.RULES,
+    hangs.RULES,
+    scaling.RULES,
+    changing.RULES,
+    budget.RULES,
+    backoff.RULES,
+    checking.RULES,
+    laggards.RULES,
+    checkpoints.RULES,
+    salvage.RULES,
 )
 
 
 def model(hook: Hook | None = None) -> Model[JobState]:
-    """The concerns. With a ``hook``, a user's say in what is done about failures, it may decide otherwise, and folds alike."""
-    concerns = [recovery.concern(hook) if hook is not None and one is recovery.CONCERN else one for one in _CONCERNS]
-    # A sender is forgotten with its node; all of them with their run.
-    forgets = MappingProxyType({nodes.NodeGone: lambda fact: fact.node, job.JobCreated: lambda _: None})
-    return Model(JobState, concerns, forgets=forgets)
+    """The rules. With a ``hook``, a user's say in what is done about failures, they may decide otherwise, and fold alike."""
+    return Model(FOLD, [recovery.rules(hook) if hook is not None and one is recovery.RULES else one for one in _RULES])
 
 
 MODEL: Model[JobState] = model()
-REGISTRY = Registry(MODEL.events)
-CODEC = Codec(REGISTRY)
+
 
 DELETION_S = 1.0
 CLOSING_S = 30.0
@@ -348,4 +348,4 @@ def _linger_us(state: JobState, group: str) -> int:
 
 def fold(records: Iterable[Record]) -> JobState:
     """The state of a history."""
-    return MODEL.fold(records)
+    return FOLD.fold(records)

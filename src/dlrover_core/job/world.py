@@ -19,7 +19,7 @@ from dlrover_core.job import job, nodes
 from dlrover_core.job.layout import Ranges, layout, to_ranges
 from dlrover_core.job.tally import Remembering
 from dlrover_core.job.tiers import MEMORY
-from dlrover_core.kernel.engine import Concern, always
+from dlrover_core.kernel.engine import Facts, Rules, always
 from dlrover_core.kernel.events import Event, Record, event
 from dlrover_core.spec import us
 
@@ -565,9 +565,8 @@ EVENTS = (
     WorldFormed, WorldDissolved, WorkersStarted, WorkersStopped, WorkersFinished, StoreOffered, StoreWithdrawn,
 )  # fmt: skip
 
-CONCERN = Concern(
-    name="world",
-    events=EVENTS,
+FACTS = Facts(
+    kinds=EVENTS,
     evolve={
         job.JobCreated: _on_created,
         WorldFormed: _on_formed,
@@ -580,6 +579,9 @@ CONCERN = Concern(
         StoreWithdrawn: _on_withdrawn,
         **dict.fromkeys(get_args(Ended), _forget_offers),
     },
+)
+
+RULES = Rules(
     decide={
         OfferStore: _offer,
         WithdrawStore: _withdraw,
