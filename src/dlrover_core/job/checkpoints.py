@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from dlrover_core.checkpoint.partners import ALONE, partners
 from dlrover_core.errors import Refused
 from dlrover_core.job import failures, job, nodes, world
-from dlrover_core.job.holdings import NOTHING as NO_STEP
-from dlrover_core.job.holdings import Holdings, SaveOrder
+from dlrover_core.job.holdings import NO_STEP, Holdings, SaveOrder
 from dlrover_core.job.layout import Ranges
 from dlrover_core.job.tiers import DISK, MEMORY, NOTHING, PEER, STORAGE, TIERS
 from dlrover_core.job.world import group_of

@@ -335,11 +335,12 @@ def keep_off(state: JobState, host: str, reason: str, now: int) -> Iterator[Even
 def _length(state: JobState, host: str, now: int) -> int:
     """Twice the last one for whoever comes back from probation, up to ``quarantine_max_s``."""
     spec, known = state.job.spec, state.hosts.hosts.get(host)
-    times = known.times if known is not None and _again(known, now) else 0
+    times = known.times if known is not None and again(known, now) else 0
     return us(max(spec.quarantine_s, min(spec.quarantine_s * 2 ** min(times, 16), spec.quarantine_max_s)))
 
 
-def _again(known: HostMemory, now: int) -> bool:
+def again(known: HostMemory, now: int) -> bool:
+    """Would a quarantine now be one more in a row?"""
     return known.probation and now - known.until < us(FORGIVEN_S)
 
 
@@ -435,7 +436,7 @@ def _memory(slice_: HostSlice, host: str, now: int) -> HostMemory:
 
 def _on_quarantined(slice_: HostSlice, fact: HostQuarantined, record: Record) -> None:
     known = _memory(slice_, fact.host, record.at)
-    known.times = known.times + 1 if _again(known, record.at) else 1
+    known.times = known.times + 1 if again(known, record.at) else 1
     known.until, known.why, known.asked = fact.until, fact.reason, fact.asked
     known.probation, known.trial = True, ""
     known.incident = next((one.incident for one in known.strikes if 0 < record.cause == one.asked_by), 0)

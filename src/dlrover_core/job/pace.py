@@ -174,7 +174,8 @@ class PaceSlice:
         return {(one.node, one.rank) for one in self.slow.values()}
 
 
-def _key(node: str, rank: int) -> str:
+def rank_key(node: str, rank: int) -> str:
+    """How a slow rank is found: by its node and its number."""
     return f"{node}:{rank}"
 
 
@@ -197,7 +198,7 @@ def _slow(state: JobState, command: NoteSlow, now: int) -> Iterator[Event]:
     member = _member(state, command.node, command.generation, command.rank)
     if command.now_us <= command.before_us or command.before_us < 1:
         raise Refused(f"rank {command.rank} is not slower than it was")
-    known = state.pace.slow.get(_key(command.node, command.rank))
+    known = state.pace.slow.get(rank_key(command.node, command.rank))
     if known is not None and command.now_us < SOUGHT * known.now_us:
         raise Refused(f"rank {command.rank} is known to be slow")
     if len(state.pace.slow) >= SLOW_MAX:
@@ -218,7 +219,7 @@ def _slow(state: JobState, command: NoteSlow, now: int) -> Iterator[Event]:
     )
     yield _evidence(state, command.node, command.generation, command.rank, SLOW, "slow.rank", f"{slow} {measured}")
     ranks = range(member.first_rank, member.first_rank + member.nproc)
-    if member.nproc > 1 and all(_key(command.node, one) in state.pace.slow for one in ranks):
+    if member.nproc > 1 and all(rank_key(command.node, one) in state.pace.slow for one in ranks):
         text = f"all {member.nproc} ranks on {command.node} compute slower than they did: it is the node"
         yield _evidence(state, command.node, command.generation, -1, SLOW, "slow.rank", text)
 
@@ -236,7 +237,7 @@ def _ms(microseconds: int) -> str:
 
 
 def _recovered(state: JobState, command: NoteRecovered, now: int) -> Iterator[Event]:
-    slow = state.pace.slow.get(_key(command.node, command.rank))
+    slow = state.pace.slow.get(rank_key(command.node, command.rank))
     if slow is None:
         raise Refused(f"rank {command.rank} on {command.node} is not slow")
     yield SlowEnded(command.node, command.rank, max(0, now - slow.since))
@@ -353,13 +354,13 @@ def _on_created(slice_: PaceSlice, fact: job.JobCreated, record: Record) -> None
 
 
 def _on_slow(slice_: PaceSlice, fact: SlowRank, record: Record) -> None:
-    key = _key(fact.node, fact.rank)
+    key = rank_key(fact.node, fact.rank)
     since = slice_.slow[key].since if key in slice_.slow else record.at
     slice_.slow[key] = Slow(fact.node, fact.rank, since, fact.before_us, fact.now_us)
 
 
 def _on_ended(slice_: PaceSlice, fact: SlowEnded, record: Record) -> None:
-    slice_.slow.pop(_key(fact.node, fact.rank), None)
+    slice_.slow.pop(rank_key(fact.node, fact.rank), None)
 
 
 def _forget(slice_: PaceSlice, fact: world.Ended, record: Record) -> None:

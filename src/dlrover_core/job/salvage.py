@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, get_args
 
 from dlrover_core.job import checkpoints, job, world
-from dlrover_core.job.holdings import NOTHING, Holdings
+from dlrover_core.job.holdings import NO_STEP, Holdings
 from dlrover_core.job.world import group_of
 from dlrover_core.kernel.engine import Rules
 from dlrover_core.kernel.events import Event, Record
@@ -31,13 +31,13 @@ def _lasts(state: JobState) -> bool:
 def _orderable(state: JobState, group: str, ended: Holdings | None) -> int:
     """The step of an ended generation that is to be written, as far as its nodes have told; -1: none is."""
     if ended is None or not ended.ended_at or ended.saved or not ended.heard_at or not _lasts(state):
-        return NOTHING
+        return NO_STEP
     step, kept, current = ended.whole, state.checkpoints.of(group), state.world.worlds.get(group)
     if step < 0 or (ended.generation, step) <= kept.newest or not kept.url:
-        return NOTHING  # or it is kept in memory alone
+        return NO_STEP  # or it is kept in memory alone
     if state.job.live and ended.planned and not ended.gone and current is not None and current.active:
         # Everybody who holds it is here, and goes on from there: there was no failure.
-        return NOTHING if all(current.member(node) is not None for node in ended.held) else step
+        return NO_STEP if all(current.member(node) is not None for node in ended.held) else step
     return step
 
 

@@ -28,7 +28,7 @@ from dlrover_core.job.checkpoints import (
     storage_calm_s,
     worth_telling,
 )
-from dlrover_core.job.holdings import NOTHING as NO_STEP
+from dlrover_core.job.holdings import NO_STEP
 from dlrover_core.job.salvage import HELD_WAIT_S
 from dlrover_core.job.state import Order
 from dlrover_core.runtime.duties import Desk
