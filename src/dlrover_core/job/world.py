@@ -246,6 +246,7 @@ def _count(state: JobState, group: str, *, last_call_over: bool) -> int:
 
 
 def _last_call(state: JobState, group: str) -> int:
+    """When a world forms with those who are there, if not everybody expected has come."""
     world = state.world.worlds.get(group) or World()
     return max(world.called_at, state.job.calm_at) + us(state.job.spec.last_call_s)
 
