@@ -25,6 +25,9 @@ from dlrover_core.logs import open_log
 SCRIPT = HERE / "scripts" / "ddp_step.py"
 TORCH = "2.13.0"
 OURS, TORCHRUN = "dlrover-run", "torchrun"
+NVRX = "nvidia-resiliency-ext==0.4.1"
+"""The newest one that installs on the machine of the results."""
+
 MARK = "DLROVER_BENCH_RUN"
 LIMIT_S = 120.0
 
@@ -190,6 +193,17 @@ def peer_python() -> Path:
         venv.create(home, with_pip=True, clear=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", f"torch=={TORCH}", "numpy"], check=True)
     return python
+
+
+def nvrx_folder() -> Path:
+    """A folder for ``PYTHONPATH`` with NVRx's launcher, filled where it is missing. Torch and the rest are this environment's."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = cache / "dlrover-bench" / NVRX.replace("==", "-")
+    if not (home / "bin" / "ft_launcher").exists():
+        say(f"installing NVRx's launcher in {home}, once")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(home), NVRX]
+        subprocess.run([*command, "defusedxml", "nvidia-ml-py", "pynvml", "setproctitle"], check=True)
+    return home
 
 
 def clock_offset() -> float:

@@ -1,9 +1,12 @@
 """The leading master hangs: is it replaced in time, and is nobody replaced who only pauses?
 
-A job of 2 workers trains. In turn its leading master is paused (SIGSTOP, 3 s, SIGCONT), ``--pauses`` times; then it is stopped
-for good, and a worker is killed in the same moment. Counted are masters and workers that were started anew because of pauses:
-there must be none. Measured is the time from the stop to the first step of all ranks after it: the launcher has to notice that
-its master hangs (``hung_s``, 5 s), kill it, and another one has to lead and to start the workers anew.
+A job of 2 workers trains. Its leading master is stopped for good, and a worker is killed in the same moment. Measured is the time
+from the stop to the first step of all ranks after it: the launcher has to notice that its master hangs (``hung_s``, 5 s), kill
+it, and another one has to lead and to start the workers anew.
+
+Before that, jobs that checkpoint run side by side, and in each one process after another is paused (SIGSTOP, 3 s, SIGCONT).
+``--seed`` draws whom: leader, reserve, agent, keeper, saver, zygote, worker. ``--pauses`` is how many in all with the log in
+SQLite, and as many with the log in etcd and masters on two hosts. Counted are processes that were started anew: none may be.
 
 Three places for the log:
 
@@ -27,28 +30,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _bench import BROKEN, Result, Row, options, say
+from _bench import BROKEN, HERE, Result, Row, options, say
 from _etcd import EtcdError, NotMeasurable, cluster
-from _jobs import MARK, OURS, Broken, Job, Line, running
+from _jobs import MARK, OURS, SCRIPT, Broken, Job, Line, running
 from _masters import Side
+from _pauses import PAUSE_S, Paused, Place, paused, total
 from bench_killed_master import WARM_LIMIT_S, first_steps, masters, ms, status
 
 from dlrover_adapters.http.client import fetch_status
 from dlrover_core import CoreError
 
 HUNG_S, TTL_S, SLACK_S = 5.0, 5.0, 1.0
-PAUSE_S, BETWEEN_S = 3.0, 1.0
 LIMIT_S = 60.0
 STEPS = ("--steps", "1000000")
+SAVES, SAVING = HERE / "scripts" / "kept.py", (*STEPS, "--mib", "8")
 
 Ask = Callable[[], Mapping[str, Any] | None]
 
 
 class Trial(NamedTuple):
-    """One job: what pauses cost, and how long it took after the stop."""
+    """One job: how long it took after the stop."""
 
-    masters_anew: int
-    workers_anew: int
     step_s: float
     said: str
 
@@ -68,41 +70,21 @@ def leading(ask: Ask, job: Job) -> Mapping[str, Any]:
     return found
 
 
-def hangs(job: Job, ask: Ask, warm: Callable[[], object], pauses: int) -> Trial:
-    """Pause the leader, then stop it for good and kill a worker."""
+def hangs(job: Job, ask: Ask, warm: Callable[[], object]) -> Trial:
+    """Stop the leader for good and kill a worker."""
     job.until(lambda lines: any(line.what == "step" and line.step >= 20 for line in lines))
     deadline = time.monotonic() + LIMIT_S
     while not warm():
         if time.monotonic() > deadline:
             raise Broken("no master in reserve")
         time.sleep(0.1)
-    before = leading(ask, job)
-    workers = {line.pid for line in job.lines()}
-    for number in range(pauses):
-        _pause(pid_of(before))
-        time.sleep(BETWEEN_S)
-        if number % 10 == 9:
-            say(f"{number + 1} pauses")
-    after = leading(ask, job)
+    told = leading(ask, job)
     lines = list(job.lines())
     pids = {line.pid for line in lines}
-    stopped = _stop(pid_of(after), [line for line in lines if line.rank == 1][-1])
+    stopped = _stop(pid_of(told), [line for line in lines if line.rank == 1][-1])
     lines = job.until(lambda lines: len(first_steps(lines, pids)) == 2, 0.005, LIMIT_S)
     said = [line for line in (job.folder / "output").read_text(errors="replace").splitlines() if "not answered" in line]
-    return Trial(
-        int(after["token"] != before["token"]),
-        len(pids - workers),
-        max(first_steps(lines, pids).values()) - stopped,
-        said[-1] if said else "",
-    )
-
-
-def _pause(pid: int) -> None:
-    """A master stands still for a while and goes on."""
-    with contextlib.suppress(ProcessLookupError):  # it was killed over it, which is then counted
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(PAUSE_S)
-        os.kill(pid, signal.SIGCONT)
+    return Trial(max(first_steps(lines, pids).values()) - stopped, said[-1] if said else "")
 
 
 def _stop(master: int, worker: Line) -> float:
@@ -113,19 +95,19 @@ def _stop(master: int, worker: Line) -> float:
     return at
 
 
-def on_sqlite(pauses: int) -> Trial:
+def on_sqlite() -> Trial:
     """With the reserve on the same host."""
     with running(OURS, STEPS) as job:
-        return hangs(job, lambda: status(job), lambda: len(masters(job)) >= 2, pauses)
+        return hangs(job, lambda: status(job), lambda: len(masters(job)) >= 2)
 
 
-def on_one_host(pauses: int) -> Trial:
+def on_one_host() -> Trial:
     """With the log in etcd, and nobody in reserve."""
     with cluster(1) as etcd, running(OURS, STEPS, ("--nproc-per-node", "2", "--log", etcd.url("one"))) as job:
-        return hangs(job, lambda: _leader([_address(job)], job.token), lambda: True, pauses)
+        return hangs(job, lambda: _leader([_address(job)], job.token), lambda: True)
 
 
-def on_two_hosts(pauses: int) -> Trial:
+def on_two_hosts() -> Trial:
     """With the log in etcd, and the reserve on another host."""
     with cluster(1) as etcd, _pair(etcd.url("two")) as (job, sides):
         addresses = [side.address for side in sides]
@@ -133,11 +115,26 @@ def on_two_hosts(pauses: int) -> Trial:
         def warm() -> bool:
             return _roles(addresses, job.token) == ["leader", "standby"]
 
-        return hangs(job, lambda: _leader(addresses, job.token), warm, pauses)
+        return hangs(job, lambda: _leader(addresses, job.token), warm)
 
 
 @contextlib.contextmanager
-def _pair(log: str) -> Iterator[tuple[Job, Sequence[Side]]]:
+def _saving_on_sqlite() -> Iterator[tuple[Job, Ask]]:
+    """A job that checkpoints, to be paused."""
+    with running(OURS, SAVING, script=SAVES) as job:
+        yield job, lambda: status(job)
+
+
+@contextlib.contextmanager
+def _saving_on_etcd() -> Iterator[tuple[Job, Ask]]:
+    """The same with the log in etcd and masters on two hosts."""
+    with cluster(1) as etcd, _pair(etcd.url("two"), SAVING, SAVES) as (job, sides):
+        addresses = [side.address for side in sides]
+        yield job, lambda: _leader(addresses, job.token)
+
+
+@contextlib.contextmanager
+def _pair(log: str, arguments: Sequence[str] = STEPS, script: Path = SCRIPT) -> Iterator[tuple[Job, Sequence[Side]]]:
     """Start a training host and two hosts that run masters."""
     folder = Path(tempfile.mkdtemp(prefix="dlb-"))
     env = {key: value for key, value in os.environ.items() if not key.startswith(("DLROVER", "PET_"))}
@@ -145,7 +142,7 @@ def _pair(log: str) -> Iterator[tuple[Job, Sequence[Side]]]:
     env |= {"TMPDIR": str(folder), "DLROVER_TOKEN": job.token, MARK: job.mark}
     sides = [Side(name, folder, log, env) for name in ("a", "b")]
     launch = ("--nproc-per-node", "2", "--master", ",".join(side.address for side in sides), "--rdzv-id", "bench")
-    trains = Job(OURS, folder, STEPS, (*launch, "--nnodes", "1"))
+    trains = Job(OURS, folder, arguments, (*launch, "--nnodes", "1"), script)
     trains.token, trains.mark = job.token, job.mark
     try:
         for side in sides:
@@ -181,33 +178,38 @@ def _status(address: str, token: str) -> Mapping[str, Any] | None:
         return None
 
 
-PLACES: Mapping[str, tuple[Callable[[int], Trial], float]] = {
+PLACES: Mapping[str, tuple[Callable[[], Trial], float]] = {
     "SQLite": (on_sqlite, HUNG_S + SLACK_S),
     "etcd, two hosts": (on_two_hosts, TTL_S + SLACK_S),
     "etcd, one host": (on_one_host, HUNG_S + SLACK_S),
 }
+PAUSED: Mapping[str, Place] = {"SQLite": _saving_on_sqlite, "etcd, two hosts": _saving_on_etcd}
 
 
 def main() -> int:
-    """Trials in turn."""
+    """Pauses, and then trials in turn."""
 
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "--pauses",
-            type=int,
-            default=100,
-            metavar="N",
-            help="pauses of 3 s in the first trial of each (default 100)",
+            "--pauses", type=int, default=100, metavar="N", help="pauses of 3 s at each of two places (default 100)"
         )
+        parser.add_argument("--jobs", type=int, default=3, metavar="N", help="jobs side by side (default 3)")
+        parser.add_argument("--seed", type=int, default=1, metavar="N", help="draws who is paused (default 1)")
         parser.add_argument("--only", choices=sorted(PLACES), help="one place of the log (default all)")
 
     chosen = options(__doc__, more=more)
     result = Result("hung_master", "none: torchrun's agent is its master, and nobody asks it anything")
-    found: dict[str, list[Trial]] = {name: [] for name in PLACES if chosen.only in (None, name)}
+    names = [name for name in PLACES if chosen.only in (None, name)]
+    found: dict[str, list[Trial]] = {name: [] for name in names}
+    pauses: dict[str, Paused] = {}
     try:
+        for name in names if chosen.pauses else ():
+            if name in PAUSED:
+                pauses[name] = paused(name, PAUSED[name], chosen.pauses, chosen.jobs, chosen.seed)
+                say(f"{name}: paused {dict(pauses[name].pauses)}, started anew {dict(pauses[name].anew)}")
         for trial in range(chosen.trials):
             for name, trials in found.items():
-                one = PLACES[name][0](chosen.pauses if trial == 0 else 0)
+                one = PLACES[name][0]()
                 trials.append(one)
                 say(
                     f"{trial + 1}/{chosen.trials} {name}: all ranks step again after {ms(one.step_s)}; {one.said.strip()}"
@@ -216,14 +218,14 @@ def main() -> int:
         say(f"nothing measured: {error}")
         return BROKEN
     for name, trials in found.items():
-        target = PLACES[name][1]
-        what = f"{name}: leader stopped and worker killed, to the next step of all ranks"
-        result.rows.append(Row(what, "s", [one.step_s for one in trials], target=target))
-        anew = [float(one.masters_anew + one.workers_anew) for one in trials]
-        result.rows.append(
-            Row(f"{name}: started anew by {chosen.pauses} pauses of 3 s", "processes", [max(anew)], target=0.0)
-        )
+        if trials:
+            what = f"{name}: leader stopped and worker killed, to the next step of all ranks"
+            result.rows.append(Row(what, "s", [one.step_s for one in trials], target=PLACES[name][1]))
+        if name in pauses:
+            what = f"{name}: started anew by {total(pauses[name].pauses)} pauses of {PAUSE_S:g} s"
+            result.rows.append(Row(what, "processes", [float(total(pauses[name].anew))], target=0.0))
     result.details = {name: [one._asdict() for one in trials] for name, trials in found.items()}
+    result.details |= {f"{name}, pauses": one._asdict() for name, one in pauses.items()}
     return result.finish(chosen.json)
 
 

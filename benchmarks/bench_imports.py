@@ -1,16 +1,20 @@
 """A worker of a script with slow imports is killed: how long until the next step?
 
-Three scripts (`scripts/imports.py`) with 2 workers each: a Trainer of Hugging Face, one of Lightning, and a compiled DDP model.
-Each runs twice under `dlrover-run` with nothing typed, with a state directory of its own, and once under torchrun of this
-environment. After its third step rank 1 gets SIGKILL; measured is the time until all ranks of the new attempt have completed a
-step. The second run is what the target is about: by then it is known what the script's workers import. Beside it stands what
-the script needs by itself: its first step made again in one process, with everything imported.
+Three scripts (`scripts/imports.py`) with 2 workers each: a Trainer of Hugging Face, one of Lightning, and a loop as nanoGPT's
+with a compiled model in DDP. Each runs under `dlrover-run` with nothing typed and a state directory of its own, once, then N
+times in turn with its peers: torchrun, and the launcher of NVRx. These look at their workers every 0.1 s and grant 1 s between
+SIGTERM and SIGKILL. All use this environment's packages, and the same cache of inductor, which the first run fills.
+
+After its third step rank 1 gets SIGKILL; measured is the time until all ranks of the new attempt have completed a step. The
+second run is what the target is about: by then it is known what the script's workers import. Beside it stands what the script
+needs by itself: its first step made again in one process, without DDP, with everything imported: less than a new process needs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -21,13 +25,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from _bench import BROKEN, HERE, Result, Row, median, options, say
+from _jobs import MARK, NVRX, OURS, TORCHRUN, marked, nvrx_folder
 
 SCRIPT = HERE / "scripts" / "imports.py"
-KINDS = {"hf": "Hugging Face Trainer", "lightning": "Lightning", "compile": "torch.compile with DDP"}
+KINDS = {"hf": "Hugging Face Trainer", "lightning": "Lightning", "compile": "nanoGPT with torch.compile"}
 RANKS, KILL_AT = 2, 3
 TARGET_S = 1.0
-LIMIT_S, BACK_LIMIT_S = 180.0, 30.0
-OURS, TORCHRUN = "dlrover-run", "torchrun"
+LIMIT_S, BACK_LIMIT_S = 180.0, 60.0
+PEERS = {
+    TORCHRUN: ("torch.distributed.run", "--monitor-interval", "0.1", "--shutdown-timeout", "1"),
+    NVRX: (
+        "nvidia_resiliency_ext.fault_tolerance.launcher", "--monitor-interval", "0.1", "--workers-stop-timeout", "1",
+        "--ignore-missing-fault-tol-cfg",
+    ),
+}  # fmt: skip
+"""The module of each, and what it does best with."""
 
 
 class Lost(Exception):
@@ -63,9 +75,11 @@ def running(launcher: str, kind: str, folder: Path, state: Path) -> Iterator[tup
     """The script under a launcher, in a session that is ended."""
     size = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "5"]
     ours = [str(Path(sys.executable).parent / "dlrover-run"), *size, "--state-dir", str(state)]
-    command = ours if launcher == OURS else [sys.executable, "-m", "torch.distributed.run", *size]
-    diary = folder / "diary"
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(state / "inductor"), "OMP_NUM_THREADS": "1"}
+    command = ours if launcher == OURS else [sys.executable, "-m", *PEERS[launcher], *size]
+    diary, mark = folder / "diary", secrets.token_hex(8)
+    env = {**os.environ, MARK: mark, "TORCHINDUCTOR_CACHE_DIR": str(state / "inductor"), "OMP_NUM_THREADS": "1"}
+    if launcher == NVRX:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(nvrx_folder()), env.get("PYTHONPATH"))))
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             [*command, str(SCRIPT), kind, str(diary)],
@@ -79,7 +93,7 @@ def running(launcher: str, kind: str, folder: Path, state: Path) -> Iterator[tup
             process.wait(30)
         except subprocess.TimeoutExpired:
             process.kill()
-        for _, pid in steps(diary):
+        for pid in marked(mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -113,12 +127,13 @@ def setup(kind: str, state: Path) -> float:
 
 
 def measure(result: Result, kind: str, trials: int) -> None:
-    """One script under both launchers."""
+    """One script under all launchers."""
     state = Path(tempfile.mkdtemp(prefix="bench-imports-state-"))
+    again, alone = list[tuple[float, float]](), list[float]()
+    peers: dict[str, list[float]] = {name: [] for name in PEERS}
     try:
         first, first_back = back(OURS, kind, state)
         say(f"{kind}: first run: first step after {first:.2f} s, back after {first_back:.2f} s")
-        again, peer, alone = list[tuple[float, float]](), list[float](), list[float]()
         for _ in range(trials):
             again.append(back(OURS, kind, state))
             alone.append(setup(kind, state))
@@ -126,29 +141,37 @@ def measure(result: Result, kind: str, trials: int) -> None:
                 f"{kind}: a later run: first step after {again[-1][0]:.2f} s, back after {again[-1][1]:.2f} s; "
                 f"the script's own set-up {alone[-1]:.2f} s"
             )
-        try:
-            peer.append(back(TORCHRUN, kind, state)[1])
-            say(f"{kind}: torchrun: back after {peer[-1]:.2f} s")
-        except Lost as lost:
-            result.notes.append(f"{KINDS[kind]} under torchrun: not back ({str(lost).partition(':')[0]})")
+            for name, those in peers.items():
+                _peer(result, name, kind, state, those)
     finally:
         shutil.rmtree(state, ignore_errors=True)
-    beyond = [max(0.0, one[1] - median(alone)) for one in again]
+    title, seconds = KINDS[kind], [one[1] for one in again]
     result.rows += [
-        Row(f"{KINDS[kind]}: killed worker to next step, first run", "s", [first_back], peer),
-        Row(f"{KINDS[kind]}: the same, second run", "s", [one[1] for one in again], peer),
-        Row(f"{KINDS[kind]}: the script's own set-up", "s", alone),
-        Row(f"{KINDS[kind]}: second run, beyond the set-up", "s", beyond, target=TARGET_S),
-        Row(f"{KINDS[kind]}: command to first step, first run", "s", [first]),
-        Row(f"{KINDS[kind]}: command to first step, second run", "s", [one[0] for one in again]),
+        Row(f"{title}: killed worker to next step, first run; peer torchrun", "s", [first_back], peers[TORCHRUN]),
+        Row(f"{title}: the same, second run; peer torchrun", "s", seconds, peers[TORCHRUN]),
+        Row(f"{title}: the same, second run; peer NVRx's launcher", "s", seconds, peers[NVRX]),
+        Row(f"{title}: the script's own set-up", "s", alone),
+        Row(f"{title}: second run, beyond the set-up", "s", [one - median(alone) for one in seconds], target=TARGET_S),
+        Row(f"{title}: command to first step, first run", "s", [first]),
+        Row(f"{title}: command to first step, second run", "s", [one[0] for one in again]),
     ]
+
+
+def _peer(result: Result, name: str, kind: str, state: Path, those: list[float]) -> None:
+    try:
+        those.append(back(name, kind, state)[1])
+        say(f"{kind}: {name}: back after {those[-1]:.2f} s")
+    except Lost as lost:
+        say(f"{kind}: {name}: {lost}")
+        result.notes.append(f"{KINDS[kind]} under {name}: not back ({str(lost).partition(':')[0]})")
 
 
 def main() -> int:
     """All three, or those that are named."""
-    told = options(__doc__, 1, lambda parser: parser.add_argument("--only", choices=sorted(KINDS), action="append"))
-    result = Result("imports", "torchrun")
+    told = options(__doc__, 3, lambda parser: parser.add_argument("--only", choices=sorted(KINDS), action="append"))
+    result = Result("imports", f"torchrun and {NVRX}")
     try:
+        nvrx_folder()
         for kind in told.only or KINDS:
             measure(result, kind, told.trials)
     except (Lost, subprocess.CalledProcessError, OSError) as error:

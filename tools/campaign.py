@@ -31,6 +31,8 @@ campaigns:
            tensors must be those of a run without us; nothing is drawn, --trials counts cells; under half an hour
   storms   5 real jobs of 2 nodes x 2 ranks, side by side: for 20 minutes their processes are killed and stopped at random; every
            loss, sampler position and random number must be an undisturbed run's, bit for bit; nothing may be left
+  rough    5 real jobs, side by side, for an hour: kills, stops, clocks that jump, full and stalling disks, limits, strangers,
+           and on several hosts a bad network and a bad etcd; a witness that imports nothing of ours finds nothing wrong
   ends     200 undisturbed jobs end right after a due save, their ranks up to 500 ms apart, with 10 to 500 MB; the last state must
            be on storage, for FlashCheckpoint, FlashTrainer and Lightning; about twenty minutes
   restarts 10 jobs of 2 nodes lose a worker or a node; every checkpoint that is due in the 60 s after must be on storage; some
@@ -165,6 +167,13 @@ def _storms(options: argparse.Namespace) -> int:
     return campaign(options.seed, options.trials or SEEDS, machine(), options.jobs or JOBS, seconds)
 
 
+def _rough(options: argparse.Namespace) -> int:
+    from tools.campaign_rough import JOBS, SECONDS, SEEDS, campaign
+
+    seconds = options.seconds or SECONDS
+    return campaign(options.seed, options.trials or SEEDS, machine(), options.jobs or JOBS, seconds)
+
+
 def _ends(options: argparse.Namespace) -> int:
     from tools.campaign_ends import JOBS, TRIALS, campaign
 
@@ -178,7 +187,9 @@ def _restarts(options: argparse.Namespace) -> int:
     return campaign(options.seed, options.trials or TRIALS, machine(), options.jobs or JOBS, seconds)
 
 
-SIDE: dict[str, Callable[[argparse.Namespace], int]] = {"ends": _ends, "restarts": _restarts, "storms": _storms}
+SIDE: dict[str, Callable[[argparse.Namespace], int]] = {
+    "ends": _ends, "restarts": _restarts, "rough": _rough, "storms": _storms,
+}  # fmt: skip
 """Campaigns that save themselves, and run several trials side by side."""
 
 
@@ -242,7 +253,12 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=0, help="how many seeds (default: the campaign's full size)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--jobs", type=int, default=0, help=f"trials side by side, of {', '.join(sorted(SIDE))}")
-    parser.add_argument("--seconds", type=float, default=0.0, help="of each storm (1200), or after each restart (60)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.0,
+        help="of each storm (1200) or rough world (3600), or after each restart (60)",
+    )
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:

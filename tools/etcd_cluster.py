@@ -69,11 +69,19 @@ class Certificates(NamedTuple):
     key: Path
 
 
+class Place(NamedTuple):
+    """Where a member runs: its address, and what a command begins with to run there."""
+
+    address: str = HOST
+    prefix: tuple[str, ...] = ()
+
+
 class _Member:
     """One process, and where its things are."""
 
-    def __init__(self, number: int, folder: Path) -> None:
-        self.name, self.folder = f"m{number}", folder
+    def __init__(self, number: int, folder: Path, place: Place) -> None:
+        self.name, self.folder, self.place = f"m{number}", folder, place
+        self.state = "new"
         self.client = self.peer = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.paused = False
@@ -94,7 +102,8 @@ class Cluster:
 
     ``directory`` is where its folder is made (default: the system's temporary one), ``quota_bytes`` the space after which etcd
     refuses writes (0: etcd's 2 GB), ``tls`` gives the members certificates of a CA made for it, ``mutual`` has them want one of
-    every client too, ``user`` turns authentication on, ``extra`` are more arguments of every member.
+    every client too, ``user`` turns authentication on, ``extra`` are more arguments of every member. ``places`` are those of the
+    members, such as network namespaces (default: all on loopback).
     """
 
     def __init__(
@@ -108,9 +117,12 @@ class Cluster:
         user: str = "",
         password: str = "",
         extra: Sequence[str] = (),
+        places: Sequence[Place] = (),
     ) -> None:
+        self._places = [*places, *(Place() for _ in range(members - len(places)))]
         self.binary = binary()
         self._count, self._directory = members, directory
+        self._quota_bytes = quota_bytes
         self._tls, self._mutual = tls or mutual, mutual
         self._user, self._password = user, password
         self._extra = (*(("--quota-backend-bytes", str(quota_bytes)) if quota_bytes else ()), *extra)
@@ -147,7 +159,7 @@ class Cluster:
     @property
     def endpoints(self) -> list[str]:
         """``host:port`` of every member."""
-        return [f"{HOST}:{one.client}" for one in self._members]
+        return [f"{one.place.address}:{one.client}" for one in self._members]
 
     def url(self, prefix: str = "t", *, endpoints: Sequence[str] = (), **options: str) -> str:
         """The log's URL, with what it takes to be let in. ``endpoints`` in place of the members' own, e.g. proxies."""
@@ -192,6 +204,25 @@ class Cluster:
             raise EtcdError(f"member {member} runs already")
         self._starter.submit(self._start, one).result()
 
+    def lose(self, member: int) -> None:
+        """SIGKILL a member and lose its disk; an operator takes it out of the cluster. `replace` brings another one."""
+        one = self._members[member]
+        self.kill(member)
+        known = self._any("cluster/member/list", {})["members"]
+        self._any("cluster/member/remove", {"ID": next(each["ID"] for each in known if each.get("name") == one.name)})
+        shutil.rmtree(self.folder / one.name)
+
+    def replace(self, member: int) -> None:
+        """Add a new member in the place of one that was lost. Does not wait for its health."""
+        one = self._members[member]
+        self._any("cluster/member/add", {"peerURLs": [f"http://{one.place.address}:{one.peer}"]})
+        one.state = "existing"
+        self.start(member)
+
+    def pids(self) -> list[int]:
+        """The processes of the members that run."""
+        return [one.process.pid for one in self._members if one.process is not None and one.alive]
+
     def double(self) -> str:
         """Stop the only member for a moment, and start a second one from a copy of its data, which knows nothing of the first.
 
@@ -200,7 +231,7 @@ class Cluster:
         if self._count != 1:
             raise EtcdError("only a single member has a majority by itself")
         self.kill(0)
-        one = _Member(1, self.folder)
+        one = _Member(1, self.folder, Place())
         shutil.copytree(self.folder / self._members[0].name, self.folder / one.name)
         one.client, one.peer = _free_port(), _free_port()
         self._starter.submit(self._start, one).result()
@@ -274,7 +305,8 @@ class Cluster:
 
     def _hash_of(self, number: int, revision: int) -> Any:
         """What members ask each other. The gateway's ``maintenance/hash`` is another hash, of the whole file as it is now."""
-        url = f"http://{HOST}:{self._members[number].peer}/members/hashkv"
+        one = self._members[number]
+        url = f"http://{one.place.address}:{one.peer}/members/hashkv"
         asked = urllib.request.Request(url, json.dumps({"revision": revision}).encode(), method="GET")
         with urllib.request.urlopen(asked, timeout=CALL_S) as reply:  # noqa: S310  # http
             return json.loads(reply.read())
@@ -303,13 +335,22 @@ class Cluster:
         self._any("kv/deleterange", {"key": _b64(prefix), "range_end": _b64(prefix[:-1] + chr(ord(prefix[-1]) + 1))})
 
     def make_room(self) -> None:
-        """What ends a NOSPACE alarm: compact, defragment every member, disarm."""
+        """What ends a NOSPACE alarm: compact, defragment every member, disarm. A member may compact late, and needs it again."""
         self.compact()
-        for number in range(self._count):
+        self._until(self._has_room, "is out of space")
+
+    def _has_room(self) -> bool | None:
+        for number in self._talking():
             self._ask(number, "maintenance/defragment", {}, timeout_s=HEALTHY_S)
-        said = self._any("maintenance/alarm", {"action": "GET"})
-        for one in said.get("alarms", ()):
+            # What a member has not compacted yet counts as in use, so nothing but the size of its file says that there is room.
+            if (
+                self._quota_bytes
+                and int(self._ask(number, "maintenance/status", {})["dbSize"]) > self._quota_bytes // 2
+            ):
+                return None
+        for one in self._any("maintenance/alarm", {"action": "GET"}).get("alarms", ()):
             self._any("maintenance/alarm", one | {"action": "DEACTIVATE"})
+        return not self.alarms() or None
 
     def revoke(self, lease: int) -> None:
         """End a lease early."""
@@ -343,7 +384,7 @@ class Cluster:
     def _first_start(self) -> None:
         """Start on free ports; others', where somebody else took one meanwhile."""
         for attempt in range(STARTS):
-            self._members = [_Member(number, self.folder) for number in range(self._count)]
+            self._members = [_Member(number, self.folder, place) for number, place in enumerate(self._places)]
             for one in self._members:
                 one.client, one.peer = _free_port(), _free_port()
             for one in self._members:
@@ -361,7 +402,8 @@ class Cluster:
 
     def _start(self, one: _Member) -> None:
         http = "https" if self.certificates else "http"
-        client, peer = f"{http}://{HOST}:{one.client}", f"http://{HOST}:{one.peer}"
+        host = one.place.address
+        client, peer = f"{http}://{host}:{one.client}", f"http://{host}:{one.peer}"
         words = {
             "--name": one.name,
             "--data-dir": str(self.folder / one.name),
@@ -369,7 +411,10 @@ class Cluster:
             "--advertise-client-urls": client,
             "--listen-peer-urls": peer,
             "--initial-advertise-peer-urls": peer,
-            "--initial-cluster": ",".join(f"{each.name}=http://{HOST}:{each.peer}" for each in self._members),
+            "--initial-cluster": ",".join(
+                f"{each.name}=http://{each.place.address}:{each.peer}" for each in self._members
+            ),
+            "--initial-cluster-state": one.state,
             "--initial-cluster-token": self.folder.name,
             "--logger": "zap",
             "--log-level": "error",
@@ -386,6 +431,7 @@ class Cluster:
             "-c",
             DIES_WITH_US,
             str(os.getpid()),
+            *one.place.prefix,
             self.binary,
             *arguments,
             *self._extra,

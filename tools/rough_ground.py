@@ -139,17 +139,22 @@ class Ground:
 
     def _disk(self, place: Path, *, loops: bool) -> None:
         place.mkdir()
-        if loops:
+        if not (loops and self._loop(place)):
+            _run("mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "disk", str(place))
+        self.mounts.append(str(place))
+        self._frozen.append(os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+    def _loop(self, place: Path) -> bool:
+        """Mount a disk that can be frozen; False where all loop devices are taken."""
+        with contextlib.suppress(subprocess.CalledProcessError):
             image = self.folder / f"{place.name}.ext4"
             with image.open("wb") as file:
                 file.truncate(DISK_MIB << 20)
             _run("mkfs.ext4", "-q", "-F", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", str(image))
             _run("mount", "-o", "loop,noatime", str(image), str(place))
             shutil.rmtree(place / "lost+found", ignore_errors=True)
-        else:
-            _run("mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "disk", str(place))
-        self.mounts.append(str(place))
-        self._frozen.append(os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            return True
+        return False
 
     def thaw(self) -> None:
         """Let whatever waits for a disk go on."""
@@ -159,6 +164,7 @@ class Ground:
 
     def keep(self) -> None:
         """Copy what lies on disks that are about to go."""
+        self.thaw()
         for name in ("state", "stored"):
             if self._own:
                 (self.folder / name / "ballast").unlink(missing_ok=True)
@@ -193,10 +199,10 @@ def stand(folder: Path) -> int:
         ground.open()
         with (folder / "world.out").open("wb") as out:
             line = [sys.executable, "-m", "tools.rough_world", str(folder)]
-            own = ["/usr/bin/env", *OWN, *INIT, *line]
-            alone = [sys.executable, "-I", "-S", "-c", DIES_WITH_US, str(os.getpid()), *line]
+            line = ["/usr/bin/env", *OWN, *INIT, *line] if plan["own"] else line
+            line = [sys.executable, "-I", "-S", "-c", DIES_WITH_US, str(os.getpid()), *line]
             with subprocess.Popen(
-                own if plan["own"] else alone, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                line, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             ) as process:
                 _watch(process, ground)
         ground.keep()

@@ -50,7 +50,7 @@ HOSTS = ("a", "b", "c")
 SECONDS: Mapping[str, tuple[float, float]] = {
     "clock": (3.0, 20.0), "disk-full": (2.0, 15.0), "disk-stall": (0.5, 20.0), "pids": (2.0, 8.0), "files": (2.0, 8.0),
     "strangers": (6.0, 10.0), "cut": (1.0, 40.0), "loss": (4.0, 20.0), "delay": (4.0, 20.0), "host": (2.0, 10.0),
-    "etcd-kill": (1.0, 10.0), "etcd-stop": (1.0, 15.0), "etcd-full": (3.0, 10.0), "etcd-wipe": (1.0, 5.0),
+    "etcd-kill": (1.0, 10.0), "etcd-stop": (1.0, 15.0), "etcd-full": (10.0, 25.0), "etcd-wipe": (1.0, 5.0),
 }  # fmt: skip
 """How long a strike of a kind lasts: from, to."""
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from tools.etcd_cluster import EtcdError
 from tools.rough_kinds import Strike
 from tools.storming import Process, Striking, Timed
 from tools.trials import Patience
@@ -31,6 +32,9 @@ FREEZE, THAW = 0xC0045877, 0xC0045878
 EATS_BYTES = 192 << 20
 HOUR_NS = 3600 * 10**9
 BEAT_S, STOOD_S = 0.05, 1.0
+TRIES, AGAIN_S = 5, 2.0
+FAILURES = (OSError, EtcdError)
+"""What may keep a strike from being done, or from being taken back at once."""
 OPEN_TO_STRANGERS = ("dlrover-master", "dlrover-agent", "dlrover-saver", "dlrover-keeper")
 """Whose ports strangers come to. Workers' are torch's own."""
 
@@ -49,6 +53,10 @@ class Victim(Protocol):
         """Raises AssertionError when it has ended."""
         ...
 
+    def prefix(self, pid: int) -> list[str]:
+        """What a command begins with to run on the host of a process."""
+        ...
+
 
 class Diary:
     """The file of all strikes, one line when a strike begins and one when it is taken back."""
@@ -59,7 +67,7 @@ class Diary:
         self._number = 0
 
     def begins(self, kind: str, target: str, lasts: bool, **about: object) -> int:
-        """Note that a strike begins now; its number."""
+        """Note that a strike begins now, if ``about`` says no other ``start``; its number."""
         with self._lock:
             self._number += 1
             row = {
@@ -97,7 +105,7 @@ class Metronome:
         while not self._over.wait(BEAT_S):
             now = time.monotonic()
             if now - before > STOOD_S:
-                number = self._diary.begins("machine", "", lasts=False, stood_s=round(now - before, 2))
+                number = self._diary.begins("machine", "", lasts=True, start=before)
                 self._diary.ends(number)
             before = now
 
@@ -138,11 +146,17 @@ class Rough(Striking):
     def strike(self, strike: Timed, now_s: float) -> None:
         """Do it, or count why not."""
         assert isinstance(strike, Strike)
+        busy, undone = set(self._busy), len(self._later)
+        name = f"{strike.kind} {strike.target.removeprefix('dlrover-')}".rstrip()
         try:
-            done = self._does[strike.kind](strike)
+            name = name if self._does[strike.kind](strike) else "nobody there"
         except ProcessLookupError:
-            done = False
-        self.done[f"{strike.kind} {strike.target.removeprefix('dlrover-')}".rstrip() if done else "nobody there"] += 1
+            name = "nobody there"
+        except FAILURES as error:
+            name = f"not done: {name}: {error}"[:160]
+        if name.startswith("n") and len(self._later) == undone:
+            self._busy = busy
+        self.done[name] += 1
 
     def close(self) -> None:
         """Have no stranger left."""
@@ -156,10 +170,16 @@ class Rough(Striking):
         """Write it down. ``undo`` takes it back when its time is over."""
         number = self._diary.begins(strike.kind, strike.target, undo is not None, **about)
 
-        def over() -> None:
+        def over(tries: int = TRIES) -> None:
             assert undo is not None
-            undo()
-            self._diary.ends(number)
+            try:
+                undo()
+            except FAILURES:
+                if not tries:
+                    raise
+                self.later(AGAIN_S, lambda: over(tries - 1))
+            else:
+                self._diary.ends(number)
 
         if undo is not None:
             self.later(strike.lasts_s, over)
@@ -286,21 +306,22 @@ class Rough(Striking):
     def _stranger(self, strike: Strike) -> bool:
         if self._taken("strangers"):
             return False
-        ports = [
-            (role, place)
-            for role in OPEN_TO_STRANGERS
-            for one in self._victim.living(role)
-            for place in listening(one.pid)
-            if strike.kind == "strangers" or role not in TORCHS
+        roles = [role for role in OPEN_TO_STRANGERS if strike.kind == "strangers" or role not in TORCHS]
+        found = [
+            (role, one, place) for role in roles for one in self._victim.living(role) for place in listening(one.pid)
         ]
-        if not ports:
+        if not found:
             self._busy.discard("strangers")
             return False
+        chosen = found[int(strike.which * len(found)) % len(found)][1].pid
+        here = _network(chosen)
+        ports = [(role, place) for role, one, place in found if _network(one.pid) == here]
         first, second = (strike.lasts_s, CONNECTIONS) if strike.kind == "strangers" else (self._seed, STREAMS)
         mode = "hold" if strike.kind == "strangers" else "bytes"
         line = [sys.executable, "-I", "-S", str(STRANGER), mode, str(first), str(second), *(one for _, one in ports)]
         if os.geteuid() == 0 and shutil.which("setpriv"):
             line = ["/usr/bin/env", "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *line]
+        line = [*self._victim.prefix(chosen), *line]
         running = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self._strangers.append(running)
 
@@ -321,6 +342,14 @@ def _lives(fd: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _network(pid: int) -> str:
+    """Which network a process is in; empty when it has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")  # noqa: PTH115  # it is no path
+    except OSError:
+        return ""
 
 
 def _write(clock: Path, nanoseconds: int) -> None:

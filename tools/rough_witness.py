@@ -184,7 +184,7 @@ def lives(paths: Iterable[Path]) -> list[Life]:
 
 def curves(folder: Path) -> list[Path]:
     """The files of the struck job, on whatever host."""
-    return [*folder.glob("curve-*"), *folder.glob("host-*/curve-*")]
+    return [*folder.glob("curve-*"), *folder.glob("hosts/*/curve-*")]
 
 
 # ---- the curve

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.campaign_storms import ENDLESS, FURTHER, RANKS, epilogue
-from tools.rough_kinds import Strike
+from tools.rough_hosts import RoughHosts, ThreeHosts
+from tools.rough_kinds import Strike, has_hosts
 from tools.rough_striking import Diary, Metronome, Rough
 from tools.storming import BIN, SCRIPTS, TOKEN, Control, Storm, lives
 from tools.trials import Patience
@@ -81,6 +82,14 @@ class OneHost(Storm):
         """What its processes have in their environment."""
         return [self.mark]
 
+    def prefix(self, pid: int) -> list[str]:  # on several hosts it matters
+        """What a command begins with to run on the host of a process: nothing."""
+        return []
+
+    def ours(self) -> list[int]:
+        """The processes that are the harness's."""
+        return []
+
     def ends(self, patience: Patience) -> list[dict[str, Any]]:
         """Let it end; how its launchers did."""
         self.finish()
@@ -131,7 +140,8 @@ def struck(world: World, job: Any, patience: Patience) -> tuple[list[dict[str, A
     )
     diary = Diary(world.folder / "diary.jsonl")
     metronome, follower = Metronome(diary), Follower(job.log, world.folder / "events.jsonl")
-    striking = Rough(
+    kind = RoughHosts if has_hosts(world.seed) else Rough
+    striking = kind(
         job, patience, diary, folders=job.folders, disks={name: world.folder / name for name in ("state", "stored")},
         groups=world.groups, clocks=job.clock_files, seed=world.seed,
     )  # fmt: skip
@@ -148,7 +158,7 @@ def struck(world: World, job: Any, patience: Patience) -> tuple[list[dict[str, A
 @contextlib.contextmanager
 def running(world: World) -> Iterator[Any]:
     """The job of the plan."""
-    with OneHost(world) as job:
+    with ThreeHosts(world) if has_hosts(world.seed) else OneHost(world) as job:
         yield job
 
 
@@ -165,7 +175,7 @@ def run(world: World) -> dict[str, Any]:
             broken = epilogue(folder, world.stored, patience)[0] if world.epilogue else []
             control.curve(patience)
         about = {
-            "job": JOB, "status": 0, "marks": marks, "own_processes": world.own, "harness": [], "shared": world.shared,
+            "job": JOB, "status": 0, "marks": marks, "own_processes": world.own, "harness": job.ours(), "shared": world.shared,
             "mounts": world.mounts, "groups": [str(one) for one in world.groups.values()], "log": job.log,
             "dlrover": [str(BIN / "dlrover")], "stored": str(world.stored), "said": job.said_in,
         }  # fmt: skip

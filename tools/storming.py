@@ -21,10 +21,12 @@ SCRIPTS = ROOT / "tests" / "integration" / "scripts"
 if str(SCRIPTS) not in sys.path:
     sys.path.insert(0, str(SCRIPTS))
 
+from hosts_net import Host, Net, namespace  # noqa: E402  # they lie with the tests
 from running import BIN, TOKEN, Job, Process, processes  # noqa: E402  # it lies with the tests
 
 __all__ = [
-    "BIN", "SCRIPTS", "TOKEN", "Control", "Job", "Life", "Process", "Storm", "Striking", "Timed", "flaws", "lives", "processes",
+    "BIN", "SCRIPTS", "TOKEN", "Control", "Host", "Job", "Life", "Net", "Process", "Storm", "Striking", "Timed", "children",
+    "flaws", "lives", "namespace", "processes",
 ]  # fmt: skip
 
 CONTROL_S = 1800.0
@@ -40,7 +42,7 @@ class Storm(Job):
     def living(self, role: str) -> list[Process]:
         """The processes of a role, the oldest first."""
         if role == "dlrover-sweeper":
-            return sorted(_children(self.process.pid, role), key=lambda one: one.pid)
+            return sorted(children(self.process.pid, role), key=lambda one: one.pid)
         found = [one for one in processes(self.mark) if one.name == role or one.name.startswith(f"{role}-")]
         return sorted((one for one in found if one.pid != self.process.pid), key=lambda one: one.pid)
 
@@ -55,7 +57,8 @@ class Storm(Job):
         return self.process.wait()
 
 
-def _children(parent: int, name: str) -> list[Process]:
+def children(parent: int, name: str) -> list[Process]:
+    """The children of a process that have a name."""
     found = []
     for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
         with contextlib.suppress(OSError):  # it has ended since

@@ -87,18 +87,56 @@ def lightning() -> None:
     trainer.fit(Model(), torch.utils.data.DataLoader(Rows(), batch_size=4))
 
 
+class Block(torch.nn.Module):
+    """Attention and a perceptron, as GPT has them."""
+
+    def __init__(self, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.ask, self.answer = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.think = torch.nn.Sequential(
+            torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        parts = self.ask(self.before(x)).split(width, dim=2)
+        q, k, v = (one.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for one in parts)
+        found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.answer(found.transpose(1, 2).reshape(batch, length, width))
+        return x + self.think(self.between(x))
+
+
+class Gpt(torch.nn.Module):
+    """Two blocks; returns the loss."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.tokens, self.places = torch.nn.Embedding(VOCABULARY, width), torch.nn.Embedding(LENGTH, width)
+        self.blocks = torch.nn.Sequential(Block(), Block(), torch.nn.LayerNorm(width))
+        self.head = torch.nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        found = self.head(self.blocks(self.tokens(tokens) + self.places(torch.arange(LENGTH))))
+        return torch.nn.functional.cross_entropy(found.flatten(0, 1), following.flatten())
+
+
 def compiled() -> None:
-    """A compiled model in DDP; what inductor generates is cached on disk."""
+    """A loop as nanoGPT's: a compiled GPT in DDP, AdamW, clipped gradients. What inductor generates is cached on disk."""
     distributed = "RANK" in os.environ
-    if distributed and not torch.distributed.is_initialized():
+    if distributed:
         torch.distributed.init_process_group("gloo")
-    layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.LayerNorm(64))
-    model = torch.nn.parallel.DistributedDataParallel(layer) if distributed else layer
-    step, optimizer = torch.compile(model), torch.optim.AdamW(model.parameters())
+    model: torch.nn.Module = torch.compile(Gpt())
+    if distributed:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     for number in range(STEPS):
-        step(torch.ones(4, LENGTH, 64)).mean().backward()
+        tokens = torch.randint(VOCABULARY, (4, LENGTH + 1))
+        model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=True)
         note(number + 1)
 
 

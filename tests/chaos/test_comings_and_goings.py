@@ -26,10 +26,18 @@ TAKE_OVER_S = 0.5
 
 
 def tell(
-    story: Story, hosts: str, fewest: int, most: int, *, starts: bool = True, step_s: float = 0.1, **group: int
+    story: Story,
+    hosts: str,
+    fewest: int,
+    most: int,
+    *,
+    starts: bool = True,
+    step_s: float = 0.1,
+    spec: JobSpec = BASE,
+    **group: int,
 ) -> JobState:
     """Let a job that never ends by itself live through ``story``; the state then, every invariant kept."""
-    spec = dataclasses.replace(BASE, groups=(GroupSpec(nodes_min=fewest, nodes_max=most, **group),))
+    spec = dataclasses.replace(spec, groups=(GroupSpec(nodes_min=fewest, nodes_max=most, **group),))
 
     async def told() -> JobState:
         async with HostsCluster(spec, hosts, training=Training(steps=10**9, step_s=step_s)) as cluster:
@@ -57,17 +65,19 @@ async def next_step(cluster: HostsCluster, limit_s: float = 600.0) -> float:
 
 @pytest.mark.parametrize("fewest", [1, 2], ids=["MIN:MAX", "N"])
 def test_weekly_reboots(fewest: int) -> None:
-    """A host that reboots again and again, but serves in between, is welcome every time: nothing adds up over a year."""
+    """A host that reboots again and again, but serves an hour in between, is welcome every time: nothing adds up."""
 
     async def story(cluster: HostsCluster) -> None:
-        for _ in range(6):
+        for _ in range(3):
             await asyncio.sleep(SERVED_S + 60)
             cluster.kill_host("b")
             await asyncio.sleep(120)
             cluster.start_host("b")
             await cluster.until(lambda: size(cluster) == 2, 120, 0.1)
 
-    assert tell(story, "ab", fewest, 2, step_s=10.0).failures.relaunches == {"worker-1": 1}
+    # Beats are what an hour costs: few of them.
+    state = tell(story, "ab", fewest, 2, step_s=10.0, spec=dataclasses.replace(BASE, heartbeat_s=10.0, silence_s=30.0))
+    assert state.failures.relaunches == {"worker-1": 1}
 
 
 def test_crash_loop_is_still_bounded() -> None:

@@ -317,7 +317,7 @@ def test_a_boundary_is_not_waited_at_for_ever() -> None:
         await happened(cluster, planning.WorldPlanDropped)
         cluster.thaw("worker-1-0")
 
-    told = tell(story, steps=2000, plan_s=30.0, boundary_s=3.0, silence_s=1000.0, hang_s=0.0)
+    told = tell(story, steps=1000, plan_s=10.0, boundary_s=3.0, silence_s=1000.0, hang_s=0.0)
     assert told.lost == 0
     assert told.sizes == [2, 4]
     assert len(told.dropped) >= 1
@@ -410,7 +410,7 @@ def test_two_drains_at_once() -> None:
 
 def places() -> range:
     """Where in the log the events of a drain are."""
-    names = [type(record.event).__name__ for record in tell(drains).records]
+    names = [type(record.event).__name__ for record in tell(drains, steps=150).records]
     return range(names.index("NodeDrained"), names.index("NodeReleased") + 2)
 
 
@@ -424,7 +424,7 @@ def test_the_master_dies_at_every_place_of_a_drain() -> None:
             cluster.kill_master()
             cluster.start_master()
 
-        told = tell(story)
+        told = tell(story, steps=150)
         assert (told.lost, told.sizes[-1]) == (0, 2), place
         assert len(told.facts(scaling.NodeDrained)) == 1
         assert (1, 1, 1, 1) in told.facts(world.WorldFormed)[-1].members, place

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from tests.chaos.seeds import trial
 
-SMOKE = range(100)
-TWICE = range(0, 100, 20)
+SMOKE = range(40)
+TWICE = range(0, 40, 10)
 
 
-@pytest.mark.parametrize("block", range(0, len(SMOKE), 20))
+@pytest.mark.parametrize("block", range(0, len(SMOKE), 10))
 def test_seeded_histories_keep_every_promise(block: int) -> None:
     """Whatever a seed does to a job, it succeeds, makes every step, restarts nobody needlessly, and leaves a legal log."""
-    for seed in SMOKE[block : block + 20]:
+    for seed in SMOKE[block : block + 10]:
         try:
             assert trial(seed)["events"] > 0
         except Exception as error:

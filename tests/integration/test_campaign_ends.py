@@ -1,4 +1,4 @@
-"""The campaign `ends`, two runs of it: whichever rank comes late to ``close()``, the last state is on storage."""
+"""The campaign `ends`, one run of it by day: whichever rank comes late to ``close()``, the last state is on storage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from tools.trials import Patience
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("mib", "kind_of", "skews"), [(115, "frozen", (0, 200)), (80, "buffer", (250, 0))], ids=["rank1", "rank0"]
+    ("mib", "kind_of", "skews"),
+    [
+        pytest.param(115, "frozen", (0, 200), id="rank1"),
+        pytest.param(
+            *(80, "buffer", (250, 0)), id="rank0", marks=pytest.mark.nightly(reason="rank 1 stands for it in make test")
+        ),
+    ],
 )
 def test_the_last_state_is_on_storage(tmp_path: Path, mib: int, kind_of: str, skews: tuple[int, ...]) -> None:
     """One rank comes to ``close()`` while the other one's part is being written: the step is sealed, and has its values."""

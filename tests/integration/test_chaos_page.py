@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ TOLD = (
 BLOCKS = re.findall(r"^```python( fails)?\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def pytest_over(folder: Path, *blocks: str) -> subprocess.CompletedProcess[str]:
+def pytest_over(folder: Path, *blocks: str, words: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     """Pytest over these examples, each a file of its own as somebody who copies it has it."""
     (folder / "tests").mkdir()
     (folder / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
@@ -32,7 +33,7 @@ def pytest_over(folder: Path, *blocks: str) -> subprocess.CompletedProcess[str]:
         (folder / "tests" / f"test_{number}.py").write_text(block)
     plugin = ("-p", "dlrover_core.testing.plugin", "-p", "no:cacheprovider")
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *plugin, "tests"],
+        [sys.executable, "-m", "pytest", "-q", *plugin, *words, "tests"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(SOURCES)},
         capture_output=True,
@@ -43,11 +44,20 @@ def pytest_over(folder: Path, *blocks: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(240)
-def test_examples_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(
+            (), id="all", marks=pytest.mark.nightly(reason="the same with fewer seeds stands for it in make test")
+        ),
+        pytest.param(("--chaos-seeds", "5"), id="few"),
+    ],
+)
+def test_examples_run(tmp_path: Path, words: Sequence[str]) -> None:
     """Every example can be copied into a file and does what it says."""
     examples = [code for fails, code in BLOCKS if not fails]
     assert len(examples) >= 8
-    done = pytest_over(tmp_path, *examples)
+    done = pytest_over(tmp_path, *examples, words=words)
     assert done.returncode == 0, done.stdout + done.stderr
     tests = sum(len(re.findall(r"^def test_", code, re.MULTILINE)) for code in examples)
     found = re.search(r"(\d+) passed", done.stdout)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
-from rough import CURVE, Story, fill, small_disk
+from rough import CURVE, Story, break_disk, fill, real_disk, small_disk
+from running import processes
 
 PACED = (CURVE, "--pause", "0.02")
 
@@ -62,4 +66,55 @@ def test_a_disk_that_takes_nothing_keeps_no_job_from_its_end(tmp_path: Path) -> 
         assert "decisions wait for the log" in said
         assert "job e2e succeeded; its log does not say so" in said
         assert "Traceback" not in said
+        assert job.left() == []
+
+
+@pytest.mark.nightly(reason="test_log_pump.py and test_ground.py in tests/unit have the errors; here are real disks")
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EIO], ids=errno.errorcode.__getitem__)
+def test_a_temporary_folder_whose_disk_breaks(tmp_path: Path, number: int) -> None:
+    """It becomes read-only, or gives nothing back: workers are restarted, a dead master has a successor, the job ends well."""
+    with contextlib.ExitStack() as stack:
+        try:
+            # Short enough for sockets.
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="t", dir="/tmp")))
+            disk = stack.enter_context(real_disk(folder / "t", tmp_path / "image"))
+        except PermissionError as error:
+            pytest.skip(f"no file system can be mounted here: {error}")
+        line = ("--nproc-per-node", "1", "--max-restarts", "100", *PACED)
+        job = stack.enter_context(Story(tmp_path, *line, env={"TMPDIR": str(disk)}))
+        job.recovers(1)
+        assert Path(job.settings["run_dir"]).is_relative_to(disk)
+        break_disk(disk, number)
+        job.one("worker-0").kill()
+        job.recovers(2)
+        first = job.until(lambda _: True, "a status")["leader"]
+        os.kill(int(first.split("/")[1]), signal.SIGKILL)
+        job.until(lambda now: now["leader"] != first, "another leader")
+        job.one("worker-0").kill()
+        job.recovers(3)
+        job.finish()
+        assert job.ended() == 0
+        assert "takes no files" in job.said()
+        assert "Traceback" not in job.said()
+        assert "Traceback" not in job.control_log()
+        assert processes(job.mark) == []
+
+
+@pytest.mark.nightly(reason="test_unrecorded.py has the rule; here 30 s are waited for")
+def test_a_log_whose_disk_becomes_read_only_keeps_no_job_from_its_end(tmp_path: Path) -> None:
+    """Training goes on, people hear what waits, and a good end is one."""
+    with contextlib.ExitStack() as stack:
+        try:
+            disk = stack.enter_context(real_disk(tmp_path / "state", tmp_path / "image"))
+        except PermissionError as error:
+            pytest.skip(f"no file system can be mounted here: {error}")
+        job = stack.enter_context(Story(tmp_path, "--nproc-per-node", "1", *PACED))
+        job.recovers(1)
+        break_disk(disk, errno.EROFS)
+        job.steps(20)
+        job.finish()
+        assert job.ended() == 0
+        assert "decisions wait for the log" in job.said()
+        assert "job e2e succeeded; its log does not say so" in job.said()
+        assert "Traceback" not in job.said()
         assert job.left() == []

@@ -571,6 +571,15 @@ BLANK = """
 """
 
 
+ANSWERS_ONCE = """
+    import json, signal, socket, sys
+    control = socket.socket(fileno=int(sys.argv[2]))
+    control.recv(4096)
+    control.send(json.dumps({"here": True}).encode())
+    signal.pause()
+"""
+
+
 def ahead(folder: Path, keep: int = 0, first: Sequence[Started] = (), code: str = BLANK) -> Ahead:
     """Blanks that say into a `Fifo` who they were told to be."""
 
@@ -634,6 +643,30 @@ def test_blanks_are_kept_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                 assert host.pid(make_launch(1).name) == third
                 assert int(await born.readline())
         assert not psutil.pid_exists(second)
+
+    run(story)
+
+
+@pytest.mark.parametrize("cold", ["import signal; signal.pause()", ANSWERS_ONCE], ids=["importing", "answering"])
+def test_a_blank_that_hangs_before_it_is_warm_is_replaced(
+    cold: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``ready_s`` to its first answer, and ``hung_s`` after each: whoever would take it for a node would wait for its join."""
+    monkeypatch.setattr(blanks, "BACK_OFF_MAX_S", 0.0)
+    commands = iter([ahead(tmp_path, code=cold).command])
+
+    def command(control: int) -> LocalCommand:
+        return next(commands, ahead(tmp_path).command)(control)
+
+    async def story() -> None:
+        first = blank(command)
+        made = Ahead(command, [first], 1, 0.5, looks.seen, ready_s=0.5)
+        async with LocalNodeHost(tmp_path / "s", made) as host, Fifo(tmp_path):
+            assert first.control is not None
+            await asyncio.wait_for(asyncio.to_thread(first.child.wait), 5)
+            await asyncio.wait_for(host.warm(), 5)
+            await LocalBackend(tmp_path / "s").launch(make_launch(0), TOKEN)
+            assert host.pid(make_launch(0).name) != first.child.pid
 
     run(story)
 

@@ -8,18 +8,32 @@ from pathlib import Path
 import pytest
 from tests.matrix.cells import cells, controls, named, run
 
-CHOSEN = ("fsdp2-1-evaluation", "per_rank-2-node", "fp32_masters-1-other_world", "same_name-1-restart")
+CHOSEN = ("per_rank-2-node", "same_name-1-restart")
+MORE = ("fsdp2-1-evaluation", "fp32_masters-1-other_world")
 AT_ONCE = 2
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_disturbed_jobs_equal_undisturbed_ones(tmp_path: Path) -> None:
-    """Four cells: FSDP2 is killed after an evaluation, a node whose ranks have objects of their own is lost, fp32 masters are
+@pytest.mark.parametrize(
+    "names",
+    [
+        CHOSEN,
+        pytest.param(
+            MORE,
+            marks=pytest.mark.nightly(
+                reason="test_restore_ranks.py (FSDP2) and test_layout_ranks.py (other worlds) stand for them in make test"
+            ),
+        ),
+    ],
+    ids=["chosen", "more"],
+)
+def test_disturbed_jobs_equal_undisturbed_ones(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """A node whose ranks have objects of their own is lost, and plain shards of one name are refused.
 
-    restored in a world of another size, from storage, and plain shards of one name are refused.
+    And more of them: FSDP2 is killed after an evaluation, fp32 masters are restored from storage in a world of another size.
     """
-    chosen = [named(one) for one in CHOSEN]
+    chosen = [named(one) for one in names]
     controls([one.row.kind for one in chosen if not one.row.words], tmp_path / "controls")
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         waiting = {one.name: pool.submit(run, one, tmp_path / one.name, tmp_path / "controls") for one in chosen}

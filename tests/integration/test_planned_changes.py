@@ -229,6 +229,7 @@ def test_shrinking_costs_no_step(tmp_path: Path, kind: str, heeds: str) -> None:
         assert job.left() == []
 
 
+@pytest.mark.nightly(reason="a drained node, and stories of nodes that are told to go, stand for it in make test")
 def test_a_node_that_is_told_to_go_costs_no_step(tmp_path: Path) -> None:
     """SIGTERM to one agent, as from its platform: it leaves at a boundary once another is there, with status 0.
 
@@ -301,6 +302,7 @@ def test_ranks_go_on_from_the_boundary_of_a_plan_that_is_dropped(tmp_path: Path,
         assert job.left() == []
 
 
+@pytest.mark.nightly(reason="test_flash_ddp.py, and stories of deaths at a boundary, stand for it in make test")
 def test_a_rank_killed_at_the_boundary_costs_what_a_failure_costs(tmp_path: Path) -> None:
     """The plan is over, the world is formed anew from a step that all had in memory, and what was planned comes true with it."""
     (tmp_path / "hold").touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,7 +10,13 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 from running import SCRIPTS, Job, Process, eventually, processes
+
+from dlrover_adapters.agent import looks
+from dlrover_adapters.cli import kept
+from dlrover_backends.local import LocalCommand
+from dlrover_backends.local.blanks import Ahead
 
 STEPS = str(SCRIPTS / "steps.py")
 TEST_MARK = "DLROVER_TEST_MARK"
@@ -67,3 +74,37 @@ def test_the_first_agent_comes_before_what_is_slow(tmp_path: Path) -> None:
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True, cwd=tmp_path
     )
     assert told.stdout == "[]\n"
+
+
+AGENT = """
+    import json, os, signal, socket, sys
+    control = socket.socket(fileno=int(sys.argv[1]))
+    def say(**words): control.send(json.dumps(words).encode())
+    control.recv(4096)
+    say(here=True)
+    if sys.argv[2] == "hangs":
+        signal.pause()
+    say(node="worker-0-0")
+    signal.sigtimedwait([signal.SIGUSR1], 1.5)  # as long as three times hung_s
+    say(ending=["succeeded", "", ""])
+"""
+
+
+def test_a_joined_hosts_agent_that_hangs_is_replaced_until_it_is_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it has a node its launcher kills it; afterwards that would end its workers, and it is left alone."""
+    monkeypatch.setattr(kept, "AGAIN_S", 0.0)
+    lives = iter(["hangs"])
+    started: list[str] = []
+
+    def command(control: int) -> LocalCommand:
+        started.append(next(lives, "trains"))
+        return LocalCommand((sys.executable, "-I", "-S", "-c", textwrap.dedent(AGENT), str(control), started[-1]))
+
+    async def story() -> None:
+        made = kept.Kept(Ahead(command, hung_s=0.5, see=looks.seen, ready_s=5.0), lambda _words: None)
+        async with made:
+            ended = await asyncio.wait_for(made.ended(), 20)
+        assert ended.outcome == "succeeded"
+        assert started == ["hangs", "trains"]
+
+    asyncio.run(story())

@@ -1,6 +1,6 @@
 """What torch's own tests ask of its launcher: the same command lines under `dlrover-run`, and `elastic_launch` over our handler.
 
-Torch ships none of those tests. Here each case says what must hold; what differs is in docs/from-torchrun.md.
+Torch ships none of those tests. Here each case says what must hold; what differs is in docs/torchs-own-tests.md.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from running import BIN
 
 pytestmark = [
     pytest.mark.nightly(reason="test_dlrover_run and test_parity have the commonest of them in make test"),
-    pytest.mark.timeout(260),
+    pytest.mark.timeout(900),
 ]
-BOUND_S = 200.0
+BOUND_S = 600.0
 
 TOUCH = """
 import os, pathlib, sys

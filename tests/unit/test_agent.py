@@ -79,13 +79,22 @@ class Stage:
 
     async def greet(self, *, answers: bool = True) -> tuple[Connection, Hello]:
         """Take the next connection, welcome it, and answer what it says from then on."""
+        connection, hello = await self._welcome()
+        virtual_loop.spawn("master", self.listen(connection, answers=answers))
+        return connection, hello
+
+    async def greet_and_hang(self) -> Connection:
+        """Take the next connection, welcome it, and say nothing from then on."""
+        connection, _ = await self._welcome()
+        return connection
+
+    async def _welcome(self) -> tuple[Connection, Hello]:
         connection = await asyncio.wait_for(self.connections.get(), 60)
         hello = messages.decode(await connection.receive())
         assert isinstance(hello, Hello)
         await connection.send(
             messages.encode(Welcome(self.version, "run-1", self.token, 10**6, 15 * 10**6, 60 * 10**6, 5 * 10**6, 3))
         )
-        virtual_loop.spawn("master", self.listen(connection, answers=answers))
         return connection, hello
 
     async def listen(self, connection: Connection, *, answers: bool) -> None:
@@ -266,6 +275,80 @@ def test_a_leader_hands_over() -> None:
         assert stage.training.starts == [(NODE, 1)]
 
     tell(story)
+
+
+def test_another_master_is_found_beside_a_silent_one() -> None:
+    """Within 3 s of a leader's last word whoever leads now has the agent, and hears what the silent one did not answer."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        async def accept(connection: Connection) -> None:
+            stage.token = 2
+            await stage.accept(connection)
+
+        await stage.network.listener("n").serve(accept, dict)
+        silent, _hello = await stage.greet()
+        await stage.order(silent, run_order(1))
+        await asyncio.sleep(2)
+        silent.deafen()  # type: ignore[attr-defined]
+        stage.launcher.kill(0)
+        began = asyncio.get_running_loop().time()
+        _, hello = await stage.greet()
+        assert asyncio.get_running_loop().time() - began <= 3.0
+        assert (hello.node, hello.generation, hello.token) == (NODE, 1, 1)
+        await asyncio.sleep(0.1)
+        assert stage.commands(failures.ReportExit)
+        await asyncio.sleep(60)
+        assert stage.connections.empty(), "it stays there"
+
+    tell(story, masters=["m", "n"])
+
+
+def test_a_master_that_hung_until_it_died_is_not_the_first_to_be_dialled() -> None:
+    """Its launcher has killed it, and starts another one behind the same port: until that serves, a standby keeps the agent."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        standing: list[Connection] = []
+
+        async def stands_by(connection: Connection) -> None:
+            standing.append(connection)
+            await connection.receive()
+
+        await stage.network.listener("n").serve(stands_by, dict)
+        hung = await stage.greet_and_hang()
+        await asyncio.sleep(3.5)
+        assert standing, "asked while the leader was silent"
+        standing.clear()
+        hung.drop()  # type: ignore[attr-defined]
+        await asyncio.sleep(0.1)
+        assert standing
+        assert stage.connections.empty()
+
+    tell(story, masters=["m", "n"])
+
+
+def test_a_master_that_pauses_keeps_its_agent() -> None:
+    """While its master pauses for 3 s an agent asks a standby, which knows of nobody else; then it goes on as before."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        asked: list[float] = []
+
+        async def accept(connection: Connection) -> None:
+            assert isinstance(messages.decode(await connection.receive()), Hello)
+            asked.append(asyncio.get_running_loop().time())
+            await connection.send(messages.encode(Goodbye("m leads", leave=False, address="m")))
+
+        await stage.network.listener("n").serve(accept, dict)
+        connection = await stage.greet_and_hang()
+        await asyncio.sleep(5)
+        assert asked, "it was silent"
+        virtual_loop.spawn("master", stage.listen(connection, answers=True))
+        await asyncio.sleep(3)
+        asked.clear()
+        await asyncio.sleep(60)
+        assert not asked
+        assert stage.connections.empty(), "it has hung up"
+
+    tell(story, masters=["m", "n"])
 
 
 def test_overtaken_while_stopping() -> None:

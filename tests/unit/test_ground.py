@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import shutil
@@ -124,3 +125,65 @@ def test_a_long_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(scratch, "roofs", lambda: [str(tmp_path / "none")])
     with pytest.raises(SpecError, match="set TMPDIR to a folder of yours"), scratch.folder("of-a-test"):
         pass
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EDQUOT])
+def test_a_node_that_is_replaced_needs_no_room_in_the_run_s_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Its own folder lies elsewhere then, which is said; where there is no room at all, that is an error."""
+    wanted, other = tmp_path / "run", tmp_path / "other"
+    other.mkdir()
+    made, why = ground.private_folder(str(wanted))
+    assert (Path(made).parent, why) == (wanted, "")
+    mkdtemp, broken = tempfile.mkdtemp, {str(wanted), "/tmp"}
+
+    def making(prefix: str, dir: str) -> str:  # noqa: A002  # as the standard library names it
+        if dir in broken:
+            raise OSError(number, os.strerror(number), dir)
+        return mkdtemp(prefix=prefix, dir=dir)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", making)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(other))
+    made, why = ground.private_folder(str(wanted))
+    assert Path(made).parent == other
+    assert Path(made).stat().st_mode & 0o777 == 0o700
+    assert why == f"{wanted} takes no files ({os.strerror(number)}): this node's sockets and output lie in {made}"
+    broken.update((str(other), "/dev/shm"))
+    with pytest.raises(OSError, match=r"run") as told:
+        ground.private_folder(str(wanted))
+    assert told.value.errno == number
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EDQUOT])
+def test_a_folder_that_cannot_be_made_anew_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Whatever the disk's reason: no exception leaves the look, and it is said again once all is there."""
+    said = list[str]()
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    class Socket:
+        def restore(self) -> bool:
+            refused()
+            return True
+
+    async def test() -> None:
+        watch = Watch(str(tmp_path / "run"), [Socket()], said.append)
+        await watch.look()
+        await watch.look()
+        assert len(said) == 1
+        assert os.strerror(number) in said[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "utime", refused)
+            patch.setattr(ground, "TOUCH_S", 0.0)
+            held = Ground(tmp_path)
+            held.hold()
+            held.hold()
+            held.release()
+        await watch.end()
+
+    asyncio.run(test())

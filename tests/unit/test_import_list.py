@@ -79,6 +79,17 @@ def test_each_script_has_its_own(script: Path, monkeypatch: pytest.MonkeyPatch) 
     assert path_of(config(script, mode=Mode.COMMAND)) == ""
 
 
+def test_a_removed_folder_has_none(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is started anew all the same, and says itself what it misses."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert path_of(config(script, argv=("train",), mode=Mode.MODULE)) == ""
+    assert path_of(config(script, argv=("train.py",))) == ""
+    assert path_of(config(script))
+
+
 @pytest.mark.parametrize(("keep", "left"), [(1, ("json",)), (0, ())])
 def test_what_was_refused_is_remembered(script: Path, keep: int, left: tuple[str, ...]) -> None:
     """Wholly, or from one module on; where there is no list, or no disk, nothing happens."""

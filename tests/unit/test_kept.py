@@ -11,6 +11,7 @@ import pytest
 
 from dlrover_adapters.cli import kept
 from dlrover_adapters.cli.kept import Kept
+from dlrover_backends.local.blanks import Ahead
 
 
 def test_an_agent_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +26,7 @@ def test_an_agent_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(kept, "AGAIN_S", 0.0)
 
     async def run() -> kept.Ended:
-        made = Kept(lambda _control: None, [], lambda _words: None)  # type: ignore[arg-type, return-value]
+        made = Kept(Ahead(lambda _control: None), lambda _words: None)  # type: ignore[arg-type, return-value]
         async with made:
             return await made.ended()
 

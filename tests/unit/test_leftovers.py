@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from dlrover_adapters.agent import leftovers
+from dlrover_core.host.cgroups import Group
 
 
 @pytest.fixture
@@ -37,3 +39,20 @@ def test_an_agent_takes_unknown_children_for_orphans(
     monkeypatch.setattr(leftovers, "_adopting", False)  # and so again afterwards
     leftovers.adopt()
     assert [one.pid for one in leftovers.left((), ())] == [stranger.pid]
+
+
+def test_what_is_in_the_workers_group_is_left_by_them(
+    stranger: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whosever child it is; but not a spare, which the launcher knows."""
+
+    class Shared(Group):
+        def members(self) -> list[int]:
+            return [stranger.pid, spare]
+
+    spare = os.getpid()
+    monkeypatch.setattr(leftovers, "known", lambda: frozenset({spare}))
+    group = Shared("nowhere")
+    assert [one.pid for one in leftovers.left((), (), group)] == [stranger.pid]
+    assert leftovers.end((), (), 10.0, group) == []
+    stranger.wait(10)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import shutil
 from pathlib import Path
 
 import pytest
 
 from dlrover_core.errors import LogUnavailable
-from dlrover_core.kernel.log import Fenced, Snapshot
+from dlrover_core.kernel.log import Appended, Fenced, Snapshot
+from dlrover_core.logs import put_back
 from dlrover_core.logs.lock import JobLock
 from dlrover_core.logs.reader import lock_path
 from dlrover_core.logs.sqlite import SqliteLog
@@ -76,6 +78,28 @@ def test_database_deleted_under_its_leader(tmp_path: Path) -> None:
             await heir.write()
             assert await seqs(log.read(JOB)) == [1, 2, 3, 4]
             assert {one.name for one in folder.iterdir() if one.suffix == ".part"} == set()
+
+    run(story())
+
+
+def test_a_stopped_process_that_puts_the_file_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it a bounded time and say which file names it; they lead on as soon as it is dead."""
+    monkeypatch.setattr(put_back, "TURN_S", 0.2)
+
+    async def story() -> None:
+        folder = tmp_path / "state"
+        async with opened(folder / "log.db") as log:
+            pen = Pen(await log.lead(JOB, "a"))
+            await pen.write()
+            log.path.unlink()
+            batch = pen.draft()
+            with (folder / "log.db.put-back").open("wb") as stopped:
+                fcntl.flock(stopped, fcntl.LOCK_EX)
+                with pytest.raises(LogUnavailable, match=r"`fuser .*log\.db\.put-back` names its process"):
+                    await asyncio.wait_for(pen.lead.append(batch), 10)
+                assert pen.lead.valid()
+            assert await pen.lead.append(batch) == Appended(2)
+            assert await seqs(log.read(JOB)) == [1, 2]
 
     run(story())
 

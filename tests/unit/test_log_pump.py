@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dlrover_adapters.agent.logs import PUNCH_BYTES, LogPump, StreamFile
+from dlrover_adapters.agent.config import LaunchConfig
+from dlrover_adapters.agent.logs import PUNCH_BYTES, LogPump, StreamFile, made_all, unwritten
+from dlrover_core.runtime.launcher import WorkersLaunch
 
 BOUND_S = 10.0
 
@@ -159,3 +163,56 @@ def test_a_slow_console_does_not_hold_the_end_for_ever(tmp_path: Path, console: 
     console.close()  # let the thread go on to its end
     thread.join(BOUND_S)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_disk_that_gives_nothing_back_loses_one_stream(
+    tmp_path: Path, console: Console, pump: LogPump, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """What lies there is not shown; the pump goes on, shows other streams, and ends."""
+    bad, good = (StreamFile(str(tmp_path / name), console.fd, b"", keep=True) for name in ("bad", "good"))
+    read, close, asked = os.pread, os.close, threading.Event()
+
+    def failing(fd: int, size: int, at: int) -> bytes:
+        if Path(f"/proc/self/fd/{fd}").readlink().name == "bad":
+            asked.set()
+            raise OSError(number, os.strerror(number))
+        return read(fd, size, at)
+
+    def closing(fd: int) -> None:
+        is_bad = Path(f"/proc/self/fd/{fd}").readlink().name == "bad"
+        close(fd)
+        if is_bad:
+            raise OSError(number, os.strerror(number))
+
+    (tmp_path / "bad").write_text("lost\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", failing)
+        patch.setattr(os, "close", closing)
+        pump.follow(bad)
+        assert asked.wait(BOUND_S)
+        pump.follow(good)
+        (tmp_path / "good").write_text("shown\n")
+        assert console.read(6) == b"shown\n"
+        pump.finish(bad)
+        pump.close(BOUND_S)
+    assert console.close() == b""
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EDQUOT])
+def test_output_that_has_no_place_is_lost_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Workers are started all the same."""
+    config, launch = LaunchConfig(argv=("x",), nproc=2), WorkersLaunch("run", 1, 0, 2, 2, 0, 1, "h:1", 0, 3)
+    assert unwritten(made_all(config, str(tmp_path), str(tmp_path), launch), str(tmp_path)) == ""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "makedirs", refuse)
+        patch.setattr(os, "unlink", refuse)
+        files = made_all(config, str(tmp_path), str(tmp_path), launch)
+    assert {one.path for rank in files for one in (rank.stdout, rank.stderr)} == {os.devnull}
+    assert "takes no files: workers run on" in unwritten(files, str(tmp_path))

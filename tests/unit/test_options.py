@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import signal
 import socket
 from pathlib import Path
@@ -219,9 +220,13 @@ def test_a_named_port_of_one_host_is_the_stores() -> None:
     assert workers.store_at(("localhost", port)) == f"127.0.0.1:{port}"
 
 
-def test_a_named_port_of_another_host_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing can listen there; a script that connects to it by number would wait for ever."""
-    assert workers.store_at(("192.0.2.1", 29500)) == ""
+def test_a_named_port_of_another_host_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing can listen there; a script that connects to it by number would wait for ever. A platform's is only said."""
+    with pytest.raises(
+        SpecError, match=r"'192\.0\.2\.1' is no address of this host, .*:29500 would wait for ever; name localhost"
+    ):
+        workers.store_at(("192.0.2.1", 29500))
+    assert workers.store_at(("192.0.2.1", 29500), typed=False) == ""
     assert "a script that connects to 192.0.2.1:29500 waits for ever" in capsys.readouterr().err
 
 
@@ -273,6 +278,19 @@ def test_timeout_is_read_with_static_alone() -> None:
     }
     met = cli_options.meeting(parsed("--nnodes", "2", *C10D, "--rdzv-conf", "timeout=5"))
     assert (met.durations, met.unused) == ({}, ("--rdzv-conf timeout",))
+
+
+@pytest.mark.parametrize("kind", ["gpu", "xpu"])
+def test_as_many_workers_as_accelerators(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, and by ``auto``: torch is asked how many there are."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(cli_options.before, "has_driver", lambda _kind: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    monkeypatch.setattr({"gpu": torch.cuda, "xpu": torch.xpu}[kind], "device_count", lambda: 3)
+    assert [cli_options.workers(one) for one in (kind, "auto")] == [3, 3]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert cli_options.workers("auto") == len(os.sched_getaffinity(0))
 
 
 def test_jobs_are_named_by_their_rendezvous() -> None:

@@ -26,8 +26,8 @@ class Lead:
 
     token = 1
 
-    def __init__(self, *script: Outcome | Exception) -> None:
-        self.script = list(script)
+    def __init__(self, *script: Outcome | Exception, takes_s: float = 0.1) -> None:
+        self.script, self.takes_s = list(script), takes_s
         self.batches: list[Batch] = []
         self.in_flight = 0
 
@@ -43,7 +43,7 @@ class Lead:
         """Answer as scripted, after a while."""
         self.in_flight += 1
         assert self.in_flight == 1, "two appends in flight"
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(self.takes_s)
         self.in_flight -= 1
         self.batches.append(batch)
         outcome = self.script.pop(0) if self.script else Appended(batch.last_seq)
@@ -80,6 +80,56 @@ def test_group_commit() -> None:
         await running
 
     tell(Lead(), story)
+
+
+@pytest.mark.parametrize("ends", [(), (LogUnavailable("away"),)], ids=["well", "badly"])
+def test_an_append_that_hangs_is_told(ends: tuple[Exception, ...]) -> None:
+    """A dead disk raises no error: after ``hung_s`` it is said that decisions wait, since when, and where to look."""
+
+    async def story(line: Pipeline, committed: list[Batch]) -> None:
+        running = asyncio.ensure_future(line.run())
+        reply = line.submit(CREATE)
+        await asyncio.sleep(0.5)
+        for _ in range(5):
+            line.look()
+            assert line.degraded == ""
+            await asyncio.sleep(1.0)
+        line.look()  # it is overdue
+        assert line.degraded == ""
+        await asyncio.sleep(1.0)
+        line.look()
+        assert line.degraded.startswith("the log has not answered for 6 s: look at the disk")
+        await asyncio.sleep(10.0)
+        line.look()
+        assert "for 16 s" in line.degraded
+        assert committed == []
+        lead.takes_s = 0.1
+        assert await reply == Accepted(1)
+        assert line.degraded == ""
+        line.stop()
+        await running
+        assert len(committed) == 2, "whose silence does not count, and for how long, is recorded"
+
+    lead = Lead(*ends, takes_s=20.0)
+    tell(lead, story)
+
+
+def test_a_master_that_was_stopped_does_not_take_its_append_for_one_that_hangs() -> None:
+    """Its disk has had no time to answer since."""
+
+    async def story(line: Pipeline, committed: list[Batch]) -> None:
+        running = asyncio.ensure_future(line.run())
+        reply = line.submit(CREATE)
+        await asyncio.sleep(59.9)
+        line.look()
+        line.look()
+        assert line.degraded == ""
+        assert await reply == Accepted(1)
+        line.look()
+        assert line.degraded == ""
+        running.cancel()
+
+    tell(Lead(takes_s=60.0), story)
 
 
 def test_the_next_leader_gets_the_rest() -> None:

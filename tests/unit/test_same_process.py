@@ -16,6 +16,7 @@ from dlrover_adapters.agent import leftovers, process
 from dlrover_adapters.agent.children import Child
 from dlrover_adapters.cli import doctor_workers
 from dlrover_backends.local import orphans
+from dlrover_core.host import procfs
 from dlrover_core.testing import guard
 
 WAITS = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
@@ -30,9 +31,9 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
         child.kill()
 
 
-def listed(pid: int) -> process.Member:
+def listed(pid: int) -> procfs.Member:
     """The process that had this number before: it began earlier."""
-    now = next(one for one in process.processes() if one.pid == pid)
+    now = next(one for one in procfs.processes() if one.pid == pid)
     return now._replace(born=now.born - 1)
 
 
@@ -64,8 +65,8 @@ def test_a_number_that_changed_hands_between_the_look_and_the_kill(
 
 def test_a_process_that_is_still_the_same_is_killed(stranger: subprocess.Popen[bytes]) -> None:
     """And its death is waited for by the descriptor."""
-    now = next(one for one in process.processes() if one.pid == stranger.pid)
-    fd = process.kill(now)
+    now = next(one for one in procfs.processes() if one.pid == stranger.pid)
+    fd = procfs.kill(now)
     assert fd is not None
     process.wait_all([fd], time.monotonic() + 10)
     assert stranger.wait(10) == -9
@@ -76,7 +77,7 @@ def test_a_dead_newcomer_is_not_reaped(stranger: subprocess.Popen[bytes]) -> Non
     before = listed(stranger.pid)
     stranger.kill()
     os.waitid(os.P_PID, stranger.pid, os.WEXITED | os.WNOWAIT)
-    process.reap(before)
+    procfs.reap(before)
     assert stranger.wait(10) == -9
 
 
@@ -100,10 +101,10 @@ def test_an_orphan_whose_number_changed_hands_while_another_was_waited_for(
     stranger: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher kills the one that it saw, or nobody."""
-    now = next(one for one in orphans._children() if one.pid == stranger.pid)
+    now = next(one for one in procfs.children_of_ours() if one.pid == stranger.pid)
     looks = iter([[now._replace(born=now.born - 1)], []])
     monkeypatch.setattr(orphans, "_adopts", [True])
-    monkeypatch.setattr(orphans, "_children", lambda: next(looks))
+    monkeypatch.setattr(orphans, "children_of_ours", lambda: next(looks))
     monkeypatch.setattr(orphans, "_is_orphan", lambda _: True)
     assert orphans.end(5.0) == 0
     assert lives(stranger)

@@ -27,7 +27,7 @@ def test_a_simulated_agent_waits_as_the_real_one() -> None:
 def test_pauses_have_the_same_jitter() -> None:
     """Two agents that are cut off at once come back at the same two moments, simulated or not."""
     for attempt in range(8):
-        assert agents.pause_s("worker-3-0", attempt) == masters._pause(attempt, "worker-3-0")
+        assert agents.pause_s("worker-3-0", attempt) == masters.pause_s(attempt, "worker-3-0")
 
 
 def test_a_simulated_leveller_backs_off_as_the_real_one() -> None:

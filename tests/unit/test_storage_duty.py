@@ -23,7 +23,7 @@ from dlrover_adapters.agent.checkpoints.duty import CheckpointDuty
 from dlrover_adapters.agent.checkpoints.ranks import Ranks
 from dlrover_adapters.agent.checkpoints.saving import Saving, Unsaved
 from dlrover_adapters.agent.checkpoints.site import Keeping, Site
-from dlrover_adapters.agent.checkpoints.storage import BACK_OFF_S, TORN_MAX, Storage
+from dlrover_adapters.agent.checkpoints.storage import BACK_OFF_S, TORN_MAX, TRIES_MAX, Storage
 from dlrover_adapters.agent.checkpoints.vault import Caller
 from dlrover_adapters.agent.children import Child
 from dlrover_adapters.agent.nursery import Spare
@@ -202,6 +202,30 @@ def test_a_storage_that_comes_and_goes_is_told_of_rarely() -> None:
         await asyncio.sleep(storage_calm_s(2))
         await looks(one, 1)
         assert [bool(each.reason) for each in site.of(ReportStorage)] == [True, False, True, False]
+
+    virtually(test)
+
+
+def test_a_job_that_has_ended_waits_half_a_minute_for_a_storage_that_has_failed_for_long() -> None:
+    """By then tries are a minute apart; six of those would hold up the job's end for minutes."""
+
+    async def test() -> None:
+        site = Here()
+        site.savers.fails(Unsaved("EROFS"))
+        one = Storage(site, nothing)
+        for step in range(10, 60, 10):
+            site.runs(1, State(1, step))
+            await looks(one, 1)
+            await asyncio.sleep(2**6)
+        tries, now = len(site.savers.done), asyncio.get_running_loop().time
+        began = now()
+        one.try_anew()
+        while one.unfinished(writes=True):
+            await looks(one, 1)
+        assert 30 < now() - began < 35
+        assert len(site.savers.done) == tries + TRIES_MAX
+        assert one.unstored()[0]
+        await one.close()
 
     virtually(test)
 

@@ -182,9 +182,11 @@ class Waiting:
         self.said: list[str] = []
         self.left: list[str] = []
         self.desk = Desk()
+        self.masters_ended = False
         parts: Any = SimpleNamespace(
-            job="job", masters=("host:1",), join_s=20.0, reserve=reserve, say=self.said.append, trouble=str, host="h"
-        )
+            job="job", masters=("host:1",), join_s=20.0, reserve=reserve, say=self.said.append, trouble=str, host="h",
+            ended=lambda: self.masters_ended,
+        )  # fmt: skip
         self.agent: Any = SimpleNamespace(node=node, leaving="", unmastered_s=0.0, leave=self.leave)
         self.line = torchrun_line.Line(self.desk, parts)
         self.noting: Any = SimpleNamespace(trouble="")
@@ -259,6 +261,15 @@ def test_a_node_that_has_its_place_waits_for_the_others() -> None:
     waiting.mind(1000.0)
     assert waiting.desk.closed is None
     assert waiting.said == []
+
+
+def test_masters_of_this_host_that_have_ended_with_the_job() -> None:
+    """Whoever comes then is told that the job is over; there is nobody left who could say it, and nobody is dialled for it."""
+    waiting = Waiting()
+    waiting.agent, waiting.masters_ended = _Unheard(waiting), True
+    waiting.mind(2.0)
+    assert isinstance(waiting.desk.closed, RendezvousClosedError)
+    assert waiting.left[0] == "the job is over"
 
 
 def test_a_master_that_was_found_just_now_is_waited_for() -> None:

@@ -68,7 +68,7 @@ def full(*_: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize(("where", "what"), [(scratch.os, "write"), (scratch.os, "pwrite"), (upkeep, "keep")])
+@pytest.mark.parametrize(("where", "what"), [(os, "write"), (os, "pwrite"), (upkeep, "keep")])
 def test_a_disk_that_is_full_while_folders_are_made_anew(
     folders: Folders, monkeypatch: pytest.MonkeyPatch, where: object, what: str
 ) -> None:
@@ -106,7 +106,7 @@ def test_a_lock_that_could_not_be_had_is_had_later(tmp_path: Path, monkeypatch: 
     assert held is not None
     held.path.unlink()
     with monkeypatch.context() as broken:
-        broken.setattr(lock.fcntl, "flock", full)
+        broken.setattr(fcntl, "flock", full)
         with pytest.raises(OSError, match="No space left"):
             held.renew()
     assert held.renew()

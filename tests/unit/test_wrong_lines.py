@@ -199,3 +199,21 @@ def test_a_kernel_that_lacks_what_we_need_is_told(
     assert f"no process can be kept here: {call}: Function not implemented; it needs Linux" in said
     assert "dlrover doctor" in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "line", [("good.py",), ("-m", "pdb"), ("--no-python", "true")], ids=["script", "module", "program"]
+)
+def test_a_current_folder_that_was_removed(
+    folder: Path, line: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said before anything starts, and what to do."""
+    gone = folder / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert code_of(line) == 2
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1].startswith(
+        "dlrover-run: error: cwd: the current folder was removed; cd to one that is there"
+    )

@@ -71,6 +71,7 @@ _VALUES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("h:99999", "h:x", "a b:1", "h:0"),
     ),
     ("master port", ("--master-port",), ("-1", "65536", "99999", "x", "1.5")),
+    ("master of another host", ("--master-port", "29555", "--master-addr"), ("192.0.2.1", "2001:db8::1")),
     ("master port of hosts", ("--nnodes", "2", "--master-addr", "h", "--master-port"), ("0", "70000", "-5")),
     ("master address", ("--master-addr",), ("a b", "h;x")),
     ("local address", ("--local-addr",), ("a b", "h/24")),

@@ -44,9 +44,10 @@ def whom(seen: Sequence[Evidence], members: Sequence[Member], one: Evidence) -> 
 
 
 def _who(seen: Sequence[Evidence], members: Sequence[Member], name: str) -> list[tuple[int, str, str]]:
-    """The rank, node or host of that name. An address that nobody has is nobody."""
+    """The rank, node or host of that name. An address that nobody has is nobody, as is a number that is no rank's."""
     if name.isdigit():
-        return [(int(name), *_home(seen, members, int(name)))]
+        at = _home(seen, members, int(name))
+        return [(int(name), *at)] if any(at) or not members else []
     bare = name.rsplit(":", 1)[0].strip("[]")
     for member in members:
         if bare in (member.node, member.host):

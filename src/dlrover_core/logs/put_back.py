@@ -9,22 +9,30 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
+import time
 from pathlib import Path
 
 from dlrover_core.errors import LogUnavailable
 from dlrover_core.logs import tables
 from dlrover_core.logs.place import private_file
 
+TURN_S, LOOK_S = 5.0, 0.05
+"""Copies of a log take well under a second."""
+
+
+class NotOurTurn(LogUnavailable):
+    """Another leader in this file is putting it back, and takes too long. Nothing is known of the file."""
+
 
 def put_back(old: sqlite3.Connection, path: Path, job: str, token: int) -> sqlite3.Connection:
     """A connection to the file at ``path``, made anew from ``old`` if there is none, with all batches of ``job``.
 
-    Raises `LogUnavailable` where the file there is of somebody who knows nothing of this leadership.
+    Raises `LogUnavailable` where the file there is of somebody who knows nothing of this leadership; `NotOurTurn`.
     """
     # The leaders of several jobs in one file do this at the same time; one of them copies.
     turn = private_file(path.with_name(f"{path.name}.put-back"), os.O_RDWR)
     try:
-        fcntl.flock(turn, fcntl.LOCK_EX)
+        _take_turn(turn, path)
         if not path.exists():
             _copy(old, path)
     finally:
@@ -40,6 +48,23 @@ def put_back(old: sqlite3.Connection, path: Path, job: str, token: int) -> sqlit
         new.close()
         raise
     return new
+
+
+def _take_turn(turn: int, path: Path) -> None:
+    """A wait in the kernel has no end where the other process is stopped, and this thread is the only one that writes."""
+    deadline = time.monotonic() + TURN_S
+    while True:
+        try:
+            fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise NotOurTurn(
+                    f"{path} was deleted, and another master has been making it anew for {TURN_S:g} s; "
+                    f"`fuser {path}.put-back` names its process: let it go on, or kill it"
+                ) from None
+        else:
+            return
+        time.sleep(LOOK_S)
 
 
 def _number(old: sqlite3.Connection, new: sqlite3.Connection, job: str, token: int) -> int | None:

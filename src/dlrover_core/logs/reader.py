@@ -8,6 +8,7 @@ could not be read. Calls block: they are made in a reader thread.
 from __future__ import annotations
 
 import contextlib
+import glob
 import queue
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +59,19 @@ class Reader:
             return empty if row is None else question(db, row)
 
         return self.ask(about, empty, job)
+
+    def jobs(self) -> list[str]:
+        """The names of all jobs, sorted. Raises `LogCorrupt` where there are none, though events of one were acknowledged."""
+        nothing: list[str] = []
+        found = self.ask(tables.job_names, nothing)
+        if not found and inode_of(self.path) != NO_INODE:
+            for lock in sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}-*.lock")):
+                mark = read_mark(lock)
+                if mark is not None and mark.seq:
+                    name = lock.name[len(self.path.name) + 1 : -len(".lock")]
+                    why = f"{mark.seq} events were acknowledged, but {self.path} lists no job: it is damaged"
+                    raise LogCorrupt(name, 1, f"{why}; restore a copy of the log")
+        return found
 
     def head(self, job: str) -> int:
         """The last durable sequence number. Raises `LogCorrupt` where more was acknowledged than can be found."""

@@ -40,7 +40,7 @@ from dlrover_core.logs.place import (
     make_dirs,
     private_file,
 )
-from dlrover_core.logs.put_back import put_back
+from dlrover_core.logs.put_back import NotOurTurn, put_back
 from dlrover_core.logs.reader import Reader, lock_path
 from dlrover_core.logs.recovery import Recovery, read_copies
 from dlrover_core.logs.tail import Repair, TailFile, tail_files, tail_path
@@ -189,8 +189,8 @@ class SqliteLog:
         return await self._read(self._reader.head, job)
 
     async def jobs(self) -> list[str]:
-        """The names of all jobs, sorted."""
-        return await self._read(self._reader.ask, tables.job_names, [])
+        """The names of all jobs, sorted. Raises `LogCorrupt` where the database has lost them."""
+        return await self._read(self._reader.jobs)
 
     async def batches(self, job: str, after: int = 0) -> AsyncIterator[Batch]:
         """Every batch beyond ``after``, from archive and database as one stream. Raises `LogCorrupt`."""
@@ -537,8 +537,8 @@ class SqliteLeadership:
             )
         try:
             self._log.with_room(self.job, functools.partial(self._log.put_back, self.job, self._token))
-        except LogUnavailable:
-            if self._log.path.exists():  # somebody's who knows nothing of us
+        except LogUnavailable as error:
+            if not isinstance(error, NotOurTurn) and self._log.path.exists():  # somebody's who knows nothing of us
                 self.let_go()
             raise
         self._db = self._log.connection

@@ -26,7 +26,7 @@ from dlrover_core.runtime.beats import Beats, beat_of
 from dlrover_core.runtime.duties import Desk, Duty, settled
 from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.granted import Granted, launch_of
-from dlrover_core.runtime.greeting import Greeter
+from dlrover_core.runtime.greeting import UNANSWERED_BEATS, Greeted, Greeter, Unanswered, framed
 from dlrover_core.runtime.launcher import (
     Launcher,
     Pulsing,
@@ -95,6 +95,7 @@ class Agent:
             self._named.set()
         self._masters, self._boot, self._host, self._address = Masters(masters), boot, host, address
         self._greeter = Greeter(dialer, self._masters)
+        self._closing: set[asyncio.Future[None]] = set()
         self._settings = Granted(run=run)
         self._outbox = Outbox()
         self._order, self._token = NOTHING, 0
@@ -163,7 +164,7 @@ class Agent:
             tasks += [self._finishing] if self._finishing is not None else []
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
             await self._launcher.close()
             await self._dialer.close()
 
@@ -410,18 +411,24 @@ class Agent:
 
     async def _talk(self) -> None:
         loop, masters = asyncio.get_running_loop(), self._masters
+        found: Greeted | None = None
         if not self._dial_before_name:
             await self._named.wait()
         while True:
             address, began = masters.address, loop.time()
             masters.dials(began)
             self._sent_away = None
+            here, found = found, None
             try:
-                connection = await self._greeter.dial(address, self._settings.silence_s)
+                connection = here.connection if here else await self._greeter.dial(address, self._settings.silence_s)
                 try:
-                    await self._converse(connection)
+                    found = await self._converse(connection, here.welcome if here else None)
                 finally:
-                    await connection.close()
+                    closing = asyncio.ensure_future(connection.close())
+                    self._closing.add(closing)
+                    closing.add_done_callback(self._closing.discard)
+                    if found is None:  # a master that is stopped is not waited for where another one has us
+                        await closing
             except TokenRefused as refused:
                 if not self._token or len(masters.known) == 1:
                     raise
@@ -429,11 +436,14 @@ class Agent:
                 log.warning("a master refuses our token, the others are asked", address=address, reason=str(refused))
             except (ConnectionLost, MalformedMessage) as lost:
                 log.debug("no master", address=address, reason=str(lost))
+            if found is not None:
+                masters.moved(found.address)
+                continue
             steady = self._connected and loop.time() - began >= STEADY_S
             self._connected = False
-            pause_s = masters.lost(
-                loop.time(), steady=steady, away=self._parted(), jitter_of=self.node or str(self._boot)
-            )
+            away, jitter_of = self._parted(), self.node or str(self._boot)
+            silent = self._unanswered().wait_s <= 0
+            pause_s = masters.lost(loop.time(), steady=steady, away=away, jitter_of=jitter_of, silent=silent)
             if pause_s:
                 await asyncio.sleep(pause_s)
 
@@ -441,36 +451,38 @@ class Agent:
         """The goodbye that ended the last conversation, if one did."""
         return self._sent_away
 
-    async def _converse(self, connection: Connection) -> None:
-        newer_shape = bool(self._seat) or not self.node
-        hello, silence_s = self._hello(self.node), self._settings.silence_s
-        first = await self._greeter.greet(connection, hello, silence_s, newer_shape=newer_shape)
-        if isinstance(first, Goodbye):
-            self._turned_away(first)
-            return
-        self._welcomed(first)
+    async def _converse(self, connection: Connection, first: Welcome | None) -> Greeted | None:
+        """Until the connection is over; returns the master that took us in meanwhile, where this one was silent."""
+        said = first or await self._greeter.greet(connection, self._hello(self.node), self._settings.silence_s)
+        if isinstance(said, Goodbye):
+            self._turned_away(said)
+            return None
+        self._welcomed(said)
         self._connection = connection
         self._outbox.rewind()
-        beats = asyncio.ensure_future(self._beat(connection))
-        sends = asyncio.ensure_future(self._send(connection))
-        hears = asyncio.ensure_future(self._hear(connection))
-        tasks = (beats, sends, hears)
+        looks = asyncio.ensure_future(self._greeter.elsewhere(self._unanswered))
+        talk = (self._beat(connection), self._send(connection), self._hear(connection))
+        tasks = [looks, *(asyncio.ensure_future(one) for one in talk)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if looks in done:
+                return looks.result()
             for task in done:
                 task.result()
+            return None
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _hello(self, node: str) -> bytes:
-        hello = Hello(messages.VERSION, self._settings.run, node, self._boot, self._generation, self._token)
-        if node and not self._seat:
-            # In the oldest shape, which every master can read: an older one then says itself that it is too old.
-            return messages.encode(hello, messages.OLDEST_VERSION)
-        told = hello._replace(host=self._host, nproc=self._launcher.nproc, seat=self._seat, place=self._place)
-        return messages.encode(told)
+    def _hello(self, node: str) -> Hello:
+        told = Hello(messages.VERSION, self._settings.run, node, self._boot, self._generation, self._token)
+        return told._replace(host=self._host, nproc=self._launcher.nproc, seat=self._seat, place=self._place)
+
+    def _unanswered(self) -> Unanswered:
+        due = self._mastered_at + UNANSWERED_BEATS * self._settings.heartbeat_s
+        wait_s = due - asyncio.get_running_loop().time()
+        return Unanswered(wait_s, self._hello(self.node), self._token, self._settings.silence_s)
 
     def _turned_away(self, goodbye: Goodbye) -> None:
         log.info("turned away", reason=goodbye.reason, leave=goodbye.leave, address=goodbye.address)
@@ -546,7 +558,7 @@ class Agent:
         """Greet again under the new name; only when that is out does the name hold, and what waits for it begins."""
         if self.node:
             raise MalformedMessage(f"{self.node} cannot become {node}")
-        await connection.send(self._hello(node))
+        await connection.send(framed(self._hello(node)))
         log.info("assigned", node=node)
         self.name(node)
 

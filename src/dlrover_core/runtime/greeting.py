@@ -1,19 +1,65 @@
-"""How an agent reaches a master: it dials, greets, and waits for the first word, each for a bounded time."""
+"""How an agent reaches a master: it dials, greets, and waits for the first word, each for a bounded time.
+
+A master that is stopped keeps its connections, and another one may lead long before its agents have lost patience with it. So
+an agent whose master leaves its beats unanswered asks the other masters that it knows, each over a connection of its own, and
+keeps the one that it has: a master that only paused goes on, and nothing was lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import NamedTuple
 
 import structlog
 
-from dlrover_core.errors import ConnectionLost, MalformedMessage
+from dlrover_core.errors import ConnectionLost, MalformedMessage, TokenRefused
 from dlrover_core.runtime import messages
-from dlrover_core.runtime.masters import Masters
-from dlrover_core.runtime.messages import Goodbye, Welcome
+from dlrover_core.runtime.masters import Masters, pause_s
+from dlrover_core.runtime.messages import Goodbye, Hello, Welcome
 from dlrover_core.runtime.transport import Connection, Dialer, receive_within
 from dlrover_core.runtime.within import within
 
+UNANSWERED_BEATS = 2
+"""So many heartbeats after its last word a master is silent enough for others to be asked."""
+LOOK_S = 1.0
+"""An agent that knows of one master looks this often whether it has learnt of another."""
+
 log = structlog.get_logger("dlrover.agent")
+
+
+class Greeted(NamedTuple):
+    """A master that has taken an agent in."""
+
+    address: str
+    connection: Connection
+    welcome: Welcome
+
+
+def framed(hello: Hello) -> bytes:
+    """The frame of a greeting, in the oldest shape that can say it: an older master then says itself that it is too old."""
+    if _is_old(hello):
+        return messages.encode(Hello(*hello[:6]), messages.OLDEST_VERSION)
+    return messages.encode(hello)
+
+
+def _is_old(hello: Hello) -> bool:
+    """Can a master of protocol 1 read it?"""
+    return bool(hello.node) and not hello.seat
+
+
+class Unanswered(NamedTuple):
+    """What an agent says to other masters while its own is silent."""
+
+    wait_s: float
+    """The present master may be silent for so long yet before others are asked; 0 or less: they are asked now."""
+    hello: Hello
+    """The greeting."""
+    token: int
+    """The newest token that the agent has seen: only a newer one counts."""
+    silence_s: float
+    """How long the only master may take to answer."""
 
 
 class Greeter:
@@ -30,18 +76,13 @@ class Greeter:
         except asyncio.TimeoutError as error:
             raise ConnectionLost(f"{address} did not answer within {wait_s:g} s") from error
 
-    async def greet(
-        self, connection: Connection, hello: bytes, silence_s: float, *, newer_shape: bool
-    ) -> Welcome | Goodbye:
-        """Say ``hello``, and hear what the master answers. ``newer_shape``: a master of protocol 1 cannot read this hello.
-
-        Raises `ConnectionLost` and `MalformedMessage`.
-        """
-        await connection.send(hello)
+    async def greet(self, connection: Connection, hello: Hello, silence_s: float) -> Welcome | Goodbye:
+        """Say ``hello``, and hear what the master answers. Raises `ConnectionLost` and `MalformedMessage`."""
+        await connection.send(framed(hello))
         try:
             first = messages.decode(await receive_within(connection, self._masters.answer_s(silence_s)))
         except ConnectionLost as lost:
-            if newer_shape:
+            if not _is_old(hello):
                 log.warning(
                     "no answer to our greeting",
                     hint="a master older than protocol 2 cannot read it: install one version of dlrover-core everywhere",
@@ -52,3 +93,74 @@ class Greeter:
         if not isinstance(first, Welcome | Goodbye):
             raise MalformedMessage(f"a master greets with Welcome, not {type(first).__name__}")
         return first
+
+    # ---- beside a conversation with a master that is silent
+
+    async def elsewhere(self, unanswered: Callable[[], Unanswered]) -> Greeted:
+        """Whenever the present master is silent, ask all others, until one of them leads under a newer token.
+
+        A standby keeps who asks it, so the agent is served the moment that it leads. The connection is the caller's to close.
+        """
+        while True:
+            wait_s = unanswered().wait_s if len(self._masters.known) > 1 else LOOK_S
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+                continue
+            found = await self._ask_all(unanswered)
+            if found is not None:
+                log.info("another master leads", address=found.address, token=found.welcome.token)
+                return found
+
+    async def _ask_all(self, unanswered: Callable[[], Unanswered]) -> Greeted | None:
+        """Whoever has the agent first; None: the present master speaks again."""
+        present = self._masters.address
+        others = [one for one in self._masters.known if one != present]
+        asks = [asyncio.ensure_future(self._ask_until(one, present, unanswered)) for one in others]
+        try:
+            waiting = set(asks)
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for one in done:
+                    found = one.result()
+                    if found is not None:
+                        asks.remove(one)
+                        return found
+            return None
+        finally:
+            for one in asks:
+                one.cancel()
+            for late in await asyncio.gather(*asks, return_exceptions=True):
+                if isinstance(late, Greeted):
+                    await late.connection.close()
+
+    async def _ask_until(self, address: str, present: str, unanswered: Callable[[], Unanswered]) -> Greeted | None:
+        loop, attempt = asyncio.get_running_loop(), 0
+        while (now := unanswered()).wait_s <= 0:
+            began, asked = loop.time(), address
+            for _ in range(2):  # whom it is sent to is asked at once, but not whoever that one names
+                said: Greeted | Goodbye | None = None
+                with contextlib.suppress(ConnectionLost, MalformedMessage, TokenRefused):
+                    said = await self._ask(asked, now.hello, now.silence_s)
+                if isinstance(said, Greeted):
+                    if said.welcome.token > now.token:
+                        return said
+                    await said.connection.close()
+                if not isinstance(said, Goodbye) or said.address in ("", asked, present):
+                    break
+                asked = said.address
+            await asyncio.sleep(max(0.0, pause_s(attempt, address) - (loop.time() - began)))
+            attempt += 1
+        return None
+
+    async def _ask(self, address: str, hello: Hello, silence_s: float) -> Greeted | Goodbye:
+        connection = await self.dial(address, silence_s)
+        taken_in = False
+        try:
+            said = await self.greet(connection, hello, silence_s)
+            if isinstance(said, Goodbye):
+                return said
+            taken_in = True
+            return Greeted(address, connection, said)
+        finally:
+            if not taken_in:
+                await connection.close()

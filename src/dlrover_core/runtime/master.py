@@ -150,10 +150,10 @@ class Master:
         """May orders be given? By the local clock alone."""
         return self._lead is not None and self._engine is not None and self._lead.valid()
 
-    def stuck(self) -> tuple[str, bool]:
-        """Why decisions wait, empty: they do not; and have all workers ended well, recorded or not?"""
+    def stuck(self) -> tuple[str, bool, str]:
+        """Why decisions wait, empty: they do not; and as `Pipeline.unrecorded_end`."""
         pipeline = self._pipeline
-        return (pipeline.degraded, pipeline.unrecorded_end()) if pipeline is not None and self._serving else ("", False)
+        return (pipeline.degraded, *pipeline.unrecorded_end()) if pipeline and self._serving else ("", False, "")
 
     def may_order(self) -> bool:
         """May something new be said to agents or backends now? Whoever asks in vain is levelled again when it may."""

@@ -48,10 +48,18 @@ class Masters:
         if self._left <= 0:
             self._began, self._left = now, len(self.known)
 
-    def lost(self, now: float, *, steady: bool, away: Goodbye | None, jitter_of: str) -> float:
+    def moved(self, address: str) -> None:
+        """The master at ``address`` has the agent now, found beside the one that it had."""
+        self._learn(address)
+        self.address = address
+        self._rounds = self._left = 0
+        self._sent_on = False
+
+    def lost(self, now: float, *, steady: bool, away: Goodbye | None, jitter_of: str, silent: bool = False) -> float:
         """A try is over: seconds to wait before `address`, which may be another one by now.
 
         ``steady``: a master had us for a while. ``away`` is its goodbye, if it said one: it may name whom to dial instead.
+        ``silent``: it had left beats unanswered before, so it hung, and whoever comes in its place needs time: others are first.
         Pauses have a jitter that is the agent's own, drawn from ``jitter_of``.
         """
         dialled, jumped = self.address, self._sent_on
@@ -69,14 +77,14 @@ class Masters:
                 self._sent_on = True
                 return 0.0
             self._left = 0
-        elif not steady or away is not None:
+        elif not steady or silent or away is not None:
             self._advance(dialled if jumped else "")
             self._left -= 1
         if steady or self._left > 0:
             # After a conversation at once to whoever leads now; only then with growing pauses.
             return 0.0
         self._rounds += 1
-        return max(0.0, _pause(self._rounds - 1, jitter_of) - (now - self._began))
+        return max(0.0, pause_s(self._rounds - 1, jitter_of) - (now - self._began))
 
     def _advance(self, failed: str) -> None:
         """The next one in turn, but not the one that we were sent to and that has just failed."""
@@ -103,6 +111,7 @@ class Masters:
             self._index -= 1
 
 
-def _pause(attempt: int, jitter_of: str) -> float:
+def pause_s(attempt: int, jitter_of: str) -> float:
+    """The pause after so many rounds in vain; its jitter is drawn from ``jitter_of``."""
     jitter = zlib.crc32(f"{jitter_of}:{attempt}".encode()) / 2**32
     return min(RETRY_MAX_S, RETRY_FIRST_S * 2.0 ** min(attempt, 10)) * (0.5 + jitter / 2)

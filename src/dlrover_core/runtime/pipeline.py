@@ -19,13 +19,15 @@ from dlrover_core.kernel.engine import Command, Engine, Reply
 from dlrover_core.kernel.events import GROUP_BYTES_MAX, Batch, Origin
 from dlrover_core.kernel.log import AlreadyAppended, Appended, Conflict, Fenced, Leadership
 from dlrover_core.runtime.trouble import Trouble
-from dlrover_core.runtime.unrecorded import has_ended_well
+from dlrover_core.runtime.unrecorded import has_ended_well, owed
 
 QUEUE_MAX = 65_536
 # Deciding holds the loop: in between it is the heartbeats' turn.
 GROUP_COMMANDS_MAX = 512
 # Decisions that waited for longer than this were away, as a master is whose process was stopped.
 PAUSE_US = 2_000_000
+# An append that is found to last too long is given so long to end: a process that was stopped finds every append so.
+OVERDUE_US = 500_000
 RETRY_S = (0.05, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -60,6 +62,8 @@ class Pipeline:
         self._wake = asyncio.Event()
         self._stopping = self._closed = self._ended = self._failing = False
         self._trouble = Trouble(now)
+        self._append_since: int | None = None
+        self._overdue_since: int | None = None
 
     @property
     def degraded(self) -> str:
@@ -71,9 +75,10 @@ class Pipeline:
         """Since when they wait, by the leader's clock; 0: they do not."""
         return self._trouble.since
 
-    def unrecorded_end(self) -> bool:
-        """Have all workers ended well, whether the log takes it or not?"""
-        return has_ended_well(self._engine.state, (one.command for one in self._queue))
+    def unrecorded_end(self) -> tuple[bool, str]:
+        """Have all workers ended well, whether the log takes it or not? And why is their last state not on storage; or empty."""
+        state, waiting = self._engine.state, [one.command for one in self._queue]
+        return has_ended_well(state, waiting), owed(state, waiting)
 
     def submit(self, command: Command, origin: Origin | None = None) -> asyncio.Future[Reply]:
         """Queue a command; the future is done when its outcome is durable, cancelled when `run` has ended before."""
@@ -111,11 +116,29 @@ class Pipeline:
         wrong = self._lead.trouble() or (
             "" if self._lead.valid() else "it is not known whether this master still leads"
         )
+        hangs = self._hangs()
         # An append that fails again and again knows better.
-        if wrong and not self._failing:
+        if self._failing:
+            return
+        if wrong:
             self._trouble.begin(wrong)
-        elif not wrong and not self._failing:
+        elif hangs:
+            self._trouble.begin(hangs, self._append_since)
+        else:
             self._resume(self._trouble.end())
+
+    def _hangs(self) -> str:
+        """Why an append is taken to hang, which has not failed; empty: it is not."""
+        now, hung_s, since = self._now(), self._engine.state.job.spec.hung_s, self._append_since
+        if since is None or hung_s <= 0 or now - since < hung_s * 1_000_000:
+            self._overdue_since = None
+            return ""
+        if self._overdue_since is None:
+            self._overdue_since = now
+        if now - self._overdue_since < OVERDUE_US:
+            return ""
+        lasts_s = (now - since) // 1_000_000
+        return f"the log has not answered for {lasts_s} s: look at the disk or network that it is on, and at `dmesg`"
 
     def _resume(self, lasted_us: int) -> None:
         """Nobody's silence counts while nothing could be recorded: that is decided before whatever has queued up since."""
@@ -148,17 +171,19 @@ class Pipeline:
     async def _append(self, batch: Batch) -> None:
         attempt = 0
         while True:
+            self._append_since = self._now()
             try:
                 outcome = await self._lead.append(batch)
             except (LogUnavailable, LogFull) as error:
-                self._failing = True
+                self._failing, self._append_since = True, None
                 self._trouble.begin(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
                 attempt += 1
                 continue
+            self._append_since = None
             match outcome:
                 case Appended() | AlreadyAppended():
-                    if self._failing:
+                    if self.degraded:
                         self._failing = False
                         self.look()
                     return

@@ -17,10 +17,10 @@ class Trouble:
         self.reason = ""
         self.since = 0
 
-    def begin(self, reason: str) -> None:
-        """Something is wrong, or still is, if in other words."""
+    def begin(self, reason: str, since: int | None = None) -> None:
+        """Something is wrong, or still is, if in other words; ``since`` then, or since now."""
         if not self.reason:
-            self.since = self._now()
+            self.since = self._now() if since is None else since
             log.error("control plane degraded", reason=reason, remedy="training goes on; decisions wait for the log")
         self.reason = reason
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dlrover_core.job.state import JobState
-from dlrover_core.job.world import ReportFinished
+from dlrover_core.job.world import ReportFinished, World
 from dlrover_core.kernel.engine import Command
 
 
@@ -22,3 +22,20 @@ def has_ended_well(state: JobState, waiting: Iterable[Command]) -> bool:
         and all(world.done(one.node) or (one.node, world.generation) in said for one in world.members)
         for world in worlds
     )
+
+
+def owed(state: JobState, waiting: Iterable[Command]) -> str:
+    """Why the last state of a job that `has_ended_well` is not a checkpoint on storage, as its nodes said; empty: it is one.
+
+    A log that takes nothing keeps checkpoints from being committed, too.
+    """
+    if state.job.state == "succeeded":
+        return ""
+    said = [(one.node, one.generation, one.due, one.unstored) for one in waiting if isinstance(one, ReportFinished)]
+    for group in state.job.spec.groups:
+        world = state.world.worlds.get(group.name) or World()
+        known = [(node, world.generation, due, why) for node, (due, why) in world.unstored.items()]
+        for node, generation, due, why in [*known, *said]:
+            if why and (due < 0 or (generation, due) > state.checkpoints.of(group.name).newest):
+                return f"{node}: {why}"
+    return ""

@@ -117,7 +117,8 @@ class Watch:
     """Asks one child, by ``ask``, from `open` to `close` or until it hangs; then ``judged`` is called, once for each verdict.
 
     ``ask`` returns whether the question is on its way; if not, it is asked again at the next turn. After a verdict to kill
-    nothing more is asked. ``see`` looks at the child in the kernel. A ``hung_s`` of 0: nothing is asked.
+    nothing more is asked. ``see`` looks at the child in the kernel. A ``hung_s`` of 0: nothing is asked. The first answer may
+    take ``start_s``.
     """
 
     def __init__(
@@ -127,8 +128,10 @@ class Watch:
         ask: Callable[[], bool],
         see: Callable[[], Seen],
         judged: Callable[[Verdict], None],
+        start_s: float = START_S,
     ) -> None:
-        self._hung_s, self._ask, self._see, self._judged = hung_s, ask, see, judged
+        self._hung_s, self._start_s = hung_s, start_s
+        self._ask, self._see, self._judged = ask, see, judged
         self._dog: Watchdog | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._asked = False
@@ -136,7 +139,7 @@ class Watch:
     def open(self) -> None:
         """Ask from now on."""
         if self._hung_s > 0:
-            self._dog = Watchdog(self._hung_s, asyncio.get_running_loop().time())
+            self._dog = Watchdog(self._hung_s, asyncio.get_running_loop().time(), start_s=self._start_s)
             self._turn()
 
     def answered(self) -> None:

@@ -54,7 +54,7 @@ def loopback() -> Iterator[Net]:
 def namespaces() -> Iterator[Net]:
     """One network namespace each, all plugged into a switch, which is a fourth. Raises `CalledProcessError` and `OSError`."""
     with contextlib.ExitStack() as stack:
-        pids = {name: stack.enter_context(_namespace()) for name in ("switch", "a", "b", "c")}
+        pids = {name: stack.enter_context(namespace()) for name in ("switch", "a", "b", "c")}
         net = Net(PORT)
         _inside(pids["switch"], "ip link add name br0 type bridge", "ip link set dev br0 up")
         for number, name in enumerate("abc", start=1):
@@ -70,7 +70,7 @@ def namespaces() -> Iterator[Net]:
 
 
 @contextlib.contextmanager
-def _namespace() -> Iterator[int]:
+def namespace() -> Iterator[int]:
     """A namespace with a loopback interface; it ends with the process that holds it."""
     hold = "ip link set dev lo up && echo up && exec cat"
     line = ["/usr/bin/env", "unshare", "-n", "sh", "-c", hold]
@@ -111,6 +111,7 @@ class Host:
         self.folder.mkdir()
         self.state = self.folder / "state"
         self.process: subprocess.Popen[bytes] | None = None
+        self.environment: dict[str, str] = {}
         self._runs = 0
 
     @property
@@ -146,6 +147,7 @@ class Host:
             else [*ours, *self.net.options[self.name], *command]
         )
         born = {**os.environ, "DLROVER_TOKEN": token, "FOLDER": str(self.folder), **warmth(command, self.folder)}
+        born |= self.environment
         with (
             (self.folder / f"out-{self._runs}").open("wb") as out,
             (self.folder / f"err-{self._runs}").open("wb") as err,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import functools
 import itertools
 import os
+import struct
+import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +19,7 @@ from typing import NamedTuple
 from running import BOUND_S, SCRIPTS, Job, Process, eventually
 
 CURVE = str(SCRIPTS / "curve.py")
+_EXT4_SHUTDOWN, _NO_LOG_FLUSH = 0x8004587D, 2
 INODES_MAX = 1000  # more are not taken: then they are no bound
 QUICK = ("--set", "silence_s=1", "--set", "heartbeat_s=0.2")
 
@@ -239,6 +244,47 @@ def fill(path: Path, *logs: Path) -> Path:
             for number in range(INODES_MAX):
                 (path / "ballast" / str(number)).touch()
     return path / "ballast"
+
+
+@contextlib.contextmanager
+def real_disk(path: Path, image: Path) -> Iterator[Path]:
+    """An ext4 at ``path`` that can be broken (`break_disk`). Raises `PermissionError` where none can be mounted."""
+    path.mkdir(parents=True)
+    lines = (
+        ("truncate", "-s", "64M", str(image)),
+        ("mkfs.ext4", "-q", str(image)),
+        ("mount", "-o", "loop,errors=remount-ro", str(image), str(path)),
+    )
+    for line in lines:
+        try:
+            done = subprocess.run(line, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise PermissionError(error.errno, f"{line[0]}: {error.strerror}") from error
+        if done.returncode:
+            raise PermissionError(f"{' '.join(line)}: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["/usr/bin/env", "umount", "-l", str(path)], check=True)
+        image.unlink()
+
+
+def break_disk(path: Path, number: int) -> None:
+    """From now on every write below ``path`` fails with this error, EROFS or EIO; with EIO every read does, too."""
+    if number == errno.EIO:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, _EXT4_SHUTDOWN, struct.pack("I", _NO_LOG_FLUSH))
+        finally:
+            os.close(fd)
+    else:
+        # An error of the file system: the kernel makes it read-only, whoever has files open. A remount would be refused.
+        device = path.stat().st_dev
+        name = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
+        Path(f"/sys/fs/ext4/{name}/trigger_fs_error").write_text("a test")
+    with contextlib.suppress(OSError):
+        (path / "probe").touch()
+        raise AssertionError(f"{path} can still be written to")
 
 
 # ---- a fork caught in the act

@@ -87,6 +87,8 @@ class LaunchConfig(NamedTuple):
     store_at: str = ""
     """``host:port`` of this host where each generation's store listens, because somebody named it; empty: a free port each."""
     run_dir: str | None = None
+    cgroup: str = ""
+    """The control group (version 2) that workers are put into, below the agent's own, where one may be made; empty: none."""
     imports: str = ""
     """The folder with lists of what workers import, from which modules are preloaded; empty: only ``preload`` is."""
     framework: str = TORCH

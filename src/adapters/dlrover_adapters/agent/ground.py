@@ -11,17 +11,21 @@ import contextlib
 import errno
 import fcntl
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from dlrover_core.host.threads import NO_THREAD
 from dlrover_core.logs.place import make_dirs
 
 TOUCH_S = 3600.0
 """Cleaners by age count in days; whoever counts in fewer hours than this takes files of running programs every day."""
 
 LOOK_S = 1.0
+
+PREFIX = "dlrover-run-"
 
 
 class Ground:
@@ -85,6 +89,27 @@ def _same(fd: int, path: Path) -> bool:
     return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
 
 
+def private_folder(wanted: str | None) -> tuple[str, str]:
+    """A new folder in ``wanted``, and nothing; or one elsewhere, and why, for people. None: the system's temporary folder.
+
+    A node that is replaced must not fail because the run's folder has become read-only. Raises `OSError` where there is no
+    room anywhere.
+    """
+    try:
+        if wanted is not None:
+            os.makedirs(wanted, mode=0o700, exist_ok=True)
+        return tempfile.mkdtemp(prefix=PREFIX, dir=wanted), ""  # mode 0700
+    except OSError as error:
+        for other in filter(None, ("/tmp", os.environ.get("XDG_RUNTIME_DIR"), "/dev/shm")):  # noqa: S108  # mkdtemp makes it ours
+            with contextlib.suppress(OSError):
+                made = tempfile.mkdtemp(prefix=PREFIX, dir=other)
+                return (
+                    made,
+                    f"{wanted} takes no files ({error.strerror or error}): this node's sockets and output lie in {made}",
+                )
+        raise
+
+
 class Restorable(Protocol):
     """Something that listens in a folder."""
 
@@ -113,6 +138,11 @@ class Watch:
             try:
                 anew = await asyncio.to_thread(self._ground.hold)
                 lost = sum(one.restore() for one in self._sockets)
+            except RuntimeError:
+                if not self._wrong:
+                    self._say(f"{path} is not looked after for now: {NO_THREAD}")
+                self._wrong = NO_THREAD
+                return
             except OSError as error:
                 wrong = (
                     f"{path} is gone and cannot be made anew ({error.strerror or error}): training goes on, and a worker "
@@ -123,8 +153,9 @@ class Watch:
                     self._say(wrong)
                 self._wrong = wrong
                 return
-            if anew or lost or self._wrong:
-                what = f"{path} was removed" if anew or self._wrong else f"{lost} sockets in {path} were removed"
+            lacked = self._wrong not in ("", NO_THREAD)
+            if anew or lost or lacked:
+                what = f"{path} was removed" if anew or lacked else f"{lost} sockets in {path} were removed"
                 self._say(f"{what} while the job runs, and was made anew; output of workers not shown by then is lost")
             self._wrong = ""
 

@@ -26,7 +26,7 @@ from dlrover_core.runtime.duties import Desk, Orders
 
 from . import looks
 from .doorbell import Asked
-from .launcher import Rank
+from .ranks import Rank
 
 APART_S = 0.3
 """Between the two looks."""

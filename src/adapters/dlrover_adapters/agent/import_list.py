@@ -64,9 +64,13 @@ def path_of(config: LaunchConfig) -> str:
     if not config.imports or not config.warm or unwatchable():
         return ""
     name = config.argv[0]
-    script = name if config.mode is Mode.MODULE else os.path.realpath(name)
+    try:
+        script = name if config.mode is Mode.MODULE else os.path.realpath(name)
+        folder = os.getcwd() if config.mode is Mode.MODULE else ""
+    except FileNotFoundError:  # the current folder was removed while the job runs
+        return ""
     warm = config.env.get("DLROVER_WARM", os.environ.get("DLROVER_WARM", ""))
-    place = (config.mode.value, script, os.getcwd() if config.mode is Mode.MODULE else "", sys.executable, warm)
+    place = (config.mode.value, script, folder, sys.executable, warm)
     key = zlib.crc32(repr((*place, os.environ.get("PYTHONPATH", ""))).encode(errors="surrogateescape"))
     readable = "".join(one if one.isalnum() and one.isascii() else "-" for one in os.path.basename(name))[:60]
     return os.path.join(config.imports, f"{readable}-{key:08x}.json")

@@ -17,6 +17,7 @@ import structlog
 
 from dlrover_core.diagnosis import stall
 from dlrover_core.errors import LaunchFailed
+from dlrover_core.host.threads import NO_THREAD
 from dlrover_core.runtime.launcher import (
     Notice,
     StoreGone,
@@ -29,22 +30,23 @@ from dlrover_core.runtime.launcher import (
 )
 from dlrover_core.runtime.within import within
 
-from . import looks, signals, wire
+from . import signals, wire
 from .affinity import cpus_by_rank
 from .checkpoints.saving import Saving
 from .checkpoints.vault import Vault
-from .children import Child, wait_dead
+from .children import wait_dead
 from .config import LaunchConfig, Mode
-from .doorbell import Asked, Doorbell
-from .ground import Watch
+from .doorbell import Doorbell
+from .ground import Watch, private_folder
 from .last_words import LastWords, last_words
 from .leftovers import Leavings
-from .log_bounds import LogBounds, prune
+from .log_bounds import LogBounds
 from .log_watch import Known, Output, OutputWatch
-from .logs import LogPump, RankFiles, StreamFile, attempts_dir, made, rank_files
+from .logs import LogPump, RankFiles, StreamFile, made_all, unwritten
 from .nursery import STRAYS, Nursery, Spare
 from .pace_watch import WorkerSlot
 from .process import await_sessions_end, become_subreaper, end_sessions
+from .ranks import Rank, Worker
 from .seat import seat_for, to_wire
 from .slot import StepSlot
 from .spawn import Spawned
@@ -53,65 +55,11 @@ from .stores import Stores
 NOTICES_MAX = 4096
 """Unread notices from which on further steps are dropped, all but first ones; exits never are."""
 
-PASSING_ATTEMPTS_MAX = 3
-"""Generations whose passing files are there at once: the one that runs, and those whose last words may still be read."""
-
 SWEEP_S = 10.0
 CONSOLE_S = 5.0
 """A console that takes nothing for this long at the end loses what is left."""
 
 _log = structlog.get_logger(__name__)
-
-
-class _Worker:
-    """One worker of the current generation."""
-
-    def __init__(self, child: Child, launch: WorkersLaunch, local_rank: int, files: RankFiles, slot: StepSlot) -> None:
-        self.child, self.launch, self.local_rank, self.files, self.slot = child, launch, local_rank, files, slot
-        self.begun_us = time.monotonic_ns() // 1000
-        self.asked = False
-        self.stepped = False
-        self.note = ""
-        self.grace_until = 0.0
-        self.lingering: asyncio.Future[None] | None = None
-        self.buried: asyncio.Task[None] | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.launch.first_rank + self.local_rank
-
-    @property
-    def ended_well(self) -> bool:
-        """By itself, and with 0: what it left running may be meant to."""
-        return not self.child.alive and self.child.dead.result() == 0 and not self.asked
-
-
-class Rank:
-    """A worker to be looked at: ``stacks`` is the file into which it writes them when told to `show`."""
-
-    def __init__(self, worker: _Worker, stacks: str, bell: Doorbell) -> None:
-        self.rank, self.pid, self.stacks = worker.rank, worker.child.pid, stacks
-        self._worker, self._bell = worker, bell
-
-    def idle_us(self) -> int:
-        """Since its last step; -1: it has ended."""
-        worker = self._worker
-        return worker.slot.pulse(worker.begun_us, time.monotonic_ns() // 1000).idle_us if worker.slot.fd >= 0 else -1
-
-    async def show(self) -> bool:
-        """Have it write its stacks on a signal, if it has said that it does; False: it was not signalled.
-
-        Nor is one that would die of it: another program by now (`os.execv`), or its handlers were reset.
-        """
-        number = self._worker.slot.shows_on if self._worker.slot.fd >= 0 else 0
-        if not number or not await asyncio.to_thread(looks.catches, self.pid, number) or not self._worker.child.alive:
-            return False
-        self._worker.child.signal(number)
-        return True
-
-    def ask(self, probe: int, path: str) -> Asked | None:
-        """As `Doorbell.ask`."""
-        return self._bell.ask(self._worker.launch.generation, self.rank, probe, path)
 
 
 class LinuxLauncher:
@@ -125,14 +73,14 @@ class LinuxLauncher:
         self._config = config.checked()
         self._first, self._watch = first, watch
         self._notices: asyncio.Queue[Notice | None] = asyncio.Queue()
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._burials: set[asyncio.Task[None]] = set()
         self._unburied: dict[int, int] = {}
         self._sweep: asyncio.Task[None] | None = None
-        self._to_sweep: list[_Worker] = []
-        self._leavings = Leavings(STRAYS, self._gone, self.say)
+        self._to_sweep: list[Worker] = []
+        self._leavings = Leavings(STRAYS, self._gone, self.say, self._config.cgroup)
         self._refill: asyncio.TimerHandle | None = None
-        self._run_dir = self._log_dir = ""
+        self._run_dir = self._log_dir = self._unwritten = ""
         self._bounds = LogBounds(self._config.log_bytes_max)
         self._pump = LogPump(self._bounds)
         self._cpus: asyncio.Future[tuple[tuple[int, ...], ...]] | None = None
@@ -198,10 +146,13 @@ class LinuxLauncher:
                 "the launcher must be opened on the main thread: workers die with the thread that watches them"
             )
         become_subreaper()
-        self._nursery = Nursery(self._config, self._first)
+        self._nursery = Nursery(self._config, self._first, self._leavings.take)
         try:
             self._nursery.open()  # first of all: it takes seconds, the rest happens meanwhile
             await self._open_rest(self._nursery)
+        except RuntimeError as error:
+            await self.close()
+            raise LaunchFailed(f"{NO_THREAD} ({error})") from error
         except BaseException:
             await self.close()
             raise
@@ -218,7 +169,7 @@ class LinuxLauncher:
         self.vault.open()
         self._ground = Watch(self._run_dir, (self._bell, self.vault), self.say)
         await self._ground.begin()
-        self._leavings.begin()
+        await self._leavings.begin()
         self.saving = Saving(self._config, self.vault.arenas, nursery.fork_saver, nursery.gone)
         if self._config.stores:
             self._stores = Stores(self._config, nursery.fork_keeper, nursery.gone, self._offer, self._lost)
@@ -237,9 +188,9 @@ class LinuxLauncher:
     def _make_folders(self) -> None:
         config = self._config
         try:
-            if config.run_dir is not None:
-                os.makedirs(config.run_dir, mode=0o700, exist_ok=True)
-            self._run_dir = tempfile.mkdtemp(prefix="dlrover-run-", dir=config.run_dir)  # mode 0700
+            self._run_dir, elsewhere = private_folder(config.run_dir)
+            if elsewhere:
+                self.say(elsewhere)
             asked = any((*config.redirects, *config.tee))
             if config.log_dir is not None:
                 self._log_dir = os.path.abspath(config.log_dir)
@@ -284,8 +235,11 @@ class LinuxLauncher:
             await self._stores.fix(here=launch.node_rank == 0)
         if self._ground is not None:
             await self._ground.look()
-        await self._leavings.end()
-        files = await asyncio.to_thread(self._make_files, launch)
+        try:
+            await self._leavings.end()
+            files = await asyncio.to_thread(self._make_files, launch)
+        except RuntimeError as error:
+            raise LaunchFailed(f"generation {launch.generation}: {NO_THREAD}") from error
         try:
             spares = await within(self._config.start_s, self._nursery.take(launch.nproc))
         except asyncio.TimeoutError as error:
@@ -308,7 +262,7 @@ class LinuxLauncher:
             self._stores.keep_only(launch.store)
         self._refill = asyncio.get_running_loop().call_later(self._config.refill_s, self._refill_now)
 
-    def _begin(self, workers: list[_Worker]) -> None:
+    def _begin(self, workers: list[Worker]) -> None:
         """All of them exist: from here on their ends are told."""
         self._workers = workers
         if self.vault is not None:
@@ -332,18 +286,14 @@ class LinuxLauncher:
             self._stores.spend(address)
 
     def _make_files(self, launch: WorkersLaunch) -> list[RankFiles]:
-        config, run_dir, log_dir = self._config, self._run_dir, self._log_dir
-        output = os.path.join(run_dir, "output")
-        passing = os.path.join(output, f"attempt_{launch.generation}")
-        files = [
-            made(rank_files(config, run_dir, log_dir, launch, rank), os.path.join(passing, str(rank)))
-            for rank in range(launch.nproc)
-        ]
-        prune(output, PASSING_ATTEMPTS_MAX)
-        prune(attempts_dir(config, log_dir, launch), config.log_attempts_max)
+        files = made_all(self._config, self._run_dir, self._log_dir, launch)
+        words = unwritten(files, self._run_dir)
+        if words and not self._unwritten:
+            self.say(words)
+        self._unwritten = words
         return files
 
-    def _seat(self, spare: Spare, launch: WorkersLaunch, local_rank: int, files: RankFiles) -> _Worker:
+    def _seat(self, spare: Spare, launch: WorkersLaunch, local_rank: int, files: RankFiles) -> Worker:
         """Tell a spare who it is; from here on it is a worker."""
         assert self._bell is not None, "open() makes the doorbell"
         cpus = self._cpus.result()[local_rank] if self._cpus is not None else ()
@@ -360,7 +310,7 @@ class LinuxLauncher:
             failing.pop_all()
         spare.link.close()
         self._unburied[launch.generation] = self._unburied.get(launch.generation, 0) + 1
-        return _Worker(spare.child, launch, local_rank, files, slot)
+        return Worker(spare.child, launch, local_rank, files, slot)
 
     def _forget(self, file: StreamFile) -> None:
         """Nobody shows this one, and nobody writes it any more."""
@@ -402,7 +352,7 @@ class LinuxLauncher:
         found = [one for one in self._workers if one.child.alive and one.launch.generation == generation]
         return [Rank(one, self._stacks(one), self._bell) for one in found if self._bell is not None]
 
-    def _stacks(self, worker: _Worker) -> str:
+    def _stacks(self, worker: Worker) -> str:
         return os.path.join(self._run_dir, f"stacks-{worker.launch.generation}-{worker.rank}.txt")
 
     def _refill_now(self) -> None:
@@ -415,7 +365,7 @@ class LinuxLauncher:
 
     # ---- ends
 
-    def _died(self, worker: _Worker, _dead: asyncio.Future[int]) -> None:
+    def _died(self, worker: Worker, _dead: asyncio.Future[int]) -> None:
         left_s = worker.grace_until - time.monotonic()
         if left_s > 0:
             # A shell that dies of the signal leaves behind what it ran: that has its grace too.
@@ -435,7 +385,7 @@ class LinuxLauncher:
             self._finish.cancel()
             self._finish = None
 
-    def _end_laggards(self, first: _Worker) -> None:
+    def _end_laggards(self, first: Worker) -> None:
         """``finish_s`` is over: whoever still runs in the generation of the one that was done ``first`` hangs."""
         self._finish = None
         for one in self._workers:
@@ -445,7 +395,7 @@ class LinuxLauncher:
                 one.child.signal(signal.SIGKILL)
                 one.child.kill_group()
 
-    async def _bury(self, worker: _Worker) -> None:
+    async def _bury(self, worker: Worker) -> None:
         if worker.lingering is not None:
             await worker.lingering
             worker.child.kill_group()
@@ -488,7 +438,7 @@ class LinuxLauncher:
         if self._sweep is None:
             self._sweep = asyncio.create_task(self._sweep_all(), name="sweep of sessions")
 
-    def _last_words(self, worker: _Worker) -> tuple[LastWords, Known]:
+    def _last_words(self, worker: Worker) -> tuple[LastWords, Known]:
         """What it left behind, and what its death is known by, unless we ended it and know why. In a thread."""
         words = last_words(worker.files)
         if self._watch is None or worker.note or (worker.asked and not words.error):
@@ -550,7 +500,7 @@ class LinuxLauncher:
         while waits := [*self._burials, *([self._sweep] if self._sweep is not None else [])]:
             await asyncio.gather(*waits, return_exceptions=True)
 
-    def _ask(self, worker: _Worker, number: signal.Signals, grace_s: float) -> None:
+    def _ask(self, worker: Worker, number: signal.Signals, grace_s: float) -> None:
         """A Python program ends its children itself; any other is often a shell that must not be the only one to hear."""
         if self._config.mode is Mode.COMMAND:
             worker.grace_until = time.monotonic() + grace_s
@@ -578,7 +528,6 @@ class LinuxLauncher:
         if not await self.stop(0.0, SWEEP_S):
             _log.error("workers cannot be killed and are left behind", pids=self.pids, node=self._config.node)
         await self._buried()
-        await self._leavings.close()
         if self._stores is not None:
             await self._stores.close()
         if self._ground is not None:
@@ -589,6 +538,7 @@ class LinuxLauncher:
             await self.vault.close()
         if self._nursery is not None:
             await self._nursery.close()
+        await self._leavings.close()
         if self._bell is not None:
             self._bell.close()
         await asyncio.to_thread(self._pump.close, CONSOLE_S)

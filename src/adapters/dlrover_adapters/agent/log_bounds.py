@@ -53,8 +53,9 @@ class LogBounds:
 
     def open(self) -> None:
         """Start the thread."""
-        self._thread = threading.Thread(target=self._run, name="log-bounds", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="log-bounds", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def watch(self, file: StreamFile) -> None:
         """Keep ``file`` within its bound, until `finish`."""

@@ -22,6 +22,7 @@ import os
 import select
 import string
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import structlog
@@ -29,13 +30,16 @@ import structlog
 from dlrover_core.runtime.launcher import WorkersLaunch
 
 from .config import LaunchConfig, Streams
-from .log_bounds import LogBounds
+from .log_bounds import LogBounds, prune
 from .process import libc
 
 CHUNK_BYTES = 256 * 1024
 REST_S = 0.2
 PUNCH_BYTES = 1024 * 1024
 """Shown output is taken out of files in pieces of this size; as much stays for the tail."""
+
+PASSING_ATTEMPTS_MAX = 3
+"""Generations whose passing files are there at once: the one that runs, and those whose last words may still be read."""
 
 _IN_MODIFY = 0x2
 _IN_NONBLOCK = os.O_NONBLOCK
@@ -91,6 +95,29 @@ def rank_files(config: LaunchConfig, run_dir: str, log_dir: str, launch: Workers
         stdout=stream(Streams.OUT, "stdout.log", 1),
         stderr=stream(Streams.ERR, "stderr.log", 2),
         error=os.path.join(kept_dir if config.log_dir else passing_dir, "error.json"),
+    )
+
+
+def made_all(config: LaunchConfig, run_dir: str, log_dir: str, launch: WorkersLaunch) -> list[RankFiles]:
+    """The files of all ranks of a generation; those of older ones go."""
+    output = os.path.join(run_dir, "output")
+    passing = os.path.join(output, f"attempt_{launch.generation}")
+    files = [
+        made(rank_files(config, run_dir, log_dir, launch, rank), os.path.join(passing, str(rank)))
+        for rank in range(launch.nproc)
+    ]
+    prune(output, PASSING_ATTEMPTS_MAX)
+    prune(attempts_dir(config, log_dir, launch), config.log_attempts_max)
+    return files
+
+
+def unwritten(files: Sequence[RankFiles], run_dir: str) -> str:
+    """What people are told where output has no place at all; empty: it has."""
+    if not any(stream.path == os.devnull for one in files for stream in (one.stdout, one.stderr)):
+        return ""
+    return (
+        f"{run_dir} takes no files: workers run on, and what they print is neither shown nor kept; free room there, or make "
+        "the disk writable, and it is shown again from the next start of workers on"
     )
 
 
@@ -158,7 +185,8 @@ class _Filter:
         """Take the line that never ended."""
         if self._begun:
             self._keep([self._begun])
-        os.close(self._fd)
+        with contextlib.suppress(OSError):  # as in `_Shown.close`
+            os.close(self._fd)
 
 
 class _Shown:
@@ -167,7 +195,12 @@ class _Shown:
     def __init__(self, file: StreamFile, bounds: LogBounds) -> None:
         self.file, self._bounds = file, bounds
         self.fd = os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._filter = _Filter(file, bounds.bytes_max) if file.filters else None
+        self._told = False
+        try:
+            self._filter = _Filter(file, bounds.bytes_max) if file.filters else None
+        except BaseException:
+            os.close(self.fd)
+            raise
         self.shown = 0  # bytes of the file that are on the console
         self.half = b""  # the line begun
         self.continued = False  # the console holds the begin of our line
@@ -197,9 +230,18 @@ class _Shown:
                 self.shown = hole.stop
                 continue
             size = min(CHUNK_BYTES, hole.start - at) if hole is not None and at < hole.start else CHUNK_BYTES
-            chunk = os.pread(self.fd, size, at)
+            try:
+                chunk = os.pread(self.fd, size, at)
+            except OSError as error:  # a disk that fails, a file server that has forgotten the file
+                self._unread(error)
+                return b""
             if self._bounds.hole(self.file.path) == hole:
                 return chunk
+
+    def _unread(self, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            _log.warning("output cannot be read back and is not shown", path=self.file.path, error=str(error))
 
     def _show(self, text: bytes) -> None:
         if not text:
@@ -232,7 +274,8 @@ class _Shown:
     def close(self) -> None:
         if self._filter is not None:
             self._filter.close()
-        os.close(self.fd)
+        with contextlib.suppress(OSError):  # a file server or a quota may say only now what it did not take
+            os.close(self.fd)
         self._bounds.finish(self.file)
         if not self.file.keep:
             with contextlib.suppress(OSError):
@@ -267,8 +310,9 @@ class LogPump:
         """Start the thread."""
         self._inotify = libc().inotify_init1(_IN_NONBLOCK | _IN_CLOEXEC)
         self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="log-pump", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="log-pump", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def follow(self, file: StreamFile) -> None:
         """Show ``file`` as it grows, until `finish`."""

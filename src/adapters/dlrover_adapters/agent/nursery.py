@@ -13,6 +13,7 @@ import functools
 import itertools
 import signal
 import socket
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
 import structlog
@@ -61,12 +62,20 @@ class Spare(NamedTuple):
 
 
 class Nursery:
-    """Makes processes: `take` workers, `fork_keeper`, `fork_saver`. ``refused`` says which preloads were left out, and why."""
+    """Makes processes: `take` workers, `fork_keeper`, `fork_saver`. ``refused`` says which preloads were left out, and why.
 
-    def __init__(self, config: LaunchConfig, first: Spawned | None = None) -> None:
+    ``place`` is given the pid of each process that is to be a worker, before it hears who it is.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        first: Spawned | None = None,
+        place: Callable[[int], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
         self.refused: dict[str, str] = {}
         self.plain = not config.warm
-        self._config, self._first = config, first
+        self._config, self._first, self._place = config, first, place
         self._link: socket.socket | None = None
         self._forks: dict[int, asyncio.Future[int]] = {}
         self._keys = itertools.count(1)
@@ -385,10 +394,21 @@ class Nursery:
     async def _make(self) -> Spare:
         while True:
             await self.ready()
-            if self.plain:
-                return self._born(spawn_plain(self._config))
-            if worker := await self._fork_again("worker"):
-                return worker
+            made = self._born(spawn_plain(self._config)) if self.plain else await self._fork_again("worker")
+            if made is not None:
+                await self._placed(made)
+                return made
+
+    async def _placed(self, made: Spare) -> None:
+        if self._place is None:
+            return
+        placing = asyncio.ensure_future(self._place(made.child.pid))
+        try:
+            await asyncio.shield(placing)
+        except BaseException:
+            # Not before: the number of a process that was reaped may be another's.
+            placing.add_done_callback(lambda _: self.discard(made))
+            raise
 
     def refill(self) -> None:
         """Have spares made for the next generation, unless they are there."""

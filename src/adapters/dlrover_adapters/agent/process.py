@@ -16,9 +16,9 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+
+from dlrover_core.host.procfs import Member, hold, kill, processes, reap
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -109,53 +109,6 @@ def run_executed(prog: str, arguments: list[str], serve: Callable[[socket.socket
 # ---- sessions
 
 
-class Member(NamedTuple):
-    """A process, as /proc shows it; ``state`` is its letter, ``born`` its start in clock ticks since the host's.
-
-    A number is another process's as soon as its owner is reaped. Number and ``born`` together belong to one process for ever.
-    """
-
-    pid: int
-    name: str
-    state: str
-    parent: int
-    session: int
-    born: int
-
-
-def _read_stat(pid: int) -> Member | None:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            head, _, tail = stat.read().rpartition(b")")
-        fields, name = tail.split(), head.partition(b"(")[2].decode(errors="replace")
-        return Member(pid, name, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
-    except (OSError, IndexError, ValueError):
-        return None  # gone between the listing and the look
-
-
-def processes() -> Iterator[Member]:
-    """Every process there is, zombies included. One pass over /proc, about 15 us a process."""
-    with os.scandir("/proc") as entries:
-        for entry in entries:
-            member = _read_stat(int(entry.name)) if entry.name.isdecimal() else None
-            if member is not None:
-                yield member
-
-
-def children_of_ours() -> list[Member]:
-    """Every child of this process, zombies included: a few small files, where the kernel has them."""
-    try:
-        pids = [
-            int(pid)
-            for task in os.listdir("/proc/self/task")
-            for pid in Path(f"/proc/self/task/{task}/children").read_text(encoding="ascii").split()
-        ]
-    except OSError:  # a kernel without them, or a thread has just ended
-        me = os.getpid()
-        return [one for one in processes() if one.parent == me]
-    return [one for pid in pids if (one := _read_stat(pid)) is not None]
-
-
 def members_of(sessions: frozenset[int]) -> list[Member]:
     """Every process whose session is one of ``sessions``."""
     return [one for one in processes() if one.session in sessions]
@@ -166,7 +119,7 @@ def busy_sessions(leaders: Iterable[int]) -> frozenset[int]:
     wanted = frozenset(leaders)
     if not wanted:
         return wanted
-    return frozenset(one.session for one in members_of(wanted) if one.pid != one.session and one.state not in "ZXx")
+    return frozenset(one.session for one in members_of(wanted) if one.pid != one.session and one.lives)
 
 
 def end_sessions(sessions: Iterable[int], bound_s: float) -> list[int]:
@@ -210,45 +163,10 @@ def end_strays(names: frozenset[str], known: frozenset[int], bound_s: float) -> 
         reap(one)
 
 
-def hold(one: Member) -> int | None:
-    """A pidfd of this very process; None if it is gone. Another process that has its number by now is not taken for it."""
-    try:
-        fd = os.pidfd_open(one.pid)
-    except OSError:
-        return None
-    # The descriptor is bound to whoever had the number when it was opened: look again, whose that is.
-    now = _read_stat(one.pid)
-    if now is not None and now.born == one.born:
-        return fd
-    os.close(fd)
-    return None
-
-
-def kill(one: Member) -> int | None:
-    """SIGKILL this very process through a pidfd, which is returned; None if it is gone."""
-    fd = hold(one)
-    if fd is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
-    return fd
-
-
 def wait_all(fds: list[int], deadline: float) -> None:
     """Wait until every pidfd has fired or the deadline is over, and close them."""
     for fd in fds:
         poll = select.poll()
         poll.register(fd, select.POLLIN)
         poll.poll(max(0, round((deadline - time.monotonic()) * 1000)))
-        os.close(fd)
-
-
-def reap(one: Member) -> None:
-    """Take this very process, if it is a dead child of ours, out of the process table; a living one stays."""
-    fd = hold(one)
-    if fd is None:
-        return
-    try:
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG)
-    finally:
         os.close(fd)

@@ -9,7 +9,8 @@ What makes a process fit to be forked from, and why it is checked (`_fault`):
 * *A child that can compute*, proved by one that does, within a bound.
 
 What workers of the script imported in an earlier run (`import_list`) is imported last, and looked at as one: where a module
-leaves threads behind, that module and all after it are left out from then on.
+leaves threads behind, or anything else that workers must not share (`belongings`), that module and all after it are left out from
+then on.
 
 A process that failed cannot be mended (threads cannot be taken back), so the zygote names the preload at fault and ends; the
 agent starts another without it.
@@ -45,6 +46,7 @@ from .process import die_with_parent, end_sessions, outlive_parent, own_link, se
 
 Role = Callable[[], int]
 END_SESSIONS_S = 10.0
+_PLAIN_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/dev/shm/", "/dev/pts/", "/dev/tty")  # noqa: S108
 PROBE_PAUSES_S = (0.1, 0.4, 1.6)
 _LIMITS = {
     errno.EAGAIN: "; a limit of processes is reached: see ulimit -u, and pids.max of the control group",
@@ -141,7 +143,7 @@ class Zygote:
         self._listed = worker.Preloaded(watch.reads, listed.sets, listed.modules)
 
     def _import_each(self, names: tuple[str, ...]) -> None:
-        tasks = _tasks()
+        tasks, before = _tasks(), belongings()
         for place, name in enumerate(names):
             if name in sys.modules:
                 continue
@@ -150,6 +152,8 @@ class Zygote:
             if _tasks() > tasks and (fault := self._fault()):
                 raise Unfit(AUTO, f"{name}: {fault}", kept=place)
             tasks = _tasks()
+            if shared := belongings() - before:
+                raise Unfit(AUTO, f"{name}: it leaves {min(shared)} behind, which all workers would share", kept=place)
 
     def _check_names(self, local: list[str]) -> None:
         brought = [one for one in local if sys.modules.get(one) is not None]
@@ -339,6 +343,34 @@ class Zygote:
 
 def _tasks() -> int:
     return len(os.listdir("/proc/self/task"))
+
+
+def belongings() -> set[str]:
+    """What a fork of this process shares with it: sockets, pollers and devices that are open here, and processes started here.
+
+    Servants of multiprocessing are left out: a worker forgets them (`worker.forget_the_zygote`).
+    """
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            device = target.startswith("/dev/") and not target.startswith(_PLAIN_DEVICES)
+            if device or target.startswith(("socket:", "anon_inode:[eventpoll]")):
+                found.add(target)
+    with contextlib.suppress(OSError):  # a kernel without CONFIG_PROC_CHILDREN
+        children = f"/proc/self/task/{threading.get_native_id()}/children"
+        with open(children, encoding="ascii") as file:
+            started = set(map(int, file.read().split())) - _servants()
+        found |= {f"process {pid}" for pid in started}
+    return found
+
+
+def _servants() -> set[int | None]:
+    tracker, server = (sys.modules.get(f"multiprocessing.{name}") for name in ("resource_tracker", "forkserver"))
+    return {
+        *([tracker._resource_tracker._pid] if tracker is not None else []),
+        *([server._forkserver._forkserver_pid] if server is not None else []),
+    }
 
 
 def unforkable(error: OSError) -> str:

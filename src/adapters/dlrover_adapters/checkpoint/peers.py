@@ -356,8 +356,8 @@ class Server:
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         with self._lock:
+            thread.start()  # before it is one that `stop` joins
             self._threads.add(thread)
-        thread.start()
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._stopped.is_set():
@@ -377,7 +377,11 @@ class Server:
                 self._door.left(number)
                 sock.close()
                 return
-            self._thread("peer", functools.partial(self._serve, sock, number, str(address[0])))
+            try:
+                self._thread("peer", functools.partial(self._serve, sock, number, str(address[0])))
+            except RuntimeError:  # no thread can be started now: this one may come again
+                self._door.left(number)
+                sock.close()
 
     # ---- a connection
 

@@ -1,21 +1,23 @@
-"""Clean up after a launcher that could not: ``python -I -S _sweeper.py FD FOLDER MARK``. Run as a file, never imported.
+"""Clean up after a launcher: ``python -I -S _sweeper.py FD FOLDER MARK CGROUPS GROUP``. Run as a file, never imported.
 
 Nobody cleans up after SIGKILL but somebody else. This waits for the end of the pipe FD, whose other end only the launcher
-holds; then it kills every process whose environment bears MARK, and removes FOLDER. A launcher that ends in order does both
+holds; then it kills every process whose environment bears MARK, and all in the run's control groups below GROUP (CGROUPS is the
+file of the module that knows them), and removes FOLDER. A launcher that ends in order does both
 itself and kills this. Should both be killed at once, the next launcher removes the folder: see `scratch`.
 """
 
 import contextlib
 import os
+import runpy
 import shutil
 import signal
 import sys
 import time
 
-ROUNDS_MAX, ROUND_S = 200, 0.05
+ROUNDS_MAX, ROUND_S, GROUPS_S = 200, 0.05, 10.0
 
 
-def main(pipe: int, folder: str, mark: str) -> None:
+def main(pipe: int, folder: str, mark: str, cgroups: str, group: str) -> None:
     """Returns when nothing is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
@@ -28,6 +30,8 @@ def main(pipe: int, folder: str, mark: str) -> None:
         if not kill_marked(mark.encode()):
             break
         time.sleep(ROUND_S)
+    with contextlib.suppress(OSError):  # uninstalled meanwhile
+        runpy.run_path(cgroups)["end_all"](group, GROUPS_S, run=mark.partition("=")[2])
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -52,4 +56,4 @@ def kill_marked(mark: bytes) -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(int(sys.argv[1]), *sys.argv[2:])

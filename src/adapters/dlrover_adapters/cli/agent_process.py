@@ -35,8 +35,10 @@ from dlrover_adapters.agent.spawn import Spawned
 from dlrover_adapters.cli.scratch import MARK, roofs
 from dlrover_adapters.http import tls
 from dlrover_adapters.http.client import HttpDialer
-from dlrover_adapters.telemetry.logs import set_up
+from dlrover_adapters.telemetry.logs import Uncaught, run_threaded, set_up
+from dlrover_backends.local.process import MARK as NODE_MARK
 from dlrover_core.errors import CoreError, TokenRefused
+from dlrover_core.host import cgroups, threads
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.duties import Duty
 from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkersLaunch
@@ -61,9 +63,11 @@ def serve(raw: dict[str, Any], config: LaunchConfig, first: Spawned | None, cont
     set_up(Path(raw["control_log"]), raw["log_level"], role="agent", node=name)
 
     async def run() -> int:
+        threads.install()
+        asyncio.get_running_loop().set_exception_handler(Uncaught())
         return await _Process(raw, config, first, control, name).run()
 
-    return asyncio.run(run())
+    return run_threaded(lambda: asyncio.run(run()), EX_FAULT)
 
 
 class _Name:
@@ -156,6 +160,7 @@ class _Process:
     def __init__(
         self, raw: dict[str, Any], config: LaunchConfig, first: Spawned | None, control: socket.socket, name: _Name
     ) -> None:
+        config = config._replace(cgroup=cgroups.name_of(os.environ.get(MARK, ""), os.environ.get(NODE_MARK, "")))
         self._config, self._control, self._name = config, control, name
         self._joining = bool(raw["joining"])
         spec = JobSpec.from_json(raw["spec"])
@@ -225,6 +230,7 @@ class _Process:
         """Its first world: in a joining job the master has given the name."""
         if node and node != self._name.text:
             self._named(node)
+            self._tell(node=node)
 
     def _named(self, node: str) -> None:
         self._name.text = node

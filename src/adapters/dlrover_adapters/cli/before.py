@@ -36,6 +36,10 @@ _TYPED = "--"
 
 def check(options: Options) -> None:
     """Raises `SpecError` that names the option, its value, and what to type instead."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise SpecError("cwd", "the current folder was removed; cd to one that is there, and start again") from error
     _check_contradictions(options)
     _check_rendezvous(options)
     for name in _FILES:

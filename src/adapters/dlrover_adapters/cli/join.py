@@ -8,11 +8,12 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from dlrover_adapters.agent import looks
 from dlrover_adapters.cli import ahead, hosts, scratch, upkeep
 from dlrover_adapters.cli.hosts import Seat
 from dlrover_adapters.cli.kept import OVER, RELEASED, Ended, Kept
@@ -20,7 +21,8 @@ from dlrover_adapters.cli.meeting import Meeting
 from dlrover_adapters.cli.settings import Settings
 from dlrover_adapters.cli.torchrun_flags import Options
 from dlrover_adapters.http.tls import Untrusted, check, dialled
-from dlrover_backends.local.process import LocalCommand, Started
+from dlrover_backends.local.blanks import Ahead
+from dlrover_backends.local.process import Started
 from dlrover_core.diagnosis.ladder import NO_PROGRESS
 from dlrover_core.errors import ConnectionLost, SpecError, TokenRefused
 from dlrover_core.spec import JobSpec
@@ -184,7 +186,7 @@ class _Host:
         settings = await lead.probed(settings)
         await lead.check_token(settings, self._token, dialled(settings.tls_ca))
         settings = replace(settings, masters=self._met.addresses)
-        kept = Kept(self._agents(settings), self._first, _tell)
+        kept = Kept(self._agents(settings), _tell)
         how = lead.How(shows_progress(options), self._where)
         watching = asyncio.ensure_future(_tell_release(kept))
         try:
@@ -205,7 +207,7 @@ class _Host:
 
         set_up(Path(settings.control_log), settings.log_level, role="launcher")
         _tell(f"job {settings.job.job}, master at {', '.join(self._met.addresses)}")
-        kept = Kept(self._agents(settings), self._first, _tell)
+        kept = Kept(self._agents(settings), _tell)
         asked: list[signal.Signals] = []
 
         def stop(number: signal.Signals) -> None:
@@ -223,7 +225,7 @@ class _Host:
             ended = await kept.ended()
         return _say(settings.job.job, self._met.addresses[0], ended, asked[0] if asked else None)
 
-    def _agents(self, settings: Settings) -> Callable[[int], LocalCommand]:
+    def _agents(self, settings: Settings) -> Ahead:
         """How this host's agents are started; the first, which is there already, is told its settings."""
         told = replace(
             settings,
@@ -237,7 +239,8 @@ class _Host:
         for one in self._first:
             with contextlib.suppress(OSError):  # dead already: it will be noticed
                 one.tell(settings=config)
-        return ahead.later_agents(told, self._token)
+        command, job = ahead.later_agents(told, self._token), settings.job
+        return Ahead(command, self._first, hung_s=job.hung_s, see=looks.seen, ready_s=job.ready_s)
 
 
 def _tell(words: str) -> None:

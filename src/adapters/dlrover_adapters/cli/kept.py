@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import structlog
 
-from dlrover_backends.local.process import LocalCommand, Started, blank
+from dlrover_backends.local.blanks import Ahead, watched
+from dlrover_backends.local.process import Started, blank
+from dlrover_core.runtime.watchdog import Watch
 
 OVER = ("succeeded", "failed", "stopped")
 RELEASED = ("drained", "scaled down", "given up")
@@ -36,13 +38,13 @@ class Ended(NamedTuple):
 class Kept:
     """Keeps one agent. Also what `Supervisor` wants of a host of nodes: opened, warm, killed, closed.
 
-    ``say`` is told, for people, when no master is heard, and when one is again.
+    ``say`` is told, for people, when no master is heard, and when one is again. An agent that hangs before it is a node is
+    killed, and another one follows; later that would end its workers, and the master judges its silence.
     """
 
-    def __init__(
-        self, command: Callable[[int], LocalCommand], first: Sequence[Started], say: Callable[[str], None]
-    ) -> None:
-        self._command, self._first, self._tell = command, list(first), say
+    def __init__(self, ahead: Ahead, say: Callable[[str], None]) -> None:
+        self._ahead, self._first, self._tell = ahead, list(ahead.first), say
+        self._watch: Watch | None = None
         self._now: Started | None = None
         self._said: dict[str, Any] = {}
         self._asked = ""
@@ -144,7 +146,7 @@ class Kept:
         """Start an agent, hear it out, bury it; its exit code."""
         self._said = {}
         try:
-            now = self._now = self._first.pop() if self._first else blank(self._command)
+            now = self._now = self._first.pop() if self._first else blank(self._ahead.command)
         except OSError as error:  # a limit, which may pass: the next try comes after a pause, as after a death
             self._said["error"] = f"it cannot be started: {error.strerror or error}"
             self._warm.set()
@@ -155,12 +157,15 @@ class Kept:
         loop.add_reader(now.control, self._hear, now)
         if self._asked:
             now.signal(signal.SIGTERM)
+        watch = self._watch = watched(now, self._ahead)
+        watch.open()
         try:
             await dead.wait()
             while self._hear(now):
                 pass
         finally:
             self._now = None
+            watch.close()
             loop.remove_reader(now.pidfd)
             loop.remove_reader(now.control)
             now.signal(signal.SIGKILL)
@@ -180,6 +185,10 @@ class Kept:
             asyncio.get_running_loop().remove_reader(now.control)
             return False
         self._said.update(said)
+        if self._watch is not None:
+            self._watch.answered()
+            if said.get("node"):
+                self._watch.close()
         if said.get("warm"):
             self._warm.set()
         if "alone" in said:

@@ -68,11 +68,13 @@ async def supervise(settings: Settings, token: str, port: socket.socket, nodes: 
             return EX_SOFTWARE
     if supervisor.unrecorded:
         name = settings.job.job
+        how_it_ended = "failed: its last state is not a checkpoint on storage" if supervisor.unstored else "succeeded"
         print(
-            f"{how.command}: job {name} succeeded; its log does not say so, and shows it as running until {name} is run again",
+            f"{how.command}: job {name} {how_it_ended}; its log does not say so, and shows it as running until {name} is run "
+            "again",
             file=sys.stderr,
         )
-        return EX_OK
+        return EX_FAILED if supervisor.unstored else EX_OK
     if supervisor.left:
         return await _left(settings, how)
     return await _conclude(settings, supervisor.stopped_by, how)

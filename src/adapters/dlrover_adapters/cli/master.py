@@ -28,13 +28,14 @@ import structlog
 
 from dlrover_adapters.cli import asking, policies, told
 from dlrover_adapters.cli.collector import settle
-from dlrover_adapters.cli.settings import EX_AGAIN, EX_FATAL, EX_OVER, EX_UNRECORDED, Settings
+from dlrover_adapters.cli.settings import EX_AGAIN, EX_FATAL, EX_OVER, EX_UNRECORDED, EX_UNSTORED, Settings
 from dlrover_adapters.http import tls
 from dlrover_adapters.http.client import send_command
 from dlrover_adapters.http.server import HttpListener
-from dlrover_adapters.telemetry.logs import set_up
+from dlrover_adapters.telemetry.logs import Uncaught, run_threaded, set_up
 from dlrover_backends.local import LocalBackend
 from dlrover_core.errors import CoreError, LogCorrupt, OtherRun, Refused, SchemaTooNew, SpecError
+from dlrover_core.host import threads
 from dlrover_core.job.job import StopJob
 from dlrover_core.job.state import model
 from dlrover_core.kernel.log import EventLog
@@ -83,7 +84,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settle()
     ends = Ends(options.fd, options.asked, options.stop)
-    return asyncio.run(_run(settings, ends, holder, options.dead))
+    return run_threaded(lambda: asyncio.run(_run(settings, ends, holder, options.dead)), EX_AGAIN)
 
 
 def _die_with(parent: int) -> None:
@@ -96,7 +97,9 @@ def _die_with(parent: int) -> None:
 
 
 async def _run(settings: Settings, ends: Ends, holder: str, dead: list[str]) -> int:
+    threads.install()
     led = list[asyncio.Event]()
+    asyncio.get_running_loop().set_exception_handler(Uncaught())
     asking.answer(ends.asked, lambda: any(one.is_set() for one in led))
     try:
         async with open_log(settings.log) as event_log:
@@ -168,7 +171,7 @@ async def _watch_log(settings: Settings, master: Master) -> int:
     loop, name, since, ended = asyncio.get_running_loop(), settings.job.job, 0.0, 0.0
     while True:
         await asyncio.sleep(LOOK_S)
-        (wrong, over), now = master.stuck(), loop.time()
+        (wrong, over, owed), now = master.stuck(), loop.time()
         if bool(wrong) != bool(since):
             since = now if wrong else 0.0
             say = (
@@ -180,12 +183,10 @@ async def _watch_log(settings: Settings, master: Master) -> int:
             print(f"[{name}] {say}", file=sys.stderr, flush=True)
         ended = (ended or now) if wrong and over else 0.0
         if ended and now - ended >= UNRECORDED_S and not settings.shared:
-            print(
-                f"[{name}] all workers ended well, which the log cannot take: {plain(wrong)}",
-                file=sys.stderr,
-                flush=True,
-            )
-            return EX_UNRECORDED
+            say = f"all workers ended well, which the log cannot take: {plain(wrong)}"
+            missing = f"; {plain(owed)}" if owed else ""
+            print(f"[{name}] {say}{missing}", file=sys.stderr, flush=True)
+            return EX_UNSTORED if owed else EX_UNRECORDED
 
 
 async def _check_there(settings: Settings, event_log: EventLog, dead: list[str]) -> None:

@@ -163,7 +163,7 @@ def prepare(options: Options) -> Settings:
         mark=run,
         joining=spec.joining,
         place=met.place,
-        store_at=workers.store_at(met.store),
+        store_at=workers.store_at(met.store, typed=options.origin("master_addr").startswith("--")),
         tls_cert=tls.cert,
         tls_key=tls.key,
         tls_ca=tls.ca,
@@ -189,5 +189,6 @@ def _node_host(settings: Settings, config: Path, token: str, first: list[Started
     for one in first:
         with contextlib.suppress(OSError):  # dead already: the host will notice
             one.tell(settings=str(config))
-    ahead = Ahead(later_agents(settings, token), first, standby, settings.job.hung_s, looks.seen)
+    job = settings.job
+    ahead = Ahead(later_agents(settings, token), first, standby, job.hung_s, looks.seen, job.ready_s)
     return LocalNodeHost(settings.node_host, ahead)

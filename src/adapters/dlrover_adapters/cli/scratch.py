@@ -20,13 +20,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dlrover_core.errors import SpecError
+from dlrover_core.host import cgroups
 
 MARK = "DLROVER_RUN_MARK"
 """In the environment of all that a run starts; its value is the run's."""
 
 PREFIX, LOCK = "dlrover-", "lock"
+LOCK_BYTES_MAX = 8192
 PATH_BYTES_MAX = 60  # a socket's path has 108 bytes, and the agents' folders in it need some
 PREDECESSOR_S = 15.0
+GROUPS_S = 5.0
 _SWEEPER = Path(__file__).with_name("_sweeper.py")
 
 
@@ -95,12 +98,13 @@ def folder(run: str, *also: int) -> Iterator[Path]:
     path = _made()
     lock = locked(path, run)
     reading, writing = os.pipe()
-    sweeper = _sweeper(path, f"{MARK}={run}", reading, lock, *also)
+    sweeper = _sweeper(path, f"{MARK}={run}", cgroups.own(), reading, lock, *also)
     os.close(reading)
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        cgroups.end_all(cgroups.own(), GROUPS_S, run=run)
         sweeper.kill()
         sweeper.wait()
         os.close(writing)
@@ -134,9 +138,9 @@ def _made() -> Path:
     )
 
 
-def _sweeper(path: Path, mark: str, pipe: int, *locks: int) -> subprocess.Popen[bytes]:
+def _sweeper(path: Path, mark: str, group: str, pipe: int, *locks: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_SWEEPER), str(pipe), str(path), mark],
+        [sys.executable, "-I", "-S", str(_SWEEPER), str(pipe), str(path), mark, cgroups.__file__, group],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -147,12 +151,15 @@ def _sweeper(path: Path, mark: str, pipe: int, *locks: int) -> subprocess.Popen[
 
 
 def locked(path: Path, run: str) -> int:
-    """Make and lock the file by which others see that the folder is in use; its descriptor. Raises `OSError`."""
+    """Make and lock the file by which others see that the folder is in use; its descriptor. Raises `OSError`.
+
+    It says what else is to be cleaned up: processes with the mark, and control groups below ours.
+    """
     # Under its name only once it is locked: a sweep must not find it in between.
     fd = os.open(path / "new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        os.write(fd, f"{MARK}={run}".encode())
+        os.write(fd, os.fsencode(f"{MARK}={run}\n{cgroups.own()}"))
         os.rename(path / "new", path / LOCK)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -182,8 +189,8 @@ def sweep() -> None:
             continue
         try:
             if _lock(fd):
-                mark = os.pread(fd, 100, 0).decode(errors="replace")
+                mark, _, group = os.fsdecode(os.pread(fd, LOCK_BYTES_MAX, 0)).partition("\n")
                 with open(os.devnull, "rb") as nobody:  # no launcher to wait for
-                    _sweeper(lock.parent, mark or f"{MARK}=", nobody.fileno(), fd).wait()
+                    _sweeper(lock.parent, mark or f"{MARK}=", group, nobody.fileno(), fd).wait()
         finally:
             os.close(fd)

@@ -12,9 +12,9 @@ from pathlib import Path
 from dlrover_core.spec import JobSpec
 from dlrover_core.words import plain
 
-EX_OVER, EX_AGAIN, EX_FATAL, EX_UNRECORDED = 0, 75, 78, 79
+EX_OVER, EX_AGAIN, EX_FATAL, EX_UNRECORDED, EX_UNSTORED = 0, 75, 78, 79, 80
 """How a master ends: the job is over; start another one; nobody like it can lead this log; over, and well, but the log cannot
-take that."""
+take that; the same, and the last state is not on storage."""
 
 
 @dataclass(frozen=True, slots=True)

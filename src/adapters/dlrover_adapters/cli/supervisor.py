@@ -24,7 +24,7 @@ from dlrover_adapters.agent import signals
 from dlrover_adapters.agent.spawn import module_command
 from dlrover_adapters.cli.asking import Asking, on_terminal
 from dlrover_adapters.cli.scratch import MARK
-from dlrover_adapters.cli.settings import EX_FATAL, EX_OVER, EX_UNRECORDED, Settings
+from dlrover_adapters.cli.settings import EX_FATAL, EX_OVER, EX_UNRECORDED, EX_UNSTORED, Settings
 from dlrover_core.runtime.within import within
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Supervisor:
         self._dead: list[tuple[float, str]] = []
         self._asked = self._number = 0
         self._failure = ""
-        self.left = self.unrecorded = False
+        self.left = self.unrecorded = self.unstored = False
         self.stopped_by: signal.Signals | None = None
 
     async def run(self) -> None:
@@ -168,8 +168,8 @@ class Supervisor:
                 await self._unstarted(error)
                 continue
             self._unforked = 0
-            if code == EX_UNRECORDED:
-                self.unrecorded = True
+            if code in (EX_UNRECORDED, EX_UNSTORED):
+                self.unrecorded, self.unstored = True, code == EX_UNSTORED
                 self._over.set()
                 return
             if code == EX_OVER or (self._leaves and self._asked):

@@ -86,7 +86,10 @@ def create(params: Any) -> Any:
     port_socket = free or _port(params, host, port)
     masters = _masters(params, spec, place, token, port_socket, master, tls) if port_socket is not None else None
 
-    asking = Asking(master, token, encryption)
+    def ended() -> bool:
+        return masters is not None and masters.over
+
+    asking = Asking(master, token, encryption, ended)
 
     def close(seconds: float | None) -> None:
         if masters is not None:
@@ -107,8 +110,9 @@ def create(params: Any) -> Any:
         open_store=open_store,
         words=_words,
         trouble=lambda: masters.trouble if masters is not None else "",
+        ended=ended,
         close=close,
-        over=lambda: (masters is not None and masters.over) or asking.over(),
+        over=asking.over,
         stop=asking.stop,
         say=lambda words: print(f"torchrun: {words}", file=sys.stderr, flush=True),
     )

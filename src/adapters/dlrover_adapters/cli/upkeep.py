@@ -20,6 +20,8 @@ from dlrover_adapters.cli.settings import Settings
 from dlrover_adapters.http.token import keep
 from dlrover_backends.local import orphans
 from dlrover_core.errors import CoreError
+from dlrover_core.host import threads
+from dlrover_core.host.threads import NO_THREAD
 
 log = structlog.get_logger("dlrover.launcher")
 
@@ -35,6 +37,7 @@ class Upkeep:
         self._locks: dict[Path, int] = {}
         self._empty: set[Path] = set()
         """Folders that were made anew, and are not filled yet."""
+        self._unthreaded = False
         self._wrong: set[Path] = set()
         """Folders of which people were told that they are gone."""
 
@@ -101,6 +104,12 @@ class Upkeep:
         log.warning(words)
         self._say(words)
 
+    def unthreaded(self) -> None:
+        """Say, once, that nobody can look."""
+        if not self._unthreaded:
+            self._tell(f"the run's folders are not looked after for now: {NO_THREAD}")
+        self._unthreaded = True
+
     def end(self) -> None:
         """Keep nothing any longer. Idempotent."""
         for ground in (self._run, self._job, self._state):
@@ -128,6 +137,7 @@ async def kept(
     def say(words: str) -> None:
         print(f"{command}: {words}", file=sys.stderr)
 
+    threads.install()
     upkeep = Upkeep(settings, token, say)
     keeping = asyncio.ensure_future(_keep(upkeep, restore))
     try:
@@ -140,8 +150,11 @@ async def kept(
 
 async def _keep(upkeep: Upkeep, restore: Callable[[], Awaitable[None]] | None) -> None:
     while True:
-        await asyncio.to_thread(upkeep.look)
-        await asyncio.to_thread(orphans.reap)
+        try:
+            await asyncio.to_thread(upkeep.look)
+            await asyncio.to_thread(orphans.reap)
+        except RuntimeError:
+            upkeep.unthreaded()
         if restore is not None:
             with contextlib.suppress(CoreError, OSError):  # its folder is missing, which was said
                 await restore()

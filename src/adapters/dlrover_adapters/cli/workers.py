@@ -83,10 +83,11 @@ def log_dir(how: Mapping[str, Any]) -> str | None:
     return named
 
 
-def store_at(named: tuple[str, int] | None) -> str:
+def store_at(named: tuple[str, int] | None, *, typed: bool = True) -> str:
     """Where every generation's store is to listen: the ``named`` host and port, which is free. Raises `SpecError`.
 
-    Empty where none is named, or a host that is not this one: then each has a free port.
+    Empty where none is named, or where the environment, and nobody who ``typed`` it, names a host that is not this one (a
+    service in front of it, say): then each has a free port, which is said.
     """
     if named is None:
         return ""
@@ -95,10 +96,16 @@ def store_at(named: tuple[str, int] | None) -> str:
     host, port = named
     # A script that dials localhost tries all of its addresses, one that dials 127.0.0.1 just that.
     found = sorted((one for one in hosts.resolved(host) if hosts.is_ours(one)), key=lambda one: ":" in one)
+    if not found and typed:
+        raise SpecError(
+            "master-addr",
+            f"{host!r} is no address of this host, so a script that connects to {hosts.joined(host, port)} would wait for ever; "
+            "name localhost, or leave --master-addr and --master-port out and have the script read them from its environment",
+        )
     if not found:
         print(
-            f"dlrover-run: --master-addr {host} is no address of this host: the store has a free port of 127.0.0.1, and a script "
-            f"that connects to {hosts.joined(host, port)} waits for ever. It must read MASTER_ADDR and MASTER_PORT",
+            f"dlrover-run: {host} (PET_MASTER_ADDR) is no address of this host: the store has a free port of 127.0.0.1, and a "
+            f"script that connects to {hosts.joined(host, port)} waits for ever. It must read MASTER_ADDR and MASTER_PORT",
             file=sys.stderr,
         )
         return ""

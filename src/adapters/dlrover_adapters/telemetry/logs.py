@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -82,6 +84,12 @@ class LogFile:
         """Nothing is held back."""
 
 
+SAY_EVERY_S = 10.0
+_NO_THREAD = "can't start new thread"
+_MORE_THREADS = "a limit of processes is reached: see ulimit -u, and pids.max of the control group"
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
 def set_up(path: Path | None, level: str, **bound: object) -> None:
     """Log at ``level`` and above to ``path`` (appending), or to stderr; ``bound`` is in every line.
 
@@ -106,3 +114,33 @@ def set_up(path: Path | None, level: str, **bound: object) -> None:
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(**bound)
+
+
+class Uncaught:
+    """An event loop's exception handler: it says in a line that no connection can be taken, and leaves the rest to asyncio.
+
+    asyncio itself prints a traceback for each of as many tries as the backlog is long, and tries again a second later.
+    """
+
+    def __init__(self) -> None:
+        self._say_at = 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Say it, once in `SAY_EVERY_S`."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in _NO_ROOM and "accept" in context.get("message", "")):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._say_at:
+            self._say_at = loop.time() + SAY_EVERY_S
+            structlog.get_logger("dlrover").warning("connections wait until they can be taken", reason=str(error))
+
+
+def run_threaded(main: Callable[[], int], otherwise: int) -> int:
+    """Run a process of ours. Where the system has no thread for it, log that in a line and return ``otherwise``."""
+    try:
+        return main()
+    except RuntimeError as error:
+        if _NO_THREAD not in str(error):
+            raise
+        structlog.get_logger("dlrover").error("this process ends: it can start no thread", remedy=_MORE_THREADS)
+        return otherwise

@@ -48,8 +48,9 @@ class Parts(NamedTuple):
 
     ``address``: where peers reach this host's stores, which are bound to ``bind``. ``join_s``: without a master, or without a
     place in the job, nobody waits longer than this; a ``reserve`` waits for a place without end. ``trouble`` says why masters
-    kept here cannot run, ``close`` ends them after so many seconds, None for their own end. ``over`` asks a master whether the
-    job is over, ``stop`` has one stop the job, for a reason; both raise `CoreError` where none answers. ``say`` tells people.
+    kept here cannot run, ``ended`` whether they have ended with the job, ``close`` ends them after so many seconds, None for
+    their own end. ``over`` asks a master whether the job is over, ``stop`` has one stop the job, for a reason; both raise
+    `CoreError` where none answers. ``say`` tells people.
     """
 
     job: str
@@ -64,6 +65,7 @@ class Parts(NamedTuple):
     open_store: OpenStore
     words: Callable[[str], Words]
     trouble: Callable[[], str]
+    ended: Callable[[], bool]
     close: Callable[[float | None], None]
     over: Callable[[], bool]
     stop: Callable[[str], None]
@@ -201,6 +203,12 @@ class Line:
             if trouble and self._desk.phase == WAITING:
                 self._desk.close(RendezvousConnectionError(f"job {self._parts.job!r} cannot be led here: {trouble}"))
                 agent.leave(trouble)
+            if self._parts.ended() and self._desk.phase == WAITING:
+                # Nobody listens any more, and so nobody says it.
+                self._desk.close(
+                    RendezvousClosedError(f"job {self._parts.job!r} is over; there is nothing left to join")
+                )
+                agent.leave("the job is over")
             self._mind_place(agent, loop.time() - waits_since)
             if min(self._unmastered_s, loop.time() - waits_since) >= self._parts.join_s:
                 where = ", ".join(self._parts.masters)

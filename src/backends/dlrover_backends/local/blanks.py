@@ -1,7 +1,7 @@
 """Blanks: agents started ahead, so that a node need not wait for what takes an agent seconds to import.
 
 A blank has no name. It gets one when a node is to be launched: `Blanks.take`. One that dies unnamed is replaced, the later the
-more often that happens. One that hangs is killed: as a node it would never join.
+more often that happens. One that hangs is killed, also while it is getting warm: as a node it would never join.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import structlog
 
 from dlrover_backends.local.process import LocalCommand, Started, blank
-from dlrover_core.runtime.watchdog import Seen, Verdict, Watch
+from dlrover_core.runtime.watchdog import START_S, Seen, Verdict, Watch
 
 REFILL_S = 3.0
 """A blank that was taken is replaced only then: what replaces the dead needs the processor first."""
@@ -41,9 +41,33 @@ class Ahead(NamedTuple):
     keep: int = 0
     """How many to keep."""
     hung_s: float = 0.0
-    """A warm blank that has not answered for this long hangs; 0: it is not asked."""
+    """A blank that has answered once, and then has not for this long, hangs; 0: it is not asked."""
     see: Callable[[int], Seen] = _unseen
     """What the kernel says of a process."""
+    ready_s: float = START_S
+    """A blank may take this long to its first answer: it imports what it needs."""
+
+
+def watched(one: Started, ahead: Ahead) -> Watch:
+    """A watch, not yet open, that asks a blank whether it hangs, and kills it if it does.
+
+    A blank's event loop answers (``here``) while its workers' imports go on in another process.
+    """
+
+    def ask() -> bool:
+        with contextlib.suppress(OSError):  # it is dead, and about to be buried
+            one.tell(ask=True)
+            return True
+        return False
+
+    def judged(verdict: Verdict) -> None:
+        silent_s, pid = round(verdict.silent_s, 1), one.child.pid
+        log.warning("a blank hangs", pid=pid, silent_s=silent_s, why=verdict.why, killed=verdict.kill)
+        if verdict.kill:
+            one.signal(signal.SIGKILL)
+
+    see = functools.partial(ahead.see, one.child.pid)
+    return Watch(ahead.hung_s, ask=ask, see=see, judged=judged, start_s=ahead.ready_s)
 
 
 class Blanks:
@@ -52,7 +76,8 @@ class Blanks:
     def __init__(self, ahead: Ahead) -> None:
         self._ahead = ahead
         self._waiting: list[Started] = []
-        self._warm: dict[Started, Watch] = {}
+        self._warm: set[Started] = set()
+        self._watches: dict[Started, Watch] = {}
         self._deaths: set[asyncio.Task[None]] = set()
         self._early = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -71,11 +96,12 @@ class Blanks:
         loop = asyncio.get_running_loop()
         loop.add_reader(one.pidfd, self._died, one)
         loop.add_reader(one.control, self._hear, one)
+        self._mind(one)
 
     def _unwatch(self, one: Started) -> None:
         self._waiting.remove(one)
-        if one in self._warm:
-            self._warm.pop(one).close()
+        self._warm.discard(one)
+        self._watches.pop(one).close()
         loop = asyncio.get_running_loop()
         loop.remove_reader(one.pidfd)
         if one.control is not None:
@@ -89,35 +115,20 @@ class Blanks:
         if said is None:
             assert one.control is not None
             asyncio.get_running_loop().remove_reader(one.control)  # its pidfd tells the rest
-        elif said.get("warm") and one not in self._warm:
-            self._mind(one)
+            return
+        self._watches[one].answered()
+        if said.get("warm"):
+            self._warm.add(one)
             self._early = 0
             self._settle()
-        elif said.get("here") and one in self._warm:
-            self._warm[one].answered()
 
     def _mind(self, one: Started) -> None:
-        """It is warm: ask it from now on whether it hangs."""
-
-        def ask() -> bool:
-            with contextlib.suppress(OSError):  # it is dead, and about to be buried
-                one.tell(ask=True)
-                return True
-            return False
-
-        def judged(verdict: Verdict) -> None:
-            log.warning("a blank hangs", pid=one.child.pid, why=verdict.why, killed=verdict.kill)
-            if verdict.kill:
-                one.signal(signal.SIGKILL)
-
-        see = functools.partial(self._ahead.see, one.child.pid)
-        watch = self._warm[one] = Watch(self._ahead.hung_s, ask=ask, see=see, judged=judged)
+        watch = self._watches[one] = watched(one, self._ahead)
         watch.open()
-        watch.answered()  # it has said that it is warm: it needs no more time for its imports
 
     def _settle(self) -> None:
         """``settled``: no blank is getting warm any more."""
-        if not set(self._waiting) - self._warm.keys():
+        if not set(self._waiting) - self._warm:
             self.settled.set()
 
     # ---- taking and making

@@ -8,20 +8,18 @@ init would.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from dlrover_backends.local.strangers import Strangers
+from dlrover_core.host import procfs
+from dlrover_core.host.procfs import Member, children_of_ours
 
 PR_SET_CHILD_SUBREAPER = 36
 MARKS = (b"DLROVER_LOCAL_NODE=", b"DLROVER_RUN_MARK=")
-OURS = frozenset({b"dlrover-sweeper"})
+OURS = frozenset({"dlrover-sweeper"})
 UNREAPED_S = 5.0
 """Whoever started a child reaps it long before."""
 
@@ -31,15 +29,6 @@ started: set[int] = set()
 _adopts: list[bool] = []
 _strangers = Strangers()
 _dead_since: dict[int, float] = {}
-
-
-class _Child(NamedTuple):
-    pid: int
-    name: bytes
-    state: bytes
-    session: int
-    born: int
-    """Clock ticks since the host's start. Another process that gets the number later was born later."""
 
 
 def adopt() -> None:
@@ -59,7 +48,7 @@ def end(timeout_s: float) -> int:
     deadline = time.monotonic() + timeout_s
     while _adopts and os.getpid() != 1:
         _strangers.follow()
-        found = [one for one in _children() if one.state not in b"ZXx" and _is_orphan(one)]
+        found = [one for one in children_of_ours() if one.lives and _is_orphan(one)]
         for one in found:
             _kill(one, deadline)
         if not found or time.monotonic() > deadline:
@@ -71,20 +60,19 @@ def reap() -> None:
     """Take the dead that nobody reaps out of the process table. Call it now and then."""
     now, own = time.monotonic(), os.getsid(0)
     _strangers.follow()
-    dead = {one.pid for one in _children() if one.state in b"ZXx" and one.session != own and one.pid not in started}
-    dead = {pid for pid in dead if not _strangers.has_child(pid)}
-    for pid in set(_dead_since) - dead:
+    found = [one for one in children_of_ours() if not one.lives and one.session != own and one.pid not in started]
+    dead = {one.pid: one for one in found if not _strangers.has_child(one)}
+    for pid in set(_dead_since) - set(dead):
         del _dead_since[pid]
-    for pid in dead:
+    for pid, one in dead.items():
         if now - _dead_since.setdefault(pid, now) >= UNREAPED_S:
-            with contextlib.suppress(ChildProcessError):
-                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+            procfs.reap(one)
 
 
-def _is_orphan(one: _Child) -> bool:
+def _is_orphan(one: Member) -> bool:
     if one.session == os.getsid(0) or one.pid in started or one.name in OURS:
         return False
-    if _strangers.include(one.pid, one.session):
+    if one in _strangers:
         return False
     try:
         words = Path(f"/proc/{one.pid}/environ").read_bytes().split(b"\0")
@@ -93,41 +81,12 @@ def _is_orphan(one: _Child) -> bool:
         return False
 
 
-def _kill(one: _Child, deadline: float) -> None:
-    try:
-        pidfd = os.pidfd_open(one.pid)
-    except OSError:
-        return
-    try:
-        # While the orphan before this one was waited for, `reap` in the loop's thread may have made the number another's.
-        now = _child(one.pid)
-        if now is None or now.born != one.born:
-            return
-        with contextlib.suppress(OSError):
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
-    finally:
-        os.close(pidfd)
-
-
-def _children() -> Iterator[_Child]:
-    pids = set[int]()
-    with contextlib.suppress(OSError):  # a kernel without these files, or a thread that has just ended
-        for task in Path("/proc/self/task").iterdir():
-            pids.update(map(int, (task / "children").read_text(encoding="ascii").split()))
-    for pid in pids:
-        one = _child(pid)
-        if one is not None:
-            yield one
-
-
-def _child(pid: int) -> _Child | None:
-    """None for a process that is gone."""
-    try:
-        head, _, tail = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
-        fields = tail.split()
-        return _Child(pid, head.partition(b"(")[2], fields[0], int(fields[3]), int(fields[19]))
-    except (OSError, IndexError, ValueError):
-        return None
+def _kill(one: Member, deadline: float) -> None:
+    # While the orphan before this one was waited for, `reap` in the loop's thread may have made the number another's.
+    pidfd = procfs.kill(one)
+    if pidfd is not None:
+        try:
+            select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
+        finally:
+            os.close(pidfd)
+        procfs.reap(one)

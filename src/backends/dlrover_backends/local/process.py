@@ -25,6 +25,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dlrover_backends.local import orphans
+from dlrover_core.host import cgroups
 
 MARK = "DLROVER_LOCAL_NODE"
 ROUNDS_MAX = 100
@@ -85,6 +86,7 @@ class Started:
         """It is dead: kill what is left of its node, reap it. Its exit code, if it can be had, and how many live on. Blocks."""
         code = exit_code(self.pidfd)
         alive = kill_all(self.mark, self.child.pid, timeout_s)
+        cgroups.end_all(cgroups.own(), timeout_s, node=self.mark)
         alive += orphans.end(timeout_s)
         self.child.wait()
         orphans.started.discard(self.child.pid)

@@ -8,15 +8,8 @@ between two looks.
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import NamedTuple
 
-
-class _Process(NamedTuple):
-    parent: int
-    session: int
-    started: int
-    """In ticks since the machine's start: with the pid, it names a process for ever."""
+from dlrover_core.host.procfs import Member, processes
 
 
 class Strangers:
@@ -24,6 +17,7 @@ class Strangers:
 
     def __init__(self) -> None:
         self._children: dict[int, int] = {}
+        """By pid, when they started; so below."""
         self._known: dict[int, int] = {}
         self._sessions: frozenset[int] = frozenset()
 
@@ -34,7 +28,7 @@ class Strangers:
         except ChildProcessError:  # it has no children, as mostly
             return
         me, there = os.getpid(), _all()
-        self._children |= {pid: one.started for pid, one in there.items() if one.parent == me}
+        self._children |= {pid: one.born for pid, one in there.items() if one.parent == me}
         self._known |= self._children
         self._follow(there)
 
@@ -43,9 +37,9 @@ class Strangers:
         if self._known or self._sessions:
             self._follow(_all())
 
-    def _follow(self, there: dict[int, _Process]) -> None:
+    def _follow(self, there: dict[int, Member]) -> None:
         # Made whole, then assigned: other threads look meanwhile.
-        known = {pid: at for pid, at in self._known.items() if pid in there and there[pid].started == at}
+        known = {pid: at for pid, at in self._known.items() if pid in there and there[pid].born == at}
         below: dict[int, list[int]] = {}
         for pid, one in there.items():
             below.setdefault(one.parent, []).append(pid)
@@ -53,34 +47,20 @@ class Strangers:
         while open_ends:
             for pid in below.get(open_ends.pop(), ()):
                 if pid not in known:
-                    known[pid] = there[pid].started
+                    known[pid] = there[pid].born
                     open_ends.append(pid)
         theirs = self._sessions | {there[pid].session for pid in known}
         self._sessions = theirs & {one.session for one in there.values()} - {os.getsid(0)}
         self._known = known
 
-    def include(self, pid: int, session: int) -> bool:
+    def __contains__(self, one: Member) -> bool:
         """Is this process one of them?"""
-        return session in self._sessions or (pid in self._known and _started(pid) == self._known[pid])
+        return one.session in self._sessions or self._known.get(one.pid) == one.born
 
-    def has_child(self, pid: int) -> bool:
+    def has_child(self, one: Member) -> bool:
         """Was it a child of ours before we started anything, so that somebody else may wait for its end?"""
-        return pid in self._children and _started(pid) == self._children[pid]
+        return self._children.get(one.pid) == one.born
 
 
-def _started(pid: int) -> int:
-    found = _read(pid)
-    return -1 if found is None else found.started
-
-
-def _all() -> dict[int, _Process]:
-    pids = [int(one.name) for one in os.scandir("/proc") if one.name.isdecimal()]
-    return {pid: found for pid in pids if (found := _read(pid)) is not None}
-
-
-def _read(pid: int) -> _Process | None:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return _Process(int(fields[1]), int(fields[3]), int(fields[19]))
-    except (OSError, IndexError, ValueError):  # gone between the listing and the look
-        return None
+def _all() -> dict[int, Member]:
+    return {one.pid: one for one in processes()}

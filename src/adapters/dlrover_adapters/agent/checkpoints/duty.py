@@ -119,6 +119,8 @@ class CheckpointDuty:
                 self._failed.add(notice.generation)
             case WorkersGone(generation):
                 self._ended.append(generation)
+                if generation not in self._failed and self._storage is not None:
+                    self._storage.try_anew()
                 self._wake.set()
 
     def greeting(self) -> Greeting:

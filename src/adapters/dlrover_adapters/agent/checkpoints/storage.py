@@ -331,6 +331,13 @@ class Storage:
             log.error("parts cannot be written to storage", url=keeping.url, reason=reason)
             self._site.desk.send(ReportStorage(self._site.desk.node, keeping.url, self.failing))
 
+    def try_anew(self) -> None:
+        """A script has ended well and only its last state is waited for: however long storage has failed, try it at once, and
+        `TRIES_MAX` times.
+        """
+        self._failures, self._failed_on = 0, NOTHING
+        self._retry_at, self._back_off_s = 0.0, BACK_OFF_S
+
     def _worked(self) -> None:
         self._failures = 0
         self._retry_at, self._back_off_s = 0.0, BACK_OFF_S

@@ -1,0 +1,94 @@
+"""`make quick` chooses the tests that a change most probably breaks."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from tools import quick
+
+TREE = {
+    "src/dlrover_core/deep.py": "",
+    "src/dlrover_core/near.py": "from dlrover_core import deep",
+    "src/dlrover_core/other.py": "import json",
+    "src/adapters/dlrover_adapters/far.py": "def late():\n    from dlrover_core.near import name",
+    "docs/page.md": "words",
+    "tests/unit/helper.py": "from dlrover_core.near import name",
+    "tests/unit/test_a.py": "from dlrover_adapters.far import late",
+    "tests/unit/test_b.py": "from dlrover_core.deep import name",
+    "tests/unit/test_c.py": "import helper",
+    "tests/unit/test_d.py": "import dlrover_core.other",
+    "tests/unit/test_e.py": "PAGE = 'docs/page.md'",
+    "tests/unit/test_layout.py": "",
+    "tests/chaos/test_f.py": "import dlrover_core.deep",
+}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small house."""
+    for name, text in TREE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def names(paths: list[str]) -> list[str]:
+    """Without folder and ending."""
+    return [Path(one).stem.removeprefix("test_") for one in paths]
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        (["src/dlrover_core/deep.py"], "bac"),
+        (["src/adapters/dlrover_adapters/far.py"], "a"),
+        (["tests/unit/helper.py"], "c"),
+        (["tests/unit/test_d.py"], "d"),
+        (["docs/page.md"], "e"),
+        (["docs/page.md", "src/dlrover_core/other.py"], "ed"),
+        (["src/dlrover_core/gone.py"], ""),
+        ([], ""),
+    ],
+)
+def test_the_nearest_come_first(tree: Path, changed: list[str], expected: str) -> None:
+    """By imports, those in functions and those of helpers too; a page's tests by its name; rules over the tree always."""
+    tests, left_out = quick.chosen(changed, tree)
+    assert (names(tests), left_out) == (["layout", *expected], 0)
+
+
+def test_no_more_than_fit(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The furthest are left out, and counted."""
+    monkeypatch.setattr(quick, "FILES_MAX", 1)
+    assert quick.chosen(["src/dlrover_core/deep.py"], tree) == (
+        ["tests/unit/test_layout.py", "tests/unit/test_b.py"],
+        2,
+    )
+
+
+def test_what_has_changed(tree: Path) -> None:
+    """Commits since the branch began, what is not committed, and files that git does not know yet; outside git nothing."""
+
+    def git(*words: str) -> None:
+        line = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        subprocess.run(line, cwd=tree, check=True, capture_output=True)
+
+    assert quick.changed(tree) == []
+    git("init", "-q", "-b", "main")
+    git("add", ".")
+    git("commit", "-qm", "all")
+    git("checkout", "-qb", "mine")
+    (tree / "docs/page.md").write_text("other words")
+    git("commit", "-qam", "page")
+    (tree / "tests/unit/test_d.py").write_text("")
+    (tree / "new.py").write_text("")
+    assert quick.changed(tree) == ["docs/page.md", "new.py", "tests/unit/test_d.py"]
+    assert quick.changed(tree, "HEAD") == ["new.py", "tests/unit/test_d.py"]
+
+
+def test_this_tree() -> None:
+    """Of the real tree a module's own tests are among the nearest, and a core module is reached by most tests."""
+    tests, left_out = quick.chosen(["src/dlrover_core/job/quorum.py", "src/dlrover_core/kernel/engine.py"])
+    assert "tests/unit/test_engine.py" in tests
+    assert left_out > 50

@@ -1,0 +1,72 @@
+"""What a list of imports may leave behind in a process from which workers are forked."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dlrover_adapters.agent.zygote import Unfit, Zygote
+
+
+@pytest.fixture
+def zygote() -> Iterator[Zygote]:
+    """One that has imported nothing yet."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Zygote(ours, 0, "bare", 5.0)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of modules."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "close"),
+    [
+        ("import socket\nkept = socket.socketpair()", "socket:", "[one.close() for one in kept]"),
+        ("import select\nkept = select.epoll()", "anon_inode:[eventpoll]", "kept.close()"),
+        ("kept = open('/dev/full', 'wb')", "/dev/full", "kept.close()"),
+        (
+            "import subprocess\nkept = subprocess.Popen(['sleep', '60'])",
+            "process ",
+            "kept.kill(), kept.wait()",
+        ),
+    ],
+)
+def test_what_workers_would_share_ends_the_list(zygote: Zygote, site: Path, text: str, what: str, close: str) -> None:
+    """Modules before it are kept."""
+    site.joinpath("plain_one.py").write_text("kept = open('/dev/null'), open(__file__)")
+    site.joinpath("leaves_it.py").write_text(text)
+    importlib.invalidate_caches()
+    try:
+        with pytest.raises(Unfit, match=r"leaves_it: it leaves .* behind, which all workers would share") as caught:
+            zygote._import_each(("plain_one", "leaves_it"))
+        assert what in caught.value.reason
+        assert caught.value.kept == 1
+    finally:
+        exec(close, vars(sys.modules["leaves_it"]))  # noqa: S102  # its own name for what it keeps
+        for one in sys.modules["plain_one"].kept:
+            one.close()
+
+
+def test_servants_of_multiprocessing_are_forgotten_by_workers(zygote: Zygote, site: Path) -> None:
+    """They are no reason to import less."""
+    site.joinpath("tracked.py").write_text(
+        "from multiprocessing import resource_tracker as kept\nkept.ensure_running()"
+    )
+    importlib.invalidate_caches()
+    try:
+        zygote._import_each(("tracked",))
+    finally:
+        sys.modules["tracked"].kept._resource_tracker._stop()
