@@ -591,4 +591,5 @@ RULES = Rules(
     },
     # A failure changes how often failures are expected.
     levels=dict.fromkeys((CheckpointCommitted, ReplicaOffered, SaveOrdered, failures.IncidentOpened), always),
+    alarms={StorageFailed: lambda _: "checkpoints cannot be written"},
 )

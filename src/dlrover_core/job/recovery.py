@@ -332,6 +332,7 @@ def rules(hook: Hook | None = None) -> Rules:
         tick=_tick,
         # Workers of a job that is about to fail may end by themselves, or need not any more.
         levels=dict.fromkeys((Diagnosed, ActionChosen, IncidentClosed), always),
+        alarms={ActionChosen: lambda fact: "the policy's hook failed" if choosing.UNHEARD in fact.rule else ""},
     )
 
 

@@ -97,6 +97,7 @@ Evolve = Callable[[Any, Any, Record], None]
 Decide = Callable[[Any, Any, int], Iterable[Event]]
 React = Callable[[Any, Any, Record], Iterable[Event]]
 Levels = Callable[[Any, Any], bool]
+Alarm = Callable[[Any], str]
 
 
 def always(_state: Any, _fact: Any) -> bool:
@@ -128,7 +129,7 @@ class Rules:
 
     ``due`` names the next moment at which ``tick`` may have something to say. ``levels`` names the events after which agents and
     backends may have to be told something else, each with the question whether this one is such a case; the question is asked
-    with the state at the end of the batch.
+    with the state at the end of the batch. ``alarms`` gives what people are to hear of an event at once; empty: nothing.
     """
 
     decide: Mapping[type, Decide] = dataclasses.field(default_factory=dict)
@@ -136,6 +137,7 @@ class Rules:
     due: Callable[[Any], int | None] | None = None
     tick: Callable[[Any, int], Iterable[Event]] | None = None
     levels: Mapping[type, Levels] = dataclasses.field(default_factory=dict)
+    alarms: Mapping[type, Alarm] = dataclasses.field(default_factory=dict)
 
 
 class Tick(NamedTuple):
@@ -198,6 +200,7 @@ class Model(Fold[St]):
         self._decide: dict[type, Decide] = {}
         self._react: dict[type, tuple[React, ...]] = {}
         self._levels: dict[type, tuple[Levels, ...]] = {}
+        self._alarms: dict[type, Alarm] = {CommandFailed: lambda _: "a command failed: our bug"}
         for one in rules:
             self._add(one)
         self.reacts = frozenset(self._react)
@@ -211,6 +214,7 @@ class Model(Fold[St]):
             self._react[cls] = (*self._react.get(cls, ()), react)
         for cls, levels in rules.levels.items():
             self._levels[cls] = (*self._levels.get(cls, ()), levels)
+        self._alarms.update(rules.alarms)
 
     def decide(self, state: St, command: Command, now: int) -> Iterable[Event]:
         """The events a command leads to by itself. Raises `Refused`."""
@@ -236,6 +240,11 @@ class Model(Fold[St]):
         return any(
             levels(state, record.event) for record in records for levels in self._levels.get(type(record.event), ())
         )
+
+    def alarm(self, fact: Event) -> str:
+        """What people are to hear of an event at once; empty: nothing."""
+        alarm = self._alarms.get(type(fact))
+        return alarm(fact) if alarm is not None else ""
 
     def due(self, state: St) -> int | None:
         """The earliest deadline of all rules, or None."""

@@ -18,9 +18,9 @@ from typing import Any
 import structlog
 
 from dlrover_core.errors import CoreError, HandedOver, LogError, NotLeading, OtherRun, Refused, StandsBy
-from dlrover_core.job import checkpoints, choosing, failures, job, nodes, progress, silence
+from dlrover_core.job import job, nodes, progress, silence
 from dlrover_core.job.state import CODEC, MODEL, Desired, JobState, Order, deletion_grace_s, desired
-from dlrover_core.kernel.engine import Accepted, Command, CommandFailed, Engine, Model, NotDone, Reply, Resend, Tick
+from dlrover_core.kernel.engine import Accepted, Command, Engine, Model, NotDone, Reply, Resend, Tick
 from dlrover_core.kernel.events import Batch, Origin, Record
 from dlrover_core.kernel.log import Archiving, EventLog, Leadership, Snapshot
 from dlrover_core.runtime import operations
@@ -340,15 +340,11 @@ class Master:
         if self._watch is not None:
             self._watch(state, batch.records)
         for record in batch.records:
-            if isinstance(record.event, CommandFailed):
+            fact: Any = record.event
+            alarm = self._model.alarm(fact)
+            if alarm:
                 self.alarms += 1
-                log.error("a command failed: our bug", seq=record.seq, **record.event._asdict())
-            elif isinstance(record.event, failures.ActionChosen) and choosing.UNHEARD in record.event.rule:
-                self.alarms += 1
-                log.error("the policy's hook failed", seq=record.seq, rule=record.event.rule)
-            elif isinstance(record.event, checkpoints.StorageFailed):
-                self.alarms += 1
-                log.error("checkpoints cannot be written", seq=record.seq, **record.event._asdict())
+                log.error(alarm, seq=record.seq, **fact._asdict())
         if self._model.levels(state, batch.records):
             self._derive(state)
             self._level()
