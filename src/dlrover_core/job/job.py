@@ -361,27 +361,13 @@ def _stop_at_once_when_idle(state: JobState, fact: object, record: Record) -> It
     yield from ended_by(state)
 
 
-LEVELS = (
-    JobCreated, JobStopping, JobStopped, JobSucceeded, JobFailed, JobAbandoned, JobSuspended, JobResumed, GroupScaled,
-    LeaderStarted,
+EVENTS = (
+    JobCreated, JobStarted, JobStopping, JobStopped, JobSucceeded, JobFailed, LeaderStarted, MasterPaused, Archived, JobAbandoned,
+    JobSuspended, JobResumed, GroupScaled,
 )  # fmt: skip
 
 FACTS = Facts(
-    kinds=(
-        JobCreated,
-        JobStarted,
-        JobStopping,
-        JobStopped,
-        JobSucceeded,
-        JobFailed,
-        LeaderStarted,
-        MasterPaused,
-        Archived,
-        JobAbandoned,
-        JobSuspended,
-        JobResumed,
-        GroupScaled,
-    ),
+    kinds=EVENTS,
     evolve={
         JobCreated: _on_created,
         JobStarted: _on_started,
@@ -412,5 +398,5 @@ RULES = Rules(
         NoteArchived: _archived,
     },
     react={JobStopping: _stop_at_once_when_idle},
-    levels=dict.fromkeys(LEVELS, always),
+    levels=dict.fromkeys(set(EVENTS) - {JobStarted, MasterPaused, Archived}, always),
 )
