@@ -104,7 +104,7 @@ class _Replay:
         self, records: Sequence[Record], change: Callable[[JobSpec], JobSpec], hook: Hook | None, *, anew: bool
     ) -> None:
         self._records, self._change, self._anew = records, change, anew
-        self._react: Any = recovery.concern(hook).react
+        self._react: Any = recovery.rules(hook).react
         self._state: JobState = MODEL.new()
         self._done = {record.cause: record for record in records if _chosen_now(record)}
         # Verdicts whose recorded answer has not come yet, by its seq.
