@@ -57,36 +57,16 @@ if TYPE_CHECKING:
     from dlrover_core.errors import (
         TokenRefused as TokenRefused,
     )
-    from dlrover_core.job.hosts import (
-        QuarantineHost as QuarantineHost,
-    )
-    from dlrover_core.job.hosts import (
-        ReleaseHost as ReleaseHost,
-    )
-    from dlrover_core.job.job import (
-        ResumeJob as ResumeJob,
-    )
-    from dlrover_core.job.job import (
-        StopJob as StopJob,
-    )
-    from dlrover_core.job.job import (
-        SuspendJob as SuspendJob,
-    )
-    from dlrover_core.job.scaling import (
-        DrainNode as DrainNode,
-    )
-    from dlrover_core.job.scaling import (
-        ScaleGroup as ScaleGroup,
-    )
-    from dlrover_core.job.state import (
-        JobState as JobState,
-    )
-    from dlrover_core.job.state import (
-        NodeLaunch as NodeLaunch,
-    )
-    from dlrover_core.job.state import (
-        fold as fold,
-    )
+    from dlrover_core.job.hosts import QuarantineHost as QuarantineHost
+    from dlrover_core.job.hosts import ReleaseHost as ReleaseHost
+    from dlrover_core.job.job import ResumeJob as ResumeJob
+    from dlrover_core.job.job import StopJob as StopJob
+    from dlrover_core.job.job import SuspendJob as SuspendJob
+    from dlrover_core.job.orders import NodeLaunch as NodeLaunch
+    from dlrover_core.job.scaling import DrainNode as DrainNode
+    from dlrover_core.job.scaling import ScaleGroup as ScaleGroup
+    from dlrover_core.job.state import JobState as JobState
+    from dlrover_core.job.state import fold as fold
     from dlrover_core.kernel.codec import Codec as Codec
     from dlrover_core.kernel.engine import (
         Engine as Engine,
@@ -201,7 +181,7 @@ _HOME = {
     "MemoryLog": "logs.memory",
     "Model": "kernel.engine",
     "Network": "testing.network",
-    "NodeLaunch": "job.state",
+    "NodeLaunch": "job.orders",
     "NotLeading": "errors",
     "Observation": "runtime.backend",
     "Outcome": "runtime.master",

@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 
 from dlrover_core.job import job
-from dlrover_core.job.state import FOLD, MODEL, JobState
+from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.engine import Model, Rules
 from dlrover_core.kernel.events import Event
+from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime.master import Master
 from dlrover_core.spec import GroupSpec, JobSpec, us
 from dlrover_core.testing import cluster as clusters

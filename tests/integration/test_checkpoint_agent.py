@@ -29,7 +29,7 @@ from dlrover_core.job.checkpoints import (
     ReportRestored,
     ReportStorage,
 )
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.keeping import KeptBeat
 from dlrover_core.runtime.launcher import WorkersGone

@@ -10,8 +10,9 @@ import pytest
 
 from dlrover_adapters.cli import master
 from dlrover_adapters.cli.settings import EX_UNRECORDED, EX_UNSTORED
+from dlrover_core.job.ranges import Member
 from dlrover_core.job.state import JobState
-from dlrover_core.job.world import Member, ReportFinished, World
+from dlrover_core.job.world import ReportFinished, World
 from dlrover_core.runtime.unrecorded import has_ended_well, owed
 
 

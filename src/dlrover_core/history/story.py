@@ -17,7 +17,7 @@ from dlrover_core.history.headline import Headlines
 from dlrover_core.history.incidents import IncidentsBuilder, Story
 from dlrover_core.history.phrases import exit_of
 from dlrover_core.job import evidence, failures, hosts, job, nodes, world
-from dlrover_core.job.state import MODEL, JobState
+from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.events import Record
 
 WORDS_MAX = 20
@@ -71,7 +71,7 @@ class _Teller:
     """Reads a whole log once."""
 
     def __init__(self) -> None:
-        self._state: JobState = MODEL.new()
+        self._state: JobState = FOLD.new()
         self._builder, self._headlines = IncidentsBuilder(), Headlines()
         self._lines: dict[int, str] = {}
         self._seen: dict[int, Record] = {}
@@ -93,7 +93,7 @@ class _Teller:
             # Before it is applied: a node that is gone is nowhere any more.
             self._seen[record.seq] = record
             self._hosts[record.seq] = self._state.hosts.host_of(fact.node)
-        MODEL.apply(self._state, record)
+        FOLD.apply(self._state, record)
         if isinstance(fact, _SEEN):
             self._note(fact, record)
         self._builder.feed(self._state, record)

@@ -13,7 +13,7 @@ from dlrover_core.diagnosis.evidence import CASC, ERROR, EXIT, KERNEL, LOG, NODE
 from dlrover_core.job import evidence, job, nodes, older, progress, world
 from dlrover_core.job.crash_loops import Cycles
 from dlrover_core.job.incident_lifecycle import INCIDENT, Action
-from dlrover_core.job.world import group_of
+from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
 from dlrover_core.spec import us

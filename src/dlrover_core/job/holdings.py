@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dlrover_core.job.layout import Ranges
-from dlrover_core.job.tally import Remembering
-from dlrover_core.job.world import from_ranges
+from dlrover_core.job.memo import Remembering
+from dlrover_core.job.ranges import Ranges, from_ranges
 
 Copies = tuple[tuple[int, int], ...]
 """Whose parts are kept beside one's own: the place in that world, and the step."""

@@ -19,10 +19,13 @@ import structlog
 
 from dlrover_core.errors import CoreError, HandedOver, LogError, NotLeading, OtherRun, Refused, StandsBy
 from dlrover_core.job import job, nodes, progress, silence
-from dlrover_core.job.state import CODEC, MODEL, Desired, JobState, Order, deletion_grace_s, desired
+from dlrover_core.job.orders import Desired, Order
+from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import Accepted, Command, Engine, Model, NotDone, Reply, Resend, Tick
 from dlrover_core.kernel.events import Batch, Origin, Record
 from dlrover_core.kernel.log import Archiving, EventLog, Leadership, Snapshot
+from dlrover_core.rules.desired import deletion_grace_s, desired
+from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime import operations
 from dlrover_core.runtime.backend import Backend
 from dlrover_core.runtime.levelling import Leveller

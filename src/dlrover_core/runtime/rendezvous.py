@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import structlog
 
 from dlrover_core.job.node_lifecycle import COMING
-from dlrover_core.job.state import STRANGER, Desired, NodeLaunch, farewell, full_name
+from dlrover_core.job.orders import STRANGER, Desired, NodeLaunch
+from dlrover_core.rules.desired import farewell, full_name
 from dlrover_core.runtime.backend import Changed, Listed, Observation
 from dlrover_core.runtime.masters import RETRY_MAX_S
 from dlrover_core.runtime.messages import Assigned, Goodbye, Hello

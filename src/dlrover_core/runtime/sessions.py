@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from dlrover_core.errors import ConnectionLost, MalformedMessage
-from dlrover_core.job.state import STRANGER, Order, farewell
+from dlrover_core.job.orders import STRANGER, Order
 from dlrover_core.kernel.engine import Accepted, NotDone, Reply, Resend
 from dlrover_core.kernel.events import Origin
+from dlrover_core.rules.desired import farewell
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.complaints import Complaints
 from dlrover_core.runtime.keeping import Everywhere, Keeping, everywhere

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dlrover_core.diagnosis import stall
 from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.job import hangs, world
-from dlrover_core.job.world import group_of
+from dlrover_core.job.names import group_of
 from dlrover_core.runtime.messages import Beat
 from dlrover_core.spec import us
 

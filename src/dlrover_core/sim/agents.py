@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dlrover_core.job import failures, hangs, health, nodes, progress, world
-from dlrover_core.job.state import NodeLaunch, Order
+from dlrover_core.job.orders import NodeLaunch, Order
 from dlrover_core.kernel.engine import Command
 from dlrover_core.sim.clock import SECOND_US, key_of
 from dlrover_core.sim.hosts import SICK_AFTER_US, Host

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 from dlrover_core.diagnosis.stall import Threshold
 from dlrover_core.job import failures, hangs, job, progress, silence
 from dlrover_core.job.nodes import Observed
-from dlrover_core.job.state import CODEC, MODEL, STRANGER, Desired, JobState, Order, desired, farewell
+from dlrover_core.job.orders import STRANGER, Desired, Order
+from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import Command, CommandFailed, Engine, Reply, Resend, Tick
 from dlrover_core.kernel.events import GROUP_BYTES_MAX, Batch, Origin
+from dlrover_core.rules.desired import desired, farewell
+from dlrover_core.rules.model import MODEL
 from dlrover_core.sim.agents import Agent
 from dlrover_core.sim.levelling import Leveller
 from dlrover_core.sim.log import DOWN, FENCED, RETRY_S

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dlrover_core.job.nodes import Observed, ObserveNodes
-from dlrover_core.job.state import NodeLaunch, deletion_grace_s
+from dlrover_core.job.orders import NodeLaunch
+from dlrover_core.rules.desired import deletion_grace_s
 from dlrover_core.sim.clock import SECOND_US
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dlrover_core.job.state import CODEC, MODEL, JobState
+from dlrover_core.job.state import CODEC, FOLD, JobState
 from dlrover_core.kernel.events import Batch, Record
 from dlrover_core.kernel.state import digest, unpack
 from dlrover_core.sim.run import Broken, Watcher, kept
@@ -57,7 +57,7 @@ class Log:
         self.records: list[Record] = []
         self._keep, self._watch, self._every = keep, watch, max(1, every)
         self._batches = 0
-        self.follower: JobState | None = MODEL.new() if watch or follow else None
+        self.follower: JobState | None = FOLD.new() if watch or follow else None
 
     @property
     def hash(self) -> str:
@@ -140,7 +140,7 @@ class Log:
         assert follower is not None
         seen = bool(watch) and self._batches % self._every == 0
         for record in CODEC.decode(batch.payload).records:
-            MODEL.apply(follower, record)
+            FOLD.apply(follower, record)
             if seen:
                 for watcher in watch:
                     kept(watcher, follower, record)
@@ -152,9 +152,9 @@ class Log:
 
     def restored(self) -> JobState:
         """The state for the next leader. Raises `Broken` where a standby that followed has another one."""
-        state = MODEL.new() if self._snapshot is None else unpack(JobState, self._snapshot)
+        state = FOLD.new() if self._snapshot is None else unpack(JobState, self._snapshot)
         for payload in self._payloads:
-            MODEL.fold(CODEC.decode(payload).records, state)
+            FOLD.fold(CODEC.decode(payload).records, state)
         if self.follower is not None and digest(state) != digest(self.follower):
             raise Broken(f"the standby's state is not what the log folds to at record {self.seq}")
         return state

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dlrover_core.errors import LaunchRefused
 from dlrover_core.job.nodes import Observed
-from dlrover_core.job.state import NodeLaunch
+from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.sim.agents import Agent
 from dlrover_core.sim.clock import SECOND_US, key_of
 from dlrover_core.sim.hosts import Host

@@ -7,17 +7,15 @@ which every part is there is ordered to be written, if it is newer than what is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from dlrover_core.job import checkpoints, job, world
 from dlrover_core.job.holdings import NO_STEP, Holdings
-from dlrover_core.job.world import group_of
+from dlrover_core.job.names import group_of
+from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Rules
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.job.state import JobState
 
 HELD_WAIT_S = 5.0
 """How long those who hold a step wait for those who have not said what they hold, beyond the grace that they have to stop."""
