@@ -8,7 +8,7 @@ import pytest
 from drive import SECOND, Drive
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.diagnosis.ladder import Case, Choice, Context
+from dlrover_core.diagnosis.choices import Case, Choice, Context
 from dlrover_core.diagnosis.policy import Policy
 from dlrover_core.job import evidence, failures, hosts, job, nodes, progress, world
 from dlrover_core.job.state import CODEC

@@ -8,7 +8,7 @@ that set it aside, from the same evidence, or, where that is another one today, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dlrover_core.diagnosis import evidence as kinds
 from dlrover_core.diagnosis import signatures
@@ -16,6 +16,7 @@ from dlrover_core.diagnosis.procedure import judge
 from dlrover_core.history.headline import Headlines
 from dlrover_core.history.incidents import IncidentsBuilder, Story
 from dlrover_core.history.phrases import exit_of
+from dlrover_core.history.plain import plain, story_values
 from dlrover_core.job import evidence, failures, hosts, job, nodes, world
 from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.events import Record
@@ -203,3 +204,10 @@ def _node(fact: object, record: Record, host: str) -> Seen:
         text = f"{how}{': ' + fact.reason if fact.reason else ''}"
     source = kinds.PLATFORM if fact.reason else kinds.NODE
     return Seen(record.seq, record.at, source, fact.node, host, -1, text, "")
+
+
+def incident_values(told: IncidentTold) -> dict[str, Any]:
+    """An incident's story: the evidence in order, verdicts and actions within ``story``, what followed, how it ended."""
+    values: dict[str, Any] = plain(told)
+    values["story"] = story_values(told.story)
+    return values

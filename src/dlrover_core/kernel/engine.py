@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Generic, NamedTuple, TypeVar, Union, cast
+from typing import Any, Generic, NamedTuple, TypeVar, Union
 
 from dlrover_core.errors import Refused
 from dlrover_core.kernel.codec import Codec
@@ -120,7 +120,7 @@ class Facts:
 
 def kept(cls: type[S], *facts: Facts) -> S:
     """A field of the state: a slice, and the facts that are folded into it, in this order."""
-    return cast(S, dataclasses.field(default_factory=cls, metadata={"facts": facts}))
+    return dataclasses.field(default_factory=cls, metadata={"facts": facts})
 
 
 @dataclass(frozen=True, slots=True)

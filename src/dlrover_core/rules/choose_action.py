@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlrover_core.diagnosis import ladder, policy
-from dlrover_core.diagnosis.ladder import Case, Choice, Context
+from dlrover_core.diagnosis.choices import Case, Choice, Context
 from dlrover_core.diagnosis.policy import Hook, Policy
 from dlrover_core.job.failures import ActionChosen, Incident
 from dlrover_core.job.names import group_of

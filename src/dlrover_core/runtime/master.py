@@ -106,7 +106,7 @@ class Master:
         self._standby = Standby(event_log, spec.job, holder=holder, address=listener.address, wall=wall, looks=answers)
         self.sessions = Sessions(self)
         if backend is None and spec.joining:
-            backend = Rendezvous(self)
+            backend = Rendezvous(self, self.sessions)
         self._leveller = Leveller(self, backend) if backend is not None else None
         self._engine: Engine[JobState] | None = None
         self._pipeline: Pipeline | None = None

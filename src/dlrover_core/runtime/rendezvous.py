@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import structlog
 
@@ -27,12 +27,10 @@ from dlrover_core.job.node_lifecycle import COMING
 from dlrover_core.job.orders import STRANGER, Desired, NodeLaunch
 from dlrover_core.rules.desired import farewell, full_name
 from dlrover_core.runtime.backend import Changed, Listed, Observation
+from dlrover_core.runtime.leader import Leader
 from dlrover_core.runtime.masters import RETRY_MAX_S
 from dlrover_core.runtime.messages import Assigned, Goodbye, Hello
-from dlrover_core.runtime.sessions import GREETING_S, Session
-
-if TYPE_CHECKING:
-    from dlrover_core.runtime.master import Master
+from dlrover_core.runtime.sessions import GREETING_S, Session, Sessions
 
 # An agent that lost its master is back within this: its longest pause, and half as long again for dialling.
 RETURN_S = RETRY_MAX_S * 1.5
@@ -60,9 +58,9 @@ class Sitter(NamedTuple):
 class Rendezvous:
     """The `Backend` and the `Reception` of a joining job, over its master's own sessions."""
 
-    def __init__(self, master: Master) -> None:
+    def __init__(self, master: Leader, sessions: Sessions) -> None:
         self._master = master
-        self._sessions = master.sessions
+        self._sessions = sessions
         self._sessions.reception = self
         # Nodes that wait for a standby, since when by the loop's clock.
         self._wishes: dict[str, float] = {}

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from dlrover_core.diagnosis import stall
 from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.job import hangs, world
 from dlrover_core.job.names import group_of
+from dlrover_core.runtime.leader import Leader
 from dlrover_core.runtime.messages import Beat
 from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.runtime.master import Master
 
 SECOND_US = 1_000_000
 FRESH_BEATS = 2.5
@@ -37,7 +35,7 @@ class _Heard(NamedTuple):
 class Stalls:
     """What the agents of one master's job said last of their workers' steps."""
 
-    def __init__(self, master: Master) -> None:
+    def __init__(self, master: Leader) -> None:
         self._master = master
         self._heard: dict[str, _Heard] = {}
         self._looks: dict[str, asyncio.TimerHandle] = {}

@@ -228,7 +228,8 @@ async def events(args: argparse.Namespace) -> int:
 async def explain(args: argparse.Namespace) -> int:
     """`dlrover explain`."""
     from dlrover_core.history import explanation_of, incident_of, render, render_story
-    from dlrover_core.history.plain import explanation_values, incident_values
+    from dlrover_core.history.plain import explanation_values
+    from dlrover_core.history.story import incident_values
 
     if args.job is not None and args.job.removeprefix("#").isdecimal() and not args.seq:
         # A lone number is an event of the newest job: names of jobs may be numbers too, but then SEQ is there to tell.
