@@ -1,4 +1,4 @@
-"""What the parts of a master see of it: the state, what should be true, whether orders may be given, and a way to say something."""
+"""What the parts of a master see of it: the state, what should be true, whether orders may be given, and how to say something."""
 
 from __future__ import annotations
 
