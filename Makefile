@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # More options for pytest: make unit ARGS="-k world -x"
 ARGS ?=
 
-.PHONY: help demo test check unit stories etcd integration nightly bench chaos campaign format clean
+.PHONY: help demo test quick check unit fast stories etcd integration nightly bench chaos campaign format clean
 
 help: ## these lines
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -25,9 +25,12 @@ demo: $(READY) ## train a real model through three kinds of death
 	$(PY) examples/demo.py
 
 test: ## everything CI runs: check, unit, stories, integration
-	$(MAKE) --no-print-directory -j2 --output-sync=line check unit
-	$(MAKE) --no-print-directory stories
+	$(MAKE) --no-print-directory -j2 --output-sync=line check fast
 	$(MAKE) --no-print-directory integration
+
+quick: $(READY) ## check, and unit tests near what changed: 90 s
+	$(MAKE) --no-print-directory check
+	$(PY) -m tools.quick -n $(JOBS) $(ARGS)
 
 check: $(READY) ## lint, format, types, import rules
 	$(VENV)/bin/ruff check .
@@ -36,16 +39,20 @@ check: $(READY) ## lint, format, types, import rules
 	$(VENV)/bin/lint-imports --no-cache
 
 unit: $(READY) ## fast tests, in parallel
-	$(PY) -m pytest tests/unit -n $(JOBS) $(ARGS)
+	$(PY) -m pytest tests/unit -m "not nightly" -n $(JOBS) $(ARGS)
+
+# Both at once: starting and collecting is paid once.
+fast: $(READY)
+	$(PY) -m pytest tests/unit tests/chaos -m "not nightly" -n $(JOBS) $(ARGS)
 
 # Where ARGS chooses none of a half, pytest says so by 5.
 integration: $(READY) ## tests with real processes: side by side, then those that must be alone
 	$(PY) -m pytest tests/integration -m "not alone and not nightly" -n $(SIDE_JOBS) --dist loadgroup $(ARGS) || test $$? = 5
 	$(PY) -m pytest tests/integration -m "alone and not nightly" $(ARGS) || test $$? = 5
 
-nightly: $(READY) ## what `make test` leaves out, as it has a shorter one of the same kind
-	$(PY) -m pytest tests/integration -m "nightly and not alone" -n $(SIDE_JOBS) --dist loadgroup $(ARGS) || test $$? = 5
-	$(PY) -m pytest tests/integration -m "nightly and alone" $(ARGS) || test $$? = 5
+nightly: $(READY) ## what `make test` leaves out, all three suites, and other Pythons; says what it ran
+	$(PY) -m pip install --quiet --no-compile --group night --constraint constraints.txt
+	$(PY) -m tools.nightly $(ARGS)
 
 etcd: $(READY) ## those with a real etcd
 	$(PY) -m pytest tests/integration/test_*etcd*.py -n $(SIDE_JOBS) $(ARGS)
@@ -54,9 +61,9 @@ bench: $(READY) ## every number we promise, ours and the peer's in turn
 	@shopt -s nullglob; for one in benchmarks/bench_*.py; do echo "== $$one"; $(PY) "$$one" || echo "== $$one: exit $$?"; done
 
 stories: $(READY) ## stories of faults in virtual time, and fixed seeds
-	$(PY) -m pytest tests/chaos -n $(JOBS) $(ARGS)
+	$(PY) -m pytest tests/chaos -m "not nightly" -n $(JOBS) $(ARGS)
 
-chaos: stories ## the same, then 1,000 seeds of 64 nodes: every night
+chaos: stories ## the same, then 1,000 seeds of 64 nodes
 	$(PY) -m tools.campaign chaos
 
 campaign: $(READY) ## a long hunt for faults: make campaign NAME=storms ARGS="--jobs 5"
@@ -68,7 +75,7 @@ format: $(READY) ## rewrite what `make check` would complain about, where a mach
 	$(VENV)/bin/ruff format .
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-pythons build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Made anew when what it is made from changes. pip >= 25.1 knows dependency groups; older interpreters bring older ones.

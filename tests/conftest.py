@@ -81,7 +81,8 @@ def _suite(path: Path) -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """An environment of one's own may lack what `make` installs."""
-    parser.addoption("--any-skip", action="store_true", help="a test may be skipped that tests/skips.txt does not name")
+    words = "a test may be skipped that tests/skips.txt does not name, and is where it needs a library that is not here"
+    parser.addoption("--any-skip", action="store_true", help=words)
 
 
 def skips() -> dict[str, list[str]]:
@@ -94,9 +95,24 @@ def skips() -> dict[str, list[str]]:
     return found
 
 
-def _unexpected(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:
-    """A skip that is not allowed becomes a failure."""
-    if not report.skipped or hasattr(report, "wasxfail") or config.option.any_skip:
+def _missing(error: BaseException | None) -> str:
+    """The library of others for whose lack this was raised; empty: something else was wrong."""
+    while error is not None and not isinstance(error, ModuleNotFoundError):
+        error = error.__cause__
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return "" if name.startswith(("dlrover", "tests", "tools")) else name
+
+
+def _judge(
+    config: pytest.Config, report: pytest.TestReport | pytest.CollectReport, call: pytest.CallInfo[Any] | None
+) -> None:
+    """Make a failure of a skip that is not allowed; with ``--any-skip`` a skip of what lacks a library."""
+    if config.option.any_skip:
+        name = _missing(call.excinfo.value) if report.failed and call is not None and call.excinfo is not None else ""
+        if name:
+            report.outcome, report.longrepr = "skipped", (report.nodeid, 0, f"Skipped: {name} is not here")
+        return
+    if not report.skipped or hasattr(report, "wasxfail"):
         return
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     reason = reason.removeprefix("Skipped: ")
@@ -109,15 +125,16 @@ def _unexpected(config: pytest.Config, report: pytest.TestReport | pytest.Collec
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, None]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, None]:
     """A skipped test fails, unless it may be skipped for that reason."""
-    _unexpected(item.config, (yield).get_result())
+    _judge(item.config, (yield).get_result(), call)
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, None]:
     """The same for a module that is skipped as a whole."""
-    _unexpected(collector.config, (yield).get_result())
+    report = (yield).get_result()
+    _judge(collector.config, report, getattr(report, "call", None))
 
 
 # ---- slow callbacks

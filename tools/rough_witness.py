@@ -95,7 +95,7 @@ def halts_s(strike: Strike) -> float:
     if what == ("stop", "worker"):
         return 2.0
     if what in {("kill", "dlrover-keeper"), ("stop", "dlrover-keeper")}:
-        return 5.0  # ranks ask its store until they know that it is gone
+        return 8.0  # ranks ask its store until they know that it is gone
     if what == ("kill", "worker") or strike.kind == "oom":
         return 10.0
     if what in {("kill", "dlrover-agent"), ("stop", "dlrover-agent")}:

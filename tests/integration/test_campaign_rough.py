@@ -10,17 +10,17 @@ from tools.rough_ground import left_out, namespaces
 from tools.rough_kinds import BETWEEN_HOSTS, EVERYWHERE, NAMED_KINDS, Strike, drawn, has_hosts
 from tools.trials import Patience
 
-SEED, SECONDS, PAUSE_S = 0, 8.0, 0.04
+SEED, SECONDS, PAUSE_S = 0, 6.5, 0.04
 STRIKES = (
-    Strike(0.8, "kill", "worker", 0.3),
-    Strike(1.2, "clock", "a", lasts_s=2.0, amount=5.0),
-    Strike(1.6, "stop", "dlrover-master", 0.0, 1.0),
-    Strike(2.4, "disk-full", "stored", lasts_s=2.0),
-    Strike(3.0, "kill", "dlrover-master", 0.0),
-    Strike(3.4, "hostile", which=0.5),
-    Strike(4.0, "kill", "dlrover-saver", 0.9),
-    Strike(4.4, "disk-stall", "state", lasts_s=1.0),
-    Strike(5.8, "oom", "worker", 0.6),
+    Strike(0.6, "kill", "worker", 0.3),
+    Strike(0.9, "clock", "a", lasts_s=2.0, amount=5.0),
+    Strike(1.2, "stop", "dlrover-master", 0.0, 0.8),
+    Strike(1.8, "disk-full", "stored", lasts_s=1.5),
+    Strike(2.3, "kill", "dlrover-master", 0.0),
+    Strike(2.7, "hostile", which=0.5, lasts_s=2.0),
+    Strike(3.2, "kill", "dlrover-saver", 0.9),
+    Strike(3.5, "disk-stall", "state", lasts_s=1.0),
+    Strike(5.0, "oom", "worker", 0.6),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -203,3 +204,19 @@ def test_the_configuration_is_shown_and_nothing_runs(tmp_path: Path) -> None:
     found = {f"{row['section']}.{row['name']}": row for row in json.loads(told.stdout)}
     assert (found["job.max_restarts"]["value"], found["job.max_restarts"]["origin"]) == (7, "PET_MAX_RESTARTS")
     assert not (tmp_path / "state").exists()
+
+
+def test_a_command_line_near_the_limit_reaches_a_worker(tmp_path: Path) -> None:
+    """All that Linux lets a program be started with, to the last word; one of them is no UTF-8. So it does after a restart."""
+    (tmp_path / "told.py").write_text(
+        "import hashlib, os, sys\n"
+        "told = hashlib.sha256(b'\\0'.join(map(os.fsencode, sys.argv[1:]))).hexdigest()\n"
+        "open(os.environ['FOLDER'] + '/told-' + os.environ['TORCHELASTIC_RESTART_COUNT'], 'w').write(told)\n"
+        "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
+    )
+    room = os.sysconf("SC_ARG_MAX") - sum(len(os.fsencode(f"{name}={value}")) + 9 for name, value in os.environ.items())
+    words = [os.fsdecode(b"\xe9"), *(f"{number:06}" + "x" * 100_000 for number in range((room - 50_000) // 100_016))]
+    with Job(tmp_path, "--max-restarts", "1", str(tmp_path / "told.py"), *words) as job:
+        assert job.ended() == 0
+    told = hashlib.sha256(b"\0".join(map(os.fsencode, words))).hexdigest()
+    assert [(tmp_path / f"told-{life}").read_text() for life in range(2)] == [told, told]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 from pathlib import Path
 
@@ -42,6 +43,16 @@ def test_what_does_not_end_is_named_and_stopped(tmp_path: Path, groups: str) -> 
         assert not any(one.lives for one in left)
         said = next(line for line in job.said().splitlines() if "stopped what still ran" in line)
         assert all(f"pid {one.pid}" in said for one in left)
+
+
+def test_a_signal_ends_the_wait(tmp_path: Path) -> None:
+    """Ctrl-C while leavings have their grace: they are stopped, and the job has ended well."""
+    with Job(tmp_path, LEAVES, "600", "0") as job:
+        eventually(lambda: "waiting up to 30 s" in job.said(), "the wait")
+        job.process.send_signal(signal.SIGINT)
+        assert job.ended(15) == 0
+        assert "stopped what still ran as the job was to stop" in job.said()
+        assert not any(one.lives for one in pids(tmp_path))
 
 
 def test_before_a_restart_it_is_stopped_at_once(tmp_path: Path) -> None:

@@ -122,6 +122,23 @@ def test_a_long_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(long))
     with scratch.folder("of-a-test") as folder:
         assert len(str(folder)) < 60
+    short = tempfile.mkdtemp(dir="/tmp")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+    assert scratch.roofs() == ["/tmp", short]
+    made = tempfile.mkdtemp
+
+    def unless_tmp(suffix: str | None = None, prefix: str | None = None, dir: str | None = None) -> str:  # noqa: A002
+        if dir == "/tmp":
+            raise PermissionError(13, os.strerror(13))
+        return made(suffix, prefix, dir)
+
+    with monkeypatch.context() as closed:
+        closed.setattr(tempfile, "mkdtemp", unless_tmp)
+        with scratch.folder("of-a-test") as folder:
+            assert folder.parent == Path(short)
+    os.rmdir(short)  # noqa: PTH106
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    assert scratch.roofs() == ["/tmp"]
     monkeypatch.setattr(scratch, "roofs", lambda: [str(tmp_path / "none")])
     with pytest.raises(SpecError, match="set TMPDIR to a folder of yours"), scratch.folder("of-a-test"):
         pass

@@ -7,6 +7,7 @@ import os
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,6 +160,22 @@ def test_only_installed_modules_are_listed(run: tuple[Learner, str], script: Pat
     assert not {"made_by_hand", "built", "__main__"} & set(found.local)
     sources = {one[0] for one in json.loads(Path(path).read_text())["sources"]}
     assert {str(script), str(script.with_name("mine.py"))} <= sources
+
+
+def test_a_forked_worker_begins_without_touching_the_names_of_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie in pages that it shares with the warm process until then: copying those would cost each restart milliseconds."""
+
+    class Untouched(dict[str, types.ModuleType]):
+        def __iter__(self) -> Any:
+            raise AssertionError("the names are read")
+
+        keys = items = __iter__
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "modules", Untouched(sys.modules))
+        for path in ("", "list.json"):
+            Learner(path, ImportWatch(), ahead=["known_one"])
+        Learner("", ImportWatch()).stepped()
 
 
 def test_a_list_grows_and_a_cut_one_does_not(run: tuple[Learner, str], script: Path) -> None:

@@ -754,3 +754,39 @@ def test_a_fault_of_the_duty_does_not_end_the_agent(monkeypatch: pytest.MonkeyPa
         await asyncio.gather(running, return_exceptions=True)
 
     virtually(test)
+
+
+@pytest.mark.parametrize("outcome", ["", "succeeded"])
+def test_a_node_that_is_told_to_go_hastens_its_saver(brood: Brood, outcome: str) -> None:
+    """Before anything is waited for; the saver that there is hears of it once, and so does its successor."""
+
+    def heard(link: socket.socket) -> list[str]:
+        link.setblocking(False)
+        found = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                found.append(wire.unpack(link.recv(65536))["op"])
+        return found
+
+    async def test(one: Saving, arenas: Arenas) -> None:
+        one.begin()
+        await until(lambda: one.pid)
+        before: list[list[str]] = []
+
+        async def work(*_: object) -> None:
+            before.append(heard(brood.made[-1][1]))
+
+        duty = CheckpointDuty(SimpleNamespace(), token=b"", host="", bind="")  # type: ignore[arg-type]
+        duty._site = SimpleNamespace(saving=one, arenas=arenas, generation=0, whole=[])  # type: ignore[assignment]
+        duty._storage = SimpleNamespace(settle=work, finish=work)  # type: ignore[assignment]
+        duty._copying = SimpleNamespace(settle=work)  # type: ignore[assignment]
+        duty._tell_missing = lambda *_: None  # type: ignore[method-assign]
+        for _ in range(2):
+            await duty.settle(ORDER._replace(leave=True, outcome=outcome))
+        assert before[0].count("haste") == 1
+        assert not any("haste" in later for later in before[1:])
+        os.kill(brood.made[-1][0], signal.SIGKILL)
+        await until(lambda: len(brood.made) == 2 and one.pid)
+        assert "haste" in heard(brood.made[-1][1])
+
+    with_saver(brood, test)

@@ -272,6 +272,7 @@ def unwatchable() -> str:
     )
 
 
+@functools.cache
 def standard_folders() -> tuple[str, ...]:
     """Where the standard library lies."""
     return tuple(sorted({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")}))

@@ -492,7 +492,7 @@ class LinuxLauncher:
         else:
             if well := bool(self._workers) and all(one.ended_well for one in self._workers):
                 await self._buried()
-            await self._leavings.end(grace_s if well else 0.0)
+            await self._leavings.end(grace_s if well else 0.0, lambda: signals.asked(self._config.run_dir))
         return not stuck
 
     async def _buried(self) -> None:

@@ -27,6 +27,9 @@ from .process import SCANS_MAX, busy_sessions, wait_all
 
 NAMED_MAX = 8
 REAP_S, END_S = 5.0, 10.0
+ASK_S = 0.5
+"""How often it is asked, while leavings have their grace, whether the job is to be stopped."""
+
 _adopting = False
 
 _log = structlog.get_logger(__name__)
@@ -47,15 +50,24 @@ def left(sessions: Collection[int], ours: Collection[str], group: Group | None =
     return [one for one in _all_left(sessions, ours, group) if one.lives]
 
 
-def wait(sessions: Collection[int], ours: Collection[str], bound_s: float, group: Group | None = None) -> list[Member]:
-    """Wait until nothing is left alive, at most ``bound_s``; what still is. Blocks. The dead are reaped as they die."""
+def wait(
+    sessions: Collection[int],
+    ours: Collection[str],
+    bound_s: float,
+    group: Group | None = None,
+    asked: Callable[[], bool] = lambda: False,
+) -> list[Member]:
+    """Wait until nothing is left alive, at most ``bound_s``; what still is. Blocks. The dead are reaped as they die.
+
+    ``asked`` says, in any thread, whether the job is to be stopped: then nothing is waited for any longer.
+    """
     deadline = time.monotonic() + bound_s
     while found := left(sessions, ours, group):
-        wait_all([fd for one in found if (fd := hold(one)) is not None], deadline)
+        wait_all([fd for one in found if (fd := hold(one)) is not None], min(deadline, time.monotonic() + ASK_S))
         for one in found:
             reap(one)
         reap_orphans(ours)
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline or asked():
             return left(sessions, ours, group)
     return []
 
@@ -178,14 +190,14 @@ class Leavings:
         self._workers += [one for one in workers if one.pid in busy]
         return [one for one in workers if one.pid not in busy]
 
-    async def end(self, grace_s: float = 0.0) -> None:
-        """End everything, after ``grace_s`` in which it may end by itself; then it is named."""
+    async def end(self, grace_s: float = 0.0, asked: Callable[[], bool] = lambda: False) -> None:
+        """End everything, after ``grace_s`` in which it may end by itself; then it is named. ``asked``: as in `wait`."""
         workers, self._workers = self._workers, []
         sessions, group = [one.pid for one in workers], self._group
         found = await asyncio.to_thread(left, sessions, self._ours, group)
         if found and grace_s > 0:
             self._say(f"waiting up to {grace_s:g} s (stop_grace_s) for what the script left running: {named(found)}")
-            found = await asyncio.to_thread(wait, sessions, self._ours, grace_s, group)
+            found = await asyncio.to_thread(wait, sessions, self._ours, grace_s, group, asked)
         if found:
             words = named(found)
             found = await asyncio.to_thread(end, sessions, self._ours, END_S, group)
@@ -193,7 +205,8 @@ class Leavings:
                 await asyncio.to_thread(group.kill)  # it goes on starting others; so the spares go with it
                 found = await asyncio.to_thread(end, sessions, self._ours, END_S, group)
             if grace_s > 0:
-                self._say(f"stopped what still ran {grace_s:g} s after the script had ended well: {words}")
+                when = "as the job was to stop" if asked() else f"{grace_s:g} s after the script had ended well"
+                self._say(f"stopped what still ran {when}: {words}")
             if found:
                 self._say(f"cannot be killed, and is left behind: {named(found)}")
         for one in workers:

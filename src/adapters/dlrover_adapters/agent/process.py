@@ -163,10 +163,15 @@ def end_strays(names: frozenset[str], known: frozenset[int], bound_s: float) -> 
         reap(one)
 
 
+def poll_ms(seconds: float) -> int:
+    """``seconds`` as `poll` takes them: at least 0, at most 24 days; a longer number would be an error."""
+    return min(max(0, round(seconds * 1000)), 2**31 - 1)
+
+
 def wait_all(fds: list[int], deadline: float) -> None:
     """Wait until every pidfd has fired or the deadline is over, and close them."""
     for fd in fds:
         poll = select.poll()
         poll.register(fd, select.POLLIN)
-        poll.poll(max(0, round((deadline - time.monotonic()) * 1000)))
+        poll.poll(poll_ms(deadline - time.monotonic()))
         os.close(fd)

@@ -22,6 +22,11 @@ def tell(run_dir: str, number: int) -> None:
         os.replace(part, os.path.join(run_dir, FILE))
 
 
+def asked(run_dir: str | None) -> bool:
+    """Has somebody stopped the job by a signal?"""
+    return run_dir is not None and os.path.exists(os.path.join(run_dir, FILE))
+
+
 def told(run_dir: str | None) -> signal.Signals:
     """The signal to stop workers with: what was told, else SIGTERM."""
     if run_dir is not None:

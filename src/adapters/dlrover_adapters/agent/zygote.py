@@ -40,9 +40,9 @@ from collections.abc import Callable, Iterator
 from . import import_list, keeper, saver, wire, worker
 from .config import AUTO
 from .framework import Framework, load
-from .import_watch import ImportWatch
+from .import_watch import ImportWatch, standard_folders, unwatchable
 from .main_module import set_first_path
-from .process import die_with_parent, end_sessions, outlive_parent, own_link, set_name, set_title
+from .process import die_with_parent, end_sessions, outlive_parent, own_link, poll_ms, set_name, set_title
 
 Role = Callable[[], int]
 END_SESSIONS_S = 10.0
@@ -122,6 +122,8 @@ class Zygote:
         listed = import_list.read(self._imports, sys.path) if self._imports else None
         if listed is not None and not listed.refused:
             self._import_listed(listed)
+        unwatchable()  # found out once for all workers
+        standard_folders()
         return self._answer_waiting()
 
     def _import_listed(self, listed: import_list.ImportList) -> None:
@@ -235,7 +237,7 @@ class Zygote:
     def _answer_of_probe(self, reader: int) -> str:
         poll = select.poll()
         poll.register(reader, select.POLLIN)
-        if not poll.poll(round(self._probe_s * 1000)):
+        if not poll.poll(poll_ms(self._probe_s)):
             return f"a forked child did not finish a matrix product within {self._probe_s:g} s (--set probe_s=SECONDS)"
         answer = os.read(reader, 4096).decode(errors="replace")
         return "" if answer == "fit" else answer or "a forked child that computes dies"

@@ -116,10 +116,9 @@ class Line:
     def wait(self, seconds: float) -> bool:
         """Is the line over, within so many seconds? Where no master has been heard for a while, nothing is waited for."""
         now = time.monotonic()
-        until, known_at = (
-            now + seconds,
-            now + 2 * MIND_S,
-        )  # what was looked at before may be old: a master has just been found
+        until = now + seconds
+        # What was looked at before may be old: a master has just been found.
+        known_at = now + 2 * MIND_S
         while self._thread.is_alive() and self.started:
             left = until - time.monotonic()
             unmastered = self._unmastered_s > UNMASTERED_S and time.monotonic() > known_at

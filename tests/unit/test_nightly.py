@@ -1,0 +1,105 @@
+"""`make nightly` runs what `make test` leaves out, and says what it ran."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from tools import nightly
+from tools.nightly import Told
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = """
+import pytest
+
+def test_good(): pass
+def test_bad(): assert False
+def test_here(): pytest.skip("no disk")
+def test_there(): pytest.skip("no disk")
+
+@pytest.fixture
+def broken(): raise ValueError
+def test_error(broken): pass
+"""
+
+
+def test_counts(tmp_path: Path) -> None:
+    """Each test counts once, a broken fixture as a failure, and reasons of skips are counted."""
+    (tmp_path / "test_it.py").write_text(TESTS)
+    told = nightly.part("these", [str(tmp_path), "-c", "/dev/null", "--rootdir", str(tmp_path)])
+    assert told.counts == {"passed": 1, "failed": 2, "skipped": 2}
+    assert told.skipped == {"no disk": 2}
+    assert not told.good
+
+
+def test_a_run_that_cannot_begin_has_failed(tmp_path: Path) -> None:
+    """No test ran, and pytest does not say that there was none to run."""
+    assert not nightly.part("these", [str(tmp_path / "nowhere"), "-c", "/dev/null"]).good
+    assert (
+        nightly.part("none", [str(tmp_path), "-c", "/dev/null"])
+        .line()
+        .startswith("none                         no test in ")
+    )
+
+
+def test_an_interpreter_that_runs(tmp_path: Path) -> None:
+    """A stub that runs nothing, and one of another version, are passed over."""
+    stub = tmp_path / "python"
+    stub.write_text("#!/bin/sh\necho not found >&2\nexit 127\n")
+    stub.chmod(0o755)
+    here = Path(sys.executable)
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert nightly.interpreter(version, [stub, here]) == str(here)
+    assert nightly.interpreter("2.0", [stub, here]) == ""
+
+
+def test_the_last_words() -> None:
+    """A table with a line for each part, those that were not run too; then why tests were skipped."""
+    one = Told("unit")
+    one.counts.update(passed=7, skipped=2)
+    one.skipped["no disk"] = 2
+    said = nightly.summary([one, Told("Python 3.14: unit, stories", absent="no python3.14")])
+    assert said.splitlines() == [
+        "",
+        "what was run:",
+        "  unit                         7 passed, 2 skipped in 0 s",
+        "  Python 3.14: unit, stories   not here: no python3.14",
+        "",
+        "skipped in unit:",
+        "      2 x no disk",
+    ]
+
+
+def test_everything_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts are run whatever became of those before them; one failure is enough for the exit status."""
+    ran: list[str] = []
+
+    def part(name: str, words: list[str], python: str = "") -> Told:
+        ran.append(name)
+        told = Told(name)
+        told.counts["failed" if name == "unit" else "passed"] += 1
+        return told
+
+    monkeypatch.setattr(nightly, "part", part)
+    monkeypatch.setattr(nightly, "interpreter", lambda version: "" if version == "3.14" else "python")
+    monkeypatch.setattr(nightly, "environment", lambda version, python: python)
+    assert nightly.main([]) == 1
+    assert ran == [
+        *("unit", "stories", "integration, side by side", "integration, alone"),
+        *(f"Python {one}: unit, stories" for one in ("3.10", "3.12", "3.13")),
+    ]
+
+
+def test_nothing_is_left_out() -> None:
+    """`make test` and `make nightly` have opposite marks, suite by suite; each Python of the classifiers is run by one."""
+    rules = (ROOT / "Makefile").read_text()
+    for suite in ("unit", "chaos", "integration"):
+        assert re.search(
+            rf'tests/{suite}( tests/\w+)? -m "not nightly"|tests/{suite} -m "not alone and not nightly"', rules
+        )
+    assert '-m "alone and not nightly"' in rules
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    named = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert set(named) <= {"3.11", here, *nightly.PYTHONS}
