@@ -1,6 +1,6 @@
 """Incidents: one failure from first evidence to recovery, its verdict, its actions, its cost.
 
-What is done about them: `recovery`.
+What is done about them: `rules.incidents`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Health: which nodes have passed their check, which checks run, and who may train. What is done about it: `checking`.
+"""Health: which nodes have passed their check, which checks run, and who may train. What is done about it: `rules.checks`.
 
 A verdict holds for the life of a node's agent, and for ``check_fresh_s``: a plain restart costs nothing.
 """

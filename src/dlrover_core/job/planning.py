@@ -1,7 +1,7 @@
 """Planned changes of a world, as facts: which is prepared, who joins and who leaves, and how far it has come.
 
 A generation whose ranks save with us can agree on a step boundary: all of them save there and wait. A world that is changed then
-goes on from that very step, so growth, shrinking, drain and migration lose none. `changing` decides; this is what it knows.
+goes on from that very step, so growth, shrinking, drain and migration lose none. `rules.plans` decides; this is what it knows.
 
 A plan goes from `WorldPlanned` (whoever joins gets warm, training goes on) over `BoundaryAsked` (members' ranks are armed: they
 look for the boundary between any two steps; once all do, it may be chosen) and what every member holds there, to `WorldFormed`

@@ -4,7 +4,7 @@ Growing plans nodes for the new places; a running world takes them in as it take
 releases the places beyond the new maximum and forms the next world with those who stay. A drained node goes, and its
 successor in the same place keeps off its host. Suspending stops the workers and leaves the nodes. All of it is planned: workers
 have ``stop_grace_s`` to save what they have, no incident opens, and no budget is charged. Where ranks can agree on a step
-boundary, the world is changed there and no step is lost (`changing`); else at once.
+boundary, the world is changed there and no step is lost (`rules.plans`); else at once.
 
 The sizes lie in the job's slice, so that everybody reads them from the effective spec.
 """

@@ -1,11 +1,6 @@
-"""Silence: the other half of the nodes concern. Who is only silent, for how long, and when that ends in being replaced.
+"""Silence: which nodes are only silent, since when; and whether most fell silent at once. It folds into the nodes' slice.
 
-Silence is not death. A silent node is *suspect*; while its backend calls it running it is replaced after ``unreachable_s`` only.
-Where more than half fall silent at once the master suspects itself, and replaces nobody before ``mass_silence_s``.
-
-In a job whose nodes come by themselves nobody is to blame for a node that has not come. There a group that cannot form a
-world for want of nodes waits ``launch_s`` for them, counted anew from the last one that came, and then fails the job. And
-there a place that was given up, because whoever took it died again and again, is open to others after a while.
+Silence is not death. A silent node is *suspect*. What follows: `rules.silence`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,16 @@
-"""Stragglers and broken losses: told at once; a slow node is replaced when that pays."""
+"""Stragglers and broken losses: told at once; a slow node is replaced when that pays.
+
+A straggler slows everybody: synchronous steps are as long as the slowest rank's. It is told at once (`SlowRank`, and as evidence,
+so that it stands in every story), and it ends as an event, too. With ``slow_action`` ``replace`` its node is replaced once what
+it has cost so far is as much as replacing it costs: the rule of whoever rents skis and does not know for how long. At worst that
+costs twice what the best choice in hindsight would have. What it has cost is counted as if the job computed all the time; what
+replacing costs is what the job's own replacements took, and ``slow_replace_s`` before there was one. Where half of the world or
+more is slow nobody is replaced: that is no machine's fault.
+
+A broken loss becomes evidence once per generation, for the ladder to answer with a restart. Where some of the ranks that report
+had it first, it may be theirs; where all had it in the same step it is the run's, and no node is to blame. So is one that a
+single rank reports of many: the others may have had it as well.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Silence: when a silent node counts as lost, and when a joining job has waited long enough."""
+"""Silence: when a silent node counts as lost, and when a joining job has waited long enough.
+
+Silence is not death. A silent node is *suspect*; while its backend calls it running it is replaced after ``unreachable_s`` only.
+Where more than half fall silent at once the master suspects itself, and replaces nobody before ``mass_silence_s``.
+
+In a job whose nodes come by themselves nobody is to blame for a node that has not come. There a group that cannot form a
+world for want of nodes waits ``launch_s`` for them, counted anew from the last one that came, and then fails the job. And
+there a place that was given up, because whoever took it died again and again, is open to others after a while.
+"""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def dissolve(state: JobState, group: str, reason: str, *, planned: bool = False)
 def growable(state: JobState, group: str) -> int:
     """The size a running smaller world could grow to by a plain restart; 0: it could not, or must not.
 
-    Where ranks can agree on a step boundary it grows there (`changing`).
+    Where ranks can agree on a step boundary it grows there (`plans`).
     """
     return larger(state, group) if state.job.spec.on_join == "restart" and not membership.able(state, group) else 0
 

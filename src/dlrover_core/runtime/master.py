@@ -372,7 +372,7 @@ class Master:
         self.present = frozenset(state.nodes.nodes)
 
     def _schedule(self, at_least_s: float = 0.0) -> None:
-        """Wake up at the earliest deadline of all concerns."""
+        """Wake up at the earliest deadline of all rules."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

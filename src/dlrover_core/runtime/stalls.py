@@ -1,7 +1,7 @@
 """Worlds that stand still, as the leader finds them: heartbeats tell how long nobody has made a step, here that becomes an edge.
 
 What is here are levels, like everything that heartbeats tell: exact at its source, where workers note the instant of each step in
-memory that their agent reads. The rule is `diagnosis.stall`'s, and what follows from it the concern's, `job.hangs`.
+memory that their agent reads. The rule is `diagnosis.stall`'s, and what follows from it is decided in `rules.hangs`.
 
 Steps that nobody could make do not count: after a job was stopped as a whole (SIGSTOP, a paused container, a frozen machine) and
 goes on, or its nodes were not heard of, or its leader changed, a standstill counts from there.
