@@ -8,7 +8,7 @@ that node; what a scheduler would see of its machines is read off the agents' se
   rather the network or this master, and they get as long as an agent that tries again needs at most; counted anew from when
   somebody is connected again, where nobody was left, not even a standby.
 * A second agent in the same seat proves that the first one is dead; across masters and restarts of whole hosts too.
-* Everything else is silence, and silence is not death: `dlrover_core.job.silence` judges it.
+* Everything else is silence, and silence is not death: `dlrover_core.rules.silence` judges it.
 
 Which standby: one whose place is asked for by index first, then the one that has waited longest, for it is the warmest; those
 that have fallen silent, and those on hosts to be avoided, come last. A standby on an avoided host is taken only after the node
