@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # More options for pytest: make unit ARGS="-k world -x"
 ARGS ?=
 
-.PHONY: help demo test quick check unit fast stories etcd integration nightly bench chaos campaign format clean
+.PHONY: help demo test quick near check unit fast stories etcd integration nightly bench chaos campaign format clean
 
 help: ## these lines
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -29,7 +29,9 @@ test: ## everything CI runs: check, unit, stories, integration
 	$(MAKE) --no-print-directory integration
 
 quick: $(READY) ## check, and unit tests near what changed: 90 s
-	$(MAKE) --no-print-directory check
+	$(MAKE) --no-print-directory -j2 --output-sync=line check near
+
+near: $(READY)
 	$(PY) -m tools.quick -n $(JOBS) $(ARGS)
 
 check: $(READY) ## lint, format, types, import rules

@@ -31,8 +31,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.rough_ground import left_out, namespaces, started
-from tools.rough_kinds import MEAN_S, NAMED_KINDS, Strike, drawn, has_hosts
+from tools.rough_ground import left_out, namespaces, several, started
+from tools.rough_kinds import MEAN_S, NAMED_KINDS, Strike, drawn
 from tools.trials import Found, Patience, Trials
 
 SEEDS, SECONDS, JOBS = 5, 3600.0, 5
@@ -71,6 +71,7 @@ def rough(
     own = not namespaces()
     plan = {
         "seed": seed, "seconds": seconds, "pause": pause, "strikes": list(strikes), "epilogue": epilogue, "own": own,
+        "hosts": several(seed),
         "clock": compiled(folder), "options": list(options),
     }  # fmt: skip
     (folder / "plan.json").write_text(json.dumps(plan, indent=1))
@@ -83,7 +84,7 @@ def rough(
             (folder / name).read_text()[-1500:] for name in ("ground.out", "world.out") if (folder / name).exists()
         )
         return {"broken": f"no verdict: {said}"}
-    found: Found = {**verdict["figures"], "not_possible_here": left_out(seed, own=own)}
+    found: Found = {**verdict["figures"], "not_possible_here": left_out(seed)}
     if verdict["broken"]:
         found["broken"] = "; ".join(verdict["broken"])
     return found
@@ -119,7 +120,7 @@ def campaign(seed: int, seeds: int, machine: dict[str, Any], jobs: int, seconds:
 
 def planned(seed: int, seconds: float, only: Sequence[str] = (), mean_s: float = MEAN_S) -> list[Strike]:
     """The strikes of a seed that are possible here."""
-    out = set(left_out(seed, own=not namespaces()))
+    out = set(left_out(seed))
     return drawn(seed, seconds, out | (set(NAMED_KINDS) - set(only) if only else set()), mean_s)
 
 
@@ -162,10 +163,10 @@ def main() -> int:
     if options.strikes:
         plan = json.loads(options.strikes.read_text())
         seed, strikes = int(plan["seed"]), [Strike(*one) for one in plan["strikes"]]
-    print(f"seed {seed}: {'three hosts, etcd' if has_hosts(seed) else 'one host, SQLite'}")
+    print(f"seed {seed}: {'three hosts, etcd' if several(seed) else 'one host, SQLite'}")
     for one in strikes:
         print(one)
-    for kind, why in left_out(seed, own=not namespaces()).items():
+    for kind, why in left_out(seed).items():
         print(f"not possible here: {kind}: {why}")
     if options.list:
         return 0

@@ -90,10 +90,15 @@ def _etcd() -> str:
     return _tun() or ("" if found else "no etcd")
 
 
-def left_out(seed: int, *, own: bool = True) -> dict[str, str]:
+def several(seed: int) -> bool:
+    """Is this seed's job one of several hosts, and are they possible here? Else it is one of one host."""
+    return has_hosts(seed) and not _etcd()
+
+
+def left_out(seed: int) -> dict[str, str]:
     """The kinds of strikes that are not possible here, and why."""
-    spaces = namespaces() if own else "no namespaces were asked for"
-    several = _etcd() if has_hosts(seed) else ""
+    spaces = namespaces()
+    hosts = _etcd() if has_hosts(seed) else ""
     reasons = {
         "clock": "" if shutil.which("cc") else "there is no C compiler",
         "disk-full": spaces,
@@ -103,7 +108,7 @@ def left_out(seed: int, *, own: bool = True) -> dict[str, str]:
         "strangers": "" if os.geteuid() == 0 and shutil.which("setpriv") else "nobody may become another user",
     }
     reasons |= {
-        kind: several for kind in NAMED_KINDS if kind.startswith("etcd") or kind in {"cut", "loss", "delay", "host"}
+        kind: hosts for kind in NAMED_KINDS if kind.startswith("etcd") or kind in {"cut", "loss", "delay", "host"}
     }
     return {kind: why for kind, why in reasons.items() if why}
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from tools.campaign_storms import ENDLESS, FURTHER, RANKS, epilogue
 from tools.rough_hosts import RoughHosts, ThreeHosts
-from tools.rough_kinds import Strike, has_hosts
+from tools.rough_kinds import Strike
 from tools.rough_striking import Diary, Metronome, Rough
 from tools.storming import BIN, SCRIPTS, TOKEN, Control, Storm, lives
 from tools.trials import Patience
@@ -41,6 +41,7 @@ class World:
         self.seed, self.seconds, self.pause = int(plan["seed"]), float(plan["seconds"]), float(plan["pause"])
         self.strikes = [Strike(*one) for one in plan["strikes"]]
         self.clock, self.epilogue = plan["clock"], bool(plan["epilogue"])
+        self.hosts = bool(plan["hosts"])
         self.options: list[str] = plan["options"]
         ground = json.loads((folder / "ground.json").read_text())
         self.own, self.mounts = bool(ground["own"]), ground["mounts"]
@@ -140,7 +141,7 @@ def struck(world: World, job: Any, patience: Patience) -> tuple[list[dict[str, A
     )
     diary = Diary(world.folder / "diary.jsonl")
     metronome, follower = Metronome(diary), Follower(job.log, world.folder / "events.jsonl")
-    kind = RoughHosts if has_hosts(world.seed) else Rough
+    kind = RoughHosts if world.hosts else Rough
     striking = kind(
         job, patience, diary, folders=job.folders, disks={name: world.folder / name for name in ("state", "stored")},
         groups=world.groups, clocks=job.clock_files, seed=world.seed,
@@ -158,7 +159,7 @@ def struck(world: World, job: Any, patience: Patience) -> tuple[list[dict[str, A
 @contextlib.contextmanager
 def running(world: World) -> Iterator[Any]:
     """The job of the plan."""
-    with ThreeHosts(world) if has_hosts(world.seed) else OneHost(world) as job:
+    with ThreeHosts(world) if world.hosts else OneHost(world) as job:
         yield job
 
 

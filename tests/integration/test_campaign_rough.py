@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tools.campaign_rough import rough
-from tools.rough_ground import left_out, namespaces
+from tools.rough_ground import left_out
 from tools.rough_kinds import BETWEEN_HOSTS, EVERYWHERE, NAMED_KINDS, Strike, drawn, has_hosts
 from tools.trials import Patience
 
@@ -30,7 +30,7 @@ def test_a_short_rough_world_keeps_every_promise(tmp_path: Path) -> None:
 
     Kinds that are not possible here are left out, and said.
     """
-    out = left_out(SEED, own=not namespaces())
+    out = left_out(SEED)
     strikes = [one for one in STRIKES if one.kind not in out]
     found = rough(tmp_path / "w", SEED, strikes, SECONDS, Patience(), pause=PAUSE_S, epilogue=False)
     assert "broken" not in found, found["broken"]

@@ -17,6 +17,7 @@ STRIKES = (
 )
 
 
+@pytest.mark.nightly(reason="test_random_kills and test_own_objects.py stand for it in make test")
 @pytest.mark.timeout(300)
 def test_a_short_storm_does_not_show_in_the_curve(tmp_path: Path) -> None:
     """Two workers and a node are killed, a saver is stopped: every loss, sampler position and draw is the undisturbed run's."""

@@ -119,6 +119,7 @@ def hosts(etcd_server: Cluster, etcd_prefix: str, tmp_path: Path) -> Iterator[Ho
         yield Hosts(made, etcd_server.url(etcd_prefix, ttl="2"))
 
 
+@pytest.mark.nightly(reason="test_etcd_chaos_masters.py, and test_hosts.py on SQLite, stand for it in make test")
 def test_masters_of_three_hosts_lead_one_after_the_other(hosts: Hosts) -> None:
     """All begin at the same instant, and one run is begun. The leading master's host dies, the next one's is asked to go,
 

@@ -120,6 +120,7 @@ def test_fsdp2_learns_any_text(tmp_path: Path) -> None:
     assert found[3] < found[1] != usual[1]
 
 
+@pytest.mark.nightly(reason="test_operate.py::test_a_whole_life_by_hand, which is scaled, stands for it in make test")
 def test_a_node_joins_and_the_curve_goes_on(tmp_path: Path) -> None:
     """A job of one node is scaled to two while it trains: the world grows at the checkpoint, rows are shared unevenly, and the
 

@@ -14,7 +14,8 @@ from running import SCRIPTS, Job, Process, eventually
 STEPS = str(SCRIPTS / "steps.py")
 LEADS_S = 15.0  # whoever is to lead may have to start first
 
-pytestmark = pytest.mark.alone(reason="another master has to lead within a few seconds")
+BOTH = pytest.mark.nightly(reason="the other two, which have either, stand for it in make test")
+ALONE = pytest.mark.alone(reason="another master has to lead within a few seconds")
 
 
 def leader(status: dict[str, Any]) -> int:
@@ -38,6 +39,7 @@ def replaced(job: Job, victim: Process, before: set[int]) -> None:
     eventually(lambda: masters(job) - before, "a new master")
 
 
+@ALONE
 @pytest.mark.timeout(150)
 def test_any_one_process_may_be_killed(tmp_path: Path) -> None:
     """One job on two nodes outlives SIGKILL of a standby master, a leading one (running or stopped), a sweeper, a zygote, a
@@ -102,8 +104,15 @@ def test_any_one_process_may_be_killed(tmp_path: Path) -> None:
         assert chosen == ["RESTART_PROCESSES", "RELAUNCH_NODE", "RESTART_PROCESSES"]
 
 
-@pytest.mark.parametrize("preload", ["", "none"])
-@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize(
+    ("preload", "freeze"),
+    [
+        ("none", False),
+        ("", True),
+        pytest.param("none", True, marks=BOTH),
+        pytest.param("", False, marks=BOTH),
+    ],
+)
 def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path, preload: str, freeze: bool) -> None:
     """SIGKILL of `dlrover-run` itself ends masters, agents, workers and what workers started, and removes its sockets.
 
@@ -163,6 +172,7 @@ def _other(folder: Path) -> Path:
     return made
 
 
+@ALONE
 def test_a_stopped_master_costs_nobody_a_node(tmp_path: Path) -> None:
     """The leading master is stopped for three silence timeouts and goes on: no node is relaunched, no worker restarted."""
     quick = ("--set", "silence_s=1", "--set", "heartbeat_s=0.2")
@@ -184,6 +194,7 @@ def test_a_stopped_master_costs_nobody_a_node(tmp_path: Path) -> None:
         assert job.left() == []
 
 
+@ALONE
 def test_a_leading_master_that_hangs_is_replaced(tmp_path: Path) -> None:
     """The leading master is stopped and a worker killed at once: the launcher says so, kills that master, and the job goes on.
 
@@ -204,6 +215,7 @@ def test_a_leading_master_that_hangs_is_replaced(tmp_path: Path) -> None:
         assert job.left() == []
 
 
+@ALONE
 @pytest.mark.nightly(reason="test_a_stopped_master_costs_nobody_a_node, with one pause, stands for it in make test")
 @pytest.mark.timeout(180)
 def test_pauses_of_masters_cost_nothing(tmp_path: Path) -> None:

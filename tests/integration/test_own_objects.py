@@ -55,9 +55,11 @@ def at_least(job: Job, folder: Path, step: int) -> None:
     eventually(look, f"step {step}")
 
 
-def run(folder: Path, url: Path, every: int, store_every: int, stop: int, job: str, pause: str = PAUSE_S) -> Job:
-    """Two nodes of two ranks."""
-    line = ("--local-nodes", "2", "--nproc-per-node", "2", "--max-restarts", "4")
+def run(
+    folder: Path, url: Path, every: int, store_every: int, stop: int, job: str, pause: str = PAUSE_S, nodes: int = 2
+) -> Job:
+    """Four ranks, on two nodes or on one."""
+    line = ("--local-nodes", str(nodes), "--nproc-per-node", str(RANKS // nodes), "--max-restarts", "4")
     script = [str(SCRIPTS / "own_ranks.py"), str(url), str(every), str(store_every), pause, str(stop)]
     return Job(folder, *line, *script, job=job)
 
@@ -119,7 +121,7 @@ def test_each_rank_gets_its_own_back(tmp_path: Path) -> None:
     assert missing == set(), told(tmp_path, 0)[-1]
     control = tmp_path / "control"
     control.mkdir()
-    with run(control, control / "stored", 50, 0, ended, "control", pause="0") as job:
+    with run(control, control / "stored", 50, 0, ended, "control", pause="0", nodes=1) as job:
         assert job.ended() == 0
     for rank in range(RANKS):
         wanted = {one["step"]: one["loss"] for one in told(control, rank) if "loss" in one}

@@ -179,6 +179,7 @@ def test_a_world_that_moves_costs_no_step(tmp_path: Path) -> None:
         assert job.left() == []
 
 
+@pytest.mark.nightly(reason="a drained node, stories of growth, and test_hosts.py stand for it in make test")
 @pytest.mark.parametrize("kind", [also("ddp", stands=FSDP), "fsdp"])
 def test_hosts_that_come_late_cost_no_step(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """MIN:MAX, 2 ranks: another host comes, all 4 go on with the very next step; what the new ones lack they have from memory."""

@@ -260,8 +260,9 @@ def test_two_nodes_train_through_the_store(stage: Stage) -> None:
             dist.destroy_process_group()
         """)
     )
-    files = {"a": f"tls_cert={MASTER},tls_ca={CA}", "b": f"tls_ca={CA}"}
-    runs = [stage.run(node, script=str(script), conf=files[node]) for node in "ab"]
+    runs = [stage.run("a", script=str(script), conf=f"tls_cert={MASTER},tls_ca={CA}")]
+    stage.listens()
+    runs.append(stage.run("b", script=str(script), conf=f"is_host=false,tls_ca={CA}"))
     assert [run.wait(BOUND_S) for run in runs] == [0, 0]
     assert [(stage.folder / f"sum-{rank}").read_text() for rank in (0, 1)] == ["2 0", "2 1"]
     assert fold(stage.records()).job.state == "succeeded"
@@ -320,7 +321,7 @@ def test_a_killed_worker_restarts_all_until_its_budget_is_spent(stage: Stage) ->
     assert fold(records).job.state == "failed"
 
 
-@pytest.mark.nightly(reason="the host of the masters, killed, stands for it in make test")
+@pytest.mark.nightly(reason="test_hosts.py::test_a_host_that_dies_whole stands for it in make test")
 def test_a_killed_node_comes_back(stage: Stage) -> None:
     """A whole torchrun tree dies; the others wait, and train again with the one that takes its place."""
     host, other = stage.pair()
@@ -412,6 +413,7 @@ def test_who_has_finished_does_not_begin_again(stage: Stage) -> None:
     finish(stage, second, host, late)
 
 
+@pytest.mark.nightly(reason="test_hosts.py::test_who_is_not_of_this_job_is_told stands for it in make test")
 def test_a_wrong_token_is_said(stage: Stage) -> None:
     """And it ends that torchrun alone. Then the other one gets Ctrl-C, and nothing is left of it."""
     a = stage.run("a", nnodes="1:2", DLROVER_TOKEN="the-right-token")
@@ -426,6 +428,7 @@ def test_a_wrong_token_is_said(stage: Stage) -> None:
     assert "SignalException" in stage.said("a")
 
 
+@pytest.mark.nightly(reason="test_hosts.py::test_the_host_of_the_masters_comes_back stands for it in make test")
 def test_host_is_killed_and_comes_back(stage: Stage) -> None:
     """HOST's torchrun dies with its masters and workers; the others train on, until another one continues the run there."""
     host, other = stage.pair()

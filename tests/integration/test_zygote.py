@@ -108,7 +108,7 @@ PRELOADS = {
 
 
 OTHERS = pytest.mark.nightly(reason="preloads that are unfit in other ways stand for it in make test")
-NIGHTLY = ("multiplies", "bad_fork", "raises", "exits")
+NIGHTLY = ("multiplies", "cuda", "bad_fork", "missing", "raises", "exits", "crashes")
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=OTHERS) if one in NIGHTLY else one for one in PRELOADS])

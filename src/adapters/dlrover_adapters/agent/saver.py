@@ -21,7 +21,11 @@ def serve(link: socket.socket) -> int:
     from .checkpoints.orders import Orders  # a zygote that never forks one need not import it
 
     orders = Orders(link)
-    orders.start()
+    try:
+        orders.start()
+    except RuntimeError as error:  # the agent starts another one in a while
+        sys.stderr.write(f"the saver ends: {error}; a limit of processes is reached: see ulimit -u, and pids.max\n")
+        return os.EX_TEMPFAIL
     while (frame := wire.receive(link)) is not None:
         match frame.body:
             case {"op": "title", "title": str(title)}:
