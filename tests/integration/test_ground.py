@@ -164,10 +164,8 @@ def broken_and_unled(folder: Path, number: int) -> Iterator[tuple[Story, str]]:
         job = stack.enter_context(Story(folder, *line))
         job.recovers(1)
         leader, settings = job.until(lambda _: True, "a status")["leader"], job.settings
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(
-            Story, "settings", settings
-        )  # they cannot be read later
         mark = job.mark
+        patch.setattr(Story, "settings", settings)  # they cannot be read later
         break_disk(disk, number)
         os.kill(int(leader.split("/")[1]), signal.SIGKILL)
         yield job, mark

@@ -151,8 +151,8 @@ def test_a_node_that_is_replaced_needs_no_room_in_the_run_s_folder(
     """Its own folder lies elsewhere then, which is said; where there is no room at all, that is an error."""
     wanted, other = tmp_path / "run", tmp_path / "other"
     other.mkdir()
-    made, why = ground.private_folder(str(wanted))
-    assert (Path(made).parent, why) == (wanted, "")
+    made, lock, why = ground.private_folder(str(wanted))
+    assert (Path(made).parent, lock, why) == (wanted, -1, "")
     mkdtemp, broken = tempfile.mkdtemp, {str(wanted), "/tmp"}
 
     def making(prefix: str, dir: str) -> str:  # noqa: A002  # as the standard library names it
@@ -162,8 +162,10 @@ def test_a_node_that_is_replaced_needs_no_room_in_the_run_s_folder(
 
     monkeypatch.setattr(tempfile, "mkdtemp", making)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(other))
-    made, why = ground.private_folder(str(wanted))
+    made, lock, why = ground.private_folder(str(wanted))
     assert Path(made).parent == other
+    assert scratch.locks(lock, Path(made))
+    os.close(lock)
     assert Path(made).stat().st_mode & 0o777 == 0o700
     assert why == f"{wanted} takes no files ({os.strerror(number)}): this node's sockets and output lie in {made}"
     broken.update((str(other), "/dev/shm"))
@@ -171,6 +173,34 @@ def test_a_node_that_is_replaced_needs_no_room_in_the_run_s_folder(
         ground.private_folder(str(wanted))
     assert told.value.errno == number
     monkeypatch.delenv("XDG_RUNTIME_DIR")
+
+
+def test_a_folder_elsewhere_of_a_node_that_was_killed_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its run's end, SIGKILL included, or by the next run; not while the node lives, and nobody else's."""
+    broken = tmp_path / "file"
+    broken.touch()
+    monkeypatch.setattr(ground, "elsewhere", lambda: [str(tmp_path)])
+    monkeypatch.setattr(scratch, "roofs", list)
+    monkeypatch.setenv(scratch.MARK, "abc")
+    made = ground.private_folder(str(broken / "run"))
+    folder = Path(made.path)
+    assert folder.name.startswith("dlrover-run-abc-")
+    scratch.sweep()
+    assert folder.exists()
+    assert scratch.elsewhere("abc") == [folder]
+    assert scratch.elsewhere("ab") == scratch.elsewhere("") == scratch.elsewhere("*") == []
+    os.close(made.lock)  # as a death does
+    scratch.sweep()
+    assert not folder.exists()
+    # The run's own sweeper, whose launcher was killed.
+    made = ground.private_folder(str(broken / "run"))
+    other = tmp_path / "dlrover-run-abcd-1"
+    other.mkdir()
+    with Path(os.devnull).open("rb") as nobody:
+        assert scratch._sweeper(tmp_path / "gone", f"{scratch.MARK}=abc", "", nobody.fileno()).wait() == 0
+    os.close(made.lock)
+    assert not Path(made.path).exists()
+    assert other.exists()
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EDQUOT])

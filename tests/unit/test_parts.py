@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import gc
 import io
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.breaking import NUMBERS, breaking
 from tests.unit.stored import OBJECTS, Arena, pickled, sharded, state, whole
 
 from dlrover_adapters.checkpoint import parts
@@ -205,7 +207,7 @@ def test_the_pace_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert report.took_us == int(clock[0] * 1e6)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("number", NUMBERS)
 def test_storage_that_fails_publishes_nothing_and_names_the_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: Any
 ) -> None:
@@ -223,6 +225,27 @@ def test_storage_that_fails_publishes_nothing_and_names_the_url(
     assert list((tmp_path / "run" / FOLDER).iterdir()) == []
     monkeypatch.setattr(os, "write", real)
     assert not write_part(arena.view(), place, run="r").again
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=errno.errorcode.__getitem__)
+def test_a_disk_that_breaks_at_any_call_of_a_part_or_a_seal(tmp_path: Path, number: int) -> None:
+    """`OSError` rises and nothing else; the step is complete only if all was written, and a later try completes it."""
+    for at in range(0, 1000, 1 if number == errno.EIO else 5):
+        folder, arena = tmp_path / str(at), whole(state())
+        place = Place(f"file://{folder}/run")
+        with breaking(folder, number) as disk:
+            disk.at = at
+            with contextlib.suppress(OSError):
+                write_part(arena.view(), place, run="r")
+                seal(place, 120, [0])
+                assert look(place, 120).state == COMPLETE
+            disk.at = -1
+        write_part(arena.view(), place, run="r")
+        seal(place, 120, [0])
+        StepReader(place, 120).verify()
+        if disk.calls <= at:
+            return
+    raise AssertionError("it makes more calls than were broken")
 
 
 @pytest.mark.parametrize("form", ["dcp", "torch"])

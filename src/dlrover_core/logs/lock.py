@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dlrover_core.errors import LogUnavailable
-from dlrover_core.logs.place import inode_of, make_dirs, private_file
+from dlrover_core.logs.place import make_dirs, private_file
 
 _MARK = struct.Struct("<4sQQ")
 _CRC = struct.Struct("<I")
@@ -49,8 +49,15 @@ class JobLock:
         self._inode = (own.st_dev, own.st_ino)
 
     def intact(self) -> bool:
-        """Is the file at the path still the one that is locked? A deleted one excludes nobody."""
-        return inode_of(self.path) == self._inode
+        """Is the file at the path still the one that is locked? A deleted one excludes nobody.
+
+        Raises `OSError` where the disk does not say: nothing may be written then, but leadership is not lost.
+        """
+        try:
+            found = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return (found.st_dev, found.st_ino) == self._inode
 
     def renew(self) -> bool:
         """Lock anew where the file was deleted; False: there is another one, which is somebody else's. Raises `OSError`.
@@ -115,11 +122,15 @@ def take_now(path: Path) -> JobLock | None:
     try:
         return try_take(path)
     except OSError as error:
-        raise LogUnavailable(f"the lock file {path} cannot be used: {error}") from error
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: Path, error: OSError) -> LogUnavailable:
+    return LogUnavailable(f"the lock file {path} cannot be used: {error}")
 
 
 async def wait_take(path: Path) -> JobLock:
-    """The lock, as soon as its holder lets go or dies.
+    """The lock, as soon as its holder lets go or dies. Raises `LogUnavailable` where there can be no lock file.
 
     The wait blocks a daemon thread, for flock has no other doorbell. A cancelled wait leaves the thread behind, for nothing
     can wake it; it lets go as soon as it gets the lock.
@@ -144,7 +155,7 @@ async def wait_take(path: Path) -> JobLock:
     def deliver(outcome: JobLock | OSError) -> None:
         if isinstance(outcome, OSError):
             if not granted.done():
-                granted.set_exception(outcome)
+                granted.set_exception(_unusable(path, outcome))
         elif granted.done():
             outcome.release()
         else:
@@ -172,10 +183,14 @@ def _take(path: Path, how: int) -> JobLock | None:
         except OSError:
             _close(fd)
             raise
-        lock = JobLock(path, fd)
-        # While we waited the file may have been replaced; the lock on a file that has no name excludes nobody.
-        if lock.intact():
-            return lock
+        try:
+            lock = JobLock(path, fd)
+            # While we waited the file may have been replaced; the lock on a file that has no name excludes nobody.
+            if lock.intact():
+                return lock
+        except OSError:
+            _close(fd)
+            raise
         lock.release()
 
 

@@ -146,9 +146,9 @@ class Reserve:
         """Have the reserve, if it leaves as much again for others. Returns whether it is there; size 0 is none."""
         if not self.size_bytes:
             return False
-        if self.path.exists():
-            return True
         try:
+            if self.path.exists():
+                return True
             room = os.statvfs(self.path.parent)
             if room.f_bavail * room.f_frsize < 2 * self.size_bytes:
                 return False
@@ -166,6 +166,6 @@ class Reserve:
         """Give the space back. Returns whether there was any to give."""
         try:
             self.path.unlink()
-        except FileNotFoundError:
+        except OSError:  # there is none, or the disk lets nothing go
             return False
         return True

@@ -538,7 +538,9 @@ class SqliteLeadership:
         try:
             self._log.with_room(self.job, functools.partial(self._log.put_back, self.job, self._token))
         except LogUnavailable as error:
-            if not isinstance(error, NotOurTurn) and self._log.path.exists():  # somebody's who knows nothing of us
+            if (
+                not isinstance(error, NotOurTurn) and inode_of(self._log.path) != NO_INODE
+            ):  # somebody's who knows nothing of us
                 self.let_go()
             raise
         self._db = self._log.connection

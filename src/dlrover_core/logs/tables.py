@@ -118,15 +118,21 @@ def errors_of_ours(job: str = "", seq: int = 0) -> Iterator[None]:
         raise LogUnavailable(f"job {job!r}: the database cannot be used now: {said}") from error
 
 
+def of_disk(error: OSError, job: str = "") -> LogFull | LogUnavailable:
+    """A disk's error as ours."""
+    who = f"job {job!r}: " if job else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return LogFull(f"{who}no room to append: {error}; free space and the job goes on")
+    return LogUnavailable(f"{who}the log cannot be written now: {error}")
+
+
 def translated(path: Path, job: str, work: Callable[[], T], seq: int) -> T:
     """Do ``work`` on the database at ``path``, its errors as ours; ``seq`` as in `errors_of_ours`."""
     try:
         with errors_of_ours(job, seq):
             return work()
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise LogFull(f"job {job!r}: no room to append: {error}; free space and the job goes on") from error
-        raise LogUnavailable(f"job {job!r}: the log cannot be written now: {error}") from error
+        raise of_disk(error, job) from error
     except LogUnavailable as error:
         if "I/O error" in str(error) and free_bytes(path.parent) < NO_ROOM_BYTES:
             raise LogFull(f"job {job!r}: no room to append: {error}; free space and the job goes on") from error

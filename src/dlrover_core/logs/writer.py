@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from dlrover_core.errors import LogUnavailable
+from dlrover_core.logs.tables import of_disk
 
 T = TypeVar("T")
 _Work = tuple[Callable[[], Any], "asyncio.Future[Any] | None", "Callable[[], None] | None"]
@@ -39,7 +40,7 @@ class Writer:
     async def call(self, work: Callable[[], T], then: Callable[[], None] | None = None) -> T:
         """Run ``work`` in the thread and return what it returns. ``then`` runs on the loop after it, cancelled or not.
 
-        Raises `LogUnavailable` after `stop`.
+        Raises `LogUnavailable` after `stop`, and it or `LogFull` for an `OSError`: whoever waits for the log goes on waiting.
         """
         assert self._loop is not None, "the writer was not started"
         if self._stopping:
@@ -67,10 +68,15 @@ class Writer:
         assert self._loop is not None and self._ended is not None
         while (item := self._queue.get()) is not None:
             work, answer, then = item
+            result: object = None
+            error: BaseException | None = None
             try:
-                result, error = work(), None
+                result = work()
+            except OSError as caught:
+                error = of_disk(caught)
+                error.__cause__ = caught
             except BaseException as caught:  # noqa: BLE001  # handed whole to whoever waits for it
-                result, error = None, caught
+                error = caught
             if answer is not None:
                 self._tell(functools.partial(_settle, answer, result, error, then))
             # Held across the next wait they would keep a batch, or a traceback, alive.

@@ -81,6 +81,7 @@ class LinuxLauncher:
         self._leavings = Leavings(STRAYS, self._gone, self.say, self._config.cgroup)
         self._refill: asyncio.TimerHandle | None = None
         self._run_dir = self._log_dir = self._unwritten = ""
+        self._run_lock = -1
         self._bounds = LogBounds(self._config.log_bytes_max)
         self._pump = LogPump(self._bounds)
         self._cpus: asyncio.Future[tuple[tuple[int, ...], ...]] | None = None
@@ -188,9 +189,10 @@ class LinuxLauncher:
     def _make_folders(self) -> None:
         config = self._config
         try:
-            self._run_dir, elsewhere = private_folder(config.run_dir)
-            if elsewhere:
-                self.say(elsewhere)
+            made = private_folder(config.run_dir)
+            self._run_dir, self._run_lock = made.path, made.lock
+            if made.why:
+                self.say(made.why)
             asked = any((*config.redirects, *config.tee))
             if config.log_dir is not None:
                 self._log_dir = os.path.abspath(config.log_dir)
@@ -547,4 +549,7 @@ class LinuxLauncher:
             await asyncio.gather(self._cpus, return_exceptions=True)
         if self._run_dir:
             await asyncio.to_thread(shutil.rmtree, self._run_dir, ignore_errors=True)
+        lock, self._run_lock = self._run_lock, -1
+        if lock >= 0:
+            os.close(lock)
         self._notices.put_nowait(None)

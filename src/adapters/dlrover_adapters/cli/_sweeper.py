@@ -1,9 +1,10 @@
-"""Clean up after a launcher: ``python -I -S _sweeper.py FD FOLDER MARK CGROUPS GROUP``. Run as a file, never imported.
+"""Clean up after a launcher: ``python -I -S _sweeper.py FD FOLDER MARK CGROUPS GROUP ROOF...``. Run as a file, never imported.
 
 Nobody cleans up after SIGKILL but somebody else. This waits for the end of the pipe FD, whose other end only the launcher
 holds; then it kills every process whose environment bears MARK, and all in the run's control groups below GROUP (CGROUPS is the
-file of the module that knows them), and removes FOLDER. A launcher that ends in order does both
-itself and kills this. Should both be killed at once, the next launcher removes the folder: see `scratch`.
+file of the module that knows them), and removes FOLDER, and folders below each ROOF that bear the run's name. A launcher that
+ends in order does all that itself and kills this. Should both be killed at once, the next launcher removes the folder: see
+`scratch`.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import time
 ROUNDS_MAX, ROUND_S, GROUPS_S = 200, 0.05, 10.0
 
 
-def main(pipe: int, folder: str, mark: str, cgroups: str, group: str) -> None:
+def main(pipe: int, folder: str, mark: str, cgroups: str, group: str, *roofs: str) -> None:
     """Returns when nothing is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
@@ -32,7 +33,17 @@ def main(pipe: int, folder: str, mark: str, cgroups: str, group: str) -> None:
         time.sleep(ROUND_S)
     with contextlib.suppress(OSError):  # uninstalled meanwhile
         runpy.run_path(cgroups)["end_all"](group, GROUPS_S, run=mark.partition("=")[2])
-    shutil.rmtree(folder, ignore_errors=True)
+    for one in (folder, *elsewhere(mark.partition("=")[2], roofs)):
+        shutil.rmtree(one, ignore_errors=True)
+
+
+def elsewhere(run: str, roofs: tuple[str, ...]) -> list[str]:
+    """What a run's nodes have outside its folder: `ground.private_folder` names it after the run."""
+    found = []
+    for roof in roofs if run.isalnum() else ():
+        with contextlib.suppress(OSError):
+            found += [f"{roof}/{name}" for name in os.listdir(roof) if name.startswith(f"dlrover-run-{run}-")]
+    return found
 
 
 def kill_marked(mark: bytes) -> int:

@@ -19,13 +19,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from dlrover_adapters.agent import ground
 from dlrover_core.errors import SpecError
 from dlrover_core.host import cgroups
 
-MARK = "DLROVER_RUN_MARK"
-"""In the environment of all that a run starts; its value is the run's."""
-
-PREFIX, LOCK = "dlrover-", "lock"
+MARK, LOCK = ground.MARK, ground.LOCK
+PREFIX = "dlrover-"
 LOCK_BYTES_MAX = 8192
 PATH_BYTES_MAX = 60  # a socket's path has 108 bytes, and the agents' folders in it need some
 PREDECESSOR_S = 15.0
@@ -103,12 +102,18 @@ def folder(run: str, *also: int) -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        for one in (path, *elsewhere(run)):
+            shutil.rmtree(one, ignore_errors=True)
         cgroups.end_all(cgroups.own(), GROUPS_S, run=run)
         sweeper.kill()
         sweeper.wait()
         os.close(writing)
         os.close(lock)
+
+
+def elsewhere(run: str) -> list[Path]:
+    """What a run's nodes have outside its folder, which took no files."""
+    return [one for roof in ground.elsewhere() for one in Path(roof).glob(f"{ground.PREFIX}{run}-*") if run.isalnum()]
 
 
 def roofs() -> list[str]:
@@ -140,7 +145,18 @@ def _made() -> Path:
 
 def _sweeper(path: Path, mark: str, group: str, pipe: int, *locks: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_SWEEPER), str(pipe), str(path), mark, cgroups.__file__, group],
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            str(_SWEEPER),
+            str(pipe),
+            str(path),
+            mark,
+            cgroups.__file__,
+            group,
+            *ground.elsewhere(),
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -155,18 +171,7 @@ def locked(path: Path, run: str) -> int:
 
     It says what else is to be cleaned up: processes with the mark, and control groups below ours.
     """
-    # Under its name only once it is locked: a sweep must not find it in between.
-    fd = os.open(path / "new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        os.write(fd, os.fsencode(f"{MARK}={run}\n{cgroups.own()}"))
-        os.rename(path / "new", path / LOCK)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(path / "new")  # or it could never be made
-        os.close(fd)
-        raise
-    return fd
+    return ground.locked(path, os.fsencode(f"{MARK}={run}\n{cgroups.own()}"))
 
 
 def locks(fd: int, directory: Path) -> bool:
@@ -180,7 +185,8 @@ def locks(fd: int, directory: Path) -> bool:
 
 def sweep() -> None:
     """End what is left of this user's runs whose launcher and sweeper are gone both."""
-    for lock in [one for roof in roofs() for one in Path(roof).glob(f"{PREFIX}*/{LOCK}")]:
+    places = dict.fromkeys((*roofs(), *ground.elsewhere()))
+    for lock in [one for roof in places for one in Path(roof).glob(f"{PREFIX}*/{LOCK}")]:
         try:
             if lock.parent.lstat().st_uid != os.getuid():
                 continue
