@@ -219,12 +219,12 @@ class _Process:
 
         In a joining job, go when that lasts and there is no worker to go on for.
         """
-        alone, told = False, dict[str, object]()
+        alone, told = False, dict[str, Any]()
         while True:
             await asyncio.sleep(LOOK_S)
             silent_s = self._agent.unmastered_s
             if not self._joining:
-                said = {"alone": silent_s > ALONE_S, **unled.said(self._agent)}
+                said: dict[str, Any] = {"alone": silent_s > ALONE_S, **unled.said(self._agent)}
                 if said != told:
                     self._tell(**said)
                 told = said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import structlog
@@ -84,12 +84,16 @@ class Kept:
         if self._now is not None:
             self._now.signal(signal.SIGKILL)
 
-    async def close(self) -> None:
-        """Let it end, in short, and kill it if it does not."""
+    def said(self) -> Mapping[str, Mapping[str, Any]]:
+        """Nothing: how the workers of the job's other hosts fare is not known here."""
+        return {}
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Let it end, in short or within the grace if that is longer, and kill it if it does not."""
         if self._life is None:
             return
         self.leave("the launcher ends")
-        _, late = await asyncio.wait({self._life}, timeout=CLOSE_S)
+        _, late = await asyncio.wait({self._life}, timeout=max(CLOSE_S, grace_s))
         if late:
             self.kill()
             await asyncio.wait({self._life})
