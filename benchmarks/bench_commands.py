@@ -28,10 +28,11 @@ from _leading import leading
 
 from dlrover_core import GroupSpec, JobSpec, open_log
 from dlrover_core.job import job, nodes, world
-from dlrover_core.job.state import CODEC, MODEL
+from dlrover_core.job.state import CODEC
 from dlrover_core.kernel.engine import Accepted, Command, Engine, Reply
 from dlrover_core.kernel.events import Origin
 from dlrover_core.kernel.log import Appended, EventLog
+from dlrover_core.rules.model import MODEL
 from dlrover_core.testing.network import Network
 
 SENDERS = 64

@@ -37,11 +37,12 @@ from _leading import leading
 
 from dlrover_core import GroupSpec, JobSpec, open_log
 from dlrover_core.job import failures, job, nodes, progress, world
-from dlrover_core.job.state import CODEC, MODEL, JobState
+from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import Command, Engine, NotDone
 from dlrover_core.kernel.events import Origin
 from dlrover_core.kernel.log import Appended, EventLog, Leadership, Snapshot
 from dlrover_core.kernel.state import digest
+from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime import restoring
 from dlrover_core.testing.network import Network
 

@@ -30,7 +30,8 @@ from _bench import Result, Row, median, options, quantile, say
 from dlrover_core.diagnosis.changepoint import BLOCK_STEPS
 from dlrover_core.diagnosis.workload import FITTED, SKIPPED, Workload
 from dlrover_core.job.pace import NoteSlow
-from dlrover_core.job.world import Member, World
+from dlrover_core.job.ranges import Member
+from dlrover_core.job.world import World
 from dlrover_core.runtime.paces import NodePace, Paces
 
 NODES, SEQUENCES, DAY_S, STEP_S = 8, 8, 86_400, 1.0

@@ -8,15 +8,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from dlrover_core.job import node_lifecycle
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "diagrams"
 
 
 def diagrams() -> dict[str, str]:
     """The text of each diagram by its file name."""
-    from dlrover_core.job import incident_lifecycle, job, nodes
+    from dlrover_core.job import incident_lifecycle, job
 
-    lifecycles = (job.LIFECYCLE, nodes.LIFECYCLE, incident_lifecycle.INCIDENT, incident_lifecycle.ACTION)
+    lifecycles = (job.LIFECYCLE, node_lifecycle.LIFECYCLE, incident_lifecycle.INCIDENT, incident_lifecycle.ACTION)
     return {f"{lifecycle.name}.mmd": lifecycle.diagram() for lifecycle in lifecycles}
 
 

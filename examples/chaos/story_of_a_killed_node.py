@@ -9,7 +9,8 @@ pass in a fraction of a second, and twice in the same way. Copy this file to wri
 from __future__ import annotations
 
 from dlrover_core import GroupSpec, JobSpec
-from dlrover_core.job.world import WorldFormed, from_ranges
+from dlrover_core.job.ranges import from_ranges
+from dlrover_core.job.world import WorldFormed
 from dlrover_core.testing import Cluster, Training, virtual_loop
 
 BOOT_S = 20.0  # from the order to launch a node until its agent calls

@@ -57,45 +57,31 @@ if TYPE_CHECKING:
     from dlrover_core.errors import (
         TokenRefused as TokenRefused,
     )
-    from dlrover_core.job.hosts import (
-        QuarantineHost as QuarantineHost,
-    )
-    from dlrover_core.job.hosts import (
-        ReleaseHost as ReleaseHost,
-    )
-    from dlrover_core.job.job import (
-        ResumeJob as ResumeJob,
-    )
-    from dlrover_core.job.job import (
-        StopJob as StopJob,
-    )
-    from dlrover_core.job.job import (
-        SuspendJob as SuspendJob,
-    )
-    from dlrover_core.job.scaling import (
-        DrainNode as DrainNode,
-    )
-    from dlrover_core.job.scaling import (
-        ScaleGroup as ScaleGroup,
-    )
-    from dlrover_core.job.state import (
-        JobState as JobState,
-    )
-    from dlrover_core.job.state import (
-        NodeLaunch as NodeLaunch,
-    )
-    from dlrover_core.job.state import (
-        fold as fold,
-    )
+    from dlrover_core.job.hosts import QuarantineHost as QuarantineHost
+    from dlrover_core.job.hosts import ReleaseHost as ReleaseHost
+    from dlrover_core.job.job import ResumeJob as ResumeJob
+    from dlrover_core.job.job import StopJob as StopJob
+    from dlrover_core.job.job import SuspendJob as SuspendJob
+    from dlrover_core.job.orders import NodeLaunch as NodeLaunch
+    from dlrover_core.job.scaling import DrainNode as DrainNode
+    from dlrover_core.job.scaling import ScaleGroup as ScaleGroup
+    from dlrover_core.job.state import JobState as JobState
+    from dlrover_core.job.state import fold as fold
     from dlrover_core.kernel.codec import Codec as Codec
-    from dlrover_core.kernel.engine import (
-        Concern as Concern,
-    )
     from dlrover_core.kernel.engine import (
         Engine as Engine,
     )
     from dlrover_core.kernel.engine import (
+        Facts as Facts,
+    )
+    from dlrover_core.kernel.engine import (
+        Fold as Fold,
+    )
+    from dlrover_core.kernel.engine import (
         Model as Model,
+    )
+    from dlrover_core.kernel.engine import (
+        Rules as Rules,
     )
     from dlrover_core.kernel.events import (
         Batch as Batch,
@@ -165,13 +151,14 @@ _HOME = {
     "Batch": "kernel.events",
     "Changed": "runtime.backend",
     "Codec": "kernel.codec",
-    "Concern": "kernel.engine",
     "ConnectionLost": "errors",
     "CoreError": "errors",
     "Deposed": "runtime.pipeline",
     "DrainNode": "job.scaling",
     "Engine": "kernel.engine",
     "EventLog": "kernel.log",
+    "Facts": "kernel.engine",
+    "Fold": "kernel.engine",
     "GroupSpec": "spec",
     "HandedOver": "errors",
     "IllegalTransition": "errors",
@@ -194,7 +181,7 @@ _HOME = {
     "MemoryLog": "logs.memory",
     "Model": "kernel.engine",
     "Network": "testing.network",
-    "NodeLaunch": "job.state",
+    "NodeLaunch": "job.orders",
     "NotLeading": "errors",
     "Observation": "runtime.backend",
     "Outcome": "runtime.master",
@@ -204,6 +191,7 @@ _HOME = {
     "Registry": "kernel.events",
     "ReleaseHost": "job.hosts",
     "ResumeJob": "job.job",
+    "Rules": "kernel.engine",
     "ScaleGroup": "job.scaling",
     "SchemaTooNew": "errors",
     "Snapshot": "kernel.log",

@@ -18,13 +18,16 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import backoff, failures, job, layout, nodes, progress, recovery, silence, state, world
-from dlrover_core.job.state import MODEL, JobState
+from dlrover_core.job import failures, job, nodes, orders, progress, world
+from dlrover_core.job.state import JobState
 from dlrover_core.kernel import engine
 from dlrover_core.kernel import state as kernel_state
 from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.log import AlreadyAppended, Appended
 from dlrover_core.logs import memory
+from dlrover_core.rules import backoff, desired, incidents, layout, membership, slots, worlds
+from dlrover_core.rules import silence as silence_rules
+from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime import outbox, restoring, sessions, standby
 from dlrover_core.sim.faults import ENGINE, LOOP
 from dlrover_core.sim.run import Run
@@ -97,10 +100,10 @@ def _decides(cls: type, new: Any) -> AbstractContextManager[Any]:
     return mock.patch.dict(MODEL._decide, {cls: new})
 
 
-def _concern(old: engine.Concern, **changes: Any) -> AbstractContextManager[Any]:
-    """A concern's ``due`` or ``tick`` replaced."""
-    changed = tuple(replace(one, **changes) if one is old else one for one in MODEL.concerns)
-    return mock.patch.object(MODEL, "concerns", changed)
+def _rules(old: engine.Rules, **changes: Any) -> AbstractContextManager[Any]:
+    """Rules' ``due`` or ``tick`` replaced."""
+    changed = tuple(replace(one, **changes) if one is old else one for one in MODEL.rules)
+    return mock.patch.object(MODEL, "rules", changed)
 
 
 def _nothing(*_: object) -> tuple[()]:
@@ -175,10 +178,10 @@ def _world_formed_twice() -> Patches:
     def waiting(whole: JobState) -> Iterator[tuple[str, world.World]]:
         for group in whole.job.spec.groups if whole.job.forms else ():
             current = whole.world.worlds.get(group.name) or world.World()
-            if not (current.active and current.started) and not world.held(whole, group.name):
+            if not (current.active and current.started) and not membership.end_pending(whole, group.name):
                 yield group.name, current
 
-    yield mock.patch.object(world, "_waiting", waiting)
+    yield mock.patch.object(membership, "waiting_groups", waiting)
 
 
 @_bug("rank_held_twice")
@@ -191,14 +194,14 @@ def _rank_held_twice() -> Patches:
         newcomer = next((node for node in ordered if node.node not in before and before), None)
         return [*ordered[:-1], newcomer] if newcomer is not None and len(ordered) > 1 else ordered
 
-    yield mock.patch.object(world, "layout", seats)
+    yield mock.patch.object(layout, "layout", seats)
 
 
 @_bug("ghost_member")
 def _ghost_member() -> Patches:
     """A node that is gone stays in its world: its loss ends no world."""
     for cls in (nodes.NodeGone, nodes.NodeLost, nodes.NodeFailed):
-        yield _reacts(cls, world._on_loss, _nothing)
+        yield _reacts(cls, worlds._on_loss, _nothing)
 
 
 @_bug("store_used_twice")
@@ -231,7 +234,7 @@ def _finish_forgotten() -> Patches:
 @_bug("last_call_forgotten")
 def _last_call_forgotten() -> Patches:
     """The last call ends, and nobody wakes up for it."""
-    yield _concern(world.CONCERN, due=lambda _state: None, tick=_nothing)
+    yield _rules(worlds.RULES, due=lambda _state: None, tick=_nothing)
 
 
 # ---- nodes
@@ -246,25 +249,25 @@ def _incarnation_again() -> Patches:
         incarnation = max(slot.incarnation, 0) if slot else 0
         yield nodes.NodePlanned(f"{group}-{index}-{incarnation}", group, index, incarnation, ())
 
-    yield mock.patch.object(nodes, "plan", plan)
+    yield mock.patch.object(slots, "plan", plan)
 
 
 @_bug("told_though_released")
 def _told_though_released() -> Patches:
     """A node that is released is not told so: it waits for a world like everybody."""
-    true = state._order
+    true = desired._order
 
-    def order(whole: JobState, node: nodes.Node, current: world.World, place: int) -> state.Order:
+    def order(whole: JobState, node: nodes.Node, current: world.World, place: int) -> orders.Order:
         with mock.patch.object(node, "released", ""):
             return true(whole, node, current, place)
 
-    yield mock.patch.object(state, "_order", order)
+    yield mock.patch.object(desired, "_order", order)
 
 
 @_bug("place_not_free")
 def _place_not_free() -> Patches:
     """A successor is launched while its predecessor may still run."""
-    yield mock.patch.object(state, "_taken", return_value={})
+    yield mock.patch.object(desired, "_taken", return_value={})
 
 
 @_bug("silence_counted")
@@ -278,12 +281,12 @@ def _silence_counted() -> Patches:
 @_bug("suspect_forgotten")
 def _suspect_forgotten() -> Patches:
     """Who is silent is suspected, and nothing ever comes of it."""
-    true = silence._patience
+    true = silence_rules._patience
 
     def patience(whole: JobState, node: nodes.Node) -> int | None:
         return None if node.state == "suspect" else true(whole, node)
 
-    yield mock.patch.object(silence, "_patience", patience)
+    yield mock.patch.object(silence_rules, "_patience", patience)
 
 
 # ---- incidents
@@ -309,7 +312,7 @@ def _budget_not_given_back() -> Patches:
 @_bug("incident_never_closed")
 def _incident_never_closed() -> Patches:
     """The first step after a restart ends no incident."""
-    yield _reacts(progress.FirstStep, recovery._mended, _nothing)
+    yield _reacts(progress.FirstStep, incidents._mended, _nothing)
 
 
 @_bug("old_exit_opens")
@@ -319,15 +322,15 @@ def _old_exit_opens() -> Patches:
     def on_exit(whole: JobState, fact: failures.WorkerExited, record: Record) -> Iterator[Any]:
         newest = whole.world.of(fact.node)
         late = fact._replace(generation=newest.generation) if newest.active else fact
-        yield from recovery._on_exit(whole, late, record)
+        yield from incidents._on_exit(whole, late, record)
 
-    yield _reacts(failures.WorkerExited, recovery._on_exit, on_exit)
+    yield _reacts(failures.WorkerExited, incidents._on_exit, on_exit)
 
 
 @_bug("pause_skipped")
 def _pause_skipped() -> Patches:
     """What held a world back ends, and nobody looks."""
-    yield _concern(backoff.CONCERN, due=lambda _state: None, tick=_nothing)
+    yield _rules(backoff.RULES, due=lambda _state: None, tick=_nothing)
 
 
 # ---- masters, agents, logs: code that runs at the level of the loop only

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from dlrover_core.job import job, nodes, world
-from dlrover_core.job.state import MODEL, JobState
+from dlrover_core.job.state import JobState
 from dlrover_core.kernel import engine
 from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.log import Appended
 from dlrover_core.logs.memory import MemoryLog
+from dlrover_core.rules import worlds
+from dlrover_core.rules.model import MODEL
 from dlrover_core.sim.faults import Fault
 from dlrover_core.sim.run import Broken, Input, Run
 from dlrover_core.sim.scenario import Plan, Scenario, plan_of
@@ -157,7 +159,7 @@ def test_finds_a_take_over_that_restarts_workers(*, quietly: bool, monkeypatch: 
     """A new leader that stops the workers, or forgets what it knows, is found."""
 
     def restart(state: Any, fact: job.LeaderStarted, record: Any) -> Iterator[Any]:
-        yield from world.dissolve(state, "worker", "a new leader")
+        yield from worlds.dissolve(state, "worker", "a new leader")
 
     def forget(slice_: world.WorldSlice, fact: job.LeaderStarted, record: Any) -> None:
         slice_.offers.clear()

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from dlrover_core.history.report import report_of
-from dlrover_core.job import failures, job, nodes, progress, silence, world
-from dlrover_core.job.state import CODEC, MODEL, JobState
+from dlrover_core.job import failures, job, nodes, progress, ranges, silence, world
+from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import Engine
 from dlrover_core.kernel.state import pack
 from dlrover_core.logs.memory import Faults, MemoryLog, Stuck
+from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime.ending import Ending
 from dlrover_core.spec import GroupSpec, JobSpec, us
 from dlrover_core.testing import virtual_loop
@@ -68,7 +69,7 @@ def facts(cluster: Cluster, kind: type) -> list[Any]:
 
 def sizes(cluster: Cluster) -> list[int]:
     """How many nodes each generation had."""
-    return [len(world.from_ranges(fact.group, fact.members)) for fact in facts(cluster, world.WorldFormed)]
+    return [len(ranges.from_ranges(fact.group, fact.members)) for fact in facts(cluster, world.WorldFormed)]
 
 
 def trained(cluster: Cluster) -> list[int]:

@@ -8,9 +8,12 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from dlrover_core.job.state import CODEC, MODEL, Desired, JobState, desired
+from dlrover_core.job.orders import Desired
+from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.state import pack, unpack
+from dlrover_core.rules.desired import desired
+from dlrover_core.rules.model import MODEL
 from dlrover_core.sim.simulation import simulate
 from dlrover_core.testing.swarm import draw
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from dlrover_core.job import health, nodes, world
+from dlrover_core.job import health, nodes, ranges, world
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.sim.faults import ENGINE, Fault
@@ -41,9 +41,9 @@ class OnlyChecked:
         """Look at one record."""
         fact = record.event
         if isinstance(fact, health.CheckJudged):
-            self._passed |= {one.node for one in world.from_ranges(fact.group, fact.passed)}
+            self._passed |= {one.node for one in ranges.from_ranges(fact.group, fact.passed)}
         if isinstance(fact, world.WorldFormed):
-            members = {one.node for one in world.from_ranges(fact.group, fact.members)}
+            members = {one.node for one in ranges.from_ranges(fact.group, fact.members)}
             assert members <= self._passed, f"{record.seq}: {sorted(members - self._passed)} train unchecked"
 
 

@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 
 from dlrover_core.job import job
-from dlrover_core.job.state import MODEL, JobState
-from dlrover_core.kernel.engine import Concern, Model
+from dlrover_core.job.state import FOLD, JobState
+from dlrover_core.kernel.engine import Model, Rules
 from dlrover_core.kernel.events import Event
+from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime.master import Master
 from dlrover_core.spec import GroupSpec, JobSpec, us
 from dlrover_core.testing import cluster as clusters
@@ -33,8 +34,7 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
 
 def test_a_master_keeps_the_deadlines_of_its_own_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deadline that only the given model knows is met: the master wakes up for it though nothing else happens then."""
-    own = Concern(name="job", events=(), due=_due, tick=_tick)
-    model: Model[JobState] = Model(JobState, [*MODEL.concerns, own], MODEL.forgets)
+    model = Model(FOLD, [*MODEL.rules, Rules(due=_due, tick=_tick)])
     monkeypatch.setattr(clusters, "Master", partial(Master, model=model))
 
     async def told() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from dlrover_core.errors import CoreError
 from dlrover_core.history import report_of
-from dlrover_core.job import checkpoints, failures, nodes, planning, progress, scaling, world
+from dlrover_core.job import checkpoints, failures, nodes, planning, progress, world
 from dlrover_core.kernel.events import Record
 from dlrover_core.runtime.agent import LAST_WORD_S
 from dlrover_core.spec import GroupSpec, JobSpec
@@ -188,7 +188,7 @@ def test_a_notice_of_the_platform_loses_no_step() -> None:
 
     told = tell(story, steps=900)
     assert (told.lost, told.sizes) == (0, [2, 2])
-    assert [one.node for one in told.facts(scaling.NodeDrained)] == ["worker-1-0"]
+    assert [one.node for one in told.facts(planning.NodeDrained)] == ["worker-1-0"]
     assert told.facts(failures.IncidentOpened) == []
 
 
@@ -426,7 +426,7 @@ def test_the_master_dies_at_every_place_of_a_drain() -> None:
 
         told = tell(story, steps=150)
         assert (told.lost, told.sizes[-1]) == (0, 2), place
-        assert len(told.facts(scaling.NodeDrained)) == 1
+        assert len(told.facts(planning.NodeDrained)) == 1
         assert (1, 1, 1, 1) in told.facts(world.WorldFormed)[-1].members, place
 
 

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from dlrover_core.job import job, nodes, silence
-from dlrover_core.job.state import JobState, Order
+from dlrover_core.job.orders import Order
+from dlrover_core.job.state import JobState
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.messages import Beat, BeatSeen, Hello, Level, Welcome
 from dlrover_core.spec import GroupSpec, JobSpec

@@ -12,13 +12,14 @@ import pytest
 
 from dlrover_core.errors import PlanError
 from dlrover_core.history import goodput_of, timeline_of
-from dlrover_core.job import silence
 from dlrover_core.job.failures import ActionChosen
-from dlrover_core.job.state import CODEC, MODEL, JobState
+from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.job.world import WorldFormed
 from dlrover_core.kernel.engine import Engine
 from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.state import digest
+from dlrover_core.rules import silence as silence_rules
+from dlrover_core.rules.model import MODEL
 from dlrover_core.sim.faults import ENGINE, Fault, kinds
 from dlrover_core.sim.run import Broken, Run, Stalled
 from dlrover_core.sim.scenario import Plan, Scenario, plan_of
@@ -124,7 +125,7 @@ def test_nothing_due_is_overlooked_for_looking_at_few_nodes() -> None:
     """The next deadline of silence is that of all nodes, though only those are asked that do not simply run."""
 
     def deadline(state: JobState, names: Iterable[str]) -> int | None:
-        times = [silence._patience(state, node) for node in silence._waited_for(state, names)]
+        times = [silence_rules._patience(state, node) for node in silence_rules._waited_for(state, names)]
         return min((one for one in times if one is not None), default=None)
 
     def watch(state: JobState, _: Record) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from dlrover_core.errors import ConnectionLost, LaunchRefused, PlanError
 from dlrover_core.job import nodes
-from dlrover_core.job.state import JobState, NodeLaunch
+from dlrover_core.job.orders import NodeLaunch
+from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.backend import Changed, Listed, Observation

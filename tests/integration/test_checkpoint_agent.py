@@ -29,7 +29,7 @@ from dlrover_core.job.checkpoints import (
     ReportRestored,
     ReportStorage,
 )
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.keeping import KeptBeat
 from dlrover_core.runtime.launcher import WorkersGone
@@ -622,7 +622,7 @@ sys.path.insert(0, SCRIPTS)
 from dlrover_adapters.agent.checkpoints.duty import CheckpointDuty
 from dlrover_adapters.agent.config import LaunchConfig
 from dlrover_adapters.agent.launcher import LinuxLauncher
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.launcher import WorkersLaunch
 

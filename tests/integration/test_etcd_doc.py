@@ -24,9 +24,10 @@ from dlrover_adapters.etcd.log import UNARCHIVED_EVENTS
 from dlrover_core import GroupSpec, JobSpec, open_log
 from dlrover_core.errors import LogError, SpecError
 from dlrover_core.job.job import CreateJob, TakeOver
-from dlrover_core.job.state import CODEC, MODEL
+from dlrover_core.job.state import CODEC
 from dlrover_core.kernel.engine import Engine
 from dlrover_core.kernel.log import Appended, Snapshot
+from dlrover_core.rules.model import MODEL
 
 PAGE = Path(__file__).parents[2] / "docs" / "etcd.md"
 TEXT = PAGE.read_text()

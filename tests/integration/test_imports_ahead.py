@@ -93,6 +93,108 @@ def test_what_reads_a_variable_that_the_script_sets_is_never_imported_ahead(
     run(test())
 
 
+# Only where it is told to, the script sets what an installed package reads.
+SOMETIMES = """
+import subprocess
+loaded, before = "slowly" in sys.modules, os.environ.get("SLOWLY", "unset")
+child = subprocess.Popen(["sleep", "60"])
+os.chdir("/")
+{joins}
+if os.environ.get("SETS"):
+    os.environ["SLOWLY"] = "set"
+os.chdir(os.environ["FOLDER"])
+import slowly, torch
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+tell(loaded, before, slowly.VALUE, os.getpid())
+child.kill()
+"""
+
+
+def test_a_script_that_sets_such_a_variable_only_now_begins_again_without_the_list(
+    rig: Make, tmp_path: Path, package: dict[str, str]
+) -> None:
+    """All ranks, in their own processes and at no cost; and the next workers are forked without the list."""
+    script, lists = SOMETIMES.format(joins=""), tmp_path / "imports"
+
+    async def test() -> None:
+        for env in (package, package | {"SETS": "1"}):
+            async with rig(script, torch=True, env=env, imports=str(lists), nproc=2) as one:
+                for loaded in (False, False) if "SETS" in env else (False,):
+                    await one.start()
+                    pids = [one.launcher.pids[f"rank {rank}"] for rank in range(2)]
+                    value = "set" if "SETS" in env else "unset"
+                    assert await one.all_told() == {
+                        0: [loaded, "unset", value, pids[0]],
+                        1: [loaded, "unset", value, pids[1]],
+                    }
+                    assert [(gone.exit_code, gone.error) for gone in await one.exits(2)] == [(0, ""), (0, "")]
+                    await one.launcher.stop(0.0, 10.0)
+        assert one.launcher.refused == {"auto": "the script sets SLOWLY, which slowly reads when it is imported"}
+        (path,) = lists.iterdir()
+        assert json.loads(path.read_text())["modules"] == []
+
+    run(test())
+
+
+JOINS = """
+import torch.distributed
+torch.distributed.init_process_group("gloo", init_method=f"file://{os.environ['FOLDER']}/store", rank=RANK, world_size=2)
+"""
+
+
+@pytest.mark.nightly(reason="a script whose ranks have not joined yet stands for it in make test")
+def test_ranks_that_have_joined_each_other_end_and_begin_again_together(
+    rig: Make, tmp_path: Path, package: dict[str, str]
+) -> None:
+    """One that began again alone would keep the others waiting. The failure says why, and is known."""
+    lists = tmp_path / "imports"
+
+    async def test() -> None:
+        script = SOMETIMES.format(joins=JOINS)
+        async with rig(script, torch=True, env=package, imports=str(lists), nproc=2) as one:
+            await one.run()
+        (tmp_path / "store").unlink(missing_ok=True)
+        async with rig(script, torch=True, env=package | {"SETS": "1"}, imports=str(lists), nproc=2) as one:
+            gone = await one.run()
+            assert [(one.exit_code, one.error.partition(":")[0]) for one in gone] == [(1, "ImportedAheadError")] * 2
+            await one.launcher.stop(0.0, 10.0)
+            (tmp_path / "store").unlink(missing_ok=True)
+            await one.start()
+            assert {rank: told[:3] for rank, told in (await one.all_told()).items()} == {
+                rank: [False, "unset", "set"] for rank in range(2)
+            }
+
+    run(test())
+
+
+ELSEWHERE = """
+ahead = [name in sys.modules for name in ("slowly", "looks_at_argv")]
+import looks_at_argv
+sys.path.insert(0, os.path.join(os.environ["FOLDER"], "other", "site-packages"))
+import slowly, torch
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+tell(ahead, slowly.VALUE, looks_at_argv.ARGV == sys.argv)
+"""
+
+
+def test_a_script_s_own_path_and_arguments_have_their_effect_in_every_run(
+    rig: Make, tmp_path: Path, package: dict[str, str]
+) -> None:
+    """Packages that it finds in a folder of its own are never imported ahead; what looks at ``sys.argv`` sees the script's."""
+    (tmp_path / "other" / "site-packages").mkdir(parents=True)
+    (tmp_path / "other" / "site-packages" / "slowly.py").write_text("VALUE = 'other'")
+    (tmp_path / "site-packages" / "looks_at_argv.py").write_text("import sys\nARGV = sys.argv")
+
+    async def test() -> None:
+        for ahead in (False, True):
+            async with rig(ELSEWHERE, torch=True, env=package, imports=str(tmp_path / "imports")) as one:
+                await one.run()
+                assert (await one.told())[1:] == [[False, ahead], "other", True]
+                assert one.launcher.refused == {}
+
+    run(test())
+
+
 def test_a_list_that_leaves_threads_behind_is_cut_and_remembered(
     rig: Make, tmp_path: Path, package: dict[str, str]
 ) -> None:

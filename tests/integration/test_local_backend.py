@@ -30,7 +30,7 @@ from dlrover_backends.local import (
 )
 from dlrover_backends.local.process import blank
 from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused
-from dlrover_core.job.state import NodeLaunch
+from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.backend import Changed, Listed
 from dlrover_core.testing.backend_conformance import BackendConformance, Stand, Watch, make_launch, watching
 

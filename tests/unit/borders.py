@@ -46,10 +46,12 @@ from dlrover_core.history import Headlines, ReportBuilder, explanation_of, incid
 from dlrover_core.history.plain import plain as plain_values
 from dlrover_core.history.plain import record_of, report_values
 from dlrover_core.job import failures, nodes
-from dlrover_core.job.state import CODEC, MODEL, Order
+from dlrover_core.job.orders import Order
+from dlrover_core.job.state import CODEC
 from dlrover_core.kernel.engine import CommandFailed
 from dlrover_core.kernel.state import digest
 from dlrover_core.logs.place import file_name
+from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime import messages, operations
 from dlrover_core.runtime.complaints import Complaints
 from dlrover_core.runtime.launcher import TAIL_BYTES_MAX, WorkersLaunch

@@ -12,10 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 from dlrover_core.job import failures, job, nodes, progress, world
-from dlrover_core.job.state import CODEC, MODEL, Desired, JobState, desired
+from dlrover_core.job.orders import Desired
+from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import Accepted, Command, Engine, Reply, Tick
 from dlrover_core.kernel.events import Batch, Origin, Record
 from dlrover_core.kernel.state import pack, unpack
+from dlrover_core.rules.desired import desired
+from dlrover_core.rules.model import MODEL
 from dlrover_core.spec import GroupSpec, JobSpec
 
 SECOND = 1_000_000

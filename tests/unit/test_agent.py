@@ -10,7 +10,7 @@ import pytest
 
 from dlrover_core.errors import ConnectionLost, LaunchFailed, TokenRefused
 from dlrover_core.job import failures, nodes, world
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.ending import Ending

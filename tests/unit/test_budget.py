@@ -5,8 +5,8 @@ from __future__ import annotations
 from drive import Drive
 
 from dlrover_core.job import budget, nodes, world
-from dlrover_core.job.state import desired
 from dlrover_core.kernel.engine import Accepted, NotDone
+from dlrover_core.rules.desired import desired
 
 WITHOUT_END = 1_000_000_000
 

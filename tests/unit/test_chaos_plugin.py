@@ -27,7 +27,7 @@ FAKE = """
 import sys, types
 import pytest
 from dlrover_core.sim.run import Broken, Run
-from dlrover_core.job.state import MODEL
+from dlrover_core.rules.model import MODEL
 from dlrover_core.testing.swarm import draw
 
 def simulate(plan, *, watch=(), **options):

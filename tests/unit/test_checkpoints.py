@@ -9,7 +9,7 @@ from drive import SECOND, Drive
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_core.job import checkpoints, job, nodes, salvage, scaling, world
+from dlrover_core.job import checkpoints, job, nodes, scaling, world
 from dlrover_core.job.checkpoints import (
     CheckpointCommitted,
     CommitCheckpoint,
@@ -26,9 +26,13 @@ from dlrover_core.job.checkpoints import (
     StorageFailed,
 )
 from dlrover_core.job.holdings import Holdings, SaveOrder
-from dlrover_core.job.state import MODEL, JobState, Order, desired
+from dlrover_core.job.orders import Order
+from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import NotDone
 from dlrover_core.kernel.state import digest, pack, unpack
+from dlrover_core.rules import save_on_failure
+from dlrover_core.rules.desired import desired
+from dlrover_core.rules.model import MODEL
 
 A, B, C = "worker-0-0", "worker-1-0", "worker-2-0"
 URL = "file:///ckpts"
@@ -254,7 +258,7 @@ def test_nobody_waits_for_ever_for_a_word() -> None:
     drive = saving()
     drive.exit(B, 1)
     held(drive, A, 12, copies=((1, 12),))
-    drive.wait(salvage.HELD_WAIT_S - 0.5)
+    drive.wait(save_on_failure.HELD_WAIT_S - 0.5)
     assert drive.facts(SaveOrdered) == []
     drive.wait(1)
     assert [one.step for one in drive.facts(SaveOrdered)] == [12]
@@ -712,4 +716,4 @@ def test_times_are_in_microseconds() -> None:
     began = drive.now
     drive.wait(60)
     (record,) = [one for one in drive.records if isinstance(one.event, SaveOrdered)]
-    assert record.at == began + salvage.HELD_WAIT_S * SECOND
+    assert record.at == began + save_on_failure.HELD_WAIT_S * SECOND

@@ -10,9 +10,9 @@ from drive import SECOND, Drive
 
 from dlrover_core.diagnosis.classify import node_death
 from dlrover_core.job import job, nodes, silence, world
-from dlrover_core.job.nodes import LIFECYCLE
-from dlrover_core.job.state import desired
+from dlrover_core.job.node_lifecycle import LIFECYCLE
 from dlrover_core.kernel.engine import NotDone
+from dlrover_core.rules.desired import desired
 
 
 def _planned(drive: Drive) -> list[str]:

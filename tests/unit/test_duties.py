@@ -10,7 +10,7 @@ from test_agent import NODE, WAIT, Stage, run_order
 
 from dlrover_core.job.checkpoints import OfferReplica
 from dlrover_core.job.evidence import ReportEvidence
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.job.world import ReportFinished, WithdrawStore
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.duties import TOLD_EACH_S, TOLD_S, Desk

@@ -16,12 +16,15 @@ from dlrover_core.kernel.engine import (
     BaseState,
     CommandFailed,
     CommandRefused,
-    Concern,
     Engine,
+    Facts,
+    Fold,
     Model,
     NotDone,
     Resend,
+    Rules,
     Tick,
+    kept,
 )
 from dlrover_core.kernel.events import BATCH_BYTES_MAX, Origin, Record, Registry, event
 
@@ -81,11 +84,27 @@ class Counter:
     ticked_at: int = 0
 
 
+def _on_counted(slice_: Counter, fact: Counted, record: Record) -> None:
+    slice_.counts[fact.name] = slice_.counts.get(fact.name, 0) + 1
+
+
+def _on_poisoned(slice_: Counter, fact: Poisoned, record: Record) -> None:
+    slice_.counts["half written"] = 1
+    raise Refused("evolve refuses") if fact.error == "refusing evolve" else KeyError("a bug while evolving")
+
+
+FACTS = Facts(
+    kinds=(Counted, Echoed, Gone, Poisoned),
+    evolve={Counted: _on_counted, Poisoned: _on_poisoned},
+    forgets={Gone: lambda fact: fact.name},
+)
+
+
 @dataclass(slots=True)
 class State(BaseState):
     """One slice."""
 
-    counter: Counter = field(default_factory=Counter)
+    counter: Counter = kept(Counter, FACTS)
 
 
 def _count(state: State, command: Count, now: int) -> Iterator[Any]:
@@ -117,24 +136,12 @@ def _echo(state: State, fact: Echoed, record: Record) -> Iterator[Any]:
         yield Echoed(fact.name, fact.depth - 1)
 
 
-def _on_counted(slice_: Counter, fact: Counted, record: Record) -> None:
-    slice_.counts[fact.name] = slice_.counts.get(fact.name, 0) + 1
-
-
-def _on_poisoned(slice_: Counter, fact: Poisoned, record: Record) -> None:
-    slice_.counts["half written"] = 1
-    raise Refused("evolve refuses") if fact.error == "refusing evolve" else KeyError("a bug while evolving")
-
-
 def _ticked(state: State, now: int) -> Iterator[Any]:
     if now > state.at:
         yield Counted(f"tick {now}")
 
 
-CONCERN = Concern(
-    name="counter",
-    events=(Counted, Echoed, Gone, Poisoned),
-    evolve={Counted: _on_counted, Poisoned: _on_poisoned},
+RULES = Rules(
     decide={
         Count: _count,
         Leave: lambda state, command, now: iter([Gone(command.name)]),
@@ -144,7 +151,8 @@ CONCERN = Concern(
     due=lambda state: state.at + 100,
     tick=_ticked,
 )
-MODEL: Model[State] = Model(State, [CONCERN], {Gone: lambda fact: fact.name})
+FOLD: Fold[State] = Fold(State)
+MODEL: Model[State] = Model(FOLD, [RULES])
 CODEC = Codec(Registry(MODEL.events))
 
 
@@ -420,7 +428,7 @@ def test_a_snapshot_is_the_base(engine: Engine[State]) -> None:
     assert snapshot == Engine(MODEL, CODEC, engine_module.unpack(State, snapshot), token=3).rebase()
 
 
-def test_two_concerns_cannot_decide_one_command() -> None:
+def test_two_rules_cannot_decide_one_command() -> None:
     """A command has one decider."""
-    with pytest.raises(ValueError, match="two concerns decide Count"):
-        Model(State, [CONCERN, CONCERN], {})
+    with pytest.raises(ValueError, match="two rules decide Count"):
+        Model(FOLD, [RULES, RULES])

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dlrover_core.job.state import MODEL, REGISTRY
+from dlrover_core.job.state import REGISTRY
 from dlrover_core.kernel.events import Batch, Record, Registry, event, kind_of
+from dlrover_core.rules.model import MODEL
 
 KINDS = Path(__file__).parent / "golden" / "kinds.json"
 RENEW = "DLROVER_GOLDEN"  # DLROVER_GOLDEN=write pytest tests/unit/test_events.py adds new kinds; it changes none

@@ -10,9 +10,9 @@ from pathlib import Path
 from dlrover_adapters.cli.told import Teller
 from dlrover_core.history import Headlines, incident_of, render, render_story, status_of
 from dlrover_core.history.headline import Headline
-from dlrover_core.history.plain import incident_values
+from dlrover_core.history.story import incident_values
 from dlrover_core.job import evidence, failures, job, nodes, world
-from dlrover_core.job.state import MODEL
+from dlrover_core.rules.model import MODEL
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing.life import Life, three_deaths
 

@@ -12,8 +12,10 @@ from drive import SECOND, Drive
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.classify import describe
 from dlrover_core.job import failures, job, nodes, progress, world
-from dlrover_core.job.state import MODEL, desired
 from dlrover_core.kernel.engine import NotDone
+from dlrover_core.rules import slots
+from dlrover_core.rules.desired import desired
+from dlrover_core.rules.model import MODEL
 
 ERROR = "Traceback (most recent call last):\nValueError: bad batch"
 
@@ -271,7 +273,7 @@ def test_each_place_has_a_budget_of_its_own() -> None:
     assert drive.state.failures.relaunches == {"worker-1": 1, "worker-2": 1}
     drive.observe("worker-1-1", "gone")
     assert drive.incident.action == ladder.GO_ON_SMALLER
-    assert nodes.wanted(drive.state, "worker") == 2
+    assert slots.wanted(drive.state, "worker") == 2
 
 
 def test_relaunches_do_not_use_up_restarts() -> None:

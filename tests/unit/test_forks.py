@@ -7,12 +7,14 @@ import errno
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from dlrover_adapters.agent import nursery, wire, zygote
-from dlrover_adapters.agent.config import LaunchConfig
+from dlrover_adapters.agent import import_list, nursery, wire, zygote
+from dlrover_adapters.agent.config import AUTO, LaunchConfig
 from dlrover_adapters.agent.nursery import Nursery
+from dlrover_adapters.agent.spawn import Spawned
 from dlrover_adapters.agent.zygote import Unfit, Zygote
 from dlrover_core.errors import LaunchFailed
 
@@ -83,7 +85,95 @@ def test_a_preload_is_not_blamed_for_a_limit(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(Unfit, match="ulimit -u") as told:
         Zygote._fork_probe()
     assert told.value.preload == ""
+    assert told.value.host
     assert len(tried) == 3
+
+
+class Zygotes:
+    """In place of `spawn_zygote`: each says the next of ``words`` and ends, but one that is ready lives. An error is raised."""
+
+    def __init__(self, *words: dict[str, object] | OSError) -> None:
+        self.words, self.spoken = list(words), asyncio.Event()
+
+    def __call__(self, *_: object) -> Spawned:
+        """The next one."""
+        word = self.words.pop(0)
+        if not self.words:
+            self.spoken.set()
+        if isinstance(word, OSError):
+            raise LaunchFailed("cannot execute python") from word
+        link, theirs = wire.pair()
+        with theirs:
+            wire.send(theirs, word)
+        link.setblocking(False)
+        command = ["sleep", "60"] if word["op"] == "ready" else ["true"]
+        return Spawned(os.posix_spawnp(command[0], command, {"PATH": os.defpath}), link)
+
+
+UNFORKED = {"op": "unfit", "preload": "", "reason": "cannot fork: see ulimit -u", "kept": 0, "host": True}
+LIMIT = OSError(errno.EAGAIN, "no")
+
+
+@pytest.mark.parametrize(
+    ("words", "plain"),
+    [((UNFORKED, {"op": "ready"}), False), ((UNFORKED, LIMIT, {"op": "ready"}), False), ((UNFORKED,) * 3, True)],
+)
+def test_a_limit_that_passes_does_not_cost_the_zygote(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[dict[str, object] | OSError, ...], plain: bool
+) -> None:
+    """Another is tried after a pause, and once more after a longer one; then workers are executed for good."""
+    monkeypatch.setattr(nursery, "FORKLESS_PAUSES_S", (0.0, 0.0))
+    spawned = Zygotes(*words)
+    monkeypatch.setattr(nursery, "spawn_zygote", spawned)
+
+    async def test() -> None:
+        made = Nursery(LaunchConfig(("x.py",)))
+        made.open()
+        assert made._life is not None
+        await asyncio.wait_for(spawned.spoken.wait(), 20)
+        waits = made._life if plain else asyncio.ensure_future(made.ready())
+        await asyncio.wait_for(asyncio.shield(waits), 20)
+        assert made.plain == plain
+        assert made.refused == {}
+        await made.close()
+
+    asyncio.run(test())
+
+
+def test_workers_are_executed_while_the_limit_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the pause to end, neither a start nor the end of the launcher."""
+    monkeypatch.setattr(nursery, "FORKLESS_PAUSES_S", (600.0,))
+    monkeypatch.setattr(nursery, "spawn_zygote", Zygotes(UNFORKED))
+
+    async def test() -> None:
+        made = Nursery(LaunchConfig(("x.py",)))
+        made.open()
+        await asyncio.wait_for(made.ready(), 20)
+        assert made.plain
+        await asyncio.wait_for(made.close(), 20)
+
+    asyncio.run(test())
+
+
+def test_a_list_that_is_refused_while_there_is_no_zygote_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Workers are executed then, and nothing of the list is in them."""
+
+    async def test() -> None:
+        script = tmp_path / "x.py"
+        script.write_text("")
+        made = Nursery(LaunchConfig((str(script),), imports=str(tmp_path / "imports")))
+        import_list.write(made._imports, import_list.ImportList(), [], [str(script)])
+        import_list.refuse(made._imports, "why")
+        assert import_list.refused(made._imports) == "why"
+        made._loading, made.plain = AUTO, True
+        made._settled.set()
+        await made._heed_workers()
+        assert made.refused == {}
+        await asyncio.wait_for(made.ready(), 1)
+
+    asyncio.run(test())
 
 
 class Answering:

@@ -13,9 +13,9 @@ from dlrover_core.diagnosis.stacks import Frame
 from dlrover_core.job import failures, hangs, job, world
 from dlrover_core.job.evidence import EvidenceSeen
 from dlrover_core.job.hangs import HangDismissed, HangNamed, HangSuspected, NoteMoving, NoteStall, ReportStacks
-from dlrover_core.job.state import desired
 from dlrover_core.kernel.engine import NotDone
 from dlrover_core.kernel.state import digest
+from dlrover_core.rules.desired import desired
 
 TRAIN = Frame("/job/train.py", 42, "step")
 REDUCE = Frame("torch/distributed/distributed_c10d.py", 3252, "all_reduce")

@@ -8,12 +8,14 @@ import pytest
 from drive import SECOND, Drive, spec_of
 
 from dlrover_core.errors import SpecError
-from dlrover_core.job import health, job, nodes, scaling, world
+from dlrover_core.job import health, job, nodes, planning, world
 from dlrover_core.job.evidence import EvidenceSeen
 from dlrover_core.job.health import CheckAsked, CheckJudged, CheckReported, CheckStarted, ReportCheck
-from dlrover_core.job.state import MODEL, desired
 from dlrover_core.kernel.engine import Accepted, NotDone
 from dlrover_core.kernel.state import digest
+from dlrover_core.rules import checks, membership
+from dlrover_core.rules.desired import desired
+from dlrover_core.rules.model import MODEL
 
 TIMED_OUT = "all_reduce timed out"
 
@@ -92,7 +94,7 @@ def test_without_checks_nothing_changes() -> None:
     drive = Checked(nodes_max=2, precheck="off").arrive(0, 1)
     assert drive.members == _names(0, 1)
     assert drive.facts(CheckStarted) == []
-    assert list(health.ask(drive.state, "worker", "why not")) == []
+    assert list(checks.ask(drive.state, "worker", "why not")) == []
 
 
 def test_a_world_forms_only_of_those_checked() -> None:
@@ -201,11 +203,11 @@ def test_a_slow_node_is_replaced_where_that_is_wanted() -> None:
     drive = Checked(nodes_max=4, check_slow="replace")
     drive.slow["worker-1-0"] = drive.slow["worker-1-1"] = 9.0
     drive.arrive(0, 1, 2, 3).answer()
-    assert [one.node for one in drive.facts(scaling.NodeDrained)] == ["worker-1-0"]
+    assert [one.node for one in drive.facts(planning.NodeDrained)] == ["worker-1-0"]
     assert drive.members == []
     drive.arrive(1, incarnation=1).answer()
     assert drive.members == ["worker-0-0", "worker-1-1", "worker-2-0", "worker-3-0"]
-    assert len(drive.facts(scaling.NodeDrained)) == 1
+    assert len(drive.facts(planning.NodeDrained)) == 1
     assert drive.state.failures.number == 0
 
 
@@ -354,10 +356,10 @@ def test_asking_makes_the_next_world_wait() -> None:
     """After a failure in doubt the named nodes are checked, with good ones as partners, before anybody trains."""
     drive = Checked(nodes_max=4).arrive(0, 1, 2, 3).answer()
     drive.run(1)
-    fact = next(iter(health.ask(drive.state, "worker", "incident 1: nccl.remote", ["worker-2-0"])))
+    fact = next(iter(checks.ask(drive.state, "worker", "incident 1: nccl.remote", ["worker-2-0"])))
     assert fact == CheckAsked("worker", ("worker-2-0",), "incident 1: nccl.remote")
     drive.engine._emit(fact, drive.now, 0, None)
-    assert not drive.state.health.admits(drive.state, drive.state.nodes.nodes["worker-2-0"])
+    assert not membership.may_train(drive.state, drive.state.nodes.nodes["worker-2-0"])
     drive.exit("worker-0-0", 0)
     assert "WorldDissolved" in drive.names()
     for one in _names(0, 1, 2, 3):

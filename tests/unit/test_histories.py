@@ -21,8 +21,9 @@ from drive import Drive
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.job import checkpoints, job, nodes, scaling, silence, world
-from dlrover_core.job.state import CODEC, MODEL, JobState, fold
+from dlrover_core.job.state import CODEC, JobState, fold
 from dlrover_core.kernel.state import digest, pack, unpack
+from dlrover_core.rules.model import MODEL
 
 FOLDER = Path(__file__).parent / "histories"
 HASHES = FOLDER / "hashes.json"

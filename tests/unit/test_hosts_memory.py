@@ -10,9 +10,11 @@ from tests.unit.drive import BEGIN, SECOND, Drive
 from dlrover_core.diagnosis import ladder
 from dlrover_core.history import hosts_of, render_hosts
 from dlrover_core.job import failures, hosts, job, nodes, progress, world
-from dlrover_core.job.state import JobState, desired
+from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Accepted, NotDone
 from dlrover_core.kernel.events import Record, kind_of
+from dlrover_core.rules import hosts as hosts_rules
+from dlrover_core.rules.desired import desired
 from dlrover_core.spec import us
 
 HOUR = 3600.0
@@ -36,7 +38,7 @@ class Life:
     def add(self, fact: Any) -> None:
         """Let it happen, and what the concern makes of it."""
         self._apply(fact)
-        reacts, cause = hosts.CONCERN.react.get(type(fact)), self.state.seq
+        reacts, cause = hosts_rules.RULES.react.get(type(fact)), self.state.seq
         for follow in reacts(self.state, fact, Record(cause, self.at, 1, 0, fact)) if reacts else ():
             self.made.append(follow)
             self._apply(follow, cause)
@@ -44,8 +46,8 @@ class Life:
     def _apply(self, fact: Any, cause: int = 0) -> None:
         record = Record(self.state.seq + 1, self.at, 1, cause, fact)
         self.state.seq, self.state.at = record.seq, self.at
-        for concern in (hosts.CONCERN,) if type(fact) in hosts.CONCERN.evolve else ():
-            concern.evolve[type(fact)](self.state.hosts, fact, record)
+        if type(fact) in hosts.FACTS.evolve:
+            hosts.FACTS.evolve[type(fact)](self.state.hosts, fact, record)
 
     def later(self, seconds: float) -> None:
         """Time passes."""
@@ -100,8 +102,8 @@ def test_what_counts(verdict: str, signature: str, *, against: bool) -> None:
     """Hardware, failed checks, hanging ranks and unexplained deaths count against a host; errors and pre-emptions never."""
     life = Life(4)
     life.strike(1, signature, verdict)
-    assert hosts.record(life.state, "h1").failures_24h == int(against)
-    assert hosts.record(life.state, "h0") == hosts.HostRecord()
+    assert hosts_rules.record(life.state, "h1").failures_24h == int(against)
+    assert hosts_rules.record(life.state, "h0") == hosts.HostRecord()
 
 
 def test_strikes_are_of_one_day() -> None:
@@ -110,9 +112,9 @@ def test_strikes_are_of_one_day() -> None:
     life.strike(1)
     life.later(23 * HOUR)
     life.strike(1, "cuda.ecc", "HW")
-    assert hosts.record(life.state, "h1").by_class == (("HW", 1), ("PLAT", 1))
+    assert hosts_rules.record(life.state, "h1").by_class == (("HW", 1), ("PLAT", 1))
     life.later(2 * HOUR)
-    assert hosts.record(life.state, "h1").by_class == (("HW", 1),)
+    assert hosts_rules.record(life.state, "h1").by_class == (("HW", 1),)
 
 
 def test_a_lemon_is_left() -> None:
@@ -123,9 +125,9 @@ def test_a_lemon_is_left() -> None:
     assert life.kept_off == []
     number = life.strike(1)
     assert life.kept_off == ["h1"]
-    assert hosts.leave(life.state, "worker-1-0", number).startswith("host.quarantine: h1 ")
-    assert hosts.leave(life.state, "worker-0-0", number) == ""
-    assert hosts.record(life.state, "h1").quarantined_until == life.at + us(DAY)
+    assert hosts_rules.leave(life.state, "worker-1-0", number).startswith("host.quarantine: h1 ")
+    assert hosts_rules.leave(life.state, "worker-0-0", number) == ""
+    assert hosts_rules.record(life.state, "h1").quarantined_until == life.at + us(DAY)
 
 
 def test_kills_by_hand_make_no_lemon() -> None:
@@ -134,7 +136,7 @@ def test_kills_by_hand_make_no_lemon() -> None:
     for _ in range(6):
         life.strike(1, "exit.sigkill")
     assert life.kept_off == []
-    assert hosts.record(life.state, "h1").failures_24h == 6
+    assert hosts_rules.record(life.state, "h1").failures_24h == 6
     life.strike(1, "exit.sigsegv", "SOFT")
     assert life.kept_off == ["h1"]
 
@@ -176,7 +178,7 @@ def test_a_rank_that_fails_wherever_it_runs_condemns_no_second_host() -> None:
     for _ in range(3):
         life.strike(1, node="worker-1-1")
     assert life.kept_off == ["h1"]
-    assert hosts.of_place(life.state, "worker-1") == (6, 2)
+    assert hosts_rules.of_place(life.state, "worker-1") == (6, 2)
 
 
 def test_one_host_is_never_a_lemon() -> None:
@@ -210,7 +212,7 @@ def test_probation() -> None:
     for _ in range(5):
         known = life.state.hosts.hosts["h1"]
         life.later((known.until - life.at) / SECOND + 60)
-        assert hosts.record(life.state, "h1").on_probation
+        assert hosts_rules.record(life.state, "h1").on_probation
         began = life.at
         life.strike(1)
         assert life.kept_off == ["h1"]
@@ -224,7 +226,7 @@ def test_probation_is_served() -> None:
     _quarantine(life, 1)
     life.later(DAY)
     life.serve(1)
-    assert not hosts.record(life.state, "h1").on_probation
+    assert not hosts_rules.record(life.state, "h1").on_probation
     life.strike(1)
     assert life.kept_off == []
 
@@ -235,12 +237,12 @@ def test_probation_is_not_served_by_others() -> None:
     _quarantine(life, 1)
     life.later(DAY)
     life.serve(2)
-    assert hosts.record(life.state, "h1").on_probation
+    assert hosts_rules.record(life.state, "h1").on_probation
     life.add(world.WorkersStarted("worker-1-0", 1))
     life.add(nodes.NodeReleased("worker-1-0", "replaced"))
     life.later(hosts.SERVED_S)
     life.add(progress.Progressed("worker", 1, 200))
-    assert hosts.record(life.state, "h1").on_probation
+    assert hosts_rules.record(life.state, "h1").on_probation
 
 
 def test_old_sins_are_forgiven() -> None:
@@ -260,7 +262,7 @@ def test_a_quarter_of_the_hosts_at_most() -> None:
         life.later(60)
     assert life.kept_off == ["h1", "h2"]
     assert [fact.how for fact in life.made if isinstance(fact, hosts.HostReleased)] == [hosts.GIVES_WAY]
-    assert hosts.record(life.state, "h0").on_probation
+    assert hosts_rules.record(life.state, "h0").on_probation
 
 
 def test_the_only_host_of_a_joining_job() -> None:
@@ -276,7 +278,7 @@ def test_revised_verdicts_take_their_quarantine_back() -> None:
     _quarantine(life, 1)
     life.judge("k8s.preempted", "PLAT", revises=1, blamed="worker-1-0")
     assert life.kept_off == []
-    assert hosts.record(life.state, "h1") == hosts.HostRecord()
+    assert hosts_rules.record(life.state, "h1") == hosts.HostRecord()
     assert life.made[-1].how == hosts.REVISED
 
 
@@ -285,7 +287,7 @@ def test_a_quarantine_for_another_reason_is_not_taken_back() -> None:
     life = Life(4)
     life.strike(1)
     life.later(60)
-    for fact in list(hosts.keep_off(life.state, "h1", "rank 1 on worker-1-0 was slow", life.at)):
+    for fact in list(hosts_rules.keep_off(life.state, "h1", "rank 1 on worker-1-0 was slow", life.at)):
         life.add(fact)
     life.judge("k8s.preempted", "PLAT", revises=1, blamed="worker-1-0")
     assert life.kept_off == ["h1"]
@@ -307,8 +309,8 @@ def test_revised_verdicts_move_the_strike() -> None:
     life = Life(4)
     life.strike(1)
     life.judge("cuda.ecc", "HW", revises=1, host="h3")
-    assert hosts.record(life.state, "h1").failures_24h == 0
-    assert hosts.record(life.state, "h3").failures_24h == 1
+    assert hosts_rules.record(life.state, "h1").failures_24h == 0
+    assert hosts_rules.record(life.state, "h3").failures_24h == 1
 
 
 def test_racks_and_places() -> None:
@@ -317,8 +319,8 @@ def test_racks_and_places() -> None:
     life.strike(0)
     life.strike(1)
     life.strike(3)
-    assert (hosts.of_rack(life.state, "r0"), hosts.of_rack(life.state, "r1")) == (2, 1)
-    assert hosts.of_place(life.state, "worker-0") == (1, 1)
+    assert (hosts_rules.of_rack(life.state, "r0"), hosts_rules.of_rack(life.state, "r1")) == (2, 1)
+    assert hosts_rules.of_place(life.state, "worker-0") == (1, 1)
 
 
 def test_what_is_remembered_is_bounded() -> None:
@@ -384,7 +386,7 @@ def test_people_have_the_last_word() -> None:
     _failed_check(drive, "worker-3-0")
     assert len(drive.state.hosts.quarantined(drive.now)) == 4
     drive.do(hosts.ReleaseHost("host-of-worker-3-0", "mended"))
-    assert hosts.record(drive.state, "host-of-worker-3-0") == hosts.HostRecord()
+    assert hosts_rules.record(drive.state, "host-of-worker-3-0") == hosts.HostRecord()
 
 
 def test_what_people_ask_in_vain() -> None:
@@ -426,7 +428,7 @@ def test_one_failure_is_one_strike() -> None:
     life.later(120)
     life.judge("exit.sigkill", "PLAT", revises=1, host="h1")
     assert life.kept_off == []
-    assert hosts.record(life.state, "h1").failures_24h == 1
+    assert hosts_rules.record(life.state, "h1").failures_24h == 1
 
 
 def test_the_backend_names_hosts() -> None:

@@ -17,7 +17,7 @@ from dlrover_adapters.agent.import_list import ImportList, Learner, path_of, rea
 from dlrover_adapters.agent.import_watch import ImportWatch
 from dlrover_adapters.cli import workers
 
-LIST = ImportList(("json", "decimal"), ("mine",), ("HOME",))
+LIST = ImportList(("json", "decimal"), ("mine",), ("HOME",), origins=("/lib/json.py", "/lib/decimal.py"))
 
 
 @pytest.fixture
@@ -130,6 +130,8 @@ def run(script: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Learner, str]:
     path = path_of(config(script))
     mine = script.with_name("mine.py")
     mine.write_text("")
+    for folder in ("/env/site-packages", "/env/dist-packages"):
+        monkeypatch.syspath_prepend(folder)
     learner = Learner(path, ImportWatch(), ahead=["known_one"])
     for name, origin in {
         "fine": "/env/site-packages/fine.py",
@@ -139,6 +141,7 @@ def run(script: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Learner, str]:
         "built": "built-in",
         "dlrover_adapters.torch.huggingface": "/env/site-packages/dlrover_adapters/torch/huggingface.py",
         "known_one": "/env/dist-packages/known_one.py",
+        "by_its_own_path": "/other/site-packages/by_its_own_path.py",
     }.items():
         monkeypatch.setitem(sys.modules, name, module(name, origin))
     main = types.ModuleType("__main__")
@@ -156,7 +159,8 @@ def test_only_installed_modules_are_listed(run: tuple[Learner, str], script: Pat
     found = read(path, tuple(sys.path))
     assert found is not None
     assert set(found.modules) == {"fine", "known_one"}
-    assert {"mine", "blocked"} <= set(found.local)
+    assert dict(zip(found.modules, found.origins, strict=True))["fine"] == "/env/site-packages/fine.py"
+    assert {"mine", "blocked", "by_its_own_path"} <= set(found.local)
     assert not {"made_by_hand", "built", "__main__"} & set(found.local)
     sources = {one[0] for one in json.loads(Path(path).read_text())["sources"]}
     assert {str(script), str(script.with_name("mine.py"))} <= sources

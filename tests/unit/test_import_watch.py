@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,39 @@ def test_what_reads_nothing_that_is_set(
     assert one.cut is None
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "os.chdir('/')",
+        "sys.modules['optional_one'] = types.ModuleType('optional_one')",
+        "sys.modules['optional_one'] = None",
+        "import my_preparation",
+        "import my_preparation, my_program",
+    ],
+)
+def test_what_a_script_does_before_its_next_imports(
+    installed: Install, watch: Callable[..., ImportWatch], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    """Another current folder, or a module made by hand: what is imported after it may see that, and is not listed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "optional_one", raising=False)
+    installed("first_one", "import sys, types\nsys.modules['first_one.made'] = types.ModuleType('made')")
+    installed("second_one", "import sys, types\nsys.modules['second_one.made'] = types.ModuleType('made')")
+    installed("my_preparation", "import sys\nimport first_one\nsys.modules['optional_one'] = None")
+    installed("my_program", "import second_one")
+    one = watch()
+    importlib.import_module("first_one")
+    importlib.import_module("colorsys")
+    assert one.cut is None
+    exec(text, {"os": os, "sys": sys, "types": types})  # noqa: S102  # as a script has it
+    importlib.import_module("second_one")
+    assert one.cut is not None
+    kept = list(sys.modules)[: one.cut[0]]
+    assert "first_one" in kept
+    assert "second_one" not in kept
+    assert "optional_one" in one.cut[1] or "current folder" in one.cut[1]
+
+
 def test_a_library_that_sets_what_it_reads(installed: Install, watch: Callable[..., ImportWatch]) -> None:
     """It does so in the zygote too. A module of the script's own that sets a variable is as good as the script."""
     installed("sets_and_reads", "import os\nos.environ['LIBRARY'] = '1'\nos.environ['LIBRARY']")
@@ -268,7 +302,7 @@ def test_a_change_that_comes_too_late_is_told(
     for name in ("LATE", "KNOWN", "UNREAD", "SAME"):
         monkeypatch.setenv(name, "0")
     read = {"LATE": "hub", "KNOWN": "hub", "SAME": "hub"}
-    one = watch(read=read, harmless=["KNOWN"], warn=lambda *words: told.append(words))
+    one = watch(read=read, harmless=["KNOWN"], conflicting=lambda *words: told.append(words))
     os.environ.update(KNOWN="1", UNREAD="1", SAME="0")
     assert told == []
     os.environ["LATE"] = "1"

@@ -6,8 +6,8 @@ import pytest
 from drive import Drive, spec_of
 
 from dlrover_core.job import checkpoints, job, nodes, silence, world
-from dlrover_core.job.state import desired
 from dlrover_core.kernel.engine import CommandFailed, NotDone
+from dlrover_core.rules.desired import desired
 
 
 def _finish(drive: Drive) -> None:

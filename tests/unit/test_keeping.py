@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover_core.job.checkpoints import CommitCheckpoint, ReportHeld, ReportKeeping
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime.beats import LEAST_S, Beats
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.keeping import HELD_MAX, WRITTEN_MAX, Everywhere, Keeping, KeptBeat, Written, everywhere

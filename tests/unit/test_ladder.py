@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from dlrover_core.diagnosis import ladder
+from dlrover_core.diagnosis.choices import Case, Choice, Context
 from dlrover_core.diagnosis.evidence import CASC, DATA, HW, NET, PLAT, RES, SOFT, USER
-from dlrover_core.diagnosis.ladder import Case, Choice, Context, choose
+from dlrover_core.diagnosis.ladder import choose
 from dlrover_core.diagnosis.policy import Policy
 
 KILLED = Case(PLAT, "exit.sigkill", 0.6, "relaunch", host="h")

@@ -12,7 +12,7 @@ SRC = ROOT / "src"
 MODULES = sorted(SRC.rglob("*.py"))
 PURE = sorted(
     path
-    for name in ("kernel", "job", "diagnosis", "checkpoint")
+    for name in ("kernel", "job", "rules", "diagnosis", "checkpoint")
     for path in (SRC / "dlrover_core" / name).rglob("*.py")
 )
 FUNCTION_LINES_MAX = 70

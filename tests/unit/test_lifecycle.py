@@ -10,10 +10,10 @@ from tools import diagrams
 from transitions import MachineError
 
 from dlrover_core.errors import IllegalTransition
-from dlrover_core.job import incident_lifecycle, job, nodes
+from dlrover_core.job import incident_lifecycle, job, node_lifecycle
 from dlrover_core.kernel.lifecycle import Lifecycle
 
-ALL = [job.LIFECYCLE, nodes.LIFECYCLE, incident_lifecycle.INCIDENT, incident_lifecycle.ACTION]
+ALL = [job.LIFECYCLE, node_lifecycle.LIFECYCLE, incident_lifecycle.INCIDENT, incident_lifecycle.ACTION]
 
 
 def _pairs(lifecycle: Lifecycle) -> list[tuple[str, str]]:
@@ -162,7 +162,7 @@ def test_machine_over_a_model_of_ones_own() -> None:
         state = ""
 
     mine = Mine()
-    nodes.LIFECYCLE.machine(mine)
+    node_lifecycle.LIFECYCLE.machine(mine)
     assert mine.state == "planned"
     mine.run()  # type: ignore[attr-defined]
     assert mine.state == "running"

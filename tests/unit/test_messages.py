@@ -12,7 +12,7 @@ from samples import of, records
 
 from dlrover_core.errors import MalformedMessage
 from dlrover_core.job import world
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.messages import (
     COMMANDS,

@@ -6,8 +6,9 @@ import pytest
 from drive import SECOND, Drive, spec_of
 
 from dlrover_core.job import job, nodes, silence
-from dlrover_core.job.state import MODEL, desired
 from dlrover_core.kernel.engine import Accepted, NotDone
+from dlrover_core.rules.desired import desired
+from dlrover_core.rules.model import MODEL
 
 
 def _names(drive: Drive) -> list[str]:

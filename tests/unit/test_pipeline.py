@@ -9,10 +9,11 @@ import pytest
 
 from dlrover_core.errors import LogError, LogFull, LogUnavailable
 from dlrover_core.job.job import CreateJob, NotePause, StopJob
-from dlrover_core.job.state import CODEC, MODEL, JobState
+from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import Accepted, Engine, NotDone, Resend
 from dlrover_core.kernel.events import Batch, Origin
 from dlrover_core.kernel.log import AlreadyAppended, Appended, Conflict, Fenced, Outcome
+from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime import pipeline
 from dlrover_core.runtime.pipeline import Deposed, Overloaded, Pipeline
 from dlrover_core.spec import JobSpec

@@ -11,11 +11,13 @@ from drive import Drive
 from dlrover_core.history import render, status_of
 from dlrover_core.history.plain import plain
 from dlrover_core.job import checkpoints, failures, health, job, nodes, planning, progress, scaling, world
-from dlrover_core.job.changing import TRIES_MAX
 from dlrover_core.job.hangs import HangSuspected, NoteStall
-from dlrover_core.job.state import MODEL, Order, desired
+from dlrover_core.job.orders import Order
 from dlrover_core.kernel.engine import Accepted, Command, NotDone, Reply
 from dlrover_core.kernel.events import Origin
+from dlrover_core.rules.desired import desired
+from dlrover_core.rules.model import MODEL
+from dlrover_core.rules.plans import TRIES_MAX
 from dlrover_core.sim.run import Input
 from dlrover_core.testing.crashes import walk
 
@@ -658,7 +660,7 @@ def test_a_notice_of_the_platform_is_a_drain_with_its_deadline() -> None:
     drive = up(nodes_min=2, nodes_max=2)
     for _ in range(3):
         drive.do(scaling.NoticeNode("worker-1-0", "preemption", 60 * SECOND))
-    facts = drive.facts(scaling.NodeDrained)
+    facts = drive.facts(planning.NodeDrained)
     assert [(fact.node, fact.deadline - drive.now) for fact in facts] == [("worker-1-0", 60 * SECOND)]
     assert "preemption" in facts[0].reason
     drive.join("worker-1-1")
@@ -672,7 +674,7 @@ def test_a_notice_changes_nothing_without_a_boundary() -> None:
     drive.up()
     drive.do(scaling.NoticeNode("worker-1-0", "preemption", 60 * SECOND))
     drive.do(scaling.NoticeNode("nobody-1-0", "preemption", 60 * SECOND))
-    assert not drive.facts(scaling.NodeDrained)
+    assert not drive.facts(planning.NodeDrained)
     assert drive.names() == []
 
 
@@ -682,7 +684,7 @@ def test_without_our_checkpoint_a_drain_is_what_it_was() -> None:
     drive.up()
     drain(drive)
     assert drive.names() == ["NodeDrained", "WorldDissolved", "NodeReleased", "NodePlanned"]
-    assert drive.facts(scaling.NodeDrained)[0].deadline == 0
+    assert drive.facts(planning.NodeDrained)[0].deadline == 0
 
 
 def test_plans_can_be_turned_off() -> None:

@@ -14,9 +14,10 @@ from drive import Drive
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.job import checkpoints, failures, hosts, job, nodes, planning, progress, scaling, silence, world
-from dlrover_core.job.state import CODEC, MODEL, JobState
+from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import STRANGERS_MAX, CommandFailed, CommandRefused, Sender
 from dlrover_core.kernel.events import Event, Origin, Record
+from dlrover_core.rules.model import MODEL
 from dlrover_core.sim.faults import Fault
 from dlrover_core.sim.run import Broken
 from dlrover_core.sim.scenario import Scenario

@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrover_core.job import failures, job, nodes, progress, scaling, silence, world
-from dlrover_core.job.state import CODEC, MODEL, JobState, desired
+from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import CommandFailed
 from dlrover_core.kernel.state import digest, pack, unpack
+from dlrover_core.rules import membership
+from dlrover_core.rules.desired import desired
+from dlrover_core.rules.model import MODEL
 
 # (what, which node, a number): small on purpose, so that events meet.
 _acts = st.lists(
@@ -195,7 +198,7 @@ def test_a_job_never_waits_for_nothing(spec: dict[str, Any], acts: list[tuple[st
         _act(drive, what, which, number)
     if drive.state.job.forms and not drive.members:
         waited_for = MODEL.due(drive.state) is not None
-        ready = world.ready_nodes(drive.state, "worker")
+        ready = membership.ready_nodes(drive.state, "worker")
         without_store = any(not drive.state.world.offers.get(node.node) for node in ready)
         assert waited_for or without_store, (drive.names(drive.records)[-20:], drive.state)
 

@@ -8,11 +8,14 @@ import pytest
 from drive import SECOND, Drive
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.diagnosis.ladder import Case, Choice, Context
+from dlrover_core.diagnosis.choices import Case, Choice, Context
 from dlrover_core.diagnosis.policy import Policy
-from dlrover_core.job import choosing, evidence, failures, hosts, job, nodes, progress, world
-from dlrover_core.job.state import CODEC, MODEL, desired, model
+from dlrover_core.job import evidence, failures, hosts, job, nodes, progress, world
+from dlrover_core.job.state import CODEC
 from dlrover_core.kernel.engine import Accepted, Engine
+from dlrover_core.rules import choose_action
+from dlrover_core.rules.desired import desired
+from dlrover_core.rules.model import MODEL, model
 from dlrover_core.spec import GroupSpec, JobSpec
 
 BUG = "Traceback (most recent call last):\n  File \"/job/train.py\", line 31, in load\n    raise KeyError(name)\nKeyError: 'x'"
@@ -537,7 +540,7 @@ def test_a_hook_that_breaks_is_not_heard() -> None:
     drive.observe("worker-1-0", "gone")
     chosen = newest(drive, failures.ActionChosen)
     assert chosen.action == "RELAUNCH_NODE"
-    assert chosen.rule.endswith(f"{choosing.UNHEARD}: LookupError: no idea")
+    assert chosen.rule.endswith(f"{choose_action.UNHEARD}: LookupError: no idea")
 
 
 @pytest.mark.parametrize(
@@ -563,7 +566,7 @@ def test_a_hook_that_answers_nonsense_is_not_heard(answer: Any) -> None:
     drive.state.failures.memory["worker"] = 8000
     assert isinstance(drive.exit("worker-1-0", 1, -9), Accepted)
     chosen = newest(drive, failures.ActionChosen)
-    assert (chosen.action, choosing.UNHEARD in chosen.rule) == ("RESTART_PROCESSES", True)
+    assert (chosen.action, choose_action.UNHEARD in chosen.rule) == ("RESTART_PROCESSES", True)
 
 
 class Mute(Exception):
@@ -584,7 +587,7 @@ def test_whatever_a_hook_raises_the_death_is_answered(error: BaseException) -> N
 
     drive = _hooked(Leaves())
     assert isinstance(drive.exit("worker-1-0", 1, -9), Accepted)
-    assert choosing.UNHEARD in newest(drive, failures.ActionChosen).rule
+    assert choose_action.UNHEARD in newest(drive, failures.ActionChosen).rule
 
 
 def test_what_a_hook_says_is_fit_for_the_log() -> None:
@@ -613,7 +616,7 @@ def test_a_hook_grants_no_restarts(action: str) -> None:
     drive = _hooked(Generous(), nodes_min=2, max_restarts=0)
     drive.exit("worker-1-0", 1, -9)
     chosen = newest(drive, failures.ActionChosen)
-    assert (chosen.action, choosing.UNHEARD in chosen.rule) == ("AWAIT_EVIDENCE", True)
+    assert (chosen.action, choose_action.UNHEARD in chosen.rule) == ("AWAIT_EVIDENCE", True)
 
 
 def test_the_jobs_own_policy_counts() -> None:
@@ -633,7 +636,7 @@ def test_what_another_policy_would_have_chosen() -> None:
     drive.exit("worker-1-0", 2, 1, BUG, step=60)
     digest = drive.engine.digest()
     assert drive.incident.action == "AWAIT_EVIDENCE"
-    other = choosing.choice_of(drive.state, drive.incident, drive.incident.node, by=Policy(user_repeats=5))
+    other = choose_action.choice_of(drive.state, drive.incident, drive.incident.node, by=Policy(user_repeats=5))
     assert other.action == "RESTART_PROCESSES"
     assert drive.engine.digest() == digest
 

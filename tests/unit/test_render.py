@@ -14,8 +14,8 @@ from dlrover_core.history.plain import explanation_values, plain, record_of, rep
 from dlrover_core.history.report import report_of
 from dlrover_core.history.status import status_of
 from dlrover_core.job import failures, job, progress, scaling, world
-from dlrover_core.job.state import MODEL
 from dlrover_core.kernel.events import Record
+from dlrover_core.rules.model import MODEL
 from dlrover_core.spec import GroupSpec, JobSpec, us
 from dlrover_core.testing.life import Life, three_deaths
 

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 from drive import Drive
 
-from dlrover_core.job import failures, job, nodes, scaling, silence, world
-from dlrover_core.job.state import CLOSING_S, MODEL, Order, deletion_grace_s, desired
+from dlrover_core.job import failures, job, nodes, planning, scaling, silence, world
+from dlrover_core.job.orders import Order
 from dlrover_core.kernel.engine import Accepted, NotDone, Reply
+from dlrover_core.rules import slots
+from dlrover_core.rules.desired import CLOSING_S, deletion_grace_s, desired
+from dlrover_core.rules.model import MODEL
 
 GRACE_US = 7_000_000
 
@@ -103,12 +106,12 @@ def test_growth_wants_given_up_places_again_with_their_budgets_whole() -> None:
             drive.join("worker-1-1")
             drive.run(2)
     assert drive.state.nodes.slots["worker-1"].given_up
-    assert nodes.wanted(drive.state, "worker") == 2
+    assert slots.wanted(drive.state, "worker") == 2
     scale(drive, 3)
     assert drive.facts(job.GroupScaled)[-1].revived == (1,)
     assert "worker-1-2" in launches(drive)
     assert drive.state.failures.relaunches == {}
-    assert nodes.wanted(drive.state, "worker") == 3
+    assert slots.wanted(drive.state, "worker") == 3
     assert refused(scale(drive, 3)) == "group worker has 1 to 3 nodes already"
 
 
@@ -322,7 +325,7 @@ def test_drain_by_place() -> None:
     """`worker-1` is whoever is there now."""
     drive = up(nodes_max=2)
     drain(drive, "worker-1")
-    assert drive.facts(scaling.NodeDrained)[-1].node == "worker-1-0"
+    assert drive.facts(planning.NodeDrained)[-1].node == "worker-1-0"
 
 
 def test_drain_of_the_last_node() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from dlrover_core.errors import ConnectionLost
 from dlrover_core.job import nodes
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime import messages, pipeline, sessions
 from dlrover_core.runtime.keeping import KeptBeat
 from dlrover_core.runtime.messages import Again, Answer, Beat, Goodbye, Hello, Level, Message, Numbered, Welcome

@@ -12,9 +12,10 @@ from dlrover_adapters.cli import settle
 from dlrover_adapters.cli.settings import Settings
 from dlrover_core.errors import LogUnavailable, OtherRun, SpecError
 from dlrover_core.job.job import JobCreated, StopJob
-from dlrover_core.job.state import CODEC, MODEL
+from dlrover_core.job.state import CODEC
 from dlrover_core.kernel.engine import Engine
 from dlrover_core.logs.memory import Deposed, Faults, LostAck, MemoryLog
+from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime.beginning import begin
 from dlrover_core.runtime.master import Master
 from dlrover_core.runtime.restoring import restored

@@ -10,10 +10,12 @@ from drive import SECOND, Drive
 from dlrover_core.diagnosis.changepoint import BLOCK_STEPS
 from dlrover_core.diagnosis.slots import FINITE, INFINITE, NAN, NEVER
 from dlrover_core.job import evidence, failures, hosts, nodes, pace
-from dlrover_core.job.state import MODEL
-from dlrover_core.job.world import Member, World
+from dlrover_core.job.ranges import Member
+from dlrover_core.job.world import World
 from dlrover_core.kernel.engine import Accepted, NotDone
 from dlrover_core.kernel.state import digest
+from dlrover_core.rules import pace as pace_rules
+from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime.messages import FIELDS_MAX, Beat, decode, encode
 from dlrover_core.runtime.paces import (
     LATE_S,
@@ -324,14 +326,14 @@ def test_nobody_is_replaced_for_what_half_the_world_suffers() -> None:
 def test_what_replacing_costs_is_learnt() -> None:
     """The job's own replacements tell what one costs; the spec only until then."""
     job = Drive(nodes_min=3, nodes_max=3, nproc=1, slow_replace_s=1000.0).up()
-    assert pace.cost_us(job.state) == 1000 * SECOND
+    assert pace_rules.cost_us(job.state) == 1000 * SECOND
     job.observe("worker-1-0", "gone", reason="power")
     job.wait(40)
     job.observe("worker-1-1", "running")
     job.join("worker-1-1")
     job.run(10)
     closed = job.facts(failures.IncidentClosed)[-1]
-    assert pace.cost_us(job.state) == closed.down_us >= 40 * SECOND
+    assert pace_rules.cost_us(job.state) == closed.down_us >= 40 * SECOND
 
 
 # ---- what it makes of losses

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover_core.job import silence
-from dlrover_core.job.state import MODEL, JobState
+from dlrover_core.job.state import JobState
 from dlrover_core.kernel.state import digest, pack, schema, unpack
+from dlrover_core.rules.model import MODEL
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -154,7 +155,8 @@ from drive import Drive
 drive = Drive(nodes_max=5, nodes_min=2, nproc=2).up()
 drive.exit("worker-1-0", 3); drive.cascade("worker-0-0", 0)
 drive.observe("worker-4-0", "gone"); drive.wait(60); drive.observe("worker-2-0", "failed", 1, "hardware: gpu")
-from dlrover_core.job.state import MODEL, desired
+from dlrover_core.rules.desired import desired
+from dlrover_core.rules.model import MODEL
 print(drive.engine.digest(), MODEL.schema, [one.name for one in desired(drive.state).launch], len(drive.records))
 """
 

@@ -30,7 +30,7 @@ from dlrover_adapters.agent.nursery import Spare
 from dlrover_core.checkpoint.arena import Control, Geometry, Stamp
 from dlrover_core.errors import LaunchFailed
 from dlrover_core.job.checkpoints import ReportHeld, ReportStorage, storage_calm_s
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.launcher import WorkersLaunch
 from dlrover_core.testing import virtual_loop

@@ -6,9 +6,12 @@ import pytest
 from drive import Drive
 
 from dlrover_core.job import job, nodes, world
-from dlrover_core.job.state import CODEC, MODEL, JobState, desired
+from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import Engine
 from dlrover_core.kernel.state import digest, pack, unpack
+from dlrover_core.rules import membership, slots
+from dlrover_core.rules.desired import desired
+from dlrover_core.rules.model import MODEL
 
 MANY = 400
 
@@ -21,14 +24,14 @@ def node(number: int) -> str:
 def test_arrivals_look_at_all_nodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many come, nobody's coming makes the master look at everybody: only the world that forms does."""
     looks = 0
-    look = world.ready_nodes
+    look = membership.ready_nodes
 
     def counting(state: JobState, group: str) -> list[nodes.Node]:
         nonlocal looks
         looks += 1
         return look(state, group)
 
-    monkeypatch.setattr(world, "ready_nodes", counting)
+    monkeypatch.setattr(membership, "ready_nodes", counting)
     drive = Drive(nodes_min=MANY, nodes_max=MANY)
     for number in range(MANY):
         drive.do(nodes.ReportJoined(node(number), "host", "10.0.0.1", 2))
@@ -61,7 +64,7 @@ def test_counts_are_no_part_of_the_state() -> None:
     assert again == drive.state
     assert digest(again) == drive.engine.digest()
     assert again.nodes.tally.ready == drive.state.nodes.tally.ready == {"worker": 3}
-    assert nodes.wanted(again, "worker") == nodes.wanted(drive.state, "worker")
+    assert slots.wanted(again, "worker") == slots.wanted(drive.state, "worker")
 
 
 def test_counts_survive_a_failed_command(monkeypatch: pytest.MonkeyPatch) -> None:

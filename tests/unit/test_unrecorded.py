@@ -12,8 +12,9 @@ from dlrover_adapters.cli import master
 from dlrover_adapters.cli.settings import EX_UNRECORDED, EX_UNRESTARTED, EX_UNSTORED
 from dlrover_core.job.failures import ActionChosen, Incident, IncidentOpened, ReportExit
 from dlrover_core.job.nodes import Observed, ObserveNodes
+from dlrover_core.job.ranges import Member
 from dlrover_core.job.state import JobState
-from dlrover_core.job.world import Member, ReportFinished, World, WorldFormed
+from dlrover_core.job.world import ReportFinished, World, WorldFormed
 from dlrover_core.runtime.unrecorded import failure, has_ended_well, owed
 
 

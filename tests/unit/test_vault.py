@@ -31,7 +31,7 @@ from dlrover_adapters.torch.checkpoint.flash import CUDA_LAG
 from dlrover_adapters.torch.checkpoint.line import spare_slots
 from dlrover_core.checkpoint.arena import BLOCK_BYTES, PAGE, ArenaBroken, Control, Geometry, Stamp
 from dlrover_core.checkpoint.slots import LAG, slots_for
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime.granted import Granted
 from dlrover_core.runtime.launcher import WorkersLaunch
 

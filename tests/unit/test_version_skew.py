@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from dlrover_core.errors import ConnectionLost
 from dlrover_core.job import checkpoints, failures, health, nodes, scaling, world
-from dlrover_core.job.state import NodeLaunch, Order
+from dlrover_core.job.orders import NodeLaunch, Order
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.duties import Duty

@@ -8,7 +8,7 @@ from pathlib import Path
 from drive import Drive
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.diagnosis.ladder import Case, Choice, Context
+from dlrover_core.diagnosis.choices import Case, Choice, Context
 from dlrover_core.history.render_whatif import lines
 from dlrover_core.history.whatif import changed, plain, whatif
 from dlrover_core.job.failures import ActionChosen

@@ -31,7 +31,7 @@ from dlrover_core.diagnosis.slots import (
     SLOT_BYTES,
 )
 from dlrover_core.diagnosis.workload import FITTED, SKIPPED
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.paces import LossBeat, PaceBeat, RankLoss
 

@@ -9,9 +9,10 @@ from drive import SECOND, Drive
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_core.job import nodes, world
-from dlrover_core.job.state import desired
+from dlrover_core.job import names, nodes, ranges, world
 from dlrover_core.kernel.engine import NotDone
+from dlrover_core.rules import layout
+from dlrover_core.rules.desired import desired
 
 
 def _joined(count: int, **settings: object) -> Drive:
@@ -322,8 +323,8 @@ def test_orders() -> None:
 
 def test_each_group_is_a_world_of_its_own() -> None:
     """A group's name may hold digits and its nodes' names are told apart."""
-    assert world.group_of("worker-12-3") == "worker"
-    assert world.group_of("ps2-0-0") == "ps2"
+    assert names.group_of("worker-12-3") == "worker"
+    assert names.group_of("ps2-0-0") == "ps2"
 
 
 # ---- who goes where
@@ -336,7 +337,7 @@ def _node(index: int, incarnation: int = 0, nproc: int = 1) -> nodes.Node:
 
 
 def _laid(before: list[str], ready: list[nodes.Node], count: int) -> list[str]:
-    return [node.node for node in world.layout(before, ready, count)]
+    return [node.node for node in layout.layout(before, ready, count)]
 
 
 @pytest.mark.parametrize(
@@ -404,7 +405,7 @@ def test_layout_properties(before: list[int], ready: list[int], reborn: set[int]
 def test_ranges_round_trip(rows: list[tuple[int, int, int]]) -> None:
     """Members written as ranges come back in order, their ranks exactly 0 to size - 1."""
     ordered = [_node(*row) for row in rows]
-    members = world.from_ranges("worker", world.to_ranges(ordered))
+    members = ranges.from_ranges("worker", ranges.to_ranges(ordered))
     assert [(member.node, member.nproc) for member in members] == [(node.node, node.nproc) for node in ordered]
     ranks = list(itertools.chain.from_iterable(range(one.first_rank, one.first_rank + one.nproc) for one in members))
     assert ranks == list(range(sum(node.nproc for node in ordered)))
@@ -413,8 +414,8 @@ def test_ranges_round_trip(rows: list[tuple[int, int, int]]) -> None:
 def test_a_large_world_is_a_short_event() -> None:
     """16,384 nodes in order are one range; the event does not grow with the world."""
     ordered = [_node(one, nproc=8) for one in range(16_384)]
-    assert world.to_ranges(ordered) == ((0, 16_384, 0, 8),)
-    assert world.from_ranges("worker", world.to_ranges(ordered))[-1].first_rank == 16_383 * 8
+    assert ranges.to_ranges(ordered) == ((0, 16_384, 0, 8),)
+    assert ranges.from_ranges("worker", ranges.to_ranges(ordered))[-1].first_rank == 16_383 * 8
 
 
 def test_time_of_forming() -> None:

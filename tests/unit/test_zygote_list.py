@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dlrover_adapters.agent import wire
 from dlrover_adapters.agent.zygote import Unfit, Zygote
 
 
@@ -29,6 +30,31 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     for name in set(sys.modules) - before:
         del sys.modules[name]
+
+
+def origins(site: Path, *names: str) -> tuple[str, ...]:
+    """The files of these modules."""
+    return tuple(str(site / f"{name}.py") for name in names)
+
+
+def test_another_file_than_the_script_had_ends_the_list(zygote: Zygote, site: Path) -> None:
+    """A script that puts other packages first must get these, in every run."""
+    for name in ("as_it_was", "elsewhere"):
+        site.joinpath(f"{name}.py").write_text("")
+    importlib.invalidate_caches()
+    listed = ("as_it_was", "elsewhere")
+    for _ in range(2):  # imported by the list, and before it
+        with pytest.raises(Unfit, match=r"elsewhere: it is .*/elsewhere.py here, and /other/elsewhere.py") as caught:
+            zygote._import_each(listed, (*origins(site, "as_it_was"), "/other/elsewhere.py"))
+        assert caught.value.kept == 1
+    zygote._import_each(listed, origins(site, *listed))
+
+
+def test_modules_that_look_at_argv_see_the_script_s(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent sends it before the zygote is executed."""
+    monkeypatch.setattr(sys, "argv", ["zygote", "--fd", "3"])
+    zygote._answer(wire.Frame({"op": "argv", "argv": ["train.py", "--flag", "\udcff"]}, ()))
+    assert sys.argv == ["train.py", "--flag", "\udcff"]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +77,7 @@ def test_what_workers_would_share_ends_the_list(zygote: Zygote, site: Path, text
     importlib.invalidate_caches()
     try:
         with pytest.raises(Unfit, match=r"leaves_it: it leaves .* behind, which all workers would share") as caught:
-            zygote._import_each(("plain_one", "leaves_it"))
+            zygote._import_each(("plain_one", "leaves_it"), origins(site, "plain_one", "leaves_it"))
         assert what in caught.value.reason
         assert caught.value.kept == 1
     finally:
@@ -67,6 +93,6 @@ def test_servants_of_multiprocessing_are_forgotten_by_workers(zygote: Zygote, si
     )
     importlib.invalidate_caches()
     try:
-        zygote._import_each(("tracked",))
+        zygote._import_each(("tracked",), origins(site, "tracked"))
     finally:
         sys.modules["tracked"].kept._resource_tracker._stop()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from dlrover_core.errors import SpecError
 
 if TYPE_CHECKING:
-    from dlrover_core.diagnosis.ladder import Case, Choice, Context
+    from dlrover_core.diagnosis.choices import Case, Choice, Context
 
 # Texts that a hook may return are cut: they go into the log.
 RULE_MAX = 300

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from dlrover_core.history.incidents import is_death
 from dlrover_core.job import checkpoints, failures, job, nodes, planning, progress, world
-from dlrover_core.job.world import group_of
+from dlrover_core.job.names import group_of
 from dlrover_core.kernel.events import Event, Record
 
 BEFORE_MAX = 200

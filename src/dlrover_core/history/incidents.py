@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from dlrover_core.diagnosis.classify import describe
 from dlrover_core.job import checkpoints, evidence, failures, job, nodes, progress, world
+from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
-from dlrover_core.job.world import group_of
 from dlrover_core.kernel.events import Record
 
 

@@ -29,7 +29,7 @@ from dlrover_core.job import (
     silence,
     world,
 )
-from dlrover_core.job.world import from_ranges
+from dlrover_core.job.ranges import from_ranges
 from dlrover_core.kernel.engine import CommandFailed, CommandRefused
 from dlrover_core.kernel.events import Event
 from dlrover_core.words import without_sequences
@@ -323,7 +323,7 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     job.JobSuspended: lambda fact: f"somebody suspended the job: {fact.reason}",
     job.JobResumed: lambda fact: f"somebody let the job go on: {fact.reason}",
     job.GroupScaled: _scaled,
-    scaling.NodeDrained: lambda fact: (
+    planning.NodeDrained: lambda fact: (
         f"somebody wants {fact.host} free of {fact.node}: {fact.reason}"
         if fact.host
         else f"{fact.node} leaves: {fact.reason}"

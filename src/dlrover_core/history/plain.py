@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dlrover_core.history.explain import Explanation
 from dlrover_core.history.incidents import Story
 from dlrover_core.history.report import Report
 from dlrover_core.job.job import JobCreated
 from dlrover_core.kernel.events import Event, Record, kind_of
-
-if TYPE_CHECKING:
-    from dlrover_core.history.story import IncidentTold  # which speaks in phrases, which need us
 
 
 def plain(value: Any) -> Any:
@@ -69,23 +66,17 @@ def explanation_values(told: Explanation) -> dict[str, Any]:
     }
 
 
-def incident_values(told: IncidentTold) -> dict[str, Any]:
-    """An incident's story: the evidence in order, verdicts and actions within ``story``, what followed, how it ended."""
-    values: dict[str, Any] = plain(told)
-    values["story"] = _story_values(told.story)
-    return values
-
-
 def report_values(told: Report) -> dict[str, Any]:
     """A report, with what follows from its parts: the goodput ratio, each incident's verdict, action and time down."""
     values: dict[str, Any] = plain(told)
     values["goodput"]["ratio"] = told.goodput.ratio
     values["mean_down_us"] = told.mean_down_us
-    values["incidents"] = [_story_values(story) for story in told.incidents]
+    values["incidents"] = [story_values(story) for story in told.incidents]
     return values
 
 
-def _story_values(story: Story) -> dict[str, Any]:
+def story_values(story: Story) -> dict[str, Any]:
+    """A story, with what follows from its parts."""
     derived = {
         "verdict": story.verdict,
         "signature": story.signature,

@@ -14,12 +14,12 @@ from dlrover_core.history.goodput import Goodput, goodput_of
 from dlrover_core.history.incidents import IncidentsBuilder, Story
 from dlrover_core.history.saves import Saves, SavesBuilder
 from dlrover_core.history.timeline import Timeline, TimelineBuilder
-from dlrover_core.job import job, nodes, scaling
-from dlrover_core.job.state import MODEL
+from dlrover_core.job import job, nodes, planning
+from dlrover_core.job.state import FOLD
 from dlrover_core.kernel.engine import CommandFailed
 from dlrover_core.kernel.events import Record
 
-ASKED = (job.GroupScaled, scaling.NodeDrained, job.JobSuspended, job.JobResumed, job.JobStopping)
+ASKED = (job.GroupScaled, planning.NodeDrained, job.JobSuspended, job.JobResumed, job.JobStopping)
 
 
 class TakeOver(NamedTuple):
@@ -81,7 +81,7 @@ class ReportBuilder:
     """Feed it every record in order; ask for the `report` at any time."""
 
     def __init__(self) -> None:
-        self.state = MODEL.new()
+        self.state = FOLD.new()
         self._timeline = TimelineBuilder()
         self._incidents, self._saves = IncidentsBuilder(), SavesBuilder()
         self._take_overs: list[TakeOver] = []
@@ -93,7 +93,7 @@ class ReportBuilder:
     def feed(self, record: Record) -> None:
         """Take in the next record."""
         fact, before = record.event, self.state.at
-        MODEL.apply(self.state, record)
+        FOLD.apply(self.state, record)
         if isinstance(fact, job.JobCreated):
             self._new_run()
         self._timeline.feed(record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dlrover_core.job import checkpoints, nodes, world
+from dlrover_core.job import checkpoints, names, nodes
 from dlrover_core.kernel.events import Record
 
 
@@ -64,7 +64,7 @@ class SavesBuilder:
         elif isinstance(fact, (checkpoints.StorageBack, *_ENDED)):
             self._back(fact.node, record.at)
         elif isinstance(fact, checkpoints.Restored):
-            key = (world.group_of(fact.node), fact.generation)
+            key = (names.group_of(fact.node), fact.generation)
             self._restores[key] = max(self._restores.get(key, fact), fact, key=_slowness)
             self._fell += len(fact.fell)
 

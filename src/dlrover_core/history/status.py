@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from dlrover_core.diagnosis.classify import describe
 from dlrover_core.history.headline import Headline, Headlines
+from dlrover_core.job.checkpoints import MEMORY
+from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
-from dlrover_core.job.tiers import MEMORY
-from dlrover_core.job.world import group_of
 from dlrover_core.kernel.events import Record
 
 

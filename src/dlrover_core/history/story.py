@@ -8,7 +8,7 @@ that set it aside, from the same evidence, or, where that is another one today, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dlrover_core.diagnosis import evidence as kinds
 from dlrover_core.diagnosis import signatures
@@ -16,8 +16,9 @@ from dlrover_core.diagnosis.procedure import judge
 from dlrover_core.history.headline import Headlines
 from dlrover_core.history.incidents import IncidentsBuilder, Story
 from dlrover_core.history.phrases import exit_of
+from dlrover_core.history.plain import plain, story_values
 from dlrover_core.job import evidence, failures, hosts, job, nodes, world
-from dlrover_core.job.state import MODEL, JobState
+from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.events import Record
 
 WORDS_MAX = 20
@@ -71,7 +72,7 @@ class _Teller:
     """Reads a whole log once."""
 
     def __init__(self) -> None:
-        self._state: JobState = MODEL.new()
+        self._state: JobState = FOLD.new()
         self._builder, self._headlines = IncidentsBuilder(), Headlines()
         self._lines: dict[int, str] = {}
         self._seen: dict[int, Record] = {}
@@ -93,7 +94,7 @@ class _Teller:
             # Before it is applied: a node that is gone is nowhere any more.
             self._seen[record.seq] = record
             self._hosts[record.seq] = self._state.hosts.host_of(fact.node)
-        MODEL.apply(self._state, record)
+        FOLD.apply(self._state, record)
         if isinstance(fact, _SEEN):
             self._note(fact, record)
         self._builder.feed(self._state, record)
@@ -203,3 +204,10 @@ def _node(fact: object, record: Record, host: str) -> Seen:
         text = f"{how}{': ' + fact.reason if fact.reason else ''}"
     source = kinds.PLATFORM if fact.reason else kinds.NODE
     return Seen(record.seq, record.at, source, fact.node, host, -1, text, "")
+
+
+def incident_values(told: IncidentTold) -> dict[str, Any]:
+    """An incident's story: the evidence in order, verdicts and actions within ``story``, what followed, how it ended."""
+    values: dict[str, Any] = plain(told)
+    values["story"] = story_values(told.story)
+    return values

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from dlrover_core.diagnosis.ladder import AWAIT_EVIDENCE
 from dlrover_core.job import checkpoints, failures, job, nodes, progress, silence, world
-from dlrover_core.job.world import group_of
+from dlrover_core.job.names import group_of
 from dlrover_core.kernel.events import Record
 
 STARTING = "starting"

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from dlrover_core.diagnosis import classify, ladder, signatures
 from dlrover_core.diagnosis.classify import describe
-from dlrover_core.job import failures, job, recovery
+from dlrover_core.job import failures, job
 from dlrover_core.job.failures import ActionChosen, Diagnosed, IncidentOpened, WorkerExited
-from dlrover_core.job.state import MODEL, JobState
+from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.events import Record
+from dlrover_core.rules import incidents
 from dlrover_core.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -104,8 +105,8 @@ class _Replay:
         self, records: Sequence[Record], change: Callable[[JobSpec], JobSpec], hook: Hook | None, *, anew: bool
     ) -> None:
         self._records, self._change, self._anew = records, change, anew
-        self._react: Any = recovery.concern(hook).react
-        self._state: JobState = MODEL.new()
+        self._react: Any = incidents.rules(hook).react
+        self._state: JobState = FOLD.new()
         self._done = {record.cause: record for record in records if _chosen_now(record)}
         # Verdicts whose recorded answer has not come yet, by its seq.
         self._open: dict[int, tuple[Diagnosed, Diagnosed, Record]] = {}
@@ -154,7 +155,7 @@ class _Replay:
         return incident is None or incident.state == "fatal"
 
     def _apply(self, record: Record) -> None:
-        MODEL.apply(self._state, record)
+        FOLD.apply(self._state, record)
 
     def _recognised(self, fact: WorkerExited) -> WorkerExited:
         table = signatures.table(self._state.job.spec.signatures)

@@ -1,1 +1,1 @@
-"""The domain: one module per concern, each with its events, its slice of the state, and its decisions."""
+"""What is known: events, commands, the slices of the state, and how events change them. What is decided: `rules`."""

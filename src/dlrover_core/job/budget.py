@@ -7,17 +7,12 @@ the job as one beyond our own budget would, and its node, once it has gone, is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from dlrover_core.errors import Refused
-from dlrover_core.job import job, nodes
-from dlrover_core.kernel.engine import Concern, always
-from dlrover_core.kernel.events import Event, Record, event
-
-if TYPE_CHECKING:
-    from dlrover_core.job.state import JobState
+from dlrover_core.job import job
+from dlrover_core.kernel.engine import Facts
+from dlrover_core.kernel.events import Record, event
 
 
 @event(65)
@@ -42,13 +37,6 @@ class BudgetSlice:
     spent: list[str] = field(default_factory=list)
 
 
-def _spend(state: JobState, command: SpendRestarts, now: int) -> Iterator[Event]:
-    nodes.present(state, command.node)
-    if command.node in state.budget.spent or not state.job.live:
-        raise Refused(f"the job is {state.job.state}, and node {command.node!r} has said so already")
-    yield RestartsSpent(command.node, command.generation)
-
-
 def _on_created(slice_: BudgetSlice, fact: job.JobCreated, record: Record) -> None:
     slice_.spent.clear()
 
@@ -57,10 +45,7 @@ def _on_spent(slice_: BudgetSlice, fact: RestartsSpent, record: Record) -> None:
     slice_.spent.append(fact.node)
 
 
-CONCERN = Concern(
-    name="budget",
-    events=(RestartsSpent,),
+FACTS = Facts(
+    kinds=(RestartsSpent,),
     evolve={job.JobCreated: _on_created, RestartsSpent: _on_spent},
-    decide={SpendRestarts: _spend},
-    levels={RestartsSpent: always},
 )

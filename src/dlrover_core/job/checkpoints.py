@@ -8,26 +8,19 @@ generation was restored, and a storage that fails or is back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
-from dlrover_core.checkpoint.partners import ALONE, partners
-from dlrover_core.errors import Refused
-from dlrover_core.job import failures, job, nodes, world
-from dlrover_core.job.holdings import NOTHING as NO_STEP
-from dlrover_core.job.holdings import Holdings, SaveOrder
-from dlrover_core.job.layout import Ranges
-from dlrover_core.job.tiers import DISK, MEMORY, NOTHING, PEER, STORAGE, TIERS
-from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern, always
-from dlrover_core.kernel.events import Event, Record, event
-from dlrover_core.spec import us
+from dlrover_core.job import job, nodes, world
+from dlrover_core.job.failures import ASIDE, IncidentOpened
+from dlrover_core.job.holdings import NO_STEP, Holdings, SaveOrder
+from dlrover_core.job.names import group_of
+from dlrover_core.job.ranges import Ranges
+from dlrover_core.kernel.engine import Facts
+from dlrover_core.kernel.events import Record, event
 
-if TYPE_CHECKING:
-    from dlrover_core.job.state import JobState
-
-__all__ = ["DISK", "MEMORY", "NOTHING", "PEER", "STORAGE", "TIERS"]
+MEMORY, PEER, DISK, STORAGE, NOTHING = "memory", "peer", "disk", "storage", "nothing"
+TIERS = (MEMORY, PEER, DISK, STORAGE, NOTHING)
 
 DUE = "due"
 URL_MAX, TEXT_MAX = 1024, 300
@@ -290,155 +283,6 @@ def storage_calm_s(failures: int) -> int:
     return min(CALM_MAX_S, CALM_S << min(failures - 2, 8)) if failures > 1 else 0
 
 
-# ---- what agents are told
-
-
-class Told(NamedTuple):
-    """What of an `Order` is about checkpoints, for everybody of a group: where it is the same, so are the orders."""
-
-    committed: tuple[int, int] = (0, NO_STEP)
-    mtbf_s: int = 0
-    writers: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    offered: int = 0
-    decided: int = 0
-
-
-def told(state: JobState, group: str) -> Told:
-    """What orders of a group depend on, beside the node and its world."""
-    slice_, kept = state.checkpoints, state.checkpoints.of(group)
-    order = kept.order
-    return Told(
-        kept.newest,
-        slice_.mtbf_s,
-        tuple(order.writers.items()) if order is not None else (),
-        slice_.offered,
-    )
-
-
-def ordered(state: JobState, node: str, place: int) -> dict[str, Any]:
-    """The fields of a node's `Order` that are about checkpoints. ``place``: in the world that runs; -1: in none."""
-    group, slice_ = group_of(node), state.checkpoints
-    kept = slice_.of(group)
-    of, step = kept.newest
-    fields: dict[str, Any] = {"committed": step, "committed_of": of, "mtbf_s": slice_.mtbf_s}
-    if kept.order is not None and node in kept.order.writers:
-        fields["persist"], fields["persist_of"] = kept.order.step, kept.order.generation
-        fields["persist_places"] = kept.order.writers[node]
-    if place >= 0 and slice_.replicas:
-        fields["replica_to"] = slice_.replicas.get(_partner(state, group, place), "")
-    return fields
-
-
-def _partner(state: JobState, group: str, place: int) -> str:
-    """The node that keeps a copy of what the node at a place of the world that runs holds; empty: nobody can."""
-    current = state.world.worlds[group]
-
-    def chosen() -> tuple[int, ...]:
-        racks = {seat.host: seat.rack for seat in state.hosts.seats.values()}
-        known = [state.nodes.nodes.get(one.node) for one in current.members]
-        hosts = [one.host if one is not None else "" for one in known]
-        return partners([(racks.get(host) or host, host) for host in hosts])
-
-    partner = current.recall("partners", chosen)[place]
-    return current.members[partner].node if partner != ALONE else ""
-
-
-# ---- decide
-
-
-def _member(state: JobState, node: str, generation: int) -> world.World:
-    """The world that a node is a member of. Raises `Refused`."""
-    nodes.present(state, node)
-    current = state.world.of(node)
-    if not current.active or current.generation != generation or current.member(node) is None:
-        raise Refused(f"{node} is no member of a running generation {generation}")
-    return current
-
-
-def _bounded(*numbers: int) -> None:
-    if not all(0 <= one <= NUMBER_MAX for one in numbers):
-        raise Refused(f"{numbers}: not all are from 0 to {NUMBER_MAX}")
-
-
-def _keeping(state: JobState, command: ReportKeeping, now: int) -> Iterator[Event]:
-    current, group = _member(state, command.node, command.generation), group_of(command.node)
-    if current.places[command.node] != 0:
-        raise Refused(f"{command.node} does not run rank 0, which speaks for all")
-    if state.checkpoints.of(group).generation >= command.generation:
-        raise Refused(f"generation {command.generation} has said that it saves")
-    if len(command.url) > URL_MAX:
-        raise Refused(f"a url has at most {URL_MAX} characters")
-    _bounded(command.every, command.store_every, command.keep, command.node_bytes, command.spread)
-    yield KeepingStarted(group, *command[1:])
-
-
-def _commit(state: JobState, command: CommitCheckpoint, now: int) -> Iterator[Event]:
-    """The leader says it again until it is so: what is so already leaves no record."""
-    kept, this = state.checkpoints.of(command.group), (command.generation, command.step)
-    # Also while agents bring to safety what they have, as the job ends.
-    if this <= kept.newest or command.generation > kept.generation:
-        return
-    ordered = kept.order is not None and (kept.order.generation, kept.order.step) == this
-    why = kept.order.why if ordered and kept.order is not None else DUE
-    yield CheckpointCommitted(
-        command.group, *this, kept.url, command.parts, max(0, command.size), max(0, command.took_us), why
-    )
-
-
-def _storage(state: JobState, command: ReportStorage, now: int) -> Iterator[Event]:
-    nodes.present(state, command.node)
-    url, failing = command.url[:URL_MAX], command.node in state.checkpoints.failing
-    if failing == bool(command.reason):
-        raise Refused(f"the storage of {command.node} is known to {'fail' if failing else 'work'}")
-    count, at = state.checkpoints.outages.get(command.node, (0, 0))
-    # Half of what its agent waits for: its word of the failure may have been on its way for long.
-    if failing and now < at + us(storage_calm_s(count) / 2):
-        raise Refused(f"the storage of {command.node} comes and goes: it failed {(now - at) // us(1)} s ago")
-    yield (
-        StorageFailed(command.node, url, command.reason[:TEXT_MAX])
-        if command.reason
-        else StorageBack(command.node, url)
-    )
-
-
-def _offer(state: JobState, command: OfferReplica, now: int) -> Iterator[Event]:
-    node = nodes.present(state, command.node)
-    if len(command.address) > nodes.NAME_MAX:
-        raise Refused(f"an address has at most {nodes.NAME_MAX} characters")
-    if not node.joined or state.checkpoints.replicas.get(command.node, "") == command.address:
-        raise Refused(f"{command.node} is {node.state}, and takes copies at {command.address!r} already")
-    yield ReplicaOffered(command.node, command.address)
-
-
-def _held(state: JobState, command: ReportHeld, now: int) -> Iterator[Event]:
-    nodes.present(state, command.node)
-    held = state.checkpoints.of(group_of(command.node)).holdings(command.generation)
-    if held is None or command.node not in held.places or command.node in held.gone:
-        raise Refused(f"{command.node} is no member of a generation {command.generation} that saves")
-    if len(command.steps) > STEPS_MAX or len(command.copies) > COPIES_MAX:
-        raise Refused(f"{command.node} tells of {len(command.steps)} steps and {len(command.copies)} copies")
-    _bounded(*command.steps, *(number for one in command.copies for number in one))
-    if command.plan:
-        _member(state, command.node, command.generation)
-    elif command.node in held.held or held.saved:
-        raise Refused(f"what {command.node} holds of generation {command.generation} is known, or decided upon")
-    steps, copies = tuple(sorted(set(command.steps))), tuple(sorted(set(command.copies)))
-    yield StepsHeld(command.node, command.generation, steps, command.plan, copies)
-
-
-def _restored(state: JobState, command: ReportRestored, now: int) -> Iterator[Event]:
-    current = _member(state, command.node, command.generation)
-    rank_0 = current.places[command.node] == 0
-    if command.tier not in TIERS or len(command.fell) > FELL_MAX or command.step < 0 or command.took_us < 0:
-        raise Refused(f"no restore is like this: step {command.step} from {command.tier[:TEXT_MAX]!r}")
-    if command.node in state.checkpoints.of(group_of(command.node)).restored:
-        raise Refused(f"{command.node} has told from where generation {command.generation} began")
-    if not worth_telling(command.tier, command.fell, rank_0=rank_0):
-        raise Refused(f"{command.node} found its own memory, or nothing, like everybody")
-    fell = tuple((tier[:TEXT_MAX], why[:TEXT_MAX]) for tier, why in command.fell)
-    yield Restored(*command[:5], fell)
-
-
 # ---- evolve
 
 
@@ -499,8 +343,8 @@ def _expect(slice_: CheckpointSlice, at: int) -> None:
         slice_.mtbf_s = exact // unit * unit
 
 
-def _on_incident(slice_: CheckpointSlice, fact: failures.IncidentOpened, record: Record) -> None:
-    if fact.generation != failures.ASIDE:
+def _on_incident(slice_: CheckpointSlice, fact: IncidentOpened, record: Record) -> None:
+    if fact.generation != ASIDE:
         slice_.failures += 1
         _expect(slice_, record.at)
 
@@ -561,15 +405,14 @@ EVENTS = (
     RanksArmed,
 )  # fmt: skip
 
-CONCERN = Concern(
-    name="checkpoints",
-    events=EVENTS,
+FACTS = Facts(
+    kinds=EVENTS,
     evolve={
         job.JobCreated: _on_created,
         **dict.fromkeys((job.JobStopping, job.JobFailed), _on_farewell),
         world.WorldFormed: _on_formed,
         world.WorldDissolved: _on_dissolved,
-        failures.IncidentOpened: _on_incident,
+        IncidentOpened: _on_incident,
         KeepingStarted: _on_keeping,
         CheckpointCommitted: _on_committed,
         StorageFailed: _on_failed,
@@ -580,14 +423,4 @@ CONCERN = Concern(
         Restored: _on_restored,
         **dict.fromkeys(get_args(world.Ended), _forget),
     },
-    decide={
-        ReportKeeping: _keeping,
-        ReportHeld: _held,
-        ReportStorage: _storage,
-        OfferReplica: _offer,
-        ReportRestored: _restored,
-        CommitCheckpoint: _commit,
-    },
-    # A failure changes how often failures are expected.
-    levels=dict.fromkeys((CheckpointCommitted, ReplicaOffered, SaveOrdered, failures.IncidentOpened), always),
 )

@@ -7,20 +7,14 @@ by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from dlrover_core.diagnosis import signatures
-from dlrover_core.diagnosis.evidence import SOURCES, Evidence
-from dlrover_core.errors import Refused
-from dlrover_core.job import job, nodes
-from dlrover_core.kernel.engine import Concern
-from dlrover_core.kernel.events import Event, Record, event
+from dlrover_core.diagnosis.evidence import Evidence
+from dlrover_core.job import job
+from dlrover_core.kernel.engine import Facts
+from dlrover_core.kernel.events import Record, event
 from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.job.state import JobState
 
 WINDOW_S = 660.0
 KEPT_MAX = 256
@@ -71,29 +65,6 @@ class EvidenceSlice:
     recent: list[Evidence] = field(default_factory=list)
 
 
-def _report(state: JobState, command: ReportEvidence, now: int) -> Iterator[Event]:
-    node = nodes.present(state, command.node)
-    if command.source not in SOURCES:
-        raise Refused(f"node {command.node!r}: there is no source of evidence {command.source!r}")
-    known = signatures.table(state.job.spec.signatures).get(command.signature)
-    if known is None:
-        raise Refused(f"node {command.node!r}: there is no signature {command.signature!r}")
-    yield EvidenceSeen(
-        command.node,
-        command.source,
-        known.id,
-        known.verdict,
-        known.confidence,
-        command.text[:TEXT_MAX],
-        command.rank,
-        command.generation,
-        min(max(command.age_us, 0), now),
-        command.place[:TEXT_MAX],
-        command.subject[:SUBJECT_MAX],
-        node.host,
-    )
-
-
 def _on_created(slice_: EvidenceSlice, fact: job.JobCreated, record: Record) -> None:
     slice_.recent.clear()
 
@@ -124,9 +95,7 @@ def of(fact: EvidenceSeen, record: Record) -> Evidence:
     )
 
 
-CONCERN = Concern(
-    name="evidence",
-    events=(EvidenceSeen,),
+FACTS = Facts(
+    kinds=(EvidenceSeen,),
     evolve={job.JobCreated: _on_created, EvidenceSeen: _on_seen},
-    decide={ReportEvidence: _report},
 )

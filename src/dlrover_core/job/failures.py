@@ -1,20 +1,20 @@
 """Incidents: one failure from first evidence to recovery, its verdict, its actions, its cost.
 
-What is done about them: `recovery`.
+What is done about them: `rules.incidents`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import CASC, ERROR, EXIT, KERNEL, LOG, NODE, OPENING, PLAT, Evidence
 from dlrover_core.job import evidence, job, nodes, older, progress, world
 from dlrover_core.job.crash_loops import Cycles
 from dlrover_core.job.incident_lifecycle import INCIDENT, Action
-from dlrover_core.job.world import group_of
+from dlrover_core.job.names import group_of
+from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
 from dlrover_core.spec import us
 
@@ -562,23 +562,26 @@ def _on_closed(slice_: FailureSlice, fact: IncidentClosed, record: Record) -> No
 
 EVENTS = (WorkerExited, IncidentOpened, Diagnosed, ActionChosen, IncidentClosed)
 
-EVOLVE: Mapping[type, Callable[[Any, Any, Record], None]] = {
-    job.JobCreated: _on_created,
-    job.GroupScaled: _on_scaled,
-    nodes.PlaceReopened: lambda slice_, fact, record: slice_.relaunches.pop(f"{fact.group}-{fact.index}", None),
-    nodes.NodeJoined: lambda slice_, fact, record: slice_.joined.update({fact.node.rsplit("-", 1)[0]: record.at}),
-    WorkerExited: _note_exit,
-    evidence.EvidenceSeen: _note_evidence,
-    nodes.NodeFailed: _note_node,
-    nodes.NodeGone: _note_node,
-    nodes.NodeLost: _note_node,
-    world.WorkersStopped: _note_step,
-    world.WorldFormed: _on_formed,
-    world.WorkersStarted: _on_started,
-    progress.FirstStep: _on_first,
-    progress.Progressed: lambda slice_, fact, record: _step(slice_, fact.group, fact.step),
-    IncidentOpened: _on_opened,
-    Diagnosed: _on_diagnosed,
-    ActionChosen: _on_chosen,
-    IncidentClosed: _on_closed,
-}
+FACTS = Facts(
+    kinds=EVENTS,
+    evolve={
+        job.JobCreated: _on_created,
+        job.GroupScaled: _on_scaled,
+        nodes.PlaceReopened: lambda slice_, fact, record: slice_.relaunches.pop(f"{fact.group}-{fact.index}", None),
+        nodes.NodeJoined: lambda slice_, fact, record: slice_.joined.update({fact.node.rsplit("-", 1)[0]: record.at}),
+        WorkerExited: _note_exit,
+        evidence.EvidenceSeen: _note_evidence,
+        nodes.NodeFailed: _note_node,
+        nodes.NodeGone: _note_node,
+        nodes.NodeLost: _note_node,
+        world.WorkersStopped: _note_step,
+        world.WorldFormed: _on_formed,
+        world.WorkersStarted: _on_started,
+        progress.FirstStep: _on_first,
+        progress.Progressed: lambda slice_, fact, record: _step(slice_, fact.group, fact.step),
+        IncidentOpened: _on_opened,
+        Diagnosed: _on_diagnosed,
+        ActionChosen: _on_chosen,
+        IncidentClosed: _on_closed,
+    },
+)

@@ -1,28 +1,22 @@
-"""Health: which nodes have passed their check, which checks run, and who may train. What is done about it: `checking`.
+"""Health: which nodes have passed their check, which checks run, and who may train. What is done about it: `rules.checks`.
 
 A verdict holds for the life of a node's agent, and for ``check_fresh_s``: a plain restart costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from dlrover_core.diagnosis.pairing import FAULTY, UNCLEAR, Groups, Outcome, Round
-from dlrover_core.job import job, nodes, planning, world
-from dlrover_core.job.layout import Ranges
-from dlrover_core.job.tally import Remembering
-from dlrover_core.job.world import from_ranges, group_of
-from dlrover_core.kernel.events import Event, Record, event
-from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.job.state import JobState
+from dlrover_core.job import job, planning, world
+from dlrover_core.job.memo import Remembering
+from dlrover_core.job.names import group_of
+from dlrover_core.job.ranges import Ranges, from_ranges
+from dlrover_core.kernel.engine import Facts
+from dlrover_core.kernel.events import Record, event
 
 OFF, BASIC, FULL = "off", "basic", "full"
-# Checks of one wait for a world after which newcomers wait instead.
-HELD_MAX = 3
 # With these words a slow node is drained.
 SLOW_WORDS = "the node check was slow"
 
@@ -164,109 +158,6 @@ class HealthSlice:
     asked: dict[str, str] = field(default_factory=dict)
     changes: int = 0
 
-    def admits(self, state: JobState, node: nodes.Node) -> bool:
-        """May this node train, as far as its health goes?"""
-        spec = state.job.spec
-        if spec.precheck == OFF:
-            return True
-        found_at = self.good.get(node.group, {}).get(node.node)
-        return found_at is not None and _fresh(state, found_at)
-
-    def admitted(self, state: JobState, group: str) -> int:
-        """How many nodes of a group could be members of a world now; none while it is to wait for a check."""
-        ready = state.nodes.tally.ready.get(group, 0)
-        if state.job.spec.precheck == OFF:
-            return ready - len(state.planning.away(state, group))
-        return 0 if self.withholds(state, group) else len(world.ready_nodes(state, group))
-
-    def withholds(self, state: JobState, group: str) -> bool:
-        """Does the next world wait for a check that runs, or is about to begin?"""
-        check = self.running.get(group)
-        if check is not None and not check.aside:
-            return True
-        if self.held.get(group, 0) >= HELD_MAX:
-            return False
-        if self._whole(state, group):
-            return False
-        aside = check.members if check is not None else ()
-        ready = state.nodes.tally.ready.get(group, 0)
-        if ready > len(self.good.get(group, {})) + len(aside):
-            return True
-        return any(node.node not in aside for node in unchecked(state, group))
-
-    @staticmethod
-    def _whole(state: JobState, group: str) -> bool:
-        """Can the last world go on as it was? A restart waits for nobody's check."""
-        last = state.world.worlds.get(group)
-        return last is not None and bool(last.members) and world.complete(state, group)
-
-
-def _fresh(state: JobState, found_at: int) -> bool:
-    return state.at <= found_at + us(state.job.spec.check_fresh_s)
-
-
-def unchecked(state: JobState, group: str) -> list[nodes.Node]:
-    """Ready nodes that must not train before they are checked."""
-    good = state.health.good.get(group, {})
-    # Whoever is no longer ready is no longer among the good: as many as those are all of them.
-    if len(good) == state.nodes.tally.ready.get(group, 0) and _fresh(state, min(good.values(), default=state.at)):
-        return []
-    current = state.world.worlds.get(group) or world.World()
-    return [
-        node
-        for node in state.nodes.of(group)
-        if node.ready
-        and not state.health.admits(state, node)
-        and not (current.active and current.member(node.node) is not None)
-    ]
-
-
-def here(state: JobState, name: str) -> bool:
-    """Is it still one that can be checked?"""
-    node = state.nodes.nodes.get(name)
-    return node is not None and node.ready
-
-
-def closed(state: JobState, check: Check, members: tuple[int, ...]) -> bool:
-    """Is there nothing more to be heard of those who work together, because one of them has ended in this round?"""
-    return not all(here(state, check.members[one]) for one in members)
-
-
-def ask(state: JobState, group: str, why: str, suspects: Collection[str] = ()) -> Iterator[Event]:
-    """Let these nodes, or all of the group, be checked before the next world forms: after a failure whose verdict is in doubt.
-
-    Yields nothing where the job does without checks.
-    """
-    if state.job.spec.precheck != OFF and state.job.live:
-        yield CheckAsked(group, tuple(suspects), why)
-
-
-# ---- what agents are told
-
-
-def orders(state: JobState, group: str) -> Mapping[str, Mapping[str, Any]]:
-    """The fields of an `Order` that concern a check, for each node that works in its present round."""
-    check = state.health.running.get(group)
-    if check is None or not state.job.live:
-        return {}
-    told: dict[str, Mapping[str, Any]] = {}
-    for members, store in zip(check.groups, check.stores, strict=True):
-        if closed(state, check, members):
-            continue  # what they began to do together cannot end
-        for rank, place in enumerate(members):
-            told[check.members[place]] = {
-                "check": check.number,
-                "check_round": check.round,
-                "check_kind": check.kind,
-                "check_rank": rank,
-                "check_size": len(members),
-                "check_store": store,
-                "check_with": tuple(check.members[one] for one in members if one != place),
-                "check_us": us(state.job.spec.check_s),
-                "check_at": check.began_at,
-            }
-    return told
-
 
 # ---- evolve
 
@@ -341,13 +232,16 @@ def _on_drained(slice_: HealthSlice, fact: planning.NodeDrained, record: Record)
 
 EVENTS = (CheckStarted, CheckReported, CheckJudged, CheckAsked)
 
-EVOLVE: Mapping[type, Callable[[Any, Any, Record], None]] = {
-    job.JobCreated: _on_created,
-    CheckStarted: _on_started,
-    CheckReported: _on_reported,
-    CheckJudged: _on_judged,
-    CheckAsked: _on_asked,
-    world.WorldFormed: _on_formed,
-    planning.NodeDrained: _on_drained,
-    **dict.fromkeys(get_args(world.Ended), _forget),
-}
+FACTS = Facts(
+    kinds=EVENTS,
+    evolve={
+        job.JobCreated: _on_created,
+        CheckStarted: _on_started,
+        CheckReported: _on_reported,
+        CheckJudged: _on_judged,
+        CheckAsked: _on_asked,
+        world.WorldFormed: _on_formed,
+        planning.NodeDrained: _on_drained,
+        **dict.fromkeys(get_args(world.Ended), _forget),
+    },
+)

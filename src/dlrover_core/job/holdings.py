@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dlrover_core.job.layout import Ranges
-from dlrover_core.job.tally import Remembering
-from dlrover_core.job.world import from_ranges
+from dlrover_core.job.memo import Remembering
+from dlrover_core.job.ranges import Ranges, from_ranges
 
 Copies = tuple[tuple[int, int], ...]
 """Whose parts are kept beside one's own: the place in that world, and the step."""
-NOTHING = -1
+NO_STEP = -1
 
 
 @dataclass(slots=True)
@@ -63,7 +62,7 @@ class Holdings(Remembering):
             told = [(places[node], step) for step in steps]
             for place, step in (*told, *self.copies.get(node, ())):
                 found.setdefault(step, set()).add(place)
-        return max((step for step, have in found.items() if have >= set(places.values())), default=NOTHING)
+        return max((step for step, have in found.items() if have >= set(places.values())), default=NO_STEP)
 
     def able(self, step: int) -> dict[str, tuple[int, ...]]:
         """Who can write which places' parts of a step: its own first."""

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from dlrover_core.errors import Refused
-from dlrover_core.kernel.engine import Concern, always
-from dlrover_core.kernel.events import Event, Record, event
+from dlrover_core.kernel.engine import Facts
+from dlrover_core.kernel.events import Record, event
 from dlrover_core.kernel.lifecycle import Lifecycle
 from dlrover_core.spec import JobSpec
-
-if TYPE_CHECKING:
-    from dlrover_core.job.state import JobState
 
 LIFECYCLE = Lifecycle(
     "job",
@@ -245,63 +240,6 @@ def resized(spec_json: str, sizes: tuple[tuple[str, tuple[int, int]], ...]) -> J
     return replace(spec, groups=tuple(groups))
 
 
-def _create(state: JobState, command: CreateJob, now: int) -> Iterator[Event]:
-    if state.job.run == command.run:
-        raise Refused(f"run {command.run} of job {state.job.name!r} has begun already")
-    spec = JobSpec.from_json(command.spec)
-    if state.job.state not in ("new", *OVER):
-        yield JobAbandoned(f"run {command.run} begins")
-    yield JobCreated(spec.job, command.run, command.spec)
-
-
-def _stop(state: JobState, command: StopJob, now: int) -> Iterator[Event]:
-    if not state.job.live:
-        raise Refused(f"the job is {state.job.state}")
-    yield JobStopping(command.reason)
-
-
-def _suspend(state: JobState, command: SuspendJob, now: int) -> Iterator[Event]:
-    if not state.job.forms:
-        raise Refused(f"the job is {state.job.state}{' already' if state.job.state == 'suspended' else ''}")
-    refuse_while_failing(state)
-    yield JobSuspended(command.reason)
-
-
-def _resume(state: JobState, command: ResumeJob, now: int) -> Iterator[Event]:
-    if state.job.state != "suspended":
-        raise Refused(f"the job is {state.job.state}; only a suspended one can be resumed")
-    yield JobResumed(command.reason)
-
-
-def refuse_while_failing(state: JobState) -> None:
-    """Raises `Refused` while the job's end is decided, and only the last evidence for its cause is awaited."""
-    incident = next((one for one in state.failures.incidents.values() if one.held), None)
-    if incident is not None:
-        raise Refused(f"incident {incident.number} ({incident.signature}) is about to fail the job: {incident.rule}")
-
-
-def _take_over(state: JobState, command: TakeOver, now: int) -> Iterator[Event]:
-    yield LeaderStarted(command.holder, command.version)
-
-
-def _pause(state: JobState, command: NotePause, now: int) -> Iterator[Event]:
-    yield MasterPaused(command.late_us)
-
-
-def _archived(state: JobState, command: NoteArchived, now: int) -> Iterator[Event]:
-    if command.first != state.job.archived + 1:
-        raise Refused(f"the archive ends at {state.job.archived}, not before {command.first}")
-    yield Archived(command.first, command.last, command.chain)
-
-
-def ended_by(state: JobState) -> Iterator[Event]:
-    """`JobStopped`, when a stopping job has nothing left that runs."""
-    if state.job.state == "stopping" and not any(
-        node.state in ("running", "suspect") and node.joined for node in state.nodes.nodes.values()
-    ):
-        yield JobStopped()
-
-
 def _move(slice_: JobSlice, trigger: str, record: Record) -> None:
     slice_.state = LIFECYCLE.fire("job", slice_.state, trigger)
     if slice_.over:
@@ -357,32 +295,13 @@ def _on_archived(slice_: JobSlice, fact: Archived, record: Record) -> None:
     slice_.archived = fact.last
 
 
-def _stop_at_once_when_idle(state: JobState, fact: object, record: Record) -> Iterator[Event]:
-    yield from ended_by(state)
-
-
-LEVELS = (
-    JobCreated, JobStopping, JobStopped, JobSucceeded, JobFailed, JobAbandoned, JobSuspended, JobResumed, GroupScaled,
-    LeaderStarted,
+EVENTS = (
+    JobCreated, JobStarted, JobStopping, JobStopped, JobSucceeded, JobFailed, LeaderStarted, MasterPaused, Archived, JobAbandoned,
+    JobSuspended, JobResumed, GroupScaled,
 )  # fmt: skip
 
-CONCERN = Concern(
-    name="job",
-    events=(
-        JobCreated,
-        JobStarted,
-        JobStopping,
-        JobStopped,
-        JobSucceeded,
-        JobFailed,
-        LeaderStarted,
-        MasterPaused,
-        Archived,
-        JobAbandoned,
-        JobSuspended,
-        JobResumed,
-        GroupScaled,
-    ),
+FACTS = Facts(
+    kinds=EVENTS,
     evolve={
         JobCreated: _on_created,
         JobStarted: _on_started,
@@ -398,15 +317,6 @@ CONCERN = Concern(
         MasterPaused: _on_calm,
         Archived: _on_archived,
     },
-    decide={
-        CreateJob: _create,
-        StopJob: _stop,
-        SuspendJob: _suspend,
-        ResumeJob: _resume,
-        TakeOver: _take_over,
-        NotePause: _pause,
-        NoteArchived: _archived,
-    },
-    react={JobStopping: _stop_at_once_when_idle},
-    levels=dict.fromkeys(LEVELS, always),
+    # A run's senders are forgotten with it.
+    forgets={JobCreated: lambda _: None},
 )

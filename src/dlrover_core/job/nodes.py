@@ -7,20 +7,115 @@ has a row, a deletion counts whatever phase it carries, and a node that is only 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from dlrover_core.errors import Refused
 from dlrover_core.job import job
-from dlrover_core.job.node_lifecycle import ALIVE, COMING, LIFECYCLE
-from dlrover_core.job.tally import Tallied, tallied
-from dlrover_core.kernel.engine import Concern, always
-from dlrover_core.kernel.events import Event, Record, event
-from dlrover_core.words import plain
+from dlrover_core.job.node_lifecycle import ALIVE, LIFECYCLE
+from dlrover_core.kernel.engine import Evolve, Facts
+from dlrover_core.kernel.events import Record, event
 
-if TYPE_CHECKING:
-    from dlrover_core.job.state import JobState
+
+@dataclass(slots=True)
+class Tally:
+    """Of the nodes: how many of each group are ``ready``, how many have a living agent, how many of those are silent.
+
+    ``loose`` are those that do not simply run: only of them something may be due. ``given_up`` holds the indexes of each
+    group's places that are not wanted any more. ``changes`` grows with every node that becomes ready or ceases to be;
+    ``seats`` is who would sit where, as long as neither that nor the world changes.
+    """
+
+    ready: dict[str, int] = field(default_factory=dict)
+    alive: int = 0
+    suspects: int = 0
+    shunned: int = 0
+    loose: set[str] = field(default_factory=set)
+    given_up: dict[str, set[int]] = field(default_factory=dict)
+    changes: int = 0
+    seats: dict[str, tuple[tuple[int, int, int], list[Node]]] = field(default_factory=dict)
+
+    def count(self, node: Node, by: int) -> None:
+        """Count a node in (1) or out (-1)."""
+        if node.ready:
+            self.ready[node.group] = self.ready.get(node.group, 0) + by
+            self.changes += 1
+        if node.joined and node.state in ALIVE:
+            self.alive += by
+            self.suspects += by * (node.state == "suspect")
+        self.shunned += by * node.shunned
+        if by > 0 and not (node.ready and node.state == "running"):
+            self.loose.add(node.node)
+        else:
+            self.loose.discard(node.node)
+
+    def note_place(self, group: str, index: int, *, given_up: bool) -> None:
+        """A place is wanted, or is not."""
+        places = self.given_up.setdefault(group, set())
+        (places.add if given_up else places.discard)(index)
+
+
+class Tallied:
+    """What a `NodeSlice` is besides its fields."""
+
+    __slots__ = ("_tally",)
+    _tally: Tally | None
+
+    @property
+    def tally(self) -> Tally:
+        """The counts of now."""
+        found = getattr(self, "_tally", None)
+        if found is None:
+            found = self._tally = _counted(cast("NodeSlice", self))
+        return found
+
+    def recount(self) -> None:
+        """Count anew when next asked."""
+        self._tally = None
+
+
+def _counted(slice_: NodeSlice) -> Tally:
+    tally = Tally()
+    for node in slice_.nodes.values():
+        tally.count(node, 1)
+    for slot in slice_.slots.values():
+        tally.note_place(slot.group, slot.index, given_up=slot.given_up)
+    return tally
+
+
+def tallied(evolve: Mapping[type, Evolve]) -> dict[type, Evolve]:
+    """The same functions, each of which keeps the tally right: event by event where it is about one node, else anew."""
+    return {cls: (_one if "node" in cast(Any, cls)._fields else _all)(function) for cls, function in evolve.items()}
+
+
+def _one(function: Evolve) -> Evolve:
+    def evolve(slice_: NodeSlice, fact: Any, record: Any) -> None:
+        tally = getattr(slice_, "_tally", None)
+        if tally is None:
+            function(slice_, fact, record)
+            return
+        name = fact.node
+        before = slice_.nodes.get(name)
+        if before is not None:
+            tally.count(before, -1)
+        function(slice_, fact, record)
+        after = slice_.nodes.get(name)
+        if after is not None:
+            tally.count(after, 1)
+        slot = slice_.slots.get(name.rsplit("-", 1)[0])
+        if slot is not None:
+            tally.note_place(slot.group, slot.index, given_up=slot.given_up)
+
+    return evolve
+
+
+def _all(function: Evolve) -> Evolve:
+    def evolve(slice_: NodeSlice, fact: Any, record: Any) -> None:
+        slice_.recount()
+        function(slice_, fact, record)
+
+    return evolve
+
 
 # Why a node is released that has done nothing wrong: its workers have the grace of a planned stop.
 DRAINED, SCALED_DOWN, LEAVING = "drained", "scaled down", "leaving"
@@ -236,177 +331,6 @@ class NodeSlice(Tallied):
         return self.nodes.get(f"{group}-{index}-{slot.incarnation}") if slot else None
 
 
-def wanted(state: JobState, group: str) -> int:
-    """How many places of a group are still wanted: its nodes_max less those given up."""
-    nodes_max = state.job.spec.group(group).nodes_max
-    return nodes_max - sum(index < nodes_max for index in state.nodes.tally.given_up.get(group, ()))
-
-
-def present(state: JobState, name: str) -> Node:
-    """The node of that name. Raises `Refused` for one that is gone or never was."""
-    node = state.nodes.nodes.get(name)
-    if node is None:
-        raise Refused(f"node {name!r} is not a node of run {state.job.run or '-'}")
-    return node
-
-
-def plan(state: JobState, group: str, index: int) -> Iterator[Event]:
-    """Plan the next incarnation in a place, clear of the hosts in quarantine, of those to be cleared, and of lost nodes."""
-    slot = state.nodes.slots.get(f"{group}-{index}")
-    incarnation = slot.incarnation + 1 if slot else 0
-    avoid = [*state.hosts.quarantined(state.at), *shunned(state)]
-    memory_mib = state.failures.memory.get(group, state.job.spec.group(group).memory_mib)
-    name = f"{group}-{index}-{incarnation}"
-    yield NodePlanned(name, group, index, incarnation, tuple(dict.fromkeys(avoid)), memory_mib)
-
-
-def shunned(state: JobState) -> list[str]:
-    """Hosts that are avoided until their node is seen gone."""
-    cleared = state.planning.cleared(state)
-    if not state.nodes.tally.shunned:
-        return cleared
-    # By the name that its backend gave it, where that is known still.
-    return cleared + [
-        state.hosts.host_of(node.node) or node.host for node in state.nodes.nodes.values() if node.shunned
-    ]
-
-
-def release(state: JobState, node: Node, reason: str) -> Iterator[Event]:
-    """Let a node go, by plan. Of one that no backend has accepted yet nothing will be seen: it is gone at once."""
-    yield NodeReleased(node.node, reason)
-    if node.state == "planned":
-        yield NodeGone(node.node, "it was never started", expected=True)
-
-
-def replace(state: JobState, name: str) -> Iterator[Event]:
-    """Plan the next incarnation of this node's place, and release the node where it still stands.
-
-    Of one that was to leave all the same nobody new is planned: its successor is on the way, or its place is wanted no more.
-    """
-    node, leaves = state.nodes.nodes.get(name), followed(state, name)
-    if node is not None and not node.released:
-        yield NodeReleased(name, "replaced")
-    group, index, _ = name.rsplit("-", 2)
-    if not leaves:
-        yield from plan(state, group, int(index))
-
-
-def give_up(state: JobState, name: str) -> Iterator[Event]:
-    """Its place is not wanted any more: the world goes on smaller."""
-    yield NodeReleased(name, "replaced" if followed(state, name) else "given up")
-
-
-def followed(state: JobState, name: str) -> bool:
-    """Was its place to be another's, or nobody's, without its failure?"""
-    group, index, incarnation = name.rsplit("-", 2)
-    slot = state.nodes.slots.get(f"{group}-{index}")
-    taken = slot is not None and slot.incarnation > int(incarnation) and not vacant(state, group, int(index))
-    return taken or int(index) >= state.job.spec.group(group).nodes_max
-
-
-def complete(state: JobState, group: str) -> Iterator[Event]:
-    """Plan a node for every wanted place that has none: whoever finished and left is needed again when the world re-forms."""
-    for index in range(state.job.spec.group(group).nodes_max):
-        if vacant(state, group, index):
-            yield from plan(state, group, index)
-
-
-def vacant(state: JobState, group: str, index: int) -> bool:
-    """Is this place wanted, and nobody in it or on the way to it?"""
-    slot, latest = state.nodes.slots.get(f"{group}-{index}"), state.nodes.latest(group, index)
-    given_up = slot is not None and slot.given_up
-    return not given_up and (latest is None or bool(latest.released) or latest.state not in COMING)
-
-
-# ---- decide
-
-
-def _observe(state: JobState, command: ObserveNodes, now: int) -> Iterator[Event]:
-    for seen in command.nodes:
-        yield from _seen(state, seen)
-    if command.complete:
-        listed = {seen.node for seen in command.nodes}
-        for node in list(state.nodes.nodes.values()):
-            # What was never accepted may simply not exist yet; everything else that is not listed is gone.
-            if node.node not in listed and node.state != "planned":
-                yield gone(node, "not listed")
-
-
-def _seen(state: JobState, seen: Observed) -> Iterator[Event]:
-    node = state.nodes.nodes.get(seen.node)
-    if node is None:
-        return
-    trigger = {"pending": "pend", "running": "run", "succeeded": "succeed", "failed": "fail", "gone": "vanish"}.get(
-        seen.phase
-    )
-    if trigger is None:
-        raise Refused(f"node {seen.node!r}: a backend has no phase {seen.phase!r}")
-    if not LIFECYCLE.may(node.state, trigger):
-        return
-    reason = plain(seen.reason, TEXT_MAX)
-    if trigger == "pend":
-        yield NodePending(node.node)
-    elif trigger == "run":
-        yield NodeRunning(node.node, plain(seen.host, NAME_MAX), plain(seen.rack, NAME_MAX))
-    elif trigger == "succeed" and not _unfinished(state, node):
-        yield NodeSucceeded(node.node)
-    elif trigger == "succeed":
-        yield NodeFailed(node.node, 0, "it ended before its work was done")
-    elif trigger == "fail":
-        yield NodeFailed(node.node, seen.exit_code, reason)
-    else:
-        yield gone(node, reason)
-
-
-def _unfinished(state: JobState, node: Node) -> bool:
-    """Is it still needed? Whoever goes then has failed us, however politely: no other event would bring a successor."""
-    return state.job.live and not node.released and not state.world.of(node.node).done(node.node)
-
-
-def gone(node: Node, reason: str) -> NodeGone:
-    """The event of a node's disappearance."""
-    return NodeGone(node.node, reason, bool(node.released) or node.state in ("succeeded", "failed", "lost"))
-
-
-def _joined(state: JobState, command: ReportJoined, now: int) -> Iterator[Event]:
-    node = present(state, command.node)
-    if node.released or node.state not in COMING:
-        raise Refused(f"node {node.node!r} is {node.released or node.state}; its agent should leave")
-    if node.joined:
-        raise Refused(f"node {node.node!r} has an agent already")
-    if not 1 <= command.nproc <= NPROC_MAX or max(map(len, (command.host, command.address, command.seat))) > NAME_MAX:
-        raise Refused(f"node {node.node!r}: 1 to {NPROC_MAX} workers, and names of at most {NAME_MAX} characters")
-    yield NodeJoined(node.node, command.host, command.address, command.nproc, command.seat)
-
-
-def _left(state: JobState, command: ReportLeft, now: int) -> Iterator[Event]:
-    node = present(state, command.node)
-    if _unfinished(state, node) and LIFECYCLE.may(node.state, "fail"):
-        yield NodeFailed(node.node, 0, "its agent left, unasked", seen=False)
-    else:
-        yield NodeLeft(node.node)
-
-
-def _fault(state: JobState, command: ReportFault, now: int) -> Iterator[Event]:
-    node = present(state, command.node)
-    if not LIFECYCLE.may(node.state, "fail"):
-        raise Refused(f"node {node.node!r} is {node.state}")
-    yield NodeFailed(node.node, -1, command.reason[:TEXT_MAX], seen=False)
-
-
-# ---- react
-
-
-def _populate(state: JobState, fact: job.JobCreated, record: Record) -> Iterator[Event]:
-    for group in state.job.spec.groups:
-        for index in range(group.nodes_max):
-            yield from plan(state, group.name, index)
-
-
-def _maybe_ended(state: JobState, fact: object, record: Record) -> Iterator[Event]:
-    yield from job.ended_by(state)
-
-
 # ---- evolve
 
 
@@ -506,9 +430,8 @@ EVENTS = (
     NodeReleased, NodeLeft, PlaceReopened,
 )  # fmt: skip
 
-CONCERN = Concern(
-    name="nodes",
-    events=EVENTS,
+FACTS = Facts(
+    kinds=EVENTS,
     evolve=tallied(
         {
             job.JobCreated: _on_created,
@@ -526,20 +449,5 @@ CONCERN = Concern(
             PlaceReopened: _on_reopened,
         }
     ),
-    decide={
-        ObserveNodes: _observe,
-        ReportJoined: _joined,
-        ReportLeft: _left,
-        ReportFault: _fault,
-    },
-    react={
-        job.JobCreated: _populate,
-        NodeLeft: _maybe_ended,
-        NodeGone: _maybe_ended,
-        NodeFailed: _maybe_ended,
-        NodeLost: _maybe_ended,
-        NodeSucceeded: _maybe_ended,
-    },
-    # A place that is open again is filled by an event of its own.
-    levels=dict.fromkeys(set(EVENTS) - {PlaceReopened}, always),
+    forgets={NodeGone: lambda fact: fact.node},
 )

@@ -1,7 +1,7 @@
 """Planned changes of a world, as facts: which is prepared, who joins and who leaves, and how far it has come.
 
 A generation whose ranks save with us can agree on a step boundary: all of them save there and wait. A world that is changed then
-goes on from that very step, so growth, shrinking, drain and migration lose none. `changing` decides; this is what it knows.
+goes on from that very step, so growth, shrinking, drain and migration lose none. `rules.plans` decides; this is what it knows.
 
 A plan goes from `WorldPlanned` (whoever joins gets warm, training goes on) over `BoundaryAsked` (members' ranks are armed: they
 look for the boundary between any two steps; once all do, it may be chosen) and what every member holds there, to `WorldFormed`
@@ -11,20 +11,16 @@ of it, and told that it is off, are never taken for armed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
-from dlrover_core.job import nodes, world
+from dlrover_core.job import nodes, ranges, world
 from dlrover_core.job.checkpoints import KeepingStarted, RanksArmed, StepsHeld
 from dlrover_core.job.job import GroupScaled, JobCreated
-from dlrover_core.job.node_lifecycle import COMING
-from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Evolve
+from dlrover_core.job.names import group_of
+from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
-
-if TYPE_CHECKING:
-    from dlrover_core.job.state import JobState
 
 NONE = -1  # no step
 NAMED_MAX = 4
@@ -134,18 +130,6 @@ class PlanningSlice:
     leaving: dict[str, Leaving] = field(default_factory=dict)
     drops: dict[str, Drops] = field(default_factory=dict)
 
-    def able(self, state: JobState, group: str) -> bool:
-        """Can the running world of a group be changed at a step boundary? Not once ranks have ended: they come to none."""
-        current = state.world.worlds.get(group)
-        return (
-            current is not None
-            and current.active
-            and not current.finished
-            and state.job.forms
-            and state.job.spec.plan_s > 0
-            and self.keeping.get(group) == current.generation
-        )
-
     def asked(self, group: str) -> tuple[int, bool]:
         """What members are told: the plan whose boundary their ranks look for (0: none), and may it be chosen?"""
         plan = self.plans.get(group)
@@ -155,68 +139,6 @@ class PlanningSlice:
         """Do ranks of a group stand at a boundary, as they were told to?"""
         plan = self.plans.get(group)
         return plan is not None and bool(plan.held)
-
-    def resume(self, state: JobState, group: str) -> int:
-        """The step at which all ranks of the last world wait, or were stopped, at a boundary; -1: there is none."""
-        plan, last = self.plans.get(group), state.world.worlds.get(group)
-        if plan is None or last is None or plan.generation != last.generation or not plan.held:
-            return NONE
-        return plan.boundary(member.node for member in last.members)
-
-    def away(self, state: JobState, group: str) -> frozenset[str]:
-        """Ready nodes that are no members of the next world all the same: they leave.
-
-        Who is drained stays a candidate until its successor is there: a world that must be formed meanwhile, because of a
-        failure, would else have to wait for it.
-        """
-        if not self.leaving:
-            return frozenset()
-        plan = self.plans.get(group)
-        parted = plan.leaving if plan is not None and self.resume(state, group) >= 0 else ()
-        found = []
-        for name, leaving in self.leaving.items():
-            node = state.nodes.nodes.get(name)
-            if node is None or node.group != group or not node.ready or not state.health.admits(state, node):
-                continue
-            if leaving.out or leaving.why == nodes.SCALED_DOWN or name in parted or succeeded(state, node):
-                found.append(name)
-        return frozenset(found)
-
-    def cleared(self, state: JobState) -> list[str]:
-        """Hosts that are to be free once their node has left at a boundary."""
-        here = state.nodes.nodes
-        return [
-            state.hosts.host_of(name) or here[name].host
-            for name, one in self.leaving.items()
-            if one.why == nodes.DRAINED and name in here and here[name].host
-        ]
-
-
-def successor(state: JobState, node: nodes.Node) -> nodes.Node | None:
-    """Who is to take the place of a node that has not gone yet; None: nobody is planned."""
-    latest = state.nodes.latest(node.group, node.index)
-    coming = latest is not None and latest.incarnation > node.incarnation and not latest.released
-    return latest if coming and latest is not None and latest.state in COMING else None
-
-
-def succeeded(state: JobState, node: nodes.Node) -> bool:
-    """Is its successor there, ready to train?"""
-    latest = successor(state, node)
-    return latest is not None and latest.ready and state.health.admits(state, latest)
-
-
-def lenders(state: JobState, group: str) -> tuple[tuple[str, int, int], ...]:
-    """Nodes that left the world before this one at its boundary and are still here: address, first rank in it, how many."""
-    ended = state.checkpoints.of(group).ended if state.planning.leaving else None
-    current = state.world.worlds[group]
-    if ended is None or ended.generation + 1 != current.generation or not ended.planned or current.resume_step < 0:
-        return ()  # or a failure was first: nobody knows what they hold
-    known, replicas = state.planning.leaving, state.checkpoints.replicas
-    return tuple(
-        (replicas[member.node], member.first_rank, member.nproc)
-        for member in world.from_ranges(group, ended.members)
-        if member.node in known and known[member.node].out and member.node in replicas
-    )
 
 
 def in_words(joining: Sequence[str], leaving: Sequence[str]) -> str:
@@ -309,7 +231,7 @@ def _on_formed(slice_: PlanningSlice, fact: world.WorldFormed, record: Record) -
     slice_.plans.pop(fact.group, None)
     slice_.keeping.pop(fact.group, None)
     slice_.drops.pop(fact.group, None)
-    members = {member.node for member in world.from_ranges(fact.group, fact.members)} if slice_.leaving else set()
+    members = {member.node for member in ranges.from_ranges(fact.group, fact.members)} if slice_.leaving else set()
     for name, leaving in slice_.leaving.items():
         if group_of(name) == fact.group and name not in members:
             leaving.out = True
@@ -321,16 +243,19 @@ def _on_left(slice_: PlanningSlice, fact: world.Ended, record: Record) -> None:
 
 EVENTS = (WorldPlanned, WorldPlanDropped, BoundaryAsked, NodeDrained)
 
-EVOLVE: Mapping[type, Evolve] = {
-    JobCreated: _on_created,
-    GroupScaled: _on_scaled,
-    KeepingStarted: _on_keeping,
-    NodeDrained: _on_drained,
-    WorldPlanned: _on_planned,
-    WorldPlanDropped: _on_dropped,
-    BoundaryAsked: _on_asked,
-    RanksArmed: _on_armed,
-    StepsHeld: _on_held,
-    world.WorldFormed: _on_formed,
-    **dict.fromkeys(get_args(world.Ended), _on_left),
-}
+FACTS = Facts(
+    kinds=EVENTS,
+    evolve={
+        JobCreated: _on_created,
+        GroupScaled: _on_scaled,
+        KeepingStarted: _on_keeping,
+        NodeDrained: _on_drained,
+        WorldPlanned: _on_planned,
+        WorldPlanDropped: _on_dropped,
+        BoundaryAsked: _on_asked,
+        RanksArmed: _on_armed,
+        StepsHeld: _on_held,
+        world.WorldFormed: _on_formed,
+        **dict.fromkeys(get_args(world.Ended), _on_left),
+    },
+)

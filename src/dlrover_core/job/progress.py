@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from dlrover_core.errors import Refused
 from dlrover_core.job import job, world
-from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern
-from dlrover_core.kernel.events import Event, Record, event
-from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.job.state import JobState
+from dlrover_core.job.names import group_of
+from dlrover_core.kernel.engine import Facts
+from dlrover_core.kernel.events import Record, event
 
 
 @event(80, version=2, upcast={1: lambda fields: (*fields, 0)})
@@ -86,27 +80,6 @@ class ProgressSlice:
         return max(self.groups.values(), key=lambda one: one.at, default=Progress())
 
 
-def _first(state: JobState, command: ReportFirstStep, now: int) -> Iterator[Event]:
-    newest = state.world.of(command.node)
-    if command.generation != newest.generation or not newest.active:
-        raise Refused(f"generation {command.generation} is over: generation {newest.generation} is the newest")
-    if state.progress.of(group_of(command.node)).generation >= command.generation:
-        raise Refused(f"generation {command.generation} has made its first step already")
-    # It cannot have happened before its world was there, whatever clock its agent has.
-    age_us = min(max(command.age_us, 0), now - newest.formed_at)
-    yield FirstStep(command.generation, command.step, command.node, command.told, age_us, max(0, command.imports_us))
-
-
-def _note(state: JobState, command: NoteProgress, now: int) -> Iterator[Event]:
-    seen = state.progress.of(command.group)
-    if (
-        command.generation == seen.generation > 0
-        and command.step > seen.step
-        and now - seen.at >= us(state.job.spec.progress_s)
-    ):
-        yield Progressed(command.group, command.generation, command.step)
-
-
 def _on_created(slice_: ProgressSlice, fact: job.JobCreated, record: Record) -> None:
     """A new run has made no step."""
     slice_.groups.clear()
@@ -127,14 +100,12 @@ def _on_finished(slice_: ProgressSlice, fact: world.WorkersFinished, record: Rec
         seen.step, seen.at = fact.step, record.at
 
 
-CONCERN = Concern(
-    name="progress",
-    events=(FirstStep, Progressed),
+FACTS = Facts(
+    kinds=(FirstStep, Progressed),
     evolve={
         job.JobCreated: _on_created,
         FirstStep: _on_first,
         Progressed: _on_progressed,
         world.WorkersFinished: _on_finished,
     },
-    decide={ReportFirstStep: _first, NoteProgress: _note},
 )

@@ -10,21 +10,16 @@ Members are written as index ranges in rank order, ``(first index, count, incarn
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
-from dlrover_core.errors import Refused
 from dlrover_core.job import job, nodes
-from dlrover_core.job.layout import Ranges, layout, to_ranges
-from dlrover_core.job.tally import Remembering
-from dlrover_core.job.tiers import MEMORY
-from dlrover_core.kernel.engine import Concern, always
-from dlrover_core.kernel.events import Event, Record, event
-from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.job.state import JobState
+from dlrover_core.job.memo import Remembering
+from dlrover_core.job.names import group_of
+from dlrover_core.job.ranges import Member, Ranges, from_ranges
+from dlrover_core.kernel.engine import Facts
+from dlrover_core.kernel.events import Record, event
 
 STORES_MAX = 4
 
@@ -143,14 +138,6 @@ class ReportFinished(NamedTuple):
 Ended = nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost | nodes.NodeReleased | nodes.NodeLeft | nodes.NodeSucceeded
 
 
-class Member(NamedTuple):
-    """A node's place in a world: its workers hold ranks ``first_rank`` to ``first_rank + nproc - 1``."""
-
-    node: str
-    nproc: int
-    first_rank: int
-
-
 @dataclass(slots=True)
 class World(Remembering):
     """The newest generation of one group. ``active``: it should be running. ``before``: generations of earlier runs.
@@ -204,280 +191,6 @@ class WorldSlice:
     def of(self, node: str) -> World:
         """The world of a node's group; an empty one where none has formed."""
         return self.worlds.get(group_of(node)) or World()
-
-
-def group_of(node: str) -> str:
-    """``worker`` of ``worker-1-0``."""
-    return node.rsplit("-", 2)[0]
-
-
-# ---- who goes where
-
-
-def from_ranges(group: str, ranges: Ranges) -> tuple[Member, ...]:
-    """The members that `to_ranges` wrote down."""
-    members: list[Member] = []
-    rank = 0
-    for index, count, incarnation, nproc in ranges:
-        for one in range(index, index + count):
-            members.append(Member(f"{group}-{one}-{incarnation}", nproc, rank))
-            rank += nproc
-    return tuple(members)
-
-
-# ---- when
-
-
-def ready_nodes(state: JobState, group: str) -> list[nodes.Node]:
-    """Nodes of a group that could be members now."""
-    admits, away = state.health.admits, state.planning.away(state, group)
-    here = state.nodes.nodes.values()
-    return [one for one in here if one.group == group and one.ready and admits(state, one) and one.node not in away]
-
-
-def _count(state: JobState, group: str, *, last_call_over: bool) -> int:
-    """How many nodes a world formed now would have; 0: not now."""
-    spec, ready = state.job.spec.group(group), state.health.admitted(state, group)
-    expected = nodes.wanted(state, group) // spec.unit * spec.unit
-    if ready >= expected >= spec.floor:
-        return expected
-    count = ready // spec.unit * spec.unit
-    return count if last_call_over and count >= spec.floor else 0
-
-
-def _last_call(state: JobState, group: str) -> int:
-    world = state.world.worlds.get(group) or World()
-    return max(world.called_at, state.job.calm_at) + us(state.job.spec.last_call_s)
-
-
-def form(state: JobState, group: str, now: int, reason: str, *, at_once: bool = False) -> Iterator[Event]:
-    """The next generation, if it can form now.
-
-    Waits for the store of rank 0's node and, unless ``at_once``, for the last call. It goes on from the boundary at which the
-    last one waits, if it does.
-    """
-    if not state.job.forms or now < state.failures.of(group).not_before(state.job.spec.restart_pause_s):
-        return
-    count = _count(state, group, last_call_over=at_once or now >= _last_call(state, group))
-    if count == 0:
-        return
-    world = state.world.worlds.get(group) or World()
-    ordered = _seats(state, group, world, count)
-    if now >= _last_call(state, group):
-        _lead_with_a_store(state, ordered)
-    offers = state.world.offers.get(ordered[0].node)
-    if offers:
-        # Of these slices, not of their modules: those import this one.
-        boundary = state.planning.resume(state, group)
-        resume = (boundary, MEMORY) if boundary >= 0 else state.checkpoints.of(group).resume()
-        yield WorldFormed(group, world.generation + 1, to_ranges(ordered), offers[0], reason, *resume)
-
-
-def _seats(state: JobState, group: str, world: World, count: int) -> list[nodes.Node]:
-    """The layout of now. Worked out once for as long as only stores come and go: everybody's may come before rank 0's."""
-    tally = state.nodes.tally
-    key = (count, world.generation, tally.changes + state.health.changes)
-    known, ordered = tally.seats.get(group, (None, []))
-    if known != key or state.planning.leaving:
-        ordered = layout([member.node for member in world.members], ready_nodes(state, group), count)
-        tally.seats[group] = (key, ordered)
-    return list(ordered)
-
-
-def _lead_with_a_store(state: JobState, ordered: list[nodes.Node]) -> None:
-    """Where the node of rank 0 offers no store for so long, one that does changes places with it: better than no world."""
-    place = next((place for place, node in enumerate(ordered) if state.world.offers.get(node.node)), 0)
-    ordered[0], ordered[place] = ordered[place], ordered[0]
-
-
-def reform(state: JobState, group: str, now: int, reason: str) -> Iterator[Event]:
-    """Replace the active generation at once; where that cannot be, stop it and wait for what is missing."""
-    formed = list(form(state, group, now, reason, at_once=complete(state, group)))
-    if formed:
-        yield from formed
-    else:
-        yield from dissolve(state, group, reason)
-
-
-def complete(state: JobState, group: str) -> bool:
-    """Are all members of the last world here whose places are still wanted? They wait for nobody, last call or not."""
-    nodes_max, last = state.job.spec.group(group).nodes_max, state.world.worlds.get(group) or World()
-    here, away = {node.node for node in ready_nodes(state, group)}, state.planning.away(state, group)
-    wanted = [member.node for member in last.members if int(member.node.rsplit("-", 2)[1]) < nodes_max]
-    staying = [node for node in wanted if node not in away]
-    return bool(staying) and here.issuperset(staying)
-
-
-def dissolve(state: JobState, group: str, reason: str, *, planned: bool = False) -> Iterator[Event]:
-    """Stop the active generation, if there is one."""
-    world = state.world.worlds.get(group)
-    if world is not None and world.active:
-        yield WorldDissolved(group, world.generation, reason, planned)
-
-
-def _waiting(state: JobState) -> Iterator[tuple[str, World]]:
-    """Groups that have no active world though they should."""
-    if state.job.forms:
-        for group in state.job.spec.groups:
-            world = state.world.worlds.get(group.name) or World()
-            if not world.active and not held(state, group.name):
-                yield group.name, world
-
-
-def waits(state: JobState, group: str) -> bool:
-    """Has this group no active world though it should?"""
-    return any(group == waiting for waiting, _ in _waiting(state))
-
-
-def held(state: JobState, group: str) -> bool:
-    """Is a final decision pending over the group's failure? Then no world forms."""
-    return any(incident.held and group_of(incident.node) == group for incident in state.failures.incidents.values())
-
-
-def _growable(state: JobState, group: str) -> int:
-    """The size a running smaller world could grow to by a plain restart; 0: it could not, or must not.
-
-    Where ranks can agree on a step boundary it grows there (`changing`).
-    """
-    return larger(state, group) if state.job.spec.on_join == "restart" and not state.planning.able(state, group) else 0
-
-
-def larger(state: JobState, group: str) -> int:
-    """The size a running smaller world could have now; 0: no other."""
-    world = state.world.worlds.get(group)
-    if world is None or not world.active or world.finished or not state.job.forms:
-        return 0
-    count = _count(state, group, last_call_over=True)
-    # Rank 0 stays where it is.
-    return count if count > len(world.members) and state.world.offers.get(world.members[0].node) else 0
-
-
-def grow_at(state: JobState, group: str) -> int:
-    """When a world that could be larger is made so: at once where everybody wanted is there, else once others had their time."""
-    world = state.world.worlds[group]
-    everybody = larger(state, group) == nodes.wanted(state, group)
-    return state.at if everybody else world.joined_at + us(state.job.spec.grow_window_s)
-
-
-def _grow(state: JobState, group: str, now: int) -> Iterator[Event]:
-    """Take late nodes into a running world. Nothing has failed: its workers have their grace."""
-    formed = list(form(state, group, now, "nodes joined", at_once=True))
-    yield from dissolve(state, group, "nodes joined", planned=True) if formed else ()
-    yield from formed
-
-
-def _due(state: JobState) -> int | None:
-    # Only what a tick could do then: without a store nothing forms, and the next offer says so by itself.
-    times = [_formable_at(state, group) for group, _ in _waiting(state) if _formable(state, group)]
-    times += [grow_at(state, group) for group in state.world.worlds if _growable(state, group)]
-    return min(times, default=None)
-
-
-def _formable_at(state: JobState, group: str) -> int:
-    return max(_last_call(state, group), state.failures.of(group).not_before(state.job.spec.restart_pause_s))
-
-
-def _formable(state: JobState, group: str) -> bool:
-    if not _count(state, group, last_call_over=True):
-        return False
-    return any(state.world.offers.get(node.node) for node in ready_nodes(state, group))
-
-
-def _tick(state: JobState, now: int) -> Iterator[Event]:
-    for group, _ in list(_waiting(state)):
-        if now >= _last_call(state, group):
-            yield from form(state, group, now, "last call is over")
-    for group in list(state.world.worlds):
-        if _growable(state, group) and now >= grow_at(state, group):
-            yield from _grow(state, group, now)
-
-
-# ---- decide
-
-
-def _current(state: JobState, node: str, generation: int) -> World:
-    nodes.present(state, node)
-    world = state.world.of(node)
-    if generation != world.generation or world.member(node) is None:
-        raise Refused(f"generation {generation} is over: generation {world.generation} is the newest")
-    return world
-
-
-def _started(state: JobState, command: ReportStarted, now: int) -> Iterator[Event]:
-    if _current(state, command.node, command.generation).listed("started", command.node):
-        raise Refused(f"node {command.node!r} has started generation {command.generation} already")
-    yield WorkersStarted(command.node, command.generation)
-
-
-def _stopped(state: JobState, command: ReportStopped, now: int) -> Iterator[Event]:
-    if _current(state, command.node, command.generation).listed("stopped", command.node):
-        raise Refused(f"node {command.node!r} has stopped generation {command.generation} already")
-    yield WorkersStopped(command.node, command.generation, command.step)
-
-
-def _finished(state: JobState, command: ReportFinished, now: int) -> Iterator[Event]:
-    world = _current(state, command.node, command.generation)
-    if not world.active or world.listed("finished", command.node):
-        raise Refused(f"generation {command.generation} is not running on {command.node!r}")
-    yield WorkersFinished(*command[:3], command.unstored[: nodes.TEXT_MAX], max(-1, command.due))
-
-
-def _offer(state: JobState, command: OfferStore, now: int) -> Iterator[Event]:
-    node = nodes.present(state, command.node)
-    offers = state.world.offers.get(node.node, ())
-    if len(command.address) > nodes.NAME_MAX:
-        raise Refused(f"the address of a store has at most {nodes.NAME_MAX} characters")
-    if not node.joined or command.address in offers or len(offers) >= STORES_MAX:
-        raise Refused(f"node {node.node!r} is {node.state} and has offered {len(offers)} stores already")
-    yield StoreOffered(node.node, command.address)
-
-
-def _withdraw(state: JobState, command: WithdrawStore, now: int) -> Iterator[Event]:
-    if command.address not in state.world.offers.get(command.node, ()):
-        raise Refused(f"store {command.address} is not on offer")
-    yield StoreWithdrawn(command.node, command.address)
-
-
-# ---- react
-
-
-def _start_job(state: JobState, fact: WorldFormed, record: Record) -> Iterator[Event]:
-    if state.job.state == "created":
-        yield job.JobStarted()
-
-
-def _on_arrival(state: JobState, fact: nodes.NodeJoined | StoreOffered, record: Record) -> Iterator[Event]:
-    group = group_of(fact.node)
-    if waits(state, group):
-        yield from form(state, group, record.at, "everybody expected is there")
-    elif isinstance(fact, nodes.NodeJoined) and _growable(state, group) and grow_at(state, group) <= record.at:
-        yield from _grow(state, group, record.at)
-
-
-def _on_loss(state: JobState, fact: Ended, record: Record) -> Iterator[Event]:
-    if not state.job.live:
-        return
-    group = group_of(fact.node)
-    world = state.world.of(fact.node)
-    if world.active and world.member(fact.node) is not None and not world.done(fact.node):
-        yield from dissolve(state, group, f"{fact.node} is no longer a member: {type(fact).__name__}")
-    if waits(state, group):
-        yield from form(state, group, record.at, "going on without it")
-
-
-def _all_finished(state: JobState, fact: WorkersFinished, record: Record) -> Iterator[Event]:
-    if not state.job.live:
-        return
-    worlds = [state.world.worlds.get(group.name) or World() for group in state.job.spec.groups]
-    if all(world.active and len(world.finished) == len(world.members) for world in worlds):
-        owed = [
-            f"{node}: {why}"
-            for group, world in state.world.worlds.items()
-            for node, (due, why) in world.unstored.items()
-            if due < 0 or (world.generation, due) > state.checkpoints.of(group).newest
-        ]
-        why = "unstored: the script ended well, and its last state is not on storage"
-        yield job.JobFailed(why, 0, owed[0]) if owed else job.JobSucceeded(fact.generation)
 
 
 # ---- evolve
@@ -565,9 +278,8 @@ EVENTS = (
     WorldFormed, WorldDissolved, WorkersStarted, WorkersStopped, WorkersFinished, StoreOffered, StoreWithdrawn,
 )  # fmt: skip
 
-CONCERN = Concern(
-    name="world",
-    events=EVENTS,
+FACTS = Facts(
+    kinds=EVENTS,
     evolve={
         job.JobCreated: _on_created,
         WorldFormed: _on_formed,
@@ -580,21 +292,4 @@ CONCERN = Concern(
         StoreWithdrawn: _on_withdrawn,
         **dict.fromkeys(get_args(Ended), _forget_offers),
     },
-    decide={
-        OfferStore: _offer,
-        WithdrawStore: _withdraw,
-        ReportStarted: _started,
-        ReportStopped: _stopped,
-        ReportFinished: _finished,
-    },
-    react={
-        WorldFormed: _start_job,
-        nodes.NodeJoined: _on_arrival,
-        StoreOffered: _on_arrival,
-        **dict.fromkeys(set(get_args(Ended)) - {nodes.NodeSucceeded}, _on_loss),
-        WorkersFinished: _all_finished,
-    },
-    due=_due,
-    tick=_tick,
-    levels=dict.fromkeys((WorldFormed, WorldDissolved), always),
 )

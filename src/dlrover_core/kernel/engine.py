@@ -1,7 +1,7 @@
 """The engine: command -> events -> reactions -> one batch -> state.
 
-A concern's ``decide`` yields events for a command; each is applied at once to the working state; the ``react`` functions of
-all concerns yield follow-ups, whose cause is the record they react to, until none is left. All of it goes into one batch:
+A rule's ``decide`` yields events for a command; each is applied at once to the working state; the ``react`` functions of
+all rules yield follow-ups, whose cause is the record they react to, until none is left. All of it goes into one batch:
 no half-decided state exists on disk. ``decide``, ``react`` and ``tick`` are pure: state, input and ``now`` in, events out.
 
 The engine does no I/O. Its owner takes the batch, appends it, and releases replies only after the commit. It may handle
@@ -91,11 +91,13 @@ class Resend(NamedTuple):
 
 Reply = Union[Accepted, NotDone, Resend]
 St = TypeVar("St", bound=BaseState)
+S = TypeVar("S")
 
 Evolve = Callable[[Any, Any, Record], None]
 Decide = Callable[[Any, Any, int], Iterable[Event]]
 React = Callable[[Any, Any, Record], Iterable[Event]]
 Levels = Callable[[Any, Any], bool]
+Alarm = Callable[[Any], str]
 
 
 def always(_state: Any, _fact: Any) -> bool:
@@ -104,58 +106,60 @@ def always(_state: Any, _fact: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Concern:
-    """One module of the domain: its slice of the state, and functions by the type they are about.
+class Facts:
+    """What a part of the domain knows: all that reading a log needs.
 
-    ``evolve`` writes its own slice and nothing else; ``decide``, ``react``, ``tick`` and ``due`` read everything and write
-    nothing. ``due`` names the next moment at which ``tick`` may have something to say. ``levels`` names the events after which
-    agents and backends may have to be told something else, each with the question whether this one is such a case; the question
-    is asked with the state at the end of the batch.
+    ``kinds`` are its events, ``evolve`` how each event changes its slice of the state, which it alone writes. ``forgets`` names
+    the sender that an event ends; None: all of them.
     """
 
-    name: str
-    events: Sequence[type]
+    kinds: Sequence[type] = ()
     evolve: Mapping[type, Evolve] = dataclasses.field(default_factory=dict)
+    forgets: Mapping[type, Callable[[Any], str | None]] = dataclasses.field(default_factory=dict)
+
+
+def kept(cls: type[S], *facts: Facts) -> S:
+    """A field of the state: a slice, and the facts that are folded into it, in this order."""
+    return dataclasses.field(default_factory=cls, metadata={"facts": facts})
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a part of the domain decides, by the type that it is about. Rules read everything and write nothing.
+
+    ``due`` names the next moment at which ``tick`` may have something to say. ``levels`` names the events after which agents and
+    backends may have to be told something else, each with the question whether this one is such a case; the question is asked
+    with the state at the end of the batch. ``alarms`` gives what people are to hear of an event at once; empty: nothing.
+    """
+
     decide: Mapping[type, Decide] = dataclasses.field(default_factory=dict)
     react: Mapping[type, React] = dataclasses.field(default_factory=dict)
     due: Callable[[Any], int | None] | None = None
     tick: Callable[[Any, int], Iterable[Event]] | None = None
     levels: Mapping[type, Levels] = dataclasses.field(default_factory=dict)
+    alarms: Mapping[type, Alarm] = dataclasses.field(default_factory=dict)
 
 
 class Tick(NamedTuple):
     """The command of time itself: some deadline has passed."""
 
 
-class Model(Generic[St]):
-    """The concerns of a domain, compiled to lookups, and the fold."""
+class Fold(Generic[St]):
+    """How records become a state: the facts of all its slices, compiled to lookups."""
 
-    def __init__(
-        self, state: type[St], concerns: Sequence[Concern], forgets: Mapping[type, Callable[[Any], str | None]]
-    ) -> None:
-        self.state_type, self.concerns, self.forgets = state, tuple(concerns), forgets
-        self.schema = schema(state)
+    def __init__(self, state: type[St]) -> None:
+        self.state_type, self.schema = state, schema(state)
         self._evolve: dict[type, tuple[tuple[Callable[[Any], Any], Evolve], ...]] = {}
-        self._decide: dict[type, Decide] = {}
-        self._react: dict[type, tuple[React, ...]] = {}
-        self._levels: dict[type, tuple[Levels, ...]] = {}
-        for concern in concerns:
-            self._add(concern)
-        self.events = (CommandRefused, CommandFailed, *(cls for concern in concerns for cls in concern.events))
-        self.reacts = frozenset(self._react)
-
-    def _add(self, concern: Concern) -> None:
-        slice_of = attrgetter(concern.name)
-        for cls, evolve in concern.evolve.items():
-            self._evolve[cls] = (*self._evolve.get(cls, ()), (slice_of, evolve))
-        for cls, decide in concern.decide.items():
-            if cls in self._decide:
-                raise ValueError(f"two concerns decide {cls.__name__}")
-            self._decide[cls] = decide
-        for cls, react in concern.react.items():
-            self._react[cls] = (*self._react.get(cls, ()), react)
-        for cls, levels in concern.levels.items():
-            self._levels[cls] = (*self._levels.get(cls, ()), levels)
+        self._forgets: dict[type, Callable[[Any], str | None]] = {}
+        kinds: list[type] = [CommandRefused, CommandFailed]
+        for field in dataclasses.fields(state):
+            slice_of = attrgetter(field.name)
+            for facts in field.metadata.get("facts", ()):
+                kinds += facts.kinds
+                self._forgets.update(facts.forgets)
+                for cls, evolve in facts.evolve.items():
+                    self._evolve[cls] = (*self._evolve.get(cls, ()), (slice_of, evolve))
+        self.events = tuple(kinds)
 
     def new(self) -> St:
         """The state before the first event."""
@@ -169,7 +173,7 @@ class Model(Generic[St]):
         cls = type(fact)
         for slice_of, evolve in self._evolve.get(cls, ()):
             evolve(slice_of(state), fact, record)
-        forget = self.forgets.get(cls)
+        forget = self._forgets.get(cls)
         if forget is not None:
             sender = forget(fact)
             if sender is None:
@@ -185,6 +189,33 @@ class Model(Generic[St]):
             apply(folded, record)
         return folded
 
+
+class Model(Fold[St]):
+    """A fold and the rules of its domain, in the order in which they react. It folds by the very tables of ``fold``."""
+
+    def __init__(self, fold: Fold[St], rules: Sequence[Rules]) -> None:
+        self.state_type, self.schema, self.events = fold.state_type, fold.schema, fold.events
+        self._evolve, self._forgets = fold._evolve, fold._forgets
+        self.rules = tuple(rules)
+        self._decide: dict[type, Decide] = {}
+        self._react: dict[type, tuple[React, ...]] = {}
+        self._levels: dict[type, tuple[Levels, ...]] = {}
+        self._alarms: dict[type, Alarm] = {CommandFailed: lambda _: "a command failed: our bug"}
+        for one in rules:
+            self._add(one)
+        self.reacts = frozenset(self._react)
+
+    def _add(self, rules: Rules) -> None:
+        for cls, decide in rules.decide.items():
+            if cls in self._decide:
+                raise ValueError(f"two rules decide {cls.__name__}")
+            self._decide[cls] = decide
+        for cls, react in rules.react.items():
+            self._react[cls] = (*self._react.get(cls, ()), react)
+        for cls, levels in rules.levels.items():
+            self._levels[cls] = (*self._levels.get(cls, ()), levels)
+        self._alarms.update(rules.alarms)
+
     def decide(self, state: St, command: Command, now: int) -> Iterable[Event]:
         """The events a command leads to by itself. Raises `Refused`."""
         if type(command) is Tick:
@@ -195,9 +226,9 @@ class Model(Generic[St]):
         return decide(state, command, now)
 
     def _tick(self, state: St, now: int) -> Iterable[Event]:
-        for concern in self.concerns:
-            if concern.tick is not None:
-                yield from concern.tick(state, now)
+        for rules in self.rules:
+            if rules.tick is not None:
+                yield from rules.tick(state, now)
 
     def reactions(self, state: St, record: Record) -> Iterable[Event]:
         """What follows from a record that was just applied."""
@@ -210,9 +241,14 @@ class Model(Generic[St]):
             levels(state, record.event) for record in records for levels in self._levels.get(type(record.event), ())
         )
 
+    def alarm(self, fact: Event) -> str:
+        """What people are to hear of an event at once; empty: nothing."""
+        alarm = self._alarms.get(type(fact))
+        return alarm(fact) if alarm is not None else ""
+
     def due(self, state: St) -> int | None:
-        """The earliest deadline of all concerns, or None."""
-        dues = [concern.due(state) for concern in self.concerns if concern.due is not None]
+        """The earliest deadline of all rules, or None."""
+        dues = [rules.due(state) for rules in self.rules if rules.due is not None]
         return min((due for due in dues if due is not None), default=None)
 
 

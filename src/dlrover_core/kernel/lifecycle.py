@@ -2,7 +2,7 @@
 
 Replay fires a lifecycle for every event, and a `transitions.Machine` costs 10 us a trigger; the compiled table costs a
 dictionary lookup. A test builds the Machine from the same data and proves both equal over every (state, trigger). No
-callbacks, ever: effects belong to the concerns' decisions. Every (state, trigger) pair is a transition, or listed as ignored
+callbacks, ever: effects belong to decisions. Every (state, trigger) pair is a transition, or listed as ignored
 (may happen, means nothing), or illegal (must not happen): there is no silent third case.
 """
 

@@ -20,7 +20,7 @@ import structlog
 
 from dlrover_core.errors import ConnectionLost, LaunchFailed, MalformedMessage, TokenRefused
 from dlrover_core.job import budget, failures, nodes, progress, scaling, world
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.beats import Beats, beat_of
 from dlrover_core.runtime.duties import Desk, Duty, settled

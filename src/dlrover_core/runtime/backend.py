@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol, Union
 
-from dlrover_core.job.state import NodeLaunch
+from dlrover_core.job.orders import NodeLaunch
 
 PHASES = ("pending", "running", "succeeded", "failed", "gone")
 

@@ -10,10 +10,11 @@ import asyncio
 
 from dlrover_core.errors import LogError, LogUnavailable, NotLeading
 from dlrover_core.job.job import CreateJob
-from dlrover_core.job.state import CODEC, MODEL, JobState
+from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import Engine
 from dlrover_core.kernel.events import Batch
 from dlrover_core.kernel.log import AlreadyAppended, Appended, Conflict, Fenced, Leadership, Outcome
+from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime.pipeline import RETRY_S
 
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Protocol, runtime_checkable
 
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime.launcher import Notice
 from dlrover_core.runtime.messages import Message
 from dlrover_core.runtime.within import within

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from dlrover_core.checkpoint.copies import Tally
 from dlrover_core.job.checkpoints import CheckpointSlice, CommitCheckpoint, Kept
 from dlrover_core.job.holdings import Holdings
-from dlrover_core.job.world import World, group_of
+from dlrover_core.job.names import group_of
+from dlrover_core.job.world import World
 
 HELD_MAX = 8  # a node's slots; a message's array has 64 places
 WRITTEN_MAX = 4

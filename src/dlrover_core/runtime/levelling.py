@@ -9,19 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import structlog
 
 from dlrover_core.diagnosis.classify import REFUSED_WORD
 from dlrover_core.errors import LaunchRefused
 from dlrover_core.job.nodes import Observed, ObserveNodes
+from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.job.scaling import NoticeNode
-from dlrover_core.job.state import NodeLaunch
 from dlrover_core.runtime.backend import Backend, Changed, Listed, Observation
-
-if TYPE_CHECKING:
-    from dlrover_core.runtime.master import Master
+from dlrover_core.runtime.leader import Leader
 
 CONCURRENT_MAX = 16
 BACK_OFF_S = (0.2, 1.0, 5.0, 15.0, 30.0)
@@ -40,7 +38,7 @@ class Call(NamedTuple):
 class Leveller:
     """One backend, levelled to one master's desired."""
 
-    def __init__(self, master: Master, backend: Backend) -> None:
+    def __init__(self, master: Leader, backend: Backend) -> None:
         self._master, self._backend = master, backend
         self._wake = asyncio.Event()
         self._listed: dict[str, Observation] = {}

@@ -18,11 +18,14 @@ from typing import Any
 import structlog
 
 from dlrover_core.errors import CoreError, HandedOver, LogError, NotLeading, OtherRun, Refused, StandsBy
-from dlrover_core.job import checkpoints, choosing, failures, job, nodes, progress, silence
-from dlrover_core.job.state import CODEC, MODEL, Desired, JobState, Order, deletion_grace_s, desired
-from dlrover_core.kernel.engine import Accepted, Command, CommandFailed, Engine, Model, NotDone, Reply, Resend, Tick
+from dlrover_core.job import job, nodes, progress, silence
+from dlrover_core.job.orders import Desired, Order
+from dlrover_core.job.state import CODEC, JobState
+from dlrover_core.kernel.engine import Accepted, Command, Engine, Model, NotDone, Reply, Resend, Tick
 from dlrover_core.kernel.events import Batch, Origin, Record
 from dlrover_core.kernel.log import Archiving, EventLog, Leadership, Snapshot
+from dlrover_core.rules.desired import deletion_grace_s, desired
+from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime import operations
 from dlrover_core.runtime.backend import Backend
 from dlrover_core.runtime.levelling import Leveller
@@ -103,7 +106,7 @@ class Master:
         self._standby = Standby(event_log, spec.job, holder=holder, address=listener.address, wall=wall, looks=answers)
         self.sessions = Sessions(self)
         if backend is None and spec.joining:
-            backend = Rendezvous(self)
+            backend = Rendezvous(self, self.sessions)
         self._leveller = Leveller(self, backend) if backend is not None else None
         self._engine: Engine[JobState] | None = None
         self._pipeline: Pipeline | None = None
@@ -340,15 +343,11 @@ class Master:
         if self._watch is not None:
             self._watch(state, batch.records)
         for record in batch.records:
-            if isinstance(record.event, CommandFailed):
+            fact: Any = record.event
+            alarm = self._model.alarm(fact)
+            if alarm:
                 self.alarms += 1
-                log.error("a command failed: our bug", seq=record.seq, **record.event._asdict())
-            elif isinstance(record.event, failures.ActionChosen) and choosing.UNHEARD in record.event.rule:
-                self.alarms += 1
-                log.error("the policy's hook failed", seq=record.seq, rule=record.event.rule)
-            elif isinstance(record.event, checkpoints.StorageFailed):
-                self.alarms += 1
-                log.error("checkpoints cannot be written", seq=record.seq, **record.event._asdict())
+                log.error(alarm, seq=record.seq, **fact._asdict())
         if self._model.levels(state, batch.records):
             self._derive(state)
             self._level()
@@ -373,7 +372,7 @@ class Master:
         self.present = frozenset(state.nodes.nodes)
 
     def _schedule(self, at_least_s: float = 0.0) -> None:
-        """Wake up at the earliest deadline of all concerns."""
+        """Wake up at the earliest deadline of all rules."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

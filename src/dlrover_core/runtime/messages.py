@@ -28,7 +28,7 @@ from dlrover_core.job import (
     scaling,
     world,
 )
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
 from dlrover_core.words import INTEGER_MAX, plain_fields
 

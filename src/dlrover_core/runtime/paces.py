@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from dlrover_core.diagnosis.changepoint import LINE, ChangePoint
 from dlrover_core.diagnosis.slots import FINITE, NEVER
+from dlrover_core.job.names import group_of
 from dlrover_core.job.pace import NoteLoss, NoteLossJump, NoteRecovered, NoteSlow
-from dlrover_core.job.world import World, group_of
+from dlrover_core.job.world import World
 
 PARTS = 10_000  # ratios travel as integers
 SLOW_MAX = 10  # of one node; a message's array has 64 places

@@ -8,7 +8,7 @@ that node; what a scheduler would see of its machines is read off the agents' se
   rather the network or this master, and they get as long as an agent that tries again needs at most; counted anew from when
   somebody is connected again, where nobody was left, not even a standby.
 * A second agent in the same seat proves that the first one is dead; across masters and restarts of whole hosts too.
-* Everything else is silence, and silence is not death: `dlrover_core.job.silence` judges it.
+* Everything else is silence, and silence is not death: `dlrover_core.rules.silence` judges it.
 
 Which standby: one whose place is asked for by index first, then the one that has waited longest, for it is the warmest; those
 that have fallen silent, and those on hosts to be avoided, come last. A standby on an avoided host is taken only after the node
@@ -19,19 +19,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import structlog
 
 from dlrover_core.job.node_lifecycle import COMING
-from dlrover_core.job.state import STRANGER, Desired, NodeLaunch, farewell, full_name
+from dlrover_core.job.orders import STRANGER, Desired, NodeLaunch
+from dlrover_core.rules.desired import farewell, full_name
 from dlrover_core.runtime.backend import Changed, Listed, Observation
+from dlrover_core.runtime.leader import Leader
 from dlrover_core.runtime.masters import RETRY_MAX_S
 from dlrover_core.runtime.messages import Assigned, Goodbye, Hello
-from dlrover_core.runtime.sessions import GREETING_S, Session
-
-if TYPE_CHECKING:
-    from dlrover_core.runtime.master import Master
+from dlrover_core.runtime.sessions import GREETING_S, Session, Sessions
 
 # An agent that lost its master is back within this: its longest pause, and half as long again for dialling.
 RETURN_S = RETRY_MAX_S * 1.5
@@ -59,9 +58,9 @@ class Sitter(NamedTuple):
 class Rendezvous:
     """The `Backend` and the `Reception` of a joining job, over its master's own sessions."""
 
-    def __init__(self, master: Master) -> None:
+    def __init__(self, master: Leader, sessions: Sessions) -> None:
         self._master = master
-        self._sessions = master.sessions
+        self._sessions = sessions
         self._sessions.reception = self
         # Nodes that wait for a standby, since when by the loop's clock.
         self._wishes: dict[str, float] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import structlog
 
-from dlrover_core.job.state import MODEL, JobState
+from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.log import EventLog
 from dlrover_core.kernel.state import unpack
 
@@ -20,15 +20,15 @@ async def snapshotted(event_log: EventLog, name: str) -> JobState:
     """The state in the newest snapshot of this schema; without one, that before the first event."""
     snapshot = await event_log.latest_snapshot(name)
     if snapshot is None:
-        return MODEL.new()
-    if snapshot.schema != MODEL.schema:
+        return FOLD.new()
+    if snapshot.schema != FOLD.schema:
         log.warning("snapshot ignored", reason="taken by a version with another state", seq=snapshot.seq)
-        return MODEL.new()
+        return FOLD.new()
     return unpack(JobState, snapshot.state)
 
 
 async def caught_up(event_log: EventLog, name: str, state: JobState) -> JobState:
     """The same state with what the log has beyond it. After an error it stands where the log could be read to."""
     async for batch in event_log.batches(name, state.seq):
-        MODEL.fold((record for record in batch.records if record.seq > state.seq), state)
+        FOLD.fold((record for record in batch.records if record.seq > state.seq), state)
     return state

@@ -11,17 +11,19 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import count
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import structlog
 
 from dlrover_core.errors import ConnectionLost, MalformedMessage
-from dlrover_core.job.state import STRANGER, Order, farewell
+from dlrover_core.job.orders import STRANGER, Order
 from dlrover_core.kernel.engine import Accepted, NotDone, Reply, Resend
 from dlrover_core.kernel.events import Origin
+from dlrover_core.rules.desired import farewell
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.complaints import Complaints
 from dlrover_core.runtime.keeping import Everywhere, Keeping, everywhere
+from dlrover_core.runtime.leader import Leader
 from dlrover_core.runtime.messages import (
     Again,
     Answer,
@@ -37,9 +39,6 @@ from dlrover_core.runtime.paces import Paces
 from dlrover_core.runtime.stalls import Stalls
 from dlrover_core.runtime.transport import Connection, receive_within
 from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.runtime.master import Master
 
 OUTBOX_MAX = 1024
 GREETING_S = 10.0
@@ -146,7 +145,7 @@ class NoStandbys:
 class Sessions:
     """All sessions of one master: by node, the newest connection of a node is its session; standbys by boot, oldest first."""
 
-    def __init__(self, master: Master) -> None:
+    def __init__(self, master: Leader) -> None:
         self._master = master
         self.reception: Reception = NoStandbys()
         self._by_node: dict[str, Session] = {}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
-from dlrover_core.job.world import group_of
 from dlrover_core.runtime.sessions import Sessions
 
 

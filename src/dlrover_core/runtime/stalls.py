@@ -1,7 +1,7 @@
 """Worlds that stand still, as the leader finds them: heartbeats tell how long nobody has made a step, here that becomes an edge.
 
 What is here are levels, like everything that heartbeats tell: exact at its source, where workers note the instant of each step in
-memory that their agent reads. The rule is `diagnosis.stall`'s, and what follows from it the concern's, `job.hangs`.
+memory that their agent reads. The rule is `diagnosis.stall`'s, and what follows from it is decided in `rules.hangs`.
 
 Steps that nobody could make do not count: after a job was stopped as a whole (SIGSTOP, a paused container, a frozen machine) and
 goes on, or its nodes were not heard of, or its leader changed, a standstill counts from there.
@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from dlrover_core.diagnosis import stall
 from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.job import hangs, world
-from dlrover_core.job.world import group_of
+from dlrover_core.job.names import group_of
+from dlrover_core.runtime.leader import Leader
 from dlrover_core.runtime.messages import Beat
 from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.runtime.master import Master
 
 SECOND_US = 1_000_000
 FRESH_BEATS = 2.5
@@ -37,7 +35,7 @@ class _Heard(NamedTuple):
 class Stalls:
     """What the agents of one master's job said last of their workers' steps."""
 
-    def __init__(self, master: Master) -> None:
+    def __init__(self, master: Leader) -> None:
         self._master = master
         self._heard: dict[str, _Heard] = {}
         self._looks: dict[str, asyncio.TimerHandle] = {}

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import structlog
 
 from dlrover_core.errors import LogError, LogUnavailable, StandsBy
-from dlrover_core.job.state import MODEL, JobState
+from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.log import EventLog, LeaderInfo
 from dlrover_core.runtime.messages import Goodbye
 from dlrover_core.runtime.pipeline import RETRY_S
@@ -114,7 +114,7 @@ class Standby:
         try:
             folded = 0
             async for record in records:
-                MODEL.apply(state, record)
+                FOLD.apply(state, record)
                 folded += 1
                 if folded % TURN_RECORDS == 0:
                     await asyncio.sleep(0)

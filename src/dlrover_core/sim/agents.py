@@ -9,19 +9,16 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from dlrover_core.job import failures, hangs, health, nodes, progress, world
-from dlrover_core.job.state import NodeLaunch, Order
+from dlrover_core.job.orders import NodeLaunch, Order
 from dlrover_core.kernel.engine import Command
-from dlrover_core.sim.clock import SECOND_US, key_of
+from dlrover_core.sim.clock import SECOND_US, Clock, key_of
 from dlrover_core.sim.hosts import SICK_AFTER_US, Host
-from dlrover_core.sim.training import TIMED_OUT
-from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.sim.leading import Leader
-    from dlrover_core.sim.simulation import Simulation
+from dlrover_core.sim.peers import Leader, Meter, Network, Scheduler, Training
+from dlrover_core.sim.scenario import Scenario
+from dlrover_core.spec import JobSpec, us
 
 # As in runtime/outbox.py, runtime/masters.py and runtime/agent.py; tests/unit/test_sim_rules.py compares them.
 UNANSWERED_MAX = 16
@@ -33,13 +30,46 @@ CHECK_S = 1.0
 
 NOTHING = Order(leave=False, reason="no master has spoken yet", grace_us=0)
 SICK = "RuntimeError: CUDA error: an illegal memory access was encountered"
+TIMED_OUT = "RuntimeError: NCCL watchdog: Timed out waiting for a collective"
 GIVEN_UP = "stopped by its agent: no master and no steps"
+
+
+class Site(Protocol):
+    """What agents need of a run."""
+
+    clock: Clock
+    spec: JobSpec
+    scenario: Scenario
+    agents: Agents
+    start_us: int
+    stop_us: int
+    exit_us: int
+
+    @property
+    def training(self) -> Training[Agent]:
+        """Their workers."""
+        ...
+
+    @property
+    def network(self) -> Network[Agent]:
+        """Their links."""
+        ...
+
+    @property
+    def meter(self) -> Meter:
+        """Who measures."""
+        ...
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Who started them."""
+        ...
 
 
 class Agents:
     """All agents of a run; ``of`` is the newest process of each node."""
 
-    def __init__(self, sim: Simulation) -> None:
+    def __init__(self, sim: Site) -> None:
         self._sim = sim
         self.of: dict[str, Agent] = {}
         self._boots = 0
@@ -108,7 +138,7 @@ class Agent:
         "token",
     )  # fmt: skip
 
-    def __init__(self, sim: Simulation, launch: NodeLaunch, host: Host, boot: int) -> None:
+    def __init__(self, sim: Site, launch: NodeLaunch, host: Host, boot: int) -> None:
         self._sim, self._clock, self.launch, self.host, self.boot = sim, sim.clock, launch, host, boot
         self.node, self.name, self.nproc, self.key = launch.node, launch.name, launch.nproc, key_of(launch.node)
         self.link = sim.network.link(launch.node)
@@ -118,7 +148,7 @@ class Agent:
         self.dead: set[int] = set()
         self.busy = ""
         self.connection = self.connections = 0
-        self.leader: Leader | None = None
+        self.leader: Leader[Agent] | None = None
         self.mastered_at = self._stepped_at = self._clock.now
         self._outbox: deque[tuple[int, Command, int]] = deque()
         self._next, self._sent = 1, 0
@@ -463,7 +493,7 @@ class Agent:
             return
         self._sim.network.dial(self)
 
-    def welcomed(self, leader: Leader, token: int, order: Order | None) -> None:
+    def welcomed(self, leader: Leader[Agent], token: int, order: Order | None) -> None:
         """A leader has taken it in, and says what to do."""
         if self._stopped_by_signal(self.welcomed, leader, token, order):
             return

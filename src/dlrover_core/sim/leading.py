@@ -9,23 +9,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from dlrover_core.diagnosis.stall import Threshold
 from dlrover_core.job import failures, hangs, job, progress, silence
 from dlrover_core.job.nodes import Observed
-from dlrover_core.job.state import CODEC, MODEL, STRANGER, Desired, JobState, Order, desired, farewell
+from dlrover_core.job.orders import STRANGER, Desired, Order
+from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import Command, CommandFailed, Engine, Reply, Resend, Tick
 from dlrover_core.kernel.events import GROUP_BYTES_MAX, Batch, Origin
+from dlrover_core.rules.desired import desired, farewell
+from dlrover_core.rules.model import MODEL
 from dlrover_core.sim.agents import Agent
+from dlrover_core.sim.clock import Clock
 from dlrover_core.sim.levelling import Leveller
-from dlrover_core.sim.log import DOWN, FENCED, RETRY_S
+from dlrover_core.sim.log import DOWN, FENCED, RETRY_S, Log
+from dlrover_core.sim.meter import Meter
+from dlrover_core.sim.network import Network
 from dlrover_core.sim.run import Broken, Input
-from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.sim.simulation import Simulation
-    from dlrover_core.sim.training import World
+from dlrover_core.sim.scenario import Scenario
+from dlrover_core.sim.scheduler import Scheduler
+from dlrover_core.sim.training import Training, World
+from dlrover_core.spec import JobSpec, us
 
 # As in runtime/pipeline.py and runtime/master.py; tests/unit/test_sim_rules.py compares them.
 GROUP_COMMANDS_MAX = 512
@@ -40,10 +45,38 @@ VERSION = "sim"
 ReplyTo = tuple[Agent, int, int]
 
 
+class Site(Protocol):
+    """What a leader needs of a run."""
+
+    clock: Clock
+    spec: JobSpec
+    scenario: Scenario
+    group: str
+    network: Network
+    scheduler: Scheduler
+    training: Training
+    meter: Meter
+    log: Log
+    inputs: list[Input] | None
+    commands: int
+
+    def look(self) -> None:
+        """Is it over?"""
+        ...
+
+    def deposed(self, leader: Leader) -> None:
+        """A leader has found that another one leads."""
+        ...
+
+    def handed_over(self, leader: Leader) -> None:
+        """A leader has gone, as asked."""
+        ...
+
+
 class Leader:
     """One leadership of one master. ``serving``: its first words are durable."""
 
-    def __init__(self, sim: Simulation, state: JobState, token: int, holder: str, wall_us: int) -> None:
+    def __init__(self, sim: Site, state: JobState, token: int, holder: str, wall_us: int) -> None:
         self._sim, self._clock, self.token, self.holder = sim, sim.clock, token, holder
         self.engine: Engine[JobState] = Engine(MODEL, CODEC, state, token)
         self._offset = max(wall_us, state.at + 1) - self._clock.now

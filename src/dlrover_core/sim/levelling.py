@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from dlrover_core.job.nodes import Observed, ObserveNodes
-from dlrover_core.job.state import NodeLaunch, deletion_grace_s
-from dlrover_core.sim.clock import SECOND_US
-
-if TYPE_CHECKING:
-    from dlrover_core.sim.leading import Leader
-    from dlrover_core.sim.simulation import Simulation
+from dlrover_core.job.orders import Desired, NodeLaunch
+from dlrover_core.job.state import JobState
+from dlrover_core.kernel.engine import Command
+from dlrover_core.rules.desired import deletion_grace_s
+from dlrover_core.sim.clock import SECOND_US, Clock
+from dlrover_core.sim.network import Network
+from dlrover_core.sim.scheduler import Scheduler
 
 # As there; tests/unit/test_sim_rules.py compares them.
 BACK_OFF_S = (0.2, 1.0, 5.0, 15.0, 30.0)
@@ -18,10 +20,42 @@ BACK_OFF_S = (0.2, 1.0, 5.0, 15.0, 30.0)
 Call = tuple[str, str]
 
 
+class Leader(Protocol):
+    """Whose desired is levelled to."""
+
+    desired: Desired
+    token: int
+
+    @property
+    def state(self) -> JobState:
+        """The working state."""
+        ...
+
+    def held(self, call: Callable[..., None], *args: Any) -> bool:
+        """Is its process stopped? Then the call comes when it goes on."""
+        ...
+
+    def name_of(self, node: str) -> str:
+        """A node's name in the scheduler."""
+        ...
+
+    def submit(self, command: Command) -> None:
+        """Hear this."""
+        ...
+
+
+class Site(Protocol):
+    """What a leveller needs of a run."""
+
+    clock: Clock
+    network: Network
+    scheduler: Scheduler
+
+
 class Leveller:
     """What one leader knows of its scheduler, and what it has asked of it."""
 
-    def __init__(self, sim: Simulation, leader: Leader) -> None:
+    def __init__(self, sim: Site, leader: Leader) -> None:
         self._sim, self._clock, self._leader = sim, sim.clock, leader
         self._listed: dict[str, Observed] = {}
         self._known = self._woken = self._clearing = False

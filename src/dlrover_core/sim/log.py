@@ -7,18 +7,17 @@ is to be warm; a new leader's state is folded from the newest snapshot and the b
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from dlrover_core.job.state import CODEC, MODEL, JobState
+from dlrover_core.job.state import CODEC, FOLD, JobState
 from dlrover_core.kernel.events import Batch, Record
 from dlrover_core.kernel.state import digest, unpack
+from dlrover_core.sim.clock import Clock
 from dlrover_core.sim.run import Broken, Watcher, kept
+from dlrover_core.sim.scenario import Scenario
 from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.sim.leading import Leader
-    from dlrover_core.sim.simulation import Simulation
 
 # As in runtime/pipeline.py; tests/unit/test_sim_rules.py compares them.
 RETRY_S = (0.05, 0.2, 0.5, 1.0, 2.0)
@@ -39,10 +38,44 @@ class Troubles:
     why: str = ""
 
 
+class Leader(Protocol):
+    """Who appends."""
+
+    token: int
+
+    @property
+    def state(self) -> JobState:
+        """The working state."""
+        ...
+
+    def appended(self, batch: Batch, outcome: str) -> None:
+        """What became of an append."""
+        ...
+
+
+class Site(Protocol):
+    """What the log needs of a run."""
+
+    clock: Clock
+    scenario: Scenario
+
+    def lead(self, after_us: int, why: str) -> None:
+        """Another master leads after a while."""
+        ...
+
+    def crash(self, after_us: int) -> bool:
+        """The leader's process is killed."""
+        ...
+
+    def durable(self, records: Sequence[Record], state: JobState) -> None:
+        """Records have landed."""
+        ...
+
+
 class Log:
     """All batches of one job. ``token`` is that of the newest leadership."""
 
-    def __init__(self, sim: Simulation, watch: tuple[Watcher, ...], every: int, *, keep: bool, follow: bool) -> None:
+    def __init__(self, sim: Site, watch: tuple[Watcher, ...], every: int, *, keep: bool, follow: bool) -> None:
         self._sim, self._clock = sim, sim.clock
         self._append_us = us(sim.scenario.append_s)
         self.token = 0
@@ -57,7 +90,7 @@ class Log:
         self.records: list[Record] = []
         self._keep, self._watch, self._every = keep, watch, max(1, every)
         self._batches = 0
-        self.follower: JobState | None = MODEL.new() if watch or follow else None
+        self.follower: JobState | None = FOLD.new() if watch or follow else None
 
     @property
     def hash(self) -> str:
@@ -132,7 +165,7 @@ class Log:
             self._follow(batch)
         if self._keep:
             self.records.extend(batch.records)
-        self._sim.durable(batch.records, leader.engine.state)
+        self._sim.durable(batch.records, leader.state)
 
     def _follow(self, batch: Batch) -> None:
         """Fold what the bytes say, not what the leader meant."""
@@ -140,7 +173,7 @@ class Log:
         assert follower is not None
         seen = bool(watch) and self._batches % self._every == 0
         for record in CODEC.decode(batch.payload).records:
-            MODEL.apply(follower, record)
+            FOLD.apply(follower, record)
             if seen:
                 for watcher in watch:
                     kept(watcher, follower, record)
@@ -152,9 +185,9 @@ class Log:
 
     def restored(self) -> JobState:
         """The state for the next leader. Raises `Broken` where a standby that followed has another one."""
-        state = MODEL.new() if self._snapshot is None else unpack(JobState, self._snapshot)
+        state = FOLD.new() if self._snapshot is None else unpack(JobState, self._snapshot)
         for payload in self._payloads:
-            MODEL.fold(CODEC.decode(payload).records, state)
+            FOLD.fold(CODEC.decode(payload).records, state)
         if self.follower is not None and digest(state) != digest(self.follower):
             raise Broken(f"the standby's state is not what the log folds to at record {self.seq}")
         return state

@@ -6,11 +6,11 @@ training itself that says how much of the time was for what.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from dlrover_core.job import failures, job, world
 from dlrover_core.kernel.events import Record
-from dlrover_core.sim.clock import SECOND_US
+from dlrover_core.sim.clock import SECOND_US, Clock
 from dlrover_core.sim.run import (
     CHECKPOINT,
     CLASSES,
@@ -27,10 +27,9 @@ from dlrover_core.sim.run import (
     WAIT,
     Recovery,
 )
+from dlrover_core.sim.scenario import Scenario
+from dlrover_core.sim.training import Training
 from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.sim.simulation import Simulation
 
 # The records that change a fact.
 MARKS = frozenset(
@@ -47,10 +46,29 @@ MARKS = frozenset(
 )
 
 
+class Strikes(Protocol):
+    """Who breaks things."""
+
+    newest: str
+
+
+class Site(Protocol):
+    """What the meter needs of a run."""
+
+    clock: Clock
+    scenario: Scenario
+    training: Training
+
+    @property
+    def strikes(self) -> Strikes:
+        """Who breaks things."""
+        ...
+
+
 class Meter:
     """One job's time, in microseconds while it is measured."""
 
-    def __init__(self, sim: Simulation) -> None:
+    def __init__(self, sim: Site) -> None:
         self._sim, self._clock = sim, sim.clock
         self._step_us = us(sim.scenario.step_s)
         self._us = dict.fromkeys(CLASSES, 0.0)

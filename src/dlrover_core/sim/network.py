@@ -7,65 +7,39 @@ end has given the connection up meanwhile. Only a reset takes frames with it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from dlrover_core.kernel.engine import Command
-from dlrover_core.sim.clock import SECOND_US, key_of
-from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.sim.agents import Agent
-    from dlrover_core.sim.simulation import Simulation
+from dlrover_core.sim.agents import Agent
+from dlrover_core.sim.clock import SECOND_US, Clock
+from dlrover_core.sim.links import Frame, Link
+from dlrover_core.sim.peers import Leader
+from dlrover_core.sim.scenario import Scenario
+from dlrover_core.spec import JobSpec, us
 
 CROSSED_US = 2 * SECOND_US
 """A frame that is overtaken comes so much later."""
 SYN_US = 2 * SECOND_US
 """Nobody answers at all: TCP itself tries again after about so long."""
 
-Frame = tuple[Callable[..., None], tuple[Any, ...]]
 
+class Site(Protocol):
+    """What the network needs of a run."""
 
-class Link:
-    """A node's link to masters. ``clean``: nothing was ever wrong with it, and frames need no look."""
+    clock: Clock
+    spec: JobSpec
+    scenario: Scenario
 
-    __slots__ = (
-        "black",
-        "clean",
-        "closed_to_master",
-        "closed_to_node",
-        "cut",
-        "cuts",
-        "doubles",
-        "down_at",
-        "extra_us",
-        "held_to_master",
-        "held_to_node",
-        "key",
-        "losses",
-        "swaps",
-        "up_at",
-    )  # fmt: skip
-
-    def __init__(self, node: str) -> None:
-        self.key = key_of(node)
-        self.clean = True
-        self.black = self.cut = False
-        self.cuts = self.closed_to_master = self.closed_to_node = 0
-        self.extra_us = self.losses = self.doubles = self.swaps = 0
-        self.up_at = self.down_at = 0
-        self.held_to_master: list[Frame] = []
-        self.held_to_node: list[Frame] = []
-
-    def black_out(self) -> None:
-        """Its host has no power: nothing leaves it, not even a reset."""
-        self.clean, self.black = False, True
-        self.held_to_master, self.held_to_node = [], []
+    @property
+    def leader(self) -> Leader[Agent] | None:
+        """Who leads."""
+        ...
 
 
 class Network:
     """All links, and who waits for somebody to lead."""
 
-    def __init__(self, sim: Simulation) -> None:
+    def __init__(self, sim: Site) -> None:
         self._sim, self._clock = sim, sim.clock
         self._network_us = us(sim.scenario.network_s)
         self._links: dict[str, Link] = {}

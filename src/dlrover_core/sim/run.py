@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dlrover_core.errors import CoreError
-from dlrover_core.job.state import MODEL, JobState
+from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.engine import Command
 from dlrover_core.kernel.events import Origin, Record
 from dlrover_core.sim.faults import Fault
@@ -105,9 +105,9 @@ class Run:
         if not self.records and self.events:
             raise ValueError("this run kept no records (keep=False): there is nothing to check")
         promises = [one() if isinstance(one, type) else one for one in _flat(invariants)]
-        state = MODEL.new()
+        state = FOLD.new()
         for record in self.records:
-            MODEL.apply(state, record)
+            FOLD.apply(state, record)
             for promise in promises:
                 kept(promise, state, record)
         for promise in promises:

@@ -8,18 +8,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from dlrover_core.errors import LaunchRefused
 from dlrover_core.job.nodes import Observed
-from dlrover_core.job.state import NodeLaunch
-from dlrover_core.sim.agents import Agent
-from dlrover_core.sim.clock import SECOND_US, key_of
-from dlrover_core.sim.hosts import Host
+from dlrover_core.job.orders import NodeLaunch
+from dlrover_core.sim.agents import Agent, Agents
+from dlrover_core.sim.clock import SECOND_US, Clock, key_of
+from dlrover_core.sim.hosts import Host, Hosts
+from dlrover_core.sim.scenario import Plan, Scenario
 from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.sim.simulation import Simulation
 
 JOURNAL_US = 3600 * SECOND_US
 
@@ -56,10 +54,24 @@ class Lies:
     no_quota_until: int = -1
 
 
+class Site(Protocol):
+    """What the scheduler needs of a run."""
+
+    clock: Clock
+    plan: Plan
+    scenario: Scenario
+    hosts: Hosts
+    agents: Agents
+
+    def look(self) -> None:
+        """Is it over?"""
+        ...
+
+
 class Scheduler:
     """All nodes there are. ``tell`` is the leader's ear, while there is a leader."""
 
-    def __init__(self, sim: Simulation) -> None:
+    def __init__(self, sim: Site) -> None:
         self._sim = sim
         self.pods: dict[str, Pod] = {}
         self._used: set[str] = set()

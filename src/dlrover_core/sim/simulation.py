@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from dlrover_core.errors import PlanError
 from dlrover_core.job import progress
-from dlrover_core.job.state import MODEL, JobState
+from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.state import digest
 from dlrover_core.sim.agents import Agents
@@ -117,7 +117,7 @@ class Simulation:
             return
         self._leads += 1
         self.log.token += 1
-        state = self.log.restored() if self.log.seq else MODEL.new()
+        state = self.log.restored() if self.log.seq else FOLD.new()
         wall_us = EPOCH_US + self.clock.now + self.skew_us
         self.leader = leader = Leader(self, state, self.log.token, f"master-{self._leads}", wall_us)
         self.scheduler.tell = leader.observed

@@ -7,22 +7,23 @@ the fault is missed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from dlrover_core.job import job, scaling
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.sim import triggers
-from dlrover_core.sim.agents import Agent
-from dlrover_core.sim.clock import SECOND_US, key_of
+from dlrover_core.sim.agents import Agent, Agents
+from dlrover_core.sim.clock import SECOND_US, Clock, key_of
 from dlrover_core.sim.faults import ENGINE, KINDS, Fault, amount, kinds
-from dlrover_core.sim.hosts import Host
-from dlrover_core.sim.scheduler import Pod
+from dlrover_core.sim.hosts import Host, Hosts
+from dlrover_core.sim.leading import Leader
+from dlrover_core.sim.log import Log
+from dlrover_core.sim.network import Network
+from dlrover_core.sim.scenario import Plan, Scenario
+from dlrover_core.sim.scheduler import Pod, Scheduler
+from dlrover_core.sim.training import Training
 from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.sim.leading import Leader
-    from dlrover_core.sim.simulation import Simulation
 
 SIGKILL, SIGTERM = -9, -15
 DELAYED_S = 60.0
@@ -34,10 +35,45 @@ _KEY = key_of("faults")
 _T = TypeVar("_T")
 
 
+class Site(Protocol):
+    """What faults strike in a run."""
+
+    clock: Clock
+    plan: Plan
+    scenario: Scenario
+    group: str
+    agents: Agents
+    hosts: Hosts
+    log: Log
+    network: Network
+    scheduler: Scheduler
+    training: Training
+    leader: Leader | None
+    standbys: int
+    skew_us: int
+    over: bool
+
+    def phase(self) -> str:
+        """What the job is at, in a word."""
+        ...
+
+    def crash(self, after_us: int) -> bool:
+        """The leader's process is killed."""
+        ...
+
+    def pause_leader(self, for_us: int) -> bool:
+        """The leader's process is stopped."""
+        ...
+
+    def relist(self, ago_us: int) -> bool:
+        """The scheduler's stream of changes breaks."""
+        ...
+
+
 class Strikes:
     """The faults of a plan, in order. ``newest`` is what struck last, in its own words."""
 
-    def __init__(self, sim: Simulation) -> None:
+    def __init__(self, sim: Site) -> None:
         self._sim, self._clock = sim, sim.clock
         self.struck: list[tuple[Fault, int]] = []
         self.missed: list[Fault] = []

@@ -8,22 +8,20 @@ made again.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from dlrover_core.diagnosis import hanging, stall
 from dlrover_core.diagnosis.changepoint import BLOCK_STEPS, BLOCKS, SOUGHT, WINDOWS
 from dlrover_core.diagnosis.hanging import Facts
 from dlrover_core.diagnosis.stacks import Frame
 from dlrover_core.job import hangs, pace
-from dlrover_core.sim.clock import SECOND_US
-from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.sim.agents import Agent
-    from dlrover_core.sim.simulation import Simulation
+from dlrover_core.kernel.engine import Command
+from dlrover_core.sim.agents import TIMED_OUT, Agent
+from dlrover_core.sim.clock import SECOND_US, Clock
+from dlrover_core.sim.scenario import Scenario
+from dlrover_core.spec import JobSpec, us
 
 CASCADE = "RuntimeError: [gloo] Connection closed by peer"
-TIMED_OUT = "RuntimeError: NCCL watchdog: Timed out waiting for a collective"
 # Torch's own default for NCCL: peers of a rank that neither dies nor comes raise after it.
 COLLECTIVE_S = 600.0
 SLOW_S = 60.0
@@ -112,10 +110,93 @@ class World:
     began: int = 0
 
 
+class Leader(Protocol):
+    """Who is told of standstills."""
+
+    def stalled(self, world: World, step: int, idle_us: int, limit: stall.Threshold) -> None:
+        """Nobody has made a step for so long."""
+        ...
+
+    def submit(self, command: Command) -> None:
+        """Hear this."""
+        ...
+
+
+class Meter(Protocol):
+    """Who measures the job's time."""
+
+    def made(self, new: float, again: float, step_us: int, checkpoint_us: float) -> None:
+        """Steps were made."""
+        ...
+
+    def cut_short(self, part: float, step_us: int) -> None:
+        """A step was begun in vain."""
+        ...
+
+    def loading(self) -> None:
+        """A world loads."""
+        ...
+
+    def trains(self, again_us: float = 0.0) -> None:
+        """Steps are made from now on."""
+        ...
+
+    def hung(self) -> None:
+        """No steps are made, and nobody knows."""
+        ...
+
+    def broke(self) -> None:
+        """A worker is dead."""
+        ...
+
+    def halted(self) -> None:
+        """Steps are made no more."""
+        ...
+
+    def done(self) -> None:
+        """All steps are made."""
+        ...
+
+
+class Strikes(Protocol):
+    """Who waits for steps."""
+
+    def step_made(self) -> None:
+        """The awaited step."""
+        ...
+
+
+class Site(Protocol):
+    """What training needs of a run."""
+
+    clock: Clock
+    spec: JobSpec
+    scenario: Scenario
+
+    @property
+    def leader(self) -> Leader | None:
+        """Who leads."""
+        ...
+
+    @property
+    def meter(self) -> Meter:
+        """Who measures."""
+        ...
+
+    @property
+    def strikes(self) -> Strikes:
+        """Who waits for steps."""
+        ...
+
+    def steps_again(self) -> None:
+        """Training makes steps again."""
+        ...
+
+
 class Training:
     """All worlds of one job, of which one at most makes steps."""
 
-    def __init__(self, sim: Simulation) -> None:
+    def __init__(self, sim: Site) -> None:
         self._sim, self._clock, self._scenario = sim, sim.clock, sim.scenario
         self.made = 0
         self.saved = 0

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from unittest import SkipTest
 
 from dlrover_core.errors import LaunchRefused
-from dlrover_core.job.state import NodeLaunch
+from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.backend import PHASES, Backend, Changed, Listed, Observation
 
 JOB = "conformance"

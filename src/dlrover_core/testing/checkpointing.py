@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dlrover_core.job import checkpoints, job, nodes, world
-from dlrover_core.job.layout import Ranges
+from dlrover_core.job.names import group_of
+from dlrover_core.job.ranges import Ranges, from_ranges
 from dlrover_core.job.state import JobState
-from dlrover_core.job.world import from_ranges, group_of
 from dlrover_core.kernel.events import Record
 from dlrover_core.testing.promises import Look, Promise
 

@@ -19,7 +19,8 @@ from contextvars import Context
 from types import TracebackType
 
 from dlrover_core.errors import HandedOver, LaunchRefused
-from dlrover_core.job.state import CODEC, MODEL, JobState, NodeLaunch, fold
+from dlrover_core.job.orders import NodeLaunch
+from dlrover_core.job.state import CODEC, FOLD, JobState, fold
 from dlrover_core.kernel.events import Record
 from dlrover_core.logs.memory import MemoryLog
 from dlrover_core.runtime import messages
@@ -294,7 +295,7 @@ class Cluster:
     def state(self) -> JobState:
         """The leader's state."""
         leading = [master for master in self.masters if master.leading]
-        return next((master.state for master in [*leading, *reversed(self.masters)] if master.state.seq), MODEL.new())
+        return next((master.state for master in [*leading, *reversed(self.masters)] if master.state.seq), FOLD.new())
 
     async def records(self) -> list[Record]:
         """The whole log."""

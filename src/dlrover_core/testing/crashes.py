@@ -24,12 +24,14 @@ import msgpack
 
 from dlrover_core.job import nodes
 from dlrover_core.job.job import LeaderStarted, TakeOver
-from dlrover_core.job.state import CODEC, MODEL, JobState, desired
+from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import UNANSWERED_MAX, Command, Engine, Reply, Resend
 from dlrover_core.kernel.events import Origin, Record
 from dlrover_core.kernel.log import Appended, Fenced
 from dlrover_core.kernel.state import _unplainer, digest, pack
 from dlrover_core.logs.memory import MemoryLog
+from dlrover_core.rules.desired import desired
+from dlrover_core.rules.model import MODEL
 from dlrover_core.sim.faults import ENGINE, Fault
 from dlrover_core.sim.run import Broken, Input, Run
 from dlrover_core.sim.scenario import Plan, Scenario

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from dlrover_core.job.state import MODEL, JobState
+from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.state import digest
 from dlrover_core.testing.checkpointing import Checkpoints
@@ -52,9 +52,9 @@ __all__ = [
 
 def watched(records: Iterable[Record], *invariants: Invariant) -> JobState:
     """The fold of a history, in which every promise was asked after every record: an illegal transition raises too."""
-    state, watch = MODEL.new(), Together(*invariants)
+    state, watch = FOLD.new(), Together(*invariants)
     for record in records:
-        MODEL.apply(state, record)
+        FOLD.apply(state, record)
         watch(state, record)
     return state
 

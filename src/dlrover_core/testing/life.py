@@ -6,9 +6,11 @@ Times are seconds since `Life.EPOCH_US`; a refused command leaves its record, as
 from __future__ import annotations
 
 from dlrover_core.job import failures, job, nodes, progress, world
-from dlrover_core.job.state import CODEC, MODEL, JobState
+from dlrover_core.job import names as names_job
+from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import Command, Engine, Tick
 from dlrover_core.kernel.events import Record
+from dlrover_core.rules.model import MODEL
 from dlrover_core.spec import JobSpec, us
 
 
@@ -52,7 +54,7 @@ class Life:
     def join(self, at: float, *names: str) -> Life:
         """Nodes run, and their agents join, each with stores to offer."""
         for name in names:
-            nproc = self.state.job.spec.group(world.group_of(name)).nproc
+            nproc = self.state.job.spec.group(names_job.group_of(name)).nproc
             self.do(at, nodes.ObserveNodes((nodes.Observed(name, "running", host=f"host-{name}"),)))
             self.do(at, nodes.ReportJoined(name, f"host-{name}", "10.0.0.1", nproc))
             self.do(at, *(world.OfferStore(name, f"{name}:{at:g}:{port}") for port in range(4)))
@@ -60,11 +62,11 @@ class Life:
 
     def start(self, at: float, *names: str) -> Life:
         """The workers of the newest generation run on these nodes."""
-        return self.do(at, *(world.ReportStarted(name, self.generation(world.group_of(name))) for name in names))
+        return self.do(at, *(world.ReportStarted(name, self.generation(names_job.group_of(name))) for name in names))
 
     def step(self, at: float, step: int, node: str) -> Life:
         """The newest generation makes its first step."""
-        return self.do(at, progress.ReportFirstStep(node, self.generation(world.group_of(node)), step, told=True))
+        return self.do(at, progress.ReportFirstStep(node, self.generation(names_job.group_of(node)), step, told=True))
 
     def progress(self, at: float, step: int) -> Life:
         """The newest generation has reached a step."""
@@ -83,7 +85,7 @@ class Life:
         tail: str = "",
     ) -> Life:
         """A worker of the newest generation dies unasked; the agent says so ``age_s`` later, at ``at``."""
-        generation = self.generation(world.group_of(node))
+        generation = self.generation(names_job.group_of(node))
         return self.do(at, failures.ReportExit(node, generation, rank, exit_code, False, step, us(age_s), tail, error))
 
     def node_dies(self, at: float, node: str, exit_code: int = -9) -> Life:
@@ -96,7 +98,7 @@ class Life:
 
     def finish(self, at: float, *names: str) -> Life:
         """The workers of these nodes end well."""
-        return self.do(at, *(world.ReportFinished(name, self.generation(world.group_of(name))) for name in names))
+        return self.do(at, *(world.ReportFinished(name, self.generation(names_job.group_of(name))) for name in names))
 
 
 def three_deaths(spec: JobSpec) -> Life:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dlrover_core.job import job, nodes, progress, world
+from dlrover_core.job import job, names, nodes, progress, world
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
+from dlrover_core.rules import membership
 from dlrover_core.sim.faults import KINDS, Fault, amount
 from dlrover_core.sim.striking import REPAIR_S
 from dlrover_core.spec import JobSpec, us
@@ -61,7 +62,7 @@ class Prompt(Promise):
 
     @staticmethod
     def _able(group: str, state: JobState) -> bool:
-        spec, away = state.job.spec.group(group), state.planning.away(state, group)
+        spec, away = state.job.spec.group(group), membership.departing(state, group)
         if not state.job.forms or state.nodes.tally.ready.get(group, 0) < spec.floor or group in state.health.running:
             return False
         here = [node for node in state.nodes.nodes.values() if node.group == group and node.ready]
@@ -126,7 +127,7 @@ class Liveness(Promise):
         self._stands(record.at)
 
     def _steps(self, _state: JobState, fact: progress.FirstStep, record: Record) -> None:
-        self._groups[world.group_of(fact.node)] = True
+        self._groups[names.group_of(fact.node)] = True
         if all(self._groups.values()):
             self._goes(record.at)
 

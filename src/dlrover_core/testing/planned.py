@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dlrover_core.job import checkpoints, job, nodes, planning, world
+from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
-from dlrover_core.job.world import group_of
 from dlrover_core.kernel.events import Record
 from dlrover_core.spec import us
 from dlrover_core.testing.promises import Look, Promise

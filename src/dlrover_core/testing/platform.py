@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dlrover_core.errors import CoreError
-from dlrover_core.job.state import NodeLaunch
+from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.testing import virtual_loop
 
 BOOT_S = 2.0

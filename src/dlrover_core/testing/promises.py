@@ -26,11 +26,12 @@ from dataclasses import replace
 from types import MethodType
 from typing import Any, ClassVar, Union
 
-from dlrover_core.job import failures, job, nodes, planning, progress, scaling, silence, world
+from dlrover_core.job import failures, job, names, nodes, planning, progress, silence, world
 from dlrover_core.job.node_lifecycle import COMING
-from dlrover_core.job.state import JobState, desired
+from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import CommandFailed, CommandRefused
 from dlrover_core.kernel.events import Record
+from dlrover_core.rules.desired import desired
 from dlrover_core.sim.run import Broken, Watcher
 from dlrover_core.spec import GroupSpec, JobSpec
 
@@ -259,7 +260,7 @@ class Worlds(Promise):
         assert fact.generation == newest, f"{record.seq}: generation {fact.generation} ends, {newest} is the newest"
 
     def _report(self, which: int, verb: str, state: JobState, fact: Any, record: Record) -> None:
-        group = world.group_of(fact.node)
+        group = names.group_of(fact.node)
         newest = self._generations.get(group, 0)
         assert fact.generation == newest, f"{record.seq}: {fact.node} {verb} generation {fact.generation}, not {newest}"
         heard = self._heard[group][which]
@@ -278,7 +279,7 @@ class Worlds(Promise):
         assert state.world.of(fact.node).active, f"{record.seq}: {fact.node} finished what was dissolved"
 
     def _first_step(self, state: JobState, fact: Any, record: Record) -> None:
-        group = world.group_of(fact.node)
+        group = names.group_of(fact.node)
         current = state.world.of(fact.node)
         assert current.active and fact.generation == current.generation == self._generations.get(group), (
             f"{record.seq}: a step of generation {fact.generation}, {current.generation} is the newest"
@@ -361,7 +362,7 @@ class Provoked(Promise):
         self._since.clear()
 
     def _one(self, _state: JobState, fact: Any, _record: Record) -> None:
-        self._since[world.group_of(fact.node)] = type(fact).__name__
+        self._since[names.group_of(fact.node)] = type(fact).__name__
 
     def _group(self, _state: JobState, fact: Any, _record: Record) -> None:
         self._since[fact.group] = type(fact).__name__
@@ -381,7 +382,7 @@ class Provoked(Promise):
         **dict.fromkeys(
             (
                 nodes.NodeJoined, nodes.NodeFailed, nodes.NodeGone, nodes.NodeLost, nodes.NodeLeft, nodes.NodeReleased,
-                scaling.NodeDrained, failures.ActionChosen,
+                planning.NodeDrained, failures.ActionChosen,
             ),
             _one,
         ),

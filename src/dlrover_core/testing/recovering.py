@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import OPENING, PLAT
-from dlrover_core.job import budget, evidence, failures, hosts, job, nodes, planning, progress, scaling, world
+from dlrover_core.job import budget, evidence, failures, hosts, job, names, nodes, planning, progress, world
 from dlrover_core.job.crash_loops import AT_ONCE, EARLY_S, FIRST_PAUSE_S
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import STRANGERS_MAX, UNANSWERED_MAX
 from dlrover_core.kernel.events import Record
+from dlrover_core.rules import slots
 from dlrover_core.spec import JobSpec, us
 from dlrover_core.testing.promises import Look, Promise
 
@@ -58,7 +59,7 @@ class Incidents(Promise):
     def _open_one(self, _state: JobState, fact: failures.IncidentOpened, record: Record) -> None:
         assert fact.incident == self._opened + 1, f"{record.seq}: incident {fact.incident} after {self._opened}"
         self._opened = fact.incident
-        self._open[fact.incident] = world.group_of(fact.node), fact.generation
+        self._open[fact.incident] = names.group_of(fact.node), fact.generation
         seq, died = self._exit
         told, seen = self._seen
         if told == record.cause and seen is not None:
@@ -71,7 +72,7 @@ class Incidents(Promise):
             assert died.generation == fact.generation and not died.asked, f"{record.seq}: {died} opens {fact}"
 
     def _stepped(self, _state: JobState, fact: progress.FirstStep, _record: Record) -> None:
-        group = world.group_of(fact.node)
+        group = names.group_of(fact.node)
         self._mended = {
             one for one, (its, generation) in self._open.items() if its == group and generation < fact.generation
         }
@@ -136,7 +137,7 @@ class Effects(Promise):
                 del self._due[record.cause]
         if type(fact) is failures.ActionChosen and fact.action != ladder.SUSPECTS:
             restarts = fact.action in (*ladder.IN_PLACE, ladder.AWAIT_EVIDENCE)
-            if fact.action in (*ladder.RELAUNCHES, ladder.GO_ON_SMALLER) and nodes.followed(state, fact.node):
+            if fact.action in (*ladder.RELAUNCHES, ladder.GO_ON_SMALLER) and slots.followed(state, fact.node):
                 return  # it was to leave: its successor is on the way, or nobody is to come
             if not restarts or state.world.of(fact.node).active:
                 self._due[record.seq] = fact
@@ -198,7 +199,7 @@ class Budgets(Promise):
 
     def _chosen(self, state: JobState, fact: failures.ActionChosen, record: Record) -> None:
         seq, node = record.seq, fact.node
-        group = world.group_of(node)
+        group = names.group_of(node)
         assert fact.budget_left >= 0, f"{seq}: the budget is overdrawn"
         if fact.action in ladder.FOR_NODES:
             for incident in [one for one, (its, _) in self._restarted.items() if its == group]:
@@ -237,7 +238,7 @@ class Budgets(Promise):
         )
 
     def _given_up(self, state: JobState, fact: failures.ActionChosen, record: Record) -> None:
-        place, group = fact.node.rsplit("-", 1)[0], self._spec.group(world.group_of(fact.node))
+        place, group = fact.node.rsplit("-", 1)[0], self._spec.group(names.group_of(fact.node))
         spent = {
             "workers.exhausted": self._restarts >= self._spec.max_restarts,
             "node.exhausted": state.failures.relaunches.get(place, 0) >= group.relaunch_max,
@@ -280,14 +281,14 @@ class Pauses(Promise):
     def _chosen(self, _state: JobState, fact: failures.ActionChosen, record: Record) -> None:
         if fact.action not in ladder.IN_PLACE:
             return
-        group = world.group_of(fact.node)
+        group = names.group_of(fact.node)
         formed_at, stepped = self._formed.get(group, (0, False))
         early = not stepped and self._verdict != PLAT and record.at - formed_at < us(EARLY_S)
         self._early[group] = self._early.get(group, 0) + 1 if early else 0
         self._failed_at[group] = record.at
 
     def _stepped(self, _state: JobState, fact: progress.FirstStep, _record: Record) -> None:
-        group = world.group_of(fact.node)
+        group = names.group_of(fact.node)
         self._early[group] = 0
         self._formed[group] = (self._formed.get(group, (0, True))[0], True)
 
@@ -322,7 +323,7 @@ class Absorbing(Promise):
     BEGINS = (
         job.JobStarted, job.JobStopping, job.JobSuspended, job.JobResumed, job.GroupScaled, nodes.NodePlanned,
         nodes.PlaceReopened, world.WorldFormed, world.WorldDissolved, planning.WorldPlanned, failures.IncidentOpened,
-        failures.Diagnosed, failures.ActionChosen, scaling.NodeDrained,
+        failures.Diagnosed, failures.ActionChosen, planning.NodeDrained,
     )  # fmt: skip
     ENDS = (job.JobSucceeded, job.JobFailed, job.JobStopped, job.JobAbandoned)
 

@@ -28,9 +28,9 @@ from dlrover_core.job.checkpoints import (
     storage_calm_s,
     worth_telling,
 )
-from dlrover_core.job.holdings import NOTHING as NO_STEP
-from dlrover_core.job.salvage import HELD_WAIT_S
-from dlrover_core.job.state import Order
+from dlrover_core.job.holdings import NO_STEP
+from dlrover_core.job.orders import Order
+from dlrover_core.rules.save_on_failure import HELD_WAIT_S
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.keeping import WRITTEN_MAX, KeptBeat, Written
 from dlrover_core.runtime.launcher import Notice, WorkersGone

@@ -22,7 +22,7 @@ from typing import Any
 from dlrover_core.errors import PlanError
 from dlrover_core.history.report import ReportBuilder
 from dlrover_core.job import failures, job
-from dlrover_core.job.state import CODEC, MODEL
+from dlrover_core.job.state import CODEC, FOLD
 from dlrover_core.kernel.events import Batch, Record
 from dlrover_core.kernel.log import Appended, Outcome
 from dlrover_core.kernel.state import digest
@@ -157,7 +157,7 @@ class Stage:
     ) -> None:
         self.plan, self._backend, self._keep = plan, backend, keep
         self.watch: list[Watcher] = [one() if isinstance(one, type) else one for one in watch]
-        self.state = MODEL.new()
+        self.state = FOLD.new()
         self.newest: Record
         self.records: list[Record] = []
         self.struck: list[tuple[Fault, int]] = []
@@ -322,7 +322,7 @@ class Stage:
         self._look_soon()
 
     def _take(self, record: Record) -> None:
-        MODEL.apply(self.state, record)
+        FOLD.apply(self.state, record)
         self.newest = record
         self._report.feed(record)
         if self._keep:

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
 
 from dlrover_core.errors import PlanError
-from dlrover_core.job.state import MODEL, JobState
+from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.sim import triggers
 from dlrover_core.sim.faults import ENGINE, KINDS, LOOP, Fault, checked
@@ -337,9 +337,9 @@ class Judge:
 
     def _moments(self) -> Iterator[tuple[float, Record, JobState]]:
         """The state after each batch. It is one state that goes on: look at it now."""
-        state, records = MODEL.new(), self._run.records
+        state, records = FOLD.new(), self._run.records
         for at, record, after in zip(self._at, records, [*self._at[1:], float("inf")], strict=True):
-            MODEL.apply(state, record)
+            FOLD.apply(state, record)
             if after > at:
                 yield at, record, state
 

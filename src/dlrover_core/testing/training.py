@@ -16,7 +16,7 @@ from dlrover_core.diagnosis.hanging import Facts
 from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.errors import LaunchFailed
 from dlrover_core.job.hangs import ReportStacks
-from dlrover_core.job.state import NodeLaunch
+from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.duties import Desk, Duty, Orders
 from dlrover_core.runtime.launcher import (

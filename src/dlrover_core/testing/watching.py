@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dlrover_core.errors import LogCorrupt, LogUnavailable, PlanError
 from dlrover_core.history.report import Report, ReportBuilder
 from dlrover_core.job import failures, progress, world
-from dlrover_core.job.state import MODEL
+from dlrover_core.job.state import FOLD
 from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.log import EventLog
 from dlrover_core.logs import open_log
@@ -49,7 +49,7 @@ class Watch:
         self.plan, self.process, self.site = plan, launched.process, launched.site
         self.strikes = Strikes(launched.site, self)
         self.steps = Steps()
-        self.state = MODEL.new()
+        self.state = FOLD.new()
         self.records: list[Record] = []
         self.struck: list[tuple[Fault, int]] = []
         self.hits: Counter[tuple[str, str]] = Counter()
@@ -115,7 +115,7 @@ class Watch:
                 self._log = None
 
     def _take(self, record: Record) -> None:
-        MODEL.apply(self.state, record)
+        FOLD.apply(self.state, record)
         self.records.append(record)
         if isinstance(record.event, failures.IncidentOpened):
             self._incident_due = False
@@ -193,7 +193,7 @@ class Watch:
 
     def told(self) -> runs.Run:
         """The run, as all levels tell it; times are real."""
-        self.state, builder = MODEL.fold(self.records), ReportBuilder()
+        self.state, builder = FOLD.fold(self.records), ReportBuilder()
         for record in self.records:
             builder.feed(record)
         report = builder.report() if self.records else None

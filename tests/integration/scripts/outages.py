@@ -22,7 +22,7 @@ from tools.etcd_cluster import EtcdError
 
 from dlrover_adapters.http import HttpListener, bind
 from dlrover_core.errors import ConnectionLost
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.transport import Connection
 

@@ -50,6 +50,9 @@ class Framework(Protocol):
         ``stepped`` is called once, at the first step: it returns the microseconds that imports took until then.
         """
 
+    def has_peers(self) -> bool:
+        """Has this process joined others, so that they would wait in vain for one that begins its script again?"""
+
     def record_error(self, error: BaseException) -> None:
         """Write the framework's error file for an exception that nobody caught, unless there is one already."""
 

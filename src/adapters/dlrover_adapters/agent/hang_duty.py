@@ -21,7 +21,7 @@ import structlog
 from dlrover_core.diagnosis import flight, hanging, stacks
 from dlrover_core.diagnosis.hanging import Facts
 from dlrover_core.job.hangs import ReportStacks
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime.duties import Desk, Orders
 
 from . import looks

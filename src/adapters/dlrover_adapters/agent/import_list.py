@@ -16,13 +16,13 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .config import LaunchConfig, Mode
 from .import_watch import ImportWatch, is_installed, is_local, is_shared, origin_of, standard_folders, unwatchable
 
-VERSION = 1
+VERSION = 2
 LISTS_MAX = 64
 """Files that are kept; the oldest go first."""
 
@@ -50,6 +50,7 @@ class ImportList(NamedTuple):
     ``sets``: variables that the script sets without harm: nothing that is imported later reads them.
     ``cut``: why ``modules`` ends before the last import of the worker; no module is added to it then.
     ``refused``: why nothing may be imported before the fork; empty: nothing is known against it.
+    ``origins``: the file of each of ``modules``.
     """
 
     modules: tuple[str, ...] = ()
@@ -57,6 +58,7 @@ class ImportList(NamedTuple):
     sets: tuple[str, ...] = ()
     cut: str = ""
     refused: str = ""
+    origins: tuple[str, ...] = ()
 
 
 def path_of(config: LaunchConfig) -> str:
@@ -83,8 +85,10 @@ def read(path: str, paths: Sequence[str]) -> ImportList | None:
             raw = json.load(file)
         if raw["version"] != VERSION or raw["installed"] != installed(paths) or not _unchanged(raw["sources"]):
             return None
-        modules, local, sets = (tuple(map(str, raw[name])) for name in ("modules", "local", "sets"))
-        return ImportList(modules, local, sets, str(raw["cut"]), str(raw["refused"]))
+        modules, local, sets, origins = (tuple(map(str, raw[one])) for one in ("modules", "local", "sets", "origins"))
+        if len(origins) != len(modules):
+            return None
+        return ImportList(modules, local, sets, str(raw["cut"]), str(raw["refused"]), origins)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -101,9 +105,16 @@ def refuse(path: str, reason: str, keep: int = 0) -> None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with open(path, encoding="utf-8") as file:
             raw = json.load(file)
-        raw["modules"] = raw["modules"][:keep]
+        raw["modules"], raw["origins"] = raw["modules"][:keep], raw["origins"][:keep]
         raw["cut" if keep else "refused"] = reason
         _replace(path, raw)
+
+
+def refused(path: str) -> str:
+    """Why nothing of the list in this file may be imported before the fork; empty: nothing is known against it."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(path, encoding="utf-8") as file:
+        return str(json.load(file)["refused"])
+    return ""
 
 
 def _replace(path: str, raw: dict[str, Any]) -> None:
@@ -154,11 +165,13 @@ def _unchanged(sources: Any) -> bool:
 class Learner:
     """One worker's: watches it until its first step, then brings the list up to date. ``path`` empty: only watches.
 
-    ``ahead``: modules that were imported for it by the list as it was.
+    ``ahead``: modules that were imported for it by the list as it was. ``ended`` is called at the first step.
     """
 
-    def __init__(self, path: str, watch: ImportWatch, ahead: Collection[str] = ()) -> None:
-        self._path, self._watch = path, watch
+    def __init__(
+        self, path: str, watch: ImportWatch, ahead: Collection[str] = (), ended: Callable[[], None] | None = None
+    ) -> None:
+        self._path, self._watch, self._ended = path, watch, ended
         # Counted only: a copy of the names costs a forked process 4 ms, as it touches the pages of all of them.
         self._first = self._last = len(sys.modules)
         self._ahead, self._paths = ahead, tuple(sys.path)
@@ -172,6 +185,8 @@ class Learner:
     def stepped(self) -> int:
         """The first step is done: microseconds that imports took before it. Costs a fraction of a millisecond."""
         self._watch.end()
+        if self._ended is not None:
+            self._ended()
         if self._path and self._watch.whole:
             self._last = len(sys.modules)
             self._learning.acquire()
@@ -196,10 +211,6 @@ class Learner:
         """Write the list, if it says something new. What goes wrong here is nobody's business but the next start's."""
         with contextlib.suppress(Exception):
             known = read(self._path, self._paths)
-            if self._watch.conflict is not None:
-                variable, reader = self._watch.conflict
-                refuse(self._path, f"the script sets {variable}, which {reader} reads when it is imported")
-                return
             if known is not None and (known.cut or known.refused):
                 return
             names = self._names[: self._watch.cut[0]] if self._watch.cut is not None else self._names
@@ -213,7 +224,8 @@ class Learner:
         """The new modules of these, and the files of the script's own modules."""
         standard, before = standard_folders(), set(self._names[: self._first]).difference(self._ahead)
         candidates = set(names) - before - MAINS
-        modules, local, sources = [], [], []
+        modules, origins, local, sources = [], [], [], []
+        folders = tuple(os.path.join(one, "") for one in self._paths if one)
         for count, name in enumerate(self._names):
             if count % PAUSE_EVERY == 0:
                 time.sleep(PAUSE_S)
@@ -226,9 +238,15 @@ class Learner:
                 local.append(name)
                 sources += [origin_of(module)] if module is not None else []
             elif name in candidates and is_shared(origin_of(module), standard) and _goes_by(module, name):
-                modules.append(name)
+                # What the script has found by a path of its own, the zygote would find elsewhere, or not at all.
+                if origin_of(module).startswith((*folders, *standard)):
+                    modules.append(name)
+                    origins.append(origin_of(module))
+                else:
+                    local.append(name)
         cut = self._watch.cut[1] if self._watch.cut is not None else ""
-        return ImportList(tuple(modules), tuple(local), tuple(sorted(self._watch.sets)), cut), sorted(set(sources))
+        found = ImportList(tuple(modules), tuple(local), tuple(sorted(self._watch.sets)), cut, origins=tuple(origins))
+        return found, sorted(set(sources))
 
 
 def _main_file(module: Any) -> list[str]:
@@ -245,6 +263,7 @@ def _goes_by(module: Any, name: str) -> bool:
 def _merged(known: ImportList | None, found: ImportList) -> ImportList:
     if known is None:
         return found
-    pairs = ((known.modules, found.modules), (known.local, found.local), (known.sets, found.sets))
-    modules, local, sets = (tuple(dict.fromkeys((*old, *new))) for old, new in pairs)
-    return ImportList(modules, local, sets, found.cut)
+    pairs = ((known.local, found.local), (known.sets, found.sets))
+    local, sets = (tuple(dict.fromkeys((*old, *new))) for old, new in pairs)
+    files = dict(zip((*known.modules, *found.modules), (*known.origins, *found.origins), strict=True))
+    return ImportList(tuple(files), local, sets, found.cut, origins=tuple(files.values()))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import os
 import sys
 import sysconfig
@@ -48,7 +49,7 @@ class ImportWatch:
     ``read``: what the imports of the zygote have read: each variable, and the module that read it.
     ``harmless``: variables that an earlier worker of this script set as well, after all imports that read them.
     ``excused``: modules that may read any variable, because somebody puts right afterwards what they made of it.
-    ``warn`` is called with a variable and a module, once, when the script sets what that module has read already.
+    ``conflicting`` is called with a variable and a module before the script sets what that module has read already.
 
     ``whole``: nothing between `begin` and `end` was missed. ``until``: when it ends by itself, by `time.monotonic`.
     """
@@ -59,7 +60,7 @@ class ImportWatch:
         read: Mapping[str, str] | None = None,
         harmless: Iterable[str] = (),
         excused: Iterable[str] = (),
-        warn: Callable[[str, str], None] | None = None,
+        conflicting: Callable[[str, str], None] | None = None,
     ) -> None:
         self.spent_ns = 0
         self.reads: dict[str, str] = {}
@@ -69,13 +70,14 @@ class ImportWatch:
         self.whole = False
         self.until = 0.0
         self._given, self._read, self._harmless = set(given), read or {}, set(harmless)
-        self._excused, self._warn = frozenset(excused), warn
+        self._excused, self._conflicting = frozenset(excused), conflicting
         self._standard = standard_folders()
         self._thread = threading.get_ident()
         self._names: list[str] = []
         self._sweep: list[str] = []
         self._outermost = -1
-        self._modules_before = 0
+        self._modules_before = self._modules_after = 0
+        self._folder = ""
         self._began_ns = 0
         self._environment: Any = None
 
@@ -85,6 +87,7 @@ class ImportWatch:
         assert _active is None, "one watch at a time"
         if unwatchable():
             return
+        self._modules_after, self._folder = len(sys.modules), _current_folder()
         _active, self.whole, self.until = self, True, time.monotonic() + WATCHED_S
         if bootstrap._find_and_load is not _find_and_load:
             _original = bootstrap._find_and_load
@@ -122,6 +125,9 @@ class ImportWatch:
         if self._outermost < 0 and not self._is_local(name):
             # Imports of the script's own modules are no part of it: what they import is.
             self._outermost, self._modules_before = len(self._names), len(sys.modules)
+        direct = not self._names or self._is_local(self._names[-1])
+        if direct and self.cut is None:
+            self._look_around(len(sys.modules))
         self._names.append(name)
         try:
             found = _original(name, import_)
@@ -130,8 +136,23 @@ class ImportWatch:
             self._names.pop()
             if len(self._names) <= self._outermost:
                 self._outermost = -1
+            if direct and not self._is_local(name):
+                self._modules_after = len(sys.modules)
             if not self._names:
                 self.spent_ns += time.monotonic_ns() - self._began_ns
+
+    def _look_around(self, now: int) -> None:
+        """What has the script done, since its last import, that this one may see and the zygote would not?
+
+        ``now``: modules that are there.
+        """
+        if _current_folder() != self._folder:
+            self.cut = (now, "the script changes the current folder before its next imports")
+            return
+        new = now - self._modules_after
+        made = [name for name in itertools.islice(reversed(sys.modules), max(0, new)) if _is_made_by_hand(name)]
+        if made:
+            self.cut = (now, f"the script puts a module {made[-1]} of its own making before its next imports")
 
     def enumerated(self, keys: list[str]) -> None:
         """Somebody asks for the names of all variables."""
@@ -159,8 +180,8 @@ class ImportWatch:
         reader = self._read.get(variable)
         if reader is not None and variable not in self._harmless and self.conflict is None:
             self.conflict = (variable, reader)
-            if self._warn is not None:
-                self._warn(variable, reader)
+            if self._conflicting is not None:
+                self._conflicting(variable, reader)
 
     def _is_local(self, name: str) -> bool:
         """Is it a module of the script's own, by what is known while it is imported?"""
@@ -296,6 +317,21 @@ def origin_of(module: object) -> str:
 def is_shared(origin: str, standard: tuple[str, ...]) -> bool:
     """Does this file belong to an installed package or to the standard library?"""
     return any(f"{os.sep}{name}{os.sep}" in origin for name in PACKAGES) or origin.startswith(standard)
+
+
+def _is_made_by_hand(name: str) -> bool:
+    """Did somebody put it there without importing it, as a stand-in or to forbid its import?"""
+    module = sys.modules.get(name)
+    if module is None:
+        return True
+    return issubclass(type(module), ModuleType) and vars(module).get("__spec__") is None and not origin_of(module)
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return ""
 
 
 def is_local(module: object, standard: tuple[str, ...]) -> bool:

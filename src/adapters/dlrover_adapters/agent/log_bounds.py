@@ -13,12 +13,9 @@ import os
 import re
 import shutil
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from .process import libc
-
-if TYPE_CHECKING:
-    from .logs import StreamFile
 
 LOOK_S = 2.0
 """How often sizes are looked at: a file may be above its bound by what is written meanwhile."""
@@ -40,6 +37,20 @@ class Hole(NamedTuple):
     stop: int
 
 
+class Bounded(Protocol):
+    """A file of a worker, as far as its size goes."""
+
+    @property
+    def path(self) -> str:
+        """Where it is."""
+        ...
+
+    @property
+    def keep(self) -> bool:
+        """Does it outlive its generation?"""
+        ...
+
+
 class LogBounds:
     """Watches the files it is told, in a thread of its own. Methods may be called from any thread."""
 
@@ -57,7 +68,7 @@ class LogBounds:
         thread.start()
         self._thread = thread
 
-    def watch(self, file: StreamFile) -> None:
+    def watch(self, file: Bounded) -> None:
         """Keep ``file`` within its bound, until `finish`."""
         bound = self.bytes_max if file.keep else min(self.bytes_max or PASSING_BYTES_MAX, PASSING_BYTES_MAX)
         if bound and file.path != os.devnull:
@@ -94,7 +105,7 @@ class LogBounds:
         finally:
             os.close(fd)
 
-    def finish(self, file: StreamFile) -> None:
+    def finish(self, file: Bounded) -> None:
         """Its worker is dead, and nobody reads it any more: bound it for the last time, and close the hole."""
         with self._lock, contextlib.suppress(OSError):
             bound = self._files.pop(file.path, 0)

@@ -22,7 +22,7 @@ from dlrover_core.diagnosis.evidence import CGROUP, KERNEL, LOG
 from dlrover_core.diagnosis.sightings import Sighting, Sightings, worth_telling
 from dlrover_core.diagnosis.signatures import Table, table
 from dlrover_core.job.evidence import ReportEvidence
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkerStep
 

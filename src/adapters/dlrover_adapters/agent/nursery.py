@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import itertools
 import signal
@@ -37,6 +38,12 @@ UNFORKED_PAUSES_S = (0.0, 0.2, 1.0, 3.0)
 
 CUTS_MAX = 2
 """So often a list of imports is tried again without its end, before it is left out."""
+
+FORKLESS_PAUSES_S = (5.0, 30.0, 120.0)
+"""Pauses before another zygote where this host forked nobody for the last one; then workers are executed for good."""
+
+PASSING = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+"""Why a process cannot be started for a while."""
 
 STRAYS = frozenset({"dlrover-zygote", "dlrover-spare", "dlrover-keeper", "dlrover-saver"})
 """What children of a zygote are called before they are told who they are."""
@@ -88,12 +95,15 @@ class Nursery:
         self._was_ready = False
         self._unfit: tuple[str, str] | None = None
         self._kept = self._cuts = 0
-        self._early_deaths = 0
+        self._early_deaths = self._forkless = 0
+        self._host = ""  # why this host forked nobody for the last zygote
+        self._closed = asyncio.Event()
         self._zygote: Child | None = None
         self._minding: Watch | None = None
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[object]] = set()
         self._closing = self._remembered = False
+        self._imports = import_list.path_of(config)
 
     @property
     def zygote_pid(self) -> int:
@@ -129,7 +139,7 @@ class Nursery:
     def _watch(self, spawned: Spawned) -> None:
         self._link, self._zygote = spawned.link, Child(spawned.pid)
         self._linked.set()
-        self._unfit, self._loading, self._was_ready, self._kept = None, "", False, 0
+        self._unfit, self._loading, self._was_ready, self._kept, self._host = None, "", False, 0, ""
         asyncio.get_running_loop().add_reader(self._link, self._hear)
         if self._living:
             wire.send(self._link, {"op": "mine", "pids": sorted(self._living)})
@@ -155,15 +165,46 @@ class Nursery:
                 self._judge(exit_code, early=early)
                 await self._remember()
             if not self._hopeless and not self.plain:
-                self._succeed()
+                await self._succeed()
         self._settled.set()
         self._linked.set()
 
-    def _succeed(self) -> None:
-        try:
-            self._watch(spawn_zygote(self._config, frozenset(self.refused)))
-        except LaunchFailed as error:
-            self._hopeless = str(error)
+    async def _succeed(self) -> None:
+        """Start the next zygote, after a pause where this host forks nobody."""
+        while not self._host or await self._wait_out():
+            try:
+                self._watch(spawn_zygote(self._config, frozenset(self.refused)))
+                return
+            except LaunchFailed as error:
+                if getattr(error.__cause__, "errno", None) not in PASSING:
+                    self._hopeless = str(error)
+                    return
+                self._host = str(error)
+
+    async def _wait_out(self) -> bool:
+        """Limits of processes and memory pass: have workers executed for a while; False: there is to be no other zygote."""
+        if self._forkless == len(FORKLESS_PAUSES_S):
+            self._give_up(self._host)
+            return False
+        pause_s = FORKLESS_PAUSES_S[self._forkless]
+        _log.warning(
+            "no zygote for a while: workers are executed, which costs their imports",
+            reason=self._host,
+            again_in_s=pause_s,
+            node=self._config.node,
+        )
+        self._forkless, self._host, self.plain = self._forkless + 1, "", True
+        self._settled.set()
+        self._linked.set()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await within(pause_s, self._closed.wait())
+        if self._closing:
+            self._hopeless = "the launcher is closed"
+            return False
+        self.plain = False
+        self._settled.clear()
+        self._linked.clear()
+        return True
 
     async def _settled_or_dead(self, zygote: Child) -> None:
         settled = asyncio.ensure_future(self._settled.wait())
@@ -220,8 +261,10 @@ class Nursery:
             _log.warning("preload refused", preload=preload, reason=reason, node=self._config.node)
         elif reason.startswith("cannot be imported"):
             self._hopeless = f"{self._config.framework} {reason}; is it installed for {self._config.node}?"
-        elif reason:
+        elif reason and not self._host:
             self._give_up(reason)
+        elif reason:
+            self._early_deaths = 0  # it is the host's doing, and passes: see `_wait_out`
         else:
             self._early_deaths = self._early_deaths + 1 if early else 0
             _log.warning("zygote died", exit_code=exit_code, ready=not early, node=self._config.node)
@@ -234,7 +277,7 @@ class Nursery:
         """A list that ended its zygote, or held it up, is not tried again by the next run either."""
         if AUTO in self.refused and not self._remembered:
             self._remembered = True
-            await asyncio.to_thread(import_list.refuse, import_list.path_of(self._config), self.refused[AUTO])
+            await asyncio.to_thread(import_list.refuse, self._imports, self.refused[AUTO])
 
     def _give_up(self, reason: str) -> None:
         self.plain = True
@@ -275,13 +318,14 @@ class Nursery:
             case {"op": "ready"}:
                 self._settled.set()
                 self._was_ready = True
-                self._early_deaths = 0
+                self._early_deaths = self._forkless = 0
                 self._mind()
             case {"op": "loading", "preload": str(preload)}:
                 self._loading = preload
             case {"op": "unfit", "preload": str(preload), "reason": str(reason)}:
                 self._unfit = (preload, reason)
                 self._kept = int(frame.body.get("kept", 0))
+                self._host = reason if frame.body.get("host") else ""
             case {"op": "forked", "key": int(key), "pid": int(pid)} if key in self._forks:
                 self._forked(self._forks.pop(key), pid)
             case {"op": "unforked", "key": int(key), "reason": str(reason)} if key in self._forks:
@@ -371,6 +415,7 @@ class Nursery:
 
     async def take(self, count: int) -> list[Spare]:
         """``count`` processes that wait for a seat: spares first, then new ones. Raises `LaunchFailed`."""
+        await self._heed_workers()
         taken: list[Spare] = []
         try:
             while len(taken) < count:
@@ -415,7 +460,20 @@ class Nursery:
         if not self.plain and not self._closing:
             self._keep(asyncio.create_task(self._refill(), name="refill of spares"))
 
+    async def _heed_workers(self) -> None:
+        """Where a worker has found the list to be wrong, end all that was imported by it: spares and the zygote."""
+        if self._loading != AUTO or AUTO in self.refused or self._zygote is None:
+            return
+        reason = await asyncio.to_thread(import_list.refused, self._imports)
+        if reason and self._loading == AUTO and AUTO not in self.refused and self._zygote is not None:
+            self.refused[AUTO], self._unfit = reason, (AUTO, reason)
+            for spare in self._spares:
+                self.discard(spare)
+            self._spares.clear()
+            self._lose_zygote()
+
     async def _refill(self) -> None:
+        await self._heed_workers()
         with contextlib.suppress(LaunchFailed):  # the next start makes its own, and says what is wrong
             while len(self._spares) < self._config.nproc and not self.plain:
                 spare = await self._make()
@@ -449,6 +507,7 @@ class Nursery:
     async def close(self) -> None:
         """End spares and zygote, and wait for their end. Workers must have ended before."""
         self._closing = True
+        self._closed.set()
         for spare in self._spares:
             self.discard(spare)
         self._spares.clear()

@@ -25,7 +25,7 @@ from dlrover_core.diagnosis.slots import (
     RING_AT,
     SLOT_BYTES,
 )
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.launcher import Notice
 from dlrover_core.runtime.paces import LossBeat, NodePace, RankLoss

@@ -22,7 +22,8 @@ def main(arguments: list[str]) -> int:
     told, _ = parser.parse_known_args(arguments)
     if not die_with_parent(told.agent):
         return 0
-    os.setsid()
+    if os.getsid(0) != os.getpid():  # a worker that begins again leads its session already
+        os.setsid()
     set_name("dlrover-spare")
     link = own_link(told.fd)
     frame = wire.receive(link)

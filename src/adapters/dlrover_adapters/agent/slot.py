@@ -16,6 +16,11 @@ _STEP = struct.Struct("=q")
 _LONGEST_AT, _SIGNAL_AT, _TOTAL_AT = 32, 64, 72
 
 
+def blank(fd: int) -> None:
+    """Have the slot say what it says of a worker that has not begun."""
+    os.pwrite(fd, _STEP.pack(StepSlot.NONE).ljust(BYTES, b"\0"), 0)
+
+
 class StepSlot:
     """What one worker tells of its steps; nothing outlives its users."""
 
@@ -24,8 +29,8 @@ class StepSlot:
     def __init__(self) -> None:
         self.fd = os.memfd_create("dlrover-step", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, mmap.PAGESIZE)
+        blank(self.fd)
         self._memory = mmap.mmap(self.fd, BYTES)
-        _STEP.pack_into(self._memory, 0, self.NONE)
 
     def read(self) -> int:
         """The last step, `NONE` before the first."""

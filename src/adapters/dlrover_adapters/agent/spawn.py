@@ -9,12 +9,13 @@ import os
 import socket
 import sys
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dlrover_core.errors import LaunchFailed
 
 from . import wire
 from .config import AUTO, LaunchConfig, Mode, birth_environment
+from .framework import substituted
 from .import_list import path_of
 from .main_module import first_path
 
@@ -33,7 +34,7 @@ def module_command(name: str) -> tuple[str, ...]:
     return (sys.executable, "-u", _MODULE, name)
 
 
-def _execute(module: str, config: LaunchConfig, *arguments: str) -> Spawned:
+def _execute(module: str, config: LaunchConfig, *arguments: str, first: dict[str, Any] | None = None) -> Spawned:
     if threading.current_thread() is not threading.main_thread():
         raise LaunchFailed(
             f"{module} must be started from the main thread: processes die with the thread that started them"
@@ -43,6 +44,8 @@ def _execute(module: str, config: LaunchConfig, *arguments: str) -> Spawned:
     except OSError as error:
         raise LaunchFailed(f"no socket can be made for {module}: {error.strerror}; see ulimit -n") from error
     with theirs:
+        if first is not None:
+            wire.send(link, first)
         theirs.set_inheritable(True)
         # -u as under torchrun: forked workers inherit unbuffered streams.
         command = [*module_command(f"{__package__}.{module}"), "--fd", str(theirs.fileno())]
@@ -65,7 +68,8 @@ def spawn_zygote(config: LaunchConfig, refused: frozenset[str] = frozenset()) ->
         arguments += ["--imports", imports]
     if config.mode is not Mode.RUN_PATH:
         arguments += ["--path", first_path(config.mode, config.argv)]
-    return _execute("zygote", config, *arguments)
+    argv = substituted(config.argv, 0)
+    return _execute("zygote", config, *arguments, first={"op": "argv", "argv": argv})
 
 
 def spawn_plain(config: LaunchConfig) -> Spawned:

@@ -8,9 +8,10 @@ import socket
 import sys
 import types
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import wire
+from .afresh import NOTHING, Beginning, Preloaded
 from .config import Mode
 from .framework import Framework, substituted
 from .import_list import Learner
@@ -21,22 +22,6 @@ from .seat import Seat, from_wire
 from .streams import forgive_full_disks
 
 SOCKET_VARIABLE = "DLROVER_AGENT_SOCKET"
-
-
-class Preloaded(NamedTuple):
-    """What a fork inherits of modules that were imported for it, as an earlier worker of this script had them.
-
-    ``reads``: the variables that they read while they were imported, each with its reader.
-    ``harmless``: variables that the earlier worker set without harm.
-    ``modules``: the names of those that were listed.
-    """
-
-    reads: Mapping[str, str] = {}
-    harmless: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-
-
-NOTHING = Preloaded()
 
 
 def run_spare(link: socket.socket, framework: Framework, preloaded: Preloaded = NOTHING) -> int:
@@ -53,13 +38,14 @@ def run_spare(link: socket.socket, framework: Framework, preloaded: Preloaded = 
 def run_seat(seat: Seat, fds: tuple[int, ...], framework: Framework, preloaded: Preloaded = NOTHING) -> int:
     """Take the seat and run its program; the exit code."""
     born = dict(os.environ)
+    beginning = Beginning(seat, fds, framework, preloaded) if preloaded.path else None
     slot_fd = take_seat(seat, fds, framework)
     argv = substituted(seat.argv, seat.local_rank)
     if seat.mode is Mode.COMMAND:
         return _become((seat.argv[0], *argv[1:]))  # the slot's descriptor closes with the exec
     forgive_full_disks()
     shelter_multiprocessing(os.path.dirname(seat.agent_socket))
-    learner = _learner(seat, born, framework, preloaded)
+    learner = _learner(seat, born, framework, preloaded, beginning)
     learner.begin()
     framework.reseed()
     framework.begin(seat.launch, seat.rank, seat.agent_socket, slot_fd, learner.stepped)
@@ -67,19 +53,14 @@ def run_seat(seat: Seat, fds: tuple[int, ...], framework: Framework, preloaded: 
     return _run(seat.mode, argv, framework)
 
 
-def _learner(seat: Seat, born: Mapping[str, str], framework: Framework, preloaded: Preloaded) -> Learner:
+def _learner(
+    seat: Seat, born: Mapping[str, str], framework: Framework, preloaded: Preloaded, beginning: Beginning | None
+) -> Learner:
     """Who watches this worker's imports. ``born``: the environment that modules saw which were imported before the fork."""
-
-    def warn(variable: str, reader: str) -> None:
-        sys.stderr.write(
-            f"dlrover: the script sets {variable} after {reader}, imported ahead for it, has read it: the change has no effect "
-            "there. The next start imports nothing ahead for this script; dlrover-run --preload '' never does\n"
-        )
-
     given = [name for name, value in os.environ.items() if born.get(name) != value]
-    first = warn if seat.imports else None
-    watch = ImportWatch(given, preloaded.reads, preloaded.harmless, framework.excused(), first)
-    return Learner(seat.imports, watch, preloaded.modules)
+    again = beginning.again if beginning is not None else None
+    watch = ImportWatch(given, preloaded.reads, preloaded.harmless, framework.excused(), again)
+    return Learner(seat.imports, watch, preloaded.modules, beginning.forget if beginning is not None else None)
 
 
 def take_seat(seat: Seat, fds: tuple[int, ...], framework: Framework) -> int:

@@ -38,9 +38,10 @@ import warnings
 from collections.abc import Callable, Iterator
 
 from . import import_list, keeper, saver, wire, worker
+from .afresh import NOTHING, Preloaded, servants
 from .config import AUTO
 from .framework import Framework, load
-from .import_watch import ImportWatch, standard_folders, unwatchable
+from .import_watch import ImportWatch, origin_of, standard_folders, unwatchable
 from .main_module import set_first_path
 from .process import die_with_parent, end_sessions, outlive_parent, own_link, poll_ms, set_name, set_title
 
@@ -58,25 +59,26 @@ _LIMITS = {
 class Unfit(Exception):
     """This process must not be forked any more. ``preload`` names the module at fault; empty: the framework itself.
 
-    ``kept``: modules of a list that another zygote may still import.
+    ``kept``: modules of a list that another zygote may still import. ``host``: nothing is wrong here, and this host forks nobody
+    for a while.
     """
 
-    def __init__(self, preload: str, reason: str, kept: int = 0) -> None:
+    def __init__(self, preload: str, reason: str, kept: int = 0, *, host: bool = False) -> None:
         super().__init__(f"{preload or 'the framework'}: {reason}")
-        self.preload, self.reason, self.kept = preload, reason, kept
+        self.preload, self.reason, self.kept, self.host = preload, reason, kept, host
 
 
 class Zygote:
-    """Answers frames: ``fork`` (with a socket), ``gone`` (a session that is no more), ``mine`` (older ones), ``title``, and
+    """Answers frames: ``fork`` (with a socket), ``gone`` (a session that is no more), ``mine`` (older ones), ``title``, ``argv``
 
-    `wire.ASK`.
+    (the script's, for modules that look at it), and `wire.ASK`.
     """
 
     def __init__(self, link: socket.socket, agent: int, framework: str, probe_s: float, imports: str = "") -> None:
         self._link, self._agent, self._name, self._probe_s = link, agent, framework, probe_s
         self._framework: Framework
         self._sessions: set[int] = set()
-        self._imports, self._listed = imports, worker.Preloaded()
+        self._imports, self._listed, self._born = imports, NOTHING, dict(os.environ)
 
     def serve(self, preloads: tuple[str, ...]) -> Role | None:
         """Get warm, then answer until the agent is gone. In a forked child: the role to play."""
@@ -86,7 +88,7 @@ class Zygote:
             role = self._warm(preloads)
         except Unfit as unfit:
             told = {"op": "unfit", "preload": unfit.preload, "reason": unfit.reason, "kept": unfit.kept}
-            wire.send(self._link, told)
+            wire.send(self._link, {**told, "host": unfit.host})
             return None
         if role is not None:
             return role
@@ -133,7 +135,7 @@ class Zygote:
         watch.begin()
         try:
             with self._blaming(AUTO, "cannot be imported"), self._framework.quietly():
-                self._import_each(listed.modules)
+                self._import_each(listed.modules, listed.origins)
             self._check_names([one for one in listed.local if one not in before])
             self._check(AUTO)
         except Unfit as unfit:
@@ -142,15 +144,19 @@ class Zygote:
             raise
         finally:
             watch.end()
-        self._listed = worker.Preloaded(watch.reads, listed.sets, listed.modules)
+        self._listed = Preloaded(
+            watch.reads, listed.sets, listed.modules, path=self._imports, framework=self._name, born=self._born
+        )
 
-    def _import_each(self, names: tuple[str, ...]) -> None:
+    def _import_each(self, names: tuple[str, ...], origins: tuple[str, ...]) -> None:
         tasks, before = _tasks(), belongings()
-        for place, name in enumerate(names):
+        for place, (name, origin) in enumerate(zip(names, origins, strict=True)):
             if name in sys.modules:
+                _check_origin(name, origin, place)
                 continue
             with contextlib.suppress(Exception):  # the script may have caught this, too; else it meets it itself
                 importlib.import_module(name)
+            _check_origin(name, origin, place)
             if _tasks() > tasks and (fault := self._fault()):
                 raise Unfit(AUTO, f"{name}: {fault}", kept=place)
             tasks = _tasks()
@@ -223,7 +229,7 @@ class Zygote:
                 time.sleep(pause_s)  # of the limits that stop a fork most are somebody else's doing, and pass
         os.close(reader)
         os.close(writer)
-        raise Unfit("", fault)
+        raise Unfit("", fault, host=True)
 
     def _threads(self) -> str:
         tasks = _tasks()
@@ -265,6 +271,8 @@ class Zygote:
                 self._sessions.discard(pid)
             case {"op": "mine", "pids": list(pids)}:
                 self._sessions.update(int(one) for one in pids)
+            case {"op": "argv", "argv": list(argv)}:
+                sys.argv = [str(one) for one in argv]
             case {"op": "title", "title": str(title)}:
                 set_title(title)
             case {"op": wire.ASK}:
@@ -343,6 +351,13 @@ class Zygote:
         return lambda: worker.run_spare(link, self._framework, self._listed)
 
 
+def _check_origin(name: str, origin: str, place: int) -> None:
+    """Raise `Unfit` where this process found another file than the script's workers did."""
+    found = origin_of(sys.modules.get(name))
+    if found and found != origin:
+        raise Unfit(AUTO, f"{name}: it is {found} here, and {origin} in the script", kept=place)
+
+
 def _tasks() -> int:
     return len(os.listdir("/proc/self/task"))
 
@@ -362,17 +377,9 @@ def belongings() -> set[str]:
     with contextlib.suppress(OSError):  # a kernel without CONFIG_PROC_CHILDREN
         children = f"/proc/self/task/{threading.get_native_id()}/children"
         with open(children, encoding="ascii") as file:
-            started = set(map(int, file.read().split())) - _servants()
+            started = set(map(int, file.read().split())) - servants()
         found |= {f"process {pid}" for pid in started}
     return found
-
-
-def _servants() -> set[int | None]:
-    tracker, server = (sys.modules.get(f"multiprocessing.{name}") for name in ("resource_tracker", "forkserver"))
-    return {
-        *([tracker._resource_tracker._pid] if tracker is not None else []),
-        *([server._forkserver._forkserver_pid] if server is not None else []),
-    }
 
 
 def unforkable(error: OSError) -> str:

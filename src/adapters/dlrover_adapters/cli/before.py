@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from dlrover_adapters.cli import meeting as meetings
+from dlrover_adapters.cli.kernel import lacking
 from dlrover_core.errors import LaunchFailed, SpecError
 
 if TYPE_CHECKING:
@@ -209,25 +210,6 @@ def check_tls(cert: str, key: str, ca: str) -> None:
 
 
 # ---- the kernel
-
-
-def lacking() -> str:
-    """What processes and states are owned by, and this kernel or sandbox does not give; empty: all is there."""
-    calls = (("pidfd_open", "Linux 5.4", _pidfd), ("memfd_create", "Linux 3.17", _memfd))
-    for name, since, call in calls:
-        try:
-            os.close(call())
-        except OSError as error:
-            return f"{name}: {error.strerror}; it needs {since}, and a sandbox (seccomp) must allow it"
-    return ""
-
-
-def _pidfd() -> int:
-    return os.pidfd_open(os.getpid())
-
-
-def _memfd() -> int:
-    return os.memfd_create("dlrover-probe", os.MFD_CLOEXEC)
 
 
 def check_kernel() -> None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, cast
 
-from dlrover_core.job.state import NodeLaunch
+from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.kernel.log import EventLog, Snapshot
 from dlrover_core.testing.backend_conformance import BackendConformance, Stand, make_launch
 from dlrover_core.testing.log_conformance import LogConformance

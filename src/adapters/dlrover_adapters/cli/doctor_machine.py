@@ -18,8 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from dlrover_adapters.cli.before import lacking
 from dlrover_adapters.cli.doctor_check import Finding, fail, ok, size, warn
+from dlrover_adapters.cli.kernel import lacking
 from dlrover_adapters.cli.whose import OTHER
 
 ROOT = Path("/")

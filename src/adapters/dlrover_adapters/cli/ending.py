@@ -137,7 +137,9 @@ def _details(records: Sequence[Record], state: JobState, culprit: Record, kept: 
 
 def _place(records: Sequence[Record], fact: WorkerExited) -> tuple[int, int]:
     """The local rank, and which attempt of this run it was: the first is 0."""
-    from dlrover_core.job.world import WorldFormed, from_ranges, group_of
+    from dlrover_core.job.names import group_of
+    from dlrover_core.job.ranges import from_ranges
+    from dlrover_core.job.world import WorldFormed
 
     worlds = [
         one.event for one in records if isinstance(one.event, WorldFormed) and one.event.group == group_of(fact.node)

@@ -70,12 +70,12 @@ async def _tell(args: argparse.Namespace, verb: str, arguments: Mapping[str, Any
 async def _list(args: argparse.Namespace) -> int:
     from dlrover_core.history import hosts_of, render_hosts
     from dlrover_core.history.plain import plain
-    from dlrover_core.job.state import MODEL
+    from dlrover_core.job.state import FOLD
 
     async with read.opened(args) as source:
-        state = MODEL.new()
+        state = FOLD.new()
         async for record in source.log.read(source.job):
-            MODEL.apply(state, record)
+            FOLD.apply(state, record)
         told = hosts_of(state, await source.now())
         print(read.as_json(plain(told)) if args.json else render_hosts.hosts(told))
     return OK

@@ -179,7 +179,7 @@ class _Host:
 
     async def _lead(self, port: socket.socket, settings: Settings, options: Options) -> int:
         from dlrover_adapters.cli import lead
-        from dlrover_adapters.cli.run import shows_progress
+        from dlrover_adapters.cli.options import shows_progress
         from dlrover_adapters.telemetry.logs import set_up
 
         set_up(Path(settings.control_log), settings.log_level, role="launcher")

@@ -85,11 +85,11 @@ class Kept:
             self._now.signal(signal.SIGKILL)
 
     def said(self) -> Mapping[str, Mapping[str, Any]]:
-        """Nothing: other hosts' nodes are not known here, so this launcher cannot say how the job fares."""
+        """Nothing: how the workers of the job's other hosts fare is not known here."""
         return {}
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Let it end, in short or within a longer grace, and kill it if it does not."""
+        """Let it end, in short or within the grace if that is longer, and kill it if it does not."""
         if self._life is None:
             return
         self.leave("the launcher ends")

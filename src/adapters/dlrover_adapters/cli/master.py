@@ -54,9 +54,9 @@ from dlrover_core.errors import (
 )
 from dlrover_core.host import threads
 from dlrover_core.job.job import StopJob
-from dlrover_core.job.state import model
 from dlrover_core.kernel.log import EventLog
 from dlrover_core.logs import open_log
+from dlrover_core.rules.model import model
 from dlrover_core.runtime.master import Master
 from dlrover_core.words import plain
 

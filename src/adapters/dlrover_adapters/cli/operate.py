@@ -30,6 +30,7 @@ from dlrover_adapters.cli.places import (
     said_when_slow,
     shown,
 )
+from dlrover_core.rules import membership, slots
 
 if TYPE_CHECKING:
     import ssl
@@ -268,11 +269,11 @@ async def _send(args: argparse.Namespace, addresses: Sequence[str], asked: Mappi
 
 async def _refuse_if_over(log: EventLog, name: str) -> None:
     from dlrover_core.errors import Refused
-    from dlrover_core.job.state import MODEL
+    from dlrover_core.job.state import FOLD
 
-    state = MODEL.new()
+    state = FOLD.new()
     async for record in log.read(name):
-        MODEL.apply(state, record)
+        FOLD.apply(state, record)
     if state.job.over:
         raise Refused(f"the job has ended: it {'is' if state.job.state == 'stopped' else 'has'} {state.job.state}")
 
@@ -282,17 +283,17 @@ async def _refuse_if_over(log: EventLog, name: str) -> None:
 
 async def _wait(args: argparse.Namespace, log: EventLog, seq: int, lacks: Lacks) -> int:
     """Follow the log until nothing lacks any more; says what does, now and again, once it takes longer than a moment."""
-    from dlrover_core.job.state import MODEL
+    from dlrover_core.job.state import FOLD
 
     loop = asyncio.get_running_loop()
-    state, lacking = MODEL.new(), f"event {seq} is not in the log yet"
+    state, lacking = FOLD.new(), f"event {seq} is not in the log yet"
     began, said = loop.time(), ""
 
     async def follow() -> None:
         nonlocal lacking
         asked: Event = ()
         async for record in log.follow(args.job):
-            MODEL.apply(state, record)
+            FOLD.apply(state, record)
             asked = record.event if record.seq == seq else asked
             if state.seq >= seq:
                 lacking = "" if state.job.over else lacks(state, asked)
@@ -374,32 +375,31 @@ def lacks_leave(state: JobState, asked: Event) -> str:
 
 def lacks_size(state: JobState, asked: Event) -> str:
     """`scale`: the world has the size; or, where a running one takes nobody in, the nodes are there for the next."""
-    from dlrover_core.job import nodes, world
+    from dlrover_core.job import world
     from dlrover_core.job.job import GroupScaled
 
     assert isinstance(asked, GroupScaled)
     spec = state.job.spec.group(asked.group)
     if (spec.nodes_min, spec.nodes_max) != (asked.nodes_min, asked.nodes_max):  # another size was asked for meanwhile
         return ""
-    wanted = nodes.wanted(state, asked.group) // spec.unit * spec.unit
+    wanted = slots.wanted(state, asked.group) // spec.unit * spec.unit
     one = state.world.worlds.get(asked.group) or world.World()
     takes = state.job.spec.on_join == "restart" or (
-        state.job.spec.on_join == "planned" and state.planning.able(state, asked.group)
+        state.job.spec.on_join == "planned" and membership.able(state, asked.group)
     )
     waits = state.job.state == "suspended" or (
         one.active and len(one.members) < wanted and (bool(one.finished) or not takes)
     )
     if waits:
-        return "" if len(world.ready_nodes(state, asked.group)) >= wanted else _here(state, asked.group)
+        return "" if len(membership.ready_nodes(state, asked.group)) >= wanted else _here(state, asked.group)
     if one.active and len(one.members) != wanted:
         return f"{len(one.members)} of {wanted} nodes train, {_here(state, asked.group)}"
     return lacks_workers(state)
 
 
 def _here(state: JobState, group: str) -> str:
-    from dlrover_core.job import nodes, world
 
-    return f"{len(world.ready_nodes(state, group))} of {_nodes(nodes.wanted(state, group))} joined"
+    return f"{len(membership.ready_nodes(state, group))} of {_nodes(slots.wanted(state, group))} joined"
 
 
 def _nodes(number: int) -> str:

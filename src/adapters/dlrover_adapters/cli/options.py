@@ -9,6 +9,7 @@ import re
 import secrets
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -583,3 +584,8 @@ def notes(options: Options) -> Mapping[str, str]:
         }
         unused.update(dialled)
     return {**found, **check_flags.notes(options), **unused}
+
+
+def shows_progress(options: Options) -> bool:
+    """Is there to be a live line?"""
+    return bool(options.progress == "on" or (options.progress == "auto" and sys.stderr.isatty()))

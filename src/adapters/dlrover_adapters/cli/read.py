@@ -151,11 +151,11 @@ async def _status(args: argparse.Namespace, source: Source) -> int:
     from dlrover_adapters.cli.standing import degraded, in_memory
     from dlrover_core.history import Headlines, render, status_of
     from dlrover_core.history.plain import plain
-    from dlrover_core.job.state import MODEL
+    from dlrover_core.job.state import FOLD
 
-    state, headlines, last = MODEL.new(), Headlines(), None
+    state, headlines, last = FOLD.new(), Headlines(), None
     async for record in source.log.read(source.job):
-        MODEL.apply(state, record)
+        FOLD.apply(state, record)
         headlines.feed(state, record)
         last = record
     told, leader = status_of(state, last, headlines), await source.log.leader(source.job)
@@ -208,16 +208,16 @@ async def events(args: argparse.Namespace) -> int:
     from dlrover_core.history import Headlines, render
     from dlrover_core.history.plain import record_of
     from dlrover_core.job.job import JobCreated
-    from dlrover_core.job.state import MODEL
+    from dlrover_core.job.state import FOLD
 
     async with opened(args) as source:
-        began, state, headlines = None, MODEL.new(), Headlines()
+        began, state, headlines = None, FOLD.new(), Headlines()
         # From the first event even with --since: offsets count from the beginning of the run.
         records = source.log.follow(source.job) if args.follow else source.log.read(source.job)
         async for record in records:
             if began is None or isinstance(record.event, JobCreated):
                 began = record.at
-            MODEL.apply(state, record)
+            FOLD.apply(state, record)
             news = headlines.feed(state, record)
             if record.seq > args.since:
                 line = as_line(record_of(record)) if args.json else render.event_line(record, began, news=news)
@@ -228,7 +228,8 @@ async def events(args: argparse.Namespace) -> int:
 async def explain(args: argparse.Namespace) -> int:
     """`dlrover explain`."""
     from dlrover_core.history import explanation_of, incident_of, render, render_story
-    from dlrover_core.history.plain import explanation_values, incident_values
+    from dlrover_core.history.plain import explanation_values
+    from dlrover_core.history.story import incident_values
 
     if args.job is not None and args.job.removeprefix("#").isdecimal() and not args.seq:
         # A lone number is an event of the newest job: names of jobs may be numbers too, but then SEQ is there to tell.

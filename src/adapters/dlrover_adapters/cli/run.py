@@ -101,7 +101,7 @@ async def _lead(options: Options, settings: Settings, token: str, first: list[St
         settings = replace(settings, masters=(lead.local_address(port),))
         nodes = _node_host(settings, settings.write(), token, first, options.standby)
         return await lead.supervise(
-            settings, token, port, nodes, lead.How(shows_progress(options), cli_options.where(options))
+            settings, token, port, nodes, lead.How(cli_options.shows_progress(options), cli_options.where(options))
         )
 
 
@@ -129,11 +129,6 @@ def _version() -> int:
 
     print("\n".join(version_lines("dlrover-run")))
     return EX_OK
-
-
-def shows_progress(options: Options) -> bool:
-    """Is there to be a live line?"""
-    return bool(options.progress == "on" or (options.progress == "auto" and sys.stderr.isatty()))
 
 
 def prepare(options: Options) -> Settings:

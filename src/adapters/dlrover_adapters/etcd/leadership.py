@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import structlog
 
 from dlrover_adapters.etcd import snapshots
-from dlrover_adapters.etcd.client import Denied, LeaseGone
+from dlrover_adapters.etcd.client import Denied, Etcd, LeaseGone
 from dlrover_adapters.etcd.election import Won, revoke
 from dlrover_adapters.etcd.keys import Head, Keys, Leader
 from dlrover_adapters.etcd.lease import Lease, Timing
 from dlrover_adapters.etcd.looking import look
 from dlrover_core.errors import LogError, LogFull, LogUnavailable
+from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.events import Batch
 from dlrover_core.kernel.log import AlreadyAppended, Appended, Conflict, Fenced, Outcome, Snapshot
-
-if TYPE_CHECKING:
-    from dlrover_adapters.etcd.log import EtcdLog
 
 # Two round trips where etcd is well; where it is not, the lease's end does the same a little later.
 RESIGN_S = 1.0
@@ -36,10 +34,28 @@ RESIGN_S = 1.0
 log = structlog.get_logger("dlrover.etcd")
 
 
+class Log(Protocol):
+    """What a leadership needs of the log that it leads."""
+
+    @property
+    def etcd(self) -> Etcd:
+        """The client."""
+        ...
+
+    @property
+    def codec(self) -> Codec:
+        """How batches are written."""
+        ...
+
+    def parted(self, lead: EtcdLeadership) -> None:
+        """A leadership is over."""
+        ...
+
+
 class EtcdLeadership:
     """The right to append to one job's log, held by a lease. Made by `EtcdLog.lead`."""
 
-    def __init__(self, event_log: EtcdLog, keys: Keys, holder: str, won: Won) -> None:
+    def __init__(self, event_log: Log, keys: Keys, holder: str, won: Won) -> None:
         self.job, self.holder, self.keys = keys.job, holder, keys
         self._log, self._etcd = event_log, event_log.etcd
         self._token = won.token

@@ -144,6 +144,14 @@ def begin(launch: WorkersLaunch, rank: int, agent_socket: str, slot_fd: int, ste
     steps.begin(launch.generation, rank, agent_socket, slot_fd, stepped)
 
 
+def has_peers() -> bool:
+    """Whether a process group of several ranks was initialised: its store and its other ranks know this process by now."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return bool(distributed.get_world_size() > 1)
+
+
 def record_error(error: BaseException) -> None:
     """Write torch's error file, for scripts without torch's ``@record``; what ``@record`` wrote stays."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")

@@ -12,7 +12,7 @@ import structlog
 from dlrover_backends.local import wire
 from dlrover_backends.local.host import StaleToken
 from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage
-from dlrover_core.job.state import NodeLaunch
+from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.backend import Changed, Listed, Observation
 from dlrover_core.runtime.within import within
 

@@ -30,7 +30,7 @@ from dlrover_backends.local import process, wire
 from dlrover_backends.local.blanks import Ahead, Blanks
 from dlrover_backends.local.process import LocalCommand, Started
 from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage
-from dlrover_core.job.state import NodeLaunch
+from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.logs.place import NO_INODE, inode_of
 from dlrover_core.runtime.backend import Observation
 from dlrover_core.runtime.within import within

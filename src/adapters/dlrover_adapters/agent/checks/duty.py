@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import structlog
 
 from dlrover_core.job.health import BASIC, FULL, ReportCheck
-from dlrover_core.job.state import Order
+from dlrover_core.job.orders import Order
 from dlrover_core.runtime.duties import Desk, Orders
 
 from . import basic, scripts, workload

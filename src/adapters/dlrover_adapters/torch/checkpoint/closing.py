@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
 from dlrover_adapters.checkpoint.places import Place
+from dlrover_core.checkpoint.cadence import Cadence
 from dlrover_core.checkpoint.slots import NOTHING
 from dlrover_core.errors import CoreError
 
@@ -13,9 +15,7 @@ from . import by_hand
 from .alarms import about_truth
 from .engine import Engine
 from .standalone import Standalone
-
-if TYPE_CHECKING:
-    from .flash import FlashCheckpoint
+from .vault import Vault
 
 CLOSE_S, CLOSING_S = 3600.0, 30.0
 """Without an agent: the longest wait of `FlashCheckpoint.close` for storage, and the time after which it says that it waits."""
@@ -26,11 +26,27 @@ CHANGED = (
 _log = logging.getLogger("dlrover.torch")
 
 
+class Closing(Protocol):
+    """What of a `FlashCheckpoint` takes part in its end."""
+
+    url: str
+    _cadence: Cadence
+    _line: Vault | Standalone | None
+    _engine: Engine | None
+    _step: int | None
+
+    def _engine_now(self) -> Engine: ...
+
+    def _save(self, step: int, *, due: bool, populated: bool, waits: Callable[[float], bool] | None = None) -> bool: ...
+
+    def _miss(self, step: int, *, due: bool, error: Exception) -> None: ...
+
+
 class NotStored(CoreError):
     """A script ends, and its last state is not on storage. The message says which step, why, what is there and what to do."""
 
 
-def store_last(ckpt: FlashCheckpoint) -> None:
+def store_last(ckpt: Closing) -> None:
     """Have the newest state written to storage. Raises `NotStored` where that fails."""
     engine, stored, wrong = ckpt._engine, NOTHING, None
     if engine is not None:
@@ -53,7 +69,7 @@ def store_last(ckpt: FlashCheckpoint) -> None:
         raise wrong
 
 
-def _store_newest(ckpt: FlashCheckpoint, engine: Engine | None) -> int:
+def _store_newest(ckpt: Closing, engine: Engine | None) -> int:
     """The step that goes to storage as the script ends; `NOTHING`: nothing has been saved, nor should have been."""
     if engine is not None and _can_make_up(ckpt, engine):
         assert engine._newest is not None
@@ -75,7 +91,7 @@ def _store_newest(ckpt: FlashCheckpoint, engine: Engine | None) -> int:
     return stored
 
 
-def _can_make_up(ckpt: FlashCheckpoint, engine: Engine) -> bool:
+def _can_make_up(ckpt: Closing, engine: Engine) -> bool:
     """Is the present state the last one that was due, in memory or on storage? Then each rank that has left it out saves it now.
 
     Nobody has to ask the others: what they have of this step stays in their memory, and an agent, unlike ranks that meet without
@@ -86,7 +102,7 @@ def _can_make_up(ckpt: FlashCheckpoint, engine: Engine) -> bool:
     return newest is not None and newest[0] == ckpt._step and not alone
 
 
-def _save_at_last(ckpt: FlashCheckpoint, step: int) -> int:
+def _save_at_last(ckpt: Closing, step: int) -> int:
     """Wait for a slot, `by_hand.BY_HAND_S` at most. In the call of the last `step`: no collective has come after it."""
     try:
         engine = ckpt._engine_now()
@@ -103,7 +119,7 @@ def _save_at_last(ckpt: FlashCheckpoint, step: int) -> int:
     return step
 
 
-def _not_stored(ckpt: FlashCheckpoint, step: int, why: str, instead: int = NOTHING) -> NotStored:
+def _not_stored(ckpt: Closing, step: int, why: str, instead: int = NOTHING) -> NotStored:
     there = f"step {instead} goes there instead" if instead != NOTHING else "what `dlrover ckpt ls` shows is there"
     return NotStored(
         f"step {step}, the last state of this script, is not on storage ({Place(ckpt.url).shown()}): {why}; {there}. See to "
@@ -111,7 +127,7 @@ def _not_stored(ckpt: FlashCheckpoint, step: int, why: str, instead: int = NOTHI
     )
 
 
-def _wait_for_storage(ckpt: FlashCheckpoint, line: Standalone) -> bool:
+def _wait_for_storage(ckpt: Closing, line: Standalone) -> bool:
     shown = Place(ckpt.url).shown() if ckpt.url else ""
     if line.wait(CLOSING_S):
         return True

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from dlrover_core.job import world
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.job.state import JobState
+from dlrover_core.kernel.engine import Rules
 from dlrover_core.kernel.events import Event
-
-if TYPE_CHECKING:
-    from dlrover_core.job.state import JobState
+from dlrover_core.rules import membership, worlds
 
 
 def _pausing(state: JobState) -> Iterator[tuple[str, int]]:
@@ -18,13 +15,13 @@ def _pausing(state: JobState) -> Iterator[tuple[str, int]]:
     for group, cycles in state.failures.cycles.items() if state.job.forms else ():
         until = cycles.not_before(state.job.spec.restart_pause_s)
         last = state.world.worlds.get(group)
-        if until and last is not None and not last.active and not world.held(state, group):
+        if until and last is not None and not last.active and not membership.end_pending(state, group):
             yield group, until
 
 
 def _form(state: JobState, group: str, at: int) -> Iterator[Event]:
-    at_once = world.complete(state, group)
-    yield from world.form(state, group, at, "after a pause: the program fails at once", at_once=at_once)
+    at_once = membership.all_back(state, group)
+    yield from worlds.form(state, group, at, "after a pause: the program fails at once", at_once=at_once)
 
 
 def _due(state: JobState) -> int | None:
@@ -39,5 +36,7 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
             yield from _form(state, group, now)
 
 
-# The slice is that of the failures, which count what led to steps.
-CONCERN = Concern(name="failures", events=(), due=_due, tick=_tick)
+RULES = Rules(
+    due=_due,
+    tick=_tick,
+)

@@ -16,19 +16,17 @@ agree, or have not said so yet, everything is as it is without plans.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from dlrover_core.errors import Refused
-from dlrover_core.job import health, nodes, planning, progress, world
+from dlrover_core.job import health, nodes, planning, progress, ranges, world
 from dlrover_core.job.checkpoints import KeepingStarted, RanksArmed, ReportArmed, StepsHeld
-from dlrover_core.job.planning import BoundaryAsked, Leaving, NodeDrained, Plan, WorldPlanDropped, WorldPlanned
-from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern, always
+from dlrover_core.job.names import group_of
+from dlrover_core.job.state import JobState
+from dlrover_core.kernel.engine import Rules, always
 from dlrover_core.kernel.events import Event, Record
+from dlrover_core.rules import membership, slots, worlds
 from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.job.state import JobState
 
 TRIES_MAX = 3
 """Plans of one generation that may come to nothing once ranks were told; then it is let be."""
@@ -43,15 +41,17 @@ def works(state: JobState, node: nodes.Node) -> bool:
     return current.active and current.member(node.node) is not None and not current.done(node.node)
 
 
-def drained(state: JobState, node: nodes.Node, host: str, reason: str, now: int, within_us: int) -> NodeDrained:
+def drained(
+    state: JobState, node: nodes.Node, host: str, reason: str, now: int, within_us: int
+) -> planning.NodeDrained:
     """The event of a node's leave: at a step boundary within so long, where there can be one, else at once.
 
     Who has left its world at one already stays for the next world's first step, if that is made in time.
     """
     known = state.planning.leaving.get(node.node)
     lends = known is not None and known.out
-    planned = within_us > 0 and (lends or (works(state, node) and state.planning.able(state, node.group)))
-    return NodeDrained(node.node, host, reason, now + within_us if planned else 0)
+    planned = within_us > 0 and (lends or (works(state, node) and membership.able(state, node.group)))
+    return planning.NodeDrained(node.node, host, reason, now + within_us if planned else 0)
 
 
 def _going(state: JobState, group: str) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ def _going(state: JobState, group: str) -> tuple[str, ...]:
     return tuple(name for name in leaving if group_of(name) == group and works(state, here[name]))
 
 
-def _hurry_at(state: JobState, leaving: Leaving) -> int:
+def _hurry_at(state: JobState, leaving: planning.Leaving) -> int:
     """From when on it waits for no successor."""
     left = leaving.deadline - leaving.since
     return leaving.deadline - min(us(state.job.spec.stop_grace_s), left // 2)
@@ -75,11 +75,11 @@ def _ripe(state: JobState, going: Sequence[str], now: int) -> tuple[str, ...]:
     return tuple(name for name in going if name not in known or now >= _hurry_at(state, known[name]))
 
 
-def _followed(state: JobState, name: str, leaving: Leaving) -> bool:
+def _followed(state: JobState, name: str, leaving: planning.Leaving) -> bool:
     """Is its successor on the way, or nobody to come?"""
     node = state.nodes.nodes[name]
     slot = state.nodes.slots[f"{node.group}-{node.index}"]
-    return leaving.why == nodes.SCALED_DOWN or slot.given_up or planning.successor(state, node) is not None
+    return leaving.why == nodes.SCALED_DOWN or slot.given_up or membership.successor(state, node) is not None
 
 
 # ---- the course of a plan
@@ -88,15 +88,15 @@ def _followed(state: JobState, name: str, leaving: Leaving) -> bool:
 def advance(state: JobState, group: str, now: int, scaled: Sequence[str] = ()) -> Iterator[Event]:
     """Bring a group's planned change as far as it comes now; begin one where there is cause. ``scaled``: members too many."""
     plan = state.planning.plans.get(group)
-    if not state.planning.able(state, group):
-        if plan is not None and state.planning.resume(state, group) < 0:
-            yield WorldPlanDropped(group, plan.number, "its world has ended")
+    if not membership.able(state, group):
+        if plan is not None and membership.resume(state, group) < 0:
+            yield planning.WorldPlanDropped(group, plan.number, "its world has ended")
         return
     going = (*_going(state, group), *scaled)
     if plan is not None:
         why = _void(state, plan, group, going, scaled, now)
         if why:
-            yield WorldPlanDropped(group, plan.number, why)
+            yield planning.WorldPlanDropped(group, plan.number, why)
             plan = None
     if plan is None:
         proposed = _proposed(state, group, going, now)
@@ -105,37 +105,39 @@ def advance(state: JobState, group: str, now: int, scaled: Sequence[str] = ()) -
         yield proposed
     plan = state.planning.plans[group]
     if not plan.asked_at and _warm(state, plan, now):
-        yield BoundaryAsked(group, plan.number, go=False)
+        yield planning.BoundaryAsked(group, plan.number, go=False)
     yield from _proceed(state, group, now)
 
 
 def _proceed(state: JobState, group: str, now: int) -> Iterator[Event]:
     """Everybody looks: the boundary may be chosen. Everybody is there: the world is changed."""
     plan = state.planning.plans.get(group)
-    if plan is None or not plan.asked_at or not state.planning.able(state, group):
+    if plan is None or not plan.asked_at or not membership.able(state, group):
         return
     members = len(state.world.worlds[group].members)
     if not plan.go_at and len(plan.armed) >= members:
-        yield BoundaryAsked(group, plan.number, go=True)
+        yield planning.BoundaryAsked(group, plan.number, go=True)
     elif len(plan.held) >= members:
-        if state.planning.resume(state, group) < 0:
-            yield WorldPlanDropped(group, plan.number, "the nodes hold no step in common at its boundary")
+        if membership.resume(state, group) < 0:
+            yield planning.WorldPlanDropped(group, plan.number, "the nodes hold no step in common at its boundary")
             return
         why = f"planned change {plan.number}: {planning.in_words(plan.joining, plan.leaving)}"
-        formed = list(world.form(state, group, now, why, at_once=True))
-        yield from world.dissolve(state, group, why, planned=True)
+        formed = list(worlds.form(state, group, now, why, at_once=True))
+        yield from worlds.dissolve(state, group, why, planned=True)
         yield from formed
 
 
-def _warm(state: JobState, plan: Plan, now: int) -> bool:
+def _warm(state: JobState, plan: planning.Plan, now: int) -> bool:
     """Are those who join there? Whoever is in a hurry does not wait for them."""
     if any(now >= _hurry_at(state, state.planning.leaving[name]) for name in plan.leaving):
         return True
-    here, admits = state.nodes.nodes, state.health.admits
+    here, admits = state.nodes.nodes, membership.may_train
     return all(name in here and here[name].ready and admits(state, here[name]) for name in plan.joining)
 
 
-def _void(state: JobState, plan: Plan, group: str, going: Sequence[str], scaled: Sequence[str], now: int) -> str:
+def _void(
+    state: JobState, plan: planning.Plan, group: str, going: Sequence[str], scaled: Sequence[str], now: int
+) -> str:
     """Why a plan has to be given up; empty: it need not."""
     spec, leaving = state.job.spec, state.planning.leaving
     ripe = set(_ripe(state, going, now)) - set(plan.leaving)
@@ -148,7 +150,7 @@ def _void(state: JobState, plan: Plan, group: str, going: Sequence[str], scaled:
         return "another change cannot wait for it"
     if _bereft(state, plan, now):
         return "who was to come instead is gone"
-    if not plan.leaving and not world.larger(state, group):
+    if not plan.leaving and not worlds.larger(state, group):
         return "who was to join is gone"
     if not plan.leaving and now >= plan.deadline:
         return f"ranks came to no boundary within {spec.plan_s:g} s"
@@ -157,19 +159,19 @@ def _void(state: JobState, plan: Plan, group: str, going: Sequence[str], scaled:
     return ""
 
 
-def _bereft(state: JobState, plan: Plan, now: int) -> bool:
+def _bereft(state: JobState, plan: planning.Plan, now: int) -> bool:
     """Has the successor of somebody who leaves ended, and is there time for another?"""
     for name in plan.leaving:
         leaving, node = state.planning.leaving[name], state.nodes.nodes[name]
         place = f"{node.group}-{node.index}-"
         awaited = leaving.why != nodes.SCALED_DOWN and any(one.startswith(place) for one in plan.joining)
-        coming = planning.successor(state, node)
+        coming = membership.successor(state, node)
         if awaited and now < _hurry_at(state, leaving) and (coming is None or coming.node not in plan.joining):
             return True
     return False
 
 
-def _held_until(state: JobState, plan: Plan) -> int:
+def _held_until(state: JobState, plan: planning.Plan) -> int:
     # While nobody led nobody could say that it waits.
     return max(plan.held_at, state.job.calm_at) + us(state.job.spec.boundary_s)
 
@@ -179,7 +181,7 @@ def _held_until(state: JobState, plan: Plan) -> int:
 
 def _grows(state: JobState, group: str) -> int:
     """The size a world can grow to at a boundary; 0: it cannot, or must not."""
-    return world.larger(state, group) if state.job.spec.on_join != "never" else 0
+    return worlds.larger(state, group) if state.job.spec.on_join != "never" else 0
 
 
 def _not_before(state: JobState, group: str) -> int | None:
@@ -190,25 +192,25 @@ def _not_before(state: JobState, group: str) -> int | None:
     return None if drops.count >= TRIES_MAX else drops.at + us(state.job.spec.boundary_s * 2 ** (drops.count - 1))
 
 
-def _proposed(state: JobState, group: str, going: Sequence[str], now: int) -> WorldPlanned | None:
+def _proposed(state: JobState, group: str, going: Sequence[str], now: int) -> planning.WorldPlanned | None:
     known, not_before = state.planning.leaving, _not_before(state, group)
     leaving = _ripe(state, going, now)
     hurried = any(name not in known or now >= _hurry_at(state, known[name]) for name in leaving)
     if not_before is None or (now < not_before and not hurried):
         return None
     size = _grows(state, group)
-    grows = size and world.grow_at(state, group) <= now
+    grows = size and worlds.grow_at(state, group) <= now
     if not leaving and not grows:
         return None
     current, here = state.world.worlds[group], state.nodes.nodes
-    coming = [planning.successor(state, here[name]) for name in leaving if name in known]
+    coming = [membership.successor(state, here[name]) for name in leaving if name in known]
     joining = [one.node for one in coming if one is not None and current.member(one.node) is None]
     if grows:
-        late = [one.node for one in world.ready_nodes(state, group) if current.member(one.node) is None]
+        late = [one.node for one in membership.ready_nodes(state, group) if current.member(one.node) is None]
         joining += [name for name in late if name not in joining][: size - len(current.members)]
     latest = now + us(state.job.spec.plan_s)
     deadline = min([known[name].deadline for name in leaving if name in known], default=latest)
-    return WorldPlanned(group, state.planning.number + 1, tuple(joining), leaving, deadline)
+    return planning.WorldPlanned(group, state.planning.number + 1, tuple(joining), leaving, deadline)
 
 
 # ---- when it is late
@@ -220,17 +222,17 @@ def _force(state: JobState, group: str, names: Sequence[str], now: int) -> Itera
     why = f"{planning.named(names)}: time to leave is over"
     if any(works(state, here[name]) for name in names):
         if plan is not None:
-            yield WorldPlanDropped(group, plan.number, why)
-        yield from world.dissolve(state, group, why, planned=True)
+            yield planning.WorldPlanDropped(group, plan.number, why)
+        yield from worlds.dissolve(state, group, why, planned=True)
     for name in names:
         node, leaving = here[name], state.planning.leaving[name]
-        yield from nodes.release(state, node, leaving.why)
-        if leaving.why != nodes.SCALED_DOWN and nodes.vacant(state, group, node.index):
-            yield from nodes.plan(state, group, node.index)
-    if world.waits(state, group):
-        yield from nodes.complete(state, group)
-    if world.waits(state, group):
-        yield from world.form(state, group, now, why, at_once=world.complete(state, group))
+        yield from slots.release(state, node, leaving.why)
+        if leaving.why != nodes.SCALED_DOWN and slots.vacant(state, group, node.index):
+            yield from slots.plan(state, group, node.index)
+    if membership.waits(state, group):
+        yield from slots.complete(state, group)
+    if membership.waits(state, group):
+        yield from worlds.form(state, group, now, why, at_once=membership.all_back(state, group))
 
 
 def _overdue(state: JobState, now: int) -> dict[str, list[str]]:
@@ -247,7 +249,7 @@ def _due(state: JobState) -> int | None:
         return None
     times = [leaving.deadline for leaving in state.planning.leaving.values()]
     for group in state.planning.keeping:
-        if state.planning.able(state, group):
+        if membership.able(state, group):
             times += _times(state, group)
     return min(times, default=None)
 
@@ -266,7 +268,7 @@ def _times(state: JobState, group: str) -> Iterator[int]:
     if not_before is None:
         return
     if _grows(state, group):
-        yield max(not_before, world.grow_at(state, group))
+        yield max(not_before, worlds.grow_at(state, group))
     if going and all(_followed(state, name, known[name]) for name in going):
         yield max(not_before, state.at) if not_before else state.at
     yield from (_hurry_at(state, known[name]) for name in going)
@@ -285,7 +287,7 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
 
 
 def _armed(state: JobState, command: ReportArmed, now: int) -> Iterator[Event]:
-    node = nodes.present(state, command.node)
+    node = slots.present(state, command.node)
     plan = state.planning.plans.get(node.group)
     if plan is None or plan.number != command.plan or not plan.asked_at or not works(state, node):
         raise Refused(f"plan {command.plan} is over")
@@ -325,13 +327,10 @@ def _let_go(state: JobState, fact: progress.FirstStep, record: Record) -> Iterat
     """The next world trains: those who left it have nothing left that it could need."""
     for name, leaving in list(state.planning.leaving.items()):
         if leaving.out and group_of(name) == group_of(fact.node):
-            yield from nodes.release(state, state.nodes.nodes[name], leaving.why)
+            yield from slots.release(state, state.nodes.nodes[name], leaving.why)
 
 
-CONCERN = Concern(
-    name="planning",
-    events=planning.EVENTS,
-    evolve=planning.EVOLVE,
+RULES = Rules(
     decide={ReportArmed: _armed},
     react={
         KeepingStarted: _on_group,
@@ -347,5 +346,21 @@ CONCERN = Concern(
     },
     due=_due,
     tick=_tick,
-    levels=dict.fromkeys((WorldPlanned, WorldPlanDropped, BoundaryAsked, NodeDrained), always),
+    levels=dict.fromkeys(
+        (planning.WorldPlanned, planning.WorldPlanDropped, planning.BoundaryAsked, planning.NodeDrained), always
+    ),
 )
+
+
+def lenders(state: JobState, group: str) -> tuple[tuple[str, int, int], ...]:
+    """Nodes that left the world before this one at its boundary and are still here: address, first rank in it, how many."""
+    ended = state.checkpoints.of(group).ended if state.planning.leaving else None
+    current = state.world.worlds[group]
+    if ended is None or ended.generation + 1 != current.generation or not ended.planned or current.resume_step < 0:
+        return ()  # or a failure was first: nobody knows what they hold
+    known, replicas = state.planning.leaving, state.checkpoints.replicas
+    return tuple(
+        (replicas[member.node], member.first_rank, member.nproc)
+        for member in ranges.from_ranges(group, ended.members)
+        if member.node in known and known[member.node].out and member.node in replicas
+    )

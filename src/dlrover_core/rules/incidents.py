@@ -9,47 +9,29 @@ budgets follow: the restart is given back and the relaunch charged.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from dlrover_core.diagnosis import classify, ladder, signatures
 from dlrover_core.diagnosis.classify import describe
 from dlrover_core.diagnosis.evidence import OPENING
+from dlrover_core.diagnosis.policy import Hook
 from dlrover_core.errors import Refused
-from dlrover_core.job import choosing, evidence, health, job, judging, nodes, progress, world
-from dlrover_core.job.failures import (
-    ASIDE,
-    ERROR_MAX,
-    EVENTS,
-    EVOLVE,
-    LINE_MAX,
-    TAIL_BYTES_MAX,
-    UNKNOWN,
-    ActionChosen,
-    Diagnosed,
-    Incident,
-    IncidentClosed,
-    IncidentOpened,
-    ReportExit,
-    WorkerExited,
-)
-from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern, always
+from dlrover_core.job import evidence, failures, job, nodes, progress, world
+from dlrover_core.job.names import group_of
+from dlrover_core.job.state import JobState
+from dlrover_core.kernel.engine import Rules, always
 from dlrover_core.kernel.events import Event, Record
+from dlrover_core.rules import checks, choose_action, judge_incident, slots, worlds
 from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.diagnosis.policy import Hook
-    from dlrover_core.job.state import JobState
 
 # ---- decide
 
 
-def _exit(state: JobState, command: ReportExit, now: int) -> Iterator[Event]:
-    nodes.present(state, command.node)
+def _exit(state: JobState, command: failures.ReportExit, now: int) -> Iterator[Event]:
+    slots.present(state, command.node)
     newest = state.world.of(command.node).generation
     if command.generation > newest or command.generation < 1:
         raise Refused(f"generation {command.generation} does not exist: generation {newest} is the newest")
-    yield WorkerExited(
+    yield failures.WorkerExited(
         command.node,
         command.generation,
         command.rank,
@@ -59,26 +41,26 @@ def _exit(state: JobState, command: ReportExit, now: int) -> Iterator[Event]:
         # Nobody died before there was time, whatever clock its agent has.
         min(max(command.age_us, 0), now),
         _last_bytes(command.tail),
-        command.error[:ERROR_MAX],
+        command.error[: failures.ERROR_MAX],
         *_known_by(state, command),
     )
 
 
-def _known_by(state: JobState, command: ReportExit) -> tuple[str, str, str, float]:
+def _known_by(state: JobState, command: failures.ReportExit) -> tuple[str, str, str, float]:
     """Signature, place, class and confidence: as its agent says, else by the table. In the log from then on."""
     table = signatures.table(state.job.spec.signatures)
     said = table.get(command.signature)
     if said is not None:
-        return said.id, command.place[:LINE_MAX], said.verdict, said.confidence
+        return said.id, command.place[: failures.LINE_MAX], said.verdict, said.confidence
     # Who was killed by us while it told its own error had failed before: its exit code says nothing.
     code = 1 if command.asked else command.exit_code
     found = classify.of_exit(table, code, command.error, command.tail)
-    return found.signature, (command.place or found.place)[:LINE_MAX], found.verdict, found.confidence
+    return found.signature, (command.place or found.place)[: failures.LINE_MAX], found.verdict, found.confidence
 
 
 def _last_bytes(tail: str) -> str:
     raw = tail.encode(errors="replace")
-    return tail if len(raw) <= TAIL_BYTES_MAX else raw[-TAIL_BYTES_MAX:].decode(errors="ignore")
+    return tail if len(raw) <= failures.TAIL_BYTES_MAX else raw[-failures.TAIL_BYTES_MAX :].decode(errors="ignore")
 
 
 def _tick(state: JobState, now: int) -> Iterator[Event]:
@@ -91,7 +73,7 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
                 yield _final(incident)
             else:
                 formed_at = state.world.of(incident.node).formed_at
-                yield IncidentClosed(incident.number, max(0, formed_at - incident.cause.at), UNKNOWN)
+                yield failures.IncidentClosed(incident.number, max(0, formed_at - incident.cause.at), failures.UNKNOWN)
 
 
 def _due(state: JobState) -> int | None:
@@ -101,7 +83,7 @@ def _due(state: JobState) -> int | None:
     return min((time for time in times if time is not None), default=None)
 
 
-def _deadline(state: JobState, incident: Incident) -> int | None:
+def _deadline(state: JobState, incident: failures.Incident) -> int | None:
     """When a held end is carried out, and when a world that tells no steps counts as mended."""
     if incident.closed or incident.state == "fatal":
         return None
@@ -109,35 +91,35 @@ def _deadline(state: JobState, incident: Incident) -> int | None:
         return _evidence_deadline(state, incident)
     current = state.world.of(incident.node)
     runs = current.active and len(current.started) == len(current.members)
-    if incident.generation != ASIDE and runs and incident.generation < current.generation:
+    if incident.generation != failures.ASIDE and runs and incident.generation < current.generation:
         return current.formed_at + us(state.job.spec.evidence_s)
     return None
 
 
-def _evidence_deadline(state: JobState, incident: Incident) -> int:
+def _evidence_deadline(state: JobState, incident: failures.Incident) -> int:
     return incident.opened_at + us(state.job.spec.evidence_s)
 
 
 # ---- react: evidence -> incident -> verdict
 
 
-def _on_exit(state: JobState, fact: WorkerExited, record: Record) -> Iterator[Event]:
+def _on_exit(state: JobState, fact: failures.WorkerExited, record: Record) -> Iterator[Event]:
     if not state.job.live:
         return
     newest = state.world.of(fact.node)
     if newest.active and fact.generation == newest.generation and not fact.asked:
-        yield IncidentOpened(state.failures.number + 1, fact.node, fact.generation, (fact.rank,))
+        yield failures.IncidentOpened(state.failures.number + 1, fact.node, fact.generation, (fact.rank,))
         return
     incident = state.failures.of_generation(group_of(fact.node), fact.generation)
     if incident is not None and incident.tells(record.seq):
         yield from _rejudge(state, incident)
 
 
-def _rejudge(state: JobState, incident: Incident) -> Iterator[Event]:
+def _rejudge(state: JobState, incident: failures.Incident) -> Iterator[Event]:
     """A verdict of its own for evidence that changes it. It decides nothing about nodes that are dead: their ends did."""
-    found = judging.judge(state, incident)
-    if judging.changes(incident, found):
-        yield judging.diagnosis(state, incident, found, revises=incident.diagnosed_seq)
+    found = judge_incident.judge(state, incident)
+    if judge_incident.changes(incident, found):
+        yield judge_incident.diagnosis(state, incident, found, revises=incident.diagnosed_seq)
 
 
 def _on_node(
@@ -150,16 +132,16 @@ def _on_node(
         return
     if current.active and current.member(fact.node) is None:
         # A late or booting node: nothing is broken that anybody trains in.
-        yield IncidentOpened(state.failures.number + 1, fact.node, ASIDE, ())
+        yield failures.IncidentOpened(state.failures.number + 1, fact.node, failures.ASIDE, ())
         return
     incident = state.failures.unmended(group_of(fact.node))
     if incident is not None:
-        found = judging.judge(state, incident)
-        yield judging.diagnosis(state, incident, found, revises=incident.diagnosed_seq, dead=fact.node)
+        found = judge_incident.judge(state, incident)
+        yield judge_incident.diagnosis(state, incident, found, revises=incident.diagnosed_seq, dead=fact.node)
         return
     # While the job is suspended nobody trains in what is left of the last world.
-    generation = ASIDE if state.job.state == "suspended" else current.generation
-    yield IncidentOpened(state.failures.number + 1, fact.node, generation, ())
+    generation = failures.ASIDE if state.job.state == "suspended" else current.generation
+    yield failures.IncidentOpened(state.failures.number + 1, fact.node, generation, ())
 
 
 def _on_evidence(state: JobState, fact: evidence.EvidenceSeen, record: Record) -> Iterator[Event]:
@@ -173,7 +155,7 @@ def _on_evidence(state: JobState, fact: evidence.EvidenceSeen, record: Record) -
     current = state.world.of(fact.node)
     opens = fact.source in OPENING and known is not None and known.action != "obs"
     if opens and current.active and fact.generation in (0, current.generation):
-        yield IncidentOpened(state.failures.number + 1, fact.node, current.generation, (fact.rank,))
+        yield failures.IncidentOpened(state.failures.number + 1, fact.node, current.generation, (fact.rank,))
         return
     incident = state.failures.newest(group_of(fact.node))
     if incident is not None and incident.why and incident.tells(record.seq):
@@ -188,66 +170,66 @@ def _counts(state: JobState, fact: nodes.NodeFailed | nodes.NodeGone | nodes.Nod
     return node.released == ("lost" if isinstance(fact, nodes.NodeLost) else "")
 
 
-def _judge(state: JobState, fact: IncidentOpened, record: Record) -> Iterator[Event]:
+def _judge(state: JobState, fact: failures.IncidentOpened, record: Record) -> Iterator[Event]:
     incident = state.failures.incidents[fact.incident]
-    found = judging.judge(state, incident)
-    yield judging.diagnosis(state, incident, found, dead="" if fact.ranks else fact.node)
+    found = judge_incident.judge(state, incident)
+    yield judge_incident.diagnosis(state, incident, found, dead="" if fact.ranks else fact.node)
     if found.suspects:
-        yield judging.suspicion(incident, found)
+        yield judge_incident.suspicion(incident, found)
 
 
 # ---- react: verdict -> action
 
 
-def _choose(state: JobState, fact: Diagnosed, record: Record, hook: Hook | None = None) -> Iterator[Event]:
+def _choose(state: JobState, fact: failures.Diagnosed, record: Record, hook: Hook | None = None) -> Iterator[Event]:
     incident = state.failures.incidents[fact.incident]
-    if fact.blamed and not choosing.alive(state, fact.blamed):
-        if choosing.doomed(state, incident, fact.blamed):
+    if fact.blamed and not choose_action.alive(state, fact.blamed):
+        if choose_action.doomed(state, incident, fact.blamed):
             yield from _finish_held(state, fact, record)
-        elif not choosing.settled(incident, fact.blamed):
-            yield choosing.action(state, incident, fact.blamed, hook, dead=True)
+        elif not choose_action.settled(incident, fact.blamed):
+            yield choose_action.action(state, incident, fact.blamed, hook, dead=True)
         return
     if incident.closed or incident.state == "fatal":
         return
-    chosen = choosing.action(state, incident, choosing.target(state, incident, fact.blamed), hook)
-    if not incident.action or choosing.stronger(state, incident, chosen):
+    chosen = choose_action.action(state, incident, choose_action.target(state, incident, fact.blamed), hook)
+    if not incident.action or choose_action.stronger(state, incident, chosen):
         yield chosen
 
 
-def _act(state: JobState, fact: ActionChosen, record: Record) -> Iterator[Event]:
+def _act(state: JobState, fact: failures.ActionChosen, record: Record) -> Iterator[Event]:
     incident = state.failures.incidents[fact.incident]
     why = f"incident {incident.number}: {incident.signature}"
     if fact.action in ladder.IN_PLACE:
         if incident.hint == "check":
             # Who is at fault cannot be told from words: nodes that agree to be checked are, before anybody trains again.
-            yield from health.ask(state, incident.group, why)
-        yield from nodes.complete(state, incident.group)
-        yield from world.reform(state, incident.group, record.at, why)
+            yield from checks.ask(state, incident.group, why)
+        yield from slots.complete(state, incident.group)
+        yield from worlds.reform(state, incident.group, record.at, why)
     elif fact.action in ladder.RELAUNCHES:
-        yield from nodes.replace(state, fact.node)
+        yield from slots.replace(state, fact.node)
         yield from _complete(state, incident)
     elif fact.action == ladder.GO_ON_SMALLER:
-        yield from nodes.give_up(state, fact.node)
+        yield from slots.give_up(state, fact.node)
         yield from _complete(state, incident)
-        if incident.generation == ASIDE:
+        if incident.generation == failures.ASIDE:
             yield _closed_aside(incident, record)
     elif fact.action == ladder.AWAIT_EVIDENCE:
-        yield from world.dissolve(state, incident.group, why)
+        yield from worlds.dissolve(state, incident.group, why)
         if _all_spoke(state, incident):
             yield _final(incident)
     elif fact.action == ladder.FAIL_JOB:
         yield job.JobFailed(incident.rule, incident.number, describe(incident.cause))
 
 
-def _complete(state: JobState, incident: Incident) -> Iterator[Event]:
+def _complete(state: JobState, incident: failures.Incident) -> Iterator[Event]:
     """Whoever had finished and gone is needed again when the world must re-form."""
     current = state.world.of(incident.node)
     # A member that was let go while it lived takes its world with it.
     if not current.active or incident.generation == current.generation:
-        yield from nodes.complete(state, incident.group)
+        yield from slots.complete(state, incident.group)
 
 
-def _all_spoke(state: JobState, incident: Incident) -> bool:
+def _all_spoke(state: JobState, incident: failures.Incident) -> bool:
     """Has every member of the broken world stopped its workers, or gone?"""
     broken = state.world.worlds.get(incident.group) or world.World()
     return all(_spoke(state, broken, member.node) for member in broken.members)
@@ -265,8 +247,8 @@ def _finish_held(state: JobState, fact: object, record: Record) -> Iterator[Even
                 yield _final(incident)
 
 
-def _final(incident: Incident) -> ActionChosen:
-    return ActionChosen(incident.number, ladder.FAIL_JOB, incident.node, incident.rule, 0)
+def _final(incident: failures.Incident) -> failures.ActionChosen:
+    return failures.ActionChosen(incident.number, ladder.FAIL_JOB, incident.node, incident.rule, 0)
 
 
 # ---- react: mended
@@ -276,7 +258,7 @@ def _mended(state: JobState, fact: progress.FirstStep, record: Record) -> Iterat
     group = group_of(fact.node)
     for incident in list(state.failures.incidents.values()):
         if not incident.closed and incident.group == group and incident.generation < fact.generation:
-            yield IncidentClosed(
+            yield failures.IncidentClosed(
                 incident.number, max(0, record.at - fact.age_us - incident.cause.at), _steps_lost(incident, fact)
             )
 
@@ -285,18 +267,18 @@ def _replaced(state: JobState, fact: nodes.NodeJoined, record: Record) -> Iterat
     """An incident that broke no world is over when the place is filled again."""
     place = fact.node.rsplit("-", 1)[0]
     for incident in list(state.failures.incidents.values()):
-        if incident.generation == ASIDE and not incident.closed and incident.node.rsplit("-", 1)[0] == place:
+        if incident.generation == failures.ASIDE and not incident.closed and incident.node.rsplit("-", 1)[0] == place:
             yield _closed_aside(incident, record)
 
 
-def _closed_aside(incident: Incident, record: Record) -> IncidentClosed:
-    return IncidentClosed(incident.number, max(0, record.at - incident.cause.at), 0)
+def _closed_aside(incident: failures.Incident, record: Record) -> failures.IncidentClosed:
+    return failures.IncidentClosed(incident.number, max(0, record.at - incident.cause.at), 0)
 
 
-def _steps_lost(incident: Incident, fact: progress.FirstStep) -> int:
+def _steps_lost(incident: failures.Incident, fact: progress.FirstStep) -> int:
     """Steps begun before the death and made again: the one in the making, and those since what was restored."""
     if not fact.told or incident.step < 0:
-        return UNKNOWN
+        return failures.UNKNOWN
     return max(0, incident.step + 1 - (fact.step - 1))
 
 
@@ -304,31 +286,28 @@ def _close_all(state: JobState, fact: object, record: Record) -> Iterator[Event]
     """A script that signals no steps mends its incidents by ending well."""
     for incident in list(state.failures.incidents.values()):
         if not incident.closed:
-            yield IncidentClosed(incident.number, record.at - incident.cause.at, 0)
+            yield failures.IncidentClosed(incident.number, record.at - incident.cause.at, 0)
 
 
-def concern(hook: Hook | None = None) -> Concern:
-    """The concern, with a user's hook or without one. A hook is asked when something is decided, never when a log is read."""
+def rules(hook: Hook | None = None) -> Rules:
+    """The rules, with a user's hook or without one. A hook is asked when something is decided, never when a log is read."""
 
-    def choose(state: JobState, fact: Diagnosed, record: Record) -> Iterator[Event]:
+    def choose(state: JobState, fact: failures.Diagnosed, record: Record) -> Iterator[Event]:
         return _choose(state, fact, record, hook)
 
-    return Concern(
-        name="failures",
-        events=EVENTS,
-        evolve=EVOLVE,
-        decide={ReportExit: _exit},
+    return Rules(
+        decide={failures.ReportExit: _exit},
         react={
-            WorkerExited: _on_exit,
+            failures.WorkerExited: _on_exit,
             evidence.EvidenceSeen: _on_evidence,
             nodes.NodeFailed: _on_node,
             nodes.NodeGone: _on_node,
             nodes.NodeLost: _on_node,
             nodes.NodeLeft: _finish_held,
             nodes.NodeJoined: _replaced,
-            IncidentOpened: _judge,
-            Diagnosed: choose,
-            ActionChosen: _act,
+            failures.IncidentOpened: _judge,
+            failures.Diagnosed: choose,
+            failures.ActionChosen: _act,
             world.WorkersStopped: _finish_held,
             progress.FirstStep: _mended,
             job.JobSucceeded: _close_all,
@@ -336,8 +315,11 @@ def concern(hook: Hook | None = None) -> Concern:
         due=_due,
         tick=_tick,
         # Workers of a job that is about to fail may end by themselves, or need not any more.
-        levels=dict.fromkeys((Diagnosed, ActionChosen, IncidentClosed), always),
+        levels=dict.fromkeys((failures.Diagnosed, failures.ActionChosen, failures.IncidentClosed), always),
+        alarms={
+            failures.ActionChosen: lambda fact: "the policy's hook failed" if choose_action.UNHEARD in fact.rule else ""
+        },
     )
 
 
-CONCERN = concern()
+RULES = rules()

@@ -1,14 +1,10 @@
-"""Who goes where in a world: survivors stay, newcomers take what was vacated; and how that is written down."""
+"""Who goes where in a world: survivors stay, newcomers take what was vacated."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dlrover_core.job import nodes
-
-Ranges = tuple[tuple[int, int, int, int], ...]
+from dlrover_core.job import nodes
 
 
 def layout(before: Sequence[str], ready: Sequence[nodes.Node], count: int) -> list[nodes.Node]:
@@ -42,16 +38,3 @@ def layout(before: Sequence[str], ready: Sequence[nodes.Node], count: int) -> li
             late.append(node)
     fill = iter([*moved, *late])
     return [node if node is not None else next(fill) for node in places]
-
-
-def to_ranges(ordered: Sequence[nodes.Node]) -> Ranges:
-    """Members in rank order as ranges."""
-    ranges: list[tuple[int, int, int, int]] = []
-    for node in ordered:
-        if ranges:
-            index, count, incarnation, nproc = ranges[-1]
-            if (index + count, incarnation, nproc) == (node.index, node.incarnation, node.nproc):
-                ranges[-1] = (index, count + 1, incarnation, nproc)
-                continue
-        ranges.append((node.index, 1, node.incarnation, node.nproc))
-    return tuple(ranges)

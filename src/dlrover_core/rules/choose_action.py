@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover_core.diagnosis import ladder, policy
-from dlrover_core.diagnosis.ladder import Case, Choice, Context
-from dlrover_core.job import hosts, nodes
+from dlrover_core.diagnosis.choices import Case, Choice, Context
+from dlrover_core.diagnosis.policy import Hook, Policy
 from dlrover_core.job.failures import ActionChosen, Incident
+from dlrover_core.job.names import group_of
 from dlrover_core.job.node_lifecycle import ALIVE
-from dlrover_core.job.world import group_of
+from dlrover_core.job.state import JobState
+from dlrover_core.rules import hosts, slots
 from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.diagnosis.policy import Hook, Policy
-    from dlrover_core.job.state import JobState
 
 # How the rule says that a hook broke.
 UNHEARD = "the policy's hook failed and was not heard"
@@ -84,7 +80,7 @@ def context_of(state: JobState, incident: Incident, node: str, rules: Policy, *,
         restarts=0 if spent else spec.max_restarts - known.restarts,
         software=rules.software_per_hour - known.software_used(state.at),
         relaunches=0 if spent else group.relaunch_max - known.relaunched(place, state.at),
-        others=nodes.wanted(state, group.name) - 1,
+        others=slots.wanted(state, group.name) - 1,
         floor=group.floor,
         alive=not dead,
         joining=spec.joining,

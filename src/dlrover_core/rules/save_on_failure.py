@@ -7,17 +7,15 @@ which every part is there is ordered to be written, if it is newer than what is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from dlrover_core.job import checkpoints, job, world
-from dlrover_core.job.holdings import NOTHING, Holdings
-from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern
+from dlrover_core.job.holdings import NO_STEP, Holdings
+from dlrover_core.job.names import group_of
+from dlrover_core.job.state import JobState
+from dlrover_core.kernel.engine import Rules
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.job.state import JobState
 
 HELD_WAIT_S = 5.0
 """How long those who hold a step wait for those who have not said what they hold, beyond the grace that they have to stop."""
@@ -31,13 +29,13 @@ def _lasts(state: JobState) -> bool:
 def _orderable(state: JobState, group: str, ended: Holdings | None) -> int:
     """The step of an ended generation that is to be written, as far as its nodes have told; -1: none is."""
     if ended is None or not ended.ended_at or ended.saved or not ended.heard_at or not _lasts(state):
-        return NOTHING
+        return NO_STEP
     step, kept, current = ended.whole, state.checkpoints.of(group), state.world.worlds.get(group)
     if step < 0 or (ended.generation, step) <= kept.newest or not kept.url:
-        return NOTHING  # or it is kept in memory alone
+        return NO_STEP  # or it is kept in memory alone
     if state.job.live and ended.planned and not ended.gone and current is not None and current.active:
         # Everybody who holds it is here, and goes on from there: there was no failure.
-        return NOTHING if all(current.member(node) is not None for node in ended.held) else step
+        return NO_STEP if all(current.member(node) is not None for node in ended.held) else step
     return step
 
 
@@ -103,9 +101,7 @@ def _on_farewell(state: JobState, fact: job.JobStopping | job.JobFailed, record:
     yield from _tick(state, record.at)
 
 
-CONCERN = Concern(
-    name="salvage",
-    events=(),
+RULES = Rules(
     react={
         **dict.fromkeys((job.JobStopping, job.JobFailed), _on_farewell),
         world.WorldFormed: _on_end,

@@ -14,17 +14,15 @@ and says so: another node would fare no better.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 from dlrover_core.diagnosis import pairing, signatures
 from dlrover_core.diagnosis.evidence import CHECK
 from dlrover_core.diagnosis.pairing import FAULTY, GOOD, SLOWER, UNCLEAR, Groups, Verdict
 from dlrover_core.errors import Refused
-from dlrover_core.job import evidence, job, nodes, scaling, world
+from dlrover_core.job import evidence, job, nodes, planning, world
 from dlrover_core.job.health import (
-    EVENTS,
-    EVOLVE,
     FULL,
     OFF,
     SLOW_WORDS,
@@ -34,19 +32,15 @@ from dlrover_core.job.health import (
     CheckReported,
     CheckStarted,
     ReportCheck,
-    closed,
-    here,
-    unchecked,
 )
-from dlrover_core.job.layout import Ranges, to_ranges
+from dlrover_core.job.names import group_of
 from dlrover_core.job.node_lifecycle import LIFECYCLE
-from dlrover_core.job.world import group_of
-from dlrover_core.kernel.engine import Concern, always
+from dlrover_core.job.ranges import Ranges, to_ranges
+from dlrover_core.job.state import JobState
+from dlrover_core.kernel.engine import Rules, always
 from dlrover_core.kernel.events import Event, Record
+from dlrover_core.rules import membership, slots, worlds
 from dlrover_core.spec import us
-
-if TYPE_CHECKING:
-    from dlrover_core.job.state import JobState
 
 FAILED, SLOW = "check.failed", "check.slow"
 WHAT_MAX = 500
@@ -63,7 +57,7 @@ UNCLEAR_MAX = 4
 def _helpers(state: JobState, group: str) -> list[nodes.Node]:
     """Nodes known to be good that do nothing, and can be heard."""
     current = state.world.worlds.get(group) or world.World()
-    idle = [node for node in world.ready_nodes(state, group) if not (current.active and current.member(node.node))]
+    idle = [node for node in membership.ready_nodes(state, group) if not (current.active and current.member(node.node))]
     return sorted((node for node in idle if node.state != "suspect"), key=_place)
 
 
@@ -74,21 +68,21 @@ def _place(node: nodes.Node) -> tuple[int, int]:
 def _begin_at(state: JobState, group: str) -> int | None:
     """When a check of this group can begin if nothing else happens; None: not at all."""
     spec, health = state.job.spec, state.health
-    if spec.precheck == OFF or not state.job.forms or group in health.running or world.held(state, group):
+    if spec.precheck == OFF or not state.job.forms or group in health.running or membership.end_pending(state, group):
         return None
     current = state.world.worlds.get(group) or world.World()
     if current.active:
         takes = (spec.on_join != "never" or bool(state.planning.leaving)) and not current.finished
-        return state.at if takes and unchecked(state, group) else None
+        return state.at if takes and membership.unchecked(state, group) else None
     ready, unit, floor = state.nodes.tally.ready.get(group, 0), spec.group(group).unit, spec.group(group).floor
-    last_call = world._last_call(state, group)
+    last_call = worlds.last_call(state, group)
     if ready // unit * unit < floor:
         return None
-    everybody = ready >= nodes.wanted(state, group) // unit * unit >= floor
+    everybody = ready >= slots.wanted(state, group) // unit * unit >= floor
     begin_at = state.at if everybody else last_call
     if begin_at > state.at and ready > len(health.good.get(group, ())):
         return begin_at  # looked at closely when it comes: until then every arrival of thousands costs a look each
-    if not (fresh := unchecked(state, group)):
+    if not (fresh := membership.unchecked(state, group)):
         return None
     if any(_stopping(current, node.node) for node in [*fresh, *_helpers(state, group)]):
         begin_at = max(begin_at, current.changed_at + us(spec.stop_grace_s + spec.kill_wait_s + spec.linger_s))
@@ -104,7 +98,7 @@ def _stopping(last: world.World, node: str) -> bool:
 
 def _cast(state: JobState, group: str) -> tuple[list[nodes.Node], list[nodes.Node], Groups]:
     """Who is in question, who helps (two for a lone one: it may need another partner), and who works with whom first."""
-    fresh = sorted(unchecked(state, group), key=_place)
+    fresh = sorted(membership.unchecked(state, group), key=_place)
     good = _helpers(state, group)[: max(2, len(fresh))] if state.job.spec.precheck == FULL else []
     if state.job.spec.precheck != FULL:
         return fresh, good, tuple((place,) for place in range(len(fresh)))
@@ -157,7 +151,7 @@ def _begin(state: JobState, group: str, now: int) -> Iterator[Event]:
 
 
 def _report(state: JobState, command: ReportCheck, now: int) -> Iterator[Event]:
-    node = nodes.present(state, command.node)
+    node = slots.present(state, command.node)
     check = state.health.running.get(node.group)
     if check is None or (check.number, check.round) != (command.number, command.round):
         raise Refused(f"round {command.round} of check {command.number} is over")
@@ -330,17 +324,17 @@ def _slow_to_replace(state: JobState, fact: CheckJudged) -> list[Event]:
         node = state.nodes.nodes.get(name)
         place = name.rsplit("-", 1)[0]
         if kind == SLOWER and node is not None and node.ready and place not in state.health.replaced:
-            found.append(scaling.NodeDrained(name, node.host, f"{SLOW_WORDS}: {why}"[: nodes.TEXT_MAX]))
+            found.append(planning.NodeDrained(name, node.host, f"{SLOW_WORDS}: {why}"[: nodes.TEXT_MAX]))
     return found
 
 
 def _go_on(state: JobState, group: str, now: int) -> Iterator[Event]:
     if not state.job.live:
         return
-    if world.waits(state, group):
-        yield from world.form(state, group, now, "nodes are checked", at_once=world.complete(state, group))
-    elif world._growable(state, group) and world.grow_at(state, group) <= now:
-        yield from world._grow(state, group, now)
+    if membership.waits(state, group):
+        yield from worlds.form(state, group, now, "nodes are checked", at_once=membership.all_back(state, group))
+    elif worlds.growable(state, group) and worlds.grow_at(state, group) <= now:
+        yield from worlds.grow(state, group, now)
     yield from _begin(state, group, now)
 
 
@@ -389,11 +383,7 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
         yield from _begin(state, group_spec.name, now)
 
 
-# The slice is that of the health concern: this is its second module.
-CONCERN = Concern(
-    name="health",
-    events=EVENTS,
-    evolve=EVOLVE,
+RULES = Rules(
     decide={ReportCheck: _report},
     react={
         CheckReported: _on_report,
@@ -411,3 +401,50 @@ CONCERN = Concern(
     tick=_tick,
     levels=dict.fromkeys((CheckStarted, CheckJudged), always),
 )
+
+
+def here(state: JobState, name: str) -> bool:
+    """Is it still one that can be checked?"""
+    node = state.nodes.nodes.get(name)
+    return node is not None and node.ready
+
+
+def closed(state: JobState, check: Check, members: tuple[int, ...]) -> bool:
+    """Is there nothing more to be heard of those who work together, because one of them has ended in this round?"""
+    return not all(here(state, check.members[one]) for one in members)
+
+
+def ask(state: JobState, group: str, why: str, suspects: Collection[str] = ()) -> Iterator[Event]:
+    """Let these nodes, or all of the group, be checked before the next world forms: after a failure whose verdict is in doubt.
+
+    Yields nothing where the job does without checks.
+    """
+    if state.job.spec.precheck != OFF and state.job.live:
+        yield CheckAsked(group, tuple(suspects), why)
+
+
+# ---- what agents are told
+
+
+def check_orders(state: JobState, group: str) -> Mapping[str, Mapping[str, Any]]:
+    """The fields of an `Order` that concern a check, for each node that works in its present round."""
+    check = state.health.running.get(group)
+    if check is None or not state.job.live:
+        return {}
+    told: dict[str, Mapping[str, Any]] = {}
+    for members, store in zip(check.groups, check.stores, strict=True):
+        if closed(state, check, members):
+            continue  # what they began to do together cannot end
+        for rank, place in enumerate(members):
+            told[check.members[place]] = {
+                "check": check.number,
+                "check_round": check.round,
+                "check_kind": check.kind,
+                "check_rank": rank,
+                "check_size": len(members),
+                "check_store": store,
+                "check_with": tuple(check.members[one] for one in members if one != place),
+                "check_us": us(state.job.spec.check_s),
+                "check_at": check.began_at,
+            }
+    return told

@@ -1,0 +1,8 @@
+"""Names of nodes: ``worker-1-0`` is group, index and incarnation."""
+
+from __future__ import annotations
+
+
+def group_of(node: str) -> str:
+    """``worker`` of ``worker-1-0``."""
+    return node.rsplit("-", 2)[0]

@@ -1,0 +1,186 @@
+"""Checkpoints: what agents report of them, what is committed, and what orders say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from dlrover_core.checkpoint.partners import ALONE, partners
+from dlrover_core.errors import Refused
+from dlrover_core.job import checkpoints, failures, nodes, world
+from dlrover_core.job.holdings import NO_STEP
+from dlrover_core.job.names import group_of
+from dlrover_core.job.state import JobState
+from dlrover_core.kernel.engine import Rules, always
+from dlrover_core.kernel.events import Event
+from dlrover_core.rules import slots
+from dlrover_core.spec import us
+
+
+class Told(NamedTuple):
+    """What of an `Order` is about checkpoints, for everybody of a group: where it is the same, so are the orders."""
+
+    committed: tuple[int, int] = (0, NO_STEP)
+    mtbf_s: int = 0
+    writers: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    offered: int = 0
+    decided: int = 0
+
+
+def told(state: JobState, group: str) -> Told:
+    """What orders of a group depend on, beside the node and its world."""
+    slice_, kept = state.checkpoints, state.checkpoints.of(group)
+    order = kept.order
+    return Told(
+        kept.newest,
+        slice_.mtbf_s,
+        tuple(order.writers.items()) if order is not None else (),
+        slice_.offered,
+    )
+
+
+def ordered(state: JobState, node: str, place: int) -> dict[str, Any]:
+    """The fields of a node's `Order` that are about checkpoints. ``place``: in the world that runs; -1: in none."""
+    group, slice_ = group_of(node), state.checkpoints
+    kept = slice_.of(group)
+    of, step = kept.newest
+    fields: dict[str, Any] = {"committed": step, "committed_of": of, "mtbf_s": slice_.mtbf_s}
+    if kept.order is not None and node in kept.order.writers:
+        fields["persist"], fields["persist_of"] = kept.order.step, kept.order.generation
+        fields["persist_places"] = kept.order.writers[node]
+    if place >= 0 and slice_.replicas:
+        fields["replica_to"] = slice_.replicas.get(_partner(state, group, place), "")
+    return fields
+
+
+def _partner(state: JobState, group: str, place: int) -> str:
+    """The node that keeps a copy of what the node at a place of the world that runs holds; empty: nobody can."""
+    current = state.world.worlds[group]
+
+    def chosen() -> tuple[int, ...]:
+        racks = {seat.host: seat.rack for seat in state.hosts.seats.values()}
+        known = [state.nodes.nodes.get(one.node) for one in current.members]
+        hosts = [one.host if one is not None else "" for one in known]
+        return partners([(racks.get(host) or host, host) for host in hosts])
+
+    partner = current.recall("partners", chosen)[place]
+    return current.members[partner].node if partner != ALONE else ""
+
+
+# ---- decide
+
+
+def _member(state: JobState, node: str, generation: int) -> world.World:
+    """The world that a node is a member of. Raises `Refused`."""
+    slots.present(state, node)
+    current = state.world.of(node)
+    if not current.active or current.generation != generation or current.member(node) is None:
+        raise Refused(f"{node} is no member of a running generation {generation}")
+    return current
+
+
+def _bounded(*numbers: int) -> None:
+    if not all(0 <= one <= checkpoints.NUMBER_MAX for one in numbers):
+        raise Refused(f"{numbers}: not all are from 0 to {checkpoints.NUMBER_MAX}")
+
+
+def _keeping(state: JobState, command: checkpoints.ReportKeeping, now: int) -> Iterator[Event]:
+    current, group = _member(state, command.node, command.generation), group_of(command.node)
+    if current.places[command.node] != 0:
+        raise Refused(f"{command.node} does not run rank 0, which speaks for all")
+    if state.checkpoints.of(group).generation >= command.generation:
+        raise Refused(f"generation {command.generation} has said that it saves")
+    if len(command.url) > checkpoints.URL_MAX:
+        raise Refused(f"a url has at most {checkpoints.URL_MAX} characters")
+    _bounded(command.every, command.store_every, command.keep, command.node_bytes, command.spread)
+    yield checkpoints.KeepingStarted(group, *command[1:])
+
+
+def _commit(state: JobState, command: checkpoints.CommitCheckpoint, now: int) -> Iterator[Event]:
+    """The leader says it again until it is so: what is so already leaves no record."""
+    kept, this = state.checkpoints.of(command.group), (command.generation, command.step)
+    # Also while agents bring to safety what they have, as the job ends.
+    if this <= kept.newest or command.generation > kept.generation:
+        return
+    ordered = kept.order is not None and (kept.order.generation, kept.order.step) == this
+    why = kept.order.why if ordered and kept.order is not None else checkpoints.DUE
+    yield checkpoints.CheckpointCommitted(
+        command.group, *this, kept.url, command.parts, max(0, command.size), max(0, command.took_us), why
+    )
+
+
+def _storage(state: JobState, command: checkpoints.ReportStorage, now: int) -> Iterator[Event]:
+    slots.present(state, command.node)
+    url, failing = command.url[: checkpoints.URL_MAX], command.node in state.checkpoints.failing
+    if failing == bool(command.reason):
+        raise Refused(f"the storage of {command.node} is known to {'fail' if failing else 'work'}")
+    count, at = state.checkpoints.outages.get(command.node, (0, 0))
+    # Half of what its agent waits for: its word of the failure may have been on its way for long.
+    if failing and now < at + us(checkpoints.storage_calm_s(count) / 2):
+        raise Refused(f"the storage of {command.node} comes and goes: it failed {(now - at) // us(1)} s ago")
+    yield (
+        checkpoints.StorageFailed(command.node, url, command.reason[: checkpoints.TEXT_MAX])
+        if command.reason
+        else checkpoints.StorageBack(command.node, url)
+    )
+
+
+def _offer(state: JobState, command: checkpoints.OfferReplica, now: int) -> Iterator[Event]:
+    node = slots.present(state, command.node)
+    if len(command.address) > nodes.NAME_MAX:
+        raise Refused(f"an address has at most {nodes.NAME_MAX} characters")
+    if not node.joined or state.checkpoints.replicas.get(command.node, "") == command.address:
+        raise Refused(f"{command.node} is {node.state}, and takes copies at {command.address!r} already")
+    yield checkpoints.ReplicaOffered(command.node, command.address)
+
+
+def _held(state: JobState, command: checkpoints.ReportHeld, now: int) -> Iterator[Event]:
+    slots.present(state, command.node)
+    held = state.checkpoints.of(group_of(command.node)).holdings(command.generation)
+    if held is None or command.node not in held.places or command.node in held.gone:
+        raise Refused(f"{command.node} is no member of a generation {command.generation} that saves")
+    if len(command.steps) > checkpoints.STEPS_MAX or len(command.copies) > checkpoints.COPIES_MAX:
+        raise Refused(f"{command.node} tells of {len(command.steps)} steps and {len(command.copies)} copies")
+    _bounded(*command.steps, *(number for one in command.copies for number in one))
+    if command.plan:
+        _member(state, command.node, command.generation)
+    elif command.node in held.held or held.saved:
+        raise Refused(f"what {command.node} holds of generation {command.generation} is known, or decided upon")
+    steps, copies = tuple(sorted(set(command.steps))), tuple(sorted(set(command.copies)))
+    yield checkpoints.StepsHeld(command.node, command.generation, steps, command.plan, copies)
+
+
+def _restored(state: JobState, command: checkpoints.ReportRestored, now: int) -> Iterator[Event]:
+    current = _member(state, command.node, command.generation)
+    rank_0 = current.places[command.node] == 0
+    if (
+        command.tier not in checkpoints.TIERS
+        or len(command.fell) > checkpoints.FELL_MAX
+        or command.step < 0
+        or command.took_us < 0
+    ):
+        raise Refused(f"no restore is like this: step {command.step} from {command.tier[: checkpoints.TEXT_MAX]!r}")
+    if command.node in state.checkpoints.of(group_of(command.node)).restored:
+        raise Refused(f"{command.node} has told from where generation {command.generation} began")
+    if not checkpoints.worth_telling(command.tier, command.fell, rank_0=rank_0):
+        raise Refused(f"{command.node} found its own memory, or nothing, like everybody")
+    fell = tuple((tier[: checkpoints.TEXT_MAX], why[: checkpoints.TEXT_MAX]) for tier, why in command.fell)
+    yield checkpoints.Restored(*command[:5], fell)
+
+
+RULES = Rules(
+    decide={
+        checkpoints.ReportKeeping: _keeping,
+        checkpoints.ReportHeld: _held,
+        checkpoints.ReportStorage: _storage,
+        checkpoints.OfferReplica: _offer,
+        checkpoints.ReportRestored: _restored,
+        checkpoints.CommitCheckpoint: _commit,
+    },
+    # A failure changes how often failures are expected.
+    levels=dict.fromkeys(
+        (checkpoints.CheckpointCommitted, checkpoints.ReplicaOffered, checkpoints.SaveOrdered, failures.IncidentOpened),
+        always,
+    ),
+    alarms={checkpoints.StorageFailed: lambda _: "checkpoints cannot be written"},
+)

@@ -1,0 +1,188 @@
+"""Hosts: strikes are weighed, lemons and sick hosts are kept off, people are obeyed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from dlrover_core.diagnosis import ladder
+from dlrover_core.errors import Refused
+from dlrover_core.job import failures, nodes
+from dlrover_core.job.hosts import (
+    ASKED,
+    GIVES_WAY,
+    REVISED,
+    HostQuarantined,
+    HostRecord,
+    HostReleased,
+    HostSlice,
+    QuarantineHost,
+    ReleaseHost,
+    again,
+)
+from dlrover_core.job.state import JobState
+from dlrover_core.kernel.engine import Rules, always
+from dlrover_core.kernel.events import Event, Record
+from dlrover_core.spec import us
+
+LEMON = 3
+SHARE = 4
+NAME_MAX, NAMED_MAX = 255, 20
+
+
+def record(state: JobState, host: str) -> HostRecord:
+    """What is known against a host; nothing, of one that nothing is known of."""
+    known = state.hosts.hosts.get(host)
+    if known is None:
+        return HostRecord()
+    strikes = known.recent(state.at)
+    counts = Counter(strike.verdict for strike in strikes)
+    held = known.until > state.at
+    return HostRecord(
+        len(strikes), tuple(sorted(counts.items())), known.until if held else 0, known.probation and not held
+    )
+
+
+def of_rack(state: JobState, rack: str) -> int:
+    """Strikes at all hosts of a failure domain that count."""
+    return sum(len(one.recent(state.at)) for one in state.hosts.hosts.values() if rack and one.rack == rack)
+
+
+def of_place(state: JobState, place: str) -> tuple[int, int]:
+    """Strikes at the nodes of a place that count, and at how many hosts: more than one speaks for the program or the rank."""
+    found = [
+        host for host, one in state.hosts.hosts.items() for strike in one.recent(state.at) if strike.place == place
+    ]
+    return len(found), len(set(found))
+
+
+def leave(state: JobState, node: str, incident: int) -> str:
+    """Why this incident's node should go to another host rather than be mended where it is; empty: it need not.
+
+    So it is where its host was struck by this incident and is in quarantine, unless the node had been told to keep off that very
+    host: then its backend has no other.
+    """
+    host = state.hosts.host_of(node)
+    known, present = state.hosts.hosts.get(host), state.nodes.nodes.get(node)
+    if known is None or known.until <= state.at or (present is not None and host in present.avoid):
+        return ""
+    ours = any(strike.incident == incident for strike in known.strikes)
+    return f"host.quarantine: {host} is in quarantine ({known.why})" if ours else ""
+
+
+# ---- decide
+
+
+def _quarantine(state: JobState, command: QuarantineHost, now: int) -> Iterator[Event]:
+    _refuse(state, command.host)
+    if not 0 < command.for_s <= 366 * 86_400:
+        raise Refused(f"a host is kept off for more than 0 s and at most a year, not for {command.for_s} s")
+    others = state.hosts.seen() - {command.host, *state.hosts.quarantined(now)}
+    if state.job.spec.joining and not others:
+        raise Refused(f"{command.host} is the only host left to this job; 'dlrover drain' frees the host of a node")
+    yield HostQuarantined(command.host, now + us(command.for_s), command.reason[: nodes.TEXT_MAX], asked=True)
+
+
+def _release(state: JobState, command: ReleaseHost, now: int) -> Iterator[Event]:
+    _refuse(state, command.host)
+    if command.host not in state.hosts.hosts:
+        there = sorted(state.hosts.hosts)
+        named = f"; there are: {', '.join(there[:NAMED_MAX])}" if there else ""
+        raise Refused(f"nothing is known against a host {command.host!r}{named}")
+    yield HostReleased(command.host, ASKED, command.reason[: nodes.TEXT_MAX])
+
+
+def _refuse(state: JobState, host: str) -> None:
+    if not state.job.live:
+        raise Refused(f"the job is {state.job.state}")
+    if not host or len(host) > NAME_MAX:
+        raise Refused(f"a host has a name of at most {NAME_MAX} characters")
+
+
+# ---- react
+
+
+def _blame(state: JobState, fact: nodes.NodeFailed, record: Record) -> Iterator[Event]:
+    """What a backend or an agent says of the host itself needs no further judging."""
+    host = state.hosts.host_of(fact.node)
+    if fact.reason.split(":")[0] in nodes.HOST_REASONS and host:
+        yield from keep_off(state, host, fact.reason, record.at)
+
+
+def _weigh(state: JobState, fact: failures.Diagnosed, record: Record) -> Iterator[Event]:
+    if fact.revises:
+        yield from _take_back(state, fact.incident)
+    host = state.hosts.struck_by(record.seq)
+    if not host or not state.job.live:
+        return
+    known = state.hosts.hosts[host]
+    # A verdict that is only revised on probation is of a failure from before.
+    incident = state.failures.incidents.get(fact.incident)
+    if known.probation and known.until <= (incident.cause.at if incident is not None else record.at):
+        yield from keep_off(state, host, f"on probation, and again {fact.signature}", record.at)
+    elif _lemon(state.hosts, host, record.at):
+        many = len(known.recent(record.at))
+        yield from keep_off(
+            state, host, f"{many} failures in 24 h, and no other host more than a third as many", record.at
+        )
+
+
+def _take_back(state: JobState, incident: int) -> Iterator[Event]:
+    """A host that was kept off because of an incident which is now somebody else's doing."""
+    for host, known in state.hosts.hosts.items():
+        blamed = any(strike.incident == incident for strike in known.strikes)
+        if known.incident == incident and known.until > state.at and not known.asked and not blamed:
+            yield HostReleased(host, REVISED, f"incident {incident} was not its doing")
+            return
+
+
+def _isolate(state: JobState, fact: failures.ActionChosen, record: Record) -> Iterator[Event]:
+    host = fact.host or state.hosts.host_of(fact.node)
+    if fact.action == ladder.ISOLATE_HOST and host:
+        yield from keep_off(state, host, f"incident {fact.incident}: {fact.rule}", record.at)
+
+
+def keep_off(state: JobState, host: str, reason: str, now: int) -> Iterator[Event]:
+    """Put a host in quarantine, unless it is there; where that would be too many, the one that ends first gives way."""
+    slice_ = state.hosts
+    if host in slice_.quarantined(now):
+        return
+    hosts = slice_.seen() | {host}
+    if state.job.spec.joining and len(hosts) == 1:
+        return
+    ours = [(one.until, name) for name, one in slice_.hosts.items() if one.until > now and not one.asked]
+    if len(ours) >= max(1, len(hosts) // SHARE):
+        yield HostReleased(
+            min(ours)[1], GIVES_WAY, f"{len(ours)} of {len(hosts)} hosts are kept off, and {host} is next"
+        )
+    yield HostQuarantined(host, now + _length(state, host, now), reason[: nodes.TEXT_MAX])
+
+
+def _length(state: JobState, host: str, now: int) -> int:
+    """Twice the last one for whoever comes back from probation, up to ``quarantine_max_s``."""
+    spec, known = state.job.spec, state.hosts.hosts.get(host)
+    times = known.times if known is not None and again(known, now) else 0
+    return us(max(spec.quarantine_s, min(spec.quarantine_s * 2 ** min(times, 16), spec.quarantine_max_s)))
+
+
+def _lemon(slice_: HostSlice, host: str, now: int) -> bool:
+    """Does it fail more often than chance and the program explain? With one host there is nothing to compare it with.
+
+    Whoever kills workers by hand does so where they are logged in: kills alone condemn nobody.
+    """
+    strikes = slice_.hosts[host].recent(now)
+    mine = len(strikes)
+    if mine < LEMON or len(slice_.seen()) < 2 or all(strike.bare for strike in strikes):
+        return False
+    return all(len(one.recent(now)) * LEMON <= mine for name, one in slice_.hosts.items() if name != host)
+
+
+RULES = Rules(
+    decide={QuarantineHost: _quarantine, ReleaseHost: _release},
+    react={
+        nodes.NodeFailed: _blame,
+        failures.Diagnosed: _weigh,
+        failures.ActionChosen: _isolate,
+    },
+    levels=dict.fromkeys((HostQuarantined, HostReleased), always),
+)

@@ -1,0 +1,206 @@
+"""Stragglers and broken losses: told at once; a slow node is replaced when that pays.
+
+A straggler slows everybody: synchronous steps are as long as the slowest rank's. It is told at once (`SlowRank`, and as evidence,
+so that it stands in every story), and it ends as an event, too. With ``slow_action`` ``replace`` its node is replaced once what
+it has cost so far is as much as replacing it costs: the rule of whoever rents skis and does not know for how long. At worst that
+costs twice what the best choice in hindsight would have. What it has cost is counted as if the job computed all the time; what
+replacing costs is what the job's own replacements took, and ``slow_replace_s`` before there was one. Where half of the world or
+more is slow nobody is replaced: that is no machine's fault.
+
+A broken loss becomes evidence once per generation, for the ladder to answer with a restart. Where some of the ranks that report
+had it first, it may be theirs; where all had it in the same step it is the run's, and no node is to blame. So is one that a
+single rank reports of many: the others may have had it as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from dlrover_core.diagnosis import signatures
+from dlrover_core.diagnosis.changepoint import SOUGHT
+from dlrover_core.diagnosis.evidence import LOSS, SLOW
+from dlrover_core.diagnosis.slots import GRADIENT, INFINITE
+from dlrover_core.errors import Refused
+from dlrover_core.job import evidence, pace, ranges
+from dlrover_core.job.crash_loops import AT_STEP
+from dlrover_core.job.names import group_of
+from dlrover_core.job.state import JobState
+from dlrover_core.kernel.engine import Rules
+from dlrover_core.kernel.events import Event
+from dlrover_core.rules import hosts, plans, slots
+from dlrover_core.spec import us
+
+REPORT, REPLACE = "report", "replace"
+SLOW_MAX = 4096
+SECOND_US = 1_000_000
+
+
+def _member(state: JobState, node: str, generation: int, rank: int) -> ranges.Member:
+    """The place of a rank in the world that runs. Raises `Refused`."""
+    slots.present(state, node)
+    current = state.world.of(node)
+    member = current.member(node)
+    if not current.active or member is None or current.generation != generation:
+        raise Refused(f"{node} is no member of a running generation {generation}")
+    if not member.first_rank <= rank < member.first_rank + member.nproc:
+        raise Refused(f"rank {rank} does not run on {node}")
+    return member
+
+
+# ---- decide: stragglers
+
+
+def _slow(state: JobState, command: pace.NoteSlow, now: int) -> Iterator[Event]:
+    member = _member(state, command.node, command.generation, command.rank)
+    if command.now_us <= command.before_us or command.before_us < 1:
+        raise Refused(f"rank {command.rank} is not slower than it was")
+    known = state.pace.slow.get(pace.rank_key(command.node, command.rank))
+    if known is not None and command.now_us < SOUGHT * known.now_us:
+        raise Refused(f"rank {command.rank} is known to be slow")
+    if len(state.pace.slow) >= SLOW_MAX:
+        raise Refused(f"{SLOW_MAX} ranks are slow already")
+    yield pace.SlowRank(
+        command.node,
+        command.generation,
+        command.rank,
+        command.before_us,
+        command.now_us,
+        command.steps,
+        command.step,
+        command.peers,
+    )
+    slow = f"rank {command.rank} on {command.node} computes {_times(command)} slower than it did"
+    measured = (
+        f"(median {_ms(command.now_us)} vs {_ms(command.before_us)} over {command.steps} steps{_beside(command)})"
+    )
+    yield _evidence(state, command.node, command.generation, command.rank, SLOW, "slow.rank", f"{slow} {measured}")
+    ranks = range(member.first_rank, member.first_rank + member.nproc)
+    if member.nproc > 1 and all(pace.rank_key(command.node, one) in state.pace.slow for one in ranks):
+        text = f"all {member.nproc} ranks on {command.node} compute slower than they did: it is the node"
+        yield _evidence(state, command.node, command.generation, -1, SLOW, "slow.rank", text)
+
+
+def _times(command: pace.NoteSlow) -> str:
+    return f"{command.now_us / command.before_us:.2f}x"
+
+
+def _beside(command: pace.NoteSlow) -> str:
+    return f", its peers {command.peers / pace.PARTS:.2f}x" if command.peers else ""
+
+
+def _ms(microseconds: int) -> str:
+    return f"{microseconds / 1000:.3g} ms" if microseconds < SECOND_US else f"{microseconds / SECOND_US:.3g} s"
+
+
+def _recovered(state: JobState, command: pace.NoteRecovered, now: int) -> Iterator[Event]:
+    slow = state.pace.slow.get(pace.rank_key(command.node, command.rank))
+    if slow is None:
+        raise Refused(f"rank {command.rank} on {command.node} is not slow")
+    yield pace.SlowEnded(command.node, command.rank, max(0, now - slow.since))
+
+
+# ---- decide: losses
+
+
+def _loss(state: JobState, command: pace.NoteLoss, now: int) -> Iterator[Event]:
+    member = _member(state, command.node, command.generation, command.rank)
+    group = group_of(command.node)
+    if state.pace.broken.get(group) == command.generation:
+        raise Refused(f"generation {command.generation} is known to have no finite loss")
+    yield pace.LossBroken(*command)
+    whose = f"rank {command.rank} on {command.node}"
+    what = {INFINITE: "an infinite loss", GRADIENT: "gradients that are no numbers"}.get(command.how, "a NaN loss")
+    if command.ranks < command.reporting:
+        more = f" and {command.ranks - 1} more" if command.ranks > 1 else ""
+        text = f"{whose}{more} of {command.reporting} ranks had {what} first, in step {command.step}"
+        signature, rank = "loss.nan", command.rank
+    else:
+        size = state.world.worlds[group].size
+        who = (
+            "all ranks"
+            if command.reporting == size
+            else f"{command.reporting} of {size} ranks, all that report theirs,"
+        )
+        text = f"{who} had {what} in step {command.step}"
+        signature, rank = "loss.nan_everywhere", member.first_rank
+    yield _evidence(state, command.node, command.generation, rank, LOSS, signature, text, command.step)
+
+
+def _jump(state: JobState, command: pace.NoteLossJump, now: int) -> Iterator[Event]:
+    _member(state, command.node, command.generation, command.rank)
+    generation, step = state.pace.jumps.get(group_of(command.node), (0, 0))
+    if generation == command.generation and command.step <= step:
+        # Beats repeat it, and a new leader has not heard that it was told.
+        raise Refused(f"a jump of the loss in step {step} is known")
+    text = f"the loss of rank {command.rank} on {command.node} is {command.times / 1000:.1f}x what it was, in step {command.step}"
+    yield _evidence(state, command.node, command.generation, command.rank, LOSS, pace.SPIKE, text, command.step)
+
+
+def _evidence(
+    state: JobState, node: str, generation: int, rank: int, source: str, signature: str, text: str, step: int = -1
+) -> evidence.EvidenceSeen:
+    known = signatures.table(state.job.spec.signatures).get(signature)
+    assert known is not None, "a table has all that come with it"
+    return evidence.EvidenceSeen(
+        node,
+        source,
+        known.id,
+        known.verdict,
+        known.confidence,
+        text[: evidence.TEXT_MAX],
+        rank,
+        generation,
+        place=f"{AT_STEP}{step}" if step >= 0 else "",
+        host=state.nodes.nodes[node].host,
+        step=step,
+    )
+
+
+# ---- replacing
+
+
+def cost_us(state: JobState) -> int:
+    """What it takes to replace a node."""
+    measured = state.pace.recoveries
+    return round(median(measured)) if measured else us(state.job.spec.slow_replace_s)
+
+
+def _candidates(state: JobState) -> Iterator[tuple[int, pace.Slow]]:
+    """Whose node may be replaced, and from when on that pays."""
+    if state.job.spec.slow_action != REPLACE or not state.job.live:
+        return
+    cost = cost_us(state)
+    for slow in state.pace.slow.values():
+        current, node = state.world.of(slow.node), state.nodes.nodes.get(slow.node)
+        ill = {one.node for one in state.pace.slow.values() if group_of(one.node) == group_of(slow.node)}
+        here = node is not None and not node.released and slow.node not in state.planning.leaving
+        if current.active and here and 2 * len(ill) < len(current.members):
+            yield slow.costs_at(cost), slow
+
+
+def _due(state: JobState) -> int | None:
+    return min((at for at, _ in _candidates(state)), default=None)
+
+
+def _tick(state: JobState, now: int) -> Iterator[Event]:
+    """One at a time: with the next world it is seen what that has brought."""
+    for at, slow in sorted(_candidates(state), key=lambda one: (one[0], one[1].node, one[1].rank)):
+        if now < at:
+            return
+        node, why = state.nodes.nodes[slow.node], f"rank {slow.rank} on {slow.node} was slow"
+        yield pace.SlowReplaced(slow.node, slow.rank, slow.lost_us(now), cost_us(state), bool(state.pace.recoveries))
+        yield from hosts.keep_off(state, node.host, why, now)
+        leave = plans.drained(state, node, node.host, why, now, us(state.job.spec.plan_s))
+        if leave.deadline:
+            yield leave  # where that can be without loss: once its successor is there
+        else:
+            yield from slots.replace(state, slow.node)
+        return
+
+
+RULES = Rules(
+    decide={pace.NoteSlow: _slow, pace.NoteRecovered: _recovered, pace.NoteLoss: _loss, pace.NoteLossJump: _jump},
+    due=_due,
+    tick=_tick,
+)
