@@ -137,6 +137,9 @@ def run(script: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Learner, str]:
         "fine": "/env/site-packages/fine.py",
         "alias_fine": "/env/site-packages/fine.py",
         "mine": str(mine),
+        "named_otherwise": "/env/site-packages/setuptools/_named_otherwise/__init__.py",
+        "package_of.fine": "/env/site-packages/package_of/fine/__init__.py",
+        "package_of.native": "/env/site-packages/package_of/native.cpython-311-x86_64-linux-gnu.so",
         "made_by_hand": "",
         "built": "built-in",
         "dlrover_adapters.torch.huggingface": "/env/site-packages/dlrover_adapters/torch/huggingface.py",
@@ -158,7 +161,7 @@ def test_only_installed_modules_are_listed(run: tuple[Learner, str], script: Pat
     learner.learn()
     found = read(path, tuple(sys.path))
     assert found is not None
-    assert set(found.modules) == {"fine", "known_one"}
+    assert set(found.modules) == {"fine", "known_one", "package_of.fine", "package_of.native"}
     assert dict(zip(found.modules, found.origins, strict=True))["fine"] == "/env/site-packages/fine.py"
     assert {"mine", "blocked", "by_its_own_path"} <= set(found.local)
     assert not {"made_by_hand", "built", "__main__"} & set(found.local)

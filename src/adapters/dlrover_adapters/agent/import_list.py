@@ -255,9 +255,14 @@ def _main_file(module: Any) -> list[str]:
 
 
 def _goes_by(module: Any, name: str) -> bool:
-    """Is it its own name that it is imported by? Others are aliases, which importing the real one makes."""
-    spec = vars(module).get("__spec__")
-    return spec is not None and spec.name == name
+    """Is it its own name that it is imported by? Others are aliases, which importing the real one makes.
+
+    So is one whose file has another name, as setuptools' own ``distutils``: imported before setuptools, it would be another.
+    """
+    spec, place = vars(module).get("__spec__"), os.sep + name.replace(".", os.sep)
+    if spec is None or spec.name != name:
+        return False
+    return os.path.dirname(origin_of(module)).endswith(place) or origin_of(module).partition(place + ".")[1] != ""
 
 
 def _merged(known: ImportList | None, found: ImportList) -> ImportList:
