@@ -80,7 +80,8 @@ def test_a_list_of_imports_is_the_old_one_or_the_new_one(tmp_path: Path, number:
     """Reading says that there is none, noting a reason says nothing, and writing raises `OSError`."""
     script = tmp_path / "train.py"
     script.write_text("")
-    old, new = ImportList(("json",), (), ()), ImportList(("json", "decimal"), (), ())
+    old = ImportList(("json",), (), (), origins=("/json.py",))
+    new = ImportList(("json", "decimal"), (), (), origins=("/json.py", "/decimal.py"))
     for at in range(CALLS_MAX):
         folder = tmp_path / f"imports-{at}"
         path = str(folder / "list.json")
@@ -92,7 +93,7 @@ def test_a_list_of_imports_is_the_old_one_or_the_new_one(tmp_path: Path, number:
             with contextlib.suppress(OSError):
                 write(path, new, [], [str(script)])
             disk.at = -1
-        assert read(path, []) in (old, old._replace(modules=(), refused="a reason"), new)
+        assert read(path, []) in (old, old._replace(modules=(), origins=(), refused="a reason"), new)
         if disk.calls <= at:
             return
     raise AssertionError("it makes more calls than were broken")
