@@ -429,3 +429,25 @@ def test_a_step_that_is_not_there(tmp_path: Path) -> None:
         ckpt.wait()
         with pytest.raises(RestoreFailed, match=r"step 7 cannot be restored.*complete are: 2, 4"):
             ckpt.restore(7)
+
+
+# ---- a system without threads
+
+
+def test_a_save_without_a_thread_costs_that_save_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the copier's thread cannot be started (`ulimit -u`), the save is left out; the next one starts it and is whole."""
+    begin, refused = threading.Thread.start, list[str]()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "dlrover-checkpoint-copy" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    training = Training()
+    with FlashCheckpoint(str(tmp_path / "c"), **training.parts, every=1, store_every=1) as ckpt:
+        training.steps(ckpt, 1, 3)
+    assert refused
+    assert ckpt.stats.failed == 1
+    assert complete(tmp_path / "c")[-1] == 3

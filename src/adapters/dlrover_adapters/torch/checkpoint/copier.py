@@ -272,10 +272,9 @@ class Copier:
             flight.marks = self._beside.copy(copies)
         if self._thread is None:
             # It knows the queue alone: a copier that nobody closed and nobody has any more ends it.
-            self._thread = threading.Thread(
-                target=_run, args=(self._queue,), name="dlrover-checkpoint-copy", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=_run, args=(self._queue,), name="dlrover-checkpoint-copy", daemon=True)
+            thread.start()  # the system may have no thread for it now; the next save tries again
+            self._thread = thread
             weakref.finalize(self, self._queue.put, None).atexit = False
         self.flight = flight
         self._queue.put(flight)
