@@ -98,11 +98,12 @@ SOMETIMES = """
 import subprocess
 loaded, before = "slowly" in sys.modules, os.environ.get("SLOWLY", "unset")
 child = subprocess.Popen(["sleep", "60"])
+first = os.getcwd()
 os.chdir("/")
 {joins}
 if os.environ.get("SETS"):
     os.environ["SLOWLY"] = "set"
-os.chdir(os.environ["FOLDER"])
+os.chdir(first)
 import slowly, torch
 torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
 tell(loaded, before, slowly.VALUE, os.getpid())
