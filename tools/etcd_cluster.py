@@ -122,7 +122,6 @@ class Cluster:
         self._places = [*places, *(Place() for _ in range(members - len(places)))]
         self.binary = binary()
         self._count, self._directory = members, directory
-        self._quota_bytes = quota_bytes
         self._tls, self._mutual = tls or mutual, mutual
         self._user, self._password = user, password
         self._extra = (*(("--quota-backend-bytes", str(quota_bytes)) if quota_bytes else ()), *extra)
@@ -334,23 +333,23 @@ class Cluster:
         """Delete all keys with ``prefix``."""
         self._any("kv/deleterange", {"key": _b64(prefix), "range_end": _b64(prefix[:-1] + chr(ord(prefix[-1]) + 1))})
 
-    def make_room(self) -> None:
-        """What ends a NOSPACE alarm: compact, defragment every member, disarm. A member may compact late, and needs it again."""
-        self.compact()
-        self._until(self._has_room, "is out of space")
+    def make_room(self, file_bytes: int = 0) -> None:
+        """What ends a NOSPACE alarm: compact, defragment every member, disarm.
 
-    def _has_room(self) -> bool | None:
+        ``file_bytes``: do so until no member's file is larger, as one may compact late; 0: once.
+        """
+        self.compact()
+        self._until(lambda: self._has_room(file_bytes), "is out of space")
+
+    def _has_room(self, file_bytes: int) -> bool | None:
         for number in self._talking():
             self._ask(number, "maintenance/defragment", {}, timeout_s=HEALTHY_S)
             # What a member has not compacted yet counts as in use, so nothing but the size of its file says that there is room.
-            if (
-                self._quota_bytes
-                and int(self._ask(number, "maintenance/status", {})["dbSize"]) > self._quota_bytes // 2
-            ):
+            if file_bytes and int(self._ask(number, "maintenance/status", {})["dbSize"]) > file_bytes:
                 return None
         for one in self._any("maintenance/alarm", {"action": "GET"}).get("alarms", ()):
             self._any("maintenance/alarm", one | {"action": "DEACTIVATE"})
-        return not self.alarms() or None
+        return True if not file_bytes else not self.alarms() or None
 
     def revoke(self, lease: int) -> None:
         """End a lease early."""

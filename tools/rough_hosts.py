@@ -354,7 +354,7 @@ class RoughHosts(Rough):
             over.set()
             filling.join()
             etcd.delete(BALLAST)
-            etcd.make_room()
+            etcd.make_room(QUOTA_BYTES // 2)
             self._busy.discard("etcd")
 
         self._noted(strike, undo)
@@ -369,7 +369,7 @@ class RoughHosts(Rough):
         def undo() -> None:
             self._job.etcd.replace(member)
             # It replays the ballast of an earlier strike, and complains of space though the others' files are small again.
-            self._job.etcd.make_room()
+            self._job.etcd.make_room(QUOTA_BYTES // 2)
             self._busy.discard("etcd")
 
         self._noted(strike, undo, member=member)

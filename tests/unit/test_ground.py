@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_adapters.agent import ground
+from dlrover_adapters.agent import ground, run_folders
 from dlrover_adapters.agent.doorbell import Doorbell
 from dlrover_adapters.agent.ground import Ground, Watch
 from dlrover_adapters.cli import scratch
@@ -151,7 +151,7 @@ def test_a_node_that_is_replaced_needs_no_room_in_the_run_s_folder(
     """Its own folder lies elsewhere then, which is said; where there is no room at all, that is an error."""
     wanted, other = tmp_path / "run", tmp_path / "other"
     other.mkdir()
-    made, lock, why = ground.private_folder(str(wanted))
+    made, lock, why = run_folders.private_folder(str(wanted))
     assert (Path(made).parent, lock, why) == (wanted, -1, "")
     mkdtemp, broken = tempfile.mkdtemp, {str(wanted), "/tmp"}
 
@@ -162,7 +162,7 @@ def test_a_node_that_is_replaced_needs_no_room_in_the_run_s_folder(
 
     monkeypatch.setattr(tempfile, "mkdtemp", making)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(other))
-    made, lock, why = ground.private_folder(str(wanted))
+    made, lock, why = run_folders.private_folder(str(wanted))
     assert Path(made).parent == other
     assert scratch.locks(lock, Path(made))
     os.close(lock)
@@ -170,7 +170,7 @@ def test_a_node_that_is_replaced_needs_no_room_in_the_run_s_folder(
     assert why == f"{wanted} takes no files ({os.strerror(number)}): this node's sockets and output lie in {made}"
     broken.update((str(other), "/dev/shm"))
     with pytest.raises(OSError, match=r"run") as told:
-        ground.private_folder(str(wanted))
+        run_folders.private_folder(str(wanted))
     assert told.value.errno == number
     monkeypatch.delenv("XDG_RUNTIME_DIR")
 
@@ -179,10 +179,10 @@ def test_a_folder_elsewhere_of_a_node_that_was_killed_is_swept(tmp_path: Path, m
     """By its run's end, SIGKILL included, or by the next run; not while the node lives, and nobody else's."""
     broken = tmp_path / "file"
     broken.touch()
-    monkeypatch.setattr(ground, "elsewhere", lambda: [str(tmp_path)])
+    monkeypatch.setattr(run_folders, "elsewhere", lambda: [str(tmp_path)])
     monkeypatch.setattr(scratch, "roofs", list)
     monkeypatch.setenv(scratch.MARK, "abc")
-    made = ground.private_folder(str(broken / "run"))
+    made = run_folders.private_folder(str(broken / "run"))
     folder = Path(made.path)
     assert folder.name.startswith("dlrover-run-abc-")
     scratch.sweep()
@@ -193,7 +193,7 @@ def test_a_folder_elsewhere_of_a_node_that_was_killed_is_swept(tmp_path: Path, m
     scratch.sweep()
     assert not folder.exists()
     # The run's own sweeper, whose launcher was killed.
-    made = ground.private_folder(str(broken / "run"))
+    made = run_folders.private_folder(str(broken / "run"))
     other = tmp_path / "dlrover-run-abcd-1"
     other.mkdir()
     with Path(os.devnull).open("rb") as nobody:

@@ -37,7 +37,7 @@ from .checkpoints.vault import Vault
 from .children import wait_dead
 from .config import LaunchConfig, Mode
 from .doorbell import Doorbell
-from .ground import Watch, private_folder
+from .ground import Watch
 from .last_words import LastWords, last_words
 from .leftovers import Leavings
 from .log_bounds import LogBounds
@@ -47,6 +47,7 @@ from .nursery import STRAYS, Nursery, Spare
 from .pace_watch import WorkerSlot
 from .process import await_sessions_end, become_subreaper, end_sessions
 from .ranks import Rank, Worker
+from .run_folders import private_folder
 from .seat import seat_for, to_wire
 from .slot import StepSlot
 from .spawn import Spawned

@@ -19,11 +19,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dlrover_adapters.agent import ground
+from dlrover_adapters.agent import run_folders
 from dlrover_core.errors import SpecError
 from dlrover_core.host import cgroups
 
-MARK, LOCK = ground.MARK, ground.LOCK
+MARK, LOCK = run_folders.MARK, run_folders.LOCK
 PREFIX = "dlrover-"
 LOCK_BYTES_MAX = 8192
 PATH_BYTES_MAX = 60  # a socket's path has 108 bytes, and the agents' folders in it need some
@@ -113,7 +113,12 @@ def folder(run: str, *also: int) -> Iterator[Path]:
 
 def elsewhere(run: str) -> list[Path]:
     """What a run's nodes have outside its folder, which took no files."""
-    return [one for roof in ground.elsewhere() for one in Path(roof).glob(f"{ground.PREFIX}{run}-*") if run.isalnum()]
+    return [
+        one
+        for roof in run_folders.elsewhere()
+        for one in Path(roof).glob(f"{run_folders.PREFIX}{run}-*")
+        if run.isalnum()
+    ]
 
 
 def roofs() -> list[str]:
@@ -155,7 +160,7 @@ def _sweeper(path: Path, mark: str, group: str, pipe: int, *locks: int) -> subpr
             mark,
             cgroups.__file__,
             group,
-            *ground.elsewhere(),
+            *run_folders.elsewhere(),
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -171,7 +176,7 @@ def locked(path: Path, run: str) -> int:
 
     It says what else is to be cleaned up: processes with the mark, and control groups below ours.
     """
-    return ground.locked(path, os.fsencode(f"{MARK}={run}\n{cgroups.own()}"))
+    return run_folders.locked(path, os.fsencode(f"{MARK}={run}\n{cgroups.own()}"))
 
 
 def locks(fd: int, directory: Path) -> bool:
@@ -185,7 +190,7 @@ def locks(fd: int, directory: Path) -> bool:
 
 def sweep() -> None:
     """End what is left of this user's runs whose launcher and sweeper are gone both."""
-    places = dict.fromkeys((*roofs(), *ground.elsewhere()))
+    places = dict.fromkeys((*roofs(), *run_folders.elsewhere()))
     for lock in [one for roof in places for one in Path(roof).glob(f"{PREFIX}*/{LOCK}")]:
         try:
             if lock.parent.lstat().st_uid != os.getuid():
