@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import select
 import socket
 import sys
 from collections.abc import Iterator
@@ -71,10 +72,11 @@ def test_modules_that_look_at_argv_see_the_script_s(zygote: Zygote, monkeypatch:
     ],
 )
 def test_what_workers_would_share_ends_the_list(zygote: Zygote, site: Path, text: str, what: str, close: str) -> None:
-    """Modules before it are kept."""
+    """Modules before it are kept. A poller and a device that were open before hide no second one."""
     site.joinpath("plain_one.py").write_text("kept = open('/dev/null'), open(__file__)")
     site.joinpath("leaves_it.py").write_text(text)
     importlib.invalidate_caches()
+    before = select.epoll(), Path("/dev/full").open("wb")  # noqa: SIM115  # closed below
     try:
         with pytest.raises(Unfit, match=r"leaves_it: it leaves .* behind, which all workers would share") as caught:
             zygote._import_each(("plain_one", "leaves_it"), origins(site, "plain_one", "leaves_it"))
@@ -82,7 +84,7 @@ def test_what_workers_would_share_ends_the_list(zygote: Zygote, site: Path, text
         assert caught.value.kept == 1
     finally:
         exec(close, vars(sys.modules["leaves_it"]))  # noqa: S102  # its own name for what it keeps
-        for one in sys.modules["plain_one"].kept:
+        for one in (*sys.modules["plain_one"].kept, *before):
             one.close()
 
 

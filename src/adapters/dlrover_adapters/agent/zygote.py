@@ -35,6 +35,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from . import import_list, keeper, saver, wire, worker
@@ -362,23 +363,24 @@ def _tasks() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def belongings() -> set[str]:
+def belongings() -> Counter[str]:
     """What a fork of this process shares with it: sockets, pollers and devices that are open here, and processes started here.
 
-    Servants of multiprocessing are left out: a worker forgets them (`worker.forget_the_zygote`).
+    They are counted, because all pollers have one name, and so have all openings of a device. Servants of
+    multiprocessing are left out: a worker forgets them (`worker.forget_the_zygote`).
     """
-    found = set()
+    found: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{fd}")
             device = target.startswith("/dev/") and not target.startswith(_PLAIN_DEVICES)
             if device or target.startswith(("socket:", "anon_inode:[eventpoll]")):
-                found.add(target)
+                found[target] += 1
     with contextlib.suppress(OSError):  # a kernel without CONFIG_PROC_CHILDREN
         children = f"/proc/self/task/{threading.get_native_id()}/children"
         with open(children, encoding="ascii") as file:
             started = set(map(int, file.read().split())) - servants()
-        found |= {f"process {pid}" for pid in started}
+        found.update(f"process {pid}" for pid in started)
     return found
 
 
