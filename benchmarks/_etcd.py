@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from _bench import HERE, say
-
-sys.path.insert(0, str(HERE.parent))  # for tools
-
+from _bench import say
 from bench_replay import Historian
 from tools.etcd_cluster import Cluster, EtcdError
 

@@ -38,6 +38,23 @@ from _hosts import ancestor, kill_tree
 from _jobs import OURS, Broken, Job, Line, running
 from _saving import GIB, dlrover_python, first_per_gib, per_gib, run
 
+MEASURES = (
+    "src/adapters/dlrover_adapters/agent",
+    "src/adapters/dlrover_adapters/checkpoint",
+    "src/adapters/dlrover_adapters/cli",
+    "src/adapters/dlrover_adapters/http",
+    "src/adapters/dlrover_adapters/storage",
+    "src/adapters/dlrover_adapters/torch",
+    "src/backends",
+    "src/dlrover_core/checkpoint",
+    "src/dlrover_core/host",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+
 SCRIPT = HERE / "scripts" / "kept.py"
 ENGINES = ("none", "memcpy", "beside", "ours", "ours_blocking", "dlrover", "torch_save", "dcp_thread", "dcp_process")
 BUSY = ("none", "memcpy", "ours")

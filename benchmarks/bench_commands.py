@@ -35,6 +35,14 @@ from dlrover_core.kernel.log import Appended, EventLog
 from dlrover_core.rules.model import MODEL
 from dlrover_core.testing.network import Network
 
+MEASURES = (
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+
 SENDERS = 64
 RATE_TARGET, P99_TARGET_MS = 25_000.0, 10.0
 SPEC = JobSpec("bench", (GroupSpec(nodes_min=SENDERS, nodes_max=SENDERS),))

@@ -26,6 +26,15 @@ from dlrover_core.sim.simulation import simulate
 from dlrover_core.testing.crashes import crash_at_every_index, walk
 from dlrover_core.testing.invariants import DEFAULT, watched
 
+MEASURES = (
+    "src/dlrover_core/diagnosis",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/sim",
+    "src/dlrover_core/testing",
+)
+
 EVENTS = 10_000
 TARGET_S, TARGET_PER_S = 60.0, 150_000
 KINDS = ("kill_worker", "kill_node", "fail_worker", "kill_worker", "crash_master", "kill_host")

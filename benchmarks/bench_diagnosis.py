@@ -27,6 +27,8 @@ from dlrover_core.diagnosis.offline import Observation, diagnose
 sys.path.insert(0, str(HERE.parent / "tests" / "unit"))
 from incidents import Incident, incidents, judgement_on, kind, score, share
 
+MEASURES = ("src/dlrover_core/diagnosis", "tests/incidents")
+
 ROOT_MIN, PLACE_MIN, CASCADE_MS, RANKS = 0.97, 0.98, 100.0, 2048
 # What an operator of the peer might have set; generous, for it is looked for in workers' lines only.
 NODE_ERRORS = (

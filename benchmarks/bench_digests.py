@@ -22,6 +22,8 @@ from dlrover_adapters.torch.checkpoint import replicas
 from dlrover_adapters.torch.checkpoint.capture import Capture
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
 
+MEASURES = ("src/adapters/dlrover_adapters/torch/checkpoint",)
+
 TARGET_MS = 50.0
 WORLD = 4
 KINDS = {

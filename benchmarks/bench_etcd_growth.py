@@ -38,6 +38,15 @@ from bench_commands import NotMeasurable as Refused
 from dlrover_core import open_log
 from dlrover_core.testing.network import Network
 
+MEASURES = (
+    "src/adapters/dlrover_adapters/etcd",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs/archive.py",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+
 BYTES_TARGET, GROWTH_TARGET = 150.0, 1.5
 COMPACTING = ("--auto-compaction-mode=periodic", "--auto-compaction-retention=2s")
 LOOK_S = 0.25

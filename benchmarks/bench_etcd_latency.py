@@ -23,6 +23,8 @@ from _etcd import EtcdError, NotMeasurable, appended, batches, cluster, prepare
 from dlrover_adapters.etcd.log import EtcdLog
 from dlrover_core import open_log
 
+MEASURES = ("src/adapters/dlrover_adapters/etcd", "src/dlrover_core/kernel")
+
 P50_TARGET, P99_TARGET = 1.3, 2.0
 WARM_UP = 50
 

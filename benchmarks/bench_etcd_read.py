@@ -29,6 +29,8 @@ from dlrover_adapters.etcd.address import parse
 from dlrover_adapters.etcd.keys import Keys, end_of
 from dlrover_core import open_log
 
+MEASURES = ("src/adapters/dlrover_adapters/etcd", "src/dlrover_core/job", "src/dlrover_core/kernel")
+
 JOB = "bench"
 RATE_TARGET = 400_000.0
 PAGE_KEYS = 500

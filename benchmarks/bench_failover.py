@@ -41,6 +41,20 @@ from dlrover_core.job.failures import WorkerExited
 from dlrover_core.job.job import LeaderStarted
 from dlrover_core.job.world import WorldFormed
 
+MEASURES = (
+    "src/adapters/dlrover_adapters/agent",
+    "src/adapters/dlrover_adapters/cli",
+    "src/adapters/dlrover_adapters/etcd",
+    "src/adapters/dlrover_adapters/http",
+    "src/backends",
+    "src/dlrover_core/host",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+
 TTL_S = 2
 SLACK_S, HAND_OVER_S = 1.0, 0.2
 LIMIT_S = 30.0

@@ -25,6 +25,14 @@ from dlrover_core.sim.constants import Constants
 from dlrover_core.sim.datasets import ACME, dataset
 from dlrover_core.sim.policies import Policy, Question, answer, policy
 
+MEASURES = (
+    "src/dlrover_core/diagnosis",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/sim",
+)
+
 TARGETS = {"1 % spares": 99.0, "no spares": 98.5}
 MIN_SHARE = 0.9
 

@@ -29,6 +29,16 @@ from _master import cpu_s, started
 
 from dlrover_core.job import world
 
+MEASURES = (
+    "src/adapters/dlrover_adapters/cli/collector.py",
+    "src/adapters/dlrover_adapters/http",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+
 PEER_RATE = 2_100.0
 RATE_TARGET = 12_000.0
 COMMAND_EVERY = 20

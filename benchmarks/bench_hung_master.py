@@ -40,6 +40,24 @@ from bench_killed_master import WARM_LIMIT_S, first_steps, masters, ms, status
 from dlrover_adapters.http.client import fetch_status
 from dlrover_core import CoreError
 
+MEASURES = (
+    "src/adapters/dlrover_adapters/agent",
+    "src/adapters/dlrover_adapters/checkpoint",
+    "src/adapters/dlrover_adapters/cli",
+    "src/adapters/dlrover_adapters/etcd",
+    "src/adapters/dlrover_adapters/http",
+    "src/adapters/dlrover_adapters/torch",
+    "src/backends",
+    "src/dlrover_core/checkpoint",
+    "src/dlrover_core/diagnosis",
+    "src/dlrover_core/host",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+
 HUNG_S, TTL_S, SLACK_S = 5.0, 5.0, 1.0
 LIMIT_S = 60.0
 STEPS = ("--steps", "1000000")

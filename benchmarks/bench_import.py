@@ -13,6 +13,8 @@ import time
 
 from _bench import BROKEN, Result, Row, median, options, say
 
+MEASURES = ("src/dlrover_core",)
+
 TARGET_MS = 60.0
 BARRED = ("structlog", "asyncio", "torch", "aiohttp", "transitions")
 BARE, OURS = "pass", "import dlrover_core"

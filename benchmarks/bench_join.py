@@ -15,6 +15,20 @@ from _bench import BROKEN, Result, Row, options, say
 from _hosts import hosts, stepping, wait_all_step
 from _jobs import OURS, TORCHRUN, Broken, Lost, peer_python
 
+MEASURES = (
+    "src/adapters/dlrover_adapters/agent",
+    "src/adapters/dlrover_adapters/cli",
+    "src/adapters/dlrover_adapters/http",
+    "src/adapters/dlrover_adapters/torch",
+    "src/backends",
+    "src/dlrover_core/host",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+
 TARGET = 0.5
 JOIN_AT = 20
 LIMIT_S = 60.0

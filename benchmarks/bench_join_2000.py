@@ -37,6 +37,16 @@ from dlrover_core.runtime.messages import Answer, Hello, Level, Welcome, numbere
 from dlrover_core.runtime.transport import Connection
 from dlrover_core.testing.network import Network
 
+MEASURES = (
+    "src/adapters/dlrover_adapters/cli/collector.py",
+    "src/adapters/dlrover_adapters/http",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+
 TARGET_S = 2.0
 PEER_500_S = 0.5
 GREETINGS_AT_ONCE = 500

@@ -33,6 +33,19 @@ from dlrover_core.job.job import LeaderStarted
 from dlrover_core.job.world import WorldFormed
 from dlrover_core.kernel.events import Record
 
+MEASURES = (
+    "src/adapters/dlrover_adapters/agent",
+    "src/adapters/dlrover_adapters/cli",
+    "src/adapters/dlrover_adapters/http",
+    "src/backends",
+    "src/dlrover_core/host",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+
 TARGET_S = 1.0
 QUIET_S = 1.5
 WARM_LIMIT_S = 20.0

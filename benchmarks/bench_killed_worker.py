@@ -25,6 +25,21 @@ from dlrover_core.job.failures import IncidentClosed, IncidentOpened, WorkerExit
 from dlrover_core.job.progress import FirstStep
 from dlrover_core.job.world import WorkersStarted, WorldFormed
 
+MEASURES = (
+    "src/adapters/dlrover_adapters/agent",
+    "src/adapters/dlrover_adapters/cli",
+    "src/adapters/dlrover_adapters/http",
+    "src/adapters/dlrover_adapters/torch",
+    "src/backends",
+    "src/dlrover_core/diagnosis",
+    "src/dlrover_core/host",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+
 KILL_AT, STEPS = 20, 45
 TARGET = 0.10
 LOST_MAX = 12

@@ -45,6 +45,8 @@ from dlrover_adapters.torch.checkpoint.chunks import Chunk
 from dlrover_adapters.torch.checkpoint.division import WRITES, ChunkList, divided
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
 
+MEASURES = ("src/adapters/dlrover_adapters/checkpoint", "src/adapters/dlrover_adapters/torch/checkpoint")
+
 RANKS, PEER_RANKS, PER_NODE = 256, 32, 8
 HIDDEN, KV, FFN, VOCABULARY, LAYERS = 8192, 1024, 28672, 128256, 80
 LIMIT_S = 60.0

@@ -19,6 +19,8 @@ from dlrover_adapters.matching import Re2Set
 from dlrover_core.diagnosis.matching import Matcher, ReSet
 from dlrover_core.diagnosis.signatures import Table, table
 
+MEASURES = ("src/adapters/dlrover_adapters/matching.py", "src/dlrover_core/diagnosis")
+
 LINES = 200_000
 PEER_LINES = 1_000
 PIECE_LINES = 2_000

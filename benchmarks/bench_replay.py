@@ -46,6 +46,15 @@ from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime import restoring
 from dlrover_core.testing.network import Network
 
+MEASURES = (
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime/master.py",
+    "src/dlrover_core/runtime/restoring.py",
+)
+
 NODES, NPROC = 64, 8
 HOSTS = [f"host-{number}" for number in range(NODES)]
 ROUNDS_MAX = 4

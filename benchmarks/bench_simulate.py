@@ -24,6 +24,15 @@ from dlrover_core.sim.scenario import Plan, Scenario
 from dlrover_core.sim.simulation import Simulation, uncollected
 from dlrover_core.testing.invariants import DEFAULT
 
+MEASURES = (
+    "src/dlrover_core/diagnosis",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/sim",
+    "src/dlrover_core/testing/invariants.py",
+)
+
 FREE_TARGET_S, WATCHED_TARGET_S = 60.0, 180.0
 DAY_S = 86_400.0
 KINDS = ("kill_host", "kill_host", "kill_host", "kill_worker", "fail_worker", "hang_worker")

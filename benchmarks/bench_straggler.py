@@ -34,6 +34,8 @@ from dlrover_core.job.ranges import Member
 from dlrover_core.job.world import World
 from dlrover_core.runtime.paces import NodePace, Paces
 
+MEASURES = ("src/dlrover_core/diagnosis", "src/dlrover_core/job/pace.py", "src/dlrover_core/runtime/paces.py")
+
 NODES, SEQUENCES, DAY_S, STEP_S = 8, 8, 86_400, 1.0
 CONSTANT_S, TOKEN_S, SQUARE_S, OWN_NOISE, DAY = 0.10, 4.1e-5, 3.4e-9, 0.01, 0.02
 SOUGHT, WITHIN = 1.10, 60
