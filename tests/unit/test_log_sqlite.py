@@ -69,6 +69,18 @@ class TestSqliteConformance(LogConformance):
         db.close()
 
 
+def test_every_commit_is_synced(tmp_path: Path) -> None:
+    """The connection that writes syncs each commit: what was acknowledged survives a power cut. Nothing else syncs it."""
+
+    async def story() -> None:
+        async with opened(tmp_path / "log.db") as log:
+            await log.lead(JOB, "a")
+            for pragma, expected in (("synchronous", 2), ("journal_mode", "wal"), ("wal_autocheckpoint", 0)):
+                assert log.connection.execute(f"PRAGMA {pragma}").fetchone() == (expected,), pragma
+
+    run(story())
+
+
 # ---- full disks
 
 
