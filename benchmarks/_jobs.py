@@ -24,9 +24,14 @@ from dlrover_core.logs import open_log
 
 SCRIPT = HERE / "scripts" / "ddp_step.py"
 TORCH = "2.13.0"
-OURS, TORCHRUN = "dlrover-run", "torchrun"
+OURS, TORCHRUN, BEST = "dlrover-run", "torchrun", "torchrun at its best"
+# Without it no agent of torch 2.13 can join later: who was there in the first round tells its address in no other one, and a new
+# one waits for it (`DynamicRendezvousHandler.next_rendezvous`, ``_bootstrap_store_info``) until the job is lost.
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+AS_IT_COMES = "as it comes: 30 s between SIGTERM and SIGKILL, one store for rendezvous and workers"
+AT_ITS_BEST = "--shutdown-timeout 1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 NVRX = "nvidia-resiliency-ext==0.4.1"
-"""The newest one that installs on the machine of the results."""
+"""Newer releases do not install on the machine that the results come from."""
 
 MARK = "DLROVER_BENCH_RUN"
 LIMIT_S = 120.0
@@ -58,7 +63,7 @@ class Job:
         self, launcher: str, folder: Path, arguments: Sequence[str], launch: Sequence[str] = (), script: Path = SCRIPT
     ) -> None:
         self.launcher, self.folder = launcher, folder
-        self.started, self.env = 0.0, dict[str, str]()
+        self.started, self.env = 0.0, dict(OWN_STORE if launcher == BEST else {})
         self.token, self.mark = secrets.token_hex(16), secrets.token_hex(8)
         self.diary = folder / "diary"
         program = [str(script), "--diary", str(self.diary), "--checkpoint", str(folder / "state.pt"), *arguments]
@@ -179,7 +184,8 @@ def _launch(launcher: str, folder: Path, options: Sequence[str]) -> list[str]:
         ours = Path(sys.executable).parent / "dlrover-run"
         return [str(ours), "--job-id", "bench", "--state-dir", str(folder), *(options or ("--nproc-per-node", "2"))]
     standalone = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "3")
-    return [str(peer_python().parent / "torchrun"), *(options or standalone)]
+    best = ("--shutdown-timeout", "1") if launcher == BEST else ()
+    return [str(peer_python().parent / "torchrun"), *best, *(options or standalone)]
 
 
 def peer_python() -> Path:

@@ -61,6 +61,8 @@ BUSY = ("none", "memcpy", "ours")
 STALL_MS, STEP_MS, BUSY_X, BLOCKING_X, FAULTS_MAX, FIRST_X = 5.0, 5.0, 1.1, 0.9, 100, 1.3
 PERSIST_X, RUN_X, RESTORE_X, NEXT_STEP_S, PEER_S = 1.05, 1.01, 0.45, 0.6, 1.0
 BACK_S = 90.0
+PERSIST_TRIALS = 6
+PEERS = ("peer-load", "peer-mmap")
 OTHERS = {
     "torch_save": "torch.save to disk",
     "dcp_thread": "DCP's async thread, to disk",
@@ -135,7 +137,7 @@ def saves(result: Result, chosen: argparse.Namespace) -> None:
             "first save, blocking; peer a warm one",
             unit,
             first_per_gib(one["ours_blocking"], "stall_s"),
-            stalls["ours_blocking"],
+            [median(per_gib([found], "stall_s")) for found in one["ours_blocking"]],
             FIRST_X,
             "ratio",
         ),
@@ -170,16 +172,21 @@ def persist(result: Result, chosen: argparse.Namespace) -> None:
     """Steps while a state is written."""
     found = run(
         "none",
-        ["--mib", str(chosen.mib), "--trials", "3", "--step-s", str(chosen.step_s), "--window", "10"],
+        ["--mib", str(chosen.mib), "--trials", str(PERSIST_TRIALS), "--step-s", str(chosen.step_s), "--window", "10"],
         "persisting",
     )
-    writing, plain = found["writing_s"], found["plain_s"]
-    if not writing:
+    pairs = [
+        (median(writing), median(plain))
+        for writing, plain in zip(found["writing_s"], found["plain_s"], strict=True)
+        if writing
+    ]
+    if not pairs:
         raise Broken("a state was written within a step; take a larger one")
+    beside, before = zip(*pairs, strict=True)
     result.rows.append(
-        Row("step time while persisting; peer the steps before", "s", writing, plain, PERSIST_X, "ratio")
+        Row("step time while persisting; peer the steps before", "s", beside, before, PERSIST_X, "ratio")
     )
-    result.details["persist"] = {"to_storage_s": found["took_s"], "steps": len(writing)}
+    result.details["persist"] = {"to_storage_s": found["took_s"], "steps": sum(map(len, found["writing_s"]))}
 
 
 def whole(result: Result, chosen: argparse.Namespace) -> None:
@@ -212,7 +219,8 @@ def restore(result: Result, chosen: argparse.Namespace) -> None:
     if not full or not header:
         raise Broken(f"not restored from memory: {sorted(took)}")
     floors = _floors(chosen.mib, chosen.trials, lambda source: restore_s(source, _threads(), verified=True))
-    loads, maps = took["peer-load"], took["peer-mmap"]
+    # A life is restored after what the life before it loaded: by headers and in full in turn, in full first.
+    loads, maps = (dict(zip(("full", "header"), (took[kind][::2], took[kind][1::2]), strict=True)) for kind in PEERS)
     nexts = after_kills(lines)
     size = chosen.mib / 1024
     result.rows += [
@@ -220,7 +228,7 @@ def restore(result: Result, chosen: argparse.Namespace) -> None:
             "restore from memory, by header and generation; peer torch.load",
             "s/GiB",
             [one / size for one in header],
-            [one / size for one in loads],
+            [one / size for one in loads["header"]],
             RESTORE_X,
             "ratio",
         ),
@@ -228,7 +236,7 @@ def restore(result: Result, chosen: argparse.Namespace) -> None:
             "the same, verified in full",
             "s/GiB",
             [one / size for one in full],
-            [one / size for one in loads],
+            [one / size for one in loads["full"]],
             RESTORE_X,
             "ratio",
         ),
@@ -236,7 +244,7 @@ def restore(result: Result, chosen: argparse.Namespace) -> None:
             "the same, verified in full; peer torch.load(mmap=True)",
             "s/GiB",
             [one / size for one in full],
-            [one / size for one in maps],
+            [one / size for one in maps["full"]],
         ),
         Row(
             "restore from memory, verified in full; peer its floor: hash the bytes, read them into fresh memory",

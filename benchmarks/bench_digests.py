@@ -83,12 +83,12 @@ def main() -> int:
         parser.add_argument("--mib", type=int, default=1024, help="state of each rank, MiB (1024)")
 
     chosen = options(__doc__, more=more)
+    result = Result("digests", "none")
     try:
         found = measured(chosen.mib, chosen.trials)
     except RuntimeError as error:
         say(f"nothing measured: {error}")
         return BROKEN
-    result = Result("digests", "")
     for name, took in found.items():
         target = TARGET_MS if name.startswith("300 tensors, samples") else None
         result.rows.append(

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -151,7 +151,7 @@ def main() -> int:
         parser.add_argument("--events", type=int, default=1_000_000, metavar="N", help="of a master (default 1000000)")
         parser.add_argument("--room-events", type=int, default=320_000, metavar="N", help="in batches (default 320000)")
 
-    chosen = options(__doc__, trials=1, more=more)
+    chosen = options(__doc__, trials=3, more=more)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     result = Result("etcd_growth", "the payload alone; the same run without an archive")
     try:
@@ -162,27 +162,25 @@ def main() -> int:
             target = BYTES_TARGET if size == BATCH_EVENTS else None
             what = f"database per event, batches of {size}"
             result.rows.append(Row(what, "bytes", [one for one, _ in found], [one for _, one in found], target))
-        kept, grown = run(chosen.events, archived=True), run(chosen.events, archived=False)
+        runs = [(run(chosen.events, archived=True), run(chosen.events, archived=False)) for _ in range(chosen.trials)]
     except (NotMeasurable, Refused, EtcdError) as error:
         say(f"nothing measured: {error}")
         return BROKEN
     about = f"{chosen.events:,} events of a master, truncated"
+
+    def row(what: str, unit: str, of: Callable[[list[Look]], float], target: float | None = None) -> Row:
+        return Row(f"{about}: {what}", unit, [of(kept) for kept, _ in runs], [of(grown) for _, grown in runs], target)
+
     result.rows += [
-        Row(
-            f"{about}: second half's largest file over the first's", "x", [growth(kept)], [growth(grown)], GROWTH_TARGET
-        ),
-        Row(
-            f"{about}: largest file",
-            "MiB",
-            [max(one.file_bytes for one in kept) / MIB],
-            [grown[-1].file_bytes / MIB],
-        ),
-        Row(f"{about}: in use in the end", "MiB", [kept[-1].used_bytes / MIB], [grown[-1].used_bytes / MIB]),
-        Row(f"{about}: keys in the end", "keys", [float(kept[-1].keys)], [float(grown[-1].keys)]),
+        row("second half's largest file over the first's", "x", growth, GROWTH_TARGET),
+        row("largest file", "MiB", lambda found: max(one.file_bytes for one in found) / MIB),
+        row("in use in the end", "MiB", lambda found: found[-1].used_bytes / MIB),
+        row("keys in the end", "keys", lambda found: float(found[-1].keys)),
     ]
     result.notes.append(
         "pages that compaction frees are used again, and the file never shrinks: it holds the most that was ever in use"
     )
+    kept, grown = runs[0]
     result.details = {"curve": [one._asdict() for one in kept], "curve_of_peer": [one._asdict() for one in grown]}
     return result.finish(chosen.json)
 

@@ -241,7 +241,9 @@ def main() -> int:
             result.rows.append(Row(what, "s", [one.step_s for one in trials], target=PLACES[name][1]))
         if name in pauses:
             what = f"{name}: started anew by {total(pauses[name].pauses)} pauses of {PAUSE_S:g} s"
-            result.rows.append(Row(what, "processes", [float(total(pauses[name].anew))], target=0.0))
+            result.rows.append(
+                Row(what, "processes", [float(total(pauses[name].anew))], target=0.0, n=total(pauses[name].pauses))
+            )
     result.details = {name: [one._asdict() for one in trials] for name, trials in found.items()}
     result.details |= {f"{name}, pauses": one._asdict() for name, one in pauses.items()}
     return result.finish(chosen.json)

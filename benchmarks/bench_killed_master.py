@@ -222,13 +222,23 @@ def main() -> int:
         say(f"nothing measured: {error}")
         return BROKEN
     calm = [one.gap_before_s for one in firsts]
+    waited = {"constant": True, "settings": "how long we waited; nobody takes over"}
     result.rows += [
         Row("master killed: LeaderStarted decided", "s", [one.led_s for one in firsts], target=TARGET_S),
         Row("master killed: the new leader answers status", "s", [one.answered_s for one in firsts], target=TARGET_S),
-        Row("workers started anew because of it (worst)", "workers", [float(max(restarts))], target=0.0),
+        Row(
+            "workers started anew because of it (worst)", "workers", [float(max(restarts))], target=0.0, n=len(restarts)
+        ),
         Row("longest gap between steps (peer: ours before the kill)", "s", [one.gap_s for one in firsts], calm),
-        Row("master and worker killed: the new world decided", "s", [one.world_s for one in seconds], peer, TARGET_S),
-        Row("master and worker killed: all ranks step again", "s", [one.step_s for one in seconds], peer),
+        Row(
+            "master and worker killed: the new world decided",
+            "s",
+            [one.world_s for one in seconds],
+            peer,
+            TARGET_S,
+            **waited,
+        ),
+        Row("master and worker killed: all ranks step again", "s", [one.step_s for one in seconds], peer, **waited),
     ]
     result.details = {
         "leader": [one._asdict() for one in firsts],

@@ -21,15 +21,39 @@ COUNTS = frozenset({"faults", "jobs", "packages", "processes", "workers"})
 """Units of what is counted over all trials together: such a figure has no noise."""
 
 
-def interval(values: Sequence[float]) -> Interval | None:
-    """Where the median of such values lies. None: one value says nothing about that."""
-    count, beyond, place = len(values), 0.0, 0
-    if count < 2:
-        return None
-    while (beyond := beyond + 2 * math.comb(count, place) * 0.5**count) <= MISSES:
-        place += 1
-    place, ordered = max(place, 1), sorted(values)
-    return ordered[place - 1], ordered[count - place]
+def interval(values: Sequence[float], share: float = 0.5) -> Interval | None:
+    """Where the median of such values lies, or another quantile. None: so few values say nothing about that."""
+    count, ordered = len(values), sorted(values)
+
+    def place(share: float) -> int:
+        """The place, from 1, below which the quantile lies in at most 2.5 of 100 cases; 0: there is none."""
+        below, found = 0.0, 0
+        while found < count:
+            below += math.comb(count, found) * share**found * (1 - share) ** (count - found)
+            if below > MISSES / 2:
+                break
+            found += 1
+        return found
+
+    low, high = place(share), place(1 - share)
+    if share == 0.5 and count > 1:
+        low = high = max(low, 1)
+    return (ordered[low - 1], ordered[count - high]) if low and high else None
+
+
+def rate_interval(count: int, of: int) -> Interval:
+    """Where the mean of a rare event's counts lies in 95 of 100 cases, seen ``count`` times in ``of`` trials; after Poisson."""
+
+    def mean(target: float, most: int) -> float:
+        """The mean with which at most so many are seen with this chance."""
+        low, high = 0.0, 4.0 * most + 20.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            chance = sum(math.exp(-middle) * middle**one / math.factorial(one) for one in range(most + 1))
+            low, high = (middle, high) if chance > target else (low, middle)
+        return low
+
+    return (mean(1 - MISSES / 2, count - 1) / of if count else 0.0), mean(MISSES / 2, count) / of
 
 
 def share_interval(found: int, of: int) -> Interval:
@@ -91,7 +115,7 @@ class Row:
 
     @property
     def ratios(self) -> list[float]:
-        """Ours over the peer's, of each pair. Empty: there are no pairs, the peer was not measured, or things were counted."""
+        """Ours over the peer's, of each pair. Empty: there are none, the peer was not measured, or things were counted."""
         counted = self.unit in COUNTS
         if self.constant or counted or len(self.ours) != len(self.peer) or not all(self.peer):
             return []
@@ -100,7 +124,7 @@ class Row:
     @property
     def ratio(self) -> float | None:
         """The median of the pairs' ratios."""
-        return statistics.median(self.ratios) if self.ratios else None
+        return statistics.median(self.ratios) if len(self.ratios) > 1 or (self.ratios and self.exact) else None
 
     @property
     def ratio_interval(self) -> Interval | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tools import benchmark_table
 from tools.benchmark_table import BENCHMARKS, NAMES, PAGE, ROOT, age, measures, said_stale, since, stored
-from tools.figures import NO, NOT_DECIDED, YES, Row, interval, share_interval
+from tools.figures import NO, NOT_DECIDED, YES, Row, interval, rate_interval, share_interval
 
 Trials = tuple[float, ...]
 
@@ -75,6 +75,19 @@ def test_an_interval_holds_the_median() -> None:
         low, high = interval([chance.expovariate(1.0) for _ in range(15)]) or (0, 0)
         holds += low <= 0.6931 <= high
     assert holds >= 950
+
+
+def test_an_interval_of_a_quantile() -> None:
+    """Of 200 values the 95th percentile is bounded; of 50 nothing bounds the 99th."""
+    assert interval(range(1, 201), 0.95) == (184, 197)
+    assert interval(range(50), 0.99) is None
+
+
+def test_an_interval_of_a_rate() -> None:
+    """None in three trials may still be one in each; none in thirteen is below 0.3; five in one trial is Garwood's interval."""
+    assert rate_interval(0, 3) == (0.0, pytest.approx(1.23, abs=0.005))
+    assert rate_interval(0, 13)[1] < 0.3
+    assert rate_interval(5, 1) == (pytest.approx(1.62, abs=0.005), pytest.approx(11.67, abs=0.005))
 
 
 def test_an_interval_of_a_share() -> None:
