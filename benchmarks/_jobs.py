@@ -38,7 +38,7 @@ LIMIT_S = 120.0
 
 
 class Broken(Exception):
-    """A run did not do what it was to do: there is nothing to measure."""
+    """A run failed: there is nothing to measure."""
 
 
 class Lost(Broken):
@@ -101,7 +101,7 @@ class Job:
         return self._lines
 
     def until(self, true: Callable[[list[Line]], bool], every_s: float = 0.001, limit_s: float = LIMIT_S) -> list[Line]:
-        """The diary, once something holds of it."""
+        """Wait until ``true`` accepts the diary, and return the diary. Raises `Broken` after ``limit_s``."""
         deadline = time.monotonic() + limit_s
         while not true(lines := self.lines()):
             if time.monotonic() > deadline:
@@ -112,7 +112,7 @@ class Job:
         return lines
 
     def wait(self) -> int:
-        """Its exit status."""
+        """Wait for the end, and return the exit status."""
         assert self.process is not None
         try:
             return self.process.wait(LIMIT_S)
@@ -120,7 +120,7 @@ class Job:
             raise Broken(f"{self.launcher} does not end; it said: {self.said()}") from None
 
     def said(self) -> str:
-        """The errors it printed, and the end."""
+        """The lines with errors that it printed, and the last ones."""
         text = (self.folder / "output").read_text(errors="replace")
         errors = [line for line in text.splitlines() if "Error" in line][:12]
         return "\n".join([*errors, "...", text[-1000:]])
@@ -169,7 +169,7 @@ def running(
 
 
 def marked(mark: str) -> list[int]:
-    """The living processes that were born of a job."""
+    """The pids of the processes that a job started and that still run."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

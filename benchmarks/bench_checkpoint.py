@@ -72,7 +72,7 @@ OTHERS = {
 
 
 def saves(result: Result, chosen: argparse.Namespace) -> None:
-    """Stall, step time, blocking mode, faults, first saves."""
+    """Measure what saves into memory cost: stall, step time, blocking mode, page faults, first saves."""
     common = ["--mib", str(chosen.mib), "--trials", str(chosen.trials), "--step-s", str(chosen.step_s)]
     one: dict[str, list[dict[str, Any]]] = {name: [] for name in ENGINES}
     busy: dict[str, list[dict[str, Any]]] = {name: [] for name in BUSY}
@@ -169,7 +169,7 @@ def saves(result: Result, chosen: argparse.Namespace) -> None:
 
 
 def persist(result: Result, chosen: argparse.Namespace) -> None:
-    """Steps while a state is written."""
+    """Measure steps while a state is written to storage."""
     found = run(
         "none",
         ["--mib", str(chosen.mib), "--trials", str(PERSIST_TRIALS), "--step-s", str(chosen.step_s), "--window", "10"],
@@ -190,7 +190,7 @@ def persist(result: Result, chosen: argparse.Namespace) -> None:
 
 
 def whole(result: Result, chosen: argparse.Namespace) -> None:
-    """A whole run with saves and without."""
+    """Measure a whole run with saves and without."""
     wanted = ["--mib", str(chosen.mib // 4), "--trials", str(chosen.trials), "--step-s", str(chosen.step_s / 2)]
     found = run("none", wanted, "whole_run")
     result.rows.append(
@@ -207,7 +207,7 @@ def whole(result: Result, chosen: argparse.Namespace) -> None:
 
 
 def restore(result: Result, chosen: argparse.Namespace) -> None:
-    """Kills of a rank, and what comes after."""
+    """Kill a rank again and again; measure its restores from memory and the time to its next step."""
     lives = 2 * chosen.trials
     arguments = ["--mib", str(chosen.mib), "--lives", str(lives), "--steps", str(6 * (lives + 1))]
     launch = ("--nproc-per-node", "1", "--max-restarts", str(lives + 2))
@@ -264,12 +264,12 @@ def restore(result: Result, chosen: argparse.Namespace) -> None:
 
 
 def _threads() -> int:
-    """As many as a restore of one rank takes here."""
+    """The number of threads that a restore of one rank uses here."""
     return max(1, min(4, len(os.sched_getaffinity(0))))
 
 
 def _floors(mib: int, trials: int, one: Callable[[Source], float]) -> list[float]:
-    """The least that the machine needs for such bytes, so many times."""
+    """Seconds of the least work on so many bytes, ``trials`` times."""
     source = Source(mib)
     try:
         return [one(source) for _ in range(trials)]
@@ -305,7 +305,7 @@ def phases(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def peer(result: Result, chosen: argparse.Namespace) -> None:
-    """A node dies whole, and its state comes from the other one."""
+    """Kill a whole node; measure the restore of its state from the other node."""
     took, floors = [], []
     for number in range(chosen.trials):
         floors += _floors(chosen.mib // 4, 1, lambda source: transfer_s(source, _threads()))
@@ -328,12 +328,12 @@ def peer(result: Result, chosen: argparse.Namespace) -> None:
 
 
 def grow(result: Result, chosen: argparse.Namespace) -> None:
-    """2 nodes become 4, by command."""
+    """Grow a job from 2 nodes to 4 by command; count lost steps."""
     _change(result, chosen, "2 nodes become 4", ("scale", "bench", "worker=4"), 4)
 
 
 def drain(result: Result, chosen: argparse.Namespace) -> None:
-    """One node is drained."""
+    """Drain one of two nodes; count lost steps."""
     _change(result, chosen, "one of 2 nodes is drained", ("drain", "bench", "worker-1"), 2)
 
 
@@ -346,7 +346,7 @@ def _change(result: Result, chosen: argparse.Namespace, what: str, command: Sequ
 
 
 def _changed(chosen: argparse.Namespace, command: Sequence[str], ranks: int) -> tuple[float, float]:
-    """Steps that were made twice; and from the old world's last step to the new one's first, on rank 0."""
+    """Steps that were made twice, and seconds from the old world's last step to the new one's first, on rank 0."""
     launch = ("--local-nodes", "2", "--nproc-per-node", "1", "--on-join", "planned")
     with running(OURS, ["--mib", str(max(16, chosen.mib // 16)), "--every", "10"], launch, SCRIPT) as job:
         job.until(lambda lines: all(_steps(lines, rank) >= 25 for rank in range(2)))

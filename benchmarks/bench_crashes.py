@@ -52,12 +52,12 @@ def faults(count: int) -> tuple[Fault, ...]:
 
 
 def plan(scenario: Scenario, count: int) -> Plan:
-    """A job that lives through so many faults."""
+    """A job that is struck by so many faults."""
     return Plan("engine", replace(scenario, steps=EVERY_STEPS * (count + 2)), faults(count))
 
 
 def history(events: int, nodes: int) -> Plan:
-    """A job whose history is so long at least."""
+    """A job whose history has at least so many events."""
     scenario, few = replace(SCENARIO, nodes=min(SCENARIO.nodes, nodes)), min(16, max(1, events // 500))
     count = few * events // simulate(plan(scenario, few)).events
     while simulate(plan(scenario, count)).events < events:
@@ -66,7 +66,7 @@ def history(events: int, nodes: int) -> Plan:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Its seconds of this process."""
+    """Seconds of processor time that ``work`` takes."""
     began = time.process_time()
     work()
     return time.process_time() - began

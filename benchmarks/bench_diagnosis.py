@@ -1,8 +1,8 @@
 """Whose fault was it? Ours, and beside it a peer's rule, on the labelled incidents of `tests/incidents`.
 
 The incidents were made by somebody who had not seen our patterns, after public threads, manuals and the messages of the
-installed libraries, a quarter of them by real processes. One half (`unseen`) was at first not shown to the patterns' writers. Since
-then it is published, and its misses were looked at: both halves are a regression set, and no sample of failures to come.
+installed libraries, a quarter of them by real processes. One half (`unseen`) was at first not shown to the patterns' writers. It
+is published since, and its misses were looked at: both halves are a regression set, and no sample of failures to come.
 
 - root cause: the signature named first is the labelled one, or one that the label accepts as well; beside it, by the label
   alone. Guilty: the node or rank named is the labelled one.
@@ -64,7 +64,7 @@ def peer(observations: Sequence[Observation]) -> tuple[str, str]:
 
 
 def cascade(ranks: int, nproc: int = 8) -> list[Observation]:
-    """One lost GPU, seen last, after what all the others say."""
+    """An incident: one GPU is lost, which is reported last, after the errors of all other ranks."""
     guilty = ranks // 3
     rows = []
     for rank in range(ranks):
@@ -79,7 +79,7 @@ def cascade(ranks: int, nproc: int = 8) -> list[Observation]:
 
 
 def right(result: Result, told: Sequence[Incident]) -> None:
-    """The rows about being right."""
+    """Add the shares of right answers to the result."""
     scores = [(one, judgement_on(one.observations)) for one in told]
     marks = [(one, score(one, judgement)) for one, judgement in scores]
     for half, name in HALVES.items():
@@ -121,7 +121,7 @@ def right(result: Result, told: Sequence[Incident]) -> None:
 
 
 def fast(result: Result, trials: int) -> None:
-    """The row about 2,048 ranks."""
+    """Add the time that one large incident takes."""
     rows = cascade(RANKS)
     diagnose(rows[:16])  # the table is read and compiled once in a process's life
     times = []

@@ -34,7 +34,7 @@ KINDS = {
 
 
 def rank(number: int, port: int, mib: int, trials: int) -> dict[str, list[float]]:
-    """What a rank measured: by kind the slowest rank's milliseconds."""
+    """The slowest rank's milliseconds by kind, as each rank measures them."""
     torch.set_num_threads(1)
     meeting = Meeting(TCPStore("127.0.0.1", port, is_master=False), number, WORLD)
     found: dict[str, list[float]] = {}
@@ -53,7 +53,7 @@ def rank(number: int, port: int, mib: int, trials: int) -> dict[str, list[float]
 
 
 def measured(mib: int, trials: int) -> dict[str, list[float]]:
-    """By rank 0, which serves the store and forks the others before any thread runs."""
+    """Fork all other ranks, serve the store, and measure as rank 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -91,7 +91,7 @@ def looking(etcd: Cluster, found: list[Look]) -> Iterator[None]:
 
 
 async def write(url: str, events: int, size: int) -> float:
-    """Append; the bytes of the payload."""
+    """Append events in batches of ``size``, and return the bytes of their payload."""
     async with open_log(url) as log:
         lead = await log.lead("bench", "bench")
         those = list(batches(lead.token, events, size=size))
@@ -101,7 +101,7 @@ async def write(url: str, events: int, size: int) -> float:
 
 
 def room(events: int, size: int) -> tuple[float, float]:
-    """Bytes an event that the file has grown by; and of payload."""
+    """By how many bytes an event the file grows, and how many of them are payload."""
     with cluster(1) as etcd:
         before = look(etcd, 0.0).file_bytes
         payload = asyncio.run(write(etcd.url("growth"), events, size))
@@ -117,7 +117,7 @@ async def decide(url: str, turns: int) -> float:
 
 
 def run(events: int, archived: bool) -> list[Look]:
-    """One run of a master; what the file did meanwhile."""
+    """Let a master decide so many events, and return the looks at etcd meanwhile."""
     folder = Path(tempfile.mkdtemp(prefix="dlb-"))
     found: list[Look] = []
     try:
@@ -134,7 +134,7 @@ def run(events: int, archived: bool) -> list[Look]:
 
 
 def shown(one: Look) -> str:
-    """For people."""
+    """The look in words."""
     return f"file {one.file_bytes / MIB:.1f} MiB, in use {one.used_bytes / MIB:.1f} MiB, {one.keys:,} keys"
 
 
@@ -145,7 +145,7 @@ def growth(found: list[Look]) -> float:
 
 
 def main() -> int:
-    """Both."""
+    """Measure room, then growth."""
 
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--events", type=int, default=1_000_000, metavar="N", help="of a master (default 1000000)")

@@ -30,14 +30,14 @@ WARM_UP = 50
 
 
 class Waits(NamedTuple):
-    """Milliseconds."""
+    """Two quantiles of waiting times, in milliseconds."""
 
     p50: float
     p99: float
 
 
 def waits(seconds: list[float]) -> Waits:
-    """The two that count."""
+    """The quantiles of these seconds."""
     return Waits(1000 * quantile(seconds, 0.5), 1000 * quantile(seconds, 0.99))
 
 

@@ -74,7 +74,7 @@ class Trial(NamedTuple):
 
 
 def pid_of(told: Mapping[str, Any]) -> int:
-    """The process that leads."""
+    """The pid of the leading master, by its status."""
     return int(str(told["leader"]).split("/")[1])
 
 
@@ -114,19 +114,19 @@ def _stop(master: int, worker: Line) -> float:
 
 
 def on_sqlite() -> Trial:
-    """With the reserve on the same host."""
+    """One trial with the log in SQLite: the reserve runs on the same host."""
     with running(OURS, STEPS) as job:
         return hangs(job, lambda: status(job), lambda: len(masters(job)) >= 2)
 
 
 def on_one_host() -> Trial:
-    """With the log in etcd, and nobody in reserve."""
+    """One trial with the log in etcd on one host: there is no reserve."""
     with cluster(1) as etcd, running(OURS, STEPS, ("--nproc-per-node", "2", "--log", etcd.url("one"))) as job:
         return hangs(job, lambda: _leader([_address(job)], job.token), lambda: True)
 
 
 def on_two_hosts() -> Trial:
-    """With the log in etcd, and the reserve on another host."""
+    """One trial with the log in etcd and the reserve on another host."""
     with cluster(1) as etcd, _pair(etcd.url("two")) as (job, sides):
         addresses = [side.address for side in sides]
 
@@ -205,7 +205,7 @@ PAUSED: Mapping[str, Place] = {"SQLite": _saving_on_sqlite, "etcd, two hosts": _
 
 
 def main() -> int:
-    """Pauses, and then trials in turn."""
+    """Pause processes, then run the trials in turn."""
 
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(

@@ -52,7 +52,7 @@ LAUNCHER = ("dlrover-run", "dlrover-master", "dlrover-sweeper")
 
 
 class Shares(NamedTuple):
-    """Percent of a core."""
+    """Shares of processor time, in percent of a core."""
 
     agent: float
     launcher: float

@@ -57,7 +57,7 @@ PEERS = {
 
 
 class Lost(Exception):
-    """The job did not come so far in time."""
+    """The job did not make its steps in time."""
 
 
 Steps = dict[tuple[int, int], list[tuple[int, float]]]
@@ -86,7 +86,7 @@ def until(diary: Path, process: subprocess.Popen[bytes], limit_s: float, true: C
 
 @contextlib.contextmanager
 def running(launcher: str, kind: str, folder: Path, state: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
-    """The script under a launcher, in a session that is ended."""
+    """Run the script under a launcher; kill what is left of it after the block."""
     size = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "5"]
     ours = [str(Path(sys.executable).parent / "dlrover-run"), *size, "--state-dir", str(state)]
     command = ours if launcher == OURS else [sys.executable, "-m", *PEERS[launcher], *size]
@@ -181,7 +181,7 @@ def _peer(result: Result, name: str, kind: str, state: Path, those: list[float])
 
 
 def main() -> int:
-    """All three, or those that are named."""
+    """Measure all three scripts, or those of ``--only``."""
     told = options(__doc__, 3, lambda parser: parser.add_argument("--only", choices=sorted(KINDS), action="append"))
     result = Result("imports", f"torchrun and {NVRX}")
     try:

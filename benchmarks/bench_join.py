@@ -38,7 +38,7 @@ SCRIPT = ("--steps", "1000000", "--pause", "0.01")
 
 
 def join(launcher: str) -> float:
-    """One node that joins. Raises `Lost`."""
+    """Let one node join, and return the seconds. Raises `Lost`."""
     with hosts(launcher, SCRIPT, "2:3", 2, "last_call_timeout=1,join_timeout=60") as job:
         job.until(lambda lines: stepping(lines, 2, JOIN_AT))
         before = {line.pid for line in job.lines()}

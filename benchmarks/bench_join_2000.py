@@ -61,7 +61,7 @@ class Trial(NamedTuple):
 
 
 def over_http(agents: int, folder: Path) -> Trial:
-    """Over the real server."""
+    """One trial over the real server."""
     with started(folder, agents) as master:
         used, began = master.cpu_s(), time.perf_counter()
         here = [

@@ -145,7 +145,7 @@ def first_after(records: Sequence[Record], kind: type, wall_us: float) -> float:
 
 
 def ours() -> tuple[Blow, Blow, int]:
-    """Two blows to one job; and how many workers were started anew after the first one."""
+    """Strike one job twice; return both blows, and how many workers were started anew after the first."""
     with running(OURS, ["--steps", "1000000"]) as job:
         job.until(lambda lines: any(line.what == "step" and line.step >= 20 for line in lines))
         settle(job)

@@ -188,7 +188,7 @@ def phases(trials: Sequence[Trial], names: Sequence[tuple[str, str, str]]) -> di
 
 
 def show(title: str, found: Mapping[str, float]) -> None:
-    """Print them."""
+    """Print phases under a title."""
     print(f"\n  {title} (medians, ms)")
     for name, value in found.items():
         print(f"    {value:9.1f}  {name}")

@@ -69,12 +69,12 @@ def log(count: int, chance: random.Random) -> list[str]:
 
 
 def searched(known: Matcher, pieces: list[str]) -> int:
-    """How many hits."""
+    """The number of hits in all pieces."""
     return sum(len(known.scan(piece, "log")) for piece in pieces)
 
 
 def naive(known: Table) -> Callable[[list[str]], int]:
-    """One pattern after the other, until one is found."""
+    """A search that tries one pattern after the other on each line."""
     compiled = [re.compile(pattern, re.IGNORECASE) for one in known.by_id.values() for pattern in one.patterns]
     compiled += [re.compile(one.pattern, re.IGNORECASE) for one in known.code_patterns]
 

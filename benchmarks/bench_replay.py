@@ -101,7 +101,7 @@ class Historian:
 
     @property
     def state(self) -> JobState:
-        """So far."""
+        """The state after all events so far."""
         return self._engine.state
 
     async def tell(self, command: Command, sender: str = "", after_s: float = 0.01) -> None:
@@ -118,7 +118,7 @@ class Historian:
             await self.flush()
 
     async def flush(self) -> None:
-        """Append what there is."""
+        """Append the batch in the making."""
         batch = self._engine.take()
         if batch is None:
             return
@@ -132,7 +132,7 @@ class Historian:
             await self._lead.snapshot(Snapshot(self.state.seq, MODEL.schema, self._engine.rebase()))
 
     async def write(self) -> None:
-        """All of it."""
+        """Make the whole history."""
         await self.tell(job.CreateJob("run-1", SPEC.to_json()))
         for node in list(self.state.nodes.nodes):
             await self._arrive(node)
@@ -266,7 +266,7 @@ async def lead(url: str) -> dict[str, Any]:
 
 
 def floor(path: Path) -> dict[str, Any]:
-    """Rows and bytes, no more."""
+    """Read the rows and unpack their bytes, nothing more."""
     began = time.perf_counter()
     db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     events = 0

@@ -157,7 +157,7 @@ def fault_free(seed: int, hours: int, *, reports: bool) -> tuple[int, int, int]:
 
 
 def main() -> int:
-    """Planted ones first, then the hours."""
+    """Measure planted slowdowns first, then fault-free hours."""
 
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--cases", type=int, default=200, metavar="N", help="planted changes (default 200)")
