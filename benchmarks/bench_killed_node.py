@@ -158,13 +158,17 @@ def main() -> int:
     ours_lost = [float(sum(len(those) for name, those in lost.items() if name not in {TORCHRUN, BEST}))]
     about = f"jobs lost or not back within {BACK_LIMIT_S:g} s, beside {chosen.trials} of each that came back"
     for name, settings in ((TORCHRUN, AS_IT_COMES), (BEST, AT_ITS_BEST)):
-        peer = found[name]
+        peer, once = found[name], name == TORCHRUN  # what ours alone has to meet is asked once
         relaunched = f"{what}, relaunched by the backend"
         result.rows.append(Row(relaunched, "s", found["relaunched"], peer, RELAUNCHED, "ratio", settings=settings))
         if "standby" in found:
-            result.rows.append(Row(f"{what}, one standby", "s", found["standby"], peer, STANDBY_S, settings=settings))
+            result.rows.append(
+                Row(f"{what}, one standby", "s", found["standby"], peer, STANDBY_S if once else None, settings=settings)
+            )
         lost_jobs = [float(len(lost[name]))]
-        result.rows.append(Row(about, "jobs", ours_lost, lost_jobs, 0.0, settings=settings, n=chosen.trials))
+        result.rows.append(
+            Row(about, "jobs", ours_lost, lost_jobs, 0.0 if once else None, settings=settings, n=chosen.trials)
+        )
     result.details = {"jobs_lost_said": lost}
     return result.finish(chosen.json)
 
