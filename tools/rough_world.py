@@ -128,7 +128,7 @@ class Follower:
         patience.sleep(2 * FOLLOW_PAUSE_S)
         self._over.set()
         if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.terminate()  # whoever started us may ignore SIGINT, and it inherits that
         self._thread.join(30.0)
 
 
