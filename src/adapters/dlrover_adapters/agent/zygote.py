@@ -139,6 +139,7 @@ class Zygote:
         try:
             with self._blaming(AUTO, "cannot be imported"), self._framework.quietly():
                 self._import_each(listed.modules, listed.origins)
+                self._framework.find(listed.found)
             self._check_names([one for one in listed.local if one not in before])
             self._check(AUTO)
         except Unfit as unfit:
