@@ -99,7 +99,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *_of(
         "dlrover_core/job/crash_loops.py",
         _unit("haste"),
-        ("        self.retries = self.early = 0", "        self.retries = 0"),
+        ("(self.early + 1 if early else 0)", "(self.early + 1)"),
     ),
     # ---- rules
     *_of(

@@ -317,6 +317,22 @@ def test_leader_of_a_replaced_database_is_not_mistaken(tmp_path: Path) -> None:
     run(story())
 
 
+@pytest.mark.parametrize("damage", ["state = x'74656f'", "schema = 'other'", "seq = 4"])
+def test_a_damaged_snapshot_is_not_used(tmp_path: Path, damage: str) -> None:
+    """A snapshot of which a byte, its schema or its place has changed on the disk gives way to the one before it."""
+
+    async def story() -> None:
+        async with opened(tmp_path / "log.db") as log:
+            pen = Pen(await log.lead(JOB, "a"))
+            await pen.write(events=9)
+            for seq, state in ((2, b"one"), (3, b"two")):
+                await pen.lead.snapshot(Snapshot(seq, "schema", state))
+            log.connection.execute(f"UPDATE snapshots SET {damage} WHERE seq = 3")  # noqa: S608  # no stranger's
+            assert await log.latest_snapshot(JOB) == Snapshot(2, "schema", b"one")
+
+    run(story())
+
+
 def test_snapshots_beyond_two_are_deleted(tmp_path: Path) -> None:
     """The file keeps two snapshots, however many were taken."""
 
