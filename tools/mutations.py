@@ -133,7 +133,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # ---- logs
     *_of(
         "dlrover_core/logs/tables.py",
-        _unit("log_sqlite"),
+        _unit("log_sqlite", "log_tail"),
         ("PRAGMA synchronous = FULL", "PRAGMA synchronous = OFF"),
         ("WHERE (SELECT token FROM jobs WHERE id = ?7) = ?3", "WHERE (SELECT token FROM jobs WHERE id = ?7) >= ?3"),
         ("    upto = min(upto, head(db, job) - 1)", "    upto = min(upto, head(db, job))"),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import shutil
 import sqlite3
 from collections.abc import Callable, Coroutine
@@ -24,6 +26,8 @@ from dlrover_core.logs.reader import lock_path
 from dlrover_core.logs.sqlite import SqliteLog
 from dlrover_core.logs.tail import RepairKind, scan, tail_files
 from dlrover_core.testing.log_conformance import CODEC, Pen, make_batch, seqs
+
+from .sqlite_logs import opened
 
 JOB = "train"
 RESERVE = 0  # these tests are not about full disks
@@ -423,3 +427,41 @@ def test_scan_behind_damage() -> None:
         victim = offset // length
         assert found.payloads == tuple(payloads[:victim] + payloads[victim + 1 :])
         assert found.damages == (tail.Damage(victim * length, length, torn=victim == 2),)
+
+
+def test_an_entry_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes half of an entry and then no more leaves the file as long as it was, and the next one is whole."""
+    file = tail.TailFile(tmp_path / "it.tail")
+    file.append(b"first")
+    size, calls, pwrite = file.size, iter((5,)), os.pwrite
+
+    def failing(fd: int, data: bytes, at: int) -> int:
+        count = next(calls, None)
+        if count is None:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return pwrite(fd, data[:count], at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", failing)
+        with pytest.raises(OSError, match="no space"):
+            file.append(b"second")
+    assert file.path.stat().st_size == file.size == size
+    file.append(b"third")
+    file.close()
+    assert scan(file.path.read_bytes()) == ((b"first", b"third"), ())
+
+
+def test_the_last_batch_is_never_deleted(tmp_path: Path) -> None:
+    """It holds the head: a log that was truncated to its very end goes on with the number that follows."""
+
+    async def story() -> None:
+        async with opened(tmp_path / "log.db") as log:
+            pen = Pen(await log.lead(JOB, "a"))
+            for _ in range(3):
+                await pen.write()
+            row = tables.find_job(log.connection, JOB)
+            assert row is not None
+            assert tables.truncate(log.connection, row.id, 3) == 2
+            assert tables.head(log.connection, row.id) == 3
+
+    run(story())
