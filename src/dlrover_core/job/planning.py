@@ -101,6 +101,10 @@ class Plan:
     armed: dict[str, int] = field(default_factory=dict)
     held: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
+    def awaited(self, members: int) -> int:
+        """How many members' ranks have not done yet what they were asked: to look for the boundary, or to reach it."""
+        return members - len(self.held if self.go_at else self.armed)
+
     def boundary(self, members: Iterable[str]) -> int:
         """The step that all members hold there; -1: they do not all wait yet, or have none in common."""
         common: set[int] | None = None

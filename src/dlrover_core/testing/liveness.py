@@ -88,6 +88,27 @@ _CALLS_AGAIN = frozenset(
 )
 
 
+class Reasons(Promise):
+    """At the end of every moment a group without a world has a reason: a world that can form forms in that very moment."""
+
+    name = "reasons"
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._could: tuple[str, ...] = ()
+
+    def __call__(self, state: JobState, record: Record) -> None:
+        """See the class."""
+        late = self._could if record.at > self._at else ()
+        assert not late, f"{record.seq}: a world of {late[0]} could form before, and nobody looked"
+        self._at = record.at
+        self._could = tuple(
+            group
+            for group in membership.waiting_groups(state)
+            if isinstance(membership.next_by_time(state, group, state.at), membership.NextWorld)
+        )
+
+
 class Liveness(Promise):
     """Once the last fault is over, the job trains again within ``within_s``, or has ended.
 
