@@ -5,13 +5,15 @@ What is done about them: `rules.incidents`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.diagnosis.evidence import CASC, ERROR, EXIT, KERNEL, LOG, NODE, OPENING, PLAT, Evidence
+from dlrover_core.diagnosis.evidence import CASC, ERROR, EXIT, LOG, NODE, OPENING, PLAT, Evidence
 from dlrover_core.job import evidence, job, nodes, older, progress, world
 from dlrover_core.job.crash_loops import Cycles
+from dlrover_core.job.evidence import Spent
 from dlrover_core.job.incident_lifecycle import INCIDENT, Action
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
@@ -30,8 +32,7 @@ LATE_S = 5.0
 SPENT_S, SPENT_MAX = 2 * evidence.WINDOW_S, 256
 HISTORY_MAX = 64
 UNKNOWN = -1
-# The generation of an incident that broke no world.
-ASIDE = 0
+ASIDE = evidence.ASIDE
 # Relaunches before a node that was there for so long are forgiven: reboots weeks apart would spend any budget.
 SERVED_S = 3600.0
 
@@ -144,34 +145,6 @@ class ReportExit(NamedTuple):
     place: str = ""
 
 
-class Spent(NamedTuple):
-    """An incident that is over: what was seen until ``until`` has had its failure, and explains no later one.
-
-    ``node``: where it opened; ``blamed`` and ``host``: the root's. What the kernel said of other hosts may have its failure yet.
-    """
-
-    incident: int
-    group: str
-    generation: int
-    until: int
-    node: str
-    blamed: str
-    host: str
-
-    def takes(self, one: Evidence) -> bool:
-        """Was this seen in its time, and of what it was about?"""
-        if not self.until or one.at > self.until or group_of(one.node) != self.group:
-            return False
-        if self.generation == ASIDE:
-            return one.node == self.node
-        return one.generation in (0, self.generation)
-
-    def leaves(self, one: Evidence) -> bool:
-        """Does it speak of another machine than the root's, by that machine's own kernel?"""
-        elsewhere = one.host != self.host if one.host and self.host else one.node != self.blamed
-        return one.source == KERNEL and elsewhere
-
-
 @dataclass(slots=True)
 class Incident:
     """An incident as far as decisions need it; ``state`` by `INCIDENT`.
@@ -252,6 +225,21 @@ class Incident:
         return group_of(self.node)
 
 
+# What holds of budgets after every event; `FailureSlice.check` says what does not.
+#
+#   N        `number`: the number of the newest incident; I are those that are remembered
+#   a        an action of one of I: it counts if it starts processes again in place, and was not superseded
+#   R, A     `restarts`: what is charged to `max_restarts`; of that, the a that count there
+#   Q        `software`: when restarts were charged to the budget of an hour, and not given back
+#   B(p)     `relaunches`: the nodes that place p was given anew
+#
+#   number   the numbers of I ascend and end at N at the latest
+#   charged  A <= R: what was charged stays so while its action counts; of incidents that are forgotten A knows nothing
+#   hour     Q ascends
+#   places   B(p) >= 1
+#   held     an incident is held exactly while its newest action waits
+
+
 @dataclass(slots=True)
 class FailureSlice:
     """Open incidents and the last closed ones by number; budgets used; ``last``: the newest death; ``joined``: when, by place.
@@ -300,6 +288,23 @@ class FailureSlice:
         """The newest open incident of a group that broke a world."""
         found = [one for one in self.incidents.values() if not one.closed and one.group == group and one.generation]
         return found[-1] if found else None
+
+    def check(self) -> Iterator[str]:
+        """What of the formula above does not hold."""
+        numbers = list(self.incidents)
+        if numbers != sorted(one.number for one in self.incidents.values()) or max(numbers, default=0) > self.number:
+            yield f"number: I = {numbers}, N = {self.number}"
+        actions = [action for one in self.incidents.values() for action in one.actions]
+        counted = sum(a.budget == ladder.RESTARTS and a.action in ladder.IN_PLACE and a.counts for a in actions)
+        if counted > self.restarts:
+            yield f"charged: A = {counted}, R = {self.restarts}"
+        if self.software != sorted(self.software):
+            yield f"hour: Q = {self.software}"
+        if min(self.relaunches.values(), default=1) < 1:
+            yield f"places: B = {self.relaunches}"
+        for one in self.incidents.values():
+            if one.held != bool(one.actions and one.actions[-1].state == "waiting"):
+                yield f"held: incident {one.number} is {one.state}, {one.actions[-1:]}"
 
 
 # ---- evolve

@@ -24,6 +24,7 @@ from dlrover_core.testing.promises import (
     Promise,
     Provoked,
     Sizes,
+    Slices,
     Together,
     Told,
     Worlds,
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 
 # Of a log by itself, whoever wrote it.
 OF_LOGS: tuple[type[Promise], ...] = (
-    Order, Commands, Worlds, Sizes, Provoked, Places, Told, Patience, Incidents, Effects, Budgets, Pauses, Absorbing, Bounded,
-    Prompt, Reasons, Reference, Checkpoints, Plans,
+    Order, Commands, Slices, Worlds, Sizes, Provoked, Places, Told, Patience, Incidents, Effects, Budgets, Pauses, Absorbing,
+    Bounded, Prompt, Reasons, Reference, Checkpoints, Plans,
 )  # fmt: skip
 # And of a run, of which it is known what was done to it.
 DEFAULT: tuple[type[Promise], ...] = (*OF_LOGS, Liveness)
@@ -45,7 +46,7 @@ DEFAULT: tuple[type[Promise], ...] = (*OF_LOGS, Liveness)
 __all__ = [
     "DEFAULT", "OF_LOGS", "Absorbing", "Bounded", "Budgets", "Checkpoints", "Commands", "Effects", "Incidents", "Invariant",
     "Liveness", "Order", "Patience", "Pauses", "Places", "Plans", "Promise", "Prompt", "Provoked", "Reasons",
-    "Reference", "Sizes", "Together", "Told", "Worlds", "check", "check_commands", "check_history", "check_incidents",
+    "Reference", "Sizes", "Slices", "Together", "Told", "Worlds", "check", "check_commands", "check_history", "check_incidents",
     "check_nodes", "check_order", "check_sizes", "check_steps", "check_worlds", "watched",
 ]  # fmt: skip
 

@@ -22,7 +22,7 @@ An invariant of your own is a function ``(state, record)``, or a subclass of `Pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import MethodType
 from typing import Any, ClassVar, Union
 
@@ -36,8 +36,8 @@ from dlrover_core.sim.run import Broken, Watcher
 from dlrover_core.spec import GroupSpec, JobSpec
 
 __all__ = [
-    "Commands", "Invariant", "Look", "Order", "Patience", "Places", "Promise", "Provoked", "Sizes", "Together", "Watcher",
-    "Worlds",
+    "Commands", "Invariant", "Look", "Order", "Patience", "Places", "Promise", "Provoked", "Sizes", "Slices", "Together",
+    "Watcher", "Worlds",
 ]  # fmt: skip
 
 Look = Callable[[Any, JobState, Any, Record], None]
@@ -185,6 +185,52 @@ class Commands(Promise):
         elif kind is job.JobCreated:
             self._gone.clear()
             self._last.clear()
+
+
+# ---- what every part of the state says of itself
+
+
+class Slices(Promise):
+    """The formula above every slice of the state holds: each slice's ``check()`` is asked after every event that changes it.
+
+    In large jobs it is asked after every so many events.
+    """
+
+    name = "slices"
+    SMALL = 64
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __call__(self, state: JobState, record: Record) -> None:
+        """See the class."""
+        asked = _CHECKED.get(type(record.event), ())
+        if not asked or record.seq < self._next:
+            return
+        for name in asked:
+            wrong = next(getattr(state, name).check(), "")
+            assert not wrong, f"{record.seq}: {name}: {wrong}"
+        many = len(state.nodes.nodes)
+        self._next = record.seq + many if many > self.SMALL else 0
+
+    def end(self, run: Any) -> None:
+        """Ask all of them once more."""
+        for name in {name for asked in _CHECKED.values() for name in asked}:
+            wrong = next(getattr(run.state, name).check(), "")
+            assert not wrong, f"at the end: {name}: {wrong}"
+
+
+def _checked() -> dict[type, tuple[str, ...]]:
+    """The slices that have a ``check()``, by the events that are folded into them."""
+    found: dict[type, tuple[str, ...]] = {}
+    for part in fields(JobState):
+        if hasattr(part.default_factory, "check"):
+            for cls in {cls for facts in part.metadata["facts"] for cls in facts.evolve}:
+                found[cls] = (*found.get(cls, ()), part.name)
+    return found
+
+
+_CHECKED = _checked()
 
 
 # ---- who trains
