@@ -291,20 +291,23 @@ class FailureSlice:
 
     def check(self) -> Iterator[str]:
         """What of the formula above does not hold."""
-        numbers = list(self.incidents)
-        if numbers != sorted(one.number for one in self.incidents.values()) or max(numbers, default=0) > self.number:
+        numbers, counted = [], 0
+        for one in self.incidents.values():
+            numbers.append(one.number)
+            if not one.actions:
+                continue
+            if (one.state == "held") != (one.actions[-1].state == "waiting"):
+                yield f"held: incident {one.number} is {one.state}, {one.actions[-1:]}"
+            for action in one.actions:
+                counted += action.budget == ladder.RESTARTS and action.action in ladder.IN_PLACE and action.counts
+        if numbers and (numbers != sorted(self.incidents) or numbers[-1] > self.number):
             yield f"number: I = {numbers}, N = {self.number}"
-        actions = [action for one in self.incidents.values() for action in one.actions]
-        counted = sum(a.budget == ladder.RESTARTS and a.action in ladder.IN_PLACE and a.counts for a in actions)
         if counted > self.restarts:
             yield f"charged: A = {counted}, R = {self.restarts}"
-        if self.software != sorted(self.software):
+        if self.software and self.software != sorted(self.software):
             yield f"hour: Q = {self.software}"
-        if min(self.relaunches.values(), default=1) < 1:
+        if self.relaunches and min(self.relaunches.values()) < 1:
             yield f"places: B = {self.relaunches}"
-        for one in self.incidents.values():
-            if one.held != bool(one.actions and one.actions[-1].state == "waiting"):
-                yield f"held: incident {one.number} is {one.state}, {one.actions[-1:]}"
 
 
 # ---- evolve

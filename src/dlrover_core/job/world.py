@@ -205,22 +205,21 @@ class World(Remembering):
             yield f"life: active with {len(self.members)} members and the store {self.store!r}"
         if self.called_at > self.changed_at:
             yield f"life: the last call counts from {self.called_at}, the last change was at {self.changed_at}"
-        yield from self.recall("ranks", lambda: tuple(self._check_ranks()))
-        for name in ("started", "stopped", "finished"):
-            told: list[str] = getattr(self, name)
-            if len(set(told)) < len(told) or not self.places.keys() >= set(told):
+        if self.members:
+            yield from self.recall("ranks", self._check_ranks)
+        for name, told in (("started", self.started), ("stopped", self.stopped), ("finished", self.finished)):
+            if told and (len(set(told)) < len(told) or not self.places.keys() >= set(told)):
                 yield f"reports: {name} = {told}, M = {list(self.places)}"
-        if not self.unstored.keys() <= set(self.finished):
+        if self.unstored and not self.unstored.keys() <= set(self.finished):
             yield f"reports: U = {list(self.unstored)}, F = {self.finished}"
 
-    def _check_ranks(self) -> Iterator[str]:
-        rank = 0
+    def _check_ranks(self) -> list[str]:
+        rank, wrong = 0, []
         for _, nproc, first_rank in self.members:
             if first_rank != rank:
-                yield f"ranks: a node begins at {first_rank}, the one before it ends at {rank}"
+                wrong.append(f"ranks: a node begins at {first_rank}, the one before it ends at {rank}")
             rank += nproc
-        if self.size != rank:
-            yield f"ranks: s = {self.size}, the members run {rank}"
+        return wrong if self.size == rank else [*wrong, f"ranks: s = {self.size}, the members run {rank}"]
 
 
 @dataclass(slots=True)
@@ -237,9 +236,10 @@ class WorldSlice:
     def check(self) -> Iterator[str]:
         """What of the formula above `World` does not hold."""
         for group, world in self.worlds.items():
-            yield from (f"{group}: {wrong}" for wrong in world.check())
+            for wrong in world.check():
+                yield f"{group}: {wrong}"
         for node, offered in self.offers.items():
-            if len(offered) > STORES_MAX or len(set(offered)) < len(offered):
+            if len(offered) > 1 and (len(offered) > STORES_MAX or len(set(offered)) < len(offered)):
                 yield f"offers: O({node}) = {offered}"
 
 

@@ -222,7 +222,8 @@ def last_call(state: JobState, group: str) -> int:
 
 def paused(state: JobState, group: str) -> int:
     """Until when the next world waits because its program failed at once; 0: it was not paused."""
-    return state.failures.of(group).not_before(state.job.spec.restart_pause_s)
+    cycles = state.failures.cycles.get(group)
+    return cycles.not_before(state.job.spec.restart_pause_s) if cycles is not None else 0
 
 
 def next_world(state: JobState, group: str, now: int, *, at_once: bool = False) -> NextWorld | Wait:
