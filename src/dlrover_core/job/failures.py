@@ -15,6 +15,7 @@ from dlrover_core.job import evidence, job, nodes, older, progress, world
 from dlrover_core.job.crash_loops import Cycles
 from dlrover_core.job.evidence import Spent
 from dlrover_core.job.incident_lifecycle import INCIDENT, Action
+from dlrover_core.job.memo import unanswered
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
@@ -242,8 +243,9 @@ class Incident:
 
 @dataclass(slots=True)
 class FailureSlice:
-    """Open incidents and the last closed ones by number; budgets used; ``last``: the newest death; ``joined``: when, by place.
+    """Open incidents and the last closed ones by number; budgets used; ``joined``: when, by place.
 
+    ``deaths``: those of the newest moment, by record: an incident opens with the one that its record's cause tells.
     ``software``: when restarts were charged to that budget; ``memory``: what a group's nodes get, in MiB; ``history``: the roots
     of the newest incidents, by number; ``cycles``: what led to steps, by group.
     ``spent``: of incidents that are no longer remembered.
@@ -253,7 +255,7 @@ class FailureSlice:
     number: int = 0
     restarts: int = 0
     relaunches: dict[str, int] = field(default_factory=dict)
-    last: Evidence | None = None
+    deaths: dict[int, Evidence] = field(default_factory=dict)
     joined: dict[str, int] = field(default_factory=dict)
     software: list[int] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
@@ -316,6 +318,7 @@ class FailureSlice:
 def _on_created(slice_: FailureSlice, fact: job.JobCreated, record: Record) -> None:
     """A new run has its budgets whole; what spoke against a host speaks on."""
     slice_.incidents.clear()
+    slice_.deaths.clear()
     slice_.relaunches.clear()
     slice_.joined.clear()
     slice_.restarts = 0
@@ -352,7 +355,7 @@ def _note_exit(slice_: FailureSlice, fact: WorkerExited, record: Record) -> None
         source,
         place=fact.place,
     )
-    _note(slice_, death, slice_.of_generation(group_of(fact.node), fact.generation))
+    _note(slice_, death, slice_.of_generation(group_of(fact.node), fact.generation), record.cause)
 
 
 def _brief(fact: WorkerExited) -> str:
@@ -368,21 +371,21 @@ def _note_node(slice_: FailureSlice, fact: nodes.NodeFailed | nodes.NodeGone | n
     text = f"{how}: {fact.reason}" if fact.reason else how
     verdict = older.node_death(how, code, fact.reason)
     death = Evidence(record.seq, record.at, fact.node, -1, code, -1, text, *verdict, NODE)
-    _note(slice_, death, slice_.unmended(group_of(fact.node)))
+    _note(slice_, death, slice_.unmended(group_of(fact.node)), record.cause)
 
 
 def _note_evidence(slice_: FailureSlice, fact: evidence.EvidenceSeen, record: Record) -> None:
     one = evidence.of(fact, record)
     if fact.source in OPENING:
-        _note(slice_, one, slice_.of_generation(group_of(fact.node), fact.generation))
+        _note(slice_, one, slice_.of_generation(group_of(fact.node), fact.generation), record.cause)
         return
     incident = slice_.newest(group_of(fact.node))
     if incident is not None and fact.generation in (0, incident.generation) and incident.covers(one):
         _remember(incident, one)
 
 
-def _note(slice_: FailureSlice, death: Evidence, incident: Incident | None) -> None:
-    slice_.last = death
+def _note(slice_: FailureSlice, death: Evidence, incident: Incident | None, cause: int) -> None:
+    slice_.deaths = {**unanswered(slice_.deaths, cause), death.seq: death}
     if incident is None:
         return
     earliest = min(incident.cause.at, death.at)
@@ -442,9 +445,9 @@ def _on_started(slice_: FailureSlice, fact: world.WorkersStarted, record: Record
 
 
 def _on_opened(slice_: FailureSlice, fact: IncidentOpened, record: Record) -> None:
-    death = slice_.last
+    death = slice_.deaths.get(record.cause)
     if death is None:
-        raise ValueError(f"incident {fact.incident} opens without a death")
+        raise ValueError(f"incident {fact.incident} opens because of record {record.cause}, which tells of no death")
     slice_.number = fact.incident
     opened = Incident(fact.incident, fact.node, fact.generation, record.at, death, [], death.step)
     _remember(opened, death)
