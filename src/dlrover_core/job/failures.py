@@ -293,17 +293,18 @@ class FailureSlice:
 
     def check(self) -> Iterator[str]:
         """What of the formula above does not hold."""
-        numbers, counted = [], 0
-        for one in self.incidents.values():
-            numbers.append(one.number)
+        counted = before = 0
+        for number, one in self.incidents.items():
+            if not before < number == one.number <= self.number:
+                yield f"number: I = {list(self.incidents)}, N = {self.number}"
+            before = number
             if not one.actions:
                 continue
             if (one.state == "held") != (one.actions[-1].state == "waiting"):
                 yield f"held: incident {one.number} is {one.state}, {one.actions[-1:]}"
             for action in one.actions:
-                counted += action.budget == ladder.RESTARTS and action.action in ladder.IN_PLACE and action.counts
-        if numbers and (numbers != sorted(self.incidents) or numbers[-1] > self.number):
-            yield f"number: I = {numbers}, N = {self.number}"
+                if action.budget == ladder.RESTARTS and action.state in ("in_force", "done"):
+                    counted += action.action in ladder.IN_PLACE
         if counted > self.restarts:
             yield f"charged: A = {counted}, R = {self.restarts}"
         if self.software and self.software != sorted(self.software):

@@ -51,11 +51,6 @@ class Action:
     state: str = ACTION.initial
     budget: str = ""
 
-    @property
-    def counts(self) -> bool:
-        """Does its budget stay charged?"""
-        return self.state in ("in_force", "done")
-
     def fire(self, trigger: str) -> None:
         """Move by `ACTION`."""
         self.state = ACTION.fire(f"{self.action} on {self.node}", self.state, trigger)

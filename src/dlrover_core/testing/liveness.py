@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dlrover_core.job import job, names, nodes, progress, world
+from dlrover_core.job import failures, health, job, names, nodes, planning, progress, world
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.rules import membership
@@ -97,16 +97,24 @@ class Reasons(Promise):
         self._at = 0
         self._could: tuple[str, ...] = ()
 
-    def __call__(self, state: JobState, record: Record) -> None:
-        """See the class."""
+    def _look(self, state: JobState, _fact: object, record: Record) -> None:
         late = self._could if record.at > self._at else ()
         assert not late, f"{record.seq}: a world of {late[0]} could form before, and nobody looked"
         self._at = record.at
-        self._could = tuple(
-            group
-            for group in membership.waiting_groups(state)
-            if isinstance(membership.next_by_time(state, group, state.at), membership.NextWorld)
-        )
+        self._could = tuple(group for group in membership.waiting_groups(state) if self._can(state, group))
+
+    @staticmethod
+    def _can(state: JobState, group: str) -> bool:
+        enough = state.nodes.tally.ready.get(group, 0) >= state.job.spec.group(group).floor
+        return enough and isinstance(membership.next_by_time(state, group, state.at), membership.NextWorld)
+
+    looks: ClassVar[Mapping[type, Look]] = dict.fromkeys(
+        {
+            failures.ActionChosen,
+            *(kind for facts in (job, nodes, world, health, planning) for kind in facts.FACTS.evolve),
+        },
+        _look,
+    )
 
 
 class Liveness(Promise):

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from operator import attrgetter
 from types import MethodType
 from typing import Any, ClassVar, Union
 
@@ -190,6 +191,16 @@ class Commands(Promise):
 # ---- what every part of the state says of itself
 
 
+def _checked() -> dict[type, tuple[tuple[str, Callable[[JobState], Any]], ...]]:
+    """The slices that have a ``check()``, by the events that are folded into them."""
+    found: dict[type, tuple[tuple[str, Callable[[JobState], Any]], ...]] = {}
+    for part in fields(JobState):
+        if hasattr(part.default_factory, "check"):
+            for cls in {cls for facts in part.metadata["facts"] for cls in facts.evolve}:
+                found[cls] = (*found.get(cls, ()), (part.name, attrgetter(part.name)))
+    return found
+
+
 class Slices(Promise):
     """The formula above every slice of the state holds: each slice's ``check()`` is asked after every event that changes it.
 
@@ -198,39 +209,27 @@ class Slices(Promise):
 
     name = "slices"
     SMALL = 64
+    CHECKED = _checked()
 
     def __init__(self) -> None:
         self._next = 0
 
-    def __call__(self, state: JobState, record: Record) -> None:
-        """See the class."""
-        asked = _CHECKED.get(type(record.event), ())
-        if not asked or record.seq < self._next:
+    def _ask(self, state: JobState, fact: Any, record: Record) -> None:
+        if record.seq < self._next:
             return
-        for name in asked:
-            wrong = next(getattr(state, name).check(), "")
-            assert not wrong, f"{record.seq}: {name}: {wrong}"
+        for name, slice_of in self.CHECKED[type(fact)]:
+            for wrong in slice_of(state).check():
+                raise AssertionError(f"{record.seq}: {name}: {wrong}")
         many = len(state.nodes.nodes)
         self._next = record.seq + many if many > self.SMALL else 0
 
+    looks: ClassVar[Mapping[type, Look]] = dict.fromkeys(CHECKED, _ask)
+
     def end(self, run: Any) -> None:
         """Ask all of them once more."""
-        for name in {name for asked in _CHECKED.values() for name in asked}:
-            wrong = next(getattr(run.state, name).check(), "")
-            assert not wrong, f"at the end: {name}: {wrong}"
-
-
-def _checked() -> dict[type, tuple[str, ...]]:
-    """The slices that have a ``check()``, by the events that are folded into them."""
-    found: dict[type, tuple[str, ...]] = {}
-    for part in fields(JobState):
-        if hasattr(part.default_factory, "check"):
-            for cls in {cls for facts in part.metadata["facts"] for cls in facts.evolve}:
-                found[cls] = (*found.get(cls, ()), part.name)
-    return found
-
-
-_CHECKED = _checked()
+        for name, slice_of in dict(one for asked in self.CHECKED.values() for one in asked).items():
+            for wrong in slice_of(run.state).check():
+                raise AssertionError(f"at the end: {name}: {wrong}")
 
 
 # ---- who trains
