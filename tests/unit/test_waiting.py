@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from drive import SECOND, Drive
 
 from dlrover_adapters.cli import live
 from dlrover_adapters.cli.line import Line
+from dlrover_adapters.cli.main import main
 from dlrover_core.history import render, status_of
 from dlrover_core.history.plain import plain
 from dlrover_core.job import checkpoints, job, nodes, scaling, waiting, world
 from dlrover_core.job.health import ReportCheck
+from dlrover_core.job.state import CODEC
 from dlrover_core.job.waiting import Wait
+from dlrover_core.logs.sqlite import SqliteLog
 from dlrover_core.rules import membership
 from dlrover_core.rules.model import MODEL
 
@@ -205,6 +210,33 @@ def test_a_store_of_a_node_that_is_too_many_leads() -> None:
     drive.offer("worker-2-0")
     drive.wait(31)
     assert drive.members == ["worker-2-0", "worker-1-0"]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A log of `called`, whose master is gone."""
+
+    async def write() -> None:
+        log = await SqliteLog.open(tmp_path / "log.db", CODEC)
+        lead = await log.lead("j", "a")
+        for batch in called().batches:
+            await lead.append(batch)
+        await lead.resign()
+        await log.close()
+
+    asyncio.run(write())
+    return f"sqlite://{tmp_path}/log.db"
+
+
+def test_the_commands_say_it(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`status` and `explain`, as text and as JSON, from the log alone: as it was when its master went."""
+    words = "2 of 3 nodes are there; missed: worker-2-0 (planned)"
+    for command in ("status", "explain"):
+        assert main([command, "j", "--log", url]) == 0
+        assert f"worker has no world: {words}, 30.0 s left" in capsys.readouterr().out
+        assert main([command, "j", "--log", url, "--json"]) == 0
+        (told,) = json.loads(capsys.readouterr().out)["waits"]
+        assert (told["why"], told["words"], told["nodes"]) == ("last call", words, ["worker-2-0"])
 
 
 def test_people_read_it() -> None:
