@@ -10,6 +10,7 @@ from drive import SECOND, Drive, spec_of
 from dlrover_core.errors import SpecError
 from dlrover_core.job import health, job, nodes, planning, world
 from dlrover_core.job.evidence import EvidenceSeen
+from dlrover_core.job.failures import IncidentOpened
 from dlrover_core.job.health import CheckAsked, CheckJudged, CheckReported, CheckStarted, ReportCheck
 from dlrover_core.kernel.engine import Accepted, NotDone
 from dlrover_core.kernel.state import digest
@@ -515,6 +516,18 @@ def test_settings() -> None:
         spec_of(check_s=0.0)
     with pytest.raises(SpecError, match="'report' or 'replace'"):
         spec_of(check_slow="shoot")
+
+
+def test_two_that_fail_one_check_have_an_incident_each_with_its_own_cause() -> None:
+    """Both deaths are told in one moment, before either is answered: an incident opens with the one that caused it."""
+    drive = Checked(nodes_max=5, precheck="basic")
+    drive.unfit = {"worker-1-0": "the disk is slow", "worker-3-0": "the disk is slow"}
+    drive.arrive(0, 1, 2, 3, 4).answer(times=1)
+    deaths = {record.seq: record.event.node for record in drive.records if isinstance(record.event, nodes.NodeFailed)}
+    opened = [record for record in drive.records if isinstance(record.event, IncidentOpened)]
+    assert [deaths[record.cause] for record in opened] == ["worker-1-0", "worker-3-0"]
+    causes = [drive.state.failures.incidents[number].evidence[0] for number in (1, 2)]
+    assert causes == [record.cause for record in opened]
 
 
 def test_a_single_node_that_fails_twice_ends_the_job() -> None:

@@ -8,6 +8,7 @@ generation was restored, and a storage that fails or is back.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
@@ -207,6 +208,17 @@ class CommitCheckpoint(NamedTuple):
     took_us: int
 
 
+# What holds of checkpoints after every event, beside what `holdings` says; `CheckpointSlice.check` says what does not.
+#
+#   K        `committed`: the steps that are whole on storage, as (generation, step)
+#   n, e     `now`, `ended`: what the nodes of the generation that saves hold, and those of one before
+#   o        `order`: the step of an ended generation that is to be written
+#
+#   commits  K ascends, and has at most `COMMITTED_KEPT` steps
+#   life     n has not ended, e has; both are of generations up to `formed`, e of an earlier one than n
+#   order    o is newer than K
+
+
 @dataclass(slots=True)
 class Kept:
     """One group's checkpoints. ``generation``: the newest that saves with us; ``committed``: (generation, step), newest last.
@@ -247,6 +259,22 @@ class Kept:
             return held, MEMORY
         return (self.newest[1], STORAGE) if self.committed else (NO_STEP, "")
 
+    def check(self) -> Iterator[str]:
+        """What of the formula above does not hold."""
+        if self.committed != sorted(set(self.committed)) or len(self.committed) > COMMITTED_KEPT:
+            yield f"commits: K = {self.committed}"
+        told = [(one.generation, bool(one.ended_at)) for one in (self.ended, self.now) if one is not None]
+        generations = [generation for generation, _ in told]
+        over = [True] * (self.ended is not None) + [False] * (self.now is not None)
+        if [ended for _, ended in told] != over or generations != sorted(set(generations)):
+            yield f"life: (generation, has ended) of e and n = {told}"
+        if max(generations, default=0) > self.formed:
+            yield f"life: (generation, has ended) of e and n = {told}, formed = {self.formed}"
+        if self.order is not None and (self.order.generation, self.order.step) <= self.newest:
+            yield f"order: o = {(self.order.generation, self.order.step)}, the newest of K is {self.newest}"
+        for part in (self.now, self.ended, self.order):
+            yield from part.check() if part is not None else ()
+
 
 @dataclass(slots=True)
 class CheckpointSlice:
@@ -268,6 +296,11 @@ class CheckpointSlice:
     def of(self, group: str) -> Kept:
         """A group's checkpoints; of one that has none, an empty one."""
         return self.groups.get(group) or Kept()
+
+    def check(self) -> Iterator[str]:
+        """What of the formulas above `Kept` and `Holdings` does not hold."""
+        for group, kept in self.groups.items():
+            yield from (f"{group}: {wrong}" for wrong in kept.check())
 
 
 def worth_telling(tier: str, fell: tuple[tuple[str, str], ...], *, rank_0: bool) -> bool:

@@ -75,7 +75,7 @@ def _begin_at(state: JobState, group: str) -> int | None:
         takes = (spec.on_join != "never" or bool(state.planning.leaving)) and not current.finished
         return state.at if takes and membership.unchecked(state, group) else None
     ready, unit, floor = state.nodes.tally.ready.get(group, 0), spec.group(group).unit, spec.group(group).floor
-    last_call = worlds.last_call(state, group)
+    last_call = membership.last_call(state, group)
     if ready // unit * unit < floor:
         return None
     everybody = ready >= slots.wanted(state, group) // unit * unit >= floor

@@ -114,25 +114,25 @@ def _proceed(state: JobState, group: str, now: int) -> Iterator[Event]:
     plan = state.planning.plans.get(group)
     if plan is None or not plan.asked_at or not membership.able(state, group):
         return
-    members = len(state.world.worlds[group].members)
-    if not plan.go_at and len(plan.armed) >= members:
+    if plan.awaited(len(state.world.worlds[group].members)) > 0:
+        return
+    if not plan.go_at:
         yield planning.BoundaryAsked(group, plan.number, go=True)
-    elif len(plan.held) >= members:
-        if membership.resume(state, group) < 0:
-            yield planning.WorldPlanDropped(group, plan.number, "the nodes hold no step in common at its boundary")
-            return
-        why = f"planned change {plan.number}: {planning.in_words(plan.joining, plan.leaving)}"
-        formed = list(worlds.form(state, group, now, why, at_once=True))
-        yield from worlds.dissolve(state, group, why, planned=True)
-        yield from formed
+        return
+    if membership.resume(state, group) < 0:
+        yield planning.WorldPlanDropped(group, plan.number, "the nodes hold no step in common at its boundary")
+        return
+    why = f"planned change {plan.number}: {planning.in_words(plan.joining, plan.leaving)}"
+    formed = list(worlds.form(state, group, now, why, at_once=True))
+    yield from worlds.dissolve(state, group, why, planned=True)
+    yield from formed
 
 
 def _warm(state: JobState, plan: planning.Plan, now: int) -> bool:
     """Are those who join there? Whoever is in a hurry does not wait for them."""
     if any(now >= _hurry_at(state, state.planning.leaving[name]) for name in plan.leaving):
         return True
-    here, admits = state.nodes.nodes, membership.may_train
-    return all(name in here and here[name].ready and admits(state, here[name]) for name in plan.joining)
+    return not membership.unready(state, plan)
 
 
 def _void(
