@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import os
+import typing
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgpack
 import pytest
@@ -13,9 +17,9 @@ from samples import of, records
 from dlrover_core.errors import MalformedMessage
 from dlrover_core.job import world
 from dlrover_core.job.orders import Order
+from dlrover_core.kernel.wire import COMMANDS, command, number_of
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.messages import (
-    COMMANDS,
     INTEGER_MAX,
     Hello,
     Level,
@@ -30,6 +34,8 @@ from dlrover_core.runtime.messages import (
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
 
 FRAMES = messages._FRAMES
+WORDS = Path(__file__).parent / "golden" / "words.json"
+RENEW = "DLROVER_GOLDEN"  # DLROVER_GOLDEN=write pytest tests/unit/test_messages.py adds new numbers; it changes none
 
 
 @pytest.mark.parametrize("cls", FRAMES.values(), ids=lambda cls: cls.__name__)
@@ -65,11 +71,65 @@ def test_kinds_are_append_only() -> None:
         "Hello", "Welcome", "Goodbye", "Numbered", "Answer", "Again", "Level", "Beat", "BeatSeen",
     ]  # fmt: skip
     assert sorted(FRAMES) == list(range(1, len(FRAMES) + 1))
-    assert [cls.__name__ for _, cls in sorted(COMMANDS.items())][:11] == [
-        "ReportJoined", "ReportLeft", "ReportFault", "OfferStore", "WithdrawStore", "ReportStarted", "ReportStopped",
-        "ReportFinished", "ReportExit", "ReportFirstStep", "StopJob",
-    ]  # fmt: skip
-    assert sorted(COMMANDS) == list(range(1, len(COMMANDS) + 1))
+
+
+def broken_words(pinned: dict[str, dict[str, Any]], declared: dict[str, dict[str, Any]]) -> list[str]:
+    """What a peer of an older release would take for something else, one line each."""
+    wrong = []
+    for number, old in pinned.items():
+        new = declared.get(number)
+        if new is None or new["name"] != old["name"]:
+            wrong.append(f"number {number} was {old['name']}: a number is never reused")
+        elif new["fields"][: len(old["fields"])] != old["fields"]:
+            wrong.append(f"{old['name']} has other fields: only a new one with a default may come, at the end")
+    return wrong
+
+
+def _declared(known: dict[int, type]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for number, cls in sorted(known.items()):
+        hints = typing.get_type_hints(cls)
+        fields = [f"{name}: {hints[name]}".replace("<class '", "").replace("'>", "") for name in cls._fields]  # type: ignore[attr-defined]
+        found[str(number)] = {"name": cls.__name__, "fields": fields}
+    return found
+
+
+def test_numbers_of_commands_are_append_only() -> None:
+    """No command's number is reused, and no field of one is changed; the golden file bears all that there are."""
+    declared = {"commands": _declared(COMMANDS)}
+    if os.environ.get(RENEW) == "write":
+        WORDS.write_text(json.dumps(declared, indent=1) + "\n")
+    pinned = json.loads(WORDS.read_text())
+    assert [line for what in pinned for line in broken_words(pinned[what], declared[what])] == []
+    assert pinned == declared, f"new commands or fields: {RENEW}=write pytest {__file__}"
+
+
+@pytest.mark.parametrize(
+    ("now", "complaint"),
+    [
+        ({}, "never reused"),
+        ({"name": "B", "fields": ["a: int"]}, "never reused"),
+        ({"name": "A", "fields": ["b: int"]}, "other fields"),
+    ],
+    ids=["gone", "renamed", "changed"],
+)
+def test_broken_words_are_found(now: dict[str, Any], complaint: str) -> None:
+    """The pin finds what it is meant to find."""
+    pinned = {"1": {"name": "A", "fields": ["a: int"]}}
+    assert complaint in broken_words(pinned, {"1": now} if now else {})[0]
+    assert broken_words(pinned, {"1": {"name": "A", "fields": ["a: int", "b: int"]}}) == []
+
+
+def test_a_number_stands_for_one_class() -> None:
+    """A second class of a taken number is refused as it is declared; a class without one cannot be sent."""
+    with pytest.raises(ValueError, match="number 1 is both ReportJoined and Other"):
+
+        @command(1)
+        class Other(NamedTuple):
+            """Another."""
+
+    with pytest.raises(TypeError, match="int has no number"):
+        number_of(int)
 
 
 ALL = [*FRAMES.values(), *COMMANDS.values(), Order]

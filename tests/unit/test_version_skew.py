@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from dlrover_core.errors import ConnectionLost
 from dlrover_core.job import checkpoints, failures, health, nodes, scaling, world
 from dlrover_core.job.orders import NodeLaunch, Order
+from dlrover_core.kernel import wire
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.duties import Duty
@@ -268,19 +269,18 @@ def test_widths_are_those_of_version_2() -> None:
     assert dict(messages._WIDTHS[2]) == GROWN_SINCE_2
     for cls, width in GROWN_SINCE_2.items():
         assert len(cls._fields) > width
-    assert sorted(messages.COMMANDS) == list(range(1, len(messages.COMMANDS) + 1))
-    assert messages.COMMANDS[13] is scaling.LeaveNode, "the last of version 2"
+    assert sorted(wire.COMMANDS) == list(range(1, len(wire.COMMANDS) + 1))
+    assert wire.COMMANDS[13] is scaling.LeaveNode, "the last of version 2"
 
 
 def test_widths_are_those_of_version_3() -> None:
     """So it is for version 3; what is said of checkpoints is of version 4."""
     assert dict(messages._WIDTHS[3]) == GROWN_SINCE_3
-    assert messages.COMMANDS[16] is health.ReportCheck, "the last of version 3"
+    assert wire.COMMANDS[16] is health.ReportCheck, "the last of version 3"
     for cls, width in GROWN_SINCE_3.items():
         assert len(cls._fields) > width
-    for kind, cls in messages.COMMANDS.items():
-        since = messages.known_since(of(cls))
-        assert kind < 14 or since == (messages.DUTIES_VERSION if kind < 17 else messages.KEEPING_VERSION)
+    for kind, cls in wire.COMMANDS.items():
+        assert wire.since(cls) == (1 if kind < 14 else 3 if kind < 17 else 4)
 
 
 def test_widths_are_those_of_version_4() -> None:

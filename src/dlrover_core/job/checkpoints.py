@@ -18,6 +18,7 @@ from dlrover_core.job.names import group_of
 from dlrover_core.job.ranges import Ranges
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command
 
 MEMORY, PEER, DISK, STORAGE, NOTHING = "memory", "peer", "disk", "storage", "nothing"
 TIERS = (MEMORY, PEER, DISK, STORAGE, NOTHING)
@@ -136,6 +137,7 @@ class RanksArmed(NamedTuple):
     plan: int
 
 
+@command(17, since=4)
 class ReportKeeping(NamedTuple):
     """The node of rank 0: its ranks save with us."""
 
@@ -150,6 +152,7 @@ class ReportKeeping(NamedTuple):
     spread: int = 0
 
 
+@command(18, since=4)
 class ReportHeld(NamedTuple):
     """A node: what its memory holds whole, now that its workers have ended, or wait at the boundary of ``plan``.
 
@@ -163,6 +166,7 @@ class ReportHeld(NamedTuple):
     copies: tuple[tuple[int, int], ...] = ()
 
 
+@command(19, since=4)
 class ReportStorage(NamedTuple):
     """A node: parts cannot be written (``reason``), or can again (empty)."""
 
@@ -171,6 +175,7 @@ class ReportStorage(NamedTuple):
     reason: str = ""
 
 
+@command(20, since=4)
 class OfferReplica(NamedTuple):
     """A node takes copies at ``address`` (``host:port``)."""
 
@@ -178,6 +183,7 @@ class OfferReplica(NamedTuple):
     address: str
 
 
+@command(21, since=4)
 class ReportRestored(NamedTuple):
     """A node: from where its ranks began. The slowest tier of its ranks, and the longest time."""
 
@@ -189,6 +195,7 @@ class ReportRestored(NamedTuple):
     fell: tuple[tuple[str, str], ...] = ()
 
 
+@command(22, since=4)
 class ReportArmed(NamedTuple):
     """A node: all its ranks look for the boundary of ``plan``."""
 

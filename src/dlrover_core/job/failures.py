@@ -16,6 +16,7 @@ from dlrover_core.job.incident_lifecycle import INCIDENT, Action
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command
 from dlrover_core.spec import us
 
 TAIL_BYTES_MAX = 4096
@@ -128,6 +129,7 @@ class IncidentClosed(NamedTuple):
     steps_lost: int
 
 
+@command(9)
 class ReportExit(NamedTuple):
     """An agent's worker died, ``age_us`` ago. ``signature`` and ``place``: what its agent knows it by; empty: nothing."""
 

@@ -18,6 +18,7 @@ from dlrover_core.job import job, world
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command
 from dlrover_core.spec import JobSpec, us
 
 
@@ -103,6 +104,7 @@ class NotePauseLegal(NamedTuple):
     pause_us: int
 
 
+@command(15, since=3)
 class ReportStacks(NamedTuple):
     """An agent: what its ranks are at."""
 

@@ -15,6 +15,7 @@ from dlrover_core.job.names import group_of
 from dlrover_core.job.ranges import Ranges, from_ranges
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command
 
 OFF, BASIC, FULL = "off", "basic", "full"
 # With these words a slow node is drained.
@@ -74,6 +75,7 @@ class CheckAsked(NamedTuple):
     why: str
 
 
+@command(16, since=3)
 class ReportCheck(NamedTuple):
     """An agent has done its part of a check's round."""
 

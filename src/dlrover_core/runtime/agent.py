@@ -21,6 +21,7 @@ import structlog
 from dlrover_core.errors import ConnectionLost, LaunchFailed, MalformedMessage, TokenRefused
 from dlrover_core.job import budget, failures, nodes, progress, scaling, world
 from dlrover_core.job.orders import Order
+from dlrover_core.kernel.wire import since
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.beats import Beats, beat_of
 from dlrover_core.runtime.duties import Desk, Duty, settled
@@ -191,7 +192,7 @@ class Agent:
             self._desk.generation = self._generation
 
     def _duty_sends(self, command: messages.Message) -> None:
-        if self._peer_version >= messages.known_since(command):
+        if self._peer_version >= since(type(command)):
             self._outbox.add(command)
 
     async def _last_word(self, talking: asyncio.Future[Any], reason: str) -> None:

@@ -15,31 +15,14 @@ from typing import Any, NamedTuple, Union, cast
 import msgpack
 
 from dlrover_core.errors import MalformedMessage
-from dlrover_core.job import (
-    budget,
-    checkpoints,
-    evidence,
-    failures,
-    hangs,
-    health,
-    job,
-    nodes,
-    progress,
-    scaling,
-    world,
-)
+from dlrover_core.job import failures, nodes, world
 from dlrover_core.job.orders import Order
+from dlrover_core.kernel.wire import COMMANDS, number_of, since
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
 from dlrover_core.words import INTEGER_MAX, plain_fields
 
 VERSION = 5
 OLDEST_VERSION = 1
-# What duties report is unknown to older masters.
-DUTIES_VERSION = 3
-# What is said of checkpoints, too.
-KEEPING_VERSION = 4
-# The first commands of these versions.
-DUTIES_KINDS, KEEPING_KINDS = 14, 17
 # No message has more fields, and none has maps or extensions: what announces them costs nothing to refuse.
 FIELDS_MAX = 64
 Message = tuple[object, ...]
@@ -173,37 +156,9 @@ _FRAMES: dict[int, type] = {
     10: Assigned,
 }
 
-# The commands an agent may send. Append only; never renumber.
-COMMANDS: Mapping[int, type] = {
-    1: nodes.ReportJoined,
-    2: nodes.ReportLeft,
-    3: nodes.ReportFault,
-    4: world.OfferStore,
-    5: world.WithdrawStore,
-    6: world.ReportStarted,
-    7: world.ReportStopped,
-    8: world.ReportFinished,
-    9: failures.ReportExit,
-    10: progress.ReportFirstStep,
-    11: job.StopJob,
-    12: budget.SpendRestarts,
-    13: scaling.LeaveNode,
-    # From version 3 on.
-    14: evidence.ReportEvidence,
-    15: hangs.ReportStacks,
-    16: health.ReportCheck,
-    # From version 4 on (`KEEPING_VERSION`).
-    17: checkpoints.ReportKeeping,
-    18: checkpoints.ReportHeld,
-    19: checkpoints.ReportStorage,
-    20: checkpoints.OfferReplica,
-    21: checkpoints.ReportRestored,
-    22: checkpoints.ReportArmed,
-}
 # Frames with words of the peer's own. The fields of a command are cleaned by `command_of`.
 _WORDY = frozenset({Hello, Goodbye})
 _FRAME_KIND = {cls: kind for kind, cls in _FRAMES.items()}
-_COMMAND_KIND = {cls: kind for kind, cls in COMMANDS.items()}
 
 
 # How many fields the kinds that have grown since had in an older version: its peers refuse any further one.
@@ -223,11 +178,6 @@ def fields_for(message: Message, version: int) -> Message:
     if version >= VERSION:
         return message
     return message[: _WIDTHS.get(max(version, OLDEST_VERSION), {}).get(type(message))]
-
-
-def known_since(command: Message) -> int:
-    """The version of the protocol from which on masters know this command of a duty's."""
-    return KEEPING_VERSION if _COMMAND_KIND[type(command)] >= KEEPING_KINDS else DUTIES_VERSION
 
 
 def encode(message: Message, version: int = VERSION) -> bytes:
@@ -267,9 +217,9 @@ def numbered(number: int, command: Message, version: int = VERSION) -> Numbered:
     One that such a master does not know may have been queued for another: numbers must not be left out, so it gets one that it
     refuses.
     """
-    if _COMMAND_KIND[type(command)] >= DUTIES_KINDS and version < known_since(command):
+    if version < since(type(command)):
         command = world.WithdrawStore(cast(Any, command).node, "")
-    return Numbered(number, _COMMAND_KIND[type(command)], tuple(fields_for(command, version)))
+    return Numbered(number, number_of(type(command)), tuple(fields_for(command, version)))
 
 
 def level(token: int, order: Order, version: int = VERSION) -> Level:
