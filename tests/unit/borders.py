@@ -237,7 +237,11 @@ def reports(draw: Draw, job: Wire) -> None:
         hints = _hints(cls)
         told = cls(*(draw.of(hints[name]) for name in cls._fields))
         with contextlib.suppress(MalformedMessage, OverflowError):  # of a number; a word that is refused may not raise
-            quiet(messages.decode(messages.encode(told._replace(version=1) if cls is messages.Hello else told)))
+            quiet(
+                messages.decode(
+                    messages.encode(told._replace(version=messages.VERSION) if cls is messages.Hello else told)
+                )
+            )
 
 
 def frames(draw: Draw, job: Wire) -> None:

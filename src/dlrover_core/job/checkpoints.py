@@ -18,7 +18,7 @@ from dlrover_core.job.names import group_of
 from dlrover_core.job.ranges import Ranges
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
-from dlrover_core.kernel.wire import command
+from dlrover_core.kernel.wire import command, part
 
 MEMORY, PEER, DISK, STORAGE, NOTHING = "memory", "peer", "disk", "storage", "nothing"
 TIERS = (MEMORY, PEER, DISK, STORAGE, NOTHING)
@@ -201,6 +201,39 @@ class ReportArmed(NamedTuple):
 
     node: str
     plan: int
+
+
+@part(3)
+class Keep(NamedTuple):
+    """To all: what is known of the group's states.
+
+    committed:  the newest step that is whole on storage, by the log (-1: none), of generation ``committed_of``: a step of that
+                number of another generation is another state
+    replica_to: where copies of this node's states go; empty: nowhere
+    mtbf_s:     seconds between failures to be expected; 0: unknown
+    lenders:    nodes that have left this world at the boundary ``resume_step``, from where what they held there can be had: the
+                address, the first rank of theirs in the world before, and how many
+    decided:    of generations up to this one the leader will order nothing to be written beside `Persist`
+    """
+
+    committed: int = NO_STEP
+    committed_of: int = 0
+    replica_to: str = ""
+    mtbf_s: int = 0
+    lenders: tuple[tuple[str, int, int], ...] = ()
+    decided: int = 0
+
+
+@part(4)
+class Persist(NamedTuple):
+    """To a node that holds it: write this ``step`` (-1: none) of generation ``of``, which has ended, to storage now.
+
+    ``places``: whose parts: its own place in that world, or those of others that it keeps copies of.
+    """
+
+    step: int = NO_STEP
+    of: int = 0
+    places: tuple[int, ...] = ()
 
 
 class CommitCheckpoint(NamedTuple):

@@ -15,7 +15,7 @@ from dlrover_core.job.names import group_of
 from dlrover_core.job.ranges import Ranges, from_ranges
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
-from dlrover_core.kernel.wire import command
+from dlrover_core.kernel.wire import command, part
 
 OFF, BASIC, FULL = "off", "basic", "full"
 # With these words a slow node is drained.
@@ -87,6 +87,29 @@ class ReportCheck(NamedTuple):
     took_us: int = 0
     alone_us: int = 0
     what: str = ""
+
+
+@part(2)
+class CheckWork(NamedTuple):
+    """To a node: take part in a check.
+
+    number:    of the check; 0: there is none
+    round:     of it
+    kind:      `BASIC` or `FULL`
+    rank:      the node's place among the ``size`` nodes that work together, over ``store``, with the ``others``
+    within_us: for how long at most
+    at:        when that was decided, by the leader's clock
+    """
+
+    number: int = 0
+    round: int = 0
+    kind: str = ""
+    rank: int = 0
+    size: int = 0
+    store: str = ""
+    others: tuple[str, ...] = ()
+    within_us: int = 0
+    at: int = 0
 
 
 @dataclass(slots=True)

@@ -6,13 +6,24 @@ have a use for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 C = TypeVar("C", bound=type)
+Part = tuple[Any, ...]
+"""What one concern tells beside the others, in an order, a heartbeat or the answer to one: a NamedTuple declared with `part`."""
+P = TypeVar("P", bound=Part)
 
 COMMANDS: dict[int, type] = {}
 """The commands that agents may send."""
+PARTS: dict[int, type] = {}
+"""The parts of orders, heartbeats and answers to them."""
+
+
+class Unknown(NamedTuple):
+    """A command that this release does not have: a newer agent's. It is refused by its ``name``."""
+
+    name: str
 
 
 def command(number: int, since: int = 1) -> Callable[[C], C]:
@@ -25,11 +36,28 @@ def command(number: int, since: int = 1) -> Callable[[C], C]:
     return mark
 
 
+def part(number: int) -> Callable[[C], C]:
+    """Declare a NamedTuple as part ``number``. Every field has a default, which says nothing: absent and default are the same.
+
+    A part travels as its fields, or as the integers that its ``told`` gives and its ``of`` reads. Peers that do not know it
+    skip it.
+    """
+    return lambda cls: _numbered(PARTS, number, cls)
+
+
+def find(parts: Iterable[Part], cls: type[P]) -> P:
+    """The part of this class; the one that says nothing, if there is none."""
+    for one in parts:
+        if type(one) is cls:
+            return one
+    return cls()
+
+
 def number_of(cls: type) -> int:
     """The number of a class. Raises TypeError for one that has none."""
     number = getattr(cls, "__number__", None)
     if not isinstance(number, int):
-        raise TypeError(f"{cls.__name__} has no number: declare it with @command")
+        raise TypeError(f"{cls.__name__} has no number: declare it with @command or @part")
     return number
 
 
