@@ -87,7 +87,8 @@ def broken_words(pinned: dict[str, dict[str, Any]], declared: dict[str, dict[str
 
 def _declared(known: dict[int, type]) -> dict[str, dict[str, Any]]:
     found = {}
-    for number, cls in sorted(known.items()):
+    ours = {number: cls for number, cls in known.items() if cls.__module__.startswith("dlrover_core.")}
+    for number, cls in sorted(ours.items()):
         hints = typing.get_type_hints(cls)
         fields = [f"{name}: {hints[name]}".replace("<class '", "").replace("'>", "") for name in cls._fields]  # type: ignore[attr-defined]
         found[str(number)] = {"name": cls.__name__, "fields": fields}
