@@ -103,8 +103,8 @@ async def _join(number: int, connection: Connection) -> None:
             case Welcome():
                 await connection.send(messages.encode(numbered(1, nodes.ReportJoined(name, f"host-{number}", name, 1))))
                 await connection.send(messages.encode(numbered(2, world.OfferStore(name, f"{name}:1"))))
-            case Level(_, order) if order[3] > generation:
-                generation = order[3]
+            case Level(_, (_, work, _)) if work and work[0] > generation:
+                generation = work[0]
                 await connection.send(messages.encode(numbered(3, world.ReportStarted(name, generation))))
             case Level():
                 pass

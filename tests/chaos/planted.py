@@ -20,12 +20,13 @@ from unittest import mock
 from dlrover_core.diagnosis import ladder
 from dlrover_core.job import failures, job, nodes, orders, progress, world
 from dlrover_core.job.state import JobState
+from dlrover_core.job.waiting import PAUSE, Wait
 from dlrover_core.kernel import engine
 from dlrover_core.kernel import state as kernel_state
 from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.log import AlreadyAppended, Appended
 from dlrover_core.logs import memory
-from dlrover_core.rules import backoff, desired, incidents, layout, membership, slots, worlds
+from dlrover_core.rules import desired, incidents, layout, membership, slots, worlds
 from dlrover_core.rules import silence as silence_rules
 from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime import outbox, restoring, sessions, standby
@@ -175,11 +176,11 @@ def _slice_not_packed() -> Patches:
 def _world_formed_twice() -> Patches:
     """The end of the last call is looked at though the world has formed meanwhile: it forms once more."""
 
-    def waiting(whole: JobState) -> Iterator[tuple[str, world.World]]:
+    def waiting(whole: JobState) -> Iterator[str]:
         for group in whole.job.spec.groups if whole.job.forms else ():
             current = whole.world.worlds.get(group.name) or world.World()
             if not (current.active and current.started) and not membership.end_pending(whole, group.name):
-                yield group.name, current
+                yield group.name
 
     yield mock.patch.object(membership, "waiting_groups", waiting)
 
@@ -255,13 +256,13 @@ def _incarnation_again() -> Patches:
 @_bug("told_though_released")
 def _told_though_released() -> Patches:
     """A node that is released is not told so: it waits for a world like everybody."""
-    true = desired._order
+    true = desired._idle
 
-    def order(whole: JobState, node: nodes.Node, current: world.World, place: int) -> orders.Order:
+    def idle(whole: JobState, node: nodes.Node, current: world.World, place: int) -> orders.Order:
         with mock.patch.object(node, "released", ""):
             return true(whole, node, current, place)
 
-    yield mock.patch.object(desired, "_order", order)
+    yield mock.patch.object(desired, "_idle", idle)
 
 
 @_bug("place_not_free")
@@ -330,7 +331,14 @@ def _old_exit_opens() -> Patches:
 @_bug("pause_skipped")
 def _pause_skipped() -> Patches:
     """What held a world back ends, and nobody looks."""
-    yield _rules(backoff.RULES, due=lambda _state: None, tick=_nothing)
+    true = membership.next_by_time
+
+    def next_by_time(whole: JobState, group: str, now: int) -> membership.NextWorld | Wait:
+        called = membership.last_call(whole, group)
+        skipped = membership.paused(whole, group) > 0 and now < called
+        return Wait(group, PAUSE, "nobody looks", called) if skipped else true(whole, group, now)
+
+    yield mock.patch.object(membership, "next_by_time", next_by_time)
 
 
 # ---- masters, agents, logs: code that runs at the level of the loop only

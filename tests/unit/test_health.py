@@ -6,10 +6,12 @@ from collections.abc import Iterable
 
 import pytest
 from drive import SECOND, Drive, spec_of
+from orders import Told
 
 from dlrover_core.errors import SpecError
 from dlrover_core.job import health, job, nodes, planning, world
 from dlrover_core.job.evidence import EvidenceSeen
+from dlrover_core.job.failures import IncidentOpened
 from dlrover_core.job.health import CheckAsked, CheckJudged, CheckReported, CheckStarted, ReportCheck
 from dlrover_core.kernel.engine import Accepted, NotDone
 from dlrover_core.kernel.state import digest
@@ -114,13 +116,13 @@ def test_agents_are_told_once_what_to_do() -> None:
     """An order names the round, the partners, the store and the time; it is taken back when the check is over."""
     drive = Checked(nodes_max=2, check_s=30.0).arrive(0, 1)
     told = desired(drive.state).orders
-    first, second = (told[one] for one in _names(0, 1))
+    first, second = (Told(told[one]) for one in _names(0, 1))
     assert (first.check, first.check_round, first.check_kind, first.check_us) == (1, 1, "full", 30 * SECOND)
     assert (first.check_rank, first.check_size, first.check_with) == (0, 2, ("worker-1-0",))
     assert (second.check_rank, second.check_with) == (1, ("worker-0-0",))
     assert first.check_store == second.check_store == drive.state.world.offers["worker-0-0"][0]
     drive.answer()
-    assert {one.check for one in desired(drive.state).orders.values()} == {0}
+    assert {Told(one).check for one in desired(drive.state).orders.values()} == {0}
     # It was used under a prefix only: the world may still be named by it.
     assert drive.world.store == first.check_store
 
@@ -406,7 +408,7 @@ def test_a_death_closes_its_group_for_the_round() -> None:
     drive = Checked(nodes_min=3, nodes_max=4, last_call_s=30.0).arrive(0, 1, 2, 3)
     drive.observe("worker-3-0", "failed", -9)
     told = desired(drive.state).orders
-    assert [told[one].check for one in _names(0, 1, 2)] == [1, 1, 0]
+    assert [Told(told[one]).check for one in _names(0, 1, 2)] == [1, 1, 0]
     for one in _names(0, 1):
         drive.do(ReportCheck(one, 1, 1, True, took_us=SECOND))
     assert drive.facts(CheckJudged) == [CheckJudged("worker", 1, 1, (), ((0, 2, 0, 2),))]
@@ -515,6 +517,18 @@ def test_settings() -> None:
         spec_of(check_s=0.0)
     with pytest.raises(SpecError, match="'report' or 'replace'"):
         spec_of(check_slow="shoot")
+
+
+def test_two_that_fail_one_check_have_an_incident_each_with_its_own_cause() -> None:
+    """Both deaths are told in one moment, before either is answered: an incident opens with the one that caused it."""
+    drive = Checked(nodes_max=5, precheck="basic")
+    drive.unfit = {"worker-1-0": "the disk is slow", "worker-3-0": "the disk is slow"}
+    drive.arrive(0, 1, 2, 3, 4).answer(times=1)
+    deaths = {record.seq: record.event.node for record in drive.records if isinstance(record.event, nodes.NodeFailed)}
+    opened = [record for record in drive.records if isinstance(record.event, IncidentOpened)]
+    assert [deaths[record.cause] for record in opened] == ["worker-1-0", "worker-3-0"]
+    causes = [drive.state.failures.incidents[number].evidence[0] for number in (1, 2)]
+    assert causes == [record.cause for record in opened]
 
 
 def test_a_single_node_that_fails_twice_ends_the_job() -> None:

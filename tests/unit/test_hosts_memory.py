@@ -35,9 +35,9 @@ class Life:
             self.add(nodes.NodeRunning(f"worker-{index}-0", f"h{index}", rack))
             self.add(nodes.NodeJoined(f"worker-{index}-0", f"h{index}", f"h{index}", 1))
 
-    def add(self, fact: Any) -> None:
+    def add(self, fact: Any, cause: int = 0) -> None:
         """Let it happen, and what the concern makes of it."""
-        self._apply(fact)
+        self._apply(fact, cause)
         reacts, cause = hosts_rules.RULES.react.get(type(fact)), self.state.seq
         for follow in reacts(self.state, fact, Record(cause, self.at, 1, 0, fact)) if reacts else ():
             self.made.append(follow)
@@ -59,12 +59,12 @@ class Life:
         self.incident += 1
         node = more.pop("node", f"worker-{index}-0")
         self.add(failures.IncidentOpened(self.incident, node, 1, (index,)))
-        self.judge(signature, verdict, **more)
+        self.judge(signature, verdict, self.state.seq, **more)
         return self.incident
 
-    def judge(self, signature: str, verdict: str, **more: Any) -> None:
+    def judge(self, signature: str, verdict: str, cause: int = 0, **more: Any) -> None:
         """The newest incident gets a verdict."""
-        self.add(failures.Diagnosed(self.incident, verdict, signature, (1,), 0.8, **more))
+        self.add(failures.Diagnosed(self.incident, verdict, signature, (1,), 0.8, **more), cause)
 
     def serve(self, index: int) -> None:
         """The node's workers run for as long as proves a host, and the job makes steps."""

@@ -175,6 +175,18 @@ def hasty_without_a_step() -> Drive:
     return blank(drive)
 
 
+def unnoticed() -> Drive:
+    """The last store that a world needs is on offer, and nobody looks for a second."""
+    drive = Drive()
+    for node in ("worker-0-0", "worker-1-0"):
+        drive.do(nodes.ReportJoined(node, "h", "a", 2))
+    drive.engine._emit(world.StoreOffered("worker-0-0", "a:1"), drive.now, 0, None)
+    drive.now += 1_000_000
+    drive.wait(0)
+    assert drive.world.active
+    return drive
+
+
 def over() -> Drive:
     """The job has succeeded."""
     drive = restarted()
@@ -342,6 +354,9 @@ CASES = {
     "released and not told": Case("told", running, show(nodes.NodeReleased("worker-0-0", "drained"))),
     "silent for ever": Case("patience", silent, misplace(-1, at=10**11)),
     "no world though one could form": Case("prompt", hasty_without_a_step, misplace(-1, at=10**11)),
+    "nobody looks though a world could form": Case(
+        "reasons", unnoticed, lambda records: shown(records, lambda one: one)
+    ),
     "an action without effect": Case("effects", restarted, without_effect),
     "a job that is not failed": Case("effects", relaunched, change(failures.ActionChosen, action=ladder.FAIL_JOB)),
     "a restart for nothing": Case("budgets", restarted, change(failures.ActionChosen, budget_left=3)),
@@ -398,7 +413,7 @@ def test_each_promise_can_be_broken(what: str) -> None:
 
 def test_every_promise_is_broken_once() -> None:
     """There is no promise that nothing here breaks."""
-    beside = {"reference", "liveness"}
+    beside = {"reference", "liveness", "slices"}  # here below, and in test_slices.py
     assert {case.promise for case in CASES.values()} | beside == {cls.name for cls in invariants.DEFAULT}
 
 

@@ -314,7 +314,7 @@ def test_two_worlds_of_one_generation_cannot_be() -> None:
 def test_orders() -> None:
     """Each member is told its ranks, the world's size, its place and the store; they are the same for all but ranks and place."""
     drive = Drive(nodes_max=3, nproc=4).up()
-    orders = desired(drive.state).orders
+    orders = {node: order.work for node, order in desired(drive.state).orders.items()}
     told = [
         (one.first_rank, one.nproc, one.node_rank, one.world_size, one.nodes, one.generation) for one in orders.values()
     ]

@@ -33,6 +33,7 @@ from dlrover_core.history.timeline import (
     Timeline,
 )
 from dlrover_core.job import failures, planning, scaling
+from dlrover_core.job.waiting import PLAN, Wait
 from dlrover_core.kernel.events import Record
 
 TAIL_LINES_MAX = 20
@@ -321,6 +322,7 @@ def status(
     step = progress(live) if live is not None and live["step"] >= 0 else step
     lines.append(f"  {step}; {'lasted' if told.over else 'for'} {duration(max(0, end - told.created_at))}")
     lines += [f"  {one}" for one in _worlds(told)]
+    lines += [f"  {one}" for one in waiting(told.waits, end)]
     lines += [f"  {one}" for one in _kept(told)]
     lines += [f"  {one}" for one in _plans(told, end)]
     lines += ["", *_nodes(told)]
@@ -338,6 +340,14 @@ def status(
             f"last event #{told.last.seq} at {clock(told.last.at, zone)}: {name_of(told.last.event)}: {say(told.last.event)}"
         )
     return "\n".join(lines)
+
+
+def waiting(waits: Iterable[Wait], now: int) -> Iterator[str]:
+    """Why groups have no world, in a line each, and how long time alone keeps it so. Planned changes have lines of their own."""
+    for wait in waits:
+        if wait.why != PLAN:
+            left = f", {duration(wait.until - now)} left" if wait.until > now else ""
+            yield f"{wait.group} has no world: {one_line(wait.words, 500)}{left}"
 
 
 def progress(live: Mapping[str, int]) -> str:

@@ -9,6 +9,7 @@ from dlrover_core.history.headline import Headline, Headlines
 from dlrover_core.job.checkpoints import MEMORY
 from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
+from dlrover_core.job.waiting import Wait
 from dlrover_core.kernel.events import Record
 
 
@@ -86,7 +87,8 @@ class IncidentRow(NamedTuple):
 class Status(NamedTuple):
     """Everything that `dlrover status` shows. Times are microseconds by the leader's clock; ``step`` -1: none known.
 
-    ``headlines``: the newest incidents in a line each, those that are over with the time that they took.
+    ``headlines``: the newest incidents in a line each, those that are over with the time that they took. ``waits``: why groups
+    have no world, or why a planned change is not made yet.
     """
 
     job: str
@@ -107,6 +109,7 @@ class Status(NamedTuple):
     headlines: tuple[Headline, ...] = ()
     kept: tuple[KeptRow, ...] = ()
     plans: tuple[PlanRow, ...] = ()
+    waits: tuple[Wait, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -119,8 +122,13 @@ class Status(NamedTuple):
         return self.ended_at > 0
 
 
-def status_of(state: JobState, last: Record | None = None, headlines: Headlines | None = None) -> Status:
-    """The status of a folded history; ``last`` is its newest record, ``headlines`` have been fed all of them."""
+def status_of(
+    state: JobState, last: Record | None = None, headlines: Headlines | None = None, waits: tuple[Wait, ...] = ()
+) -> Status:
+    """The status of a folded history; ``last`` is its newest record, ``headlines`` have been fed all of them.
+
+    ``waits``: as `rules.membership.reasons` gives them. Nothing here asks a rule.
+    """
     known = state.job.state != "new"
     return Status(
         job=state.job.name,
@@ -141,6 +149,7 @@ def status_of(state: JobState, last: Record | None = None, headlines: Headlines 
         headlines=tuple(headlines.lines.values()) if headlines is not None else (),
         kept=_kept(state),
         plans=_plans(state),
+        waits=waits,
     )
 
 

@@ -116,11 +116,11 @@ class _Teller:
 
     def _note(self, fact: object, record: Record) -> None:
         """Keep what the engine made of it, so that nothing is judged by other evidence than it was."""
-        newest = self._state.failures.last
+        death = self._state.failures.deaths.get(record.seq)
         if isinstance(fact, evidence.EvidenceSeen):
             self._evidence[record.seq] = evidence.of(fact, record)
-        elif newest is not None and newest.seq == record.seq:
-            self._evidence[record.seq] = newest
+        elif death is not None:
+            self._evidence[record.seq] = death
 
     def newest(self) -> int:
         """What is worth explaining: an end for another reason than an incident is not."""

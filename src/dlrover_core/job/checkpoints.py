@@ -8,6 +8,7 @@ generation was restored, and a storage that fails or is back.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
@@ -18,6 +19,7 @@ from dlrover_core.job.names import group_of
 from dlrover_core.job.ranges import Ranges
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command, part
 
 MEMORY, PEER, DISK, STORAGE, NOTHING = "memory", "peer", "disk", "storage", "nothing"
 TIERS = (MEMORY, PEER, DISK, STORAGE, NOTHING)
@@ -136,6 +138,7 @@ class RanksArmed(NamedTuple):
     plan: int
 
 
+@command(17, since=4)
 class ReportKeeping(NamedTuple):
     """The node of rank 0: its ranks save with us."""
 
@@ -150,6 +153,7 @@ class ReportKeeping(NamedTuple):
     spread: int = 0
 
 
+@command(18, since=4)
 class ReportHeld(NamedTuple):
     """A node: what its memory holds whole, now that its workers have ended, or wait at the boundary of ``plan``.
 
@@ -163,6 +167,7 @@ class ReportHeld(NamedTuple):
     copies: tuple[tuple[int, int], ...] = ()
 
 
+@command(19, since=4)
 class ReportStorage(NamedTuple):
     """A node: parts cannot be written (``reason``), or can again (empty)."""
 
@@ -171,6 +176,7 @@ class ReportStorage(NamedTuple):
     reason: str = ""
 
 
+@command(20, since=4)
 class OfferReplica(NamedTuple):
     """A node takes copies at ``address`` (``host:port``)."""
 
@@ -178,6 +184,7 @@ class OfferReplica(NamedTuple):
     address: str
 
 
+@command(21, since=4)
 class ReportRestored(NamedTuple):
     """A node: from where its ranks began. The slowest tier of its ranks, and the longest time."""
 
@@ -189,11 +196,45 @@ class ReportRestored(NamedTuple):
     fell: tuple[tuple[str, str], ...] = ()
 
 
+@command(22, since=4)
 class ReportArmed(NamedTuple):
     """A node: all its ranks look for the boundary of ``plan``."""
 
     node: str
     plan: int
+
+
+@part(3)
+class Keep(NamedTuple):
+    """To all: what is known of the group's states.
+
+    committed:  the newest step that is whole on storage, by the log (-1: none), of generation ``committed_of``: a step of that
+                number of another generation is another state
+    replica_to: where copies of this node's states go; empty: nowhere
+    mtbf_s:     seconds between failures to be expected; 0: unknown
+    lenders:    nodes that have left this world at the boundary ``resume_step``, from where what they held there can be had: the
+                address, the first rank of theirs in the world before, and how many
+    decided:    of generations up to this one the leader will order nothing to be written beside `Persist`
+    """
+
+    committed: int = NO_STEP
+    committed_of: int = 0
+    replica_to: str = ""
+    mtbf_s: int = 0
+    lenders: tuple[tuple[str, int, int], ...] = ()
+    decided: int = 0
+
+
+@part(4)
+class Persist(NamedTuple):
+    """To a node that holds it: write this ``step`` (-1: none) of generation ``of``, which has ended, to storage now.
+
+    ``places``: whose parts: its own place in that world, or those of others that it keeps copies of.
+    """
+
+    step: int = NO_STEP
+    of: int = 0
+    places: tuple[int, ...] = ()
 
 
 class CommitCheckpoint(NamedTuple):
@@ -205,6 +246,17 @@ class CommitCheckpoint(NamedTuple):
     parts: int
     size: int
     took_us: int
+
+
+# What holds of checkpoints after every event, beside what `holdings` says; `CheckpointSlice.check` says what does not.
+#
+#   K        `committed`: the steps that are whole on storage, as (generation, step)
+#   n, e     `now`, `ended`: what the nodes of the generation that saves hold, and those of one before
+#   o        `order`: the step of an ended generation that is to be written
+#
+#   commits  K ascends, and has at most `COMMITTED_KEPT` steps
+#   life     n has not ended, e has; both are of generations up to `formed`, e of an earlier one than n
+#   order    o is newer than K
 
 
 @dataclass(slots=True)
@@ -247,6 +299,22 @@ class Kept:
             return held, MEMORY
         return (self.newest[1], STORAGE) if self.committed else (NO_STEP, "")
 
+    def check(self) -> Iterator[str]:
+        """What of the formula above does not hold."""
+        if self.committed != sorted(set(self.committed)) or len(self.committed) > COMMITTED_KEPT:
+            yield f"commits: K = {self.committed}"
+        told = [(one.generation, bool(one.ended_at)) for one in (self.ended, self.now) if one is not None]
+        generations = [generation for generation, _ in told]
+        over = [True] * (self.ended is not None) + [False] * (self.now is not None)
+        if [ended for _, ended in told] != over or generations != sorted(set(generations)):
+            yield f"life: (generation, has ended) of e and n = {told}"
+        if max(generations, default=0) > self.formed:
+            yield f"life: (generation, has ended) of e and n = {told}, formed = {self.formed}"
+        if self.order is not None and (self.order.generation, self.order.step) <= self.newest:
+            yield f"order: o = {(self.order.generation, self.order.step)}, the newest of K is {self.newest}"
+        for one in (self.now, self.ended, self.order):
+            yield from one.check() if one is not None else ()
+
 
 @dataclass(slots=True)
 class CheckpointSlice:
@@ -268,6 +336,11 @@ class CheckpointSlice:
     def of(self, group: str) -> Kept:
         """A group's checkpoints; of one that has none, an empty one."""
         return self.groups.get(group) or Kept()
+
+    def check(self) -> Iterator[str]:
+        """What of the formulas above `Kept` and `Holdings` does not hold."""
+        for group, kept in self.groups.items():
+            yield from (f"{group}: {wrong}" for wrong in kept.check())
 
 
 def worth_telling(tier: str, fell: tuple[tuple[str, str], ...], *, rank_0: bool) -> bool:

@@ -10,12 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dlrover_core.diagnosis.evidence import Evidence
+from dlrover_core.diagnosis.evidence import KERNEL, Evidence
 from dlrover_core.job import job
+from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command
 from dlrover_core.spec import us
 
+# The generation of an incident that broke no world.
+ASIDE = 0
 WINDOW_S = 660.0
 KEPT_MAX = 256
 TEXT_MAX = 500
@@ -44,6 +48,7 @@ class EvidenceSeen(NamedTuple):
     step: int = -1
 
 
+@command(14, since=3)
 class ReportEvidence(NamedTuple):
     """An agent saw something, ``age_us`` ago, that its table of signatures knows."""
 
@@ -56,6 +61,34 @@ class ReportEvidence(NamedTuple):
     age_us: int = 0
     place: str = ""
     subject: str = ""
+
+
+class Spent(NamedTuple):
+    """An incident that is over: evidence up to ``until`` is used up and must not explain a later one.
+
+    ``node``: where the incident opened; ``blamed`` and ``host``: the root's. What the kernel said of other hosts is not used up.
+    """
+
+    incident: int
+    group: str
+    generation: int
+    until: int
+    node: str
+    blamed: str
+    host: str
+
+    def takes(self, one: Evidence) -> bool:
+        """Was this seen in its time, and of what it was about?"""
+        if not self.until or one.at > self.until or group_of(one.node) != self.group:
+            return False
+        if self.generation == ASIDE:
+            return one.node == self.node
+        return one.generation in (0, self.generation)
+
+    def leaves(self, one: Evidence) -> bool:
+        """Does it speak of another machine than the root's, by that machine's own kernel?"""
+        elsewhere = one.host != self.host if one.host and self.host else one.node != self.blamed
+        return one.source == KERNEL and elsewhere
 
 
 @dataclass(slots=True)

@@ -5,17 +5,21 @@ What is done about them: `rules.incidents`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.diagnosis.evidence import CASC, ERROR, EXIT, KERNEL, LOG, NODE, OPENING, PLAT, Evidence
+from dlrover_core.diagnosis.evidence import CASC, ERROR, EXIT, LOG, NODE, OPENING, PLAT, Evidence
 from dlrover_core.job import evidence, job, nodes, older, progress, world
 from dlrover_core.job.crash_loops import Cycles
+from dlrover_core.job.evidence import Spent
 from dlrover_core.job.incident_lifecycle import INCIDENT, Action
+from dlrover_core.job.memo import unanswered
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command
 from dlrover_core.spec import us
 
 TAIL_BYTES_MAX = 4096
@@ -30,8 +34,7 @@ LATE_S = 5.0
 SPENT_S, SPENT_MAX = 2 * evidence.WINDOW_S, 256
 HISTORY_MAX = 64
 UNKNOWN = -1
-# The generation of an incident that broke no world.
-ASIDE = 0
+ASIDE = evidence.ASIDE
 # Relaunches before a node that was there for so long are forgiven: reboots weeks apart would spend any budget.
 SERVED_S = 3600.0
 
@@ -128,6 +131,7 @@ class IncidentClosed(NamedTuple):
     steps_lost: int
 
 
+@command(9)
 class ReportExit(NamedTuple):
     """An agent's worker died, ``age_us`` ago. ``signature`` and ``place``: what its agent knows it by; empty: nothing."""
 
@@ -142,34 +146,6 @@ class ReportExit(NamedTuple):
     error: str = ""
     signature: str = ""
     place: str = ""
-
-
-class Spent(NamedTuple):
-    """An incident that is over: what was seen until ``until`` has had its failure, and explains no later one.
-
-    ``node``: where it opened; ``blamed`` and ``host``: the root's. What the kernel said of other hosts may have its failure yet.
-    """
-
-    incident: int
-    group: str
-    generation: int
-    until: int
-    node: str
-    blamed: str
-    host: str
-
-    def takes(self, one: Evidence) -> bool:
-        """Was this seen in its time, and of what it was about?"""
-        if not self.until or one.at > self.until or group_of(one.node) != self.group:
-            return False
-        if self.generation == ASIDE:
-            return one.node == self.node
-        return one.generation in (0, self.generation)
-
-    def leaves(self, one: Evidence) -> bool:
-        """Does it speak of another machine than the root's, by that machine's own kernel?"""
-        elsewhere = one.host != self.host if one.host and self.host else one.node != self.blamed
-        return one.source == KERNEL and elsewhere
 
 
 @dataclass(slots=True)
@@ -252,10 +228,26 @@ class Incident:
         return group_of(self.node)
 
 
+# What holds of budgets after every event; `FailureSlice.check` says what does not.
+#
+#   N        `number`: the number of the newest incident; I are those that are remembered
+#   a        an action of one of I: it counts if it starts processes again in place, and was not superseded
+#   R, A     `restarts`: what is charged to `max_restarts`; of that, the a that count there
+#   Q        `software`: when restarts were charged to the budget of an hour, and not given back
+#   B(p)     `relaunches`: the nodes that place p was given anew
+#
+#   number   the numbers of I ascend and end at N at the latest
+#   charged  A <= R: what was charged stays so while its action counts; of incidents that are forgotten A knows nothing
+#   hour     Q ascends
+#   places   B(p) >= 1
+#   held     an incident is held exactly while its newest action waits
+
+
 @dataclass(slots=True)
 class FailureSlice:
-    """Open incidents and the last closed ones by number; budgets used; ``last``: the newest death; ``joined``: when, by place.
+    """Open incidents and the last closed ones by number; budgets used; ``joined``: when, by place.
 
+    ``deaths``: those of the newest moment, by record: an incident opens with the one that its record's cause tells.
     ``software``: when restarts were charged to that budget; ``memory``: what a group's nodes get, in MiB; ``history``: the roots
     of the newest incidents, by number; ``cycles``: what led to steps, by group.
     ``spent``: of incidents that are no longer remembered.
@@ -265,7 +257,7 @@ class FailureSlice:
     number: int = 0
     restarts: int = 0
     relaunches: dict[str, int] = field(default_factory=dict)
-    last: Evidence | None = None
+    deaths: dict[int, Evidence] = field(default_factory=dict)
     joined: dict[str, int] = field(default_factory=dict)
     software: list[int] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
@@ -301,6 +293,27 @@ class FailureSlice:
         found = [one for one in self.incidents.values() if not one.closed and one.group == group and one.generation]
         return found[-1] if found else None
 
+    def check(self) -> Iterator[str]:
+        """What of the formula above does not hold."""
+        counted = before = 0
+        for number, one in self.incidents.items():
+            if not before < number == one.number <= self.number:
+                yield f"number: I = {list(self.incidents)}, N = {self.number}"
+            before = number
+            if not one.actions:
+                continue
+            if (one.state == "held") != (one.actions[-1].state == "waiting"):
+                yield f"held: incident {one.number} is {one.state}, {one.actions[-1:]}"
+            for action in one.actions:
+                if action.budget == ladder.RESTARTS and action.state in ("in_force", "done"):
+                    counted += action.action in ladder.IN_PLACE
+        if counted > self.restarts:
+            yield f"charged: A = {counted}, R = {self.restarts}"
+        if self.software and self.software != sorted(self.software):
+            yield f"hour: Q = {self.software}"
+        if self.relaunches and min(self.relaunches.values()) < 1:
+            yield f"places: B = {self.relaunches}"
+
 
 # ---- evolve
 
@@ -308,6 +321,7 @@ class FailureSlice:
 def _on_created(slice_: FailureSlice, fact: job.JobCreated, record: Record) -> None:
     """A new run has its budgets whole; what spoke against a host speaks on."""
     slice_.incidents.clear()
+    slice_.deaths.clear()
     slice_.relaunches.clear()
     slice_.joined.clear()
     slice_.restarts = 0
@@ -344,7 +358,7 @@ def _note_exit(slice_: FailureSlice, fact: WorkerExited, record: Record) -> None
         source,
         place=fact.place,
     )
-    _note(slice_, death, slice_.of_generation(group_of(fact.node), fact.generation))
+    _note(slice_, death, slice_.of_generation(group_of(fact.node), fact.generation), record.cause)
 
 
 def _brief(fact: WorkerExited) -> str:
@@ -360,21 +374,21 @@ def _note_node(slice_: FailureSlice, fact: nodes.NodeFailed | nodes.NodeGone | n
     text = f"{how}: {fact.reason}" if fact.reason else how
     verdict = older.node_death(how, code, fact.reason)
     death = Evidence(record.seq, record.at, fact.node, -1, code, -1, text, *verdict, NODE)
-    _note(slice_, death, slice_.unmended(group_of(fact.node)))
+    _note(slice_, death, slice_.unmended(group_of(fact.node)), record.cause)
 
 
 def _note_evidence(slice_: FailureSlice, fact: evidence.EvidenceSeen, record: Record) -> None:
     one = evidence.of(fact, record)
     if fact.source in OPENING:
-        _note(slice_, one, slice_.of_generation(group_of(fact.node), fact.generation))
+        _note(slice_, one, slice_.of_generation(group_of(fact.node), fact.generation), record.cause)
         return
     incident = slice_.newest(group_of(fact.node))
     if incident is not None and fact.generation in (0, incident.generation) and incident.covers(one):
         _remember(incident, one)
 
 
-def _note(slice_: FailureSlice, death: Evidence, incident: Incident | None) -> None:
-    slice_.last = death
+def _note(slice_: FailureSlice, death: Evidence, incident: Incident | None, cause: int) -> None:
+    slice_.deaths = {**unanswered(slice_.deaths, cause), death.seq: death}
     if incident is None:
         return
     earliest = min(incident.cause.at, death.at)
@@ -434,9 +448,9 @@ def _on_started(slice_: FailureSlice, fact: world.WorkersStarted, record: Record
 
 
 def _on_opened(slice_: FailureSlice, fact: IncidentOpened, record: Record) -> None:
-    death = slice_.last
+    death = slice_.deaths.get(record.cause)
     if death is None:
-        raise ValueError(f"incident {fact.incident} opens without a death")
+        raise ValueError(f"incident {fact.incident} opens because of record {record.cause}, which tells of no death")
     slice_.number = fact.incident
     opened = Incident(fact.incident, fact.node, fact.generation, record.at, death, [], death.step)
     _remember(opened, death)

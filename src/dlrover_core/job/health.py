@@ -5,6 +5,7 @@ A verdict holds for the life of a node's agent, and for ``check_fresh_s``: a pla
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
@@ -15,6 +16,7 @@ from dlrover_core.job.names import group_of
 from dlrover_core.job.ranges import Ranges, from_ranges
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command, part
 
 OFF, BASIC, FULL = "off", "basic", "full"
 # With these words a slow node is drained.
@@ -74,6 +76,7 @@ class CheckAsked(NamedTuple):
     why: str
 
 
+@command(16, since=3)
 class ReportCheck(NamedTuple):
     """An agent has done its part of a check's round."""
 
@@ -85,6 +88,45 @@ class ReportCheck(NamedTuple):
     took_us: int = 0
     alone_us: int = 0
     what: str = ""
+
+
+@part(2)
+class CheckWork(NamedTuple):
+    """To a node: take part in a check.
+
+    number:    of the check; 0: there is none
+    round:     of it
+    kind:      `BASIC` or `FULL`
+    rank:      the node's place among the ``size`` nodes that work together, over ``store``, with the ``others``
+    within_us: for how long at most
+    at:        when that was decided, by the leader's clock
+    """
+
+    number: int = 0
+    round: int = 0
+    kind: str = ""
+    rank: int = 0
+    size: int = 0
+    store: str = ""
+    others: tuple[str, ...] = ()
+    within_us: int = 0
+    at: int = 0
+
+
+# What holds of every check after every event; `Check.check` and `HealthSlice.check` say what does not.
+#
+#   N        `number`: the number of the newest check; c is the number of one that runs
+#   m        `members`: the nodes of a check, by place; the first f (`fresh`) are in question, the others help
+#   r        `round`
+#   G, G1    `groups`, `first_groups`: the places that work together in this round, and in the first one
+#   B, Q     `stores`: one for each group of G; `outcomes`: what the places of this round have said
+#   good     the nodes that passed, with the time; `unclear`: checks in a row that could not tell
+#
+#   number   1 <= c <= N, and no two checks have one number
+#   people   0 < f <= |m|, and no node is in m twice
+#   round    r is 1 or 2, and G1 is empty exactly if r = 1
+#   groups   every place of G is one of m, in one group only; |B| = |G|; Q is of places of G
+#   verdict  no node is both good and unclear; what is counted is counted from 1 on
 
 
 @dataclass(slots=True)
@@ -138,6 +180,18 @@ class Check(Remembering):
         now = Round(self.groups, self.outcomes)
         return [now] if self.round == 1 else [Round(self.first_groups, self.first), now]
 
+    def check(self) -> Iterator[str]:
+        """What of the formula above does not hold of this check by itself."""
+        if not 0 < self.fresh <= len(self.members) or len(set(self.members)) < len(self.members):
+            yield f"people: f = {self.fresh}, m = {self.members}"
+        if self.round not in (1, 2) or bool(self.first_groups) != (self.round == 2):
+            yield f"round: r = {self.round}, G1 = {self.first_groups}"
+        places = [place for group in self.groups for place in group]
+        if len(set(places)) < len(places) or not set(places) <= set(range(len(self.members))):
+            yield f"groups: G = {self.groups} of {len(self.members)} places"
+        if len(self.stores) != len(self.groups) or not self.outcomes.keys() <= set(places):
+            yield f"groups: B = {self.stores}, Q = {list(self.outcomes)}, G = {self.groups}"
+
 
 @dataclass(slots=True)
 class HealthSlice:
@@ -157,6 +211,19 @@ class HealthSlice:
     failed: dict[str, int] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)
     changes: int = 0
+
+    def check(self) -> Iterator[str]:
+        """What of the formula above `Check` does not hold."""
+        numbers = [check.number for check in self.running.values()]
+        if len(set(numbers)) < len(numbers) or not all(1 <= number <= self.number for number in numbers):
+            yield f"number: c = {numbers}, N = {self.number}"
+        for group, check in self.running.items():
+            yield from (f"{group}: {wrong}" for wrong in check.check())
+        both = [node for node in self.unclear if node in self.good.get(group_of(node), {})]
+        if both:
+            yield f"verdict: {both} are good and unclear"
+        if min((*self.held.values(), *self.unclear.values(), *self.failed.values()), default=1) < 1:
+            yield f"verdict: counted are {self.held}, {self.unclear}, {self.failed}"
 
 
 # ---- evolve

@@ -7,7 +7,7 @@ write the part of every place: a node its own part, or that of another place of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from dlrover_core.job.memo import Remembering
@@ -16,6 +16,19 @@ from dlrover_core.job.ranges import Ranges, from_ranges
 Copies = tuple[tuple[int, int], ...]
 """Whose parts are kept beside one's own: the place in that world, and the step."""
 NO_STEP = -1
+
+
+# What holds of holdings after every event; `check` says what does not.
+#
+#   M        `members`: the nodes of the generation; |M| is the number of its parts too
+#   H, C     `held`: the nodes that have told which steps they hold; `copies`: whose parts beside their own
+#   X        `gone`: the nodes that hold nothing any more
+#   e, t     `ended_at`: when the generation ended, 0: it runs; `heard_at`: when the first node told, 0: none has
+#   p        `parts`: the number of parts that an order needs; W(n) of them are node n's to write, able(n) it could write
+#
+#   members  H and X are subsets of M without a node in common; C is of nodes of H
+#   heard    t is set if H is not empty
+#   parts    the W(n) have no part in common and are all p parts; W(n) is a subset of able(n)
 
 
 @dataclass(slots=True)
@@ -74,6 +87,16 @@ class Holdings(Remembering):
                 able[node] = (*own, *copied)
         return able
 
+    def check(self) -> Iterator[str]:
+        """What of the formula above does not hold."""
+        held, gone = self.held.keys(), set(self.gone)
+        if held & gone or len(gone) < len(self.gone) or not held | gone <= self.places.keys():
+            yield f"members: H = {list(held)}, X = {self.gone}, M = {list(self.places)}"
+        if not self.copies.keys() <= held:
+            yield f"members: C = {list(self.copies)}, H = {list(held)}"
+        if held and not self.heard_at:
+            yield f"heard: t = 0, H = {list(held)}"
+
     def lose(self, node: str) -> None:
         """It holds nothing any more, whatever it has told."""
         if node in self.places and node not in self.gone:
@@ -121,6 +144,14 @@ class SaveOrder:
                 writers[node] = (*writers.get(node, ()), place)
         self.writers = writers
         return len(taken) == self.parts
+
+    def check(self) -> Iterator[str]:
+        """What of the formula above `Holdings` does not hold."""
+        shared = [part for parts in self.writers.values() for part in parts]
+        if sorted(shared) != list(range(self.parts)):
+            yield f"parts: W = {self.writers}, p = {self.parts}"
+        if not all(set(parts) <= set(self.able.get(node, ())) for node, parts in self.writers.items()):
+            yield f"parts: W = {self.writers}, able = {self.able}"
 
     def lose(self, node: str) -> bool:
         """A node is gone: others take over what was its to write. False: nobody can."""

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import HW
 from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job.memo import unanswered
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
@@ -145,15 +146,15 @@ class Seat:
 
 @dataclass(slots=True)
 class HostSlice:
-    """Hosts with anything against them, by name; where each place's node is; the incident that was opened last, and of whom.
+    """Hosts with anything against them, by name; where each place's node is.
 
+    ``opened``: the nodes of the incidents of the newest moment, by the record that opened them: a verdict's cause.
     ``taken``: the newest nodes that the platform says it took.
     """
 
     hosts: dict[str, HostMemory] = field(default_factory=dict)
     seats: dict[str, Seat] = field(default_factory=dict)
-    opened: int = 0
-    opened_node: str = ""
+    opened: dict[int, str] = field(default_factory=dict)
     taken: list[str] = field(default_factory=list)
 
     def quarantined(self, now: int) -> list[str]:
@@ -207,7 +208,7 @@ def _on_created(slice_: HostSlice, fact: job.JobCreated, record: Record) -> None
     """A new run: its nodes are others, bad hosts stay bad."""
     slice_.seats.clear()
     slice_.taken.clear()
-    slice_.opened, slice_.opened_node = 0, ""
+    slice_.opened.clear()
 
 
 def _on_running(slice_: HostSlice, fact: nodes.NodeRunning, record: Record) -> None:
@@ -225,18 +226,18 @@ def _seat(slice_: HostSlice, node: str, host: str, rack: str) -> None:
 
 
 def _on_opened(slice_: HostSlice, fact: failures.IncidentOpened, record: Record) -> None:
-    slice_.opened, slice_.opened_node = fact.incident, fact.node
+    slice_.opened = {**unanswered(slice_.opened, record.cause), record.seq: fact.node}
 
 
 def _on_diagnosed(slice_: HostSlice, fact: failures.Diagnosed, record: Record) -> None:
-    before, since = _withdrawn(slice_, fact.incident) if fact.revises else ("", record.at)
-    node = fact.blamed or fact.node or (slice_.opened_node if slice_.opened == fact.incident else "")
+    before, since, place = _withdrawn(slice_, fact.incident) if fact.revises else ("", record.at, "")
+    node = fact.blamed or fact.node or slice_.opened.get(record.cause, "")
     host = fact.host or slice_.host_of(node) or before
     taken = node in slice_.taken and fact.signature.startswith("node.")
     if not host or taken or not counts(fact.verdict, fact.signature):
         return
     known = _memory(slice_, host, record.at)
-    place = (fact.node or node).rpartition("-")[0]
+    place = (fact.node or node).rpartition("-")[0] or place
     # One failure is one strike, however often it is judged.
     at = since if before == host else record.at
     known.strikes = known.recent(record.at)[-STRIKES_MAX + 1 :]
@@ -256,16 +257,16 @@ def _on_chosen(slice_: HostSlice, fact: failures.ActionChosen, record: Record) -
             ]
 
 
-def _withdrawn(slice_: HostSlice, incident: int) -> tuple[str, int]:
-    """Take the strike of an incident back; at which host was it, and when?"""
+def _withdrawn(slice_: HostSlice, incident: int) -> tuple[str, int, str]:
+    """Take the strike of an incident back; at which host was it, when, and of which place's node?"""
     for host, known in slice_.hosts.items():
         for strike in known.strikes:
             if strike.incident == incident:
                 known.strikes.remove(strike)
                 if not known.strikes and not known.probation:
                     del slice_.hosts[host]
-                return host, strike.at
-    return "", 0
+                return host, strike.at, strike.place
+    return "", 0, ""
 
 
 def _memory(slice_: HostSlice, host: str, now: int) -> HostMemory:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
+
+
+def unanswered(told: Mapping[int, T], cause: int) -> dict[int, T]:
+    """What was told by records whose reactions may still come, seen from a record that reacts to ``cause`` (0: to none).
+
+    Reactions come in the order of their causes, and a command's next event only after all reactions to the one before.
+    """
+    return {seq: one for seq, one in told.items() if 0 < cause <= seq}
 
 
 class Remembering:

@@ -11,7 +11,7 @@ of it, and told that it is off, are never taken for armed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
@@ -21,6 +21,7 @@ from dlrover_core.job.job import GroupScaled, JobCreated
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import part
 
 NONE = -1  # no step
 NAMED_MAX = 4
@@ -72,6 +73,14 @@ class NodeDrained(NamedTuple):
     deadline: int = 0
 
 
+@part(5)
+class Boundary(NamedTuple):
+    """To members: get ready for this planned change (0: none); ``go``: its boundary may be chosen."""
+
+    plan: int = 0
+    go: bool = False
+
+
 @dataclass(slots=True)
 class Leaving:
     """A node that is to go once its world has changed. ``why``: as its release will say; ``out``: the world is without it."""
@@ -80,6 +89,23 @@ class Leaving:
     since: int
     deadline: int
     out: bool = False
+
+
+# What holds of every planned change after every event; `PlanningSlice.check` says what does not.
+#
+#   N        `number`: the number of the newest plan
+#   P        `plans`: the open plan of a group; p is its number
+#   K        `keeping`: the newest generation of a group whose ranks can agree on a boundary
+#   J, L     `joining`, `leaving`: the nodes that join and leave by P
+#   a, g, h  `asked_at`, `go_at`, `held_at`: when ranks were asked to look for the boundary, when it could be chosen, and when
+#            the first node waited there; 0: not yet
+#   A, H     `armed`, `held`: the nodes whose ranks all look for the boundary, and the nodes that wait there
+#   W        `leaving` of the slice: the nodes that leave; each since `since`, at its `deadline` at the latest
+#
+#   number   1 <= p <= N, and no two plans have one number
+#   aim      P changes generation K of its group; J and L have no node in common, and one of them has a node
+#   stages   a is set before g, g before h; A is empty before a, H is empty exactly before h
+#   leave    since <= deadline in W
 
 
 @dataclass(slots=True)
@@ -100,6 +126,21 @@ class Plan:
     held_at: int = 0
     armed: dict[str, int] = field(default_factory=dict)
     held: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def awaited(self, members: int) -> int:
+        """How many members' ranks have not done yet what they were asked: to look for the boundary, or to reach it."""
+        return members - len(self.held if self.go_at else self.armed)
+
+    def check(self) -> Iterator[str]:
+        """What of the formula above does not hold of this plan by itself."""
+        if set(self.joining) & set(self.leaving) or not (self.joining or self.leaving):
+            yield f"aim: J = {self.joining}, L = {self.leaving}"
+        set_at = [at for at in (self.asked_at, self.go_at, self.held_at) if at]
+        stages = f"a = {self.asked_at}, g = {self.go_at}, h = {self.held_at}"
+        if set_at != sorted(set_at) or (self.go_at and not self.asked_at) or (self.held_at and not self.go_at):
+            yield f"stages: {stages}"
+        if (self.armed and not self.asked_at) or bool(self.held) != bool(self.held_at):
+            yield f"stages: {stages}, A = {list(self.armed)}, H = {list(self.held)}"
 
     def boundary(self, members: Iterable[str]) -> int:
         """The step that all members hold there; -1: they do not all wait yet, or have none in common."""
@@ -139,6 +180,19 @@ class PlanningSlice:
         """Do ranks of a group stand at a boundary, as they were told to?"""
         plan = self.plans.get(group)
         return plan is not None and bool(plan.held)
+
+    def check(self) -> Iterator[str]:
+        """What of the formula above `Plan` does not hold."""
+        numbers = [plan.number for plan in self.plans.values()]
+        if len(set(numbers)) < len(numbers) or not all(1 <= number <= self.number for number in numbers):
+            yield f"number: p = {numbers}, N = {self.number}"
+        for group, plan in self.plans.items():
+            if plan.generation != self.keeping.get(group):
+                yield f"aim: plan {plan.number} of {group} changes {plan.generation}, K = {self.keeping.get(group)}"
+            yield from (f"{group}: {wrong}" for wrong in plan.check())
+        for node, leaving in self.leaving.items():
+            if leaving.since > leaving.deadline:
+                yield f"leave: {node} leaves since {leaving.since}, and until {leaving.deadline}"
 
 
 def in_words(joining: Sequence[str], leaving: Sequence[str]) -> str:

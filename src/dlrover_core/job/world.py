@@ -10,7 +10,7 @@ Members are written as index ranges in rank order, ``(first index, count, incarn
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
@@ -20,6 +20,7 @@ from dlrover_core.job.names import group_of
 from dlrover_core.job.ranges import Member, Ranges, from_ranges
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command
 
 STORES_MAX = 4
 
@@ -95,6 +96,7 @@ class StoreWithdrawn(NamedTuple):
     address: str
 
 
+@command(4)
 class OfferStore(NamedTuple):
     """An agent has a store to offer."""
 
@@ -102,6 +104,7 @@ class OfferStore(NamedTuple):
     address: str
 
 
+@command(5)
 class WithdrawStore(NamedTuple):
     """An agent's store is gone."""
 
@@ -109,6 +112,7 @@ class WithdrawStore(NamedTuple):
     address: str
 
 
+@command(6)
 class ReportStarted(NamedTuple):
     """An agent's workers run."""
 
@@ -116,6 +120,7 @@ class ReportStarted(NamedTuple):
     generation: int
 
 
+@command(7)
 class ReportStopped(NamedTuple):
     """An agent's workers are dead, as ordered; ``step`` is the last they had made (-1 unknown)."""
 
@@ -124,6 +129,7 @@ class ReportStopped(NamedTuple):
     step: int = -1
 
 
+@command(8)
 class ReportFinished(NamedTuple):
     """An agent's workers all ended well; ``step`` is the last they had made (-1 unknown); the rest as `WorkersFinished`."""
 
@@ -136,6 +142,23 @@ class ReportFinished(NamedTuple):
 
 # A node that ends, however.
 Ended = nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost | nodes.NodeReleased | nodes.NodeLeft | nodes.NodeSucceeded
+
+
+# What holds of every world after every event; `World.check` and `WorldSlice.check` say what does not.
+#
+#   g        `generation`: the number of the newest world of the group
+#   b        `before`: the number of the last world of earlier runs
+#   M        `members`: the nodes in rank order; node m runs m.nproc ranks, from m.first_rank on
+#   s        `size`: the number of ranks
+#   S, T, F  `started`, `stopped`, `finished`: the nodes whose workers did so in g
+#   U        `unstored`: the nodes that finished and whose last state is not on storage
+#   O(n)     `offers`: the stores that node n offers and nobody has used
+#
+#   count    0 <= b <= g, and M is empty exactly if b = g, which is: no world of this run has formed
+#   life     an active world has members and a store; a last call is not counted from after the last change
+#   ranks    M[0].first_rank = 0, M[i + 1].first_rank = M[i].first_rank + M[i].nproc, and s is where the last one ends
+#   reports  S, T and F are subsets of M, each without repetition, and U is a subset of F
+#   offers   O(n) has at most `STORES_MAX` stores, none twice
 
 
 @dataclass(slots=True)
@@ -180,6 +203,30 @@ class World(Remembering):
         """Each member's place in rank order."""
         return self.recall("places", lambda: {member.node: place for place, member in enumerate(self.members)})
 
+    def check(self) -> Iterator[str]:
+        """What of the formula above does not hold."""
+        if not 0 <= self.before <= self.generation or bool(self.members) != (self.before < self.generation):
+            yield f"count: g = {self.generation}, b = {self.before}, {len(self.members)} members"
+        if self.active and not (self.members and self.store):
+            yield f"life: active with {len(self.members)} members and the store {self.store!r}"
+        if self.called_at > self.changed_at:
+            yield f"life: the last call counts from {self.called_at}, the last change was at {self.changed_at}"
+        if self.members:
+            yield from self.recall("ranks", self._check_ranks)
+        for name, told in (("started", self.started), ("stopped", self.stopped), ("finished", self.finished)):
+            if told and (len(set(told)) < len(told) or not self.places.keys() >= set(told)):
+                yield f"reports: {name} = {told}, M = {list(self.places)}"
+        if self.unstored and not self.unstored.keys() <= set(self.finished):
+            yield f"reports: U = {list(self.unstored)}, F = {self.finished}"
+
+    def _check_ranks(self) -> list[str]:
+        rank, wrong = 0, []
+        for _, nproc, first_rank in self.members:
+            if first_rank != rank:
+                wrong.append(f"ranks: a node begins at {first_rank}, the one before it ends at {rank}")
+            rank += nproc
+        return wrong if self.size == rank else [*wrong, f"ranks: s = {self.size}, the members run {rank}"]
+
 
 @dataclass(slots=True)
 class WorldSlice:
@@ -191,6 +238,15 @@ class WorldSlice:
     def of(self, node: str) -> World:
         """The world of a node's group; an empty one where none has formed."""
         return self.worlds.get(group_of(node)) or World()
+
+    def check(self) -> Iterator[str]:
+        """What of the formula above `World` does not hold."""
+        for group, world in self.worlds.items():
+            for wrong in world.check():
+                yield f"{group}: {wrong}"
+        for node, offered in self.offers.items():
+            if len(offered) > 1 and (len(offered) > STORES_MAX or len(set(offered)) < len(offered)):
+                yield f"offers: O({node}) = {offered}"
 
 
 # ---- evolve

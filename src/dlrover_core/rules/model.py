@@ -6,7 +6,6 @@ from dlrover_core.diagnosis.policy import Hook
 from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.engine import Model
 from dlrover_core.rules import (
-    backoff,
     budgets,
     checkpoints,
     checks,
@@ -42,7 +41,6 @@ _RULES = (
     operations.RULES,
     plans.RULES,
     budgets.RULES,
-    backoff.RULES,
     checks.RULES,
     laggards.RULES,
     checkpoints.RULES,

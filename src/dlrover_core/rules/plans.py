@@ -23,7 +23,7 @@ from dlrover_core.job import health, nodes, planning, progress, ranges, world
 from dlrover_core.job.checkpoints import KeepingStarted, RanksArmed, ReportArmed, StepsHeld
 from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
-from dlrover_core.kernel.engine import Rules, always
+from dlrover_core.kernel.engine import Rules, Telling, Tells, always
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.rules import membership, slots, worlds
 from dlrover_core.spec import us
@@ -114,25 +114,25 @@ def _proceed(state: JobState, group: str, now: int) -> Iterator[Event]:
     plan = state.planning.plans.get(group)
     if plan is None or not plan.asked_at or not membership.able(state, group):
         return
-    members = len(state.world.worlds[group].members)
-    if not plan.go_at and len(plan.armed) >= members:
+    if plan.awaited(len(state.world.worlds[group].members)) > 0:
+        return
+    if not plan.go_at:
         yield planning.BoundaryAsked(group, plan.number, go=True)
-    elif len(plan.held) >= members:
-        if membership.resume(state, group) < 0:
-            yield planning.WorldPlanDropped(group, plan.number, "the nodes hold no step in common at its boundary")
-            return
-        why = f"planned change {plan.number}: {planning.in_words(plan.joining, plan.leaving)}"
-        formed = list(worlds.form(state, group, now, why, at_once=True))
-        yield from worlds.dissolve(state, group, why, planned=True)
-        yield from formed
+        return
+    if membership.resume(state, group) < 0:
+        yield planning.WorldPlanDropped(group, plan.number, "the nodes hold no step in common at its boundary")
+        return
+    why = f"planned change {plan.number}: {planning.in_words(plan.joining, plan.leaving)}"
+    formed = list(worlds.form(state, group, now, why, at_once=True))
+    yield from worlds.dissolve(state, group, why, planned=True)
+    yield from formed
 
 
 def _warm(state: JobState, plan: planning.Plan, now: int) -> bool:
     """Are those who join there? Whoever is in a hurry does not wait for them."""
     if any(now >= _hurry_at(state, state.planning.leaving[name]) for name in plan.leaving):
         return True
-    here, admits = state.nodes.nodes, membership.may_train
-    return all(name in here and here[name].ready and admits(state, here[name]) for name in plan.joining)
+    return not membership.unready(state, plan)
 
 
 def _void(
@@ -330,6 +330,28 @@ def _let_go(state: JobState, fact: progress.FirstStep, record: Record) -> Iterat
             yield from slots.release(state, state.nodes.nodes[name], leaving.why)
 
 
+# ---- what agents are told
+
+
+def _boundary(state: JobState, group: str, asked: tuple[int, bool]) -> Telling:
+    members = state.world.worlds[group].members if asked[0] else ()
+    return Telling(working=dict.fromkeys((one.node for one in members), planning.Boundary(*asked)))
+
+
+def lenders(state: JobState, group: str) -> tuple[tuple[str, int, int], ...]:
+    """Nodes that left the world before this one at its boundary and are still here: address, first rank in it, how many."""
+    ended = state.checkpoints.of(group).ended if state.planning.leaving else None
+    current = state.world.worlds[group]
+    if ended is None or ended.generation + 1 != current.generation or not ended.planned or current.resume_step < 0:
+        return ()  # or a failure was first: nobody knows what they hold
+    known, replicas = state.planning.leaving, state.checkpoints.replicas
+    return tuple(
+        (replicas[member.node], member.first_rank, member.nproc)
+        for member in ranges.from_ranges(group, ended.members)
+        if member.node in known and known[member.node].out and member.node in replicas
+    )
+
+
 RULES = Rules(
     decide={ReportArmed: _armed},
     react={
@@ -349,18 +371,5 @@ RULES = Rules(
     levels=dict.fromkeys(
         (planning.WorldPlanned, planning.WorldPlanDropped, planning.BoundaryAsked, planning.NodeDrained), always
     ),
+    tells=Tells(lambda state, group: state.planning.asked(group), _boundary),
 )
-
-
-def lenders(state: JobState, group: str) -> tuple[tuple[str, int, int], ...]:
-    """Nodes that left the world before this one at its boundary and are still here: address, first rank in it, how many."""
-    ended = state.checkpoints.of(group).ended if state.planning.leaving else None
-    current = state.world.worlds[group]
-    if ended is None or ended.generation + 1 != current.generation or not ended.planned or current.resume_step < 0:
-        return ()  # or a failure was first: nobody knows what they hold
-    known, replicas = state.planning.leaving, state.checkpoints.replicas
-    return tuple(
-        (replicas[member.node], member.first_rank, member.nproc)
-        for member in ranges.from_ranges(group, ended.members)
-        if member.node in known and known[member.node].out and member.node in replicas
-    )

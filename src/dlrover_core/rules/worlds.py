@@ -10,10 +10,10 @@ from typing import get_args
 
 from dlrover_core.errors import Refused
 from dlrover_core.job import job, nodes
-from dlrover_core.job.checkpoints import MEMORY
 from dlrover_core.job.names import group_of
 from dlrover_core.job.ranges import to_ranges
 from dlrover_core.job.state import JobState
+from dlrover_core.job.waiting import Wait
 from dlrover_core.job.world import (
     STORES_MAX,
     Ended,
@@ -33,64 +33,19 @@ from dlrover_core.job.world import (
 )
 from dlrover_core.kernel.engine import Rules, always
 from dlrover_core.kernel.events import Event, Record
-from dlrover_core.rules import layout, membership, slots
+from dlrover_core.rules import membership, slots
 from dlrover_core.spec import us
 
 
-def _count(state: JobState, group: str, *, last_call_over: bool) -> int:
-    """How many nodes a world formed now would have; 0: not now."""
-    spec, ready = state.job.spec.group(group), membership.admitted(state, group)
-    expected = slots.wanted(state, group) // spec.unit * spec.unit
-    if ready >= expected >= spec.floor:
-        return expected
-    count = ready // spec.unit * spec.unit
-    return count if last_call_over and count >= spec.floor else 0
-
-
-def last_call(state: JobState, group: str) -> int:
-    """When a world forms with those who are there, if not everybody expected has come."""
-    world = state.world.worlds.get(group) or World()
-    return max(world.called_at, state.job.calm_at) + us(state.job.spec.last_call_s)
-
-
 def form(state: JobState, group: str, now: int, reason: str, *, at_once: bool = False) -> Iterator[Event]:
-    """The next generation, if it can form now.
-
-    Waits for the store of rank 0's node and, unless ``at_once``, for the last call. It goes on from the boundary at which the
-    last one waits, if it does.
-    """
-    if not state.job.forms or now < state.failures.of(group).not_before(state.job.spec.restart_pause_s):
-        return
-    count = _count(state, group, last_call_over=at_once or now >= last_call(state, group))
-    if count == 0:
-        return
-    world = state.world.worlds.get(group) or World()
-    ordered = _seats(state, group, world, count)
-    if now >= last_call(state, group):
-        _lead_with_a_store(state, ordered)
-    offers = state.world.offers.get(ordered[0].node)
-    if offers:
-        # Of these slices, not of their modules: those import this one.
-        boundary = membership.resume(state, group)
-        resume = (boundary, MEMORY) if boundary >= 0 else state.checkpoints.of(group).resume()
-        yield WorldFormed(group, world.generation + 1, to_ranges(ordered), offers[0], reason, *resume)
+    """The next generation, if it can form now (`membership.next_world`)."""
+    yield from _formed(state, group, membership.next_world(state, group, now, at_once=at_once), reason)
 
 
-def _seats(state: JobState, group: str, world: World, count: int) -> list[nodes.Node]:
-    """The layout of now. Worked out once for as long as only stores come and go: everybody's may come before rank 0's."""
-    tally = state.nodes.tally
-    key = (count, world.generation, tally.changes + state.health.changes)
-    known, ordered = tally.seats.get(group, (None, []))
-    if known != key or state.planning.leaving:
-        ordered = layout.layout([member.node for member in world.members], membership.ready_nodes(state, group), count)
-        tally.seats[group] = (key, ordered)
-    return list(ordered)
-
-
-def _lead_with_a_store(state: JobState, ordered: list[nodes.Node]) -> None:
-    """Where the node of rank 0 offers no store for so long, one that does changes places with it: better than no world."""
-    place = next((place for place, node in enumerate(ordered) if state.world.offers.get(node.node)), 0)
-    ordered[0], ordered[place] = ordered[place], ordered[0]
+def _formed(state: JobState, group: str, found: membership.NextWorld | Wait, reason: str) -> Iterator[Event]:
+    if isinstance(found, membership.NextWorld):
+        world = state.world.worlds.get(group) or World()
+        yield WorldFormed(group, world.generation + 1, to_ranges(found.nodes), found.store, reason, *found.resume)
 
 
 def reform(state: JobState, group: str, now: int, reason: str) -> Iterator[Event]:
@@ -122,7 +77,8 @@ def larger(state: JobState, group: str) -> int:
     world = state.world.worlds.get(group)
     if world is None or not world.active or world.finished or not state.job.forms:
         return 0
-    count = _count(state, group, last_call_over=True)
+    found = membership.gathered(state, group)
+    count = found.many if isinstance(found, membership.Gathered) else 0
     # Rank 0 stays where it is.
     return count if count > len(world.members) and state.world.offers.get(world.members[0].node) else 0
 
@@ -142,26 +98,17 @@ def grow(state: JobState, group: str, now: int) -> Iterator[Event]:
 
 
 def _due(state: JobState) -> int | None:
-    # Only what a tick could do then: without a store nothing forms, and the next offer says so by itself.
-    times = [_formable_at(state, group) for group, _ in membership.waiting_groups(state) if _formable(state, group)]
+    found = [membership.next_by_time(state, group, state.at) for group in membership.waiting_groups(state)]
+    times = [one.until if isinstance(one, Wait) else state.at for one in found]
     times += [grow_at(state, group) for group in state.world.worlds if growable(state, group)]
-    return min(times, default=None)
-
-
-def _formable_at(state: JobState, group: str) -> int:
-    return max(last_call(state, group), state.failures.of(group).not_before(state.job.spec.restart_pause_s))
-
-
-def _formable(state: JobState, group: str) -> bool:
-    if not _count(state, group, last_call_over=True):
-        return False
-    return any(state.world.offers.get(node.node) for node in membership.ready_nodes(state, group))
+    return min((at for at in times if at), default=None)
 
 
 def _tick(state: JobState, now: int) -> Iterator[Event]:
-    for group, _ in list(membership.waiting_groups(state)):
-        if now >= last_call(state, group):
-            yield from form(state, group, now, "last call is over")
+    for group in list(membership.waiting_groups(state)):
+        called = now >= membership.last_call(state, group)
+        why = "last call is over" if called else "after a pause: the program fails at once"
+        yield from _formed(state, group, membership.next_by_time(state, group, now), why)
     for group in list(state.world.worlds):
         if growable(state, group) and now >= grow_at(state, group):
             yield from grow(state, group, now)

@@ -6,6 +6,7 @@ from typing import Any
 
 from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
+from dlrover_core.rules import membership
 from dlrover_core.runtime.sessions import Sessions
 
 
@@ -24,6 +25,7 @@ def shown(state: JobState, sessions: Sessions) -> dict[str, Any]:
         "seq": state.seq,
         "generation": generation,
         "world_size": world.size if world and world.active else 0,
+        "waits": [wait._asdict() for wait in membership.reasons(state)],
         "step": max([*steps, state.progress.of(group).step]),
         "live": sessions.stalls.live(group),
         "agents": len(sessions),

@@ -13,7 +13,7 @@ from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.state import digest
 from dlrover_core.testing.checkpointing import Checkpoints
-from dlrover_core.testing.liveness import Liveness, Prompt
+from dlrover_core.testing.liveness import Liveness, Prompt, Reasons
 from dlrover_core.testing.planned import Plans
 from dlrover_core.testing.promises import (
     Commands,
@@ -24,6 +24,7 @@ from dlrover_core.testing.promises import (
     Promise,
     Provoked,
     Sizes,
+    Slices,
     Together,
     Told,
     Worlds,
@@ -36,17 +37,17 @@ if TYPE_CHECKING:
 
 # Of a log by itself, whoever wrote it.
 OF_LOGS: tuple[type[Promise], ...] = (
-    Order, Commands, Worlds, Sizes, Provoked, Places, Told, Patience, Incidents, Effects, Budgets, Pauses, Absorbing, Bounded,
-    Prompt, Reference, Checkpoints, Plans,
+    Order, Commands, Slices, Worlds, Sizes, Provoked, Places, Told, Patience, Incidents, Effects, Budgets, Pauses, Absorbing,
+    Bounded, Prompt, Reasons, Reference, Checkpoints, Plans,
 )  # fmt: skip
 # And of a run, of which it is known what was done to it.
 DEFAULT: tuple[type[Promise], ...] = (*OF_LOGS, Liveness)
 
 __all__ = [
     "DEFAULT", "OF_LOGS", "Absorbing", "Bounded", "Budgets", "Checkpoints", "Commands", "Effects", "Incidents", "Invariant",
-    "Liveness", "Order", "Patience", "Pauses", "Places", "Plans", "Promise", "Prompt", "Provoked", "Reference", "Sizes",
-    "Together", "Told", "Worlds", "check", "check_commands", "check_history", "check_incidents", "check_nodes", "check_order",
-    "check_sizes", "check_steps", "check_worlds", "watched",
+    "Liveness", "Order", "Patience", "Pauses", "Places", "Plans", "Promise", "Prompt", "Provoked", "Reasons",
+    "Reference", "Sizes", "Slices", "Together", "Told", "Worlds", "check", "check_commands", "check_history", "check_incidents",
+    "check_nodes", "check_order", "check_sizes", "check_steps", "check_worlds", "watched",
 ]  # fmt: skip
 
 

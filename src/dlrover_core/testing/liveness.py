@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dlrover_core.job import job, names, nodes, progress, world
+from dlrover_core.job import failures, health, job, names, nodes, planning, progress, world
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.rules import membership
@@ -86,6 +86,35 @@ class Prompt(Promise):
 _CALLS_AGAIN = frozenset(
     (job.JobCreated, job.LeaderStarted, job.MasterPaused, job.JobResumed, job.GroupScaled, nodes.NodeJoined)
 )
+
+
+class Reasons(Promise):
+    """At the end of every moment a group without a world has a reason: a world that can form forms in that very moment."""
+
+    name = "reasons"
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._could: tuple[str, ...] = ()
+
+    def _look(self, state: JobState, _fact: object, record: Record) -> None:
+        late = self._could if record.at > self._at else ()
+        assert not late, f"{record.seq}: a world of {late[0]} could form before, and nobody looked"
+        self._at = record.at
+        self._could = tuple(group for group in membership.waiting_groups(state) if self._can(state, group))
+
+    @staticmethod
+    def _can(state: JobState, group: str) -> bool:
+        enough = state.nodes.tally.ready.get(group, 0) >= state.job.spec.group(group).floor
+        return enough and isinstance(membership.next_by_time(state, group, state.at), membership.NextWorld)
+
+    looks: ClassVar[Mapping[type, Look]] = dict.fromkeys(
+        {
+            failures.ActionChosen,
+            *(kind for facts in (job, nodes, world, health, planning) for kind in facts.FACTS.evolve),
+        },
+        _look,
+    )
 
 
 class Liveness(Promise):

@@ -22,7 +22,8 @@ An invariant of your own is a function ``(state, record)``, or a subclass of `Pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from types import MethodType
 from typing import Any, ClassVar, Union
 
@@ -36,8 +37,8 @@ from dlrover_core.sim.run import Broken, Watcher
 from dlrover_core.spec import GroupSpec, JobSpec
 
 __all__ = [
-    "Commands", "Invariant", "Look", "Order", "Patience", "Places", "Promise", "Provoked", "Sizes", "Together", "Watcher",
-    "Worlds",
+    "Commands", "Invariant", "Look", "Order", "Patience", "Places", "Promise", "Provoked", "Sizes", "Slices", "Together",
+    "Watcher", "Worlds",
 ]  # fmt: skip
 
 Look = Callable[[Any, JobState, Any, Record], None]
@@ -185,6 +186,50 @@ class Commands(Promise):
         elif kind is job.JobCreated:
             self._gone.clear()
             self._last.clear()
+
+
+# ---- what every part of the state says of itself
+
+
+def _checked() -> dict[type, tuple[tuple[str, Callable[[JobState], Any]], ...]]:
+    """The slices that have a ``check()``, by the events that are folded into them."""
+    found: dict[type, tuple[tuple[str, Callable[[JobState], Any]], ...]] = {}
+    for part in fields(JobState):
+        if hasattr(part.default_factory, "check"):
+            for cls in {cls for facts in part.metadata["facts"] for cls in facts.evolve}:
+                found[cls] = (*found.get(cls, ()), (part.name, attrgetter(part.name)))
+    return found
+
+
+class Slices(Promise):
+    """The formula above every slice of the state holds: each slice's ``check()`` is asked after every event that changes it.
+
+    In large jobs it is asked after every so many events.
+    """
+
+    name = "slices"
+    SMALL = 64
+    CHECKED = _checked()
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def _ask(self, state: JobState, fact: Any, record: Record) -> None:
+        if record.seq < self._next:
+            return
+        for name, slice_of in self.CHECKED[type(fact)]:
+            for wrong in slice_of(state).check():
+                raise AssertionError(f"{record.seq}: {name}: {wrong}")
+        many = len(state.nodes.nodes)
+        self._next = record.seq + many if many > self.SMALL else 0
+
+    looks: ClassVar[Mapping[type, Look]] = dict.fromkeys(CHECKED, _ask)
+
+    def end(self, run: Any) -> None:
+        """Ask all of them once more."""
+        for name, slice_of in dict(one for asked in self.CHECKED.values() for one in asked).items():
+            for wrong in slice_of(run.state).check():
+                raise AssertionError(f"at the end: {name}: {wrong}")
 
 
 # ---- who trains
@@ -430,7 +475,7 @@ class Told(Promise):
 
     def _released(self, state: JobState, fact: Any, record: Record) -> None:
         order = desired(state).orders.get(fact.node)
-        assert order is None or order.leave, f"{record.seq}: {fact.node} is released, and told {order}"
+        assert order is None or order.leave, f"{record.seq}: {fact.node} is released, and told to stay: {order.reason}"
 
     def _planned(self, state: JobState, fact: nodes.NodePlanned, record: Record) -> None:
         place = f"{fact.group}-{fact.index}-"

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from dlrover_core.job.waiting import PLAN
+
 WINDOW_S, SHORTEST_S = 10.0, 1.0
 
 
@@ -89,6 +91,7 @@ class Line:
             f"{rate:.1f}/s",
             f"generation {generation}",
         ]
+        parts += [f"no world: {wait['words']}" for wait in status.get("waits", ()) if wait["why"] != PLAN]
         if status["degraded"]:
             parts.append(f"control plane degraded: {status['degraded']}")
         if status["last_incident"]:

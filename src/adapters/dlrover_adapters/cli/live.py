@@ -136,6 +136,8 @@ def lines(told: Told) -> Iterator[str]:
     steps = steps_of(told)
     step = progress(steps) if steps is not None else f"step {max(int(status.get('step', 0)), 0)}"
     yield f"  {step}; {where}; as the master at {told.address} says"
+    for wait in status.get("waits", ()):
+        yield f"  {wait.get('group', '')}: {one_line(str(wait.get('words', '')), 500)}"
     nodes = list(dict(status.get("nodes", {})).items())
     rows = [(name, str(one.get("state", "")), one_line(str(one.get("host", "")), 64) or "-") for name, one in nodes]
     yield from table([("node", "state", "host"), *rows[:NODE_ROWS_MAX]] if rows else [])

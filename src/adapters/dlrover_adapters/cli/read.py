@@ -16,6 +16,8 @@ from dlrover_core.words import quiet_json
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from dlrover_core.job.state import JobState
+    from dlrover_core.job.waiting import Wait
     from dlrover_core.kernel.log import EventLog
 
 STATUS_EXAMPLES = """\
@@ -158,7 +160,8 @@ async def _status(args: argparse.Namespace, source: Source) -> int:
         FOLD.apply(state, record)
         headlines.feed(state, record)
         last = record
-    told, leader = status_of(state, last, headlines), await source.log.leader(source.job)
+    leader = await source.log.leader(source.job)
+    told = status_of(state, last, headlines, _waits(state, time.time_ns() // 1000 if leader is not None else None))
     address = args.master or (leader.address if leader is not None else "")
     said = await live.leader_says(args, source.job, address) if address and not told.over else None
     steps = live.steps_of(said) if said is not None else None
@@ -181,6 +184,15 @@ async def _status(args: argparse.Namespace, source: Source) -> int:
         if leader is None and not told.over:
             print(NOBODY_LEADS)
     return FAILED if told.failed else OK
+
+
+def _waits(state: JobState, now: int | None) -> tuple[Wait, ...]:
+    """Why groups of a live job have no world. The rules say so: a job that is over is read without them."""
+    if not state.job.live:
+        return ()
+    from dlrover_core.rules.membership import reasons
+
+    return reasons(state, now)
 
 
 async def _status_without_log(args: argparse.Namespace, why: str, *, says: bool = False) -> bool:
@@ -228,8 +240,9 @@ async def events(args: argparse.Namespace) -> int:
 async def explain(args: argparse.Namespace) -> int:
     """`dlrover explain`."""
     from dlrover_core.history import explanation_of, incident_of, render, render_story
-    from dlrover_core.history.plain import explanation_values
+    from dlrover_core.history.plain import explanation_values, plain
     from dlrover_core.history.story import incident_values
+    from dlrover_core.job.state import FOLD
 
     if args.job is not None and args.job.removeprefix("#").isdecimal() and not args.seq:
         # A lone number is an event of the newest job: names of jobs may be numbers too, but then SEQ is there to tell.
@@ -246,11 +259,14 @@ async def explain(args: argparse.Namespace) -> int:
         told = explanation_of(records, args.seq or decided)
         if told is None:
             raise NotFound(f"job {source.job!r} has no event {args.seq}; its events are 1-{len(records)}")
+        waits = _waits(FOLD.fold(records), now := await source.now())
         if args.json:
-            values = {"incident": incident_values(story) if story is not None else None}
+            values = {"incident": incident_values(story) if story is not None else None, "waits": plain(waits)}
             print(as_json({**explanation_values(told), **values}))
         else:
             print(render_story.story(story) if story is not None else render.explanation(told))
+            for line in render.waiting(waits, now or records[-1].at):
+                print(line)
     return OK
 
 

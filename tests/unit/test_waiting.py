@@ -1,0 +1,255 @@
+"""Why a group has no world: every reason, its time and its nodes; and where people read it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from drive import SECOND, Drive
+
+from dlrover_adapters.cli import live
+from dlrover_adapters.cli.line import Line
+from dlrover_adapters.cli.main import main
+from dlrover_core.history import render, status_of
+from dlrover_core.history.plain import plain
+from dlrover_core.job import checkpoints, job, nodes, scaling, waiting, world
+from dlrover_core.job.health import ReportCheck
+from dlrover_core.job.state import CODEC
+from dlrover_core.job.waiting import Wait
+from dlrover_core.logs.sqlite import SqliteLog
+from dlrover_core.rules import membership
+from dlrover_core.rules.model import MODEL
+
+
+def why(drive: Drive) -> Wait | None:
+    """The reason now; the deadline of all rules is no later than the time that the reason names."""
+    found, due = membership.why_waiting(drive.state, "worker", drive.now), MODEL.due(drive.state)
+    if found is not None and found.until:
+        assert due is not None
+        assert due <= found.until
+    return found
+
+
+def suspended() -> Drive:
+    """A person lets a job pause that trains."""
+    drive = Drive().up()
+    drive.do(job.SuspendJob("lunch"))
+    return drive
+
+
+def stopped() -> Drive:
+    """A person stops a job that trains."""
+    drive = Drive().up()
+    drive.do(job.StopJob("home"))
+    return drive
+
+
+def failing() -> Drive:
+    """A rank fails, no restart is left, and the others are asked for their evidence."""
+    drive = Drive(max_restarts=0).up()
+    drive.exit("worker-0-0", 0, 1, "ValueError: bad batch")
+    return drive
+
+
+def checked() -> Drive:
+    """Both nodes are there and are checked; one has reported."""
+    drive = Drive(precheck="basic")
+    drive.join("worker-0-0")
+    drive.join("worker-1-0")
+    drive.do(ReportCheck("worker-1-0", 1, 1, ok=True))
+    return drive
+
+
+def unchecked() -> Drive:
+    """Two of four nodes are there, and are checked once the last call is over."""
+    drive = Drive(precheck="basic", nodes_min=2, nodes_max=4)
+    drive.join("worker-0-0")
+    drive.join("worker-1-0")
+    return drive
+
+
+def few() -> Drive:
+    """One of at least two nodes is there; of the others one boots, one is planned."""
+    drive = Drive(nodes_min=2, nodes_max=3)
+    drive.join("worker-0-0")
+    drive.observe("worker-1-0", "running")
+    return drive
+
+
+def without_stores() -> Drive:
+    """Both nodes are there, and neither offers a store."""
+    drive = Drive(nodes_max=2)
+    for node in ("worker-0-0", "worker-1-0"):
+        drive.do(nodes.ReportJoined(node, "h", "a", 2))
+    return drive
+
+
+def without_the_first_store() -> Drive:
+    """Both nodes are there, and only the node of rank 1 offers a store."""
+    drive = without_stores()
+    drive.offer("worker-1-0")
+    return drive
+
+
+def failing_at_once() -> Drive:
+    """The only node's program has failed three times without a step."""
+    drive = Drive(nodes_max=1, nproc=1, max_restarts=100)
+    drive.join("worker-0-0")
+    for _ in range(3):
+        drive.now += SECOND // 10
+        drive.offer("worker-0-0")
+        drive.exit("worker-0-0", 0, 1)
+    return drive
+
+
+def called() -> Drive:
+    """Two of three nodes are there, which are enough, and the third has its time."""
+    drive = Drive(nodes_min=2, nodes_max=3)
+    drive.join("worker-0-0")
+    drive.join("worker-1-0")
+    return drive
+
+
+REASONS: dict[Callable[[], Drive], Wait] = {
+    suspended: Wait("worker", waiting.JOB, "the job is suspended"),
+    stopped: Wait("worker", waiting.JOB, "the job is stopping"),
+    failing: Wait("worker", waiting.END, "incident 1 (exception.ValueError) is about to fail the job"),
+    checked: Wait("worker", waiting.CHECK, "check 1 runs: 1 of 2 nodes have not reported round 1"),
+    unchecked: Wait("worker", waiting.CHECK, "2 nodes must pass a check first"),
+    few: Wait(
+        "worker",
+        waiting.NODES,
+        "1 of at least 2 nodes are there; missed: worker-1-0 (its agent has not joined), worker-2-0 (planned)",
+        0,
+        ("worker-1-0", "worker-2-0"),
+    ),
+    without_stores: Wait("worker", waiting.STORE, "none of its nodes offers a store"),
+    without_the_first_store: Wait(
+        "worker", waiting.STORE, "worker-0-0 offers no store", 1_030 * SECOND, ("worker-0-0",)
+    ),
+    failing_at_once: Wait("worker", waiting.PAUSE, "its program failed at once 3 times in a row", 1_000_800_000),
+    called: Wait(
+        "worker",
+        waiting.LAST_CALL,
+        "2 of 3 nodes are there; missed: worker-2-0 (planned)",
+        1_030 * SECOND,
+        ("worker-2-0",),
+    ),
+}
+
+
+@pytest.mark.parametrize("story", REASONS, ids=lambda story: story.__name__)
+def test_each_reason(story: Callable[[], Drive]) -> None:
+    """What is waited for, in words, the nodes that are missed, and when time alone ends the wait."""
+    drive = story()
+    assert not (drive.members and drive.state.job.forms)
+    assert why(drive) == REASONS[story]
+    if REASONS[story].until:
+        drive.now = REASONS[story].until - 1
+        drive.wait(0)
+        assert (drive.members, why(drive)) == ([], REASONS[story])
+        drive.now += 1
+        assert why(drive) is None
+        drive.wait(0)
+        assert drive.members != []
+
+
+def test_a_world_waits_for_nothing() -> None:
+    """Nor does a job that has ended show anything."""
+    drive = Drive().up()
+    assert why(drive) is None
+    assert membership.reasons(drive.state) == ()
+    for node in ("worker-0-0", "worker-1-0"):
+        drive.do(world.ReportFinished(node, 1))
+    assert drive.state.job.state == "succeeded"
+    assert membership.reasons(drive.state) == ()
+
+
+def test_nodes_that_leave_are_named_so() -> None:
+    """A node that is told to leave is missed as that; a place that nobody is in is named itself."""
+    drive = Drive(nodes_min=2, nodes_max=2).up()
+    drive.do(scaling.DrainNode("worker-1-0", "a bad one"))
+    assert why(drive) == Wait(
+        "worker", waiting.NODES, "1 of at least 2 nodes are there; missed: worker-1-1 (planned)", 0, ("worker-1-1",)
+    )
+
+
+def test_what_a_planned_change_waits_for() -> None:
+    """Its newcomers, then its ranks to look for the boundary, then to reach it: what `plans` decides by."""
+    drive = Drive(nodes_max=2, nproc=1, on_join="planned").up()
+    drive.do(checkpoints.ReportKeeping("worker-0-0", 1, "file:///c", 2, 10, 3, True, 1 << 30, 2))
+    drive.do(scaling.DrainNode("worker-1-0", "a bad one"))
+    begins = "planned change 1 (worker-1-1 joins, worker-1-0 leaves) waits for "
+    deadline = drive.state.planning.plans["worker"].deadline
+
+    def waits(words: str, *names: str) -> None:
+        assert why(drive) == Wait("worker", waiting.PLAN, begins + words, deadline, names)
+
+    waits("worker-1-1 to be ready", "worker-1-1")
+    drive.join("worker-1-1")
+    waits("worker-0-0, worker-1-0 to look for its boundary", "worker-0-0", "worker-1-0")
+    drive.do(checkpoints.ReportArmed("worker-0-0", 1))
+    waits("worker-1-0 to look for its boundary", "worker-1-0")
+    drive.do(checkpoints.ReportArmed("worker-1-0", 1))
+    drive.do(checkpoints.ReportHeld("worker-1-0", 1, (7,), 1))
+    waits("worker-0-0 to reach its boundary", "worker-0-0")
+    assert list(render.waiting(membership.reasons(drive.state), drive.now)) == []  # status has a line for the plan
+    drive.do(checkpoints.ReportHeld("worker-0-0", 1, (7,), 1))
+    assert drive.members == ["worker-0-0", "worker-1-1"]
+    assert why(drive) is None
+
+
+def test_a_store_of_a_node_that_is_too_many_leads() -> None:
+    """Three of four nodes make a world of two; where the third alone offers a store, it takes the place of rank 0."""
+    drive = Drive(nodes_min=2, nodes_max=4, unit=2)
+    for one in range(3):
+        drive.do(nodes.ReportJoined(f"worker-{one}-0", "h", "a", 2))
+    drive.offer("worker-2-0")
+    drive.wait(31)
+    assert drive.members == ["worker-2-0", "worker-1-0"]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A log of `called`, whose master is gone."""
+
+    async def write() -> None:
+        log = await SqliteLog.open(tmp_path / "log.db", CODEC)
+        lead = await log.lead("j", "a")
+        for batch in called().batches:
+            await lead.append(batch)
+        await lead.resign()
+        await log.close()
+
+    asyncio.run(write())
+    return f"sqlite://{tmp_path}/log.db"
+
+
+def test_the_commands_say_it(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`status` and `explain`, as text and as JSON, from the log alone: as it was when its master went."""
+    words = "2 of 3 nodes are there; missed: worker-2-0 (planned)"
+    for command in ("status", "explain"):
+        assert main([command, "j", "--log", url]) == 0
+        assert f"worker has no world: {words}, 30.0 s left" in capsys.readouterr().out
+        assert main([command, "j", "--log", url, "--json"]) == 0
+        (told,) = json.loads(capsys.readouterr().out)["waits"]
+        assert (told["why"], told["words"], told["nodes"]) == ("last call", words, ["worker-2-0"])
+
+
+def test_people_read_it() -> None:
+    """In the status, for people and for programs; and of a leader whose log is out of reach."""
+    drive = called()
+    reasons = membership.reasons(drive.state, drive.now)
+    told = status_of(drive.state, drive.records[-1], waits=reasons)
+    words = "2 of 3 nodes are there; missed: worker-2-0 (planned)"
+    assert f"  worker has no world: {words}, 29.0 s left" in render.status(told, drive.now + SECOND)
+    assert json.loads(json.dumps(plain(told)))["waits"] == [
+        {"group": "worker", "why": "last call", "words": words, "until": 1_030 * SECOND, "nodes": ["worker-2-0"]}
+    ]
+    said = {"waits": [one._asdict() for one in reasons]}
+    assert f"  worker: {words}" in list(live.lines(live.Told("here:1", said)))
+    status = {"state": "created", "step": -1, "generation": 0, "degraded": "", "last_incident": "", **said}
+    assert Line("j").text(status, 1.0).endswith(f"generation 0  no world: {words}")
