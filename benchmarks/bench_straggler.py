@@ -34,7 +34,7 @@ from dlrover_core.diagnosis.workload import FITTED, SKIPPED, Workload
 from dlrover_core.job.pace import NoteSlow
 from dlrover_core.job.ranges import Member
 from dlrover_core.job.world import World
-from dlrover_core.runtime.paces import NodePace, Paces
+from dlrover_core.runtime.paces import LossBeat, NodePace, Paces
 
 MEASURES = ("src/dlrover_core/diagnosis", "src/dlrover_core/job/pace.py", "src/dlrover_core/runtime/paces.py")
 
@@ -87,7 +87,7 @@ def named(ranks: list[Costs], first_step: int, paces: Paces, nodes: list[NodePac
             stands = stands or node._ranks[0].changes.slow is not None
         if stands:
             for rank, node in enumerate(nodes):
-                paces.heard(NAMES[rank], 1, node.beat(rank).told(), ())
+                paces.heard(NAMES[rank], 1, node.beat(rank), LossBeat())
             for found in paces.findings(WORLDS, set(), step * STEP_S):
                 if isinstance(found, NoteSlow):
                     yield step, found.rank
