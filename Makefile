@@ -16,10 +16,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # More options for pytest: make unit ARGS="-k world -x"
 ARGS ?=
 
-.PHONY: help demo test quick near check unit fast stories etcd integration nightly bench chaos campaign format clean
+.PHONY: help demo test quick near check unit fast stories etcd integration nightly bench bench-smoke chaos campaign format clean
 
 help: ## these lines
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: $(READY) ## train a real model through three kinds of death
 	$(PY) examples/demo.py
@@ -58,6 +58,9 @@ nightly: $(READY) ## what `make test` leaves out, all three suites, and other Py
 
 etcd: $(READY) ## those with a real etcd
 	$(PY) -m pytest tests/integration/test_*etcd*.py -n $(SIDE_JOBS) $(ARGS)
+
+bench-smoke: $(READY) ## every benchmark at its smallest size: does it still work?
+	$(PY) -m pytest tests/integration/test_benchmarks.py -n $(SIDE_JOBS) $(ARGS)
 
 bench: $(READY) ## every number we promise, ours and the peer's in turn
 	@shopt -s nullglob; for one in benchmarks/bench_*.py; do echo "== $$one"; $(PY) "$$one" || echo "== $$one: exit $$?"; done

@@ -200,8 +200,8 @@ class Joining:
             here = f"10.0.{agent.number >> 8}.{agent.number & 255}"
             joined = nodes.ReportJoined(agent.name, f"host-{agent.number}", here, 1)
             agent.say(agent.command(joined), agent.command(world.OfferStore(agent.name, f"{here}:1")))
-        elif kind == LEVEL and fields[1][3] > agent.generation:
-            agent.generation = fields[1][3]
+        elif kind == LEVEL and fields[1][1] and fields[1][1][0] > agent.generation:
+            agent.generation = fields[1][1][0]
             agent.started = agent.next_number
             agent.say(agent.command(world.ReportStarted(agent.name, agent.generation)))
         elif kind == ANSWER:

@@ -1,7 +1,7 @@
 """What every benchmark shares: its options, the machine in words, medians, the table, and the JSON it leaves behind.
 
-A benchmark prints progress on stderr and its table on stdout; it ends with 0 when every target is met, with 1 when one is
-missed, and with 2 when it could not measure.
+A benchmark prints progress on stderr and its table on stdout; it ends with 0 when no target is missed, with 1 when one is, and
+with 2 when it could not measure. In ``MEASURES`` it names the paths that it measures: a figure is stale when they have changed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import platform
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,57 +21,24 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+if str(HERE.parent) not in sys.path:
+    sys.path.insert(0, str(HERE.parent))
+
+from tools.figures import NO, YES, Row, number  # noqa: E402
+
+__all__ = ["Row", "number"]  # what others take from here
+
 RESULTS = HERE / "results"
 MET, MISSED, BROKEN = 0, 1, 2
-SHARED = "a shared, noisy machine: ours and the peer in turn, medians; figures of two runs may differ by a third"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One figure: trials of ours, of the peer if there is one, and the target that ours or the ratio must meet.
-
-    ``of`` says what the target is about: ``ours`` or ``ratio`` (ours / peer); ``most``: it is an upper bound.
-    """
-
-    what: str
-    unit: str
-    ours: Sequence[float]
-    peer: Sequence[float] = ()
-    target: float | None = None
-    of: str = "ours"
-    most: bool = True
-
-    @property
-    def ratio(self) -> float | None:
-        """Ours over the peer's, by medians."""
-        return median(self.ours) / median(self.peer) if self.peer and median(self.peer) else None
-
-    @property
-    def met(self) -> bool | None:
-        """Is the target met? None: there is none."""
-        value = self.ratio if self.of == "ratio" else median(self.ours)
-        if self.target is None or value is None:
-            return None
-        return value <= self.target if self.most else value >= self.target
-
-    def cells(self) -> tuple[str, ...]:
-        """As the table shows it."""
-        sign = "<=" if self.most else ">="
-        suffix = "x" if self.of == "ratio" else f" {self.unit}"
-        target = f"{sign} {number(self.target)}{suffix}" if self.target is not None else ""
-        return (
-            self.what,
-            f"{number(median(self.ours))} {self.unit}{spread(self.ours)}",
-            f"{number(median(self.peer))} {self.unit}{spread(self.peer)}" if self.peer else "",
-            f"{number(self.ratio)}x" if self.ratio is not None else "",
-            target,
-            {None: "", True: "yes", False: "NO"}[self.met],
-        )
+LOOP = 1_000_000
 
 
 @dataclass(slots=True)
 class Result:
-    """One run of one benchmark. ``notes``: what a reader must know; ``details``: figures without a target."""
+    """One run of one benchmark. ``notes``: what a reader must know; ``details``: figures without a target.
+
+    Make it before anything is measured: it keeps when that was, of which commit, and how busy the machine was.
+    """
 
     name: str
     peer: str
@@ -80,32 +48,47 @@ class Result:
     seed: int = 0
     began: float = field(default_factory=time.time)
     load_before: tuple[float, ...] = field(default_factory=os.getloadavg)
+    commit: str = field(default_factory=lambda: commit())
 
     def finish(self, path: Path | None) -> int:
         """Print the table, write the JSON, and say how it went."""
         print(f"\n{self.name}: ours against {self.peer}")
-        print(table([("", "ours", "peer", "ratio", "target", "met"), *(row.cells() for row in self.rows)]))
-        for note in (*self.notes, machine_line(), SHARED):
+        cells = [
+            (
+                one.what,
+                one.ours_text(),
+                one.peer_text(),
+                one.ratio_text(),
+                one.target_text(),
+                one.verdict,
+                str(one.trials),
+            )
+            for one in self.rows
+        ]
+        print(table([("", "ours", "peer", "ratio", "target", "met", "n"), *cells]))
+        for note in (*self.notes, machine_line()):
             print(f"  {note}")
         self._write(path or RESULTS / f"{self.name}.json")
-        return MISSED if any(row.met is False for row in self.rows) else MET
+        return MISSED if any(row.verdict == NO for row in self.rows) else MET
 
     def _write(self, path: Path) -> None:
         rows = []
         for row in self.rows:
-            shown = {"ours_median": median(row.ours), "peer_median": median(row.peer) if row.peer else None}
-            rows.append({**asdict(row), **shown, "ratio": row.ratio, "met": row.met})
+            shown: dict[str, Any] = {"ours_median": row.figure, "peer_median": row.peer_figure, "ratio": row.ratio}
+            shown |= {"n": row.trials, "ratio_interval": row.ratio_interval, "verdict": row.verdict}
+            rows.append({**asdict(row), **shown, "met": {YES: True, NO: False}.get(row.verdict)})
         told = {
             "benchmark": self.name,
             "peer": self.peer,
             "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.began)),
             "took_s": round(time.time() - self.began, 1),
             "seed": self.seed,
+            "commit": self.commit,
             "machine": machine(),
             "load_before": self.load_before,
             "load_after": os.getloadavg(),
             "rows": rows,
-            "notes": [*self.notes, SHARED],
+            "notes": self.notes,
             "details": self.details,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,20 +129,6 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
 
-def spread(values: Sequence[float]) -> str:
-    """The extremes, for the table."""
-    return f" ({number(min(values))} to {number(max(values))})" if len(values) > 1 else ""
-
-
-def number(value: float | None) -> str:
-    """Three figures, without an exponent."""
-    if value is None:
-        return ""
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
-
-
 def rounded(value: Any) -> Any:
     """The same with floats of six figures, for a file that people read too."""
     if isinstance(value, float):
@@ -186,10 +155,33 @@ def machine() -> dict[str, Any]:
         "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(int((_field("/proc/meminfo", "MemTotal") or "0 kB").split()[0]) / 1024**2, 1),
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],
         "python": platform.python_version(),
         "torch": _torch_version(),
+        "loop_ms": loop_ms(),
     }
+
+
+def loop_ms() -> float:
+    """Milliseconds of a plain loop, the best of five: tells machines apart that call their processor the same."""
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(LOOP):
+            pass
+        best = min(best, time.perf_counter() - began)
+    return round(1000 * best, 1)
+
+
+def commit() -> str:
+    """The commit of this tree, with ``+`` where files of it are changed; empty outside of a repository."""
+
+    def git(*words: str) -> str:
+        line = ["/usr/bin/env", "git", *words]
+        return subprocess.run(line, cwd=HERE, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "../src", ".", ":!results")
+    return git("rev-parse", "--short=12", "HEAD") + "+" * bool(changed)
 
 
 def machine_line() -> str:

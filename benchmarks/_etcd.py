@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from _bench import HERE, say
-
-sys.path.insert(0, str(HERE.parent))  # for tools
-
+from _bench import say
 from bench_replay import Historian
 from tools.etcd_cluster import Cluster, EtcdError
 
@@ -29,7 +25,7 @@ TEMPLATE_EVENTS = 20_000
 
 
 class NotMeasurable(Exception):
-    """Something did not do what it was to do."""
+    """A step of the benchmark failed: there is nothing to measure."""
 
 
 class _Recorder:
@@ -45,11 +41,11 @@ class _Recorder:
         return Appended(batch.last_seq)
 
     async def snapshot(self, snapshot: Snapshot) -> None:
-        """Not kept."""
+        """Ignore the snapshot."""
 
 
 def _template() -> Sequence[Record]:
-    """A history of a job, through the real engine: what `bench_replay` says."""
+    """The records of a history that `bench_replay` makes through the real engine."""
     recorder: Any = _Recorder()
     lead: Leadership = recorder
     asyncio.run(Historian(lead, 1, TEMPLATE_EVENTS).write())
@@ -90,7 +86,7 @@ async def appended(lead: Leadership, those: Sequence[Batch]) -> float:
 
 @contextlib.asynccontextmanager
 async def raw(url: str) -> AsyncIterator[Etcd]:
-    """The very client that the log uses, without the log."""
+    """The client that the log uses, alone."""
     etcd = Etcd(parse(url))
     try:
         yield etcd
@@ -100,7 +96,7 @@ async def raw(url: str) -> AsyncIterator[Etcd]:
 
 @contextlib.contextmanager
 def cluster(members: int, *extra: str) -> Iterator[Cluster]:
-    """An etcd that is gone after the block."""
+    """Start an etcd, and stop it after the block."""
     with Cluster(members, extra=extra) as etcd:
         say(f"etcd {etcd.version}, {members} member{'s' if members > 1 else ''} on loopback")
         yield etcd

@@ -33,7 +33,7 @@ class Source:
             os.pwrite(self.fd, content, at)
 
     def close(self) -> None:
-        """Let it go."""
+        """Release the memory."""
         os.close(self.fd)
 
 

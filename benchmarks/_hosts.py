@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from _bench import say
-from _jobs import LIMIT_S, OURS, Broken, Job, Line
+from _jobs import BEST, LIMIT_S, OURS, OWN_STORE, Broken, Job, Line
 
-# Without it no agent of torch 2.13 can join later: who was there in the first round tells its address in no other one, and a new
-# one waits for it (`DynamicRendezvousHandler.next_rendezvous`, ``_bootstrap_store_info``) until the job is lost.
-PEER_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+AS_IT_COMES = "keep-alive 5 s x 3, as it comes; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which nobody joins later"
+AT_ITS_BEST = "keep-alive 1 s x 3, --shutdown-timeout 1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 class Hosts(Job):
@@ -27,12 +27,13 @@ class Hosts(Job):
     def __init__(self, launcher: str, folder: Path, arguments: Sequence[str], nnodes: str, conf: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
+        conf = f"{conf},{KEEP_ALIVE}" if launcher == BEST else conf
         options = ["--nnodes", nnodes, "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
         options += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "bench", "--rdzv-conf", conf]
         super().__init__(launcher, folder, arguments, [*options, "--local-addr", "127.0.0.1"])
         self.launchers: list[subprocess.Popen[bytes]] = []
         if launcher != OURS:
-            self.env = dict(PEER_ENV)
+            self.env = dict(OWN_STORE)
 
     def start(self) -> None:
         """Start one more launcher, as on a further host. The first is the one that all others meet at."""

@@ -24,16 +24,21 @@ from dlrover_core.logs import open_log
 
 SCRIPT = HERE / "scripts" / "ddp_step.py"
 TORCH = "2.13.0"
-OURS, TORCHRUN = "dlrover-run", "torchrun"
+OURS, TORCHRUN, BEST = "dlrover-run", "torchrun", "torchrun at its best"
+# Without it no agent of torch 2.13 can join later: who was there in the first round tells its address in no other one, and a new
+# one waits for it (`DynamicRendezvousHandler.next_rendezvous`, ``_bootstrap_store_info``) until the job is lost.
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+AS_IT_COMES = "as it comes: 30 s between SIGTERM and SIGKILL, one store for rendezvous and workers"
+AT_ITS_BEST = "--shutdown-timeout 1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 NVRX = "nvidia-resiliency-ext==0.4.1"
-"""The newest one that installs on the machine of the results."""
+"""Newer releases do not install on the machine that the results come from."""
 
 MARK = "DLROVER_BENCH_RUN"
 LIMIT_S = 120.0
 
 
 class Broken(Exception):
-    """A run did not do what it was to do: there is nothing to measure."""
+    """A run failed: there is nothing to measure."""
 
 
 class Lost(Broken):
@@ -58,7 +63,7 @@ class Job:
         self, launcher: str, folder: Path, arguments: Sequence[str], launch: Sequence[str] = (), script: Path = SCRIPT
     ) -> None:
         self.launcher, self.folder = launcher, folder
-        self.started, self.env = 0.0, dict[str, str]()
+        self.started, self.env = 0.0, dict(OWN_STORE if launcher == BEST else {})
         self.token, self.mark = secrets.token_hex(16), secrets.token_hex(8)
         self.diary = folder / "diary"
         program = [str(script), "--diary", str(self.diary), "--checkpoint", str(folder / "state.pt"), *arguments]
@@ -96,7 +101,7 @@ class Job:
         return self._lines
 
     def until(self, true: Callable[[list[Line]], bool], every_s: float = 0.001, limit_s: float = LIMIT_S) -> list[Line]:
-        """The diary, once something holds of it."""
+        """Wait until ``true`` accepts the diary, and return the diary. Raises `Broken` after ``limit_s``."""
         deadline = time.monotonic() + limit_s
         while not true(lines := self.lines()):
             if time.monotonic() > deadline:
@@ -107,7 +112,7 @@ class Job:
         return lines
 
     def wait(self) -> int:
-        """Its exit status."""
+        """Wait for the end, and return the exit status."""
         assert self.process is not None
         try:
             return self.process.wait(LIMIT_S)
@@ -115,7 +120,7 @@ class Job:
             raise Broken(f"{self.launcher} does not end; it said: {self.said()}") from None
 
     def said(self) -> str:
-        """The errors it printed, and the end."""
+        """The lines with errors that it printed, and the last ones."""
         text = (self.folder / "output").read_text(errors="replace")
         errors = [line for line in text.splitlines() if "Error" in line][:12]
         return "\n".join([*errors, "...", text[-1000:]])
@@ -164,7 +169,7 @@ def running(
 
 
 def marked(mark: str) -> list[int]:
-    """The living processes that were born of a job."""
+    """The pids of the processes that a job started and that still run."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -179,7 +184,8 @@ def _launch(launcher: str, folder: Path, options: Sequence[str]) -> list[str]:
         ours = Path(sys.executable).parent / "dlrover-run"
         return [str(ours), "--job-id", "bench", "--state-dir", str(folder), *(options or ("--nproc-per-node", "2"))]
     standalone = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "3")
-    return [str(peer_python().parent / "torchrun"), *(options or standalone)]
+    best = ("--shutdown-timeout", "1") if launcher == BEST else ()
+    return [str(peer_python().parent / "torchrun"), *best, *(options or standalone)]
 
 
 def peer_python() -> Path:

@@ -48,7 +48,7 @@ class Side:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it."""
+        """Start the launcher of this side."""
         self.process = spawn(self.command, self.folder / f"{self.name}.out", self.env)
 
     def kill(self) -> float:
@@ -163,7 +163,7 @@ class Pair:
         return {one.name: one.stat().st_mtime_ns for one in self.diary.iterdir()}
 
     def end(self) -> None:
-        """Kill all of it."""
+        """Kill both sides and the host that trains."""
         for process in (*(side.process for side in self.sides), self.host):
             if process is not None and process.poll() is None:
                 kill_tree(process.pid)

@@ -31,7 +31,7 @@ Place = Callable[[], "contextlib.AbstractContextManager[tuple[Job, Ask]]"]
 
 
 class Paused(NamedTuple):
-    """What the pauses of one place of the log cost."""
+    """Which processes were paused with the log in one place, and which of them were started anew because of it."""
 
     pauses: Mapping[str, int]
     """How often each role was paused."""
@@ -132,7 +132,7 @@ def _roles(dice: random.Random) -> Iterator[str]:
 
 
 def _pause(pid: int) -> None:
-    """A process stands still for a while and goes on."""
+    """Stop a process for `PAUSE_S` seconds, and let it go on."""
     with contextlib.suppress(ProcessLookupError):  # it was killed over a pause, which is counted at the end
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -142,5 +142,5 @@ def _pause(pid: int) -> None:
 
 
 def total(counts: Mapping[str, int], roles: Sequence[str] = ROLES) -> int:
-    """Of all these roles."""
+    """The sum of the counts of ``roles``."""
     return sum(counts.get(role, 0) for role in roles)

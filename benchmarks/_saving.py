@@ -46,7 +46,7 @@ def dlrover_python() -> Path:
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """Of one run; short, as sockets lie in it."""
+    """A temporary folder for one run; its path is short because sockets lie in it."""
     path = Path(tempfile.mkdtemp(prefix="dlb-"))
     try:
         yield path

@@ -38,12 +38,31 @@ from _hosts import ancestor, kill_tree
 from _jobs import OURS, Broken, Job, Line, running
 from _saving import GIB, dlrover_python, first_per_gib, per_gib, run
 
+MEASURES = (
+    "src/adapters/dlrover_adapters/agent",
+    "src/adapters/dlrover_adapters/checkpoint",
+    "src/adapters/dlrover_adapters/cli",
+    "src/adapters/dlrover_adapters/http",
+    "src/adapters/dlrover_adapters/storage",
+    "src/adapters/dlrover_adapters/torch",
+    "src/backends",
+    "src/dlrover_core/checkpoint",
+    "src/dlrover_core/host",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+
 SCRIPT = HERE / "scripts" / "kept.py"
 ENGINES = ("none", "memcpy", "beside", "ours", "ours_blocking", "dlrover", "torch_save", "dcp_thread", "dcp_process")
 BUSY = ("none", "memcpy", "ours")
 STALL_MS, STEP_MS, BUSY_X, BLOCKING_X, FAULTS_MAX, FIRST_X = 5.0, 5.0, 1.1, 0.9, 100, 1.3
 PERSIST_X, RUN_X, RESTORE_X, NEXT_STEP_S, PEER_S = 1.05, 1.01, 0.45, 0.6, 1.0
 BACK_S = 90.0
+PERSIST_TRIALS = 6
+PEERS = ("peer-load", "peer-mmap")
 OTHERS = {
     "torch_save": "torch.save to disk",
     "dcp_thread": "DCP's async thread, to disk",
@@ -53,7 +72,7 @@ OTHERS = {
 
 
 def saves(result: Result, chosen: argparse.Namespace) -> None:
-    """Stall, step time, blocking mode, faults, first saves."""
+    """Measure what saves into memory cost: stall, step time, blocking mode, page faults, first saves."""
     common = ["--mib", str(chosen.mib), "--trials", str(chosen.trials), "--step-s", str(chosen.step_s)]
     one: dict[str, list[dict[str, Any]]] = {name: [] for name in ENGINES}
     busy: dict[str, list[dict[str, Any]]] = {name: [] for name in BUSY}
@@ -118,7 +137,7 @@ def saves(result: Result, chosen: argparse.Namespace) -> None:
             "first save, blocking; peer a warm one",
             unit,
             first_per_gib(one["ours_blocking"], "stall_s"),
-            stalls["ours_blocking"],
+            [median(per_gib([found], "stall_s")) for found in one["ours_blocking"]],
             FIRST_X,
             "ratio",
         ),
@@ -150,23 +169,28 @@ def saves(result: Result, chosen: argparse.Namespace) -> None:
 
 
 def persist(result: Result, chosen: argparse.Namespace) -> None:
-    """Steps while a state is written."""
+    """Measure steps while a state is written to storage."""
     found = run(
         "none",
-        ["--mib", str(chosen.mib), "--trials", "3", "--step-s", str(chosen.step_s), "--window", "10"],
+        ["--mib", str(chosen.mib), "--trials", str(PERSIST_TRIALS), "--step-s", str(chosen.step_s), "--window", "10"],
         "persisting",
     )
-    writing, plain = found["writing_s"], found["plain_s"]
-    if not writing:
+    pairs = [
+        (median(writing), median(plain))
+        for writing, plain in zip(found["writing_s"], found["plain_s"], strict=True)
+        if writing
+    ]
+    if not pairs:
         raise Broken("a state was written within a step; take a larger one")
+    beside, before = zip(*pairs, strict=True)
     result.rows.append(
-        Row("step time while persisting; peer the steps before", "s", writing, plain, PERSIST_X, "ratio")
+        Row("step time while persisting; peer the steps before", "s", beside, before, PERSIST_X, "ratio")
     )
-    result.details["persist"] = {"to_storage_s": found["took_s"], "steps": len(writing)}
+    result.details["persist"] = {"to_storage_s": found["took_s"], "steps": sum(map(len, found["writing_s"]))}
 
 
 def whole(result: Result, chosen: argparse.Namespace) -> None:
-    """A whole run with saves and without."""
+    """Measure a whole run with saves and without."""
     wanted = ["--mib", str(chosen.mib // 4), "--trials", str(chosen.trials), "--step-s", str(chosen.step_s / 2)]
     found = run("none", wanted, "whole_run")
     result.rows.append(
@@ -183,7 +207,7 @@ def whole(result: Result, chosen: argparse.Namespace) -> None:
 
 
 def restore(result: Result, chosen: argparse.Namespace) -> None:
-    """Kills of a rank, and what comes after."""
+    """Kill a rank again and again; measure its restores from memory and the time to its next step."""
     lives = 2 * chosen.trials
     arguments = ["--mib", str(chosen.mib), "--lives", str(lives), "--steps", str(6 * (lives + 1))]
     launch = ("--nproc-per-node", "1", "--max-restarts", str(lives + 2))
@@ -195,7 +219,8 @@ def restore(result: Result, chosen: argparse.Namespace) -> None:
     if not full or not header:
         raise Broken(f"not restored from memory: {sorted(took)}")
     floors = _floors(chosen.mib, chosen.trials, lambda source: restore_s(source, _threads(), verified=True))
-    loads, maps = took["peer-load"], took["peer-mmap"]
+    # A life is restored after what the life before it loaded: by headers and in full in turn, in full first.
+    loads, maps = (dict(zip(("full", "header"), (took[kind][::2], took[kind][1::2]), strict=True)) for kind in PEERS)
     nexts = after_kills(lines)
     size = chosen.mib / 1024
     result.rows += [
@@ -203,7 +228,7 @@ def restore(result: Result, chosen: argparse.Namespace) -> None:
             "restore from memory, by header and generation; peer torch.load",
             "s/GiB",
             [one / size for one in header],
-            [one / size for one in loads],
+            [one / size for one in loads["header"]],
             RESTORE_X,
             "ratio",
         ),
@@ -211,7 +236,7 @@ def restore(result: Result, chosen: argparse.Namespace) -> None:
             "the same, verified in full",
             "s/GiB",
             [one / size for one in full],
-            [one / size for one in loads],
+            [one / size for one in loads["full"]],
             RESTORE_X,
             "ratio",
         ),
@@ -219,7 +244,7 @@ def restore(result: Result, chosen: argparse.Namespace) -> None:
             "the same, verified in full; peer torch.load(mmap=True)",
             "s/GiB",
             [one / size for one in full],
-            [one / size for one in maps],
+            [one / size for one in maps["full"]],
         ),
         Row(
             "restore from memory, verified in full; peer its floor: hash the bytes, read them into fresh memory",
@@ -239,12 +264,12 @@ def restore(result: Result, chosen: argparse.Namespace) -> None:
 
 
 def _threads() -> int:
-    """As many as a restore of one rank takes here."""
+    """The number of threads that a restore of one rank uses here."""
     return max(1, min(4, len(os.sched_getaffinity(0))))
 
 
 def _floors(mib: int, trials: int, one: Callable[[Source], float]) -> list[float]:
-    """The least that the machine needs for such bytes, so many times."""
+    """Seconds of the least work on so many bytes, ``trials`` times."""
     source = Source(mib)
     try:
         return [one(source) for _ in range(trials)]
@@ -280,7 +305,7 @@ def phases(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def peer(result: Result, chosen: argparse.Namespace) -> None:
-    """A node dies whole, and its state comes from the other one."""
+    """Kill a whole node; measure the restore of its state from the other node."""
     took, floors = [], []
     for number in range(chosen.trials):
         floors += _floors(chosen.mib // 4, 1, lambda source: transfer_s(source, _threads()))
@@ -303,12 +328,12 @@ def peer(result: Result, chosen: argparse.Namespace) -> None:
 
 
 def grow(result: Result, chosen: argparse.Namespace) -> None:
-    """2 nodes become 4, by command."""
+    """Grow a job from 2 nodes to 4 by command; count lost steps."""
     _change(result, chosen, "2 nodes become 4", ("scale", "bench", "worker=4"), 4)
 
 
 def drain(result: Result, chosen: argparse.Namespace) -> None:
-    """One node is drained."""
+    """Drain one of two nodes; count lost steps."""
     _change(result, chosen, "one of 2 nodes is drained", ("drain", "bench", "worker-1"), 2)
 
 
@@ -321,7 +346,7 @@ def _change(result: Result, chosen: argparse.Namespace, what: str, command: Sequ
 
 
 def _changed(chosen: argparse.Namespace, command: Sequence[str], ranks: int) -> tuple[float, float]:
-    """Steps that were made twice; and from the old world's last step to the new one's first, on rank 0."""
+    """Steps that were made twice, and seconds from the old world's last step to the new one's first, on rank 0."""
     launch = ("--local-nodes", "2", "--nproc-per-node", "1", "--on-join", "planned")
     with running(OURS, ["--mib", str(max(16, chosen.mib // 16)), "--every", "10"], launch, SCRIPT) as job:
         job.until(lambda lines: all(_steps(lines, rank) >= 25 for rank in range(2)))

@@ -35,6 +35,14 @@ from dlrover_core.kernel.log import Appended, EventLog
 from dlrover_core.rules.model import MODEL
 from dlrover_core.testing.network import Network
 
+MEASURES = (
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+
 SENDERS = 64
 RATE_TARGET, P99_TARGET_MS = 25_000.0, 10.0
 SPEC = JobSpec("bench", (GroupSpec(nodes_min=SENDERS, nodes_max=SENDERS),))
@@ -111,7 +119,7 @@ async def closed_loop(submit: Submit, log: EventLog, turns: int) -> Trial:
 
 
 async def with_master(folder: Path, turns: int) -> Trial:
-    """Into `Master.submit`."""
+    """One trial through `Master.submit`."""
     async with (
         open_log(f"sqlite://{folder}/log.db") as log,
         leading(SPEC, log, Network().listener("master:1")) as master,
@@ -121,7 +129,7 @@ async def with_master(folder: Path, turns: int) -> Trial:
 
 
 async def one_by_one(folder: Path, turns: int) -> Trial:
-    """One event per transaction, nothing else on the loop; the same senders wait for their turn."""
+    """One trial with one event per transaction: the same senders wait for their turn."""
     async with open_log(f"sqlite://{folder}/log.db") as log:
         lead = await log.lead(SPEC.job, "bench")
         engine = Engine(MODEL, CODEC, MODEL.new(), lead.token)

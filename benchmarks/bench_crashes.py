@@ -12,6 +12,7 @@ Times are this process's, on one core: what others do on the machine counts for 
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -26,10 +27,21 @@ from dlrover_core.sim.simulation import simulate
 from dlrover_core.testing.crashes import crash_at_every_index, walk
 from dlrover_core.testing.invariants import DEFAULT, watched
 
+MEASURES = (
+    "src/dlrover_core/diagnosis",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/sim",
+    "src/dlrover_core/testing",
+)
+
 EVENTS = 10_000
 TARGET_S, TARGET_PER_S = 60.0, 150_000
 KINDS = ("kill_worker", "kill_node", "fail_worker", "kill_worker", "crash_master", "kill_host")
 EVERY_STEPS = 20
+FEW = 10
+"""Whole runs at a smaller size."""
 SCENARIO = Scenario(nodes=64, workers_per_node=8, spares=8)
 LARGE = Scenario(nodes=2048, workers_per_node=8, spares=20)
 
@@ -40,21 +52,21 @@ def faults(count: int) -> tuple[Fault, ...]:
 
 
 def plan(scenario: Scenario, count: int) -> Plan:
-    """A job that lives through so many faults."""
+    """A job that is struck by so many faults."""
     return Plan("engine", replace(scenario, steps=EVERY_STEPS * (count + 2)), faults(count))
 
 
-def history() -> Plan:
-    """A job whose history is as long as the target says."""
-    few = 16
-    count = few * EVENTS // simulate(plan(SCENARIO, few)).events
-    while simulate(plan(SCENARIO, count)).events < EVENTS:
+def history(events: int, nodes: int) -> Plan:
+    """A job whose history has at least so many events."""
+    scenario, few = replace(SCENARIO, nodes=min(SCENARIO.nodes, nodes)), min(16, max(1, events // 500))
+    count = few * events // simulate(plan(scenario, few)).events
+    while simulate(plan(scenario, count)).events < events:
         count += 1
-    return plan(SCENARIO, count)
+    return plan(scenario, count)
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Its seconds of this process."""
+    """Seconds of processor time that ``work`` takes."""
     began = time.process_time()
     work()
     return time.process_time() - began
@@ -67,39 +79,55 @@ def rate(run: Run) -> float:
 
 
 def main() -> int:
-    args = options(__doc__, trials=3)
-    told = history()
+    def more(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--events", type=int, default=EVENTS, metavar="N", help=f"of the history (default {EVENTS})"
+        )
+        parser.add_argument(
+            "--nodes",
+            type=int,
+            default=LARGE.nodes,
+            metavar="N",
+            help="of the folded job, the most of the other (default 2048)",
+        )
+
+    args = options(__doc__, trials=3, more=more)
+    result = Result("crashes", "none")
+    whole = (args.events, args.nodes) == (EVENTS, LARGE.nodes)
+    told = history(args.events, args.nodes)
     run = simulate(told, inputs=True)
     if run.outcome != "succeeded" or run.missed:
         say(f"the job ended as {run.outcome}, {len(run.missed)} faults struck nobody: there is nothing to measure")
         return BROKEN
     say(f"{run.events} events, {len(run.inputs)} commands")
     walks, wholes, rates = [], [], []
-    large = simulate(plan(LARGE, 12))
+    large = simulate(plan(replace(LARGE, nodes=args.nodes), 12))
     for trial in range(args.trials):
         walks.append(timed(lambda: walk(run.inputs, run.records)))
         began = time.process_time()
-        done = crash_at_every_index(told.scenario, told.faults)
+        done = crash_at_every_index(told.scenario, told.faults, runs=None if whole else FEW)
         wholes.append(time.process_time() - began)
         say(str(done))
         rates.append(rate(large))
         say(f"trial {trial + 1}: walk {walks[-1]:.1f} s, whole {wholes[-1]:.1f} s, {rates[-1]:,.0f} events/s promised")
-    result = Result(
-        "crashes",
-        "nobody",
-        rows=[
-            Row("a successor at every command of the history", "s", walks),
-            Row("crash at every index of it, whole runs included", "s", wholes, target=TARGET_S),
-            Row("every invariant after every event, 2,048 nodes", "1/s", rates, target=TARGET_PER_S, most=False),
-        ],
-        notes=[f"the history: {done}"],
-        details={
-            "events": run.events,
-            "commands": len(run.inputs),
-            "large_events": large.events,
-            "whole_runs": done.runs,
-        },
-    )
+    result.rows = [
+        Row("a successor at every command of the history", "s", walks),
+        Row("crash at every index of it, whole runs included", "s", wholes, target=TARGET_S if whole else None),
+        Row(
+            f"every invariant after every event, {args.nodes:,} nodes",
+            "1/s",
+            rates,
+            target=TARGET_PER_S if whole else None,
+            most=False,
+        ),
+    ]
+    result.notes.append(f"the history: {done}")
+    result.details = {
+        "events": run.events,
+        "commands": len(run.inputs),
+        "large_events": large.events,
+        "whole_runs": done.runs,
+    }
     return result.finish(args.json)
 
 

@@ -22,6 +22,8 @@ from dlrover_adapters.torch.checkpoint import replicas
 from dlrover_adapters.torch.checkpoint.capture import Capture
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
 
+MEASURES = ("src/adapters/dlrover_adapters/torch/checkpoint",)
+
 TARGET_MS = 50.0
 WORLD = 4
 KINDS = {
@@ -32,7 +34,7 @@ KINDS = {
 
 
 def rank(number: int, port: int, mib: int, trials: int) -> dict[str, list[float]]:
-    """What a rank measured: by kind the slowest rank's milliseconds."""
+    """The slowest rank's milliseconds by kind, as each rank measures them."""
     torch.set_num_threads(1)
     meeting = Meeting(TCPStore("127.0.0.1", port, is_master=False), number, WORLD)
     found: dict[str, list[float]] = {}
@@ -51,7 +53,7 @@ def rank(number: int, port: int, mib: int, trials: int) -> dict[str, list[float]
 
 
 def measured(mib: int, trials: int) -> dict[str, list[float]]:
-    """By rank 0, which serves the store and forks the others before any thread runs."""
+    """Fork all other ranks, serve the store, and measure as rank 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -81,12 +83,12 @@ def main() -> int:
         parser.add_argument("--mib", type=int, default=1024, help="state of each rank, MiB (1024)")
 
     chosen = options(__doc__, more=more)
+    result = Result("digests", "none")
     try:
         found = measured(chosen.mib, chosen.trials)
     except RuntimeError as error:
         say(f"nothing measured: {error}")
         return BROKEN
-    result = Result("digests", "")
     for name, took in found.items():
         target = TARGET_MS if name.startswith("300 tensors, samples") else None
         result.rows.append(

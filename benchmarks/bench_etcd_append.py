@@ -29,6 +29,14 @@ from dlrover_adapters.etcd.log import EtcdLog
 from dlrover_core import open_log
 from dlrover_core.testing.network import Network
 
+MEASURES = (
+    "src/adapters/dlrover_adapters/etcd",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+
 RATIO_TARGET, RATE_TARGET = 30.0, 50_000.0
 _numbers = itertools.count(1)
 

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +37,15 @@ from bench_commands import NotMeasurable as Refused
 
 from dlrover_core import open_log
 from dlrover_core.testing.network import Network
+
+MEASURES = (
+    "src/adapters/dlrover_adapters/etcd",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs/archive.py",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
 
 BYTES_TARGET, GROWTH_TARGET = 150.0, 1.5
 COMPACTING = ("--auto-compaction-mode=periodic", "--auto-compaction-retention=2s")
@@ -82,7 +91,7 @@ def looking(etcd: Cluster, found: list[Look]) -> Iterator[None]:
 
 
 async def write(url: str, events: int, size: int) -> float:
-    """Append; the bytes of the payload."""
+    """Append events in batches of ``size``, and return the bytes of their payload."""
     async with open_log(url) as log:
         lead = await log.lead("bench", "bench")
         those = list(batches(lead.token, events, size=size))
@@ -92,7 +101,7 @@ async def write(url: str, events: int, size: int) -> float:
 
 
 def room(events: int, size: int) -> tuple[float, float]:
-    """Bytes an event that the file has grown by; and of payload."""
+    """By how many bytes an event the file grows, and how many of them are payload."""
     with cluster(1) as etcd:
         before = look(etcd, 0.0).file_bytes
         payload = asyncio.run(write(etcd.url("growth"), events, size))
@@ -108,7 +117,7 @@ async def decide(url: str, turns: int) -> float:
 
 
 def run(events: int, archived: bool) -> list[Look]:
-    """One run of a master; what the file did meanwhile."""
+    """Let a master decide so many events, and return the looks at etcd meanwhile."""
     folder = Path(tempfile.mkdtemp(prefix="dlb-"))
     found: list[Look] = []
     try:
@@ -125,7 +134,7 @@ def run(events: int, archived: bool) -> list[Look]:
 
 
 def shown(one: Look) -> str:
-    """For people."""
+    """The look in words."""
     return f"file {one.file_bytes / MIB:.1f} MiB, in use {one.used_bytes / MIB:.1f} MiB, {one.keys:,} keys"
 
 
@@ -136,13 +145,13 @@ def growth(found: list[Look]) -> float:
 
 
 def main() -> int:
-    """Both."""
+    """Measure room, then growth."""
 
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--events", type=int, default=1_000_000, metavar="N", help="of a master (default 1000000)")
         parser.add_argument("--room-events", type=int, default=320_000, metavar="N", help="in batches (default 320000)")
 
-    chosen = options(__doc__, trials=1, more=more)
+    chosen = options(__doc__, trials=3, more=more)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     result = Result("etcd_growth", "the payload alone; the same run without an archive")
     try:
@@ -153,27 +162,25 @@ def main() -> int:
             target = BYTES_TARGET if size == BATCH_EVENTS else None
             what = f"database per event, batches of {size}"
             result.rows.append(Row(what, "bytes", [one for one, _ in found], [one for _, one in found], target))
-        kept, grown = run(chosen.events, archived=True), run(chosen.events, archived=False)
+        runs = [(run(chosen.events, archived=True), run(chosen.events, archived=False)) for _ in range(chosen.trials)]
     except (NotMeasurable, Refused, EtcdError) as error:
         say(f"nothing measured: {error}")
         return BROKEN
     about = f"{chosen.events:,} events of a master, truncated"
+
+    def row(what: str, unit: str, of: Callable[[list[Look]], float], target: float | None = None) -> Row:
+        return Row(f"{about}: {what}", unit, [of(kept) for kept, _ in runs], [of(grown) for _, grown in runs], target)
+
     result.rows += [
-        Row(
-            f"{about}: second half's largest file over the first's", "x", [growth(kept)], [growth(grown)], GROWTH_TARGET
-        ),
-        Row(
-            f"{about}: largest file",
-            "MiB",
-            [max(one.file_bytes for one in kept) / MIB],
-            [grown[-1].file_bytes / MIB],
-        ),
-        Row(f"{about}: in use in the end", "MiB", [kept[-1].used_bytes / MIB], [grown[-1].used_bytes / MIB]),
-        Row(f"{about}: keys in the end", "keys", [float(kept[-1].keys)], [float(grown[-1].keys)]),
+        row("second half's largest file over the first's", "x", growth, GROWTH_TARGET),
+        row("largest file", "MiB", lambda found: max(one.file_bytes for one in found) / MIB),
+        row("in use in the end", "MiB", lambda found: found[-1].used_bytes / MIB),
+        row("keys in the end", "keys", lambda found: float(found[-1].keys)),
     ]
     result.notes.append(
         "pages that compaction frees are used again, and the file never shrinks: it holds the most that was ever in use"
     )
+    kept, grown = runs[0]
     result.details = {"curve": [one._asdict() for one in kept], "curve_of_peer": [one._asdict() for one in grown]}
     return result.finish(chosen.json)
 

@@ -23,19 +23,21 @@ from _etcd import EtcdError, NotMeasurable, appended, batches, cluster, prepare
 from dlrover_adapters.etcd.log import EtcdLog
 from dlrover_core import open_log
 
+MEASURES = ("src/adapters/dlrover_adapters/etcd", "src/dlrover_core/kernel")
+
 P50_TARGET, P99_TARGET = 1.3, 2.0
 WARM_UP = 50
 
 
 class Waits(NamedTuple):
-    """Milliseconds."""
+    """Two quantiles of waiting times, in milliseconds."""
 
     p50: float
     p99: float
 
 
 def waits(seconds: list[float]) -> Waits:
-    """The two that count."""
+    """The quantiles of these seconds."""
     return Waits(1000 * quantile(seconds, 0.5), 1000 * quantile(seconds, 0.99))
 
 

@@ -29,6 +29,8 @@ from dlrover_adapters.etcd.address import parse
 from dlrover_adapters.etcd.keys import Keys, end_of
 from dlrover_core import open_log
 
+MEASURES = ("src/adapters/dlrover_adapters/etcd", "src/dlrover_core/job", "src/dlrover_core/kernel")
+
 JOB = "bench"
 RATE_TARGET = 400_000.0
 PAGE_KEYS = 500
@@ -51,7 +53,7 @@ async def fill(url: str, events: int) -> None:
 
 
 async def read_batches(url: str) -> dict[str, float]:
-    """As a master reads."""
+    """Read the log by batches, as a master does that takes over."""
     async with open_log(url) as log:
         events, began = 0, time.perf_counter()
         async for batch in log.batches(JOB):
@@ -60,7 +62,7 @@ async def read_batches(url: str) -> dict[str, float]:
 
 
 async def read_records(url: str) -> dict[str, float]:
-    """As people read."""
+    """Read the log record by record, as `dlrover events` does."""
     async with open_log(url) as log:
         events, began = 0, time.perf_counter()
         async for _ in log.read(JOB):
@@ -69,7 +71,7 @@ async def read_records(url: str) -> dict[str, float]:
 
 
 async def floor(url: str) -> dict[str, float]:
-    """Keys and bytes, no more."""
+    """Read the keys and unpack their bytes, nothing more."""
     keys = Keys(parse(url).prefix, JOB)
     async with raw(url) as etcd:
         events, at, end, began = 0, keys.log, end_of(keys.log), time.perf_counter()
@@ -94,7 +96,7 @@ def child(way: str, url: str) -> int:
 
 
 async def _warm(url: str) -> None:
-    """What is imported when it is first used is no part of it."""
+    """Use the log once, so that its late imports are not measured."""
     async with open_log(url) as log:
         await log.head(JOB)
 

@@ -40,6 +40,24 @@ from bench_killed_master import WARM_LIMIT_S, first_steps, masters, ms, status
 from dlrover_adapters.http.client import fetch_status
 from dlrover_core import CoreError
 
+MEASURES = (
+    "src/adapters/dlrover_adapters/agent",
+    "src/adapters/dlrover_adapters/checkpoint",
+    "src/adapters/dlrover_adapters/cli",
+    "src/adapters/dlrover_adapters/etcd",
+    "src/adapters/dlrover_adapters/http",
+    "src/adapters/dlrover_adapters/torch",
+    "src/backends",
+    "src/dlrover_core/checkpoint",
+    "src/dlrover_core/diagnosis",
+    "src/dlrover_core/host",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+
 HUNG_S, TTL_S, SLACK_S = 5.0, 5.0, 1.0
 LIMIT_S = 60.0
 STEPS = ("--steps", "1000000")
@@ -56,7 +74,7 @@ class Trial(NamedTuple):
 
 
 def pid_of(told: Mapping[str, Any]) -> int:
-    """The process that leads."""
+    """The pid of the leading master, by its status."""
     return int(str(told["leader"]).split("/")[1])
 
 
@@ -96,19 +114,19 @@ def _stop(master: int, worker: Line) -> float:
 
 
 def on_sqlite() -> Trial:
-    """With the reserve on the same host."""
+    """One trial with the log in SQLite: the reserve runs on the same host."""
     with running(OURS, STEPS) as job:
         return hangs(job, lambda: status(job), lambda: len(masters(job)) >= 2)
 
 
 def on_one_host() -> Trial:
-    """With the log in etcd, and nobody in reserve."""
+    """One trial with the log in etcd on one host: there is no reserve."""
     with cluster(1) as etcd, running(OURS, STEPS, ("--nproc-per-node", "2", "--log", etcd.url("one"))) as job:
         return hangs(job, lambda: _leader([_address(job)], job.token), lambda: True)
 
 
 def on_two_hosts() -> Trial:
-    """With the log in etcd, and the reserve on another host."""
+    """One trial with the log in etcd and the reserve on another host."""
     with cluster(1) as etcd, _pair(etcd.url("two")) as (job, sides):
         addresses = [side.address for side in sides]
 
@@ -187,7 +205,7 @@ PAUSED: Mapping[str, Place] = {"SQLite": _saving_on_sqlite, "etcd, two hosts": _
 
 
 def main() -> int:
-    """Pauses, and then trials in turn."""
+    """Pause processes, then run the trials in turn."""
 
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -223,7 +241,9 @@ def main() -> int:
             result.rows.append(Row(what, "s", [one.step_s for one in trials], target=PLACES[name][1]))
         if name in pauses:
             what = f"{name}: started anew by {total(pauses[name].pauses)} pauses of {PAUSE_S:g} s"
-            result.rows.append(Row(what, "processes", [float(total(pauses[name].anew))], target=0.0))
+            result.rows.append(
+                Row(what, "processes", [float(total(pauses[name].anew))], target=0.0, n=total(pauses[name].pauses))
+            )
     result.details = {name: [one._asdict() for one in trials] for name, trials in found.items()}
     result.details |= {f"{name}, pauses": one._asdict() for name, one in pauses.items()}
     return result.finish(chosen.json)

@@ -29,6 +29,20 @@ from _bench import BROKEN, HERE, Result, Row, options, say
 from _jobs import LIMIT_S, MARK, marked
 from _master import cpu_s, started
 
+MEASURES = (
+    "src/adapters/dlrover_adapters/agent",
+    "src/adapters/dlrover_adapters/cli",
+    "src/adapters/dlrover_adapters/http",
+    "src/adapters/dlrover_adapters/torch",
+    "src/backends",
+    "src/dlrover_core/host",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+
 MASTER_TARGET, AGENT_TARGET = 5.0, 0.5
 WORKERS = 8
 SETTLE_S = 5.0
@@ -38,7 +52,7 @@ LAUNCHER = ("dlrover-run", "dlrover-master", "dlrover-sweeper")
 
 
 class Shares(NamedTuple):
-    """Percent of a core."""
+    """Shares of processor time, in percent of a core."""
 
     agent: float
     launcher: float

@@ -13,6 +13,8 @@ import time
 
 from _bench import BROKEN, Result, Row, median, options, say
 
+MEASURES = ("src/dlrover_core",)
+
 TARGET_MS = 60.0
 BARRED = ("structlog", "asyncio", "torch", "aiohttp", "transitions")
 BARE, OURS = "pass", "import dlrover_core"
@@ -27,13 +29,13 @@ def once(code: str) -> float:
 
 
 def loaded() -> list[str]:
-    """What of the barred the import loads."""
+    """The barred packages that the import loads."""
     code = f"import sys, dlrover_core; print(*[name for name in {BARRED!r} if name in sys.modules])"
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
 
 
 def main() -> int:
-    """In turn."""
+    """Start the interpreters in turn."""
     chosen = options(__doc__, trials=25)
     result = Result("import", "a bare interpreter")
     try:

@@ -27,6 +27,20 @@ from pathlib import Path
 from _bench import BROKEN, HERE, Result, Row, median, options, say
 from _jobs import MARK, NVRX, OURS, TORCHRUN, marked, nvrx_folder
 
+MEASURES = (
+    "src/adapters/dlrover_adapters/agent",
+    "src/adapters/dlrover_adapters/cli",
+    "src/adapters/dlrover_adapters/http",
+    "src/adapters/dlrover_adapters/torch",
+    "src/backends",
+    "src/dlrover_core/host",
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime",
+)
+
 SCRIPT = HERE / "scripts" / "imports.py"
 KINDS = {"hf": "Hugging Face Trainer", "lightning": "Lightning", "compile": "nanoGPT with torch.compile"}
 RANKS, KILL_AT = 2, 3
@@ -43,7 +57,7 @@ PEERS = {
 
 
 class Lost(Exception):
-    """The job did not come so far in time."""
+    """The job did not make its steps in time."""
 
 
 Steps = dict[tuple[int, int], list[tuple[int, float]]]
@@ -72,7 +86,7 @@ def until(diary: Path, process: subprocess.Popen[bytes], limit_s: float, true: C
 
 @contextlib.contextmanager
 def running(launcher: str, kind: str, folder: Path, state: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
-    """The script under a launcher, in a session that is ended."""
+    """Run the script under a launcher; kill what is left of it after the block."""
     size = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "5"]
     ours = [str(Path(sys.executable).parent / "dlrover-run"), *size, "--state-dir", str(state)]
     command = ours if launcher == OURS else [sys.executable, "-m", *PEERS[launcher], *size]
@@ -167,9 +181,11 @@ def _peer(result: Result, name: str, kind: str, state: Path, those: list[float])
 
 
 def main() -> int:
-    """All three, or those that are named."""
+    """Measure all three scripts, or those of ``--only``."""
     told = options(__doc__, 3, lambda parser: parser.add_argument("--only", choices=sorted(KINDS), action="append"))
-    result = Result("imports", f"torchrun and {NVRX}")
+    result = Result(
+        "imports", f"torchrun, and {NVRX}; both with --monitor-interval 0.1 and 1 s between SIGTERM and SIGKILL"
+    )
     try:
         nvrx_folder()
         for kind in told.only or KINDS:

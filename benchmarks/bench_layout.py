@@ -45,6 +45,8 @@ from dlrover_adapters.torch.checkpoint.chunks import Chunk
 from dlrover_adapters.torch.checkpoint.division import WRITES, ChunkList, divided
 from dlrover_adapters.torch.checkpoint.meeting import Meeting
 
+MEASURES = ("src/adapters/dlrover_adapters/checkpoint", "src/adapters/dlrover_adapters/torch/checkpoint")
+
 RANKS, PEER_RANKS, PER_NODE = 256, 32, 8
 HIDDEN, KV, FFN, VOCABULARY, LAYERS = 8192, 1024, 28672, 128256, 80
 LIMIT_S = 60.0
@@ -53,7 +55,7 @@ _FORK = get_context("fork")
 
 
 def parameters() -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes."""
+    """The model's parameters: names and shapes."""
     found: list[tuple[str, tuple[int, ...]]] = [("embed_tokens.weight", (VOCABULARY, HIDDEN))]
     for layer in range(LAYERS):
         at = f"layers.{layer}"
@@ -72,7 +74,7 @@ def parameters() -> list[tuple[str, tuple[int, ...]]]:
 
 
 def chunks_of(shard: int, shards: int) -> list[Chunk]:
-    """What the ``shard``-th of ``shards`` ranks has."""
+    """The chunks of the ``shard``-th of ``shards`` ranks."""
     found = []
 
     def add(tensor: torch.Tensor, full: tuple[int, ...], offsets: tuple[int, ...], *path: str) -> None:
@@ -111,30 +113,30 @@ class Counting:
         return getattr(self._store, name)
 
     def set(self, key: str, value: bytes) -> None:
-        """Into it."""
+        """Set a value."""
         self.bytes += len(key) + len(value)
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Out of it."""
+        """Get a value."""
         value = bytes(self._store.get(key))
         self.bytes += len(key) + len(value)
         return value
 
     def multi_set(self, keys: list[str], values: list[bytes]) -> None:
-        """Several into it."""
+        """Set several values."""
         self.bytes += sum(map(len, keys)) + sum(map(len, values))
         self._store.multi_set(keys, values)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Several out of it."""
+        """Get several values."""
         values = [bytes(one) for one in self._store.multi_get(keys)]
         self.bytes += sum(map(len, keys)) + sum(map(len, values))
         return values
 
 
 def meeting_of(kind: type[Meeting], port: int, rank: int, world: int) -> tuple[Meeting, Counting]:
-    """One rank's."""
+    """The meeting of one rank, and the store under it that counts."""
     wait = timedelta(seconds=LIMIT_S)
     store = TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=wait)
     meeting = kind(store, rank, world, limit_s=LIMIT_S)
@@ -144,7 +146,7 @@ def meeting_of(kind: type[Meeting], port: int, rank: int, world: int) -> tuple[M
 
 
 def ours(port: int, rank: int, world: int, shards: int, together: Callable[[], Any]) -> dict[str, Any]:
-    """One rank: the first time, and again."""
+    """Run one rank of ours: agree for the first time, and again."""
     meeting, counting = meeting_of(Meeting, port, rank, world)
     chunks = chunks_of(rank % shards, shards)
     signature = signature_of(chunks)
@@ -184,7 +186,7 @@ class Timed:
         return getattr(self._meeting, name)
 
     def decide(self, name: str, mine: bytes, how: Callable[[list[bytes]], bytes]) -> bytes:
-        """The same."""
+        """Decide as the meeting does, from a common start."""
         self._together()
         self.began = time.monotonic()
         found = self._meeting.decide(name, mine, how)
@@ -195,7 +197,7 @@ class Timed:
 
 
 def theirs(port: int, rank: int, world: int, shards: int, together: Callable[[], Any]) -> dict[str, Any]:
-    """One rank, as it was before. There, again costs what the first time costs."""
+    """Run one rank of the exchange before ours, in which the second time costs what the first does."""
     meeting, counting = meeting_of(before.MeetingBefore, port, rank, world)
     chunks = chunks_of(rank % shards, shards)
     signature = signature_of(chunks)
@@ -224,14 +226,14 @@ class Start:
         self._go = [os.pipe() for _ in range(times)]
 
     def together(self) -> None:
-        """By a rank."""
+        """Wait for all ranks; called by a rank."""
         os.write(self._ready[1], b"r")
         if os.read(self._go[self._come][0], 1) != b"g":
             raise RuntimeError("another rank has failed")
         self._come += 1
 
     def release(self) -> None:
-        """By the parent: as often as it was said."""
+        """Let the ranks go, each time that all are ready; called by the parent."""
         failed = False
         for _, go in self._go:
             ready = b""
@@ -241,12 +243,12 @@ class Start:
             os.write(go, (b"x" if failed else b"g") * self._world)
 
     def fail(self) -> None:
-        """By a rank that does not come."""
+        """Tell the parent that this rank has failed."""
         os.write(self._ready[1], b"x")
 
 
 def run(does: Callable[..., dict[str, Any]], world: int, shards: int, starts: int) -> list[dict[str, Any]]:
-    """What each rank has to tell, which begins ``starts`` times together with all others."""
+    """Fork all ranks, let them begin ``starts`` times together, and return what each measured."""
     start = Start(world, starts)
     results = [_FORK.SimpleQueue() for _ in range(world)]
     port_of = _FORK.Value("i", 0)
@@ -352,7 +354,7 @@ def rows_of(large: Trials, small: Trials, peer: Trials) -> Iterator[Row]:
 
 
 def main() -> int:
-    """Run it."""
+    """Run all trials."""
     given = options(__doc__, trials=3, more=_more)
     result = Result("layout", "the exchange as it was before")
     large, small, peer = [], [], []
@@ -372,17 +374,17 @@ def main() -> int:
 
 
 def median_of(found: list[dict[str, Any]], name: str) -> float:
-    """Of all ranks."""
+    """The median over all ranks."""
     return float(median([one[name] for one in found]))
 
 
 def total_cpu(found: list[dict[str, Any]], name: str) -> float:
-    """What it takes at least, where nothing else runs."""
+    """Seconds that all ranks' processor time takes on this machine's cores."""
     return float(sum(one[f"{name} cpu"] for one in found) / len(os.sched_getaffinity(0)))
 
 
 def cpu(found: list[dict[str, Any]]) -> float:
-    """Of a rank that is not the first, the first time."""
+    """Processor time of a rank other than rank 0, the first time: the median."""
     return float(median([one["first cpu"] for one in found[1:]]))
 
 

@@ -7,6 +7,7 @@ of `re.search`, one pattern after the other over each line, as the log check of 
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 import sys
@@ -18,6 +19,8 @@ from _bench import MISSED, Result, Row, median, options, say
 from dlrover_adapters.matching import Re2Set
 from dlrover_core.diagnosis.matching import Matcher, ReSet
 from dlrover_core.diagnosis.signatures import Table, table
+
+MEASURES = ("src/adapters/dlrover_adapters/matching.py", "src/dlrover_core/diagnosis")
 
 LINES = 200_000
 PEER_LINES = 1_000
@@ -66,12 +69,12 @@ def log(count: int, chance: random.Random) -> list[str]:
 
 
 def searched(known: Matcher, pieces: list[str]) -> int:
-    """How many hits."""
+    """The number of hits in all pieces."""
     return sum(len(known.scan(piece, "log")) for piece in pieces)
 
 
 def naive(known: Table) -> Callable[[list[str]], int]:
-    """One pattern after the other, until one is found."""
+    """A search that tries one pattern after the other on each line."""
     compiled = [re.compile(pattern, re.IGNORECASE) for one in known.by_id.values() for pattern in one.patterns]
     compiled += [re.compile(one.pattern, re.IGNORECASE) for one in known.code_patterns]
 
@@ -90,38 +93,43 @@ def rate(count: int, work: Callable[[], int]) -> float:
 
 def main() -> int:
     """Measure all in turn."""
-    chosen = options(__doc__)
-    lines = log(LINES, random.Random(SEED))
-    pieces = ["\n".join(lines[at : at + PIECE_LINES]) for at in range(0, LINES, PIECE_LINES)]
+
+    def more(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--lines", type=int, default=LINES, metavar="N", help=f"of the log (default {LINES})")
+
+    chosen = options(__doc__, more=more)
+    result = Result("matcher", "a loop of re.search over our patterns, one by one", seed=SEED)
+    count = chosen.lines
+    lines = log(count, random.Random(SEED))
+    pieces = ["\n".join(lines[at : at + PIECE_LINES]) for at in range(0, count, PIECE_LINES)]
     known = table()
     began = time.perf_counter()
     fast = Matcher(known, Re2Set)
     compiled_s = time.perf_counter() - began
     plain, peer = Matcher(known, ReSet), naive(known)
     hits = searched(fast, pieces)
-    if hits != searched(plain, pieces) or hits < LINES // FAILURE_EVERY:
+    if hits != searched(plain, pieces) or hits < count // FAILURE_EVERY:
         say(f"the engines differ, or failures were missed: {hits}")
         return MISSED
     rates: dict[str, list[float]] = {"re2": [], "re": [], "peer": [], "alone": []}
     some = lines[:PEER_LINES]
     for number in range(chosen.trials):
-        rates["re2"].append(rate(LINES, lambda: searched(fast, pieces)))
-        rates["re"].append(rate(LINES // 4, lambda: searched(plain, pieces[: len(pieces) // 4])))
+        rates["re2"].append(rate(count, lambda: searched(fast, pieces)))
+        rates["re"].append(rate(count // 4, lambda: searched(plain, pieces[: len(pieces) // 4])))
         rates["peer"].append(rate(PEER_LINES, lambda: peer(some)))
-        rates["alone"].append(rate(LINES // 10, lambda: searched(fast, lines[: LINES // 10])))
+        rates["alone"].append(rate(count // 10, lambda: searched(fast, lines[: count // 10])))
         say(
             f"{number + 1}/{chosen.trials} "
             + ", ".join(f"{name} {values[-1]:,.0f}/s" for name, values in rates.items())
         )
-    result = Result("matcher", "a loop of re.search over the same patterns", seed=SEED)
     result.rows = [
         Row("with RE2", "lines/s", rates["re2"], rates["peer"], TARGET_LINES_S, most=False),
         Row("with the standard library alone", "lines/s", rates["re"], rates["peer"]),
         Row("with RE2, one line at a time", "lines/s", rates["alone"]),
     ]
-    size = sum(map(len, lines)) / LINES
+    size = sum(map(len, lines)) / count
     result.notes.append(
-        f"{len(known.by_id)} signatures, {fast.size} patterns; {LINES:,} lines of {size:.0f} characters, "
+        f"{len(known.by_id)} signatures, {fast.size} patterns; {count:,} lines of {size:.0f} characters, "
         f"{hits} of them a failure's; processor time of one thread; compiling takes {1000 * compiled_s:.0f} ms once"
     )
     result.details = {"hits": hits, "compiled_s": compiled_s, "mib_per_s": median(rates["re2"]) * size / 2**20}

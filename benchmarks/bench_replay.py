@@ -46,7 +46,19 @@ from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime import restoring
 from dlrover_core.testing.network import Network
 
+MEASURES = (
+    "src/dlrover_core/job",
+    "src/dlrover_core/kernel",
+    "src/dlrover_core/logs",
+    "src/dlrover_core/rules",
+    "src/dlrover_core/runtime/master.py",
+    "src/dlrover_core/runtime/restoring.py",
+)
+
 NODES, NPROC = 64, 8
+HOSTS = [f"host-{number}" for number in range(NODES)]
+ROUNDS_MAX = 4
+"""Rounds of departures and arrivals after a loss: one is enough, unless a newcomer's arrival moves somebody else."""
 BATCH_EVENTS = 64
 BEHIND = 10_000
 FULL_TARGET_S, SNAPSHOT_TARGET_S = 4.0, 0.2
@@ -89,7 +101,7 @@ class Historian:
 
     @property
     def state(self) -> JobState:
-        """So far."""
+        """The state after all events so far."""
         return self._engine.state
 
     async def tell(self, command: Command, sender: str = "", after_s: float = 0.01) -> None:
@@ -106,7 +118,7 @@ class Historian:
             await self.flush()
 
     async def flush(self) -> None:
-        """Append what there is."""
+        """Append the batch in the making."""
         batch = self._engine.take()
         if batch is None:
             return
@@ -120,7 +132,7 @@ class Historian:
             await self._lead.snapshot(Snapshot(self.state.seq, MODEL.schema, self._engine.rebase()))
 
     async def write(self) -> None:
-        """All of it."""
+        """Make the whole history."""
         await self.tell(job.CreateJob("run-1", SPEC.to_json()))
         for node in list(self.state.nodes.nodes):
             await self._arrive(node)
@@ -140,7 +152,8 @@ class Historian:
         await self.flush()
 
     async def _arrive(self, node: str) -> None:
-        host = f"host-{self._chance.randrange(NODES)}"
+        shunned = self.state.nodes.nodes[node].avoid
+        host = self._chance.choice([one for one in HOSTS if one not in shunned])
         for phase in ("pending", "running"):
             await self.tell(nodes.ObserveNodes((nodes.Observed(node, phase, host=host),)), after_s=5.0)
         await self.tell(nodes.ReportJoined(node, host, "10.0.0.1", NPROC), node)
@@ -151,11 +164,28 @@ class Historian:
             self._stores += 1
             await self.tell(world.OfferStore(node, f"10.0.0.1:{30_000 + self._stores % 30_000}"), node)
 
+    async def _recover(self) -> None:
+        """After a loss: survivors stop, released nodes end, planned ones arrive, until a world forms."""
+        broken = self.state.world.worlds["worker"]
+        for member in () if broken.active else broken.members:
+            node = self.state.nodes.nodes.get(member.node)
+            if node is not None and node.ready:
+                step = self.state.progress.of("worker").step + 3
+                await self.tell(world.ReportStopped(member.node, broken.generation, step), member.node)
+        for _ in range(ROUNDS_MAX):
+            if self.state.world.worlds["worker"].active:
+                return
+            for node in list(self.state.nodes.nodes.values()):
+                if node.released:
+                    await self.tell(nodes.ObserveNodes((nodes.Observed(node.node, "gone", reason="deleted"),)))
+                elif not node.joined:
+                    await self._arrive(node.node)
+        raise NotMeasurable(f"no world at event {self.state.seq}")
+
     async def _train(self) -> None:
         """The new world starts and makes steps."""
+        await self._recover()
         current = self.state.world.worlds["worker"]
-        if not current.active:
-            raise NotMeasurable(f"no world at event {self.state.seq}")
         first = current.members[0].node
         for member in current.members:
             await self.tell(world.ReportStarted(member.node, current.generation), member.node)
@@ -183,12 +213,6 @@ class Historian:
         current = self.state.world.worlds["worker"]
         lost = self._chance.choice(current.members).node
         await self.tell(nodes.ObserveNodes((nodes.Observed(lost, "gone", reason="deleted"),)), after_s=60.0)
-        for member in current.members:
-            if member.node != lost:
-                step = self.state.progress.of("worker").step + 3
-                await self.tell(world.ReportStopped(member.node, current.generation, step), member.node)
-        for node in [one.node for one in self.state.nodes.nodes.values() if not one.joined]:
-            await self._arrive(node)
 
 
 async def build(folder: Path, seed: int, events: int) -> dict[str, Any]:
@@ -242,7 +266,7 @@ async def lead(url: str) -> dict[str, Any]:
 
 
 def floor(path: Path) -> dict[str, Any]:
-    """Rows and bytes, no more."""
+    """Read the rows and unpack their bytes, nothing more."""
     began = time.perf_counter()
     db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     events = 0

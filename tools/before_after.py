@@ -3,7 +3,7 @@
 Runs both, in turn, with the packages of this environment: cold start (command to the first step of both ranks), SIGKILL of a
 worker to the next step of both (several in one job, their median), steps per second of a 20 ms script. The older one's sources
 come from git. Each round is a pair, and who goes first changes. The figure is the median of the pairs' ratios, above 1 where this
-tree is faster, with the interval in which 95 of 100 resamplings of the pairs have it.
+tree is faster, with its interval (`tools.figures`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import io
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -29,13 +28,12 @@ if str(ROOT / "benchmarks") not in sys.path:
 
 import bench_cold_start  # noqa: E402
 import bench_overhead  # noqa: E402
-from _bench import BROKEN, Result, Row, median, number, options, quantile, say  # noqa: E402
+from _bench import BROKEN, Result, Row, median, number, options, say  # noqa: E402
 from _jobs import OURS, Broken, Line, running  # noqa: E402
 
 TARGET = 0.97
 KILLS, STEPS_BETWEEN = 8, 15
 PACE_STEPS = 200
-RESAMPLINGS = 10_000
 OLD, NEW = "before", "after"
 FASTER, SLOWER = 1, -1
 """Which way a figure is better: more, or less."""
@@ -111,13 +109,6 @@ def far(lines: list[Line], attempt: int, steps: int) -> bool:
     return all(ranks.count(rank) >= steps for rank in (0, 1))
 
 
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """Where the median lies in 95 of 100 resamplings."""
-    chance = random.Random(0)
-    drawn = [median(chance.choices(ratios, k=len(ratios))) for _ in range(RESAMPLINGS)]
-    return quantile(drawn, 0.025), quantile(drawn, 0.975)
-
-
 def main() -> int:
     """Rounds of pairs."""
 
@@ -173,18 +164,7 @@ def measure(
     for name, (what, unit, better, _) in kinds.items():
         old, new = found[name][OLD], found[name][NEW]
         ratios = [(after / before) ** better for before, after in zip(old, new, strict=True)]
-        low, high = interval(ratios)
-        result.rows += [
-            Row(what, unit, new, old),
-            Row(
-                f"  as fast as before, 95 % of resamplings within {low:.3f} to {high:.3f}",
-                "x",
-                ratios,
-                (),
-                TARGET,
-                most=False,
-            ),
-        ]
+        result.rows += [Row(what, unit, new, old), Row("  as fast as before", "x", ratios, (), TARGET, most=False)]
 
 
 if __name__ == "__main__":

@@ -39,6 +39,9 @@ campaigns:
            minutes
   masters  a real etcd of three members, masters on three hosts, training on two: members and masters are killed, stopped and
            cut off, 200 times, and 100 times two masters start at once; the logs of all must be one; about an hour
+  mutations
+           some forty bugs are planted in a copy of our code, one at a time, and the tests that are named for each must fail;
+           about ten minutes
 """
 
 from __future__ import annotations
@@ -187,8 +190,14 @@ def _restarts(options: argparse.Namespace) -> int:
     return campaign(options.seed, options.trials or TRIALS, machine(), options.jobs or JOBS, seconds)
 
 
+def _mutations(options: argparse.Namespace) -> int:
+    from tools.mutations import JOBS, MUTATIONS, campaign
+
+    return campaign(options.seed, options.trials or len(MUTATIONS), machine(), options.jobs or JOBS)
+
+
 SIDE: dict[str, Callable[[argparse.Namespace], int]] = {
-    "ends": _ends, "restarts": _restarts, "rough": _rough, "storms": _storms,
+    "ends": _ends, "mutations": _mutations, "restarts": _restarts, "rough": _rough, "storms": _storms,
 }  # fmt: skip
 """Campaigns that save themselves, and run several trials side by side."""
 

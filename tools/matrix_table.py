@@ -51,9 +51,8 @@ def table() -> list[str]:
         *([f"**{wrong} {'do' if wrong > 1 else 'does'} not hold**"] if wrong else []),
         *([f"{missing} {'are' if missing > 1 else 'is'} not run yet"] if missing else []),
     ]
-    counted = ", ".join(
-        [f"Of {len(cells())} runs {equal} restore the right state", f"{refused} are meant to be refused and are", *rest]
-    )
+    restored = f"{equal} of {len(cells())} runs restore the right state"
+    counted = ", ".join([restored, f"{refused} end with the refusal that is meant", *rest])
     return [
         f"{counted}. {compared:,} steps were compared with those of undisturbed runs, rank by rank.",
         "",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tools.etcd_cluster import Cluster, EtcdError, Place
 from tools.rough_kinds import HOSTS, Strike
-from tools.rough_striking import Rough
+from tools.rough_striking import FAILURES, Rough
 from tools.storming import SCRIPTS, Host, Net, Process, children, namespace, processes
 from tools.trials import Patience
 
@@ -32,7 +32,7 @@ TRAINERS = HOSTS[:2]
 US = "z"
 PORT, TTL_S, QUOTA_BYTES, FULL_BYTES = 29400, 5, 64 << 20, 1 << 20
 KILLS = 20
-AGAIN_S = 1.0
+AGAIN_S, TIDY_S = 1.0, 3.0
 """A service manager starts what has ended after so long."""
 
 END_S = 400.0
@@ -262,6 +262,35 @@ class RoughHosts(Rough):
             "etcd-full": self._etcd_full,
             "etcd-wipe": self._etcd_wipe,
         }
+        self._over = threading.Event()
+        self._janitor = threading.Thread(target=self._tidy, name="janitor", daemon=True)
+        self._janitor.start()
+
+    def close(self) -> None:
+        """Have no stranger left, and nobody who tidies up."""
+        self._over.set()
+        self._janitor.join()
+        super().close()
+
+    def _tidy(self) -> None:
+        """End etcd's alarms of space that no strike means.
+
+        A member that was cut off when the strike was taken back writes its ballast later, and raises the alarm again. Until
+        somebody ends it nothing can be written: for the witness the strike goes on.
+        """
+        while not self._over.wait(TIDY_S):
+            if "etcd" in self._busy:
+                continue
+            with contextlib.suppress(*FAILURES):
+                if not self._job.etcd.alarms():
+                    continue
+                self._busy.add("etcd")
+                number = self._diary.begins("etcd-full", "again", lasts=True, start=time.monotonic() - TIDY_S)
+                try:
+                    self._job.etcd.make_room(QUOTA_BYTES // 2)
+                finally:
+                    self._diary.ends(number)
+                    self._busy.discard("etcd")
 
     def _cut(self, strike: Strike) -> bool:
         if self._taken("cut"):

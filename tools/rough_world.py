@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -128,7 +127,7 @@ class Follower:
         patience.sleep(2 * FOLLOW_PAUSE_S)
         self._over.set()
         if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.terminate()  # whoever started us may ignore SIGINT, and it inherits that
         self._thread.join(30.0)
 
 

@@ -408,7 +408,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def persisting(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of steps while a state is written to storage, and of those before."""
+    """Seconds of steps while a state is written to storage, and of those before, by trials."""
     from dlrover_adapters.torch import FlashCheckpoint
 
     torch.set_num_threads(options.threads)
@@ -434,17 +434,21 @@ def persisting(options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(WARM):
         one(None)
     for _ in range(options.trials):
+        plain: list[float] = []
+        writing: list[float] = []
         for _ in range(options.window):
-            one(found["plain_s"])
+            one(plain)
         began = time.perf_counter()
         checkpoint.save(step, to_storage=True)
         wanted = url / f"step-{step:010d}" / "manifest.json"
         one(None)  # the copy into memory is beside this one
         while not wanted.exists():
-            one(found["writing_s"])
+            one(writing)
             if time.perf_counter() - began > LIMIT_S:
                 raise SystemExit(f"step {step} is not on storage after {LIMIT_S:g} s")
         found["took_s"].append(time.perf_counter() - began)
+        found["plain_s"].append(plain)
+        found["writing_s"].append(writing)
     checkpoint.close()
     return found
 

@@ -256,13 +256,13 @@ def _incarnation_again() -> Patches:
 @_bug("told_though_released")
 def _told_though_released() -> Patches:
     """A node that is released is not told so: it waits for a world like everybody."""
-    true = desired._order
+    true = desired._idle
 
-    def order(whole: JobState, node: nodes.Node, current: world.World, place: int) -> orders.Order:
+    def idle(whole: JobState, node: nodes.Node, current: world.World, place: int) -> orders.Order:
         with mock.patch.object(node, "released", ""):
             return true(whole, node, current, place)
 
-    yield mock.patch.object(desired, "_order", order)
+    yield mock.patch.object(desired, "_idle", idle)
 
 
 @_bug("place_not_free")

@@ -879,7 +879,7 @@ def test_foreign_version(version: int) -> None:
         assert isinstance(goodbye, Goodbye)
         assert goodbye.leave
         assert (
-            f"protocol {version} is not served here: 1 to {messages.VERSION} are; install dlrover-core"
+            f"protocol {version} is not served here: 4 to {messages.VERSION} are; install dlrover-core"
             in goodbye.reason
         )
         assert len([line for line in lines if line["log_level"] == "warning"]) == 1

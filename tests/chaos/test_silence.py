@@ -368,8 +368,8 @@ def test_agent_refuses_an_older_token() -> None:
                 assert isinstance(hello, Hello)
                 greeting = Welcome(messages.VERSION, "run-1", hello.token, 10**6, 5 * 10**6, 60 * 10**6, 0, 3)
                 await connection.send(messages.encode(greeting))  # type: ignore[attr-defined]
-                leave = tuple(Order(leave=True, reason="go", grace_us=0))
-                await connection.send(messages.encode(Level(hello.token - 1, leave)))  # type: ignore[attr-defined]
+                leave = messages.level(hello.token - 1, Order(leave=True, reason="go", grace_us=0))
+                await connection.send(messages.encode(leave))  # type: ignore[attr-defined]
                 try:
                     while True:
                         await connection.receive()  # type: ignore[attr-defined]

@@ -22,23 +22,27 @@ from running import eventually
 from dlrover_adapters.agent.checkpoints.arenas import State
 from dlrover_adapters.agent.checkpoints.duty import CheckpointDuty
 from dlrover_core.job.checkpoints import (
+    Keep,
     OfferReplica,
+    Persist,
     ReportArmed,
     ReportHeld,
     ReportKeeping,
     ReportRestored,
     ReportStorage,
 )
-from dlrover_core.job.orders import Order
+from dlrover_core.job.orders import Order, Work
+from dlrover_core.job.planning import Boundary
+from dlrover_core.kernel.wire import Part, find
 from dlrover_core.runtime.duties import Desk
-from dlrover_core.runtime.keeping import KeptBeat
+from dlrover_core.runtime.keeping import Everywhere, KeptBeat
 from dlrover_core.runtime.launcher import WorkersGone
 
 Make = Callable[..., Any]
 Gone = Callable[[int], Awaitable[None]]
 BOUND_S = 30.0
 SCRIPTS = Path(__file__).parent / "scripts"
-RUNS = Order(leave=False, reason="", grace_us=5_000_000, generation=1, nodes=1, world_size=1, nproc=1)
+RUNS = Order(leave=False, reason="", grace_us=5_000_000, work=Work(1, nproc=1, world_size=1, nodes=1))
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -71,15 +75,16 @@ class Node:
         self.sent.append(command)
         self.news.set()
 
-    def order(self, **fields: Any) -> None:
+    def order(self, *parts: Part, generation: int = 1) -> None:
         """The leader's newest word."""
-        self.desk.order = self.desk.order._replace(**fields)
+        order = self.desk.order.telling(*parts)
+        self.desk.order = order._replace(work=order.work._replace(generation=generation))
         self.duty.ordered(self.desk.order)
 
     @property
     def kept(self) -> KeptBeat:
         """What the next beat tells."""
-        return KeptBeat.of(self.desk.kept)
+        return find(self.desk.told.values(), KeptBeat)
 
     async def until(self, holds: Callable[[], Any]) -> None:
         """Wait until this is so; looked at whenever the duty says something or hurries, and at every tick of it."""
@@ -119,7 +124,16 @@ def node(rig: Make) -> Make:
         others = memfds(os.getpid())  # of tests before this one, in the same process
         async with rig(text, nproc=nproc, **fields) as one:
             duty = CheckpointDuty(one.launcher, token=b"secret", host="127.0.0.1", bind="127.0.0.1")
-            found = Node(one, duty, Desk("n-0-0", "run", RUNS._replace(nproc=nproc, world_size=nproc), lambda _: None))
+            found = Node(
+                one,
+                duty,
+                Desk(
+                    "n-0-0",
+                    "run",
+                    RUNS._replace(work=RUNS.work._replace(nproc=nproc, world_size=nproc)),
+                    lambda _: None,
+                ),
+            )
             found.desk._send = found.say
             task = asyncio.ensure_future(duty.run(found.desk))
             await asyncio.sleep(0)
@@ -207,7 +221,7 @@ def test_another_layout_gets_new_memory_and_the_old_one_stays_for_reading(node: 
             assert (await one.rig.told())[1:] == [[[0, 1, 10], [0, 2, 20]]]
             await one.until(lambda: one.kept.held == (20,))
             assert len(list(one.rig.launcher.vault.arenas)) == 2
-            one.desk.whole = 20
+            one.desk.seen((Everywhere(20),))
             one.order()
             await one.until(lambda: len(list(one.rig.launcher.vault.arenas)) == 1)
             assert await one.rig.launcher.stop(0.0, 5.0)
@@ -246,13 +260,13 @@ def test_what_is_told(node: Make, preload: tuple[str, ...] | None, tmp_path: Pat
             assert one.of(ReportRestored) == [ReportRestored("n-0-0", 1, 5, "memory", 101, (("peer", "no answer"),))]
             assert one.rig.launcher.pids["saver"] > 0
             assert not one.of(ReportArmed)
-            one.order(plan=3, committed=4, mtbf_s=77)
+            one.order(Boundary(3), Keep(4, mtbf_s=77))
             await one.until(lambda: one.of(ReportArmed))
-            one.order(plan_go=True)
+            one.order(Boundary(3, go=True))
             await one.until(lambda: one.of(ReportHeld))
             assert one.of(ReportArmed) == [ReportArmed("n-0-0", 3)]
             assert one.of(ReportHeld) == [ReportHeld("n-0-0", 1, (7,), 3)]
-            one.order(plan=0, plan_go=False)
+            one.order(Boundary())
             assert await one.rig.all_told() == {0: [5, 77], 1: [5, 77]}
             await one.ended(1)
             await one.until(lambda: len(one.of(ReportHeld)) == 2)
@@ -287,7 +301,7 @@ def test_what_is_due_goes_to_storage_and_is_sealed(node: Make, tmp_path: Path) -
             assert (written.step, written.generation, written.places, one.kept.writes) == (4, 1, 0, True)
             place = Place(str(tmp_path / "ckpt"))
             assert read_seal(place, 4) is None
-            one.order(committed=4, committed_of=1)
+            one.order(Keep(4, 1))
             await one.until(lambda: read_seal(place, 4) is not None)
             arenas = one.rig.launcher.vault.arenas
             assert arenas.whole(2) == [State(1, 3), State(1, 4)]
@@ -388,7 +402,7 @@ def test_what_is_ordered_of_an_ended_generation(node: Make, tmp_path: Path) -> N
             await one.until(lambda: arena.control.pinned(1))
             await one.rig.start()
             assert (await one.rig.told())[1:] == [[False, True]]
-            one.order(generation=2, persist=9, persist_of=1, persist_places=(0,))
+            one.order(Persist(9, 1, (0,)), generation=2)
             await one.until(lambda: one.kept.written)
             assert one.kept.written[0][::3] == (9, 1)
             assert one.kept.written[0].places == 1
@@ -495,7 +509,7 @@ def test_copies_survive_the_saver_and_are_fetched(node: Make, gone: Gone) -> Non
             await one.rig.told()
             await one.until(lambda: one.of(OfferReplica))
             # It is its own partner: what counts is the way there and back.
-            one.order(replica_to=one.of(OfferReplica)[0].address)
+            one.order(Keep(replica_to=one.of(OfferReplica)[0].address))
             await one.until(lambda: one.kept.copied == 8)
             saver = one.rig.launcher.pids["saver"]
             os.kill(saver, signal.SIGKILL)
@@ -622,7 +636,7 @@ sys.path.insert(0, SCRIPTS)
 from dlrover_adapters.agent.checkpoints.duty import CheckpointDuty
 from dlrover_adapters.agent.config import LaunchConfig
 from dlrover_adapters.agent.launcher import LinuxLauncher
-from dlrover_core.job.orders import Order
+from dlrover_core.job.orders import Order, Work
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.launcher import WorkersLaunch
 
@@ -633,10 +647,10 @@ async def main():
     launcher = LinuxLauncher(config)
     await launcher.open()
     duty = CheckpointDuty(launcher, token=b"x", host="127.0.0.1", bind="127.0.0.1")
-    desk = Desk("n-0-0", "run", Order(leave=False, reason="", grace_us=0, generation=1), lambda command: None)
+    desk = Desk("n-0-0", "run", Order(leave=False, reason="", grace_us=0, work=Work(generation=1)), lambda command: None)
     running = asyncio.ensure_future(duty.run(desk))
     await launcher.start(WorkersLaunch("run", 1, 0, 1, 1, 0, 1, "127.0.0.1:1", 0, 3))
-    while not desk.kept or not launcher.saving.address:
+    while KeptBeat not in desk.told or not launcher.saving.address:
         await asyncio.sleep(0.01)
     print(*launcher.pids.values(), flush=True)
     await running
@@ -754,7 +768,7 @@ def test_a_script_that_ends_well_is_waited_for(node: Make) -> None:
             assert not one.desk.at_rest.is_set()
             await one.until(lambda: one.kept.written)
             assert not one.desk.at_rest.is_set()
-            one.order(committed=4, committed_of=1)
+            one.order(Keep(4, 1))
             await asyncio.wait_for(one.desk.at_rest.wait(), BOUND_S)
             assert (one.rig.folder / "ckpt" / "step-0000000004" / "manifest.json").exists()
 

@@ -26,6 +26,7 @@ import pytest
 from dlrover_adapters.http import HttpDialer, fetch_status
 from dlrover_core.errors import ConnectionLost, TokenRefused
 from dlrover_core.job import nodes, world
+from dlrover_core.kernel.wire import COMMANDS
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.messages import Answer, Beat, BeatSeen, Goodbye, Hello, Level, Message, Welcome, numbered
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX, Connection
@@ -558,10 +559,10 @@ def test_speaking_for_others(tmp_path: Path) -> None:
 
     async def story() -> None:
         async with house(tmp_path) as here:
-            kinds = [kind for kind, cls in messages.COMMANDS.items() if "node" in cls._fields]  # type: ignore[attr-defined]
+            kinds = [kind for kind, cls in COMMANDS.items() if "node" in cls._fields]  # type: ignore[attr-defined]
             for kind in kinds:
                 stranger = await Stranger.guest(here.address)
-                cls: Any = messages.COMMANDS[kind]
+                cls: Any = COMMANDS[kind]
                 plain = {int: 1, str: "x", bool: False}
                 blank = [() if get_origin(hint) is tuple else plain[hint] for hint in get_type_hints(cls).values()]
                 blank[cls._fields.index("node")] = "worker-0-0"

@@ -50,6 +50,7 @@ from dlrover_core.job.orders import Order
 from dlrover_core.job.state import CODEC
 from dlrover_core.kernel.engine import CommandFailed
 from dlrover_core.kernel.state import digest
+from dlrover_core.kernel.wire import COMMANDS
 from dlrover_core.logs.place import file_name
 from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime import messages, operations
@@ -149,7 +150,7 @@ class Draw:
 
     def command(self) -> Any:
         """What an agent reports, in foreign words."""
-        cls: Any = self.random.choice(list(messages.COMMANDS.values()))
+        cls: Any = self.random.choice(list(COMMANDS.values()))
         hints = _hints(cls)
         fields = {name: self.of(hints[name]) for name in cls._fields}
         if self.random.random() < 0.8 and "generation" in fields:
@@ -236,7 +237,11 @@ def reports(draw: Draw, job: Wire) -> None:
         hints = _hints(cls)
         told = cls(*(draw.of(hints[name]) for name in cls._fields))
         with contextlib.suppress(MalformedMessage, OverflowError):  # of a number; a word that is refused may not raise
-            quiet(messages.decode(messages.encode(told._replace(version=1) if cls is messages.Hello else told)))
+            quiet(
+                messages.decode(
+                    messages.encode(told._replace(version=messages.VERSION) if cls is messages.Hello else told)
+                )
+            )
 
 
 def frames(draw: Draw, job: Wire) -> None:
@@ -249,7 +254,7 @@ def frames(draw: Draw, job: Wire) -> None:
             sent = bytes(frame)
         else:
             cls: Any = type(draw.command())
-            kind = next(number for number, one in messages.COMMANDS.items() if one is cls)
+            kind = next(number for number, one in COMMANDS.items() if one is cls)
             sent = msgpack.packb([4, [draw.random.randrange(9), kind, draw.value()]], unicode_errors="surrogatepass")
         draw.words += 1
         with contextlib.suppress(MalformedMessage):

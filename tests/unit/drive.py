@@ -29,8 +29,10 @@ PEER_LOST = "RuntimeError: [gloo] Connection closed by peer"
 GROUP_FIELDS = ("nodes_min", "nodes_max", "nproc", "unit", "relaunch_max")
 
 
-def spec_of(**settings: Any) -> JobSpec:
-    """A one-group spec; group fields and job fields by name."""
+def spec_of(*, groups: tuple[GroupSpec, ...] = (), **settings: Any) -> JobSpec:
+    """A spec of one group, its fields and the job's by name; or of ``groups``."""
+    if groups:
+        return JobSpec("j", groups, **settings)
     group = {name: settings.pop(name) for name in GROUP_FIELDS if name in settings}
     group.setdefault("nodes_max", max(2, group.get("nodes_min", 2)))
     group.setdefault("nodes_min", group["nodes_max"])

@@ -6,6 +6,8 @@ import types
 import typing
 from typing import Any
 
+from dlrover_core.diagnosis.stall import Pulse
+from dlrover_core.job.planning import Boundary
 from dlrover_core.job.state import REGISTRY
 from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.events import Origin, Record
@@ -40,6 +42,10 @@ def sample(hint: Any, name: str = "") -> Any:
 def of(cls: Any) -> Any:
     """An instance with every field filled."""
     hints = typing.get_type_hints(cls)
+    if cls._field_defaults.get("parts") == ():
+        return cls(
+            *(sample(hints[name], name) for name in cls._fields if name != "parts"), parts=(of(Pulse), of(Boundary))
+        )
     return cls(*(sample(hints[name], name) for name in cls._fields))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from dlrover_core.errors import ConnectionLost, LaunchFailed, TokenRefused
 from dlrover_core.job import failures, nodes, world
-from dlrover_core.job.orders import Order
+from dlrover_core.job.orders import Order, Work
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.ending import Ending
@@ -23,7 +23,6 @@ from dlrover_core.runtime.messages import (
     BeatSeen,
     Goodbye,
     Hello,
-    Level,
     Message,
     Numbered,
     Welcome,
@@ -40,7 +39,7 @@ WAIT = Order(leave=False, reason="waiting for a world", grace_us=0)
 
 def run_order(generation: int, store: str = "elsewhere:1") -> Order:
     """The order to run one worker in a generation."""
-    return Order(False, "", 0, generation, 0, 1, 1, 0, 1, store)
+    return Order(False, "", 0, work=Work(generation, 0, 1, 1, 0, 1, store))
 
 
 class Stage:
@@ -71,7 +70,7 @@ class Stage:
         self.got: list[tuple[int, Message]] = []
         self.listener = self.network.listener("m")
         self.token = 1
-        self.version = messages.OLDEST_VERSION
+        self.version = messages.VERSION
 
     async def accept(self, connection: Connection) -> None:
         """Keep a new connection for `greet`."""
@@ -113,7 +112,7 @@ class Stage:
 
     async def order(self, connection: Connection, order: Order) -> None:
         """Say what the agent should be doing."""
-        await connection.send(messages.encode(Level(self.token, tuple(order))))
+        await connection.send(messages.encode(messages.level(self.token, order, self.version), self.version))
 
     def commands(self, kind: type) -> list[Message]:
         """The commands of a kind that came, repetitions too."""
@@ -544,7 +543,9 @@ async def assigned(stage: Stage) -> tuple[Connection, Hello]:
     connection = await asyncio.wait_for(stage.connections.get(), 60)
     first = messages.decode(await connection.receive())
     assert isinstance(first, Hello)
-    welcome = messages.encode(Welcome(2, "run-1", stage.token, 10**6, 15 * 10**6, 60 * 10**6, 5 * 10**6, 3))
+    welcome = messages.encode(
+        Welcome(messages.VERSION, "run-1", stage.token, 10**6, 15 * 10**6, 60 * 10**6, 5 * 10**6, 3)
+    )
     await connection.send(welcome)
     await connection.send(messages.encode(Assigned(stage.token, NODE)))
     while not isinstance(hello := messages.decode(await connection.receive()), Hello):
@@ -628,7 +629,9 @@ def test_last_frame_is_a_goodbye() -> None:
     async def story(stage: Stage, running: asyncio.Task[str]) -> None:
         connection = await stage.connections.get()
         await connection.receive()
-        await connection.send(messages.encode(Welcome(2, "run-1", 1, 10**6, 15 * 10**6, 60 * 10**6, 5 * 10**6, 3)))
+        await connection.send(
+            messages.encode(Welcome(messages.VERSION, "run-1", 1, 10**6, 15 * 10**6, 60 * 10**6, 5 * 10**6, 3))
+        )
         await asyncio.sleep(0.1)
         stage.agent.leave("SIGTERM")
         said = []

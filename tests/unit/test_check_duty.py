@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from orders import ordering
 
 from dlrover_adapters.agent.checks import basic, processes, scripts, workload
 from dlrover_adapters.agent.checks.basic import MIB, Place
@@ -273,7 +274,7 @@ class Told:
 
     async def check(self, **fields: Any) -> ReportCheck:
         """Order a check and wait for its report."""
-        self.duty.ordered(WAITING._replace(**{"check": 1, "check_round": 1, "check_us": 20_000_000, **fields}))
+        self.duty.ordered(ordering(WAITING, **{"check": 1, "check_round": 1, "check_us": 20_000_000, **fields}))
         return await asyncio.wait_for(self.reports.get(), BOUND_S)
 
 
@@ -387,7 +388,7 @@ def test_another_order_ends_a_check(
     async def told() -> None:
         async with at_work(Place(nproc=1), stub="hang") as one:
             one.duty.ordered(
-                WAITING._replace(check=1, check_round=1, check_us=60_000_000, check_kind="full", check_size=1)
+                ordering(WAITING, check=1, check_round=1, check_us=60_000_000, check_kind="full", check_size=1)
             )
             await bell.rung()
             report = await one.check(check=2, check_kind="basic", check_size=1)
@@ -425,8 +426,8 @@ def test_agents_that_cannot_be_checked_say_so_at_once() -> None:
     async def told() -> None:
         duty, reports = Unchecked(), asyncio.Queue[Any]()
         running = asyncio.ensure_future(duty.run(Desk("worker-0-0", "run", WAITING, reports.put_nowait)))
-        asked = WAITING._replace(check=1, check_round=1)
-        for order in (WAITING, asked, asked, asked._replace(check_round=2), WAITING):
+        asked = ordering(WAITING, check=1, check_round=1)
+        for order in (WAITING, asked, asked, ordering(asked, check_round=2), WAITING):
             duty.ordered(order)
             await asyncio.sleep(0)
             await asyncio.sleep(0)

@@ -13,6 +13,8 @@ from dlrover_adapters.agent.checkpoints.copying import Copying
 from dlrover_adapters.agent.checkpoints.orders import Orders
 from dlrover_adapters.agent.checkpoints.saving import Unsaved
 from dlrover_core.checkpoint.arena import Stamp
+from dlrover_core.job.checkpoints import Keep
+from dlrover_core.runtime.keeping import Everywhere
 from dlrover_core.testing import virtual_loop
 
 
@@ -24,11 +26,11 @@ class Here:
         self.there: list[tuple[int, int]] = []
         self.room = 2
         self.fails: dict[int, Unsaved] = {}
-        self.order = SimpleNamespace(replica_to="partner:1")
+        self.keep, self.everywhere = Keep(replica_to="partner:1"), Everywhere()
         self.launch, self.generation, self.spread = object(), 1, 1
         self.whole: list[State] = []
         self.published: dict[int, int] = {}
-        self.desk = SimpleNamespace(whole=-1, hurry=lambda: None)
+        self.desk = SimpleNamespace(beats_seen=0, hurry=lambda: None)
         self.saving = SimpleNamespace(order=self._order)
 
     async def _order(self, body: dict[str, Any]) -> Any:
@@ -51,7 +53,7 @@ class Here:
 
     async def look(self, copying: Copying, *steps: int, everywhere: int = -1) -> list[tuple[int, int]]:
         """What is sent when these steps are whole here, and that one everywhere."""
-        self.sent, self.whole, self.desk.whole = [], [State(1, step) for step in steps], everywhere
+        self.sent, self.whole, self.everywhere = [], [State(1, step) for step in steps], Everywhere(everywhere)
         for _ in range(4):
             copying.look()
             await asyncio.sleep(0.01)

@@ -26,10 +26,14 @@ def test_commands_page_is_fresh() -> None:
 
 
 def test_benchmark_table_is_fresh() -> None:
-    """The table in benchmarks/README.md is what the results say (else: python -m tools.benchmark_table)."""
-    from tools.benchmark_table import PAGE, page
+    """The table of benchmarks, and what README.md says is missed, are the results' (else: python -m tools.benchmark_table).
 
-    assert PAGE.read_text() == page()
+    Whether stale figures are marked is another test's question: git answers it.
+    """
+    from tools.benchmark_table import FRONT, PAGE, front, page, without_age
+
+    assert without_age(PAGE.read_text()) == page(ages=False)
+    assert FRONT.read_text() == front()
 
 
 def test_chaos_page_is_fresh() -> None:

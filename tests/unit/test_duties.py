@@ -12,6 +12,7 @@ from dlrover_core.job.checkpoints import OfferReplica
 from dlrover_core.job.evidence import ReportEvidence
 from dlrover_core.job.orders import Order
 from dlrover_core.job.world import ReportFinished, WithdrawStore
+from dlrover_core.kernel.wire import since
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.duties import TOLD_EACH_S, TOLD_S, Desk
 from dlrover_core.runtime.launcher import Notice, WorkerExit
@@ -73,7 +74,7 @@ def test_a_duty_hears_orders_and_notices() -> None:
     virtual_loop.run(story())
 
 
-@pytest.mark.parametrize(("version", "reaches"), [(messages.VERSION, True), (messages.DUTIES_VERSION - 1, False)])
+@pytest.mark.parametrize(("version", "reaches"), [(messages.VERSION, True), (since(ReportEvidence) - 1, False)])
 def test_older_masters_are_spared(version: int, reaches: bool) -> None:
     """A command that an older master cannot read is not sent to it: it would end the connection, again and again."""
 
@@ -204,7 +205,7 @@ def test_what_was_queued_before_an_older_master_came() -> None:
     async def story() -> None:
         watch = Watch()
         stage = Stage(duties=[watch])
-        stage.version = messages.DUTIES_VERSION - 1
+        stage.version = since(ReportEvidence) - 1
         await stage.listener.serve(stage.accept, dict)
         running = virtual_loop.spawn("agent", stage.agent.run())
         desk = await watch.began

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import logging
@@ -22,6 +23,7 @@ from torch.distributed import HashStore
 
 from dlrover_adapters.checkpoint import listing
 from dlrover_adapters.checkpoint.places import Place
+from dlrover_adapters.torch.checkpoint import filling
 from dlrover_adapters.torch.checkpoint.copier import Flight
 from dlrover_adapters.torch.checkpoint.flash import FlashCheckpoint
 from dlrover_adapters.torch.checkpoint.generators import drawn
@@ -434,20 +436,69 @@ def test_a_step_that_is_not_there(tmp_path: Path) -> None:
 # ---- a system without threads
 
 
-def test_a_save_without_a_thread_costs_that_save_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the copier's thread cannot be started (`ulimit -u`), the save is left out; the next one starts it and is whole."""
-    begin, refused = threading.Thread.start, list[str]()
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """How many threads of each name the system is to refuse from now on, by the beginning of the name (`ulimit -u`)."""
+    begin, left = threading.Thread.start, dict[str, int]()
 
     def start(thread: threading.Thread) -> None:
-        if thread.name == "dlrover-checkpoint-copy" and not refused:
-            refused.append(thread.name)
-            raise RuntimeError("can't start new thread")
+        for name in left:
+            if thread.name.startswith(name) and left[name]:
+                left[name] -= 1
+                raise RuntimeError("can't start new thread")
         begin(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
+    yield left
+    assert not any(left.values()), "refused less often than meant"
+
+
+def test_a_save_without_a_thread_costs_that_save_alone(tmp_path: Path, refused: dict[str, int]) -> None:
+    """The save is left out; the next one starts the thread and is whole."""
+    refused["dlrover-checkpoint-copy"] = 1
     training = Training()
     with FlashCheckpoint(str(tmp_path / "c"), **training.parts, every=1, store_every=1) as ckpt:
         training.steps(ckpt, 1, 3)
-    assert refused
     assert ckpt.stats.failed == 1
     assert complete(tmp_path / "c")[-1] == 3
+
+
+def test_a_step_that_no_thread_can_write_costs_that_step_alone(tmp_path: Path, refused: dict[str, int]) -> None:
+    """Whoever waits for it hears why; the next step starts the thread."""
+    refused["dlrover-checkpoint-write"] = 1
+    training = Training()
+    with FlashCheckpoint(str(tmp_path / "c"), **training.parts, every=1, store_every=1) as ckpt:
+        with pytest.raises(RuntimeError, match="new thread"):
+            training.steps(ckpt, 1, 1)
+        training.steps(ckpt, 2, 3)
+    assert complete(tmp_path / "c")[-1] == 3
+
+
+def test_memory_without_a_thread_is_populated_at_once(tmp_path: Path, refused: dict[str, int]) -> None:
+    """It costs training a moment, and not its start; nor does the end wait for a thread that never began."""
+    refused["dlrover-checkpoint-memory"] = 1
+    training = Training()
+    with FlashCheckpoint(str(tmp_path / "c"), **training.parts, every=1, store_every=1) as ckpt:
+        training.steps(ckpt, 1, 3)
+    assert ckpt.stats.failed == 0
+    assert complete(tmp_path / "c")[-1] == 3
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_what_threads_were_to_do_is_done_by_those_that_there_are(most: int, refused: dict[str, int]) -> None:
+    """By this one, if there is none. The first error is raised, and what was not begun then is left out."""
+    done: list[int] = []
+
+    def work(number: int) -> None:
+        if number == 5:
+            raise OSError("this file cannot be read")
+        done.append(number)
+
+    refused["restore_" if not most else "restore_1"] = 1
+    filling._beside(3, [functools.partial(work, number) for number in range(4)])
+    assert sorted(done) == [0, 1, 2, 3]
+    refused["restore_" if not most else "restore_1"] = 1
+    with pytest.raises(OSError, match="this file"):
+        filling._beside(3, [functools.partial(work, number) for number in range(4, 8)])
+    assert set(done) <= {0, 1, 2, 3, 4, 6, 7}
+    assert done.count(4) == 1

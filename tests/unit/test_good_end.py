@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from orders import ordering
 from structlog.testing import capture_logs
 from test_storage_duty import KEEPING, LOST, ORDER, Brood, Here, brood, looks, nothing, until, virtually, with_saver
 
@@ -240,7 +241,7 @@ def test_what_others_have_written_late_is_sealed_as_the_job_ends() -> None:
         await looks(goes.storage)
         await given_up(goes.storage, storage.COMMIT_S + 5)
         site.savers.what = lambda _: asyncio.sleep(10)
-        site.desk.order = WELL._replace(committed=100, committed_of=1)
+        site.desk.order = ordering(WELL, committed=100, committed_of=1)
         await asyncio.wait_for(goes.duty.settle(site.desk.order), GRACE_S)
         assert site.savers.done[-1] == ("seal", 1, 100)
         assert goes.storage.missing() is None
@@ -261,7 +262,7 @@ def test_a_seal_that_does_not_come_is_told(*, hangs: bool) -> None:
             site.savers.what = lambda _: asyncio.sleep(1e6)
         else:
             site.savers.fails(Unsaved("EIO"))
-        site.desk.order = WELL._replace(committed=100, committed_of=1)
+        site.desk.order = ordering(WELL, committed=100, committed_of=1)
         with capture_logs() as logs:
             await asyncio.wait_for(goes.duty.settle(site.desk.order), GRACE_S + 1)
         assert [one["step"] for one in logs if one["log_level"] == "error"] == [100]
@@ -278,7 +279,7 @@ def test_a_step_that_is_not_on_storage_is_told_as_the_job_ends() -> None:
         goes = Goes(site)
         site.ordered(committed=90, committed_of=1)
         await looks(goes.storage)
-        site.desk.order = WELL._replace(committed=90, committed_of=1)
+        site.desk.order = ordering(WELL, committed=90, committed_of=1)
         with capture_logs() as logs:
             await goes.duty.settle(site.desk.order)
         assert [(one["step"], one["committed"]) for one in logs if one["log_level"] == "error"] == [(100, 90)]

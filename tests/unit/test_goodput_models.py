@@ -123,6 +123,25 @@ def test_restart_all_on_llama3() -> None:
     assert 0.90 < told.goodput < 0.96
 
 
+def test_checkpoints_beside_training() -> None:
+    """An asynchronous peer loses less to saving; a failure while storage has not got the last one costs the one before, too."""
+    question = policies.Question(datasets.LLAMA3, 256, 20.0, 1, spares=3, rate=6.0)
+    goodput = {
+        name: policies.answer(question, policies.policy(name), Constants.default())[0].goodput
+        for name in policies.POLICIES
+    }
+    assert goodput["restart-all"] < goodput["restart-async"] < goodput["default"]
+    constants = Constants.default().set(
+        {"all_checkpoint_every_s": 1000.0, "async_stall_s": 10.0, "async_write_s": 100.0}
+    )
+    scenario, began = constants.scenario(1, 8, 1, 0, 1e5), restart_all.restart_s(8, constants)
+    for at_s, lost_s in ((1050.0, 1040.0), (1150.0, 140.0), (900.0, 900.0)):
+        faults = (Fault(f"{began + at_s:.3f} s", "kill_worker", 0),)
+        told = restart_all.run(scenario, faults, 5000.0, 1e5, constants, asynchronous=True)
+        assert told.lost_s == pytest.approx(lost_s, abs=0.01)
+        assert sum(told.by_class.values()) == pytest.approx(5000.0)
+
+
 def test_a_model_waits_for_hosts() -> None:
     """Without a spare a job that needs all of its hosts waits for the repair; one that may shrink goes on slower."""
     constants = Constants.default()

@@ -42,7 +42,7 @@ def stalled(idle_s: float = 61, **settings: Any) -> Drive:
 
 def probes(drive: Drive) -> set[int]:
     """What the orders of all say."""
-    return {order.probe for order in desired(drive.state).orders.values()}
+    return {order.part(hangs.Probe).hang for order in desired(drive.state).orders.values()}
 
 
 def test_a_hang_is_suspected_looked_at_named_and_ended() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 from drive import SECOND, Drive, spec_of
+from orders import Told
 
 from dlrover_core.errors import SpecError
 from dlrover_core.job import health, job, nodes, planning, world
@@ -115,13 +116,13 @@ def test_agents_are_told_once_what_to_do() -> None:
     """An order names the round, the partners, the store and the time; it is taken back when the check is over."""
     drive = Checked(nodes_max=2, check_s=30.0).arrive(0, 1)
     told = desired(drive.state).orders
-    first, second = (told[one] for one in _names(0, 1))
+    first, second = (Told(told[one]) for one in _names(0, 1))
     assert (first.check, first.check_round, first.check_kind, first.check_us) == (1, 1, "full", 30 * SECOND)
     assert (first.check_rank, first.check_size, first.check_with) == (0, 2, ("worker-1-0",))
     assert (second.check_rank, second.check_with) == (1, ("worker-0-0",))
     assert first.check_store == second.check_store == drive.state.world.offers["worker-0-0"][0]
     drive.answer()
-    assert {one.check for one in desired(drive.state).orders.values()} == {0}
+    assert {Told(one).check for one in desired(drive.state).orders.values()} == {0}
     # It was used under a prefix only: the world may still be named by it.
     assert drive.world.store == first.check_store
 
@@ -407,7 +408,7 @@ def test_a_death_closes_its_group_for_the_round() -> None:
     drive = Checked(nodes_min=3, nodes_max=4, last_call_s=30.0).arrive(0, 1, 2, 3)
     drive.observe("worker-3-0", "failed", -9)
     told = desired(drive.state).orders
-    assert [told[one].check for one in _names(0, 1, 2)] == [1, 1, 0]
+    assert [Told(told[one]).check for one in _names(0, 1, 2)] == [1, 1, 0]
     for one in _names(0, 1):
         drive.do(ReportCheck(one, 1, 1, True, took_us=SECOND))
     assert drive.facts(CheckJudged) == [CheckJudged("worker", 1, 1, (), ((0, 2, 0, 2),))]

@@ -185,6 +185,17 @@ def test_a_forked_worker_begins_without_touching_the_names_of_all_modules(monkey
         Learner("", ImportWatch()).stepped()
 
 
+def test_what_the_framework_found_out_is_listed(run: tuple[Learner, str]) -> None:
+    """Also where nothing else is new."""
+    learner, path = run
+    for told in ((), ("vectors: avx2",), ("vectors: avx512",)):
+        learner._found = lambda told=told: told  # type: ignore[misc]
+        learner.learn()
+    found = read(path, tuple(sys.path))
+    assert found is not None
+    assert found.found == ("vectors: avx2", "vectors: avx512")
+
+
 def test_a_list_grows_and_a_cut_one_does_not(run: tuple[Learner, str], script: Path) -> None:
     """What a later run imports besides is added, unless it is known why the list ends where it does."""
     learner, path = run

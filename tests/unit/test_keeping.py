@@ -34,7 +34,7 @@ def saving(nodes: int = 2, spread: int = 0) -> Drive:
 
 def beat(*written: int, generation: int = 1, writes: bool = True, held: tuple[int, ...] = ()) -> tuple[int, ...]:
     """What a node's beat tells: these steps written."""
-    return KeptBeat(generation, writes, -1, held, tuple(Written(step, 100, step) for step in written)).told()
+    return KeptBeat(generation, writes, -1, held, tuple(Written(step, 100, step) for step in written))
 
 
 def commits(keeping: Keeping, drive: Drive) -> list[CommitCheckpoint]:
@@ -93,7 +93,7 @@ def test_nonsense_says_nothing(field: tuple[int, ...]) -> None:
         assert (known.writes, known.wrote) == (bool(field[1]), bool(field[6]))
     else:
         assert known == KeptBeat()
-    assert Keeping().heard(A, field, 2**41) == (shaped and field[0] > 0)
+    assert Keeping().heard(A, known, 2**41) == (shaped and field[0] > 0)
 
 
 def test_only_the_newest_is_told() -> None:
@@ -251,9 +251,9 @@ def test_a_new_leader_hears_of_the_generation_before() -> None:
     drive.do(ReportKeeping(A, 2, "file:///c", 2, 10, 3, False, 4096, 0))
     drive.take_over()
     told = KeptBeat(2, True, -1, (102,), (Written(100, 5, 5, 1),), before=1, wrote=True)
-    keeping.heard(A, told.told(), 2)
+    keeping.heard(A, told, 2)
     assert commits(keeping, drive) == []
-    keeping.heard(B, told.told(), 2)
+    keeping.heard(B, told, 2)
     assert commits(keeping, drive) == [CommitCheckpoint("worker", 1, 100, 2, 10, 5)]
 
 
@@ -261,8 +261,8 @@ def test_who_did_not_write_in_the_generation_before() -> None:
     """Nobody waits for it, and what it writes now is another matter."""
     drive, keeping = saving(spread=1), Keeping()
     drive.exit(B, 1)
-    keeping.heard(A, KeptBeat(2, False, -1, (), (Written(100, 5, 5, 1),), before=1, wrote=True).told(), 2)
-    keeping.heard(B, KeptBeat(2, True, -1, (), (), before=1, wrote=False).told(), 2)
+    keeping.heard(A, KeptBeat(2, False, -1, (), (Written(100, 5, 5, 1),), before=1, wrote=True), 2)
+    keeping.heard(B, KeptBeat(2, True, -1, (), (), before=1, wrote=False), 2)
     assert commits(keeping, drive) == [CommitCheckpoint("worker", 1, 100, 1, 5, 5)]
 
 
@@ -291,7 +291,7 @@ def test_what_was_ordered_is_committed_once_its_writers_have_written() -> None:
     drive, keeping = ordered(), Keeping()
 
     def told(*written: Written) -> tuple[int, ...]:
-        return KeptBeat(2, True, -1, (), written).told()
+        return KeptBeat(2, True, -1, (), written)
 
     keeping.heard(A, told(Written(12, 5, 5, 1, 1)), ANY)
     assert commits(keeping, drive) == []
@@ -309,11 +309,11 @@ def test_what_was_due_is_not_what_was_ordered() -> None:
     drive.do(ReportHeld(B, 1, (12,)))
     keeping = Keeping()
     due, own, both = Written(12, 5, 5, 1), Written(12, 5, 5, 1, 1), Written(12, 9, 5, 1, 2)
-    keeping.heard(B, KeptBeat(1, True, -1, (12,), (own,)).told(), ANY)
+    keeping.heard(B, KeptBeat(1, True, -1, (12,), (own,)), ANY)
     for one in (due, own):
-        keeping.heard(A, KeptBeat(1, True, -1, (12,), (one,)).told(), ANY)
+        keeping.heard(A, KeptBeat(1, True, -1, (12,), (one,)), ANY)
         assert commits(keeping, drive) == []
-    keeping.heard(A, KeptBeat(1, True, -1, (12,), (both,)).told(), ANY)
+    keeping.heard(A, KeptBeat(1, True, -1, (12,), (both,)), ANY)
     assert commits(keeping, drive) == [CommitCheckpoint("worker", 1, 12, 2, 14, 5)]
 
 
@@ -387,18 +387,18 @@ def test_what_all_copy_and_what_all_have_copied() -> None:
         return everywhere(keeping, worlds, A)
 
     keeping = Keeping()
-    keeping.heard(A, KeptBeat(1, True, 8, (8, 10), (), 8, 4).told(), ANY)
+    keeping.heard(A, KeptBeat(1, True, 8, (8, 10), (), 8, 4), ANY)
     assert said(keeping) == (-1, -1, -1)
-    keeping.heard(B, KeptBeat(1, True, 4, (8,), (), 8, 4).told(), ANY)
+    keeping.heard(B, KeptBeat(1, True, 4, (8,), (), 8, 4), ANY)
     for leader in (keeping, Keeping()):
-        leader.heard(A, KeptBeat(1, True, 8, (8, 10), (), 8, 4).told(), ANY)
-        leader.heard(B, KeptBeat(1, True, 4, (8,), (), 8, 4).told(), ANY)
+        leader.heard(A, KeptBeat(1, True, 8, (8, 10), (), 8, 4), ANY)
+        leader.heard(B, KeptBeat(1, True, 4, (8,), (), 8, 4), ANY)
         assert said(leader) == Everywhere(whole=8, aim=8, safe=4)
-    keeping.heard(B, KeptBeat(1, True, 8, (8, 12), (), 8, 4).told(), ANY)
+    keeping.heard(B, KeptBeat(1, True, 8, (8, 12), (), 8, 4), ANY)
     assert said(keeping).safe == 8
-    keeping.heard(B, KeptBeat(1, True, 8, (8, 12), (), 12, 8).told(), ANY)
+    keeping.heard(B, KeptBeat(1, True, 8, (8, 12), (), 12, 8), ANY)
     assert said(keeping) == Everywhere(whole=8, aim=-1, safe=8)
     keeping.forget(A)
     assert said(keeping) == Everywhere()
-    keeping.heard(A, KeptBeat(2, True, 8, (8,), (), 8, 4).told(), ANY)
+    keeping.heard(A, KeptBeat(2, True, 8, (8,), (), 8, 4), ANY)
     assert said(keeping) == Everywhere()

@@ -9,6 +9,7 @@ from typing import Any
 from drive import SECOND, Drive
 
 from dlrover_adapters.cli import live
+from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.history import render, status_of
 from dlrover_core.history.incidents import Story
 from dlrover_core.runtime.messages import Beat
@@ -48,7 +49,7 @@ def heard(drive: Drive, beat: Beat, node: str = "worker-0-0") -> Any:
 def test_the_step_of_the_newest_heartbeat_is_shown() -> None:
     """With its age, the rate, the time left, and when that was heard: not the step of the last record."""
     drive = Drive().up()
-    beat = Beat(1, 165, 0, SECOND // 2, step_us=SECOND // 4, total=1165)
+    beat = Beat(1, 165, 0, (Pulse(165, SECOND // 2, step_us=SECOND // 4, total=1165),))
     found = heard(drive, beat)
     assert found == {"step": 165, "age_us": 2_500_000, "step_us": 250_000, "total": 1165, "heard_us": 2_000_000}
     said = live.Told("here:1", {"live": found})
@@ -60,7 +61,7 @@ def test_the_step_of_the_newest_heartbeat_is_shown() -> None:
 
 def test_beats_of_an_older_generation_tell_nothing() -> None:
     """Between two worlds the log is what is known."""
-    assert heard(Drive().up(), Beat(0, 165, 0, 0)) is None
+    assert heard(Drive().up(), Beat(0, 165, 0, (Pulse(165, 0),))) is None
 
 
 def story(down_s: float, imports_s: float) -> Story:

@@ -69,6 +69,18 @@ class TestSqliteConformance(LogConformance):
         db.close()
 
 
+def test_every_commit_is_synced(tmp_path: Path) -> None:
+    """The connection that writes syncs each commit: what was acknowledged survives a power cut. Nothing else syncs it."""
+
+    async def story() -> None:
+        async with opened(tmp_path / "log.db") as log:
+            await log.lead(JOB, "a")
+            for pragma, expected in (("synchronous", 2), ("journal_mode", "wal"), ("wal_autocheckpoint", 0)):
+                assert log.connection.execute(f"PRAGMA {pragma}").fetchone() == (expected,), pragma
+
+    run(story())
+
+
 # ---- full disks
 
 
@@ -301,6 +313,22 @@ def test_leader_of_a_replaced_database_is_not_mistaken(tmp_path: Path) -> None:
             await new.write()
             assert await seqs(log.read("new")) == [1]
             assert await log.jobs() == ["new"]
+
+    run(story())
+
+
+@pytest.mark.parametrize("damage", ["state = x'74656f'", "schema = 'other'", "seq = 4"])
+def test_a_damaged_snapshot_is_not_used(tmp_path: Path, damage: str) -> None:
+    """A snapshot of which a byte, its schema or its place has changed on the disk gives way to the one before it."""
+
+    async def story() -> None:
+        async with opened(tmp_path / "log.db") as log:
+            pen = Pen(await log.lead(JOB, "a"))
+            await pen.write(events=9)
+            for seq, state in ((2, b"one"), (3, b"two")):
+                await pen.lead.snapshot(Snapshot(seq, "schema", state))
+            log.connection.execute(f"UPDATE snapshots SET {damage} WHERE seq = 3")  # noqa: S608  # no stranger's
+            assert await log.latest_snapshot(JOB) == Snapshot(2, "schema", b"one")
 
     run(story())
 

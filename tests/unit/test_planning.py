@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from drive import Drive
+from orders import Told
 
 from dlrover_core.history import render, status_of
 from dlrover_core.history.plain import plain
 from dlrover_core.job import checkpoints, failures, health, job, nodes, planning, progress, scaling, world
 from dlrover_core.job.hangs import HangSuspected, NoteStall
 from dlrover_core.job.orders import Order
+from dlrover_core.job.planning import Boundary
 from dlrover_core.kernel.engine import Accepted, Command, NotDone, Reply
 from dlrover_core.kernel.events import Origin
 from dlrover_core.rules.desired import desired
@@ -73,7 +75,7 @@ class Saves(Drive):
 
     def asked(self) -> dict[str, tuple[int, bool]]:
         """What every agent is told of a plan."""
-        return {node: (order.plan, order.plan_go) for node, order in desired(self.state).orders.items()}
+        return {node: tuple(order.part(Boundary)) for node, order in desired(self.state).orders.items()}
 
 
 def up(**settings: Any) -> Saves:
@@ -85,7 +87,7 @@ def up(**settings: Any) -> Saves:
 
 def order(drive: Drive, node: str) -> Order:
     """What an agent should be doing."""
-    return desired(drive.state).orders[node]
+    return Told(desired(drive.state).orders[node])
 
 
 def scale(drive: Drive, nodes_max: int, nodes_min: int = 0) -> Reply:

@@ -653,3 +653,16 @@ def test_a_charge_that_a_later_verdict_cannot_pay_stops_the_job() -> None:
         drive.exit(f"worker-{rank}-0", rank, 1, "KeyError: 1", generation=2, **known)
     assert drive.incident.signature == "exception.KeyError"
     assert (drive.incident.held, drive.state.failures.restarts) == (True, 1)
+
+
+def test_restarts_on_the_systems_account_come_back_after_an_hour() -> None:
+    """The system's failures have ten restarts an hour; when they are used up the job's own pay, until the hour is over."""
+    drive = Drive(max_restarts=9, nproc=1).up()
+    begin, paid = drive.now, []
+    for at_s in (*range(0, 600, 60), 600, 3590, 3600):
+        drive.wait(at_s - (drive.now - begin) / SECOND)
+        drive.exit("worker-1-0", 1, 1, "OSError: [Errno 98] Address already in use")
+        paid.append(newest(drive, failures.ActionChosen).budget)
+        drive.wait(10)
+        drive.run(1 + len(paid))
+    assert paid == [*("software",) * 10, "restarts", "restarts", "software"]

@@ -10,7 +10,7 @@ import pytest
 
 from dlrover_core.errors import ConnectionLost
 from dlrover_core.job import nodes
-from dlrover_core.job.orders import Order
+from dlrover_core.job.orders import Order, Work
 from dlrover_core.runtime import messages, pipeline, sessions
 from dlrover_core.runtime.keeping import KeptBeat
 from dlrover_core.runtime.messages import Again, Answer, Beat, Goodbye, Hello, Level, Message, Numbered, Welcome
@@ -174,11 +174,11 @@ def test_slow_reader() -> None:
 def test_told_once() -> None:
     """The same order is not said twice; another is."""
     session = Session(None, HELLO)  # type: ignore[arg-type]  # nothing is sent
-    order = Order(leave=False, reason="", grace_us=0, generation=1)
+    order = Order(leave=False, reason="", grace_us=0, work=Work(generation=1))
     session.tell(1, order)
     session.tell(1, order._replace())
-    session.tell(1, order._replace(generation=2))
-    assert [message.order[3] for message in session._outbox if isinstance(message, Level)] == [1, 2]
+    session.tell(1, order._replace(work=Work(generation=2)))
+    assert [message.order[1][0] for message in session._outbox if isinstance(message, Level)] == [1, 2]
 
 
 def test_gap_is_asked_for() -> None:
@@ -199,9 +199,9 @@ def test_a_beat_of_a_generation_that_never_was() -> None:
     """What it says is kept of it is nonsense, and does not hide what there is."""
 
     async def story(cluster: Cluster) -> None:
-        said = Beat(1, 5, 0, kept=KeptBeat(2**40, True, held=(8,)).told())
+        said = Beat(1, 5, 0, (KeptBeat(2**40, True, held=(8,)),))
         boot = cluster.agents["worker-0-0"]._boot
-        for beat in (said, said._replace(kept=KeptBeat(1, True, held=(4,)).told())):
+        for beat in (said, said._replace(parts=(KeptBeat(1, True, held=(4,)),))):
             connection = await dial(cluster, HELLO._replace(boot=boot), beat)
             await asyncio.sleep(0.01)
             await connection.close()

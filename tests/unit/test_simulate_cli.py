@@ -23,11 +23,12 @@ def simulate(*words: str) -> int:
 
 
 def test_a_week_of_64_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    """The table has goodput of ours and of restart-all with a range, time by class, causes, phases, and marked constants."""
+    """The table has goodput of ours and of both peers with ranges, time by class, causes, phases, and marked constants."""
     assert simulate("--nodes", "64", "--days", "7", "--seed", "4") == OK
     told = capsys.readouterr()
     for words in (
-        "default", "restart-all", "goodput", "doubled, halved", "where the time went", "training", "what struck", "faulty GPU",
+        "default", "restart-all", "restart-async", "goodput", "3 seeds", "doubled, halved",
+        "where the time went", "training", "what struck", "faulty GPU",
         "mean time to recover", "replay", "assumed", "measured", "arXiv 2407.21783",
     ):  # fmt: skip
         assert words in told.out
@@ -42,10 +43,23 @@ def test_json_says_the_same_twice(capsys: pytest.CaptureFixture[str]) -> None:
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     told = json.loads(texts[0])
-    assert [one["policy"] for one in told["policies"]] == ["default", "restart-all"]
+    assert [one["policy"] for one in told["policies"]] == ["default", "restart-all", "restart-async"]
     for one in told["policies"]:
         assert sum(one["by_class_s"].values()) == pytest.approx(one["virtual_s"], rel=1e-6)
     assert told["set"] == {"rate": "100"}
+
+
+def test_ranges_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The range over seeds holds the goodput that is told, and so does that over the assumed constants; both can be left out."""
+    words = ("--nodes", "8", "--days", "2", "--set", "rate=100", "--seeds", "4", "--json")
+    assert simulate(*words) == OK
+    for one in json.loads(capsys.readouterr().out)["policies"]:
+        assert one["seeds_range"]["low"] < one["seeds_range"]["high"]
+        for between in (one["range"], one["seeds_range"]):
+            assert between["low"] <= one["goodput"] <= between["high"]
+    assert simulate(*words, "--no-range") == OK
+    told = json.loads(capsys.readouterr().out)["policies"]
+    assert {(one["range"], one["seeds_range"]) for one in told} == {(None, None)}
 
 
 def test_policies_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +68,7 @@ def test_policies_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     mine.write_text(json.dumps({"checkpoint_every_s": 7200.0, "restart_pause_s": 5.0}))
     assert main.main([*SMALL, "--policy", "default", "--policy", str(mine), "--json"]) == OK
     told = json.loads(capsys.readouterr().out)
-    assert [one["policy"] for one in told["policies"]] == ["default", "mine", "restart-all"]
+    assert [one["policy"] for one in told["policies"]] == ["default", "mine", "restart-all", "restart-async"]
     assert told["policies_set"] == {"mine": {"checkpoint_every_s": 7200.0, "restart_pause_s": 5.0}}
     assert told["policies"][1]["lost_s"] > told["policies"][0]["lost_s"]
 
@@ -69,7 +83,7 @@ def test_policies_of_one_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main.main([*SMALL, "--policy", "default", *words, "--json"]) == OK
     told = json.loads(capsys.readouterr().out)
     names = [*map(str, files[:3]), "alone"]
-    assert [one["policy"] for one in told["policies"]] == ["default", *names, "restart-all"]
+    assert [one["policy"] for one in told["policies"]] == ["default", *names, "restart-all", "restart-async"]
     assert told["policies_set"] == {name: {"boot_s": 10.0 + number} for number, name in enumerate(names)}
 
 

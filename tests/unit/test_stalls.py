@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from drive import SECOND, Drive
 
+from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.job import job, world
 from dlrover_core.job.hangs import NoteMoving, NotePauseLegal, NoteStall
 from dlrover_core.runtime.messages import Beat
@@ -66,7 +67,9 @@ def told(leader: Leader, *beats: tuple[str, Beat], then_s: float = 5.0) -> list[
 
 def beat(idle_s: float, **differs: Any) -> Beat:
     """A heartbeat of an agent whose workers made step 7."""
-    return Beat(1, 7, 0, round(idle_s * SECOND))._replace(**{"step_us": SECOND, **differs})
+    generation = differs.pop("generation", 1)
+    pulse = Pulse(7, round(idle_s * SECOND))._replace(**{"step_us": SECOND, **differs})
+    return Beat(generation, pulse.step, 0, (pulse,))
 
 
 def both(idle_s: float, **differs: Any) -> list[tuple[str, Beat]]:

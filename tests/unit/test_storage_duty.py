@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from orders import ordering
 
 from dlrover_adapters.agent import wire
 from dlrover_adapters.agent.checkpoints import orders, saving, storage
@@ -32,6 +33,7 @@ from dlrover_core.errors import LaunchFailed
 from dlrover_core.job.checkpoints import ReportHeld, ReportStorage, storage_calm_s
 from dlrover_core.job.orders import Order
 from dlrover_core.runtime.duties import Desk
+from dlrover_core.runtime.keeping import Everywhere
 from dlrover_core.runtime.launcher import WorkersLaunch
 from dlrover_core.testing import virtual_loop
 
@@ -108,7 +110,7 @@ class Here(Site):
 
     def ordered(self, **fields: Any) -> None:
         """The leader's newest word."""
-        self.desk.order = self.desk.order._replace(**fields)
+        self.desk.order = ordering(self.desk.order, **fields)
 
     def of(self, kind: type) -> list[Any]:
         """What was said of this kind."""
@@ -721,9 +723,10 @@ def test_only_what_could_be_ordered_is_held() -> None:
     site = Here(State(1, 40), State(1, 42), nodes=2)
     site.spread = 1
     assert CheckpointDuty._orderable(site, (40, 42)) == 42
-    site.spread, site.desk.whole = 0, 40
+    site.spread = 0
+    site.desk.seen((Everywhere(40),))
     assert CheckpointDuty._orderable(site, (40, 42)) == 40
-    site.desk.whole = 30
+    site.desk.seen((Everywhere(30),))
     assert CheckpointDuty._orderable(site, (40, 42)) == 42
     assert CheckpointDuty._orderable(site, ()) == -1
 

@@ -31,6 +31,7 @@ from dlrover_adapters.torch.checkpoint.flash import CUDA_LAG
 from dlrover_adapters.torch.checkpoint.line import spare_slots
 from dlrover_core.checkpoint.arena import BLOCK_BYTES, PAGE, ArenaBroken, Control, Geometry, Stamp
 from dlrover_core.checkpoint.slots import LAG, slots_for
+from dlrover_core.job.checkpoints import Keep
 from dlrover_core.job.orders import Order
 from dlrover_core.runtime.granted import Granted
 from dlrover_core.runtime.launcher import WorkersLaunch
@@ -271,7 +272,7 @@ def test_who_takes_copies_is_told_before_it_can_be_reached(
             keeps: Any = SimpleNamespace(vault=vault, saving=None)
             duty = CheckpointDuty(keeps, token=b"", host="h", bind=bind)
             order = Order(leave=False, reason="", grace_us=0)
-            site: Any = SimpleNamespace(saving=SimpleNamespace(address=""), order=order)
+            site: Any = SimpleNamespace(saving=SimpleNamespace(address=""), order=order, keep=Keep())
             duty._site = site
             monkeypatch.setattr(duty, "greeted", lambda _caller: None)
             vault.listener = duty

@@ -31,11 +31,12 @@ from dlrover_core.diagnosis.slots import (
     SLOT_BYTES,
 )
 from dlrover_core.diagnosis.workload import FITTED, SKIPPED
-from dlrover_core.job.orders import Order
+from dlrover_core.job.orders import Order, Work
+from dlrover_core.kernel.wire import find
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.paces import LossBeat, PaceBeat, RankLoss
 
-ORDER = Order(leave=False, reason="", grace_us=0, generation=3)
+ORDER = Order(leave=False, reason="", grace_us=0, work=Work(generation=3))
 
 
 class Host:
@@ -62,7 +63,7 @@ class Host:
         """What the next beat tells, a second later."""
         self.now_s += 1.0
         self.watch.look(self.desk, self.now_s)
-        return PaceBeat.of(self.desk.pace), LossBeat.of(self.desk.losses)
+        return find(self.desk.told.values(), PaceBeat), find(self.desk.told.values(), LossBeat)
 
 
 @pytest.fixture
@@ -321,5 +322,5 @@ def test_another_generation_begins_anew(host: Host, clock: list[float]) -> None:
     assert host.look() == (PaceBeat(), LossBeat())
     host.watch._slots = list
     host.look()
-    assert (host.desk.pace, host.desk.losses) == ((), ())
+    assert host.desk.told == {}
     assert host.watch._open == {}

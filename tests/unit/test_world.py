@@ -9,10 +9,11 @@ from drive import SECOND, Drive
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_core.job import names, nodes, ranges, world
+from dlrover_core.job import job, names, nodes, ranges, world
 from dlrover_core.kernel.engine import NotDone
 from dlrover_core.rules import layout
 from dlrover_core.rules.desired import desired
+from dlrover_core.spec import GroupSpec
 
 
 def _joined(count: int, **settings: object) -> Drive:
@@ -313,7 +314,7 @@ def test_two_worlds_of_one_generation_cannot_be() -> None:
 def test_orders() -> None:
     """Each member is told its ranks, the world's size, its place and the store; they are the same for all but ranks and place."""
     drive = Drive(nodes_max=3, nproc=4).up()
-    orders = desired(drive.state).orders
+    orders = {node: order.work for node, order in desired(drive.state).orders.items()}
     told = [
         (one.first_rank, one.nproc, one.node_rank, one.world_size, one.nodes, one.generation) for one in orders.values()
     ]
@@ -424,3 +425,19 @@ def test_time_of_forming() -> None:
     drive.now += 5 * SECOND
     drive.join("worker-0-0")
     assert drive.world.formed_at == drive.now
+
+
+@pytest.mark.parametrize("order", [("worker", "eval"), ("eval", "worker")])
+def test_a_job_of_two_groups_ends_with_both(order: tuple[str, str]) -> None:
+    """Each group forms a world of its own; the job goes on when one of them has finished, and succeeds with the other."""
+    drive = Drive(groups=(GroupSpec("worker"), GroupSpec("eval")))
+    for node in list(drive.state.nodes.nodes):
+        drive.join(node)
+    worlds = drive.state.world.worlds
+    for group in order:
+        (member,) = worlds[group].members
+        drive.say(world.ReportStarted(member.node, worlds[group].generation))
+        assert not drive.facts(job.JobSucceeded)
+        drive.say(world.ReportFinished(member.node, worlds[group].generation))
+        assert drive.state.job.live == (group == order[0])
+    assert drive.facts(job.JobSucceeded)

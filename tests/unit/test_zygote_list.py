@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import select
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dlrover_adapters.agent import wire
+from dlrover_adapters.agent import zygote as module
 from dlrover_adapters.agent.zygote import Unfit, Zygote
 
 
@@ -98,3 +100,23 @@ def test_servants_of_multiprocessing_are_forgotten_by_workers(zygote: Zygote, si
         zygote._import_each(("tracked",), origins(site, "tracked"))
     finally:
         sys.modules["tracked"].kept._resource_tracker._stop()
+
+
+def test_an_agent_that_died_with_our_words_unread_ends_a_zygote_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel then says that the connection was reset, not that the pipe is broken."""
+    ours, theirs = wire.pair()
+    zygote, ended = Zygote(ours, 0, "bare", 5.0), []
+
+    def no_fork() -> int:
+        theirs.close()  # with "ready" unread
+        raise BlockingIOError(errno.EAGAIN, "no processes")
+
+    monkeypatch.setattr(zygote, "_warm", lambda _: None)
+    monkeypatch.setattr(module, "_fork", no_fork)
+    monkeypatch.setattr(module, "outlive_parent", lambda: None)
+    monkeypatch.setattr(module.gc, "freeze", lambda: None)
+    monkeypatch.setattr(module, "end_sessions", lambda *told: ended.append(told))
+    with ours, Path("/dev/null").open() as file:
+        wire.send(theirs, {"op": "fork", "role": "worker", "key": 1}, (file.fileno(),))
+        assert zygote.serve(()) is None
+    assert ended

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dlrover_core.kernel.wire import part
+
 # What a worker may say that it is at, by its number in the step slot and in heartbeats. 0: it trains, or says nothing.
 PHASES = ("training", "evaluation", "checkpoint", "phase")
 
@@ -20,6 +22,7 @@ PAUSES = 1.5
 BUSY = 5
 
 
+@part(6)
 class Pulse(NamedTuple):
     """What workers say of their steps, in microseconds.
 

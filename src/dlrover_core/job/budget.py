@@ -13,6 +13,7 @@ from typing import NamedTuple
 from dlrover_core.job import job
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command
 
 
 @event(65)
@@ -23,6 +24,7 @@ class RestartsSpent(NamedTuple):
     generation: int
 
 
+@command(12)
 class SpendRestarts(NamedTuple):
     """An agent's workers are about to be reported dead, and nobody will start them again."""
 

@@ -19,6 +19,7 @@ from dlrover_core.job.names import group_of
 from dlrover_core.job.ranges import Ranges
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command, part
 
 MEMORY, PEER, DISK, STORAGE, NOTHING = "memory", "peer", "disk", "storage", "nothing"
 TIERS = (MEMORY, PEER, DISK, STORAGE, NOTHING)
@@ -137,6 +138,7 @@ class RanksArmed(NamedTuple):
     plan: int
 
 
+@command(17, since=4)
 class ReportKeeping(NamedTuple):
     """The node of rank 0: its ranks save with us."""
 
@@ -151,6 +153,7 @@ class ReportKeeping(NamedTuple):
     spread: int = 0
 
 
+@command(18, since=4)
 class ReportHeld(NamedTuple):
     """A node: what its memory holds whole, now that its workers have ended, or wait at the boundary of ``plan``.
 
@@ -164,6 +167,7 @@ class ReportHeld(NamedTuple):
     copies: tuple[tuple[int, int], ...] = ()
 
 
+@command(19, since=4)
 class ReportStorage(NamedTuple):
     """A node: parts cannot be written (``reason``), or can again (empty)."""
 
@@ -172,6 +176,7 @@ class ReportStorage(NamedTuple):
     reason: str = ""
 
 
+@command(20, since=4)
 class OfferReplica(NamedTuple):
     """A node takes copies at ``address`` (``host:port``)."""
 
@@ -179,6 +184,7 @@ class OfferReplica(NamedTuple):
     address: str
 
 
+@command(21, since=4)
 class ReportRestored(NamedTuple):
     """A node: from where its ranks began. The slowest tier of its ranks, and the longest time."""
 
@@ -190,11 +196,45 @@ class ReportRestored(NamedTuple):
     fell: tuple[tuple[str, str], ...] = ()
 
 
+@command(22, since=4)
 class ReportArmed(NamedTuple):
     """A node: all its ranks look for the boundary of ``plan``."""
 
     node: str
     plan: int
+
+
+@part(3)
+class Keep(NamedTuple):
+    """To all: what is known of the group's states.
+
+    committed:  the newest step that is whole on storage, by the log (-1: none), of generation ``committed_of``: a step of that
+                number of another generation is another state
+    replica_to: where copies of this node's states go; empty: nowhere
+    mtbf_s:     seconds between failures to be expected; 0: unknown
+    lenders:    nodes that have left this world at the boundary ``resume_step``, from where what they held there can be had: the
+                address, the first rank of theirs in the world before, and how many
+    decided:    of generations up to this one the leader will order nothing to be written beside `Persist`
+    """
+
+    committed: int = NO_STEP
+    committed_of: int = 0
+    replica_to: str = ""
+    mtbf_s: int = 0
+    lenders: tuple[tuple[str, int, int], ...] = ()
+    decided: int = 0
+
+
+@part(4)
+class Persist(NamedTuple):
+    """To a node that holds it: write this ``step`` (-1: none) of generation ``of``, which has ended, to storage now.
+
+    ``places``: whose parts: its own place in that world, or those of others that it keeps copies of.
+    """
+
+    step: int = NO_STEP
+    of: int = 0
+    places: tuple[int, ...] = ()
 
 
 class CommitCheckpoint(NamedTuple):
@@ -272,8 +312,8 @@ class Kept:
             yield f"life: (generation, has ended) of e and n = {told}, formed = {self.formed}"
         if self.order is not None and (self.order.generation, self.order.step) <= self.newest:
             yield f"order: o = {(self.order.generation, self.order.step)}, the newest of K is {self.newest}"
-        for part in (self.now, self.ended, self.order):
-            yield from part.check() if part is not None else ()
+        for one in (self.now, self.ended, self.order):
+            yield from one.check() if one is not None else ()
 
 
 @dataclass(slots=True)

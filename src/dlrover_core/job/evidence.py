@@ -15,6 +15,7 @@ from dlrover_core.job import job
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command
 from dlrover_core.spec import us
 
 # The generation of an incident that broke no world.
@@ -47,6 +48,7 @@ class EvidenceSeen(NamedTuple):
     step: int = -1
 
 
+@command(14, since=3)
 class ReportEvidence(NamedTuple):
     """An agent saw something, ``age_us`` ago, that its table of signatures knows."""
 

@@ -19,6 +19,7 @@ from dlrover_core.job.memo import unanswered
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command
 from dlrover_core.spec import us
 
 TAIL_BYTES_MAX = 4096
@@ -130,6 +131,7 @@ class IncidentClosed(NamedTuple):
     steps_lost: int
 
 
+@command(9)
 class ReportExit(NamedTuple):
     """An agent's worker died, ``age_us`` ago. ``signature`` and ``place``: what its agent knows it by; empty: nothing."""
 

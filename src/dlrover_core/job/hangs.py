@@ -18,6 +18,7 @@ from dlrover_core.job import job, world
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command, part
 from dlrover_core.spec import JobSpec, us
 
 
@@ -103,6 +104,7 @@ class NotePauseLegal(NamedTuple):
     pause_us: int
 
 
+@command(15, since=3)
 class ReportStacks(NamedTuple):
     """An agent: what its ranks are at."""
 
@@ -110,6 +112,13 @@ class ReportStacks(NamedTuple):
     hang: int
     facts: tuple[str, ...]
     path: str = ""
+
+
+@part(1)
+class Probe(NamedTuple):
+    """To members: show what your ranks are at. ``hang``: the number of the hang; 0: there is none."""
+
+    hang: int = 0
 
 
 @dataclass(slots=True)

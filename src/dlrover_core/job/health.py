@@ -16,6 +16,7 @@ from dlrover_core.job.names import group_of
 from dlrover_core.job.ranges import Ranges, from_ranges
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command, part
 
 OFF, BASIC, FULL = "off", "basic", "full"
 # With these words a slow node is drained.
@@ -75,6 +76,7 @@ class CheckAsked(NamedTuple):
     why: str
 
 
+@command(16, since=3)
 class ReportCheck(NamedTuple):
     """An agent has done its part of a check's round."""
 
@@ -86,6 +88,29 @@ class ReportCheck(NamedTuple):
     took_us: int = 0
     alone_us: int = 0
     what: str = ""
+
+
+@part(2)
+class CheckWork(NamedTuple):
+    """To a node: take part in a check.
+
+    number:    of the check; 0: there is none
+    round:     of it
+    kind:      `BASIC` or `FULL`
+    rank:      the node's place among the ``size`` nodes that work together, over ``store``, with the ``others``
+    within_us: for how long at most
+    at:        when that was decided, by the leader's clock
+    """
+
+    number: int = 0
+    round: int = 0
+    kind: str = ""
+    rank: int = 0
+    size: int = 0
+    store: str = ""
+    others: tuple[str, ...] = ()
+    within_us: int = 0
+    at: int = 0
 
 
 # What holds of every check after every event; `Check.check` and `HealthSlice.check` say what does not.

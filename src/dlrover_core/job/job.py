@@ -9,6 +9,7 @@ from typing import NamedTuple
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
 from dlrover_core.kernel.lifecycle import Lifecycle
+from dlrover_core.kernel.wire import command
 from dlrover_core.spec import JobSpec
 
 LIFECYCLE = Lifecycle(
@@ -141,6 +142,7 @@ class CreateJob(NamedTuple):
     spec: str
 
 
+@command(11)
 class StopJob(NamedTuple):
     """A person, or the launcher's Ctrl-C, ends the job."""
 

@@ -15,6 +15,7 @@ from dlrover_core.job import job
 from dlrover_core.job.node_lifecycle import ALIVE, LIFECYCLE
 from dlrover_core.kernel.engine import Evolve, Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command
 
 
 @dataclass(slots=True)
@@ -247,6 +248,7 @@ class ObserveNodes(NamedTuple):
     complete: bool = False
 
 
+@command(1)
 class ReportJoined(NamedTuple):
     """An agent's first word: it lives and can run workers. ``nproc`` workers, reachable at ``address``."""
 
@@ -257,12 +259,14 @@ class ReportJoined(NamedTuple):
     seat: str = ""
 
 
+@command(2)
 class ReportLeft(NamedTuple):
     """An agent's last word: its workers are stopped."""
 
     node: str
 
 
+@command(3)
 class ReportFault(NamedTuple):
     """An agent says that its node is no good: workers cannot be started, or cannot be killed."""
 

@@ -1,9 +1,11 @@
-"""What agents and backends are told: orders, launches, and both together as `Desired`."""
+"""What agents and backends are told: orders, launches, both together as `Desired`. Orders' parts stand with their concerns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from dlrover_core.kernel.wire import P, Part, find, number_of
 
 
 class NodeLaunch(NamedTuple):
@@ -24,32 +26,18 @@ class NodeLaunch(NamedTuple):
     memory_mib: int = 0
 
 
-class Order(NamedTuple):
-    """What one agent should be doing. ``generation`` 0: no workers. ``leave``: stop them and go.
+class Work(NamedTuple):
+    """The workers that a node should run.
 
-    ``over`` is the generation whose end on this node the leader wants to hear of; 0: none. ``restarts`` counts the generations
-    of this run before this one: scripts are told, and torch's store keys contain it, so all ranks must be told the same.
-    For ``linger_us`` workers that are to be stopped may end by themselves. ``outcome`` says what to ``leave`` means: the job is
-    over (succeeded, failed with its ``root`` cause, stopped), or why this node alone is released. ``probe`` is the number of a
-    hang: show what the ranks are at; 0: there is none.
-
-    ``check``: the number of the node check that it takes part in now; 0: none. Its round and kind; its place among the
-    ``check_size`` nodes that work together, ``check_with`` whom, over ``check_store``; for how long at most; and
-    when that was decided, by the leader's clock.
-
-    ``committed`` is the newest step that is whole on storage, by the log (-1: none), of generation ``committed_of``: a step of
-    that number of another generation is another state. ``persist``: the step of generation ``persist_of`` that is to be written
-    there now, because that generation has ended (-1: none), by this node the parts of ``persist_places``: its own place in that
-    world, or those of others that it keeps copies of. ``plan``: get ready for this planned change (0: none); ``plan_go``: its
-    boundary may be chosen. ``replica_to``: where copies of this node's states go; empty: nowhere. ``lenders``: nodes that have
-    left this world at the boundary ``resume_step``, and from where what they held there can still be had: the address, the
-    first rank of theirs in the world before, and how many. ``mtbf_s``: seconds between failures to be expected; 0: unknown.
-    ``decided``: of generations up to this one the leader will order nothing to be written beside ``persist``.
+    generation:  the world's number
+    first_rank:  the node's first rank in it; ``nproc`` ranks, of ``world_size``
+    node_rank:   the node's place among the ``nodes`` of the world
+    store:       the address of the world's store
+    resume_step: the newest step that is whole as far as the leader knows; -1: none is
+    restarts:    generations of this run before this one. Scripts are told, and torch's store keys contain it, so all ranks must
+                 be told the same
     """
 
-    leave: bool
-    reason: str
-    grace_us: int
     generation: int = 0
     first_rank: int = 0
     nproc: int = 0
@@ -58,32 +46,50 @@ class Order(NamedTuple):
     nodes: int = 0
     store: str = ""
     resume_step: int = -1
-    over: int = 0
     restarts: int = 0
+
+
+NO_WORK = Work()
+
+
+class Order(NamedTuple):
+    """What one agent should be doing.
+
+    leave:     stop the workers and go
+    reason:    why, for people
+    grace_us:  how long workers that are to be stopped have to end
+    over:      the generation whose end on this node the leader wants to hear of; 0: none
+    linger_us: for so long workers that are to be stopped may end by themselves
+    outcome:   what to ``leave`` means: the job is over (succeeded, failed, stopped), or why this node alone is released
+    root:      the root cause of a job that has failed
+    work:      the workers that it should run; `NO_WORK`: none
+    parts:     what concerns tell beside, at most one part of a class
+    """
+
+    leave: bool
+    reason: str
+    grace_us: int
+    over: int = 0
     linger_us: int = 0
     outcome: str = ""
     root: str = ""
-    probe: int = 0
-    check: int = 0
-    check_round: int = 0
-    check_kind: str = ""
-    check_rank: int = 0
-    check_size: int = 0
-    check_store: str = ""
-    check_with: tuple[str, ...] = ()
-    check_us: int = 0
-    check_at: int = 0
-    committed: int = -1
-    persist: int = -1
-    persist_of: int = 0
-    plan: int = 0
-    plan_go: bool = False
-    replica_to: str = ""
-    mtbf_s: int = 0
-    persist_places: tuple[int, ...] = ()
-    lenders: tuple[tuple[str, int, int], ...] = ()
-    committed_of: int = 0
-    decided: int = 0
+    work: Work = NO_WORK
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def generation(self) -> int:
+        """That of the workers that should run; 0: none should."""
+        return self.work.generation
+
+    def part(self, cls: type[P]) -> P:
+        """What a concern tells; what says nothing, if it tells nothing."""
+        return find(self.parts, cls)
+
+    def telling(self, *parts: Part) -> Order:
+        """The same order with these parts, in place of those of the same class."""
+        told = {type(one): one for one in (*self.parts, *parts)}
+        said = [one for one in told.values() if one != type(one)()]
+        return self._replace(parts=tuple(sorted(said, key=lambda one: number_of(type(one)))))
 
 
 class Desired(NamedTuple):

@@ -21,6 +21,7 @@ from dlrover_core.job.job import GroupScaled, JobCreated
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import part
 
 NONE = -1  # no step
 NAMED_MAX = 4
@@ -70,6 +71,14 @@ class NodeDrained(NamedTuple):
     host: str
     reason: str
     deadline: int = 0
+
+
+@part(5)
+class Boundary(NamedTuple):
+    """To members: get ready for this planned change (0: none); ``go``: its boundary may be chosen."""
+
+    plan: int = 0
+    go: bool = False
 
 
 @dataclass(slots=True)

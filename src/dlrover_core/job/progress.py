@@ -9,6 +9,7 @@ from dlrover_core.job import job, world
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command
 
 
 @event(80, version=2, upcast={1: lambda fields: (*fields, 0)})
@@ -36,6 +37,7 @@ class Progressed(NamedTuple):
     step: int
 
 
+@command(10)
 class ReportFirstStep(NamedTuple):
     """An agent saw the first step of its workers' generation, ``age_us`` ago."""
 

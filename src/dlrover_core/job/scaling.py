@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dlrover_core.kernel.wire import command
+
 
 class ScaleGroup(NamedTuple):
     """Give a group other sizes. ``nodes_min`` 0: what it was, or ``nodes_max`` where that is less."""
@@ -30,6 +32,7 @@ class DrainNode(NamedTuple):
     reason: str
 
 
+@command(13)
 class LeaveNode(NamedTuple):
     """A node's own agent was told to go, and asks to be let go in order."""
 

@@ -20,6 +20,7 @@ from dlrover_core.job.names import group_of
 from dlrover_core.job.ranges import Member, Ranges, from_ranges
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command
 
 STORES_MAX = 4
 
@@ -95,6 +96,7 @@ class StoreWithdrawn(NamedTuple):
     address: str
 
 
+@command(4)
 class OfferStore(NamedTuple):
     """An agent has a store to offer."""
 
@@ -102,6 +104,7 @@ class OfferStore(NamedTuple):
     address: str
 
 
+@command(5)
 class WithdrawStore(NamedTuple):
     """An agent's store is gone."""
 
@@ -109,6 +112,7 @@ class WithdrawStore(NamedTuple):
     address: str
 
 
+@command(6)
 class ReportStarted(NamedTuple):
     """An agent's workers run."""
 
@@ -116,6 +120,7 @@ class ReportStarted(NamedTuple):
     generation: int
 
 
+@command(7)
 class ReportStopped(NamedTuple):
     """An agent's workers are dead, as ordered; ``step`` is the last they had made (-1 unknown)."""
 
@@ -124,6 +129,7 @@ class ReportStopped(NamedTuple):
     step: int = -1
 
 
+@command(8)
 class ReportFinished(NamedTuple):
     """An agent's workers all ended well; ``step`` is the last they had made (-1 unknown); the rest as `WorkersFinished`."""
 

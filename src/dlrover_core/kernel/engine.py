@@ -16,12 +16,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, Union
 
 from dlrover_core.errors import Refused
 from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.events import BATCH_BYTES_MAX, Batch, Event, Origin, Record, event
 from dlrover_core.kernel.state import digest, pack, schema, unpack
+from dlrover_core.kernel.wire import Part, Unknown
 
 Command = tuple[object, ...]
 
@@ -123,13 +125,34 @@ def kept(cls: type[S], *facts: Facts) -> S:
     return dataclasses.field(default_factory=cls, metadata={"facts": facts})
 
 
+class Telling(NamedTuple):
+    """What one concern tells a group's nodes: each ``named`` one its part, else each ``working`` one, else what is ``to_all``."""
+
+    to_all: Part | None = None
+    working: Mapping[str, Part] = MappingProxyType({})
+    named: Mapping[str, Part] = MappingProxyType({})
+
+
+class Tells(NamedTuple):
+    """How a concern tells agents: ``telling(state, group, key)``, once for as long as ``key(state, group)`` stays the same."""
+
+    key: Callable[[Any, str], Any]
+    telling: Callable[[Any, str, Any], Telling]
+
+
+def to_named(parts: Callable[[Any, str], Mapping[str, Part]]) -> Tells:
+    """A concern that tells a few nodes something; ``parts`` is asked each time."""
+    return Tells(parts, lambda _state, _group, found: Telling(named=found))
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What a part of the domain decides, by the type that it is about. Rules read everything and write nothing.
 
     ``due`` names the next moment at which ``tick`` may have something to say. ``levels`` names the events after which agents and
     backends may have to be told something else, each with the question whether this one is such a case; the question is asked
-    with the state at the end of the batch. ``alarms`` gives what people are to hear of an event at once; empty: nothing.
+    with the state at the end of the batch; ``tells`` is what the concern itself has to say. ``alarms`` gives what people are to
+    hear of an event at once; empty: nothing.
     """
 
     decide: Mapping[type, Decide] = dataclasses.field(default_factory=dict)
@@ -137,6 +160,7 @@ class Rules:
     due: Callable[[Any], int | None] | None = None
     tick: Callable[[Any, int], Iterable[Event]] | None = None
     levels: Mapping[type, Levels] = dataclasses.field(default_factory=dict)
+    tells: Tells | None = None
     alarms: Mapping[type, Alarm] = dataclasses.field(default_factory=dict)
 
 
@@ -204,6 +228,7 @@ class Model(Fold[St]):
         for one in rules:
             self._add(one)
         self.reacts = frozenset(self._react)
+        self.tells = tuple(one.tells for one in rules if one.tells is not None)
 
     def _add(self, rules: Rules) -> None:
         for cls, decide in rules.decide.items():
@@ -222,6 +247,8 @@ class Model(Fold[St]):
             return self._tick(state, now)
         decide = self._decide.get(type(command))
         if decide is None:
+            if isinstance(command, Unknown):
+                raise Refused(f"{command.name} is not known here: install the agent's release on the masters, too")
             raise Refused(f"nobody here decides {type(command).__name__}")
         return decide(state, command, now)
 

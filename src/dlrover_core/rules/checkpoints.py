@@ -3,54 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dlrover_core.checkpoint.partners import ALONE, partners
 from dlrover_core.errors import Refused
 from dlrover_core.job import checkpoints, failures, nodes, world
-from dlrover_core.job.holdings import NO_STEP
 from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
-from dlrover_core.kernel.engine import Rules, always
+from dlrover_core.kernel.engine import Rules, Telling, Tells, always
 from dlrover_core.kernel.events import Event
-from dlrover_core.rules import slots
+from dlrover_core.rules import plans, save_on_failure, slots
 from dlrover_core.spec import us
 
 
-class Told(NamedTuple):
-    """What of an `Order` is about checkpoints, for everybody of a group: where it is the same, so are the orders."""
+class _Known(NamedTuple):
+    """What `Keep` says of a group follows from this, beside its world. ``offered``: how often nodes' addresses have changed."""
 
-    committed: tuple[int, int] = (0, NO_STEP)
-    mtbf_s: int = 0
-    writers: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    offered: int = 0
-    decided: int = 0
-
-
-def told(state: JobState, group: str) -> Told:
-    """What orders of a group depend on, beside the node and its world."""
-    slice_, kept = state.checkpoints, state.checkpoints.of(group)
-    order = kept.order
-    return Told(
-        kept.newest,
-        slice_.mtbf_s,
-        tuple(order.writers.items()) if order is not None else (),
-        slice_.offered,
-    )
+    committed_of: int
+    committed: int
+    mtbf_s: int
+    offered: int
+    lenders: tuple[tuple[str, int, int], ...]
+    decided: int
 
 
-def ordered(state: JobState, node: str, place: int) -> dict[str, Any]:
-    """The fields of a node's `Order` that are about checkpoints. ``place``: in the world that runs; -1: in none."""
-    group, slice_ = group_of(node), state.checkpoints
-    kept = slice_.of(group)
-    of, step = kept.newest
-    fields: dict[str, Any] = {"committed": step, "committed_of": of, "mtbf_s": slice_.mtbf_s}
-    if kept.order is not None and node in kept.order.writers:
-        fields["persist"], fields["persist_of"] = kept.order.step, kept.order.generation
-        fields["persist_places"] = kept.order.writers[node]
-    if place >= 0 and slice_.replicas:
-        fields["replica_to"] = slice_.replicas.get(_partner(state, group, place), "")
-    return fields
+def _known(state: JobState, group: str) -> _Known:
+    slice_, decided = state.checkpoints, save_on_failure.decided(state, group)
+    return _Known(*slice_.of(group).newest, slice_.mtbf_s, slice_.offered, plans.lenders(state, group), decided)
+
+
+def _keep(state: JobState, group: str, known: _Known) -> Telling:
+    """Members hear where their copies go, and who lends; the others what is committed."""
+    keep = checkpoints.Keep(known.committed, known.committed_of, "", known.mtbf_s, (), known.decided)
+    current, replicas = state.world.worlds[group], state.checkpoints.replicas
+    to_all = keep if keep != checkpoints.Keep() else None
+    if not current.active or not (replicas or known.lenders):
+        return Telling(to_all)
+    to = [replicas.get(_partner(state, group, place), "") if replicas else "" for place in range(len(current.members))]
+    told = {one: keep._replace(replica_to=one, lenders=known.lenders) for one in set(to)}
+    return Telling(to_all, {member.node: told[one] for member, one in zip(current.members, to, strict=True)})
 
 
 def _partner(state: JobState, group: str, place: int) -> str:
@@ -182,5 +173,6 @@ RULES = Rules(
         (checkpoints.CheckpointCommitted, checkpoints.ReplicaOffered, checkpoints.SaveOrdered, failures.IncidentOpened),
         always,
     ),
+    tells=Tells(_known, _keep),
     alarms={checkpoints.StorageFailed: lambda _: "checkpoints cannot be written"},
 )

@@ -31,13 +31,14 @@ from dlrover_core.job.health import (
     CheckJudged,
     CheckReported,
     CheckStarted,
+    CheckWork,
     ReportCheck,
 )
 from dlrover_core.job.names import group_of
 from dlrover_core.job.node_lifecycle import LIFECYCLE
 from dlrover_core.job.ranges import Ranges, to_ranges
 from dlrover_core.job.state import JobState
-from dlrover_core.kernel.engine import Rules, always
+from dlrover_core.kernel.engine import Rules, always, to_named
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.rules import membership, slots, worlds
 from dlrover_core.spec import us
@@ -382,26 +383,6 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
         yield from _begin(state, group_spec.name, now)
 
 
-RULES = Rules(
-    decide={ReportCheck: _report},
-    react={
-        CheckReported: _on_report,
-        CheckJudged: _conclude,
-        CheckAsked: _look,
-        nodes.NodeJoined: _look,
-        world.StoreOffered: _look,
-        world.WorkersStopped: _look,
-        world.WorldDissolved: _look,
-        job.GroupScaled: _look,
-        job.JobResumed: _look_at_all,
-        **dict.fromkeys(get_args(world.Ended), _on_end),
-    },
-    due=_due,
-    tick=_tick,
-    levels=dict.fromkeys((CheckStarted, CheckJudged), always),
-)
-
-
 def here(state: JobState, name: str) -> bool:
     """Is it still one that can be checked?"""
     node = state.nodes.nodes.get(name)
@@ -425,25 +406,46 @@ def ask(state: JobState, group: str, why: str, suspects: Collection[str] = ()) -
 # ---- what agents are told
 
 
-def check_orders(state: JobState, group: str) -> Mapping[str, Mapping[str, Any]]:
-    """The fields of an `Order` that concern a check, for each node that works in its present round."""
+def _check_work(state: JobState, group: str) -> Mapping[str, CheckWork]:
+    """To each node that works in the present round of a check."""
     check = state.health.running.get(group)
     if check is None or not state.job.live:
         return {}
-    told: dict[str, Mapping[str, Any]] = {}
+    told: dict[str, CheckWork] = {}
     for members, store in zip(check.groups, check.stores, strict=True):
         if closed(state, check, members):
             continue  # what they began to do together cannot end
         for rank, place in enumerate(members):
-            told[check.members[place]] = {
-                "check": check.number,
-                "check_round": check.round,
-                "check_kind": check.kind,
-                "check_rank": rank,
-                "check_size": len(members),
-                "check_store": store,
-                "check_with": tuple(check.members[one] for one in members if one != place),
-                "check_us": us(state.job.spec.check_s),
-                "check_at": check.began_at,
-            }
+            told[check.members[place]] = CheckWork(
+                number=check.number,
+                round=check.round,
+                kind=check.kind,
+                rank=rank,
+                size=len(members),
+                store=store,
+                others=tuple(check.members[one] for one in members if one != place),
+                within_us=us(state.job.spec.check_s),
+                at=check.began_at,
+            )
     return told
+
+
+RULES = Rules(
+    decide={ReportCheck: _report},
+    react={
+        CheckReported: _on_report,
+        CheckJudged: _conclude,
+        CheckAsked: _look,
+        nodes.NodeJoined: _look,
+        world.StoreOffered: _look,
+        world.WorkersStopped: _look,
+        world.WorldDissolved: _look,
+        job.GroupScaled: _look,
+        job.JobResumed: _look_at_all,
+        **dict.fromkeys(get_args(world.Ended), _on_end),
+    },
+    due=_due,
+    tick=_tick,
+    levels=dict.fromkeys((CheckStarted, CheckJudged), always),
+    tells=to_named(_check_work),
+)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import CASC
 from dlrover_core.job import nodes, world
 from dlrover_core.job.node_lifecycle import COMING
-from dlrover_core.job.orders import Desired, NodeLaunch, Order
+from dlrover_core.job.orders import Desired, NodeLaunch, Order, Work
 from dlrover_core.job.state import JobState
-from dlrover_core.rules import checkpoints, plans, save_on_failure, slots
-from dlrover_core.rules.checks import check_orders
+from dlrover_core.kernel.engine import Model, Telling, Tells
+from dlrover_core.kernel.wire import Part
+from dlrover_core.rules import slots
+from dlrover_core.rules.model import MODEL
 from dlrover_core.spec import us
 
 DELETION_S = 1.0
@@ -37,12 +40,12 @@ def full_name(state: JobState, node: str) -> str:
     return f"{state.job.name}-{node}"
 
 
-def desired(state: JobState) -> Desired:
+def desired(state: JobState, model: Model[Any] = MODEL) -> Desired:
     """What should be true now, derived from the state and from nothing else."""
     if not state.job.live:
         # Nodes whose agents are still stopping their workers stay until they have left.
         staying = [node for node in state.nodes.nodes.values() if node.joined and not node.released]
-        return Desired(frozenset(full_name(state, node.node) for node in staying), (), _orders(state))
+        return Desired(frozenset(full_name(state, node.node) for node in staying), (), _orders(state, model.tells))
     wanted = [node for node in state.nodes.nodes.values() if not node.released and node.state in COMING]
     taken = _taken(state)
     # Since they were planned others may have been lost, and may run on where nobody can reach them; or been quarantined.
@@ -52,7 +55,9 @@ def desired(state: JobState) -> Desired:
         for node in wanted
         if node.state == "planned" and taken.get((node.group, node.index), node.incarnation) >= node.incarnation
     ]
-    return Desired(frozenset(full_name(state, node.node) for node in wanted), tuple(launch), _orders(state))
+    return Desired(
+        frozenset(full_name(state, node.node) for node in wanted), tuple(launch), _orders(state, model.tells)
+    )
 
 
 def _taken(state: JobState) -> dict[tuple[str, int], int]:
@@ -77,63 +82,92 @@ def _launch(state: JobState, node: nodes.Node, avoid: Iterable[str]) -> NodeLaun
     )
 
 
-def _orders(state: JobState) -> Mapping[str, Order]:
+class OrderBook:
+    """The orders of one world's members, each made once for as long as it stays the same; and what concerns tell of it.
+
+    It lies with the world (`memo`), so another world begins with an empty one.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[Any] = []
+        self._told: list[Telling] = []
+        self.named: frozenset[str] = frozenset()
+        self.working: dict[str, Order] = {}
+        self._before: dict[str, Order] = {}
+
+    def read(self, state: JobState, group: str, tells: Sequence[Tells]) -> None:
+        """Hear what there is to tell now. Orders that bear something else by now are made anew when they are asked for."""
+        keys = [one.key(state, group) for one in tells]
+        if keys == self._keys:
+            return
+        known = len(self._keys)
+        self._told = [
+            self._told[at] if at < known and self._keys[at] == key else one.telling(state, group, key)
+            for at, (one, key) in enumerate(zip(tells, keys, strict=True))
+        ]
+        self._keys, self.named = keys, frozenset(name for one in self._told for name in one.named)
+        self._before.update(self.working)
+        self.working = {}
+
+    def parts(self, node: str, *, works: bool) -> tuple[Part, ...]:
+        """What a node is told."""
+        found = (one.named.get(node) or (works and one.working.get(node)) or one.to_all for one in self._told)
+        return tuple(part for part in found if part)
+
+    def make(self, node: str, state: JobState, current: world.World, place: int) -> Order:
+        """The order of a member that works."""
+        parts, before = self.parts(node, works=True), self._before.get(node)
+        if before is None:
+            before = _works(state, current, place)
+        order = self.working[node] = before if before.parts == parts else before._replace(parts=parts)
+        return order
+
+
+def _orders(state: JobState, tells: Sequence[Tells]) -> Mapping[str, Order]:
     orders: dict[str, Order] = {}
     for group, current in state.world.worlds.items():
-        # Made once each: a member's for as long as its world stands, and one for all who wait or leave alike.
-        working: dict[object, Order] = current.recall("orders", dict)
-        shared = checkpoints.told(state, group)._replace(decided=save_on_failure.decided(state, group))
-        made_for: list[checkpoints.Told] = current.recall("orders of", list)
-        if made_for != [shared]:
-            working.clear()
-            made_for[:] = [shared]
-        writers = {writer for writer, _ in shared.writers}
+        book = current.recall("orders", OrderBook)
+        book.read(state, group, tells)
+        runs = state.job.live and current.active
         alike: dict[object, Order] = {}
-        probe, checks = state.hangs.probe(group), check_orders(state, group)
-        plan = *state.planning.asked(group), plans.lenders(state, group)
         for node in state.nodes.of(group):
             # Who is released must hear it even where nobody counts on it any more: given up as lost, and back again.
             if not (node.joined or node.released):
                 continue
-            place = current.places.get(node.node, -1)
-            works = state.job.live and current.active and place >= 0 and not node.released
-            known = working if works else alike
-            # Who has states to write is told so wherever it is.
-            own = works or node.node in writers
-            apart = node.released, place >= 0, node.node in state.planning.leaving
-            key: object = (node.node, probe, plan) if own else apart
-            order = known.get(key)
+            name = node.node
+            place = current.places.get(name, -1)
+            if runs and place >= 0 and not node.released:
+                orders[name] = book.working.get(name) or book.make(name, state, current, place)
+                continue
+            told_apart = name if name in book.named else ""
+            key = node.released, place >= 0, name in state.planning.leaving, told_apart
+            order = alike.get(key)
             if order is None:
-                order = _order(state, node, current, place)._replace(decided=shared.decided)
-                if works:
-                    order = order._replace(plan=plan[0], plan_go=plan[1], lenders=plan[2])
-                known[key] = order
-            checked = checks.get(node.node)
-            orders[node.node] = order._replace(**checked) if checked and not order.leave else order
+                order = alike[key] = _idle(state, node, current, place)._replace(parts=book.parts(name, works=False))
+            orders[name] = order
     return orders
 
 
-def _order(state: JobState, node: nodes.Node, current: world.World, place: int) -> Order:
+def _idle(state: JobState, node: nodes.Node, current: world.World, place: int) -> Order:
+    """The order of a node that is to have no workers."""
     spec = state.job.spec
     if not state.job.live:
         # Who goes writes what it has, and seals what is committed.
-        return farewell(state)._replace(**checkpoints.ordered(state, node.node, -1))
+        return farewell(state)
     if node.released:
         grace = spec.stop_grace_s if node.released in nodes.BY_PLAN else spec.broken_grace_s
-        released = Order(True, f"the node is {node.released}", us(grace), outcome=node.released)
-        return released._replace(**checkpoints.ordered(state, node.node, -1))
-    if place < 0 or not current.active:
-        polite = current.planned_stop or node.node in state.planning.leaving
-        grace = spec.stop_grace_s if polite else spec.broken_grace_s
-        over = current.generation if place >= 0 else 0
-        waits = "the job is suspended" if state.job.state == "suspended" else "waiting for a world"
-        waiting = Order(False, waits, us(grace), over=over, linger_us=_linger_us(state, node.group))
-        return waiting._replace(**checkpoints.ordered(state, node.node, -1))
-    member = current.members[place]
-    return Order(
-        leave=False,
-        reason="",
-        grace_us=us(spec.stop_grace_s if current.planned_change else spec.broken_grace_s),
+        return Order(True, f"the node is {node.released}", us(grace), outcome=node.released)
+    polite = current.planned_stop or node.node in state.planning.leaving
+    grace = spec.stop_grace_s if polite else spec.broken_grace_s
+    over = current.generation if place >= 0 else 0
+    waits = "the job is suspended" if state.job.state == "suspended" else "waiting for a world"
+    return Order(False, waits, us(grace), over=over, linger_us=_linger_us(state, node.group))
+
+
+def _works(state: JobState, current: world.World, place: int) -> Order:
+    """The order of a member of the world that runs."""
+    spec, member = state.job.spec, current.members[place]
+    work = Work(
         generation=current.generation,
         first_rank=member.first_rank,
         nproc=member.nproc,
@@ -143,9 +177,8 @@ def _order(state: JobState, node: nodes.Node, current: world.World, place: int) 
         store=current.store,
         resume_step=current.resume_step,
         restarts=current.generation - current.before - 1,
-        probe=state.hangs.probe(node.group),
-        **checkpoints.ordered(state, node.node, place),
     )
+    return Order(False, "", us(spec.stop_grace_s if current.planned_change else spec.broken_grace_s), work=work)
 
 
 def farewell(state: JobState) -> Order:

@@ -10,7 +10,7 @@ from dlrover_core.errors import Refused
 from dlrover_core.job import evidence, hangs
 from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
-from dlrover_core.kernel.engine import Rules, always
+from dlrover_core.kernel.engine import Rules, Telling, Tells, always
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.rules import slots
 from dlrover_core.spec import us
@@ -150,6 +150,11 @@ def _named(state: JobState, fact: hangs.HangNamed, record: Record) -> Iterator[E
         )
 
 
+def _probe(state: JobState, group: str, hang: int) -> Telling:
+    members = state.world.worlds[group].members if hang else ()
+    return Telling(working=dict.fromkeys((one.node for one in members), hangs.Probe(hang)))
+
+
 RULES = Rules(
     decide={
         hangs.NoteStall: _stall,
@@ -161,4 +166,5 @@ RULES = Rules(
     due=_due,
     tick=_tick,
     levels=dict.fromkeys((hangs.HangSuspected, hangs.HangDismissed, hangs.HangNamed), always),
+    tells=Tells(lambda state, group: state.hangs.probe(group), _probe),
 )

@@ -23,7 +23,7 @@ from dlrover_core.job import health, nodes, planning, progress, ranges, world
 from dlrover_core.job.checkpoints import KeepingStarted, RanksArmed, ReportArmed, StepsHeld
 from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
-from dlrover_core.kernel.engine import Rules, always
+from dlrover_core.kernel.engine import Rules, Telling, Tells, always
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.rules import membership, slots, worlds
 from dlrover_core.spec import us
@@ -329,6 +329,28 @@ def _let_go(state: JobState, fact: progress.FirstStep, record: Record) -> Iterat
             yield from slots.release(state, state.nodes.nodes[name], leaving.why)
 
 
+# ---- what agents are told
+
+
+def _boundary(state: JobState, group: str, asked: tuple[int, bool]) -> Telling:
+    members = state.world.worlds[group].members if asked[0] else ()
+    return Telling(working=dict.fromkeys((one.node for one in members), planning.Boundary(*asked)))
+
+
+def lenders(state: JobState, group: str) -> tuple[tuple[str, int, int], ...]:
+    """Nodes that left the world before this one at its boundary and are still here: address, first rank in it, how many."""
+    ended = state.checkpoints.of(group).ended if state.planning.leaving else None
+    current = state.world.worlds[group]
+    if ended is None or ended.generation + 1 != current.generation or not ended.planned or current.resume_step < 0:
+        return ()  # or a failure was first: nobody knows what they hold
+    known, replicas = state.planning.leaving, state.checkpoints.replicas
+    return tuple(
+        (replicas[member.node], member.first_rank, member.nproc)
+        for member in ranges.from_ranges(group, ended.members)
+        if member.node in known and known[member.node].out and member.node in replicas
+    )
+
+
 RULES = Rules(
     decide={ReportArmed: _armed},
     react={
@@ -348,18 +370,5 @@ RULES = Rules(
     levels=dict.fromkeys(
         (planning.WorldPlanned, planning.WorldPlanDropped, planning.BoundaryAsked, planning.NodeDrained), always
     ),
+    tells=Tells(lambda state, group: state.planning.asked(group), _boundary),
 )
-
-
-def lenders(state: JobState, group: str) -> tuple[tuple[str, int, int], ...]:
-    """Nodes that left the world before this one at its boundary and are still here: address, first rank in it, how many."""
-    ended = state.checkpoints.of(group).ended if state.planning.leaving else None
-    current = state.world.worlds[group]
-    if ended is None or ended.generation + 1 != current.generation or not ended.planned or current.resume_step < 0:
-        return ()  # or a failure was first: nobody knows what they hold
-    known, replicas = state.planning.leaving, state.checkpoints.replicas
-    return tuple(
-        (replicas[member.node], member.first_rank, member.nproc)
-        for member in ranges.from_ranges(group, ended.members)
-        if member.node in known and known[member.node].out and member.node in replicas
-    )

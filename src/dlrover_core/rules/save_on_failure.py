@@ -6,14 +6,14 @@ which every part is there is ordered to be written, if it is newer than what is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from dlrover_core.job import checkpoints, job, world
 from dlrover_core.job.holdings import NO_STEP, Holdings
 from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
-from dlrover_core.kernel.engine import Rules
+from dlrover_core.kernel.engine import Rules, to_named
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import us
 
@@ -101,6 +101,14 @@ def _on_farewell(state: JobState, fact: job.JobStopping | job.JobFailed, record:
     yield from _tick(state, record.at)
 
 
+def _persist(state: JobState, group: str) -> Mapping[str, checkpoints.Persist]:
+    """Who has states of a generation that has ended to write is told so wherever it is."""
+    order = state.checkpoints.of(group).order
+    if order is None:
+        return {}
+    return {node: checkpoints.Persist(order.step, order.generation, places) for node, places in order.writers.items()}
+
+
 RULES = Rules(
     react={
         **dict.fromkeys((job.JobStopping, job.JobFailed), _on_farewell),
@@ -112,4 +120,5 @@ RULES = Rules(
     due=_due,
     tick=_tick,
     levels={checkpoints.StepsHeld: _all_told},
+    tells=to_named(_persist),
 )

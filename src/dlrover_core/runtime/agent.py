@@ -21,12 +21,13 @@ import structlog
 from dlrover_core.errors import ConnectionLost, LaunchFailed, MalformedMessage, TokenRefused
 from dlrover_core.job import budget, failures, nodes, progress, scaling, world
 from dlrover_core.job.orders import Order
+from dlrover_core.kernel.wire import since
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.beats import Beats, beat_of
 from dlrover_core.runtime.duties import Desk, Duty, settled
 from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.granted import Granted, launch_of
-from dlrover_core.runtime.greeting import UNANSWERED_BEATS, Greeted, Greeter, Unanswered, framed
+from dlrover_core.runtime.greeting import UNANSWERED_BEATS, Greeted, Greeter, Unanswered
 from dlrover_core.runtime.launcher import (
     Launcher,
     Pulsing,
@@ -111,7 +112,6 @@ class Agent:
         self._stepped_at = self._mastered_at = 0.0
         self._reported_first = self._told_over = 0
         self._connected = self._stranger = False
-        # The goodbye that ended the last conversation, if one did.
         self._sent_away: Goodbye | None = None
         self._gave_up = self._seen = 0
         self._stores: list[str] = []
@@ -191,7 +191,7 @@ class Agent:
             self._desk.generation = self._generation
 
     def _duty_sends(self, command: messages.Message) -> None:
-        if self._peer_version >= messages.known_since(command):
+        if self._peer_version >= since(type(command)):
             self._outbox.add(command)
 
     async def _last_word(self, talking: asyncio.Future[Any], reason: str) -> None:
@@ -205,7 +205,7 @@ class Agent:
         with contextlib.suppress(asyncio.TimeoutError):
             await within(LAST_WORD_S, emptied())
         connection = self._connection
-        if connection is not None and self._connected and self._peer_version > 1 and not self._stranger:
+        if connection is not None and self._connected and not self._stranger:
             parting = messages.encode(Goodbye(reason[:REASON_MAX], leave=True))
             with contextlib.suppress(asyncio.TimeoutError, ConnectionLost):
                 await within(PART_S, connection.send(parting))
@@ -219,7 +219,7 @@ class Agent:
 
         So the others' workers get their grace too, and no failure is recorded. Without an answer, or refused, it is `leave`.
         """
-        if self._parting or not (self._connected and self.node and self._peer_version > 1):
+        if self._parting or not (self._connected and self.node):
             self.leave(reason)
             return
         self._parting = reason
@@ -302,7 +302,7 @@ class Agent:
         return stopped
 
     async def _start(self, order: Order) -> None:
-        self._generation, self._living, self._finished = order.generation, order.nproc, set()
+        self._generation, self._living, self._finished = order.generation, order.work.nproc, set()
         self._step, self._stepped_at, self.result = -1, asyncio.get_running_loop().time(), None
         self._launched = order.generation
         self._tell_generation()
@@ -384,7 +384,7 @@ class Agent:
         self._step = max(self._step, step.step)
         self._stepped_at = asyncio.get_running_loop().time()
         # One node speaks for all ranks of a step: the one with rank 0.
-        if self._order.node_rank == 0 and self._reported_first < step.generation:
+        if self._order.work.node_rank == 0 and self._reported_first < step.generation:
             self._reported_first = first = step.generation
             age = max(0, int(self._stepped_at * SECOND_US) - step.at_us)
             self._outbox.add(progress.ReportFirstStep(self.node, first, step.step, age, step.told, step.imports_us))
@@ -409,8 +409,8 @@ class Agent:
                 nodes.ReportFault(self.node, f"workers survived SIGKILL for {self._settings.kill_wait_s:g} s")
             )
         # Whoever leads later must not believe that this generation runs.
-        why = "stopped by its agent: no master and no steps"
-        told = failures.ReportExit(self.node, generation, self._order.first_rank, -9, False, self._step, 0, "", why)
+        rank, why = self._order.work.first_rank, "stopped by its agent: no master and no steps"
+        told = failures.ReportExit(self.node, generation, rank, -9, False, self._step, 0, "", why)
         self.result = self.result or told
         self._outbox.add(told)
 
@@ -527,15 +527,16 @@ class Agent:
             if item is None:
                 await self._outbox.changed.wait()
             else:
-                await connection.send(messages.encode(messages.numbered(*item, self._peer_version)))
+                told = messages.numbered(*item, self._peer_version)
+                await connection.send(messages.encode(told, self._peer_version))
 
     async def _hear(self, connection: Connection) -> None:
         while True:
-            message = messages.decode(await connection.receive())
+            message = messages.decode(await connection.receive(), self._peer_version)
             self._mastered_at = asyncio.get_running_loop().time()
             match message:
                 case Level(token, _):
-                    self._ordered(token, messages.order_of(message))
+                    self._ordered(token, messages.order_of(message, self._peer_version))
                 case Answer(number, _, reason):
                     if reason:
                         log.debug("refused", number=number, reason=reason)
@@ -546,10 +547,10 @@ class Agent:
                     self._outbox.answered(number)
                 case Again(expected):
                     self._outbox.expected(expected)
-                case BeatSeen(token, whole, aim, safe):
+                case BeatSeen(token, parts):
                     self._fence(token)
                     if self._desk is not None:
-                        self._desk.seen(whole, aim, safe)
+                        self._desk.seen(parts)
                 case Assigned(token, node):
                     self._fence(token)
                     await self._take_name(connection, node)
@@ -565,7 +566,7 @@ class Agent:
         """Greet again under the new name; only when that is out does the name hold, and what waits for it begins."""
         if self.node:
             raise MalformedMessage(f"{self.node} cannot become {node}")
-        await connection.send(framed(self._hello(node)))
+        await connection.send(messages.encode(self._hello(node)._replace(version=self._peer_version)))
         log.info("assigned", node=node)
         self.name(node)
 
@@ -577,9 +578,9 @@ class Agent:
         for duty in self._duties:
             duty.ordered(order)
         self._count_worlds(order)
-        if order.store:
-            self._launcher.spend_store(order.store)
-            self._stores = [one for one in self._stores if one != order.store]
+        if store := order.work.store:
+            self._launcher.spend_store(store)
+            self._stores = [one for one in self._stores if one != store]
         self._levelled.set()
 
     def _count_worlds(self, order: Order) -> None:

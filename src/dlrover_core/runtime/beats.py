@@ -43,7 +43,8 @@ class Beats:
 
 def beat_of(generation: int, step: int, lag_us: int, pulse: Pulse | None, desk: Desk | None) -> Beat:
     """What one beat tells."""
-    beat = Beat(generation, step, lag_us)
-    if pulse is not None:
-        beat = Beat(generation, max(step, pulse.step), lag_us, *pulse[1:5], total=pulse.total)
-    return beat if desk is None else beat._replace(pace=desk.pace, losses=desk.losses, kept=desk.kept)
+    parts = tuple(desk.told.values()) if desk is not None else ()
+    if pulse is None:
+        return Beat(generation, step, lag_us, parts)
+    step = max(step, pulse.step)
+    return Beat(generation, step, lag_us, (pulse._replace(step=step), *parts))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, runtime_checkable
 
 from dlrover_core.job.orders import Order
+from dlrover_core.kernel.wire import P, Part, find
 from dlrover_core.runtime.launcher import Notice
 from dlrover_core.runtime.messages import Message
 from dlrover_core.runtime.within import within
@@ -24,12 +25,9 @@ class Desk:
 
     def __init__(self, node: str, run: str, order: Order, send: Callable[[Message], None]) -> None:
         self.node, self.run, self.order, self.generation = node, run, order, 0
-        # What the next beats tell of ranks' paces and losses, as `paces` writes it.
-        self.pace: tuple[int, ...] = ()
-        self.losses: tuple[int, ...] = ()
-        # And of states kept in memory and on storage, as `keeping` writes it; what the leader says of all nodes together.
-        self.kept: tuple[int, ...] = ()
-        self.whole = self.aim = self.safe = -1
+        # What the next beats tell, by class.
+        self.told: dict[type, Part] = {}
+        self._heard: tuple[Part, ...] = ()
         self.beats_seen = 0
         self.seen_news: Callable[[], None] = lambda: None
         self.hurried = asyncio.Event()
@@ -47,13 +45,26 @@ class Desk:
         """Report to whoever leads, as often as it takes. Lost where the master is older than such commands."""
         self._send(command)
 
-    def seen(self, whole: int, aim: int, safe: int) -> None:
-        """What the leader says, as `BeatSeen` has it; ``seen_news`` is called when it says something else of copies."""
-        news = (aim, safe) != (self.aim, self.safe)
-        self.whole, self.aim, self.safe = whole, aim, safe
+    def tell(self, part: Part) -> None:
+        """Let the next beats tell this, until another part of its class; a part that says nothing takes it back."""
+        self.told.pop(type(part), None)
+        if part != type(part)():
+            self.told[type(part)] = part
+
+    def heard(self, cls: type[P]) -> P:
+        """What the leader said with its newest answer; what says nothing, if it did not."""
+        return find(self._heard, cls)
+
+    def seen(self, parts: tuple[Part, ...]) -> None:
+        """A beat was answered; ``seen_news`` is called when the answer says something else."""
+        news, self._heard = parts != self._heard, parts
         self.beats_seen += 1
         if news:
             self.seen_news()
+
+    def unhear(self) -> None:
+        """What the leader said was of another generation."""
+        self._heard = ()
 
     def hurry(self) -> None:
         """What the next beat tells is waited for: let it go out now."""

@@ -39,17 +39,18 @@ class Granted:
 
 def launch_of(node: str, order: Order, settings: Granted) -> WorkersLaunch:
     """What an order means for a launcher."""
+    work = order.work
     return WorkersLaunch(
         run=settings.run,
-        generation=order.generation,
-        first_rank=order.first_rank,
-        nproc=order.nproc,
-        world_size=order.world_size,
-        node_rank=order.node_rank,
-        nodes=order.nodes,
-        store=order.store,
-        restart_count=order.restarts,
+        generation=work.generation,
+        first_rank=work.first_rank,
+        nproc=work.nproc,
+        world_size=work.world_size,
+        node_rank=work.node_rank,
+        nodes=work.nodes,
+        store=work.store,
+        restart_count=work.restarts,
         max_restarts=settings.max_restarts,
-        resume_step=order.resume_step,
+        resume_step=work.resume_step,
         node=node,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -26,6 +27,9 @@ UNANSWERED_BEATS = 2
 LOOK_S = 1.0
 """An agent that knows of one master looks this often whether it has learnt of another."""
 
+_NOT_SERVED = re.compile(r"an agent that speaks protocol \d+ is not served here: \d+ to (\d+) are")
+"""So masters refuse a version, from protocol 2 on; `Sessions` still says it in these words."""
+
 log = structlog.get_logger("dlrover.agent")
 
 
@@ -37,16 +41,11 @@ class Greeted(NamedTuple):
     welcome: Welcome
 
 
-def framed(hello: Hello) -> bytes:
-    """The frame of a greeting, in the oldest shape that can say it: an older master then says itself that it is too old."""
-    if _is_old(hello):
-        return messages.encode(Hello(*hello[:6]), messages.OLDEST_VERSION)
-    return messages.encode(hello)
-
-
-def _is_old(hello: Hello) -> bool:
-    """Can a master of protocol 1 read it?"""
-    return bool(hello.node) and not hello.seat
+def _older(refusal: Goodbye) -> int:
+    """The version that a master speaks which is too old for ours, if we speak that one, too; 0: it is not that."""
+    found = _NOT_SERVED.match(refusal.reason)
+    newest = int(found[1]) if found is not None else 0
+    return newest if messages.OLDEST_VERSION <= newest < messages.VERSION else 0
 
 
 class Unanswered(NamedTuple):
@@ -67,6 +66,8 @@ class Greeter:
 
     def __init__(self, dialer: Dialer, masters: Masters) -> None:
         self._dialer, self._masters = dialer, masters
+        # Masters of the previous version, each with what it speaks.
+        self._older: dict[str, int] = {}
 
     async def dial(self, address: str, silence_s: float) -> Connection:
         """A connection to the master at ``address``. Raises `ConnectionLost` and `TokenRefused`."""
@@ -78,20 +79,14 @@ class Greeter:
 
     async def greet(self, connection: Connection, hello: Hello, silence_s: float) -> Welcome | Goodbye:
         """Say ``hello``, and hear what the master answers. Raises `ConnectionLost` and `MalformedMessage`."""
-        await connection.send(framed(hello))
-        try:
-            first = messages.decode(await receive_within(connection, self._masters.answer_s(silence_s)))
-        except ConnectionLost as lost:
-            if not _is_old(hello):
-                log.warning(
-                    "no answer to our greeting",
-                    hint="a master older than protocol 2 cannot read it: install one version of dlrover-core everywhere",
-                    master=connection.peer,
-                    reason=str(lost),
-                )
-            raise
+        version = self._older.get(connection.peer, hello.version)
+        await connection.send(messages.encode(hello._replace(version=version)))
+        first = messages.decode(await receive_within(connection, self._masters.answer_s(silence_s)))
         if not isinstance(first, Welcome | Goodbye):
             raise MalformedMessage(f"a master greets with Welcome, not {type(first).__name__}")
+        if isinstance(first, Goodbye) and (older := _older(first)):
+            self._older[connection.peer] = older
+            raise ConnectionLost(f"{connection.peer} speaks protocol {older} at most: it is greeted again in that one")
         return first
 
     # ---- beside a conversation with a master that is silent

@@ -16,6 +16,7 @@ from dlrover_core.job.checkpoints import CheckpointSlice, CommitCheckpoint, Kept
 from dlrover_core.job.holdings import Holdings
 from dlrover_core.job.names import group_of
 from dlrover_core.job.world import World
+from dlrover_core.kernel.wire import part
 
 HELD_MAX = 8  # a node's slots; a message's array has 64 places
 WRITTEN_MAX = 4
@@ -27,7 +28,7 @@ class Written(NamedTuple):
     """A node's parts of ``step`` are on storage, durably: ``size`` bytes in ``took_us``.
 
     ``generation``: whose state that is, where it is not the beat's own. ``places``: of how many places the parts are, where that
-    was ordered because the generation has ended (`Order.persist_places`); 0: its own, because it was due.
+    was ordered because the generation has ended (`Persist.places`); 0: its own, because it was due.
     """
 
     step: int
@@ -37,6 +38,7 @@ class Written(NamedTuple):
     places: int = 0
 
 
+@part(9)
 class KeptBeat(NamedTuple):
     """What one node keeps of ``generation``: ``held`` steps whole in the memory of all its ranks, ascending.
 
@@ -107,12 +109,11 @@ class Keeping:
         self._gone: dict[str, dict[int, KeptBeat]] = {}
         self._groups: dict[str, _Group] = {}
 
-    def heard(self, node: str, told: Ints, newest: int) -> bool:
+    def heard(self, node: str, beat: KeptBeat, newest: int) -> bool:
         """A node's beat; ``newest``: its group's generation, of later ones nobody can keep anything.
 
         True: there may be something to commit that there was not before.
         """
-        beat = KeptBeat.of(told)
         beats = self._beats.get(node)
         if not 0 < beat.generation <= newest or (beats is not None and beats.get(beat.generation) == beat):
             return False
@@ -237,12 +238,19 @@ def _committed(group: str, generation: int, step: int, parts: list[Written], wri
     return CommitCheckpoint(group, generation, step, writers, size, took_us)
 
 
+@part(10)
 class Everywhere(NamedTuple):
-    """What a node is told of all together: as `BeatSeen` has it."""
+    """What a node is told of all together. ``whole``: the newest step that all nodes of the group hold in memory; -1: none is.
+
+    Of states that no node has alone: ``aim``: the step that all copy to their partners now, ``safe``: the one that all have.
+    """
 
     whole: int = NONE
     aim: int = NONE
     safe: int = NONE
+
+
+NOWHERE = Everywhere()
 
 
 def everywhere(keeping: Keeping, worlds: Mapping[str, World], node: str) -> Everywhere:
@@ -250,5 +258,5 @@ def everywhere(keeping: Keeping, worlds: Mapping[str, World], node: str) -> Ever
     group = group_of(node)
     world = worlds.get(group)
     if world is None or not world.active:
-        return Everywhere()
+        return NOWHERE
     return Everywhere(keeping.whole(group, world), *keeping.copies(group, world))

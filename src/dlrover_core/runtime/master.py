@@ -368,7 +368,7 @@ class Master:
 
     def _derive(self, state: JobState) -> None:
         """What others may see. While an append is in flight the state runs ahead of the log, and this does not."""
-        self.desired = desired(state)
+        self.desired = desired(state, self._model)
         self.present = frozenset(state.nodes.nodes)
 
     def _schedule(self, at_least_s: float = 0.0) -> None:

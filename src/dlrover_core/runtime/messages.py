@@ -1,47 +1,31 @@
 """What agents and masters say to each other: msgpack arrays ``[kind, fields]``, every field checked on the way in.
 
-Kinds are integers in append-only tables; a new field goes to the end of its message, with a default, so that a peer of the
-previous version is understood. Nothing pickled is ever decoded. Bytes that are not a message raise `MalformedMessage`.
+Kinds are integers in an append-only table. Orders, heartbeats and their answers bear parts (`kernel.wire`). A peer skips parts
+that it does not know, and refuses a command that it does not know by its name, so a new concern needs no version. Peers of the
+previous version are served (`version_4`). Nothing pickled is ever decoded. Bytes that are not a message raise `MalformedMessage`.
 Any text can be encoded, and what agents report arrives as plain text (`words`).
 """
 
 from __future__ import annotations
 
-import types
-import typing
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Union, cast
+from typing import Any, NamedTuple, cast
 
 import msgpack
 
 from dlrover_core.errors import MalformedMessage
-from dlrover_core.job import (
-    budget,
-    checkpoints,
-    evidence,
-    failures,
-    hangs,
-    health,
-    job,
-    nodes,
-    progress,
-    scaling,
-    world,
-)
-from dlrover_core.job.orders import Order
+from dlrover_core.job import world
+from dlrover_core.job.orders import Order, Work
+from dlrover_core.kernel.wire import COMMANDS, PARTS, Part, Unknown, number_of, since
+from dlrover_core.runtime import version_4
+from dlrover_core.runtime.checked import checked
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
-from dlrover_core.words import INTEGER_MAX, plain_fields
+from dlrover_core.words import plain, plain_fields
 
 VERSION = 5
-OLDEST_VERSION = 1
-# What duties report is unknown to older masters.
-DUTIES_VERSION = 3
-# What is said of checkpoints, too.
-KEEPING_VERSION = 4
-# The first commands of these versions.
-DUTIES_KINDS, KEEPING_KINDS = 14, 17
+OLDEST_VERSION = 4
 # No message has more fields, and none has maps or extensions: what announces them costs nothing to refuse.
 FIELDS_MAX = 64
+NAME_MAX = 60
 Message = tuple[object, ...]
 
 
@@ -92,11 +76,12 @@ class Goodbye(NamedTuple):
 
 
 class Numbered(NamedTuple):
-    """A command with its number: kind and fields of the command."""
+    """A command with its number: kind and fields of the command; its name, where a master may not know the kind."""
 
     number: int
     kind: int
     fields: tuple[Any, ...]
+    name: str = ""
 
 
 class Answer(NamedTuple):
@@ -123,34 +108,20 @@ class Level(NamedTuple):
 class Beat(NamedTuple):
     """An agent lives. ``step`` is the highest its workers have made (-1 unknown), ``lag_us`` its loop's lag.
 
-    What follows is a `diagnosis.stall.Pulse`, as of now. ``pace`` and ``losses``: what ranks compute and lose, as `runtime.paces`
-    writes it. ``kept``: what is whole in memory and on storage, as `runtime.keeping` writes it.
-    ``total``: the steps that the script means to make; 0: it has not said.
+    ``parts``: what concerns tell: `diagnosis.stall.Pulse`, `runtime.paces`, `runtime.keeping`.
     """
 
     generation: int
     step: int
     lag_us: int
-    idle_us: int = -1
-    step_us: int = 0
-    pause_us: int = 0
-    phase: int = 0
-    pace: tuple[int, ...] = ()
-    losses: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()
-    total: int = 0
+    parts: tuple[Part, ...] = ()
 
 
 class BeatSeen(NamedTuple):
-    """The leader lives. ``whole``: the newest step that all nodes of the group hold in memory; -1: none is known.
-
-    Of states that no node has alone: ``aim``: the step that all copy to their partners now, ``safe``: the one that all have.
-    """
+    """The leader lives. ``parts``: what concerns tell: `runtime.keeping`."""
 
     token: int
-    whole: int = -1
-    aim: int = -1
-    safe: int = -1
+    parts: tuple[Part, ...] = ()
 
 
 class Assigned(NamedTuple):
@@ -173,70 +144,18 @@ _FRAMES: dict[int, type] = {
     10: Assigned,
 }
 
-# The commands an agent may send. Append only; never renumber.
-COMMANDS: Mapping[int, type] = {
-    1: nodes.ReportJoined,
-    2: nodes.ReportLeft,
-    3: nodes.ReportFault,
-    4: world.OfferStore,
-    5: world.WithdrawStore,
-    6: world.ReportStarted,
-    7: world.ReportStopped,
-    8: world.ReportFinished,
-    9: failures.ReportExit,
-    10: progress.ReportFirstStep,
-    11: job.StopJob,
-    12: budget.SpendRestarts,
-    13: scaling.LeaveNode,
-    # From version 3 on.
-    14: evidence.ReportEvidence,
-    15: hangs.ReportStacks,
-    16: health.ReportCheck,
-    # From version 4 on (`KEEPING_VERSION`).
-    17: checkpoints.ReportKeeping,
-    18: checkpoints.ReportHeld,
-    19: checkpoints.ReportStorage,
-    20: checkpoints.OfferReplica,
-    21: checkpoints.ReportRestored,
-    22: checkpoints.ReportArmed,
-}
 # Frames with words of the peer's own. The fields of a command are cleaned by `command_of`.
 _WORDY = frozenset({Hello, Goodbye})
 _FRAME_KIND = {cls: kind for kind, cls in _FRAMES.items()}
-_COMMAND_KIND = {cls: kind for kind, cls in COMMANDS.items()}
-
-
-# How many fields the kinds that have grown since had in an older version: its peers refuse any further one.
-_WIDTHS: Mapping[int, Mapping[type, int]] = {
-    1: {
-        Hello: 6, Goodbye: 3, Order: 14, nodes.ReportJoined: 4, Beat: 3, BeatSeen: 1, failures.ReportExit: 9,
-        world.ReportFinished: 3,
-    },
-    2: {Order: 16, Beat: 3, BeatSeen: 1, failures.ReportExit: 9, world.ReportFinished: 3},
-    3: {Order: 26, Beat: 9, BeatSeen: 1, world.ReportFinished: 3},
-    4: {Order: 36, world.ReportFinished: 3},
-}  # fmt: skip
-
-
-def fields_for(message: Message, version: int) -> Message:
-    """The fields of a message that a peer of ``version`` knows."""
-    if version >= VERSION:
-        return message
-    return message[: _WIDTHS.get(max(version, OLDEST_VERSION), {}).get(type(message))]
-
-
-def known_since(command: Message) -> int:
-    """The version of the protocol from which on masters know this command of a duty's."""
-    return KEEPING_VERSION if _COMMAND_KIND[type(command)] >= KEEPING_KINDS else DUTIES_VERSION
 
 
 def encode(message: Message, version: int = VERSION) -> bytes:
-    """A message as a frame for a peer of ``version``."""
+    """A message as a frame for a peer of ``version``; to one that is not served only a `Goodbye` is said."""
     # A host greets under the same plain name that it joins by.
     said = plain_fields(message) if isinstance(message, Hello) else message
-    body = (_FRAME_KIND[type(message)], fields_for(said, version))
+    fields = _fields(said) if version >= VERSION else _old_fields(said, version)
     # Half characters may be in any word: a host's name, an exception's text.
-    frame = cast(bytes, msgpack.packb(body, unicode_errors="backslashreplace"))
+    frame = cast(bytes, msgpack.packb((_FRAME_KIND[type(message)], fields), unicode_errors="backslashreplace"))
     if len(frame) > FRAME_BYTES_MAX:
         raise MalformedMessage(
             f"{type(message).__name__} of {len(frame)} bytes exceeds the frame limit of {FRAME_BYTES_MAX}"
@@ -244,8 +163,31 @@ def encode(message: Message, version: int = VERSION) -> bytes:
     return frame
 
 
-def decode(frame: bytes) -> Message:
-    """The message in a frame. Raises `MalformedMessage`."""
+def _fields(message: Message) -> Message:
+    if isinstance(message, (Beat, BeatSeen)) and message.parts:
+        return (*message[:-1], _told(message.parts))
+    return message
+
+
+def _old_fields(message: Message, version: int) -> Message:
+    if version < OLDEST_VERSION or isinstance(message, Numbered):
+        return message[:3]  # all that these had, a Goodbye in any version
+    if isinstance(message, Beat):
+        return version_4.beat(*message)
+    return (message.token, *version_4.seen(message.parts)) if isinstance(message, BeatSeen) else message
+
+
+def _told(parts: tuple[Part, ...]) -> tuple[tuple[int, Part], ...]:
+    return tuple((number_of(type(one)), one.told() if hasattr(one, "told") else one) for one in parts)
+
+
+def type_of(frame: bytes) -> type | None:
+    """The class of the message in a frame of ours, which need not be looked into."""
+    return _FRAMES.get(frame[1])
+
+
+def decode(frame: bytes, version: int = VERSION) -> Message:
+    """The message in a frame of a peer of ``version``. Raises `MalformedMessage`."""
     if len(frame) > FRAME_BYTES_MAX:
         raise MalformedMessage(f"a frame of {len(frame)} bytes exceeds the limit of {FRAME_BYTES_MAX}")
     try:
@@ -254,93 +196,84 @@ def decode(frame: bytes) -> Message:
         raise MalformedMessage(f"{len(frame)} bytes are not msgpack: {error}") from error
     if not (isinstance(raw, tuple) and len(raw) == 2 and type(raw[0]) is int and isinstance(raw[1], tuple)):
         raise MalformedMessage("a frame is [kind, fields]")
-    cls = _FRAMES.get(raw[0])
+    cls, fields = _FRAMES.get(raw[0]), raw[1]
     if cls is None:
         raise MalformedMessage(f"message kind {raw[0]} is unknown; a newer peer?")
-    message = checked(cls, raw[1])
-    return plain_fields(message) if cls in _WORDY else message
+    if version < VERSION and cls is Beat:
+        return Beat(*version_4.beat_of(fields))
+    if version < VERSION and cls is BeatSeen:
+        return BeatSeen(*version_4.seen_of(fields))
+    message = checked(cls, fields)
+    if cls in _WORDY:
+        return plain_fields(message)
+    if isinstance(message, (Beat, BeatSeen)) and message.parts:
+        return cast(Message, cls(*message[:-1], _parts_of(message.parts)))
+    return message
+
+
+def _parts_of(told: tuple[Any, ...]) -> tuple[Part, ...]:
+    """The parts that are known here. Raises `MalformedMessage`."""
+    parts = []
+    for one in told:
+        if not (len(one) == 2 and type(one[0]) is int and isinstance(one[1], tuple)):
+            raise MalformedMessage("a part is [number, fields]")
+        cls: Any = PARTS.get(one[0])
+        if cls is not None:
+            parts.append(cls.of(checked(_Flat, (one[1],))[0]) if hasattr(cls, "told") else _known(cls, one[1]))
+    return tuple(parts)
+
+
+def _known(cls: Any, fields: tuple[Any, ...]) -> Any:
+    """Of the fields of a peer that may be newer those that are known here: new ones come at the end."""
+    return checked(cls, fields[: len(cls._fields)])
 
 
 def numbered(number: int, command: Message, version: int = VERSION) -> Numbered:
     """A command under its number, for a master of ``version``.
 
     One that such a master does not know may have been queued for another: numbers must not be left out, so it gets one that it
-    refuses.
+    refuses. From version 5 on a master refuses what it does not know by itself, by its name.
     """
-    if _COMMAND_KIND[type(command)] >= DUTIES_KINDS and version < known_since(command):
-        command = world.WithdrawStore(cast(Any, command).node, "")
-    return Numbered(number, _COMMAND_KIND[type(command)], tuple(fields_for(command, version)))
+    cls = type(command)
+    if version < since(cls):
+        command, cls = world.WithdrawStore(cast(Any, command).node, ""), world.WithdrawStore
+    if version < VERSION:
+        return Numbered(number, number_of(cls), tuple(version_4.command(command)))
+    return Numbered(number, number_of(cls), tuple(command), cls.__name__ if since(cls) > OLDEST_VERSION else "")
+
+
+def command_of(message: Numbered) -> Message:
+    """The command that `numbered` wrapped; `Unknown` for one that is not known here. Raises `MalformedMessage`."""
+    cls = COMMANDS.get(message.kind)
+    if cls is None:
+        return Unknown(plain(message.name, NAME_MAX) or f"command {message.kind}")
+    return plain_fields(_known(cls, message.fields))
 
 
 def level(token: int, order: Order, version: int = VERSION) -> Level:
     """An order, for an agent of ``version``."""
-    return Level(token, tuple(fields_for(order, version)))
+    if version < VERSION:
+        return Level(token, version_4.order(order))
+    return Level(token, (order[:_BASE], order.work if order.generation else (), _told(order.parts)))
 
 
-def command_of(message: Numbered) -> Message:
-    """The command that `numbered` wrapped. Raises `MalformedMessage`."""
-    cls = COMMANDS.get(message.kind)
-    if cls is None:
-        raise MalformedMessage(f"command kind {message.kind} is unknown; a newer agent?")
-    return plain_fields(checked(cls, message.fields))
+def order_of(message: Level, version: int = VERSION) -> Order:
+    """The order in a `Level` of a master of ``version``. Raises `MalformedMessage`."""
+    if version < VERSION:
+        return version_4.order_of(message.order)
+    base, work, parts = checked(_Order, message.order)
+    order = cast(Order, checked(Order, cast(Any, base)[:_BASE]))
+    return order._replace(work=_known(Work, cast(Any, work)), parts=_parts_of(cast(Any, parts)))
 
 
-def order_of(message: Level) -> Order:
-    """The order in a `Level`. Raises `MalformedMessage`."""
-    return cast(Order, checked(Order, message.order))
+class _Order(NamedTuple):
+    base: tuple[Any, ...]
+    work: tuple[Any, ...]
+    parts: tuple[Part, ...]
 
 
-def checked(cls: type, fields: tuple[Any, ...]) -> Message:
-    """``cls`` from untrusted fields: count and types as declared; missing trailing fields take their defaults."""
-    checks = _checks(cls)
-    defaults = cast(Any, cls)._field_defaults
-    if not len(checks) - len(defaults) <= len(fields) <= len(checks):
-        raise MalformedMessage(f"{cls.__name__} has {len(checks)} fields, got {len(fields)}")
-    for (name, check), value in zip(checks, fields, strict=False):
-        if not check(value):
-            raise MalformedMessage(f"{cls.__name__}.{name}: {_shown(value)} is not what was declared")
-    return cast(Message, cls(*fields))
+class _Flat(NamedTuple):
+    integers: tuple[int, ...]
 
 
-def _shown(value: Any) -> str:
-    # Never the text of a container: at a depth that msgpack still reads, Python's own repr raises RecursionError.
-    shown = f" {str(value)[:40]!r}" if isinstance(value, (int, float, str)) else ""
-    return f"{type(value).__name__}{shown}"
-
-
-_CHECKS: dict[type, tuple[tuple[str, Callable[[Any], bool]], ...]] = {}
-
-
-def _checks(cls: type) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
-    found = _CHECKS.get(cls)
-    if found is None:
-        hints = typing.get_type_hints(cls)
-        found = _CHECKS[cls] = tuple((name, _check(hints[name])) for name in cast(Any, cls)._fields)
-    return found
-
-
-def _check(hint: Any) -> Callable[[Any], bool]:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return lambda _: True
-    if hint is int:
-        # bool is an int to Python, not to us; the bound leaves room to add and subtract in what msgpack and SQLite can hold.
-        return lambda value: type(value) is int and -INTEGER_MAX <= value <= INTEGER_MAX
-    if hint in (str, bytes, bool, float):
-        return lambda value: type(value) is hint
-    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
-        inner = _check(args[0])
-        return lambda value: isinstance(value, tuple) and all(inner(one) for one in value)
-    if origin is tuple:
-        each = [_check(arg) for arg in args]
-        return lambda value: (
-            isinstance(value, tuple)
-            and len(value) == len(each)
-            and all(check(one) for check, one in zip(each, value, strict=True))
-        )
-    if origin in (Union, types.UnionType):
-        options = [_check(arg) for arg in args]
-        return lambda value: any(option(value) for option in options)
-    if hint is type(None):
-        return lambda value: value is None
-    raise TypeError(f"messages carry no {hint}")
+_BASE = len(Order._fields) - 2

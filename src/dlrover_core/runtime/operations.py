@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from dlrover_core.errors import MalformedMessage
 from dlrover_core.job import hosts, job, scaling
-from dlrover_core.runtime import messages
+from dlrover_core.runtime.checked import checked
 from dlrover_core.runtime.messages import Message
 from dlrover_core.words import plain
 
@@ -45,7 +45,7 @@ def command_of(asked: object) -> Message:
             + (f"; {', '.join(missing)} is missing" if missing else "")
             + (f"; {_shown(', '.join(unknown))} is unknown" if unknown else "")
         )
-    return messages.checked(cls, tuple(_clean(asked.get(name, _DEFAULTS.get(name))) for name in names))
+    return checked(cls, tuple(_clean(asked.get(name, _DEFAULTS.get(name))) for name in names))
 
 
 def job_of(asked: object) -> str:

@@ -21,6 +21,7 @@ from dlrover_core.diagnosis.slots import FINITE, NEVER
 from dlrover_core.job.names import group_of
 from dlrover_core.job.pace import NoteLoss, NoteLossJump, NoteRecovered, NoteSlow
 from dlrover_core.job.world import World
+from dlrover_core.kernel.wire import part
 
 PARTS = 10_000  # ratios travel as integers
 SLOW_MAX = 10  # of one node; a message's array has 64 places
@@ -53,6 +54,7 @@ class RankLoss(NamedTuple):
     times: int
 
 
+@part(7)
 class PaceBeat(NamedTuple):
     """``common``: the median rank's cost over its baseline, ``others``: that of the ranks not slow, or where all are, of all;
     0: not known yet.
@@ -81,6 +83,7 @@ class PaceBeat(NamedTuple):
         return cls(told[0], told[1], told[2], told[3], slow)
 
 
+@part(8)
 class LossBeat(NamedTuple):
     """``reporting``: how many ranks of the node report their loss; ``ranks``: those of which there is something to say."""
 
@@ -164,6 +167,8 @@ def _middle(ratios: Sequence[float]) -> int:
 
 # ---- the leader's side
 
+_NO_PACE = PaceBeat()
+
 
 class _Heard(NamedTuple):
     generation: int
@@ -189,10 +194,10 @@ class Paces:
     _broken_since: dict[str, tuple[int, float]] = field(default_factory=dict)
     _told: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    def heard(self, node: str, generation: int, pace: Ints, losses: Ints) -> None:
+    def heard(self, node: str, generation: int, pace: PaceBeat, loss: LossBeat) -> None:
         """A node's beat."""
-        if pace or losses or node in self._heard:
-            self._heard[node] = _Heard(generation, PaceBeat.of(pace), LossBeat.of(losses))
+        if pace != _NO_PACE or loss.reporting or node in self._heard:
+            self._heard[node] = _Heard(generation, pace, loss)
 
     def forget(self, node: str) -> None:
         """It is gone."""

@@ -19,10 +19,11 @@ from dlrover_core.errors import ConnectionLost, MalformedMessage
 from dlrover_core.job.orders import STRANGER, Order
 from dlrover_core.kernel.engine import Accepted, NotDone, Reply, Resend
 from dlrover_core.kernel.events import Origin
+from dlrover_core.kernel.wire import Part, find
 from dlrover_core.rules.desired import farewell
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.complaints import Complaints
-from dlrover_core.runtime.keeping import Everywhere, Keeping, everywhere
+from dlrover_core.runtime.keeping import NOWHERE, Keeping, KeptBeat, everywhere
 from dlrover_core.runtime.leader import Leader
 from dlrover_core.runtime.messages import (
     Again,
@@ -35,7 +36,7 @@ from dlrover_core.runtime.messages import (
     Numbered,
     Welcome,
 )
-from dlrover_core.runtime.paces import Paces
+from dlrover_core.runtime.paces import LossBeat, PaceBeat, Paces
 from dlrover_core.runtime.stalls import Stalls
 from dlrover_core.runtime.transport import Connection, receive_within
 from dlrover_core.spec import us
@@ -73,9 +74,9 @@ class Session:
             self._outbox.append(message)
         self._wake.set()
 
-    def seen(self, token: int, told: Everywhere = Everywhere()) -> None:  # noqa: B008  # a tuple of numbers
+    def seen(self, token: int, *parts: Part) -> None:
         """Answer a beat: at once where the transport can and nothing else waits, for there are many."""
-        message = BeatSeen(token, *told)
+        message = BeatSeen(token, parts)
         if self._outbox or self._send_now is None or not self._send_now(messages.encode(message, self.version)):
             self.push(message)
 
@@ -297,7 +298,7 @@ class Sessions:
     async def _listen(self, session: Session) -> None:
         # One task for as long as the connection lasts: a task for every frame costs more than the frame.
         for number in count(1):
-            self._take(session, messages.decode(await session.connection.receive()))
+            self._take(session, messages.decode(await session.connection.receive(), session.version))
             if session.parted:
                 return
             if number % TURN_FRAMES == 0:
@@ -307,17 +308,17 @@ class Sessions:
     def _take(self, session: Session, message: Message) -> None:
         self._hear(session)
         match message:
-            case Beat(generation, step):
+            case Beat(generation, step, _, parts):
                 if session.node:
                     self.steps[session.node] = (generation, step)
                     self.stalls.heard(session.node, message)
-                    self.paces.heard(session.node, generation, message.pace, message.losses)
+                    self.paces.heard(session.node, generation, find(parts, PaceBeat), find(parts, LossBeat))
                     self._remind(session)
                     worlds = self._master.state.world
-                    if self.keeping.heard(session.node, message.kept, worlds.of(session.node).generation):
+                    if self.keeping.heard(session.node, find(parts, KeptBeat), worlds.of(session.node).generation):
                         self._master.note_written()
                     told = everywhere(self.keeping, worlds.worlds, session.node)
-                    session.seen(self._master.token, told)
+                    session.seen(self._master.token, *([told] if told != NOWHERE else []))
                 else:
                     session.seen(self._master.token)
             case Numbered():

@@ -17,6 +17,7 @@ from dlrover_core.diagnosis import stall
 from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.job import hangs, world
 from dlrover_core.job.names import group_of
+from dlrover_core.kernel.wire import find
 from dlrover_core.runtime.leader import Leader
 from dlrover_core.runtime.messages import Beat
 from dlrover_core.spec import us
@@ -44,10 +45,10 @@ class Stalls:
 
     def heard(self, node: str, beat: Beat) -> None:
         """A heartbeat has come."""
-        if beat.idle_us < 0:
+        pulse = find(beat.parts, Pulse)
+        if pulse.idle_us < 0:
             return
         spec, group, now = self._master.state.job.spec, group_of(node), asyncio.get_running_loop().time()
-        pulse = Pulse(beat.step, beat.idle_us, beat.step_us, beat.pause_us, beat.phase, beat.total)
         last = self._heard.get(node)
         if last is not None and now - last.at > self._fresh_s():
             # It was stopped, or cut off: what its ranks did meanwhile, or could not do, nobody knows.
@@ -55,7 +56,7 @@ class Stalls:
         self._heard[node] = _Heard(beat.generation, pulse, now)
         if not spec.hang_s:
             return
-        self._mind_moves(group, beat)
+        self._mind_moves(group, beat.generation, pulse.idle_us)
         if group not in self._lessons and self._worth_keeping(group, pulse):
             # The others will have seen it too by then, or it was none.
             self._lessons[group] = asyncio.get_running_loop().call_later(spec.heartbeat_s, self._learn, group)
@@ -93,12 +94,12 @@ class Stalls:
         self._looks.clear()
         self._lessons.clear()
 
-    def _mind_moves(self, group: str, beat: Beat) -> None:
+    def _mind_moves(self, group: str, generation: int, idle_us: int) -> None:
         found = self._master.state.hangs.suspected(group)
-        if found is not None and beat.generation == found.generation:
+        if found is not None and generation == found.generation:
             # An instant before is not a step after.
             since = self._master.now() - found.at
-            if beat.idle_us < since - us(LOOK_S) and beat.idle_us < found.threshold_us:
+            if idle_us < since - us(LOOK_S) and idle_us < found.threshold_us:
                 self._master.tell(hangs.NoteMoving(group, found.number))
 
     def _worth_keeping(self, group: str, pulse: Pulse) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlrover_core.job.health import ReportCheck
+from dlrover_core.job.health import CheckWork, ReportCheck
 from dlrover_core.runtime.duties import Desk, Orders
 
 
@@ -13,7 +13,7 @@ class Unchecked(Orders):
         """Until cancelled."""
         told = (0, 0)
         while True:
-            order = await self.news(desk)
-            if order.check and (order.check, order.check_round) > told:
-                told = (order.check, order.check_round)
+            check = (await self.news(desk)).part(CheckWork)
+            if check.number and (check.number, check.round) > told:
+                told = (check.number, check.round)
                 desk.send(ReportCheck(desk.node, *told, True))

@@ -234,23 +234,27 @@ class Agent:
             return
         self.token, self.order = token, order
         self._count_worlds(order)
-        if order.store in self._stores:
-            self._stores.remove(order.store)
+        if order.work.store in self._stores:
+            self._stores.remove(order.work.store)
             self._offer()
-        if order.probe > self._shown and self.running:
-            self._shown = order.probe
-            self._clock.later(us(SHOW_S), self.key, self._show, order.probe)
-        if order.check and (order.check, order.check_round) > self._checked:
-            self._checked = (order.check, order.check_round)
-            self._clock.later(us(CHECK_S), self.key, self._check, order)
+        if order.parts:
+            self._told(order.part(hangs.Probe).hang, order.part(health.CheckWork))
         if not self.busy or self.busy == "lingering":
             self.level()
 
-    def _check(self, order: Order) -> None:
+    def _told(self, hang: int, check: health.CheckWork) -> None:
+        if hang > self._shown and self.running:
+            self._shown = hang
+            self._clock.later(us(SHOW_S), self.key, self._show, hang)
+        if check[:2] > self._checked:
+            self._checked = (check.number, check.round)
+            self._clock.later(us(CHECK_S), self.key, self._check, check)
+
+    def _check(self, check: health.CheckWork) -> None:
         """Its part of a node check: a sick host shows alone, and drags its partners down."""
-        if self._stopped_by_signal(self._check, order) or self._checked != (self.order.check, self.order.check_round):
+        if self._stopped_by_signal(self._check, check) or self._checked != self.order.part(health.CheckWork)[:2]:
             return
-        others = [self._sim.agents.of[one].host for one in order.check_with if one in self._sim.agents.of]
+        others = [self._sim.agents.of[one].host for one in check.others if one in self._sim.agents.of]
         sick, dragged = self.host.sick_until > self._clock.now, any(one.sick_until > self._clock.now for one in others)
         what = self.host.cause or SICK if sick else "its partner failed alone" if dragged else ""
         took_us = us(CHECK_S)
@@ -330,7 +334,7 @@ class Agent:
 
     def _start(self, order: Order) -> None:
         self.busy = "starting"
-        self.generation, self.first_rank, self.asked = order.generation, order.first_rank, False
+        self.generation, self.first_rank, self.asked = order.generation, order.work.first_rank, False
         self._stepped_at = self._clock.now
         if self.dead:
             self.dead = set()
@@ -341,7 +345,7 @@ class Agent:
             return
         self.busy, self.running = "", True
         self.add(world.ReportStarted(self.node, order.generation))
-        self._sim.training.joined(self, order.generation, order.nodes)
+        self._sim.training.joined(self, order.generation, order.work.nodes)
         if self.host.sick_until > self._clock.now:
             self._clock.later(SICK_AFTER_US, self.key, self.sicken, order.generation)
         if order is not self.order:
@@ -432,7 +436,7 @@ class Agent:
         self.asked = True
         training.left(self, self.generation)
         self.dead.update(range(self.nproc))
-        rank, step = self.order.first_rank, training.made
+        rank, step = self.order.work.first_rank, training.made
         self.add(failures.ReportExit(self.node, self.generation, rank, -9, False, step, 0, "", GIVEN_UP))
 
     # ---- the outbox

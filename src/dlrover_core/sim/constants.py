@@ -73,6 +73,8 @@ _DECLARED = (
     _chosen("all_detect_s", 0.1, "s", "restart-all: until an agent sees a death", "torchrun's --monitor-interval"),
     _assumed("all_restart_s", 600.0, "s", "restart-all: a restart of 98,304 GPUs", "FT-HSDP, arXiv 2602.00277; by the root"),
     _assumed("all_checkpoint_s", 10.0, "s", "restart-all: training stands still to save", f"{_BYTEROBUST}: 6.8 to 13.0"),
+    _assumed("async_stall_s", 1.0, "s", "restart-async: training stands still for the copy to the host", "nobody's figure"),
+    _assumed("async_write_s", 60.0, "s", "restart-async: from the copy until storage has it", "nobody's figure"),
 )  # fmt: skip
 ALL_RESTART_GPUS = 98_304
 

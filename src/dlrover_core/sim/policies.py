@@ -1,7 +1,7 @@
 """One question, put to several policies: how much of the time would this job have trained, had it failed like these others?
 
-*Ours* is the real engine in a simulated cluster. *restart-all* is a model of what one has without it. Both meet the same
-failures.
+*Ours* is the real engine in a simulated cluster. *restart-all* is a model of what one has without it, and *restart-async* the
+same with checkpoints that are written beside training. All meet the same failures.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dlrover_core.sim.report import Incident, Report
 from dlrover_core.sim.run import Run, Watcher
 from dlrover_core.sim.scenario import Plan, Scenario
 
-OURS, RESTART_ALL = "default", "restart-all"
-POLICIES = (OURS, RESTART_ALL)
+OURS, RESTART_ALL, RESTART_ASYNC = "default", "restart-all", "restart-async"
+POLICIES = (OURS, RESTART_ALL, RESTART_ASYNC)
 HORIZON = 1.5
 """Failures are drawn for so many times the days asked for: work for so long takes longer."""
 
@@ -114,7 +114,8 @@ def simulated(plan: Plan, days: float, watch: Sequence[Watcher] = (), every: int
 
 def _modelled(question: Question, name: str, plan: Plan, constants: Constants) -> Report:
     mttf = constants["mttf_s"] or question.mttf_s
-    told = restart_all.run(plan.scenario, plan.faults, question.days * DAY_S, mttf, constants)
+    beside = name == RESTART_ASYNC
+    told = restart_all.run(plan.scenario, plan.faults, question.days * DAY_S, mttf, constants, asynchronous=beside)
     return Report(
         name,
         "ended",

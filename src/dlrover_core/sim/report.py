@@ -89,26 +89,31 @@ class Report(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Goodput with every assumed constant doubled, and halved."""
+    """The least and the greatest goodput."""
 
     low: float
     high: float
 
 
 class Comparison(NamedTuple):
-    """All policies' reports on one question; ``asked`` as its command line says it."""
+    """All policies' reports on one question; ``asked`` as its command line says it.
+
+    ``ranges``: with every assumed constant doubled, and halved; ``seeds``: with other failures, drawn alike.
+    """
 
     asked: Mapping[str, Any]
     dataset: Dataset
     reports: Sequence[Report]
     ranges: Sequence[Range | None]
+    seeds: Sequence[Range | None]
     constants: Sequence[Constant]
 
     def values(self) -> dict[str, Any]:
         """For programs."""
         reports = []
-        for report, between in zip(self.reports, self.ranges, strict=True):
-            reports.append({**report.values(), "range": between._asdict() if between is not None else None})
+        for report, between, drawn in zip(self.reports, self.ranges, self.seeds, strict=True):
+            told = {"range": between, "seeds_range": drawn}
+            reports.append(report.values() | {key: one and one._asdict() for key, one in told.items()})
         return {
             **self.asked,
             "source": self.dataset.source,
@@ -145,9 +150,13 @@ class Comparison(NamedTuple):
     def _goodput(self) -> list[str]:
         rows = [("", *(one.policy for one in self.reports))]
         rows.append(("goodput", *(percent(one.goodput) for one in self.reports)))
-        if any(one is not None for one in self.ranges):
-            between = (f"{percent(one.low)} to {percent(one.high)}" if one is not None else "-" for one in self.ranges)
-            rows.append(("  assumed constants doubled, halved", *between))
+        for what, ranges in (
+            (f"  {self.asked['seeds']} seeds", self.seeds),
+            ("  assumed constants doubled, halved", self.ranges),
+        ):
+            if any(one is not None for one in ranges):
+                between = (f"{percent(one.low)} to {percent(one.high)}" if one is not None else "-" for one in ranges)
+                rows.append((what, *between))
         rows.append(("failures", *(f"{one.failures:,}" for one in self.reports)))
         rows.append(("planned interruptions", *(f"{one.planned:,}" for one in self.reports)))
         rows.append(("stops of all workers", *(f"{len(one.recoveries):,}" for one in self.reports)))

@@ -7,7 +7,9 @@ fewer hosts where the job allows it, and on more as soon as one is back. It diff
 - an error is noticed within torchrun's monitor interval, a hang or a power cut when torch's watchdog gives up, after 600 s;
 - a restart of everybody takes 10 minutes at 98,304 GPUs (FT-HSDP, arXiv 2602.00277, the synchronous baseline) and falls with the
   square root of their number, which is our rule; nobody has published one;
-- checkpoints go to storage, and all since the last one is made again;
+- checkpoints go to storage, and all since the last one is made again. Training stands still until storage has it, or
+  (*asynchronous*, as torch's ``async_save``) only for the copy to the host: what is written beside training counts once it is
+  whole, and the next copy waits for that;
 - a failure while it restarts makes it begin anew; a host that is broken fails it until it is taken away.
 """
 
@@ -53,9 +55,17 @@ def restart_s(gpus: int, constants: Constants) -> float:
     return constants["all_restart_s"] * math.sqrt(gpus / ALL_RESTART_GPUS)
 
 
-def run(scenario: Scenario, faults: Sequence[Fault], until_s: float, mttf: float, constants: Constants) -> Account:
+def run(
+    scenario: Scenario,
+    faults: Sequence[Fault],
+    until_s: float,
+    mttf: float,
+    constants: Constants,
+    *,
+    asynchronous: bool = False,
+) -> Account:
     """The job for so long. ``faults`` are at times; of one that could not hit a model of restarts nothing happens."""
-    model = _Model(scenario, until_s, mttf, constants)
+    model = _Model(scenario, until_s, mttf, constants, asynchronous=asynchronous)
     for fault in faults:
         at = triggers.parse(fault.at)
         if at.kind != "time" or at.number / 1e6 > until_s:
@@ -68,11 +78,15 @@ def run(scenario: Scenario, faults: Sequence[Fault], until_s: float, mttf: float
 
 
 class _Model:
-    def __init__(self, scenario: Scenario, until_s: float, mttf: float, constants: Constants) -> None:
+    def __init__(
+        self, scenario: Scenario, until_s: float, mttf: float, constants: Constants, *, asynchronous: bool
+    ) -> None:
         self.account = Account(until_s)
         self._scenario, self._constants = scenario, constants
-        self._stall = constants["all_checkpoint_s"]
-        self._tau = max(1.0, constants["all_checkpoint_every_s"] or young_s(self._stall, mttf) or math.inf)
+        self._stall = constants["async_stall_s" if asynchronous else "all_checkpoint_s"]
+        self._write = constants["async_write_s"] if asynchronous else 0.0
+        best = constants["all_checkpoint_every_s"] or young_s(self._stall, mttf) or math.inf
+        self._tau = max(1.0, self._write, best)
         self._restart = restart_s(scenario.nodes * scenario.workers_per_node, constants)
         self._now = 0.0
         self._phase, self._phase_ends = DOWN_RESTART, self._restart
@@ -83,6 +97,8 @@ class _Model:
         self._using = frozenset(range(scenario.nodes))
         self._up_since = 0.0
         self._since = self._behind = self._stalled = 0.0
+        # What is being written beside training, and when that is whole.
+        self._pending = self._whole_at = 0.0
         self._stop: list[float] = []
         self._cause = ""
 
@@ -118,7 +134,7 @@ class _Model:
             account[CHECKPOINT] += span
             self._stalled, self._now = self._stalled - span, self._now + span
             if self._stalled <= _EPSILON:
-                self._since = self._stalled = 0.0
+                self._saved()
         else:
             rate = len(self._using) / self._scenario.nodes / math.prod(times for _, times in self._slow)
             work = self._tau - self._since
@@ -131,12 +147,18 @@ class _Model:
             self._since, self._now = self._since + work, self._now + span
             if self._since >= self._tau - _EPSILON:
                 self._stalled = self._stall
-                self._since = self._since if self._stall else 0.0
+                if not self._stall:
+                    self._saved()
         if self._now >= self._sick_shows() - _EPSILON:
             self._break(self._constants["all_detect_s"], self._cause)
         elif self._now >= grows - _EPSILON:
             # As torchrun does when somebody waits to join: everybody begins again.
             self._break(0.0, "a host is back")
+
+    def _saved(self) -> None:
+        """The copy is made; storage has it now, or once it is written."""
+        self._pending, self._whole_at = (self._since, self._now + self._write) if self._write else (0.0, 0.0)
+        self._since = self._stalled = 0.0
 
     def _sick_shows(self) -> float:
         """When a broken host that is in use fails its workers."""
@@ -214,7 +236,8 @@ class _Model:
             return
         if self._phase == UP:
             self._cause = cause
-            self._stop = [0.0, 0.0, 0.0, self._since]
-            self.account.lost_s += self._since
-            self._behind, self._since, self._stalled = self._behind + self._since, 0.0, 0.0
+            lost = self._since + (self._pending if self._now < self._whole_at else 0.0)
+            self._stop = [0.0, 0.0, 0.0, lost]
+            self.account.lost_s += lost
+            self._behind, self._since, self._stalled, self._pending = self._behind + lost, 0.0, 0.0, 0.0
         self._phase, self._phase_ends, self._class = DOWN_DETECT, self._now + detect_s, DETECT

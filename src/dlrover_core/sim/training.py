@@ -293,7 +293,7 @@ class Training:
         if world is self.world and world.epoch == epoch:
             self.settle()
             world.first_told = True
-            leading = next((one for one in world.members.values() if one.order.node_rank == 0), None)
+            leading = next((one for one in world.members.values() if one.order.work.node_rank == 0), None)
             if leading is not None:
                 leading.first_step(world.generation, self.made)
 

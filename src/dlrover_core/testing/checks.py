@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
-from dlrover_core.job.health import ReportCheck
+from dlrover_core.job.health import CheckWork, ReportCheck
 from dlrover_core.runtime.duties import Desk, Orders
 
 CHECK_S = 1.0
@@ -25,17 +25,17 @@ class CheckStub(Orders):
         """Until cancelled."""
         told = (0, 0)
         while True:
-            order = await self.news(desk)
-            if not order.check or (order.check, order.check_round) <= told:
+            check = (await self.news(desk)).part(CheckWork)
+            if not check.number or check[:2] <= told:
                 continue
-            told = (order.check, order.check_round)
+            told = (check.number, check.round)
             fit = self._host not in self._sick
             if not fit:
                 self._ill.add(desk.node)
             await asyncio.sleep(self._check_s)
-            if (desk.order.check, desk.order.check_round) != told:
+            if desk.order.part(CheckWork)[:2] != told:
                 continue
-            ok = fit and not self._ill.intersection(order.check_with)
+            ok = fit and not self._ill.intersection(check.others)
             took_us = round(self._check_s * 1e6)
             what = "" if ok else "its partner failed alone" if fit else f"{self._host} is sick"
             desk.send(ReportCheck(desk.node, *told, ok, fit, took_us, took_us // 2, what))

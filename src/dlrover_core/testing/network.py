@@ -15,6 +15,7 @@ import asyncio
 from collections import deque
 from contextvars import Context, copy_context
 from dataclasses import dataclass
+from typing import cast
 
 from dlrover_core.errors import ConnectionLost
 from dlrover_core.runtime import messages
@@ -68,7 +69,7 @@ class MemoryConnection:
             raise ConnectionLost(f"connection to {self.peer} is closed", ended=self.ended)
         if self._vanishes:
             other.deaf = True
-        elif self._host and link.lose and isinstance(messages.decode(frame), Numbered):
+        elif self._host and link.lose and messages.type_of(frame) is Numbered:
             link.lose -= 1
             self.drop()
         elif self._host and (self._overtaken is not None or link.double or link.reorder):
@@ -83,8 +84,8 @@ class MemoryConnection:
     def _disturb(self, frame: bytes) -> None:
         assert self._other is not None
         arrive, link, before = self._other._arrive, self._link, self._overtaken
-        said = messages.decode(frame)
-        numbered, again = isinstance(said, Numbered), isinstance(said, (Beat, Numbered))
+        said = messages.type_of(frame)
+        numbered, again = said is Numbered, said in (Beat, Numbered)
         if link.reorder and numbered and before is None:
             link.reorder -= 1
             self._overtaken = frame
@@ -279,7 +280,7 @@ class MemoryDialer:
 
 
 class OldConnection:
-    """The end of an agent of an older version: it greets as one and says nothing that did not exist then."""
+    """The end of an agent of an older version: it greets as one, and speaks what it is greeted in."""
 
     def __init__(self, connection: MemoryConnection, version: int) -> None:
         self._connection, self._version = connection, version
@@ -287,12 +288,10 @@ class OldConnection:
 
     async def send(self, frame: bytes) -> None:
         """Send it as the older version would have."""
-        message = messages.decode(frame)
-        if isinstance(message, Hello):
-            message = message._replace(version=self._version)
-        elif isinstance(message, Numbered):
-            message = messages.numbered(message.number, messages.command_of(message), self._version)
-        await self._connection.send(messages.encode(message, self._version))
+        if messages.type_of(frame) is Hello:
+            hello = cast(Hello, messages.decode(frame))
+            frame = messages.encode(hello._replace(version=self._version))
+        await self._connection.send(frame)
 
     async def receive(self) -> bytes:
         """The next frame."""

@@ -475,7 +475,7 @@ class Told(Promise):
 
     def _released(self, state: JobState, fact: Any, record: Record) -> None:
         order = desired(state).orders.get(fact.node)
-        assert order is None or order.leave, f"{record.seq}: {fact.node} is released, and told {order}"
+        assert order is None or order.leave, f"{record.seq}: {fact.node} is released, and told to stay: {order.reason}"
 
     def _planned(self, state: JobState, fact: nodes.NodePlanned, record: Record) -> None:
         place = f"{fact.group}-{fact.index}-"

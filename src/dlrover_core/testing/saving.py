@@ -19,7 +19,9 @@ from dlrover_core.job.checkpoints import (
     NOTHING,
     PEER,
     STORAGE,
+    Keep,
     OfferReplica,
+    Persist,
     ReportArmed,
     ReportHeld,
     ReportKeeping,
@@ -30,6 +32,7 @@ from dlrover_core.job.checkpoints import (
 )
 from dlrover_core.job.holdings import NO_STEP
 from dlrover_core.job.orders import Order
+from dlrover_core.job.planning import Boundary
 from dlrover_core.rules.save_on_failure import HELD_WAIT_S
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.keeping import WRITTEN_MAX, KeptBeat, Written
@@ -345,12 +348,12 @@ class SaveDuty:
         self._begin(desk)
         self._plan(desk)
         self._save(desk)
-        order = desk.order
-        if order.persist >= 0:
-            self._write(desk, (order.persist_of, order.persist), order.persist_places)
-        if order.committed >= 0:
+        persist, keep = desk.order.part(Persist), desk.order.part(Keep)
+        if persist.step >= 0:
+            self._write(desk, (persist.of, persist.step), persist.places)
+        if keep.committed >= 0:
             # Whoever writes its seal: what the leader calls committed may be read, by all whom it tells so.
-            self._saving.seal((order.committed_of, order.committed))
+            self._saving.seal((keep.committed_of, keep.committed))
         self._end(desk)
         self._tell(desk)
         self._looked.set()
@@ -377,23 +380,24 @@ class SaveDuty:
             desk.send(ReportRestored(desk.node, generation, run.began.state[1], tier, took_us, fell))
 
     def _plan(self, desk: Desk) -> None:
-        saving, order, node = self._saving, desk.order, desk.node
-        saving.arm(node, order.plan, order.plan_go)
-        saving.lenders[node] = tuple(address.removeprefix(REPLICA) for address, _, _ in order.lenders)
+        saving, node, (number, go) = self._saving, desk.node, desk.order.part(Boundary)
+        saving.arm(node, number, go)
+        lenders = desk.order.part(Keep).lenders
+        saving.lenders[node] = tuple(address.removeprefix(REPLICA) for address, _, _ in lenders)
         plan = saving.acked.get(node, 0)
-        if order.plan and plan == order.plan and plan != self._armed:
+        if number and plan == number and plan != self._armed:
             self._armed = plan
             desk.send(ReportArmed(node, plan))
         run = saving.run_of(desk.generation)
-        if run is not None and run.waits and run.waits == order.plan and run.waits != self._waits:
+        if run is not None and run.waits and run.waits == number and run.waits != self._waits:
             self._waits = run.waits
             desk.send(ReportHeld(node, desk.generation, (run.boundary,), run.waits))
 
     def _save(self, desk: Desk) -> None:
         """What is new in memory goes to the partner, and to storage when it is due."""
         saving, node, every = self._saving, desk.node, self._knobs.store_every
-        if desk.order.replica_to:
-            self._copied = saving.copy(node, desk.order.replica_to)
+        if replica_to := desk.order.part(Keep).replica_to:
+            self._copied = saving.copy(node, replica_to)
         for state in saving.held.get(node, ()):
             if every and state[1] % every == 0 and state[0] == self._began and saving.writes(state[0], node):
                 self._write(desk, state, ())
@@ -447,8 +451,9 @@ class SaveDuty:
             if self._reported >= generation:
                 until = min(until, now + HELD_WAIT_S)
                 newest = max(self._saving.steps(generation, desk.node), default=NO_STEP)
-                ordered, was = desk.order.persist >= 0, ordered
-                if (desk.order.committed_of, desk.order.committed) >= (generation, newest) or (was and not ordered):
+                ordered, was = desk.order.part(Persist).step >= 0, ordered
+                keep = desk.order.part(Keep)
+                if (keep.committed_of, keep.committed) >= (generation, newest) or (was and not ordered):
                     return
             if now >= until and not ordered:
                 return
@@ -469,7 +474,7 @@ class SaveDuty:
         """What is due is waited for until it is committed, or given up."""
         due = [state for state, places in self._writing if not places and state[0] == self._began]
         newest, now = max(due, default=(0, NO_STEP)), asyncio.get_running_loop().time()
-        if newest[1] > desk.order.committed and now < self._until.get(newest, math.inf):
+        if newest[1] > desk.order.part(Keep).committed and now < self._until.get(newest, math.inf):
             desk.at_rest.clear()
         else:
             desk.at_rest.set()
@@ -480,5 +485,6 @@ class SaveDuty:
             writes = self._saving.writes(self._began, desk.node)
             held = self._saving.steps(self._began, desk.node)
             before, wrote = self._before
-            beat = KeptBeat(self._began, writes, self._copied, held, tuple(self._written), before=before, wrote=wrote)
-            desk.kept = beat.told()
+            desk.tell(
+                KeptBeat(self._began, writes, self._copied, held, tuple(self._written), before=before, wrote=wrote)
+            )

@@ -15,7 +15,7 @@ from dlrover_core.diagnosis import hanging
 from dlrover_core.diagnosis.hanging import Facts
 from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.errors import LaunchFailed
-from dlrover_core.job.hangs import ReportStacks
+from dlrover_core.job.hangs import Probe, ReportStacks
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.duties import Desk, Duty, Orders
@@ -379,8 +379,8 @@ class ShowHangs(Orders):
         """Until cancelled."""
         shown = 0
         while True:
-            order = await self.news(desk)
-            if order.probe > shown:
-                shown = order.probe
+            hang = (await self.news(desk)).part(Probe).hang
+            if hang > shown:
+                shown = hang
                 await asyncio.sleep(SHOW_S)
-                desk.send(ReportStacks(desk.node, order.probe, self._launcher.shown()))
+                desk.send(ReportStacks(desk.node, hang, self._launcher.shown()))

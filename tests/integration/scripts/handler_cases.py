@@ -165,6 +165,7 @@ def closed(nodes: Nodes) -> None:
     assert not one.is_closed()
     nodes.meet(one, other)
     waiting = nodes.come(third)
+    until(lambda: third._line._placeless)  # a node that no master has heard of by then would hear of nothing
     other.set_closed()
     other.set_closed()
     with quickly():

@@ -234,7 +234,9 @@ class _Impostor:
             assert isinstance(hello, messages.Hello)
             old = max(0, hello.token - 1)
             greets = hello.token if len(self.orders) % 2 else old
-            welcome = messages.Welcome(2, hello.run, greets, 300_000, 2_000_000, 300_000_000, 30_000_000, 3)
+            welcome = messages.Welcome(
+                messages.VERSION, hello.run, greets, 300_000, 2_000_000, 300_000_000, 30_000_000, 3
+            )
             await connection.send(messages.encode(welcome))
             order = Order(leave=True, reason="an impostor says so", grace_us=0)
             await connection.send(messages.encode(messages.level(old, order)))

@@ -28,7 +28,7 @@ ENDED = 1
 
 
 class Preloaded(NamedTuple):
-    """What a fork inherits of modules that were imported for it, as an earlier worker of this script had them.
+    """The modules that the zygote imported before this worker was forked: those that an earlier worker of the script imported.
 
     ``reads``: the variables that they read while they were imported, each with its reader.
     ``harmless``: variables that the earlier worker set without harm.

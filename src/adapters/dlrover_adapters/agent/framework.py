@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol, cast
 
@@ -41,6 +41,12 @@ class Framework(Protocol):
 
     def excused(self) -> frozenset[str]:
         """Modules that read the rank while they are imported, and that `reseed` puts right in a forked worker."""
+
+    def found(self) -> tuple[str, ...]:
+        """What the library has found out about this host at some cost, in words; each process would find it out anew."""
+
+    def find(self, known: Iterable[str]) -> None:
+        """Find it out in the zygote, for all workers, where workers did before. Keeps no answer that is not in ``known``."""
 
     def begin(
         self, launch: WorkersLaunch, rank: int, agent_socket: str, slot_fd: int, stepped: Callable[[], int]

@@ -20,8 +20,7 @@ import structlog
 
 from dlrover_core.diagnosis import flight, hanging, stacks
 from dlrover_core.diagnosis.hanging import Facts
-from dlrover_core.job.hangs import ReportStacks
-from dlrover_core.job.orders import Order
+from dlrover_core.job.hangs import Probe, ReportStacks
 from dlrover_core.runtime.duties import Desk, Orders
 
 from . import looks
@@ -69,21 +68,22 @@ class HangDuty(Orders):
         shown = 0
         while True:
             order = await self.news(desk)
-            if order.probe <= shown:
+            hang = order.part(Probe).hang
+            if hang <= shown:
                 continue
-            shown = order.probe
+            shown = hang
             try:
-                command = await self._show(desk.node, order)
+                command = await self._show(desk.node, order.generation, hang)
             except OSError as error:
-                _log.warning("ranks cannot be looked at", hang=order.probe, error=str(error))
-                command = ReportStacks(desk.node, order.probe, ())
+                _log.warning("ranks cannot be looked at", hang=hang, error=str(error))
+                command = ReportStacks(desk.node, hang, ())
             desk.send(command)
 
-    async def _show(self, node: str, order: Order) -> ReportStacks:
-        ranks = self._launcher.ranks(order.generation)
-        seen = await asyncio.gather(*(_seen(one, order.probe) for one in ranks))
-        path = await asyncio.to_thread(self._keep, node, order.probe, [one.text for one in seen])
-        return ReportStacks(node, order.probe, tuple(hanging.to_text(one.facts) for one in seen), path)
+    async def _show(self, node: str, generation: int, hang: int) -> ReportStacks:
+        ranks = self._launcher.ranks(generation)
+        seen = await asyncio.gather(*(_seen(one, hang) for one in ranks))
+        path = await asyncio.to_thread(self._keep, node, hang, [one.text for one in seen])
+        return ReportStacks(node, hang, tuple(hanging.to_text(one.facts) for one in seen), path)
 
     def _keep(self, node: str, probe: int, texts: list[str]) -> str:
         """Write it all down; where there is no room, it is the leader's few lines only."""

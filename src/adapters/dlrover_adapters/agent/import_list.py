@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from .config import LaunchConfig, Mode
 from .import_watch import ImportWatch, is_installed, is_local, is_shared, origin_of, standard_folders, unwatchable
 
-VERSION = 2
+VERSION = 3
 LISTS_MAX = 64
 """Files that are kept; the oldest go first."""
 
@@ -40,6 +40,8 @@ FINISH_S = 2.0
 
 OURS = ("dlrover_adapters", "dlrover_backends", "dlrover_core")
 MAINS = frozenset({"__main__", "__mp_main__"})
+GROWS = ("modules", "sets", "found")
+"""The fields in which a worker may have something to add to the list as it is."""
 
 
 class ImportList(NamedTuple):
@@ -51,6 +53,7 @@ class ImportList(NamedTuple):
     ``cut``: why ``modules`` ends before the last import of the worker; no module is added to it then.
     ``refused``: why nothing may be imported before the fork; empty: nothing is known against it.
     ``origins``: the file of each of ``modules``.
+    ``found``: what the framework had found out about the host (`Framework.found`).
     """
 
     modules: tuple[str, ...] = ()
@@ -59,6 +62,7 @@ class ImportList(NamedTuple):
     cut: str = ""
     refused: str = ""
     origins: tuple[str, ...] = ()
+    found: tuple[str, ...] = ()
 
 
 def path_of(config: LaunchConfig) -> str:
@@ -85,10 +89,11 @@ def read(path: str, paths: Sequence[str]) -> ImportList | None:
             raw = json.load(file)
         if raw["version"] != VERSION or raw["installed"] != installed(paths) or not _unchanged(raw["sources"]):
             return None
-        modules, local, sets, origins = (tuple(map(str, raw[one])) for one in ("modules", "local", "sets", "origins"))
+        names = ("modules", "local", "sets", "origins", "found")
+        modules, local, sets, origins, found = (tuple(map(str, raw[one])) for one in names)
         if len(origins) != len(modules):
             return None
-        return ImportList(modules, local, sets, str(raw["cut"]), str(raw["refused"]), origins)
+        return ImportList(modules, local, sets, str(raw["cut"]), str(raw["refused"]), origins, found)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -165,13 +170,19 @@ def _unchanged(sources: Any) -> bool:
 class Learner:
     """One worker's: watches it until its first step, then brings the list up to date. ``path`` empty: only watches.
 
-    ``ahead``: modules that were imported for it by the list as it was. ``ended`` is called at the first step.
+    ``ahead``: modules that were imported for it by the list as it was. ``ended`` is called at the first step. ``found`` says what
+    the framework has found out (`Framework.found`).
     """
 
     def __init__(
-        self, path: str, watch: ImportWatch, ahead: Collection[str] = (), ended: Callable[[], None] | None = None
+        self,
+        path: str,
+        watch: ImportWatch,
+        ahead: Collection[str] = (),
+        ended: Callable[[], None] | None = None,
+        found: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
-        self._path, self._watch, self._ended = path, watch, ended
+        self._path, self._watch, self._ended, self._found = path, watch, ended, found
         # Counted only: a copy of the names costs a forked process 4 ms, as it touches the pages of all of them.
         self._first = self._last = len(sys.modules)
         self._ahead, self._paths = ahead, tuple(sys.path)
@@ -215,7 +226,7 @@ class Learner:
                 return
             names = self._names[: self._watch.cut[0]] if self._watch.cut is not None else self._names
             found, sources = self._sorted(names)
-            if known is not None and set(found.modules) <= set(known.modules) and set(found.sets) <= set(known.sets):
+            if known is not None and all(set(getattr(found, one)) <= set(getattr(known, one)) for one in GROWS):
                 return
             if 0 < len(sources) <= SOURCES_MAX and len(found.modules) <= MODULES_MAX:
                 write(self._path, _merged(known, found), self._paths, sources)
@@ -245,7 +256,14 @@ class Learner:
                 else:
                     local.append(name)
         cut = self._watch.cut[1] if self._watch.cut is not None else ""
-        found = ImportList(tuple(modules), tuple(local), tuple(sorted(self._watch.sets)), cut, origins=tuple(origins))
+        found = ImportList(
+            tuple(modules),
+            tuple(local),
+            tuple(sorted(self._watch.sets)),
+            cut,
+            origins=tuple(origins),
+            found=self._found(),
+        )
         return found, sorted(set(sources))
 
 
@@ -268,7 +286,7 @@ def _goes_by(module: Any, name: str) -> bool:
 def _merged(known: ImportList | None, found: ImportList) -> ImportList:
     if known is None:
         return found
-    pairs = ((known.local, found.local), (known.sets, found.sets))
-    local, sets = (tuple(dict.fromkeys((*old, *new))) for old, new in pairs)
+    pairs = ((known.local, found.local), (known.sets, found.sets), (known.found, found.found))
+    local, sets, told = (tuple(dict.fromkeys((*old, *new))) for old, new in pairs)
     files = dict(zip((*known.modules, *found.modules), (*known.origins, *found.origins), strict=True))
-    return ImportList(tuple(files), local, sets, found.cut, origins=tuple(files.values()))
+    return ImportList(tuple(files), local, sets, found.cut, origins=tuple(files.values()), found=told)

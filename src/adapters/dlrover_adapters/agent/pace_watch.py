@@ -28,7 +28,7 @@ from dlrover_core.diagnosis.slots import (
 from dlrover_core.job.orders import Order
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.launcher import Notice
-from dlrover_core.runtime.paces import LossBeat, NodePace, RankLoss
+from dlrover_core.runtime.paces import LossBeat, NodePace, PaceBeat, RankLoss
 
 LOOK_S = 1.0
 
@@ -112,8 +112,8 @@ class PaceWatch:
             measure, costs = one.costs()
             if costs:
                 self._pace.read(local_rank, measure, costs, one.step(), now_s)
-        desk.pace = self._pace.beat(slots[0].rank - slots[0].local_rank).told() if slots else ()
-        desk.losses = self._losses().told()
+        desk.tell(self._pace.beat(slots[0].rank - slots[0].local_rank) if slots else PaceBeat())
+        desk.tell(self._losses())
 
     def _losses(self) -> LossBeat:
         seen = [one.loss() for _, one in sorted(self._open.items())]

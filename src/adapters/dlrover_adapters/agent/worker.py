@@ -60,7 +60,8 @@ def _learner(
     given = [name for name, value in os.environ.items() if born.get(name) != value]
     again = beginning.again if beginning is not None else None
     watch = ImportWatch(given, preloaded.reads, preloaded.harmless, framework.excused(), again)
-    return Learner(seat.imports, watch, preloaded.modules, beginning.forget if beginning is not None else None)
+    ended = beginning.forget if beginning is not None else None
+    return Learner(seat.imports, watch, preloaded.modules, ended, framework.found)
 
 
 def take_seat(seat: Seat, fds: tuple[int, ...], framework: Framework) -> int:

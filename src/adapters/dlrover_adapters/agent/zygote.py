@@ -97,8 +97,10 @@ class Zygote:
         outlive_parent()
         gc.freeze()  # what is alive now is shared for ever: no collection in a child shall touch, and so copy, it
         gc.enable()
-        wire.send(self._link, {"op": "ready"})
-        with contextlib.suppress(BrokenPipeError):  # the agent died before our answer: the end, as below
+        with contextlib.suppress(
+            ConnectionError
+        ):  # the agent died before it took or read what we say: the end, as below
+            wire.send(self._link, {"op": "ready"})
             while (frame := wire.receive(self._link)) is not None:
                 role = self._answer(frame)
                 if role is not None:
@@ -137,6 +139,7 @@ class Zygote:
         try:
             with self._blaming(AUTO, "cannot be imported"), self._framework.quietly():
                 self._import_each(listed.modules, listed.origins)
+                self._framework.find(listed.found)
             self._check_names([one for one in listed.local if one not in before])
             self._check(AUTO)
         except Unfit as unfit:

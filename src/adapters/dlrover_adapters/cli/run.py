@@ -43,8 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(options)
     except SpecError as error:
         return usage.say("dlrover-run", error)
-    except (CoreError, OSError) as error:
-        print(f"dlrover-run: {error}", file=sys.stderr)
+    except (CoreError, OSError, RuntimeError) as error:
+        limit = usage.limit(error)
+        if isinstance(error, RuntimeError) and not limit:
+            raise
+        print(f"dlrover-run: {limit or error}", file=sys.stderr)
         return EX_SOFTWARE
     except KeyboardInterrupt:  # before anything was started, or while the last words were said
         return 128 + signal.SIGINT

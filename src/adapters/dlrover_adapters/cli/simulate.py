@@ -72,7 +72,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         action="append",
         default=[],
-        help="default, restart-all (which is always there to compare with), or a TOML or JSON file of settings; again for more",
+        help="default, restart-all and restart-async (which are always there to compare with), or a TOML or JSON file of "
+        "settings; again for more",
     )
     parser.add_argument(
         "--set",
@@ -86,7 +87,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--range",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="also with all assumed constants halved, and doubled; takes three times as long (default: yes)",
+        help="also with other seeds, and with all assumed constants halved, and doubled; takes five times as long (default: yes)",
+    )
+    parser.add_argument(
+        "--seeds", metavar="N", type=_whole("seeds", 1000), default=3, help="of the range, from --seed on (default 3)"
     )
     parser.add_argument(
         "--trace", metavar="FILE", help="write the first simulated job's events there, a line of JSON each"
@@ -150,10 +154,10 @@ def run(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> Comparison:
     from dlrover_core.errors import PlanError
     from dlrover_core.sim.constants import Constants
-    from dlrover_core.sim.policies import RESTART_ALL, answer
+    from dlrover_core.sim.policies import RESTART_ALL, RESTART_ASYNC, answer
     from dlrover_core.sim.report import Comparison
 
-    named = list(dict.fromkeys([*(args.policy or ["default"]), RESTART_ALL]))
+    named = list(dict.fromkeys([*(args.policy or ["default"]), RESTART_ALL, RESTART_ASYNC]))
     policies = _told_apart(named, [_policy(one) for one in named])
     changes = dict(args.set)
     question = _question(args, changes)
@@ -165,12 +169,15 @@ def _compare(args: argparse.Namespace) -> Comparison:
             raise _Wrong(f"{name}: {error}") from error
     reports: list[Report] = []
     ranges: list[Range | None] = []
+    seeds: list[Range | None] = []
     with _progress() as progress, _trace(args.trace) as trace:
         for policy in policies:
             watch = [*progress(policy.name, question.days), *(trace if policy.engine else ())]
             reports.append(answer(question, policy, constants, watch, every=1 if args.trace else EVERY)[0])
             trace = trace if not policy.engine else []
             ranges.append(_range(question, policy, constants, progress) if args.range else None)
+            many = args.range and args.seeds > 1
+            seeds.append(_seeds(question, policy, constants, progress, args.seeds, reports[-1]) if many else None)
     asked = {
         "nodes": question.nodes,
         "workers_per_node": question.workers_per_node,
@@ -179,10 +186,11 @@ def _compare(args: argparse.Namespace) -> Comparison:
         "days": question.days,
         "failures": question.dataset.name,
         "seed": question.seed,
+        "seeds": args.seeds,
         "set": dict(args.set),
         "policies_set": {one.name: dict(one.changes) for one in policies if one.changes},
     }
-    return Comparison(asked, question.dataset, reports, ranges, constants.all)
+    return Comparison(asked, question.dataset, reports, ranges, seeds, constants.all)
 
 
 def _question(args: argparse.Namespace, changes: dict[str, Any]) -> Question:
@@ -215,6 +223,19 @@ def _range(question: Question, policy: Policy, constants: Constants, progress: _
         watch = progress(f"{policy.name}, assumed constants {what}", question.days)
         ends.append(answer(question, policy, scaled, watch, every=EVERY)[0].goodput)
     return Range(min(ends), max(ends))
+
+
+def _seeds(
+    question: Question, policy: Policy, constants: Constants, progress: _Progress, count: int, first: Report
+) -> Range:
+    from dlrover_core.sim.policies import answer
+    from dlrover_core.sim.report import Range
+
+    found = [first.goodput]
+    for seed in range(question.seed + 1, question.seed + count):
+        watch = progress(f"{policy.name}, seed {seed}", question.days)
+        found.append(answer(question._replace(seed=seed), policy, constants, watch, every=EVERY)[0].goodput)
+    return Range(min(found), max(found))
 
 
 def _policy(text: str) -> Policy:

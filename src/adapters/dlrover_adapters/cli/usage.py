@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import sys
 from collections.abc import Iterable
 from typing import NoReturn
 
 EX_USAGE = 2
+EX_LIMITED = 75
+"""sysexits.h's EX_TEMPFAIL: the same may well succeed later."""
 LINE_CHARS_MAX = 2000
 _UNKNOWN = "unrecognized arguments: "
 
@@ -35,6 +38,17 @@ def say(prog: str, error: object) -> int:
         words = f"{words[: LINE_CHARS_MAX // 2]} ... {words[-LINE_CHARS_MAX // 2 :]}"
     print(f"{prog}: error: {words}", file=sys.stderr)
     return EX_USAGE
+
+
+def limit(error: BaseException) -> str:
+    """What to say where the system starts no more processes or threads; empty: ``error`` is another one."""
+    thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    if not thread and not (isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN):
+        return ""
+    return (
+        f"no {'thread' if thread else 'process'} can be started: a limit of processes is reached; "
+        "see ulimit -u, and pids.max of the control group"
+    )
 
 
 def meant(name: str, known: Iterable[str]) -> str:

@@ -90,8 +90,9 @@ class Witness:
             line.connect(self._path)
             line.settimeout(None)
             line.send(msgpack.packb({"listens": self._generation, "rank": self._rank}))
-            self._thread = threading.Thread(target=self._answer, args=(line,), name="dlrover-witness", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._answer, args=(line,), name="dlrover-witness", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def _answer(self, line: socket.socket) -> None:
         with contextlib.suppress(OSError), line:

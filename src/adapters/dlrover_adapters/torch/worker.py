@@ -15,7 +15,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from dlrover_core.runtime.launcher import WorkersLaunch
@@ -36,6 +36,11 @@ RANK_READERS = {
 
 WARM_POOL = "TORCH_WARM_POOL"
 """``0``: torch's compiler starts the processes in which it compiles when it needs them, not when it is imported."""
+
+VECTORS = "torch._inductor.cpu_vec_isa"
+"""Here inductor keeps which vector instructions this host, its compiler and torch have. Each process that compiles for the CPU
+finds it out anew, with subprocesses of 0.6 s.
+"""
 
 PROBE_SIZE = 256  # large enough that a product is shared out to the OpenMP team
 
@@ -137,6 +142,38 @@ def reseed() -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
+
+
+def found() -> tuple[str, ...]:
+    """The vector instructions that inductor has found, if it has looked for them."""
+    module = sys.modules.get(VECTORS)
+    look = getattr(module, "valid_vec_isa_list", None)
+    if look is None or not hasattr(look, "cache_info") or not look.cache_info().currsize:
+        return ()
+    return (f"{VECTORS}: {', '.join(map(str, look()))}",)
+
+
+def find(known: Iterable[str]) -> None:
+    """Have inductor hash torch's sources, which its caches go by, and look for vector instructions, if workers did.
+
+    Vector instructions other than those in ``known`` are forgotten: a limit that was reached just now may be the reason. Inductor
+    sets variables meanwhile, such as its folder's: they are as before afterwards.
+    """
+    with contextlib.suppress(Exception):
+        sys.modules["torch._inductor.codecache"].torch_key()
+    module, before = sys.modules.get(VECTORS), dict(os.environ)
+    look, isa = getattr(module, "valid_vec_isa_list", None), getattr(module, "VecISA", None)
+    if not any(one.startswith(f"{VECTORS}: ") for one in known) or look is None or isa is None:
+        return
+    with contextlib.suppress(Exception):
+        look()
+        if not set(found()) & set(known):
+            for one in (look, *vars(isa).values()):
+                if hasattr(one, "cache_clear"):
+                    one.cache_clear()
+    for variable in set(os.environ) - set(before):
+        del os.environ[variable]
+    os.environ.update(before)
 
 
 def begin(launch: WorkersLaunch, rank: int, agent_socket: str, slot_fd: int, stepped: Callable[[], int]) -> None:

@@ -47,7 +47,7 @@ class Copying:
 
     def _has(self, state: State) -> bool:
         """Whether the partner has the state as it is here. A step that was saved again since it was sent is another state."""
-        if state not in self._there or self._address != self._site.order.replica_to:
+        if state not in self._there or self._address != self._site.keep.replica_to:
             return False
         sent = self._sent.get(state, {})
         return all(sent.get(arena) == sequence for arena, sequence in self._publications(state).items())
@@ -78,7 +78,7 @@ class Copying:
     def look(self) -> None:
         """Keep what is to be kept, and send what is new, if somebody takes it and nothing is on its way."""
         site = self._site
-        address, now = site.order.replica_to, asyncio.get_running_loop().time()
+        address, now = site.keep.replica_to, asyncio.get_running_loop().time()
         if address != self._address and self._sending is None:
             self._address, self._there, self._refused = address, [], {}
         if not site.launch or not address:
@@ -101,7 +101,7 @@ class Copying:
     @property
     def _everywhere(self) -> State:
         """The newest state of this generation that is whole on all nodes, as the leader says."""
-        return State(self._site.generation, self._site.desk.whole)
+        return State(self._site.generation, self._site.everywhere.whole)
 
     def _light(self) -> State:
         """The state to send now where each node has all tensors: the newest here, then what is whole everywhere.
@@ -115,23 +115,23 @@ class Copying:
 
     def _shared(self) -> State:
         """The state to send now: the aim, once it is kept."""
-        site, desk = self._site, self._site.desk
-        safe = State(site.generation, desk.safe)
+        site, said = self._site, self._site.everywhere
+        safe, beats = State(site.generation, said.safe), site.desk.beats_seen
         # What the leader says may be of a generation before; what we have sent of this one is not.
         if safe > self.safe and self._has(safe):
             self.safe = safe
             self._there = [one for one in self._there if one >= safe]
-        if self._keeps.step != desk.aim and desk.beats_seen - self._kept_since >= PATIENCE:
+        if self._keeps.step != said.aim and beats - self._kept_since >= PATIENCE:
             self._given_up = max(self._given_up, self._keeps)
         done = max(self.safe, self._given_up)
         every = site.keeping.every if site.keeping is not None else 1
         step = roundest(
-            site.steps(site.generation), every, done.step if done.generation == site.generation else NONE, desk.aim
+            site.steps(site.generation), every, done.step if done.generation == site.generation else NONE, said.aim
         )
         if (keeps := State(site.generation, step)) != self._keeps:
-            self._keeps, self._kept_since = keeps, desk.beats_seen
+            self._keeps, self._kept_since = keeps, beats
         site.hold("copies", [self.safe, self._keeps])
-        return self._keeps if self._keeps.step == desk.aim and site.pinned(self._keeps) else NOTHING
+        return self._keeps if self._keeps.step == said.aim and site.pinned(self._keeps) else NOTHING
 
     async def _send(self, address: str, state: State) -> None:
         site = self._site
@@ -185,8 +185,8 @@ class Copying:
         site = self._site
         while self._sending is not None:
             await asyncio.wait([self._sending])
-        if site.order.replica_to and site.whole and not self._has(site.whole[-1]):
-            await self._send(site.order.replica_to, site.whole[-1])
+        if site.keep.replica_to and site.whole and not self._has(site.whole[-1]):
+            await self._send(site.keep.replica_to, site.whole[-1])
 
     async def close(self) -> None:
         """Nothing more of it."""

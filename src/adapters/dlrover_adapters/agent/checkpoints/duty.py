@@ -20,6 +20,7 @@ import structlog
 from dlrover_core.checkpoint.arena import ArenaBroken
 from dlrover_core.job.checkpoints import OfferReplica, ReportHeld
 from dlrover_core.job.orders import Order
+from dlrover_core.job.planning import Boundary
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.keeping import HELD_MAX, KeptBeat, Written
 from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkersGone
@@ -128,10 +129,8 @@ class CheckpointDuty:
         site = self._site
         if site is None:
             return Greeting()
-        order = site.order
-        return Greeting(
-            site.saving.address, order.committed, True, order.resume_step, order.lenders, copies=bool(self._bind)
-        )
+        keep, resume_step = site.keep, site.order.work.resume_step
+        return Greeting(site.saving.address, keep.committed, True, resume_step, keep.lenders, copies=bool(self._bind))
 
     def greeted(self, caller: Caller) -> None:
         """The first rank that saves with us brings the saver with it."""
@@ -142,7 +141,7 @@ class CheckpointDuty:
             site.arenas.forget_heads()
             site.begin(vault.launch)
             # What was whole everywhere, or planned, was so of another generation.
-            site.desk.whole = site.desk.aim = site.desk.safe = -1
+            site.desk.unhear()
         site.saving.begin()
         if self._bind:
             site.saving.serve(Serving(vault.launch.run, self._token, self._bind, self._host, self._tls))
@@ -368,19 +367,19 @@ class CheckpointDuty:
 
     def _whole(self, site: Site) -> int:
         """The newest step of this generation that all nodes hold; -1: none. What the leader said of another one is none."""
-        first, steps, whole = self._first_saved.get(site.generation), site.steps(site.generation), site.desk.whole
+        first, steps, whole = self._first_saved.get(site.generation), site.steps(site.generation), site.everywhere.whole
         return whole if first is not None and steps and first <= whole <= steps[-1] else -1
 
     def _level(self, site: Site) -> None:
-        order, whole = site.order, self._whole(site)
-        runs = order.generation == site.generation
+        keep, boundary, whole = site.keep, site.order.part(Boundary), self._whole(site)
+        runs = site.order.generation == site.generation
         for arena in site.mine():
             word(arena, "whole", whole + 1)
-            word(arena, "committed", order.committed + 1)
-            word(arena, "mtbf_s", max(0, order.mtbf_s))
+            word(arena, "committed", keep.committed + 1)
+            word(arena, "mtbf_s", max(0, keep.mtbf_s))
             if runs:  # or else they are about to be stopped: who waits at a boundary must not go on
-                word(arena, "armed", order.plan)
-                word(arena, "go", order.plan if order.plan_go else 0)
+                word(arena, "armed", boundary.plan)
+                word(arena, "go", boundary.plan if boundary.go else 0)
 
     def _supersede(self, site: Site, copying: Copying) -> None:
         """Older arenas are read until a step of this generation is whole everywhere; copies of shares, until one is safe."""
@@ -390,7 +389,7 @@ class CheckpointDuty:
             if arena.generation < site.generation or not site.wanted(arena):
                 self._launcher.vault.forget(arena)
         # Newer copies go into the memory of those of the same world, so these take no room from them.
-        none_safe = copying.spread and site.order.replica_to and copying.safe.generation < site.generation
+        none_safe = copying.spread and site.keep.replica_to and copying.safe.generation < site.generation
         world = site.launch.world_size if site.launch is not None else 0
         for arena in site.arenas:
             if none_safe and arena.fetched is None and arena.owner.world == world:
@@ -425,7 +424,7 @@ class CheckpointDuty:
             return -1
         # Where each node has all of the state the newest is whole; else what all hold, if the leader has said so.
         spread = site.spread != 1 and site.launch is not None and site.launch.nodes > 1
-        return site.desk.whole if spread and site.desk.whole in steps else steps[-1]
+        return site.everywhere.whole if spread and site.everywhere.whole in steps else steps[-1]
 
     def _tell(self, site: Site, storage: Storage, copying: Copying) -> None:
         if self._offered != site.saving.address:
@@ -436,10 +435,11 @@ class CheckpointDuty:
             written = tuple(storage.written)
             before = max((one for one in self._wrote if one < site.generation), default=0)
             self._wrote = {before: self._wrote.get(before, False), site.generation: self._ranks.writes}
-            site.desk.kept = KeptBeat(
+            told = KeptBeat(
                 site.generation, self._ranks.writes, copying.copied, held[-HELD_MAX:], written, *copying.told,
                 before, self._wrote[before],
-            ).told()  # fmt: skip
+            )  # fmt: skip
+            site.desk.tell(told)
             if written != self._told_written:
                 self._told_written = written
                 site.desk.hurry()

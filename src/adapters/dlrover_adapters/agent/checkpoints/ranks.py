@@ -14,6 +14,7 @@ from dlrover_core.job.checkpoints import (
     ReportRestored,
     worth_telling,
 )
+from dlrover_core.job.planning import Boundary
 
 from .arenas import State
 from .site import Keeping, Site
@@ -144,7 +145,7 @@ class Ranks:
 
     def _report_plan(self, site: Site) -> None:
         """All look for the boundary; all wait at it. The words in the arenas say it where a packet was lost."""
-        plan, own = site.order.plan, [one.control for one in site.mine() if one.control is not None]
+        plan, own = site.order.part(Boundary).plan, [one.control for one in site.mine() if one.control is not None]
         expected = self._expected(site)
         if not plan or not expected <= {one.local_rank for one in own}:
             return

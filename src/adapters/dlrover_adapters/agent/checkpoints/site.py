@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from dlrover_core.job.checkpoints import Keep
 from dlrover_core.job.orders import Order
 from dlrover_core.runtime.duties import Desk
+from dlrover_core.runtime.keeping import Everywhere
 from dlrover_core.runtime.launcher import WorkersLaunch
 
 from .arenas import MEMORY, REPLICA, Arena, Arenas, State
@@ -60,6 +62,16 @@ class Site:
     def order(self) -> Order:
         """The newest order."""
         return self.desk.order
+
+    @property
+    def keep(self) -> Keep:
+        """What it says of states."""
+        return self.desk.order.part(Keep)
+
+    @property
+    def everywhere(self) -> Everywhere:
+        """What the leader says of all nodes together."""
+        return self.desk.heard(Everywhere)
 
     @property
     def generation(self) -> int:
@@ -144,4 +156,4 @@ class Site:
     @property
     def committed(self) -> State:
         """The newest state on storage, by the log; of step -1: none."""
-        return State(self.order.committed_of, self.order.committed)
+        return State(self.keep.committed_of, self.keep.committed)

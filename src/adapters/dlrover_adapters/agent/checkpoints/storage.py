@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from dlrover_core.checkpoint.arena import SLOTS_MAX
-from dlrover_core.job.checkpoints import ReportStorage, storage_calm_s
+from dlrover_core.job.checkpoints import Persist, ReportStorage, storage_calm_s
 from dlrover_core.runtime.keeping import WRITTEN_MAX, Written
 
 from .arenas import Arena, State
@@ -357,7 +357,7 @@ class Storage:
 
     def _needless(self, state: State) -> bool:
         """Whether the leader will not order this state any more: it or a newer one is on storage, or the leader has decided."""
-        return self._site.committed >= state or self._site.order.decided >= state.generation
+        return self._site.committed >= state or self._site.keep.decided >= state.generation
 
     def release(self) -> None:
         """They are of no more use."""
@@ -368,20 +368,20 @@ class Storage:
         self._site.hold("storage", self.holds)
 
     def _look_at_order(self, keeping: Keeping) -> None:
-        order = self._site.order
-        if order.persist < 0:
+        persist = self._site.order.part(Persist)
+        if persist.step < 0:
             if self._ordered is not None:
                 self._ordered.cancel()
             self._ordered = self._ordered_what = None
             return
-        wanted = State(order.persist_of, order.persist), order.persist_places
+        wanted = State(persist.of, persist.step), persist.places
         if wanted != self._ordered_what:
             if self._ordered is not None:
                 self._ordered.cancel()
             self._ordered_what = wanted
             # The others may be overwritten now, this one not yet.
             self.hold(wanted[0], 0.0)
-            self._ordered = self._spawn(self._obey(*wanted, keeping), f"step {order.persist} as ordered")
+            self._ordered = self._spawn(self._obey(*wanted, keeping), f"step {persist.step} as ordered")
 
     async def _obey(self, state: State, places: tuple[int, ...], keeping: Keeping) -> None:
         """As often as it takes, or as long as it is in memory: the order stands until the leader takes it back."""
@@ -483,7 +483,8 @@ class Storage:
             site.look()  # workers may save in their last moments
             self._look_at_order(keeping)
             self._seal(keeping)
-            ordered, obeyed = site.order.persist >= 0, obeyed or (ordered and site.order.persist < 0)
+            was, ordered = ordered, site.order.part(Persist).step >= 0
+            obeyed = obeyed or (was and not ordered)
             state = self._unsaved(everywhere(), given_up, alone=alone)
             if state is not None and self._working is None:
                 await self._write_last(state, keeping, given_up)

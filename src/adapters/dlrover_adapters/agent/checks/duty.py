@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from dlrover_core.job.health import BASIC, FULL, ReportCheck
-from dlrover_core.job.orders import Order
+from dlrover_core.job.health import BASIC, FULL, CheckWork, ReportCheck
 from dlrover_core.runtime.duties import Desk, Orders
 
 from . import basic, scripts, workload
@@ -52,12 +51,13 @@ class CheckDuty(Orders):
         try:
             while True:
                 order = self.newest(desk)
-                wanted = (order.check, order.check_round) if not order.leave else (0, 0)
+                check = order.part(CheckWork) if not order.leave else CheckWork()
+                wanted = (check.number, check.round)
                 if working is not None and at != wanted:
                     await _ended(working)
                     working = None
                 if working is None and wanted > told and wanted[0]:
-                    at, working = wanted, asyncio.ensure_future(self._checked(desk, order))
+                    at, working = wanted, asyncio.ensure_future(self._checked(desk, check))
                 if working is not None and working.done():
                     desk.send(working.result())
                     told, working = at, None
@@ -67,37 +67,35 @@ class CheckDuty(Orders):
             if working is not None:
                 await _ended(working)
 
-    async def _checked(self, desk: Desk, order: Order) -> ReportCheck:
-        began, limit_s = time.monotonic(), order.check_us / 1e6 * SHARE
+    async def _checked(self, desk: Desk, check: CheckWork) -> ReportCheck:
+        began, limit_s = time.monotonic(), check.within_us / 1e6 * SHARE
         try:
-            result = await self._result(desk, order, limit_s)
+            result = await self._result(desk, check, limit_s)
         except Exception as error:  # noqa: BLE001  # whatever happens, the leader waits for an answer
             result = Result(False, False, what=f"the check itself failed: {type(error).__name__}: {error}")
-        took_us = result.took_us if order.check_kind == FULL else int((time.monotonic() - began) * 1e6)
-        log.info("node check", number=order.check, round=order.check_round, **result._asdict())
+        took_us = result.took_us if check.kind == FULL else int((time.monotonic() - began) * 1e6)
+        log.info("node check", number=check.number, round=check.round, **result._asdict())
         what = result.what[:WHAT_MAX]
-        return ReportCheck(
-            desk.node, order.check, order.check_round, result.ok, result.fit, took_us, result.alone_us, what
-        )
+        return ReportCheck(desk.node, check.number, check.round, result.ok, result.fit, took_us, result.alone_us, what)
 
-    async def _result(self, desk: Desk, order: Order, limit_s: float) -> Result:
+    async def _result(self, desk: Desk, check: CheckWork, limit_s: float) -> Result:
         if desk.generation:
             return Result(False, False, what=f"workers of generation {desk.generation} still run here")
         began = time.monotonic()
-        place = self._place._replace(others=order.check_size > 1, asked_us=order.check_at)
+        place = self._place._replace(others=check.size > 1, asked_us=check.at)
         found = await looked(place, limit_s)
         env = self._env()
-        if order.check_round == 1:
+        if check.round == 1:
             found += await scripts.problems(self._site, env, max(0.1, limit_s - (time.monotonic() - began)))
-        if order.check_kind == BASIC:
+        if check.kind == BASIC:
             return Result(not found, not found, what="; ".join(found))
         index = int(desk.node.rsplit("-", 2)[1])
         task = Work(
-            order.check,
-            order.check_round,
-            order.check_rank,
-            order.check_size,
-            order.check_store,
+            check.number,
+            check.round,
+            check.rank,
+            check.size,
+            check.store,
             desk.node,
             index * place.nproc,
             "; ".join(found),

@@ -19,6 +19,8 @@ TRUTH = (SpecError, Mismatch)
 """A state that cannot be saved as it was given, or that is another one than on other ranks or in the checkpoint."""
 KINDS_MAX = 16
 WORDS_MAX = 500
+_NO_THREAD = "can't start new thread"
+"""What CPython says where the system has no thread for it."""
 _log = logging.getLogger("dlrover.torch")
 
 
@@ -39,7 +41,8 @@ class Alarms:
     def ring(self, what: str, error: Exception) -> None:
         """Count an error that kept ``what`` from happening. Of each type log the 1st, 2nd, 4th, 8th ..., and tell the agent.
 
-        The first of a type is logged with its traceback, unless it is one of ours: those say in words what happened.
+        The first of a type is logged with its traceback, unless its words say what happened: ours do, the system's, and that
+        no thread can be started.
         """
         self.count += 1
         self.newest = error
@@ -47,6 +50,9 @@ class Alarms:
         times = self._kinds[kind] = self._kinds.get(kind, 0) + 1
         if times & (times - 1) == 0:
             words = f"{what}: {type(error).__name__}: {error}"[:WORDS_MAX]
-            traced = error if times == 1 and not isinstance(error, CoreError) else None
+            no_thread = _NO_THREAD in str(error)
+            if no_thread:
+                words += "; a limit of processes is reached: see ulimit -u, and pids.max"
+            traced = error if times == 1 and not no_thread and not isinstance(error, (CoreError, OSError)) else None
             _log.error("%s (%d errors by now). Training goes on", words, self.count, exc_info=traced)
             self.tell(words)

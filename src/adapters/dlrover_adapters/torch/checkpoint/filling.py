@@ -19,8 +19,8 @@ import ctypes
 import functools
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -245,16 +245,41 @@ def _beside(threads: int, work: Sequence[Callable[[], None]], used: Sequence[tor
         for one in work:
             one()
         return
-    begin = functools.partial(devices.choose, used[0]) if used else None
-    with ThreadPoolExecutor(threads, thread_name_prefix="restore", initializer=begin) as pool:
-        futures = [pool.submit(one) for one in work]
+    rest, taking, errors = iter(work), threading.Lock(), list[BaseException]()
+
+    def take() -> None:
         try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
+            if used:
+                devices.choose(used[0])
+            while not errors:
+                with taking:
+                    one = next(rest, None)
+                if one is None:
+                    return
+                one()
+        except BaseException as error:  # noqa: BLE001  # raised below, in the thread that wants it all
+            errors.append(error)
+
+    started = []
+    for number in range(threads):
+        thread = threading.Thread(target=take, name=f"restore_{number}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # a limit of processes is reached: those that there are do it all
+            break
+        started.append(thread)
+    try:
+        if not started:
+            take()
+        for thread in started:
+            thread.join()
+    except BaseException as error:
+        errors.append(error)
+        for thread in started:
+            thread.join()
+        raise
+    if errors:
+        raise errors[0]
 
 
 # ---- from storage

@@ -115,12 +115,15 @@ class Mapped:
     # ---- populating
 
     def populate(self, *, pin: torch.device | None = None) -> None:
-        """Have all pages there before the first save, in a thread of its own. ``pin`` them for this CUDA device."""
+        """Have all pages there before the first save, in a thread of its own, or at once. ``pin`` them for this CUDA device."""
         self._pin_for = pin
-        self._populating = threading.Thread(
-            target=self._populate, args=(pin,), name="dlrover-checkpoint-memory", daemon=True
-        )
-        self._populating.start()
+        thread = threading.Thread(target=self._populate, args=(pin,), name="dlrover-checkpoint-memory", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # a limit of processes is reached: training waits for the pages
+            self._populate(pin)
+        else:
+            self._populating = thread
 
     def _populate(self, pin: torch.device | None) -> None:
         if pin is not None:

@@ -141,6 +141,7 @@ class Standalone:
     def saved(self, arena: int, slot: int, step: int, *, due: bool) -> None:
         """To be written, if due."""
         if due and self._url:
+            self._begin_writing()
             control = self._control(arena)
             control.pin(slot)
             control.release()
@@ -199,14 +200,18 @@ class Standalone:
         assert memory is not None, "saved before it was ready"
         return Control(memory)
 
-    def _put(self, due: _Due) -> None:
+    def _begin_writing(self) -> None:
         if self._thread is None:
             # Between two writes it knows the queue alone: if nobody has this object any more, it ends.
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=_run, args=(self._queue, weakref.ref(self)), name="dlrover-checkpoint-write", daemon=True
             )
-            self._thread.start()
+            thread.start()  # the system may have no thread for it now; the next save tries again
+            self._thread = thread
             weakref.finalize(self, self._queue.put, None).atexit = False
+
+    def _put(self, due: _Due) -> None:
+        self._begin_writing()
         self._queue.put(due)
 
     def write(self, due: _Due) -> None:

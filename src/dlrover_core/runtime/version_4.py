@@ -1,0 +1,123 @@
+"""Version 4 of the protocol, for peers that still speak it: orders, heartbeats and their answers as flat fields. It is frozen.
+
+What came later is left out: of `Keep` what is decided, of `Pulse` the total, and the commands' newest fields. It goes once agents
+of version 5 are a release old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, cast
+
+from dlrover_core.diagnosis.stall import Pulse
+from dlrover_core.errors import MalformedMessage
+from dlrover_core.job.checkpoints import Keep, Persist
+from dlrover_core.job.hangs import Probe
+from dlrover_core.job.health import CheckWork
+from dlrover_core.job.orders import Order, Work
+from dlrover_core.job.planning import Boundary
+from dlrover_core.job.progress import ReportFirstStep
+from dlrover_core.job.world import ReportFinished
+from dlrover_core.kernel.wire import Part, find
+from dlrover_core.runtime.checked import Message, checked
+from dlrover_core.runtime.keeping import Everywhere, KeptBeat
+from dlrover_core.runtime.paces import LossBeat, PaceBeat
+
+_ORDER: tuple[tuple[type, str], ...] = tuple(
+    (cls, name)
+    for cls, names in (
+        (Order, "leave reason grace_us"),
+        (Work, "generation first_rank nproc world_size node_rank nodes store resume_step"),
+        (Order, "over"),
+        (Work, "restarts"),
+        (Order, "linger_us outcome root"),
+        (Probe, "hang"),
+        (CheckWork, "number round kind rank size store others within_us at"),
+        (Keep, "committed"),
+        (Persist, "step of"),
+        (Boundary, "plan go"),
+        (Keep, "replica_to mtbf_s"),
+        (Persist, "places"),
+        (Keep, "lenders committed_of"),
+    )
+    for name in names.split()
+)
+"""The fields of an order: of which class which field."""
+_WIDTHS = {ReportFinished: 3, ReportFirstStep: 5}
+"""How many fields the commands had that have grown since."""
+
+
+class _Beat(NamedTuple):
+    generation: int
+    step: int
+    lag_us: int
+    idle_us: int = -1
+    step_us: int = 0
+    pause_us: int = 0
+    phase: int = 0
+    pace: tuple[int, ...] = ()
+    losses: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+
+
+class _Seen(NamedTuple):
+    token: int
+    whole: int = -1
+    aim: int = -1
+    safe: int = -1
+
+
+def order(told: Order) -> tuple[Any, ...]:
+    """The flat fields of an order."""
+    return tuple(getattr(_piece(told, cls), name) for cls, name in _ORDER)
+
+
+def _piece(told: Order, cls: Any) -> Any:
+    return told if cls is Order else told.work if cls is Work else told.part(cls)
+
+
+def order_of(fields: tuple[Any, ...]) -> Order:
+    """The order of flat fields; missing ones at the end say nothing. Raises `MalformedMessage`."""
+    if not 3 <= len(fields) <= len(_ORDER):
+        raise MalformedMessage(f"an order has {len(_ORDER)} fields in version 4, got {len(fields)}")
+    said: dict[Any, dict[str, Any]] = {}
+    for (cls, name), value in zip(_ORDER, fields, strict=False):
+        said.setdefault(cls, {})[name] = value
+    base = Order(**said.pop(Order))
+    checked(Order, base[:-2])
+    pieces = [checked(cls, tuple(cls(**fields))) for cls, fields in said.items()]
+    return base._replace(work=find(pieces, Work)).telling(*(one for one in pieces if not isinstance(one, Work)))
+
+
+def beat(generation: int, step: int, lag_us: int, parts: Iterable[Part]) -> tuple[Any, ...]:
+    """The flat fields of a heartbeat."""
+    told = tuple(parts)
+    pace = find(told, PaceBeat)
+    paced = pace.told() if pace != PaceBeat() else ()
+    kept, losses = find(told, KeptBeat).told(), find(told, LossBeat).told()
+    return (generation, step, lag_us, *find(told, Pulse)[1:5], paced, losses, kept)
+
+
+def beat_of(fields: tuple[Any, ...]) -> tuple[int, int, int, tuple[Part, ...]]:
+    """Generation, step, lag and parts of a heartbeat's flat fields. Raises `MalformedMessage`."""
+    flat = cast(_Beat, checked(_Beat, fields))
+    pulse = Pulse(flat.step, *flat[3:7]) if flat.idle_us >= 0 else Pulse()
+    pace = PaceBeat.of(flat.pace) if flat.pace else PaceBeat()
+    parts = (pulse, pace, LossBeat.of(flat.losses), KeptBeat.of(flat.kept))
+    return flat.generation, flat.step, flat.lag_us, tuple(one for one in parts if one != type(one)())
+
+
+def seen(parts: Iterable[Part]) -> tuple[int, ...]:
+    """The flat fields of the answer to a heartbeat, behind the token."""
+    return tuple(find(parts, Everywhere))
+
+
+def seen_of(fields: tuple[Any, ...]) -> tuple[int, tuple[Part, ...]]:
+    """Token and parts of an answer's flat fields. Raises `MalformedMessage`."""
+    token, *told = cast(_Seen, checked(_Seen, fields))
+    return token, (Everywhere(*told),)
+
+
+def command(message: Message) -> Message:
+    """The fields of a command that version 4 has."""
+    return message[: _WIDTHS.get(type(message))]

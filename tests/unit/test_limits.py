@@ -1,0 +1,46 @@
+"""What the commands say where the system starts no more processes or threads: a line and what to look at, no traceback."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+
+import pytest
+
+from dlrover_adapters.cli import main, run, usage
+
+NO_PROCESS = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+NO_THREAD = RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (NO_PROCESS, "no process can be started: a limit of processes is reached; see ulimit -u"),
+        (NO_THREAD, "no thread can be started: a limit of processes is reached; see ulimit -u"),
+    ],
+)
+def test_a_limit_of_processes_is_told_in_a_line(
+    error: Exception, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both by `dlrover` and by `dlrover-run`."""
+
+    def fail(_: object) -> int:
+        raise error
+
+    assert main._guarded(argparse.Namespace(command="master", run=fail)) == usage.EX_LIMITED
+    assert capsys.readouterr().err.startswith(f"dlrover master: {said}")
+    monkeypatch.setattr(run, "_run", fail)
+    assert run.main(["train.py"]) == run.EX_SOFTWARE
+    assert f"dlrover-run: {said}" in capsys.readouterr().err
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    """They are mistakes of ours: a traceback is what helps."""
+
+    def fail(_: object) -> int:
+        raise RuntimeError("a loop that is closed")
+
+    assert not usage.limit(BlockingIOError(errno.EINPROGRESS, "in progress"))
+    with pytest.raises(RuntimeError, match="a loop"):
+        main._guarded(argparse.Namespace(command="master", run=fail))
