@@ -332,9 +332,8 @@ def _slow_to_replace(state: JobState, fact: CheckJudged) -> list[Event]:
 def _go_on(state: JobState, group: str, now: int) -> Iterator[Event]:
     if not state.job.live:
         return
-    if membership.waits(state, group):
-        yield from worlds.form(state, group, now, "nodes are checked", at_once=membership.all_back(state, group))
-    elif worlds.growable(state, group) and worlds.grow_at(state, group) <= now:
+    yield from worlds.form_where_awaited(state, group, now, "nodes are checked")
+    if worlds.growable(state, group) and worlds.grow_at(state, group) <= now:
         yield from worlds.grow(state, group, now)
     yield from _begin(state, group, now)
 

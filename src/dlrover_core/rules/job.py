@@ -8,7 +8,7 @@ from dlrover_core.errors import Refused
 from dlrover_core.job import job
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Rules, always
-from dlrover_core.kernel.events import Event, Record
+from dlrover_core.kernel.events import Event
 from dlrover_core.rules import membership, slots
 from dlrover_core.spec import JobSpec
 
@@ -55,10 +55,6 @@ def _archived(state: JobState, command: job.NoteArchived, now: int) -> Iterator[
     yield job.Archived(command.first, command.last, command.chain)
 
 
-def _stop_at_once_when_idle(state: JobState, fact: object, record: Record) -> Iterator[Event]:
-    yield from slots.ended_by(state)
-
-
 RULES = Rules(
     decide={
         job.CreateJob: _create,
@@ -69,6 +65,6 @@ RULES = Rules(
         job.NotePause: _pause,
         job.NoteArchived: _archived,
     },
-    react={job.JobStopping: _stop_at_once_when_idle},
+    react={job.JobStopping: slots.ended_by},
     levels=dict.fromkeys(set(job.EVENTS) - {job.JobStarted, job.MasterPaused, job.Archived}, always),
 )

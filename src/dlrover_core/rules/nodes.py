@@ -103,10 +103,6 @@ def _populate(state: JobState, fact: job.JobCreated, record: Record) -> Iterator
             yield from slots.plan(state, group.name, index)
 
 
-def _maybe_ended(state: JobState, fact: object, record: Record) -> Iterator[Event]:
-    yield from slots.ended_by(state)
-
-
 RULES = Rules(
     decide={
         nodes.ObserveNodes: _observe,
@@ -116,11 +112,9 @@ RULES = Rules(
     },
     react={
         job.JobCreated: _populate,
-        nodes.NodeLeft: _maybe_ended,
-        nodes.NodeGone: _maybe_ended,
-        nodes.NodeFailed: _maybe_ended,
-        nodes.NodeLost: _maybe_ended,
-        nodes.NodeSucceeded: _maybe_ended,
+        **dict.fromkeys(
+            (nodes.NodeLeft, nodes.NodeGone, nodes.NodeFailed, nodes.NodeLost, nodes.NodeSucceeded), slots.ended_by
+        ),
     },
     # A place that is open again is filled by an event of its own.
     levels=dict.fromkeys(set(nodes.EVENTS) - {nodes.PlaceReopened}, always),

@@ -104,9 +104,8 @@ def _resize(state: JobState, fact: job.GroupScaled, record: Record) -> Iterator[
     yield from _without(state, group, leaving, why)
     for node in leaving:
         yield from release(state, node, nodes.SCALED_DOWN)
-    if membership.waits(state, group):
-        # It could be formed now, in the new sizes: by those who stay, or because fewer are waited for.
-        yield from worlds.form(state, group, record.at, why, at_once=membership.all_back(state, group))
+    # It could be formed now, in the new sizes: by those who stay, or because fewer are waited for.
+    yield from worlds.form_where_awaited(state, group, record.at, why)
     yield from _fill(state, group)
     yield from _outgrown(state, fact, record)
 
@@ -175,10 +174,7 @@ def _pause(state: JobState, fact: job.JobSuspended, record: Record) -> Iterator[
 
 def _go_on(state: JobState, fact: job.JobResumed, record: Record) -> Iterator[Event]:
     for group in state.job.spec.groups:
-        if membership.waits(state, group.name):
-            yield from worlds.form(
-                state, group.name, record.at, "the job is resumed", at_once=membership.all_back(state, group.name)
-            )
+        yield from worlds.form_where_awaited(state, group.name, record.at, "the job is resumed")
 
 
 RULES = Rules(

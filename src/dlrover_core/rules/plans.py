@@ -231,8 +231,7 @@ def _force(state: JobState, group: str, names: Sequence[str], now: int) -> Itera
             yield from slots.plan(state, group, node.index)
     if membership.waits(state, group):
         yield from slots.complete(state, group)
-    if membership.waits(state, group):
-        yield from worlds.form(state, group, now, why, at_once=membership.all_back(state, group))
+    yield from worlds.form_where_awaited(state, group, now, why)
 
 
 def _overdue(state: JobState, now: int) -> dict[str, list[str]]:

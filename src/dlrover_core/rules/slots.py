@@ -10,11 +10,11 @@ from dlrover_core.job.job import JobStopped
 from dlrover_core.job.node_lifecycle import COMING
 from dlrover_core.job.nodes import Node, NodeGone, NodePlanned, NodeReleased
 from dlrover_core.job.state import JobState
-from dlrover_core.kernel.events import Event
+from dlrover_core.kernel.events import Event, Record
 
 
-def ended_by(state: JobState) -> Iterator[Event]:
-    """`JobStopped`, when a stopping job has nothing left that runs."""
+def ended_by(state: JobState, fact: object, record: Record) -> Iterator[Event]:
+    """`JobStopped`, when a stopping job has nothing left that runs: what its rules and those of its nodes react with."""
     if state.job.state == "stopping" and not any(
         node.state in ("running", "suspect") and node.joined for node in state.nodes.nodes.values()
     ):

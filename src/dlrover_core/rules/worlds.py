@@ -42,6 +42,12 @@ def form(state: JobState, group: str, now: int, reason: str, *, at_once: bool = 
     yield from _formed(state, group, membership.next_world(state, group, now, at_once=at_once), reason)
 
 
+def form_where_awaited(state: JobState, group: str, now: int, reason: str) -> Iterator[Event]:
+    """The next generation of a group that waits for one; without a last call where all of the last world are back."""
+    if membership.waits(state, group):
+        yield from form(state, group, now, reason, at_once=membership.all_back(state, group))
+
+
 def _formed(state: JobState, group: str, found: membership.NextWorld | Wait, reason: str) -> Iterator[Event]:
     if isinstance(found, membership.NextWorld):
         world = state.world.worlds.get(group) or World()
