@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import CASC, ERROR, EXIT, LOG, NODE, OPENING, PLAT, Evidence
-from dlrover_core.job import evidence, job, nodes, older, progress, world
+from dlrover_core.job import evidence, incident_lifecycle, job, nodes, older, progress, world
 from dlrover_core.job.crash_loops import Cycles
 from dlrover_core.job.evidence import Spent
-from dlrover_core.job.incident_lifecycle import INCIDENT, Action
+from dlrover_core.job.incident_lifecycle import Action
 from dlrover_core.job.memo import unanswered
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
@@ -29,7 +29,6 @@ EVIDENCE_MAX = 64
 # Of what was seen so much is kept to be judged again, each with one line; copies are not kept.
 KNOWN_MAX = 96
 LINE_MAX = 500
-LATE_S = 5.0
 # Incidents that are forgotten keep what they explained from explaining another for as long as it could.
 SPENT_S, SPENT_MAX = 2 * evidence.WINDOW_S, 256
 HISTORY_MAX = 64
@@ -148,84 +147,7 @@ class ReportExit(NamedTuple):
     place: str = ""
 
 
-@dataclass(slots=True)
-class Incident:
-    """An incident as far as decisions need it; ``state`` by `INCIDENT`.
-
-    ``known``: what was seen of it, to be judged again; ``evidence``: the numbers of all of it, as far as they are remembered.
-    ``over_at``: when the next world formed, 0: it has not. The rest is the newest verdict's.
-    """
-
-    number: int
-    node: str
-    generation: int
-    opened_at: int
-    cause: Evidence
-    evidence: list[int]
-    step: int = -1
-    diagnosed_seq: int = 0
-    verdict: str = ""
-    signature: str = ""
-    state: str = INCIDENT.initial
-    actions: list[Action] = field(default_factory=list)
-    rule: str = ""
-    known: list[Evidence] = field(default_factory=list)
-    over_at: int = 0
-    hint: str = ""
-    place: str = ""
-    host: str = ""
-    blamed: str = ""
-    confidence: float = 0.0
-    why: str = ""
-
-    @property
-    def action(self) -> str:
-        """The newest action; empty before the first."""
-        return self.actions[-1].action if self.actions else ""
-
-    @property
-    def held(self) -> bool:
-        """Does a final action wait for the rest of the evidence?"""
-        return self.state == "held"
-
-    @property
-    def closed(self) -> bool:
-        """Does training go on?"""
-        return self.state == "closed"
-
-    def covers(self, one: Evidence) -> bool:
-        """May this be about it? What happens once the next world has formed is about the next failure.
-
-        A node's kernel and its platform tell of a death a moment after it.
-        """
-        return not self.over_at or one.at <= self.over_at + (us(LATE_S) if one.rank < 0 else 0)
-
-    @property
-    def spent(self) -> Spent:
-        """What was seen until it was over, as far as it is its own."""
-        return Spent(
-            self.number,
-            self.group,
-            self.generation,
-            self.over_at,
-            self.node,
-            self.cause.node,
-            self.host or self.cause.host,
-        )
-
-    def tells(self, seq: int) -> bool:
-        """May this newest observation change the verdict? Not one that was no news, nor a cascade where a cause is known."""
-        newest = self.known[-1] if self.known else None
-        return newest is not None and newest.seq == seq and (newest.verdict != CASC or self.verdict in ("", CASC))
-
-    def fire(self, trigger: str) -> None:
-        """Move by `INCIDENT`."""
-        self.state = INCIDENT.fire(f"incident {self.number}", self.state, trigger)
-
-    @property
-    def group(self) -> str:
-        """The group whose world broke."""
-        return group_of(self.node)
+Incident = incident_lifecycle.Incident
 
 
 # What holds of budgets after every event; `FailureSlice.check` says what does not.
