@@ -11,7 +11,8 @@ from dlrover_core.job import job, nodes, silence
 from dlrover_core.job.orders import Order
 from dlrover_core.job.state import JobState
 from dlrover_core.runtime import messages
-from dlrover_core.runtime.messages import Beat, BeatSeen, Hello, Level, Welcome
+from dlrover_core.runtime.levels import Beat, BeatSeen
+from dlrover_core.runtime.messages import Hello, Level, Welcome
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.cluster import ADDRESS, Cluster

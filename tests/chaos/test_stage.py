@@ -19,7 +19,8 @@ from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.backend import Changed, Listed, Observation
-from dlrover_core.runtime.messages import Beat, Hello, Numbered
+from dlrover_core.runtime.levels import Beat
+from dlrover_core.runtime.messages import Hello, Numbered
 from dlrover_core.sim.faults import LOOP, Fault, kinds
 from dlrover_core.sim.run import Broken, Stalled
 from dlrover_core.sim.scenario import Plan, Scenario

@@ -18,8 +18,9 @@ from dlrover_core.kernel.state import digest
 from dlrover_core.logs.memory import MemoryLog, SlowAck
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.agent import Agent
+from dlrover_core.runtime.levels import Beat
 from dlrover_core.runtime.master import Master
-from dlrover_core.runtime.messages import Beat, Goodbye, Hello, Message
+from dlrover_core.runtime.messages import Goodbye, Hello, Message
 from dlrover_core.runtime.sessions import Session
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop

@@ -638,6 +638,7 @@ from dlrover_adapters.agent.config import LaunchConfig
 from dlrover_adapters.agent.launcher import LinuxLauncher
 from dlrover_core.job.orders import Order, Work
 from dlrover_core.runtime.duties import Desk
+from dlrover_core.runtime.keeping import KeptBeat
 from dlrover_core.runtime.launcher import WorkersLaunch
 
 async def main():

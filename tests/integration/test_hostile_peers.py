@@ -28,7 +28,8 @@ from dlrover_core.errors import ConnectionLost, TokenRefused
 from dlrover_core.job import nodes, world
 from dlrover_core.kernel.wire import COMMANDS
 from dlrover_core.runtime import messages
-from dlrover_core.runtime.messages import Answer, Beat, BeatSeen, Goodbye, Hello, Level, Message, Welcome, numbered
+from dlrover_core.runtime.levels import Beat, BeatSeen
+from dlrover_core.runtime.messages import Answer, Goodbye, Hello, Level, Message, Welcome, numbered
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX, Connection
 
 SCRIPTS = Path(__file__).parent / "scripts"

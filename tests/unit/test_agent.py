@@ -15,18 +15,8 @@ from dlrover_core.runtime import messages
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.launcher import WorkerExit
-from dlrover_core.runtime.messages import (
-    Again,
-    Answer,
-    Assigned,
-    Beat,
-    BeatSeen,
-    Goodbye,
-    Hello,
-    Message,
-    Numbered,
-    Welcome,
-)
+from dlrover_core.runtime.levels import Beat, BeatSeen
+from dlrover_core.runtime.messages import Again, Answer, Assigned, Goodbye, Hello, Message, Numbered, Welcome
 from dlrover_core.runtime.outbox import UNANSWERED_MAX, Outbox
 from dlrover_core.runtime.transport import Connection, Dialer
 from dlrover_core.testing import virtual_loop

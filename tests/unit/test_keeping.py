@@ -15,7 +15,7 @@ from dlrover_core.job.checkpoints import CommitCheckpoint, ReportHeld, ReportKee
 from dlrover_core.job.orders import Order
 from dlrover_core.runtime.beats import LEAST_S, Beats
 from dlrover_core.runtime.duties import Desk
-from dlrover_core.runtime.keeping import HELD_MAX, WRITTEN_MAX, Everywhere, Keeping, KeptBeat, Written, everywhere
+from dlrover_core.runtime.keeping import HELD_MAX, WRITTEN_MAX, Everywhere, Keeping, KeptBeat, Written
 from dlrover_core.runtime.messages import FIELDS_MAX
 from dlrover_core.testing import virtual_loop
 
@@ -93,7 +93,7 @@ def test_nonsense_says_nothing(field: tuple[int, ...]) -> None:
         assert (known.writes, known.wrote) == (bool(field[1]), bool(field[6]))
     else:
         assert known == KeptBeat()
-    assert Keeping().heard(A, known, 2**41) == (shaped and field[0] > 0)
+    assert Keeping().take(A, known, 2**41) == (shaped and field[0] > 0)
 
 
 def test_only_the_newest_is_told() -> None:
@@ -111,15 +111,15 @@ def test_whole_is_what_all_hold() -> None:
     """The newest step that every node of the world holds; it may go back where somebody holds less than it did."""
     drive, keeping = saving(), Keeping()
     whole = lambda: keeping.whole("worker", drive.world)  # noqa: E731
-    keeping.heard(A, beat(held=(8, 10)), ANY)
+    keeping.take(A, beat(held=(8, 10)), ANY)
     assert whole() == -1
-    keeping.heard(B, beat(held=(6, 8)), ANY)
+    keeping.take(B, beat(held=(6, 8)), ANY)
     assert whole() == 8
-    keeping.heard(B, beat(held=(8, 10)), ANY)
+    keeping.take(B, beat(held=(8, 10)), ANY)
     assert whole() == 10
-    keeping.heard(A, beat(held=(12,)), ANY)
+    keeping.take(A, beat(held=(12,)), ANY)
     assert whole() == -1
-    keeping.heard(A, beat(held=(10, 12)), ANY)
+    keeping.take(A, beat(held=(10, 12)), ANY)
     keeping.forget(B)
     assert whole() == -1
 
@@ -128,13 +128,13 @@ def test_whole_is_of_the_newest_generation() -> None:
     """States of two generations never mix."""
     drive, keeping = saving(), Keeping()
     for node in (A, B):
-        keeping.heard(node, beat(held=(8, 10)), ANY)
+        keeping.take(node, beat(held=(8, 10)), ANY)
     drive.exit(B, 1)
     assert keeping.whole("worker", drive.world) == -1
-    keeping.heard(A, beat(generation=2, held=(10,)), ANY)
-    keeping.heard(B, beat(held=(10, 12)), ANY)
+    keeping.take(A, beat(generation=2, held=(10,)), ANY)
+    keeping.take(B, beat(held=(10, 12)), ANY)
     assert keeping.whole("worker", drive.world) == -1
-    keeping.heard(B, beat(generation=2, held=(10,)), ANY)
+    keeping.take(B, beat(generation=2, held=(10,)), ANY)
     assert keeping.whole("worker", drive.world) == 10
 
 
@@ -147,7 +147,7 @@ def test_whole_is_counted_right(told: list[tuple[int, int, set[int]]]) -> None:
         node = f"worker-{place}-0"
         if newest.get(node, (0, set()))[0] <= generation:
             newest[node] = generation, steps
-            keeping.heard(node, beat(generation=generation, held=tuple(sorted(steps))), ANY)
+            keeping.take(node, beat(generation=generation, held=tuple(sorted(steps))), ANY)
     shown = [steps for generation, steps in newest.values() if generation == 1]
     if newest and max(generation for generation, _ in newest.values()) == 1:
         common = set.intersection(*shown) if len(shown) == 3 else set()
@@ -160,30 +160,30 @@ def test_whole_is_counted_right(told: list[tuple[int, int, set[int]]]) -> None:
 def test_a_step_is_committed_once_all_have_written_it() -> None:
     """Not before the last one has; then with the sum of the sizes and the longest time; then no more."""
     drive, keeping = saving(), Keeping()
-    assert keeping.heard(A, beat(10), ANY)
+    assert keeping.take(A, beat(10), ANY)
     assert commits(keeping, drive) == []
-    assert keeping.heard(B, beat(10), ANY)
+    assert keeping.take(B, beat(10), ANY)
     assert commits(keeping, drive) == [CommitCheckpoint("worker", 1, 10, 2, 200, 10)]
     assert commits(keeping, drive) == []
-    assert not keeping.heard(B, beat(10), ANY)
+    assert not keeping.take(B, beat(10), ANY)
 
 
 def test_who_has_not_been_heard_of_may_write() -> None:
     """Where only one node writes, nothing is committed before all others have said that they do not."""
     drive, keeping = saving(spread=1), Keeping()
-    keeping.heard(A, beat(10), ANY)
+    keeping.take(A, beat(10), ANY)
     assert commits(keeping, drive) == []
-    keeping.heard(B, beat(writes=False), ANY)
+    keeping.take(B, beat(writes=False), ANY)
     assert commits(keeping, drive) == [CommitCheckpoint("worker", 1, 10, 1, 100, 10)]
 
 
 def test_the_newest_step_of_all() -> None:
     """Where some are further than others, the newest that all have written counts."""
     drive, keeping = saving(), Keeping()
-    keeping.heard(A, beat(10, 20, 30), ANY)
-    keeping.heard(B, beat(10, 20), ANY)
+    keeping.take(A, beat(10, 20, 30), ANY)
+    keeping.take(B, beat(10, 20), ANY)
     assert [one.step for one in commits(keeping, drive)] == [20]
-    keeping.heard(B, beat(20, 30), ANY)
+    keeping.take(B, beat(20, 30), ANY)
     assert [one.step for one in commits(keeping, drive)] == [30]
 
 
@@ -191,7 +191,7 @@ def test_what_was_not_heard_is_said_again() -> None:
     """A commit that the log has not got, whatever became of it, is said again; the log has it once."""
     drive, keeping = saving(), Keeping()
     for node in (A, B):
-        keeping.heard(node, beat(10), ANY)
+        keeping.take(node, beat(10), ANY)
     first = list(keeping.commits(drive.state.checkpoints))
     assert list(keeping.commits(drive.state.checkpoints)) == first != []
     drive.do(first[0])
@@ -204,32 +204,32 @@ def test_a_new_leader_hears_it_again() -> None:
     """Who leads next knows nothing, hears the same beats, and commits what had not been."""
     drive, keeping = saving(), Keeping()
     for node in (A, B):
-        keeping.heard(node, beat(10), ANY)
+        keeping.take(node, beat(10), ANY)
     assert [one.step for one in commits(keeping, drive)] == [10]
     drive.take_over()
     again = Keeping()
     for node in (A, B):
-        again.heard(node, beat(10, 20), ANY)
+        again.take(node, beat(10, 20), ANY)
     assert [one.step for one in commits(again, drive)] == [20]
 
 
 def test_parts_of_a_generation_that_has_ended() -> None:
     """What all had written as their world ended is a checkpoint, though it is told after the next world has formed."""
     drive, keeping = saving(), Keeping()
-    keeping.heard(A, beat(10), ANY)
+    keeping.take(A, beat(10), ANY)
     drive.exit(B, 1)
-    keeping.heard(B, beat(10), ANY)
+    keeping.take(B, beat(10), ANY)
     assert [(one.generation, one.step) for one in commits(keeping, drive)] == [(1, 10)]
 
 
 def test_what_is_written_outlives_its_node() -> None:
     """Nodes that go once they have written, one after the other, as at a stop: the last part still makes it a checkpoint."""
     drive, keeping = saving(), Keeping()
-    keeping.heard(A, beat(10, held=(10, 12)), ANY)
+    keeping.take(A, beat(10, held=(10, 12)), ANY)
     keeping.forget(A)
     assert keeping.holds(A) == (0, ())
     assert commits(keeping, drive) == []
-    keeping.heard(B, beat(10, 12), ANY)
+    keeping.take(B, beat(10, 12), ANY)
     keeping.forget(B)
     assert [one.step for one in commits(keeping, drive)] == [10]
 
@@ -238,8 +238,8 @@ def test_who_is_gone_is_forgotten_in_the_end() -> None:
     """Two generations later nothing of it is of use to anybody, whoever took its place."""
     keeping = Keeping()
     for generation in range(1, 30):
-        keeping.heard(A, beat(10, generation=generation), ANY)
-        keeping.heard(f"worker-1-{generation}", beat(10, generation=generation), ANY)
+        keeping.take(A, beat(10, generation=generation), ANY)
+        keeping.take(f"worker-1-{generation}", beat(10, generation=generation), ANY)
         keeping.forget(f"worker-1-{generation}")
     assert sorted(keeping._gone) == ["worker-1-28", "worker-1-29"]
 
@@ -251,9 +251,9 @@ def test_a_new_leader_hears_of_the_generation_before() -> None:
     drive.do(ReportKeeping(A, 2, "file:///c", 2, 10, 3, False, 4096, 0))
     drive.take_over()
     told = KeptBeat(2, True, -1, (102,), (Written(100, 5, 5, 1),), before=1, wrote=True)
-    keeping.heard(A, told, 2)
+    keeping.take(A, told, 2)
     assert commits(keeping, drive) == []
-    keeping.heard(B, told, 2)
+    keeping.take(B, told, 2)
     assert commits(keeping, drive) == [CommitCheckpoint("worker", 1, 100, 2, 10, 5)]
 
 
@@ -261,8 +261,8 @@ def test_who_did_not_write_in_the_generation_before() -> None:
     """Nobody waits for it, and what it writes now is another matter."""
     drive, keeping = saving(spread=1), Keeping()
     drive.exit(B, 1)
-    keeping.heard(A, KeptBeat(2, False, -1, (), (Written(100, 5, 5, 1),), before=1, wrote=True), 2)
-    keeping.heard(B, KeptBeat(2, True, -1, (), (), before=1, wrote=False), 2)
+    keeping.take(A, KeptBeat(2, False, -1, (), (Written(100, 5, 5, 1),), before=1, wrote=True), 2)
+    keeping.take(B, KeptBeat(2, True, -1, (), (), before=1, wrote=False), 2)
     assert commits(keeping, drive) == [CommitCheckpoint("worker", 1, 100, 1, 5, 5)]
 
 
@@ -270,9 +270,9 @@ def test_who_did_not_write_in_the_generation_before() -> None:
 def test_a_generation_that_never_was_blinds_nobody(generation: int) -> None:
     """What a beat says of a generation that has not formed is nonsense: the others are heard all the same."""
     drive, keeping = saving(), Keeping()
-    assert not keeping.heard(A, beat(generation=generation, held=(10,)), drive.world.generation)
+    assert not keeping.take(A, beat(generation=generation, held=(10,)), drive.world.generation)
     for node in (A, B):
-        keeping.heard(node, beat(held=(8, 10)), drive.world.generation)
+        keeping.take(node, beat(held=(8, 10)), drive.world.generation)
     assert keeping.whole("worker", drive.world) == 10
 
 
@@ -293,11 +293,11 @@ def test_what_was_ordered_is_committed_once_its_writers_have_written() -> None:
     def told(*written: Written) -> tuple[int, ...]:
         return KeptBeat(2, True, -1, (), written)
 
-    keeping.heard(A, told(Written(12, 5, 5, 1, 1)), ANY)
+    keeping.take(A, told(Written(12, 5, 5, 1, 1)), ANY)
     assert commits(keeping, drive) == []
-    keeping.heard(B, told(Written(12, 5, 5, 2, 1)), ANY)  # another generation's
+    keeping.take(B, told(Written(12, 5, 5, 2, 1)), ANY)  # another generation's
     assert commits(keeping, drive) == []
-    keeping.heard(B, told(Written(12, 5, 7, 1, 1)), ANY)
+    keeping.take(B, told(Written(12, 5, 7, 1, 1)), ANY)
     assert commits(keeping, drive) == [CommitCheckpoint("worker", 1, 12, 2, 10, 7)]
 
 
@@ -309,11 +309,11 @@ def test_what_was_due_is_not_what_was_ordered() -> None:
     drive.do(ReportHeld(B, 1, (12,)))
     keeping = Keeping()
     due, own, both = Written(12, 5, 5, 1), Written(12, 5, 5, 1, 1), Written(12, 9, 5, 1, 2)
-    keeping.heard(B, KeptBeat(1, True, -1, (12,), (own,)), ANY)
+    keeping.take(B, KeptBeat(1, True, -1, (12,), (own,)), ANY)
     for one in (due, own):
-        keeping.heard(A, KeptBeat(1, True, -1, (12,), (one,)), ANY)
+        keeping.take(A, KeptBeat(1, True, -1, (12,), (one,)), ANY)
         assert commits(keeping, drive) == []
-    keeping.heard(A, KeptBeat(1, True, -1, (12,), (both,)), ANY)
+    keeping.take(A, KeptBeat(1, True, -1, (12,), (both,)), ANY)
     assert commits(keeping, drive) == [CommitCheckpoint("worker", 1, 12, 2, 14, 5)]
 
 
@@ -321,7 +321,7 @@ def test_what_is_kept_is_bounded() -> None:
     """Of a node two generations are remembered, and nothing once it is gone."""
     keeping = Keeping()
     for generation in range(1, 50):
-        keeping.heard(A, beat(10, generation=generation, held=(10,)), ANY)
+        keeping.take(A, beat(10, generation=generation, held=(10,)), ANY)
     assert len(keeping._beats[A]) == 2
     assert keeping.holds(A) == (49, (10,))
     keeping.forget(A)
@@ -384,21 +384,21 @@ def test_what_all_copy_and_what_all_have_copied() -> None:
     worlds = drive.state.world.worlds
 
     def said(keeping: Keeping) -> Everywhere:
-        return everywhere(keeping, worlds, A)
+        return keeping.everywhere(worlds, A)
 
     keeping = Keeping()
-    keeping.heard(A, KeptBeat(1, True, 8, (8, 10), (), 8, 4), ANY)
+    keeping.take(A, KeptBeat(1, True, 8, (8, 10), (), 8, 4), ANY)
     assert said(keeping) == (-1, -1, -1)
-    keeping.heard(B, KeptBeat(1, True, 4, (8,), (), 8, 4), ANY)
+    keeping.take(B, KeptBeat(1, True, 4, (8,), (), 8, 4), ANY)
     for leader in (keeping, Keeping()):
-        leader.heard(A, KeptBeat(1, True, 8, (8, 10), (), 8, 4), ANY)
-        leader.heard(B, KeptBeat(1, True, 4, (8,), (), 8, 4), ANY)
+        leader.take(A, KeptBeat(1, True, 8, (8, 10), (), 8, 4), ANY)
+        leader.take(B, KeptBeat(1, True, 4, (8,), (), 8, 4), ANY)
         assert said(leader) == Everywhere(whole=8, aim=8, safe=4)
-    keeping.heard(B, KeptBeat(1, True, 8, (8, 12), (), 8, 4), ANY)
+    keeping.take(B, KeptBeat(1, True, 8, (8, 12), (), 8, 4), ANY)
     assert said(keeping).safe == 8
-    keeping.heard(B, KeptBeat(1, True, 8, (8, 12), (), 12, 8), ANY)
+    keeping.take(B, KeptBeat(1, True, 8, (8, 12), (), 12, 8), ANY)
     assert said(keeping) == Everywhere(whole=8, aim=-1, safe=8)
     keeping.forget(A)
     assert said(keeping) == Everywhere()
-    keeping.heard(A, KeptBeat(2, True, 8, (8,), (), 8, 4), ANY)
+    keeping.take(A, KeptBeat(2, True, 8, (8,), (), 8, 4), ANY)
     assert said(keeping) == Everywhere()

@@ -12,7 +12,7 @@ from dlrover_adapters.cli import live
 from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.history import render, status_of
 from dlrover_core.history.incidents import Story
-from dlrover_core.runtime.messages import Beat
+from dlrover_core.runtime.levels import Beat
 from dlrover_core.runtime.stalls import Stalls
 from dlrover_core.testing import virtual_loop
 
@@ -37,7 +37,7 @@ def heard(drive: Drive, beat: Beat, node: str = "worker-0-0") -> Any:
 
     async def hear() -> Any:
         stalls = Stalls(Leader(drive))  # type: ignore[arg-type]
-        stalls.heard(node, beat)
+        stalls.heard(drive.state, node, beat)
         await asyncio.sleep(2)
         found = stalls.live("worker")
         stalls.close()

@@ -13,7 +13,8 @@ from dlrover_core.job import nodes
 from dlrover_core.job.orders import Order, Work
 from dlrover_core.runtime import messages, pipeline, sessions
 from dlrover_core.runtime.keeping import KeptBeat
-from dlrover_core.runtime.messages import Again, Answer, Beat, Goodbye, Hello, Level, Message, Numbered, Welcome
+from dlrover_core.runtime.levels import Beat
+from dlrover_core.runtime.messages import Again, Answer, Goodbye, Hello, Level, Message, Numbered, Welcome
 from dlrover_core.runtime.sessions import Session
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop

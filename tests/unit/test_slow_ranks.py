@@ -16,7 +16,8 @@ from dlrover_core.kernel.engine import Accepted, NotDone
 from dlrover_core.kernel.state import digest
 from dlrover_core.rules import pace as pace_rules
 from dlrover_core.rules.model import MODEL
-from dlrover_core.runtime.messages import FIELDS_MAX, Beat, decode, encode
+from dlrover_core.runtime.levels import Beat
+from dlrover_core.runtime.messages import FIELDS_MAX, decode, encode
 from dlrover_core.runtime.paces import (
     LATE_S,
     LOSS_WAIT_S,
@@ -45,7 +46,7 @@ def heard(paces: Paces, commons: dict[str, int], step: int = 660, slow: SlowRank
     """A beat of every node, worker-2 with a slow rank."""
     for node, common in commons.items():
         found = (slow,) if slow is not None and node == "worker-2-0" else ()
-        paces.heard(node, 3, beat(step, common, *found), LossBeat())
+        paces.take(node, 3, beat(step, common, *found), LossBeat())
 
 
 NORMAL = dict.fromkeys(NODES, PARTS) | {"worker-2-0": 13_000}
@@ -101,8 +102,8 @@ def test_what_all_suffered_hides_no_straggler() -> None:
         for rank in range(2):
             times = (1.4 if at >= 120 else 1.0) * (3.0 if rank == 1 and at >= 134 else 1.0)
             node.read(rank, 1, [0.04 * times * (1 + 0.05 * ((at * 7 + rank) % 3 - 1))], at * BLOCK_STEPS, float(at))
-        paces.heard("worker-0-0", 3, node.beat(0), LossBeat())
-        told += list(paces.findings(world, set(), float(at)))
+        paces.take("worker-0-0", 3, node.beat(0), LossBeat())
+        told += list(paces.compared(world, set(), float(at)))
     assert [one.rank for one in told] == [1]
     assert told[0].now_us == pytest.approx(168_000, rel=0.05)
     assert told[0].step <= 134 * BLOCK_STEPS + 60
@@ -115,73 +116,73 @@ def test_who_alone_became_slower_is_told_once() -> None:
     """One rank 1.3 times as long, its peers as before: told once, though every beat repeats it."""
     paces = Paces()
     heard(paces, NORMAL)
-    told = list(paces.findings(WORLDS, set(), 1.0))
+    told = list(paces.compared(WORLDS, set(), 1.0))
     assert told == [pace.NoteSlow("worker-2-0", 3, 2, 40_000, 52_000, 60, PARTS, 655)]
     heard(paces, NORMAL, 700)
-    assert list(paces.findings(WORLDS, {("worker-2-0", 2)}, 2.0)) == []
+    assert list(paces.compared(WORLDS, {("worker-2-0", 2)}, 2.0)) == []
 
 
 def test_who_became_slower_with_everybody_is_no_straggler() -> None:
     """A larger batch, longer sequences, the time of day: what all ranks do is nobody's."""
     paces = Paces()
     heard(paces, dict.fromkeys(NODES, 13_000))
-    assert list(paces.findings(WORLDS, set(), 1.0)) == []
+    assert list(paces.compared(WORLDS, set(), 1.0)) == []
     heard(paces, NORMAL, 700)
-    assert list(paces.findings(WORLDS, set(), 2.0)) == []
+    assert list(paces.compared(WORLDS, set(), 2.0)) == []
 
 
 def test_others_are_asked_about_the_same_step() -> None:
     """Beats that are a step behind tell nothing yet: half of the others must have come as far; but nobody waits for ever."""
     paces = Paces()
     heard(paces, NORMAL, 600, None)
-    paces.heard("worker-2-0", 3, beat(660, 13_000, SLOW), LossBeat())
-    assert list(paces.findings(WORLDS, set(), 1.0)) == []
+    paces.take("worker-2-0", 3, beat(660, 13_000, SLOW), LossBeat())
+    assert list(paces.compared(WORLDS, set(), 1.0)) == []
     heard(paces, dict.fromkeys(NODES, 13_000))
-    assert list(paces.findings(WORLDS, set(), 2.0)) == []
+    assert list(paces.compared(WORLDS, set(), 2.0)) == []
     waiting = Paces()
-    waiting.heard("worker-0-0", 3, beat(600), LossBeat())
-    waiting.heard("worker-2-0", 3, beat(660, 13_000, SLOW, others=9_990), LossBeat())
-    assert list(waiting.findings(WORLDS, set(), 1.0)) == []
-    assert [one.peers for one in waiting.findings(WORLDS, set(), 1.0 + LATE_S)] == [9_990]
+    waiting.take("worker-0-0", 3, beat(600), LossBeat())
+    waiting.take("worker-2-0", 3, beat(660, 13_000, SLOW, others=9_990), LossBeat())
+    assert list(waiting.compared(WORLDS, set(), 1.0)) == []
+    assert [one.peers for one in waiting.compared(WORLDS, set(), 1.0 + LATE_S)] == [9_990]
 
 
 def test_a_rank_without_peers_is_not_judged() -> None:
     """One rank alone: nothing tells a slow machine from more work. Ranks of the same node are peers."""
     alone = Paces()
-    alone.heard("worker-2-0", 3, beat(660, 13_000, SLOW), LossBeat())
-    assert list(alone.findings(WORLDS, set(), 100.0)) == []
+    alone.take("worker-2-0", 3, beat(660, 13_000, SLOW), LossBeat())
+    assert list(alone.compared(WORLDS, set(), 100.0)) == []
     together = Paces()
-    together.heard("worker-2-0", 3, beat(660, PARTS, SLOW, others=PARTS), LossBeat())
-    assert len(list(together.findings(WORLDS, set(), 1.0))) == 1
+    together.take("worker-2-0", 3, beat(660, PARTS, SLOW, others=PARTS), LossBeat())
+    assert len(list(together.compared(WORLDS, set(), 1.0))) == 1
 
 
 def test_a_new_leader_does_not_judge_old_changes() -> None:
     """What was found long ago cannot be compared any more: the others have got used to theirs."""
     paces = Paces()
     heard(paces, NORMAL, 9_000, SLOW._replace(jump=0))
-    assert list(paces.findings(WORLDS, set(), 1.0)) == []
+    assert list(paces.compared(WORLDS, set(), 1.0)) == []
 
 
 def test_a_recovery_is_told() -> None:
     """A rank that the log calls slow and its node does not any more has recovered; a node that says nothing tells nothing."""
     paces = Paces()
     heard(paces, NORMAL)
-    list(paces.findings(WORLDS, set(), 1.0))
+    list(paces.compared(WORLDS, set(), 1.0))
     standing = {("worker-2-0", 2)}
-    paces.heard("worker-2-0", 3, PaceBeat(), LossBeat())
-    assert list(paces.findings(WORLDS, standing, 2.0)) == []
+    paces.take("worker-2-0", 3, PaceBeat(), LossBeat())
+    assert list(paces.compared(WORLDS, standing, 2.0)) == []
     heard(paces, dict.fromkeys(NODES, PARTS), 700, None)
-    assert list(paces.findings(WORLDS, standing, 3.0)) == [pace.NoteRecovered("worker-2-0", 3, 2)]
+    assert list(paces.compared(WORLDS, standing, 3.0)) == [pace.NoteRecovered("worker-2-0", 3, 2)]
 
 
 def test_the_forgotten_and_the_stale_do_not_count() -> None:
     """Beats of another generation are of another world, and who is gone is no peer."""
     paces = Paces()
     heard(paces, NORMAL)
-    assert list(paces.findings({"worker": World(4, True)}, set(), 1.0)) == []
+    assert list(paces.compared({"worker": World(4, True)}, set(), 1.0)) == []
     for node in NODES:
         paces.forget(node)
-    assert list(paces.findings(WORLDS, set(), 100.0)) == []
+    assert list(paces.compared(WORLDS, set(), 100.0)) == []
 
 
 # ---- losses
@@ -191,30 +192,30 @@ def losing(paces: Paces, broken: dict[str, int], how: int = NAN) -> None:
     """A beat of every node, one rank each; these had no finite loss first in that step."""
     for rank, node in enumerate(NODES):
         ranks = (RankLoss(rank, broken[node], how, NEVER, 0),) if node in broken else ()
-        paces.heard(node, 3, PaceBeat(), LossBeat(1, ranks))
+        paces.take(node, 3, PaceBeat(), LossBeat(1, ranks))
 
 
 def test_all_ranks_are_waited_for() -> None:
     """The first rank without a finite loss is named once all have spoken, or after a moment."""
     paces = Paces()
     losing(paces, {"worker-1-0": 61})
-    assert list(paces.findings(WORLDS, set(), 1.0)) == []
+    assert list(paces.compared(WORLDS, set(), 1.0)) == []
     losing(paces, {"worker-1-0": 61, "worker-0-0": 62, "worker-2-0": 62, "worker-3-0": 62})
-    assert list(paces.findings(WORLDS, set(), 2.0)) == [pace.NoteLoss("worker-1-0", 3, 1, 61, NAN, 1, 4)]
-    assert list(paces.findings(WORLDS, set(), 3.0)) == []
+    assert list(paces.compared(WORLDS, set(), 2.0)) == [pace.NoteLoss("worker-1-0", 3, 1, 61, NAN, 1, 4)]
+    assert list(paces.compared(WORLDS, set(), 3.0)) == []
     few = Paces()
     losing(few, {"worker-1-0": 61})
-    list(few.findings(WORLDS, set(), 1.0))
-    assert [one.ranks for one in few.findings(WORLDS, set(), 1.0 + LOSS_WAIT_S)] == [1]
+    list(few.compared(WORLDS, set(), 1.0))
+    assert [one.ranks for one in few.compared(WORLDS, set(), 1.0 + LOSS_WAIT_S)] == [1]
 
 
 def test_a_jump_is_told_once() -> None:
     """A loss that jumps is told with its factor, however many beats repeat it."""
     paces = Paces()
     for _ in range(2):
-        paces.heard("worker-1-0", 3, PaceBeat(), LossBeat(1, (RankLoss(1, NEVER, FINITE, 66, 7_500),)))
-    assert list(paces.findings(WORLDS, set(), 1.0)) == [pace.NoteLossJump("worker-1-0", 3, 1, 66, 7_500)]
-    assert list(paces.findings(WORLDS, set(), 2.0)) == []
+        paces.take("worker-1-0", 3, PaceBeat(), LossBeat(1, (RankLoss(1, NEVER, FINITE, 66, 7_500),)))
+    assert list(paces.compared(WORLDS, set(), 1.0)) == [pace.NoteLossJump("worker-1-0", 3, 1, 66, 7_500)]
+    assert list(paces.compared(WORLDS, set(), 2.0)) == []
 
 
 # ---- what the job makes of it

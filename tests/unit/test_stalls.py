@@ -11,7 +11,7 @@ from drive import SECOND, Drive
 from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.job import job, world
 from dlrover_core.job.hangs import NoteMoving, NotePauseLegal, NoteStall
-from dlrover_core.runtime.messages import Beat
+from dlrover_core.runtime.levels import Beat
 from dlrover_core.runtime.stalls import Stalls
 from dlrover_core.testing import virtual_loop
 
@@ -57,7 +57,7 @@ def told(leader: Leader, *beats: tuple[str, Beat], then_s: float = 5.0) -> list[
     async def hear() -> None:
         stalls = Stalls(leader)  # type: ignore[arg-type]
         for node, beat in beats:
-            stalls.heard(node, beat)
+            stalls.heard(leader.state, node, beat)
         await asyncio.sleep(then_s)
         stalls.close()
 
@@ -176,7 +176,7 @@ def test_nodes_that_were_not_heard_of_have_time_to_go_on() -> None:
             await asyncio.sleep(pause)
             for second in range(beats):
                 for node, one in both(idle + second):
-                    stalls.heard(node, one)
+                    stalls.heard(leader.state, node, one)
                 await asyncio.sleep(1)
             counts.append(len(leader.told))
         stalls.close()

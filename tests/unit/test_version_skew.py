@@ -28,7 +28,8 @@ from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.duties import Duty
 from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.keeping import Everywhere, KeptBeat
-from dlrover_core.runtime.messages import Beat, BeatSeen, Goodbye, Hello, Level, Numbered, Welcome, decode, encode
+from dlrover_core.runtime.levels import Beat, BeatSeen
+from dlrover_core.runtime.messages import Goodbye, Hello, Level, Numbered, Welcome, decode, encode
 from dlrover_core.runtime.paces import LossBeat, PaceBeat
 from dlrover_core.runtime.transport import Connection
 from dlrover_core.spec import GroupSpec, JobSpec

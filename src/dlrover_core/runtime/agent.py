@@ -38,17 +38,9 @@ from dlrover_core.runtime.launcher import (
     WorkersStuck,
     WorkerStep,
 )
+from dlrover_core.runtime.levels import BeatSeen
 from dlrover_core.runtime.masters import Masters
-from dlrover_core.runtime.messages import (
-    Again,
-    Answer,
-    Assigned,
-    BeatSeen,
-    Goodbye,
-    Hello,
-    Level,
-    Welcome,
-)
+from dlrover_core.runtime.messages import Again, Answer, Assigned, Goodbye, Hello, Level, Welcome
 from dlrover_core.runtime.outbox import SECOND_US, Outbox
 from dlrover_core.runtime.transport import Connection, Dialer
 from dlrover_core.runtime.within import any_within, within

@@ -6,7 +6,7 @@ import asyncio
 
 from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.runtime.duties import Desk
-from dlrover_core.runtime.messages import Beat
+from dlrover_core.runtime.levels import Beat
 
 LEAST_S = 0.05
 """Between two beats, however much they are hurried: a master hears many agents."""

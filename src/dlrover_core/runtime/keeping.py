@@ -15,8 +15,10 @@ from dlrover_core.checkpoint.copies import Tally
 from dlrover_core.job.checkpoints import CheckpointSlice, CommitCheckpoint, Kept
 from dlrover_core.job.holdings import Holdings
 from dlrover_core.job.names import group_of
+from dlrover_core.job.state import JobState
 from dlrover_core.job.world import World
-from dlrover_core.kernel.wire import part
+from dlrover_core.kernel.wire import find, part
+from dlrover_core.runtime.levels import Beat, Levels
 
 HELD_MAX = 8  # a node's slots; a message's array has 64 places
 WRITTEN_MAX = 4
@@ -100,8 +102,23 @@ class _Group:
         self.copies.change({beat.keeps}, {beat.copied, beat.safe}, by=by)
 
 
-class Keeping:
-    """What the beats say of states kept. `commits` are commands, said again until the log has them, by new leaders too."""
+@part(10)
+class Everywhere(NamedTuple):
+    """What a node is told of all together. ``whole``: the newest step that all nodes of the group hold in memory; -1: none is.
+
+    Of states that no node has alone: ``aim``: the step that all copy to their partners now, ``safe``: the one that all have.
+    """
+
+    whole: int = NONE
+    aim: int = NONE
+    safe: int = NONE
+
+
+NOWHERE = Everywhere()
+
+
+class Keeping(Levels):
+    """What the beats say of states kept; steps that are whole on storage are said again until the log has them."""
 
     def __init__(self) -> None:
         self._beats: dict[str, dict[int, KeptBeat]] = {}
@@ -109,7 +126,20 @@ class Keeping:
         self._gone: dict[str, dict[int, KeptBeat]] = {}
         self._groups: dict[str, _Group] = {}
 
-    def heard(self, node: str, beat: KeptBeat, newest: int) -> bool:
+    def heard(self, state: JobState, node: str, beat: Beat) -> bool:
+        """A node's beat. True: there may be something to commit that there was not before."""
+        return self.take(node, find(beat.parts, KeptBeat), state.world.of(node).generation)
+
+    def findings(self, state: JobState, now_us: int) -> Iterator[CommitCheckpoint]:
+        """What is to be committed, also as the job ends."""
+        return self.commits(state.checkpoints)
+
+    def answer(self, state: JobState, node: str) -> Everywhere | None:
+        """What all nodes hold together."""
+        told = self.everywhere(state.world.worlds, node)
+        return told if told != NOWHERE else None
+
+    def take(self, node: str, beat: KeptBeat, newest: int) -> bool:
         """A node's beat; ``newest``: its group's generation, of later ones nobody can keep anything.
 
         True: there may be something to commit that there was not before.
@@ -182,6 +212,14 @@ class Keeping:
         nodes = len(world.members)
         return known.copies.aim(nodes), known.copies.safe(nodes)
 
+    def everywhere(self, worlds: Mapping[str, World], node: str) -> Everywhere:
+        """What a node is told with the answer to its beat."""
+        group = group_of(node)
+        world = worlds.get(group)
+        if world is None or not world.active:
+            return NOWHERE
+        return Everywhere(self.whole(group, world), *self.copies(group, world))
+
     def commits(self, slice_: CheckpointSlice) -> Iterator[CommitCheckpoint]:
         """Steps that every node which writes has written, newer than the newest committed."""
         for name, group in self._groups.items():
@@ -236,27 +274,3 @@ def _committed(group: str, generation: int, step: int, parts: list[Written], wri
         return None
     size, took_us = sum(one.size for one in parts), max(one.took_us for one in parts)
     return CommitCheckpoint(group, generation, step, writers, size, took_us)
-
-
-@part(10)
-class Everywhere(NamedTuple):
-    """What a node is told of all together. ``whole``: the newest step that all nodes of the group hold in memory; -1: none is.
-
-    Of states that no node has alone: ``aim``: the step that all copy to their partners now, ``safe``: the one that all have.
-    """
-
-    whole: int = NONE
-    aim: int = NONE
-    safe: int = NONE
-
-
-NOWHERE = Everywhere()
-
-
-def everywhere(keeping: Keeping, worlds: Mapping[str, World], node: str) -> Everywhere:
-    """What a node is told with the answer to its beat."""
-    group = group_of(node)
-    world = worlds.get(group)
-    if world is None or not world.active:
-        return NOWHERE
-    return Everywhere(keeping.whole(group, world), *keeping.copies(group, world))

@@ -56,8 +56,8 @@ class Leader(Protocol):
         """How long a deleted node, by its backend's name, has to end by itself."""
         ...
 
-    def note_written(self) -> None:
-        """Parts of a checkpoint are on storage."""
+    def look_soon(self) -> None:
+        """Agents told something that is not to wait for the next look."""
         ...
 
     async def sent_on(self, hello: Hello) -> Goodbye | None:

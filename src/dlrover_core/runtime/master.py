@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 from dlrover_core.errors import CoreError, HandedOver, LogError, NotLeading, OtherRun, Refused, StandsBy
-from dlrover_core.job import job, nodes, progress, silence
+from dlrover_core.job import job, nodes, silence
 from dlrover_core.job.orders import Desired, Order
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import Accepted, Command, Engine, Model, NotDone, Reply, Resend, Tick
@@ -37,14 +37,14 @@ from dlrover_core.runtime.shown import shown
 from dlrover_core.runtime.standby import Standby, patiently
 from dlrover_core.runtime.transport import Listener
 from dlrover_core.runtime.within import within
-from dlrover_core.spec import JobSpec, us
+from dlrover_core.spec import JobSpec
 
 VERSION = "0.1.0"
 SNAPSHOT_EVENTS = 10_000
 SNAPSHOT_BYTES = 1024 * 1024
 LATE_S = 2.0
 TICK_S = 1.0
-WRITTEN_S = 0.02
+SOON_S = 0.02
 LEAVE_S = 10.0
 FLUSH_S = 5.0
 # Of a hand-over: the log's part, and the agents' to hang up by themselves.
@@ -116,7 +116,7 @@ class Master:
         self.present: frozenset[str] = frozenset()
         self._offset = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._written: asyncio.TimerHandle | None = None
+        self._soon: asyncio.TimerHandle | None = None
         self._snapshot_events = snapshot_events
         self._since_snapshot = self._bytes_since_snapshot = 0
         self._snapshot_task: asyncio.Task[None] | None = None
@@ -214,7 +214,7 @@ class Master:
         finally:
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
-            for timer in (self._timer, self._written):
+            for timer in (self._timer, self._soon):
                 if timer is not None:
                     timer.cancel()
             await self._listener.close()
@@ -460,9 +460,7 @@ class Master:
             if not self._pipeline.degraded:
                 for node in list(self.state.nodes.nodes.values()):
                     self._weigh(node, spec.silence_s)
-                self._note_progress()
-                self._note_paces()
-                self._note_commits()
+                self._look(pressing=False)
 
     def _weigh(self, node: nodes.Node, silence_s: float) -> None:
         if not node.joined:
@@ -497,31 +495,18 @@ class Master:
     def _suspected_at(self, node: nodes.Node) -> float:
         return (node.suspect_at - self._offset) / SECOND_US
 
-    def _note_progress(self) -> None:
-        state = self.state
-        for group, seen in state.progress.groups.items() if state.job.live else ():
-            steps = self.sessions.steps_of(group, seen.generation)
-            if steps and max(steps) > seen.step and self.now() - seen.at >= us(state.job.spec.progress_s):
-                self.tell(progress.NoteProgress(group, seen.generation, max(steps)))
+    def look_soon(self) -> None:
+        """Agents told something that is not to wait: look, once for all who say so at about the same time."""
+        if self._soon is None:
+            self._soon = asyncio.get_running_loop().call_later(SOON_S, self._look)
 
-    def _note_paces(self) -> None:
-        state = self.state
-        if state.job.live:
-            now_s = asyncio.get_running_loop().time()
-            for found in self.sessions.paces.findings(state.world.worlds, state.pace.standing(), now_s):
-                self.tell(found)
-
-    def note_written(self) -> None:
-        """Parts of a checkpoint are on storage: look soon whether all are, once for all who say so at about the same time."""
-        if self._written is None:
-            self._written = asyncio.get_running_loop().call_later(WRITTEN_S, self._note_commits)
-
-    def _note_commits(self) -> None:
-        if self._written is not None:
-            self._written.cancel()
-            self._written = None
+    def _look(self, *, pressing: bool = True) -> None:
+        """What follows from what agents tell."""
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
         if self._pipeline is not None and not self._pipeline.degraded:
-            for found in self.sessions.keeping.commits(self.state.checkpoints):
+            for found in self.sessions.findings(self.now(), pressing=pressing):
                 self.tell(found)
 
     # ---- for people

@@ -18,6 +18,7 @@ from dlrover_core.job.orders import Order, Work
 from dlrover_core.kernel.wire import COMMANDS, PARTS, Part, Unknown, number_of, since
 from dlrover_core.runtime import version_4
 from dlrover_core.runtime.checked import checked
+from dlrover_core.runtime.levels import Beat, BeatSeen
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
 from dlrover_core.words import plain, plain_fields
 
@@ -103,25 +104,6 @@ class Level(NamedTuple):
 
     token: int
     order: tuple[Any, ...]
-
-
-class Beat(NamedTuple):
-    """An agent lives. ``step`` is the highest its workers have made (-1 unknown), ``lag_us`` its loop's lag.
-
-    ``parts``: what concerns tell: `diagnosis.stall.Pulse`, `runtime.paces`, `runtime.keeping`.
-    """
-
-    generation: int
-    step: int
-    lag_us: int
-    parts: tuple[Part, ...] = ()
-
-
-class BeatSeen(NamedTuple):
-    """The leader lives. ``parts``: what concerns tell: `runtime.keeping`."""
-
-    token: int
-    parts: tuple[Part, ...] = ()
 
 
 class Assigned(NamedTuple):

@@ -20,8 +20,10 @@ from dlrover_core.diagnosis.changepoint import LINE, ChangePoint
 from dlrover_core.diagnosis.slots import FINITE, NEVER
 from dlrover_core.job.names import group_of
 from dlrover_core.job.pace import NoteLoss, NoteLossJump, NoteRecovered, NoteSlow
+from dlrover_core.job.state import JobState
 from dlrover_core.job.world import World
-from dlrover_core.kernel.wire import part
+from dlrover_core.kernel.wire import find, part
+from dlrover_core.runtime.levels import Beat, Levels
 
 PARTS = 10_000  # ratios travel as integers
 SLOW_MAX = 10  # of one node; a message's array has 64 places
@@ -29,6 +31,7 @@ LOSSES_MAX = 12
 LATE_S = 10.0
 """How long a change waits for the others' beats of the same step, at most."""
 LOSS_WAIT_S = 3.0
+SECOND_US = 1_000_000
 
 Ints = tuple[int, ...]
 
@@ -185,17 +188,22 @@ class _Waiting:
     judged: bool = False
 
 
-@dataclass(slots=True)
-class Paces:
-    """What the beats say of paces and losses, by node; `findings` are commands, each told once."""
+@dataclass(slots=True, eq=False)
+class Paces(Levels):
+    """What the beats say of paces and losses, by node; each finding is told once."""
 
     _heard: dict[str, _Heard] = field(default_factory=dict)
     _waiting: dict[tuple[str, int], _Waiting] = field(default_factory=dict)
     _broken_since: dict[str, tuple[int, float]] = field(default_factory=dict)
     _told: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    def heard(self, node: str, generation: int, pace: PaceBeat, loss: LossBeat) -> None:
+    def heard(self, state: JobState, node: str, beat: Beat) -> bool:
         """A node's beat."""
+        self.take(node, beat.generation, find(beat.parts, PaceBeat), find(beat.parts, LossBeat))
+        return False
+
+    def take(self, node: str, generation: int, pace: PaceBeat, loss: LossBeat) -> None:
+        """What a node's beat tells."""
         if pace != _NO_PACE or loss.reporting or node in self._heard:
             self._heard[node] = _Heard(generation, pace, loss)
 
@@ -205,7 +213,12 @@ class Paces:
         for key in [key for key in self._waiting if key[0] == node]:
             del self._waiting[key]
 
-    def findings(
+    def findings(self, state: JobState, now_us: int) -> Iterator[NoteSlow | NoteRecovered | NoteLoss | NoteLossJump]:
+        """What is to be told now."""
+        if state.job.live:
+            yield from self.compared(state.world.worlds, state.pace.standing(), now_us / SECOND_US)
+
+    def compared(
         self, worlds: Mapping[str, World], standing: Collection[tuple[str, int]], now_s: float
     ) -> Iterator[NoteSlow | NoteRecovered | NoteLoss | NoteLossJump]:
         """What is to be told now; ``standing``: the ranks that the log calls slow."""

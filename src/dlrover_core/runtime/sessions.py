@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import Protocol
 
@@ -17,27 +17,19 @@ import structlog
 
 from dlrover_core.errors import ConnectionLost, MalformedMessage
 from dlrover_core.job.orders import STRANGER, Order
-from dlrover_core.kernel.engine import Accepted, NotDone, Reply, Resend
+from dlrover_core.kernel.engine import Accepted, Command, NotDone, Reply, Resend
 from dlrover_core.kernel.events import Origin
-from dlrover_core.kernel.wire import Part, find
+from dlrover_core.kernel.wire import Part
 from dlrover_core.rules.desired import farewell
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.complaints import Complaints
-from dlrover_core.runtime.keeping import NOWHERE, Keeping, KeptBeat, everywhere
+from dlrover_core.runtime.keeping import Keeping
 from dlrover_core.runtime.leader import Leader
-from dlrover_core.runtime.messages import (
-    Again,
-    Answer,
-    Beat,
-    BeatSeen,
-    Goodbye,
-    Hello,
-    Message,
-    Numbered,
-    Welcome,
-)
-from dlrover_core.runtime.paces import LossBeat, PaceBeat, Paces
+from dlrover_core.runtime.levels import Beat, BeatSeen, Levels
+from dlrover_core.runtime.messages import Again, Answer, Goodbye, Hello, Message, Numbered, Welcome
+from dlrover_core.runtime.paces import Paces
 from dlrover_core.runtime.stalls import Stalls
+from dlrover_core.runtime.steps import Steps
 from dlrover_core.runtime.transport import Connection, receive_within
 from dlrover_core.spec import us
 
@@ -154,10 +146,9 @@ class Sessions:
         self._heard: dict[str, float] = {}
         self._calm = 0.0
         self._complaints = Complaints(log)
-        self.steps: dict[str, tuple[int, int]] = {}
-        self.stalls = Stalls(master)
-        self.paces = Paces()
-        self.keeping = Keeping()
+        self.steps, self.stalls, self.keeping = Steps(), Stalls(master), Keeping()
+        self._levels: tuple[Levels, ...] = (self.steps, self.stalls, Paces(), self.keeping)
+        self._pressing: set[Levels] = set()
 
     def __len__(self) -> int:
         """How many agents are connected."""
@@ -308,19 +299,8 @@ class Sessions:
     def _take(self, session: Session, message: Message) -> None:
         self._hear(session)
         match message:
-            case Beat(generation, step, _, parts):
-                if session.node:
-                    self.steps[session.node] = (generation, step)
-                    self.stalls.heard(session.node, message)
-                    self.paces.heard(session.node, generation, find(parts, PaceBeat), find(parts, LossBeat))
-                    self._remind(session)
-                    worlds = self._master.state.world
-                    if self.keeping.heard(session.node, find(parts, KeptBeat), worlds.of(session.node).generation):
-                        self._master.note_written()
-                    told = everywhere(self.keeping, worlds.worlds, session.node)
-                    session.seen(self._master.token, *([told] if told != NOWHERE else []))
-                else:
-                    session.seen(self._master.token)
+            case Beat():
+                session.seen(self._master.token, *(self._heard_of(session, message) if session.node else ()))
             case Numbered():
                 self._command(session, message)
             case Hello():
@@ -329,6 +309,23 @@ class Sessions:
                 session.parted = reason or "it left"
             case _:
                 raise MalformedMessage(f"{type(message).__name__} is not for masters")
+
+    def _heard_of(self, session: Session, beat: Beat) -> list[Part]:
+        """Hand a node's beat to all who listen; what they answer."""
+        state, node = self._master.state, session.node
+        for one in self._levels:
+            if one.heard(state, node, beat):
+                self._pressing.add(one)
+                self._master.look_soon()
+        self._remind(session)
+        return [part for one in self._levels if (part := one.answer(state, node)) is not None]
+
+    def findings(self, now_us: int, *, pressing: bool = False) -> Iterator[Command]:
+        """What follows from what agents tell; of those alone where it is ``pressing``, or of all."""
+        asked = [one for one in self._levels if one in self._pressing or not pressing]
+        self._pressing.clear()
+        for one in asked:
+            yield from one.findings(self._master.state, now_us)
 
     def _remind(self, session: Session) -> None:
         """The answer to a beat says what is desired, where that is not what the agent was told last."""
@@ -380,14 +377,6 @@ class Sessions:
         heard = self._heard.get(node)
         return heard is not None and heard >= at
 
-    def steps_of(self, group: str, generation: int | None = None) -> list[int]:
-        """The steps that a group's agents reported last, of one generation or of any."""
-        return [
-            step
-            for node, (seen, step) in self.steps.items()
-            if generation in (seen, None) and node.rsplit("-", 2)[0] == group
-        ]
-
     def level(self, token: int, orders: Mapping[str, Order]) -> None:
         """Tell everybody connected what they should be doing now; later, where it is not known whether we still lead."""
         if not self._master.may_order():
@@ -412,7 +401,8 @@ class Sessions:
 
     def close(self) -> None:
         """Nobody comes any more: tell how many complaints were not told."""
-        self.stalls.close()
+        for one in self._levels:
+            one.close()
         self._complaints.close()
 
     def forget_absent(self) -> None:
@@ -420,10 +410,8 @@ class Sessions:
         present = self._master.state.nodes.nodes
         for node in [node for node in self._heard if node not in present and node not in self._by_node]:
             del self._heard[node]
-            self.steps.pop(node, None)
-            self.stalls.forget(node)
-            self.paces.forget(node)
-            self.keeping.forget(node)
+            for one in self._levels:
+                one.forget(node)
 
 
 def _reply(number: int, reply: Reply) -> Message:

@@ -15,7 +15,7 @@ def shown(state: JobState, sessions: Sessions) -> dict[str, Any]:
     group, world = next(iter(state.world.worlds.items()), ("", None))
     generation = world.generation if world else 0
     # Between two worlds the last one's steps are the newest that is known.
-    steps = sessions.steps_of(group, generation) or sessions.steps_of(group)
+    steps = sessions.steps.of(group, generation) or sessions.steps.of(group)
     incidents = list(state.failures.incidents.values())
     last = incidents[-1] if incidents else None
     return {

@@ -17,10 +17,11 @@ from dlrover_core.diagnosis import stall
 from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.job import hangs, world
 from dlrover_core.job.names import group_of
+from dlrover_core.job.state import JobState
 from dlrover_core.kernel.wire import find
 from dlrover_core.runtime.leader import Leader
-from dlrover_core.runtime.messages import Beat
-from dlrover_core.spec import us
+from dlrover_core.runtime.levels import Beat, Levels
+from dlrover_core.spec import JobSpec, us
 
 SECOND_US = 1_000_000
 FRESH_BEATS = 2.5
@@ -33,7 +34,7 @@ class _Heard(NamedTuple):
     at: float
 
 
-class Stalls:
+class Stalls(Levels):
     """What the agents of one master's job said last of their workers' steps."""
 
     def __init__(self, master: Leader) -> None:
@@ -43,12 +44,16 @@ class Stalls:
         self._lessons: dict[str, asyncio.TimerHandle] = {}
         self._again: dict[str, float] = {}
 
-    def heard(self, node: str, beat: Beat) -> None:
+    def heard(self, state: JobState, node: str, beat: Beat) -> bool:
         """A heartbeat has come."""
+        self._note(state.job.spec, node, beat)
+        return False
+
+    def _note(self, spec: JobSpec, node: str, beat: Beat) -> None:
         pulse = find(beat.parts, Pulse)
         if pulse.idle_us < 0:
             return
-        spec, group, now = self._master.state.job.spec, group_of(node), asyncio.get_running_loop().time()
+        group, now = group_of(node), asyncio.get_running_loop().time()
         last = self._heard.get(node)
         if last is not None and now - last.at > self._fresh_s():
             # It was stopped, or cut off: what its ranks did meanwhile, or could not do, nobody knows.

@@ -19,7 +19,8 @@ from typing import cast
 
 from dlrover_core.errors import ConnectionLost
 from dlrover_core.runtime import messages
-from dlrover_core.runtime.messages import Beat, Hello, Numbered
+from dlrover_core.runtime.levels import Beat
+from dlrover_core.runtime.messages import Hello, Numbered
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX, Accept, Obey, Status
 
 DELAY_S = 0.0005
