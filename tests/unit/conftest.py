@@ -5,6 +5,7 @@ every run.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,3 +42,20 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is no rank of anything, whatever it was started by."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "DLROVER_AGENT_SOCKET"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """How many threads of each name the system is to refuse from now on, by the beginning of the name (`ulimit -u`)."""
+    begin, left = threading.Thread.start, dict[str, int]()
+
+    def start(thread: threading.Thread) -> None:
+        for name in left:
+            if thread.name.startswith(name) and left[name]:
+                left[name] -= 1
+                raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    yield left
+    assert not any(left.values()), "refused less often than meant"

@@ -436,23 +436,6 @@ def test_a_step_that_is_not_there(tmp_path: Path) -> None:
 # ---- a system without threads
 
 
-@pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """How many threads of each name the system is to refuse from now on, by the beginning of the name (`ulimit -u`)."""
-    begin, left = threading.Thread.start, dict[str, int]()
-
-    def start(thread: threading.Thread) -> None:
-        for name in left:
-            if thread.name.startswith(name) and left[name]:
-                left[name] -= 1
-                raise RuntimeError("can't start new thread")
-        begin(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    yield left
-    assert not any(left.values()), "refused less often than meant"
-
-
 def test_a_save_without_a_thread_costs_that_save_alone(tmp_path: Path, refused: dict[str, int]) -> None:
     """The save is left out; the next one starts the thread and is whole."""
     refused["dlrover-checkpoint-copy"] = 1
