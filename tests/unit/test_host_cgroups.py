@@ -114,6 +114,7 @@ def test_a_daemon_does_not_leave_its_group(group: Group, kernel: str, monkeypatc
             one.stdin.write(b"x")
             one.stdin.flush()
             daemons.append(int(one.stdout.readline()))
+            one.wait()  # it may end after its daemon has said who that is
         below = Path(group.folder, "below")
         below.mkdir()
         Group(str(below)).take(daemons[1])
