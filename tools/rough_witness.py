@@ -33,6 +33,9 @@ TOLD_MAX = 5
 OURS = "dlrover"
 
 
+STORE_DIED = re.compile(r"^the store \S+ died before the world had formed")
+
+
 class Allowed(NamedTuple):
     """What a strike explains: so many new worlds and relaunches, seen at most ``within_s`` after its end."""
 
@@ -212,22 +215,27 @@ def curve_flaws(found: Sequence[Life], control: Sequence[Life]) -> list[str]:
 
 
 class Restart(NamedTuple):
-    """A new world or a relaunched node. ``seen``: when a reader of the log was told of it."""
+    """A new world or a relaunched node. ``seen``: when a reader of the log was told of it. ``storeless``: the world before has
+    made no step, and lost the store that it needed until then.
+    """
 
     what: str
     seq: int
     seen: float
     is_world: bool
+    storeless: bool = False
 
 
 def restarts(events: Sequence[dict[str, Any]]) -> list[Restart]:
     """Every world but the first, and every node that took the place of another."""
-    found = []
+    found, storeless = [], set()
     for row in events:
         event, fields = row["event"], row["event"]["fields"]
+        if event["event"] == "WorkerExited" and fields["step"] < 0 and STORE_DIED.search(fields["error"]):
+            storeless.add(fields["generation"])
         if event["event"] == "WorldFormed" and fields["generation"] > 1:
             what = f"generation {fields['generation']} ({fields['reason']})"
-            found.append(Restart(what, event["seq"], row["seen"], True))
+            found.append(Restart(what, event["seq"], row["seen"], True, fields["generation"] - 1 in storeless))
         elif event["event"] == "NodePlanned" and fields["incarnation"] > 0:
             found.append(Restart(f"relaunch as {fields['node']}", event["seq"], row["seen"], False))
     return found
@@ -242,7 +250,7 @@ def needless(found: Sequence[Restart], strikes: Sequence[Strike]) -> list[str]:
         fitting = [
             (one.end + _window_s(one, restart, strikes), one.number)
             for one in strikes
-            if left[one.number][column] and one.start <= restart.seen + SLACK_S
+            if (left[one.number][column] > 0 or _took_store(one, restart)) and one.start <= restart.seen + SLACK_S
         ]
         fitting = [one for one in fitting if restart.seen <= one[0]]
         if fitting:
@@ -260,7 +268,11 @@ def _window_s(strike: Strike, restart: Restart, strikes: Sequence[Strike]) -> fl
         for one in strikes
         if one.kind in HIDES and one.end > strike.start and one.start < restart.seen
     )
-    return allowed(strike).within_s + hidden
+    return (HUNG_S + SLACK_S if _took_store(strike, restart) else allowed(strike).within_s) + hidden
+
+
+def _took_store(strike: Strike, restart: Restart) -> bool:
+    return restart.storeless and strike.target == "dlrover-keeper" and strike.kind in {"kill", "stop"}
 
 
 # ---- outages

@@ -182,6 +182,30 @@ def test_a_restart_that_nothing_explains(folder: Folder) -> None:
     assert not witness.needless([restart(1010.0)], [strike("kill", "worker", 1000.0)])
 
 
+def test_a_store_that_died_before_its_world_had_formed(folder: Folder) -> None:
+    """Only then a keeper's end explains a new world: ranks have met before, and need it no more."""
+    keeper, worker = strike("kill", "dlrover-keeper", 1000.0), strike("kill", "worker", 1000.0)._replace(number=2)
+    assert witness.needless([restart(1001.0)], [keeper])
+    assert not witness.needless([restart(1001.0)._replace(storeless=True)], [keeper])
+    assert witness.needless([restart(1010.0)._replace(storeless=True)], [keeper])
+    both = [restart(1001.0), restart(1002.0)._replace(storeless=True)]
+    assert not witness.needless(both, [keeper, worker])
+    died = {
+        "generation": 2,
+        "step": -1,
+        "error": "the store 127.0.0.1:9 died before the world had formed; workers were killed",
+    }
+    rows = [
+        folder.event("WorkerExited", seen=1.0, **died),
+        folder.event("WorldFormed", seen=2.0, generation=3, reason="x"),
+        folder.event("WorkerExited", seen=3.0, **{**died, "generation": 3, "step": 7}),
+        folder.event("WorldFormed", seen=4.0, generation=4, reason="x"),
+    ]
+    for number, row in enumerate(rows):
+        row["event"]["seq"] = number
+    assert [one.storeless for one in witness.restarts(rows)] == [True, False]
+
+
 def test_a_relaunch_that_nothing_explains(folder: Folder) -> None:
     """A killed worker explains no new node; a killed agent does."""
     folder.events.insert(4, folder.event("NodePlanned", node="worker-0-1", incarnation=1, seen=folder.killed_at + 1.0))
