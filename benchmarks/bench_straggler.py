@@ -87,8 +87,8 @@ def named(ranks: list[Costs], first_step: int, paces: Paces, nodes: list[NodePac
             stands = stands or node._ranks[0].changes.slow is not None
         if stands:
             for rank, node in enumerate(nodes):
-                paces.heard(NAMES[rank], 1, node.beat(rank), LossBeat())
-            for found in paces.findings(WORLDS, set(), step * STEP_S):
+                paces.take(NAMES[rank], 1, node.beat(rank), LossBeat())
+            for found in paces.compared(WORLDS, set(), step * STEP_S):
                 if isinstance(found, NoteSlow):
                     yield step, found.rank
 

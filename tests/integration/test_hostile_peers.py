@@ -660,22 +660,24 @@ def test_the_newest_and_the_last_version_are_served(tmp_path: Path) -> None:
         async with house(tmp_path) as here:
             dialer = HttpDialer(TOKEN)
             answers: dict[int, Message] = {}
-            for version in (0, messages.VERSION + 1, 1):
+            oldest = messages.OLDEST_VERSION
+            for version in (0, oldest - 1, messages.VERSION + 1, oldest):
                 connection = await dialer.connect(here.address)
                 # As long as the first version's was.
                 await connection.send(msgpack.packb((1, (version, "run-1", "guest-0-0", 9, 0, 0))))
                 answers[version] = messages.decode(await connection.receive())
                 await connection.close()
             await dialer.close()
-            for version in (0, messages.VERSION + 1):
+            for version in (0, oldest - 1, messages.VERSION + 1):
                 goodbye = answers[version]
                 assert isinstance(goodbye, Goodbye)
-                assert f"protocol {version} is not served here: 1 to {messages.VERSION} are" in goodbye.reason
-            welcome = answers[1]
+                assert f"protocol {version} is not served here: {oldest} to {messages.VERSION} are" in goodbye.reason
+                assert "install dlrover-core" in goodbye.reason
+            welcome = answers[oldest]
             assert isinstance(welcome, Welcome)
-            assert welcome.version == 1
+            assert welcome.version == oldest
             told = [line for line in here.lines("agent turned away") if "level=warning" in line]
-            assert len(told) == 2
+            assert len(told) == 3
 
     run(story)
 
