@@ -25,13 +25,13 @@ def test_a_limit_of_processes_is_told_in_a_line(
 ) -> None:
     """Both by `dlrover` and by `dlrover-run`."""
 
-    def fail(_: object) -> int:
+    def _execute_child(_: object) -> int:  # as in subprocess
         raise error
 
-    assert main._guarded(argparse.Namespace(command="master", run=fail)) == usage.EX_LIMITED
+    assert main._guarded(argparse.Namespace(command="master", run=_execute_child)) == usage.EX_LIMITED
     assert capsys.readouterr().err.startswith(f"dlrover master: {said}")
-    monkeypatch.setattr(run, "_run", fail)
-    assert run.main(["train.py"]) == run.EX_SOFTWARE
+    monkeypatch.setattr(run, "_run", _execute_child)
+    assert run.main(["train.py"]) == usage.EX_LIMITED
     assert f"dlrover-run: {said}" in capsys.readouterr().err
 
 
@@ -41,6 +41,12 @@ def test_other_errors_stay_what_they_are() -> None:
     def fail(_: object) -> int:
         raise RuntimeError("a loop that is closed")
 
+    def write() -> None:
+        raise BlockingIOError(errno.EAGAIN, "write could not complete without blocking")
+
     assert not usage.limit(BlockingIOError(errno.EINPROGRESS, "in progress"))
+    with pytest.raises(BlockingIOError) as caught:
+        write()  # to a terminal that somebody has made non-blocking
+    assert not usage.limit(caught.value)
     with pytest.raises(RuntimeError, match="a loop"):
         main._guarded(argparse.Namespace(command="master", run=fail))

@@ -365,6 +365,25 @@ def test_an_older_master_serves_us() -> None:
     virtual_loop.run(story())
 
 
+def test_an_older_master_that_was_upgraded_is_greeted_in_our_version() -> None:
+    """At the same address: what was said to the old one is not said for ever."""
+
+    async def story() -> None:
+        stage = Stage()
+        running = await stage.run()
+        connection = await stage.greeted()
+        await connection.send(encode(WELCOME, OLD))
+        await connection.close()
+        again = await stage.connections.get()
+        kind, fields = readable(await again.receive())
+        assert (kind, fields[0]) == (1, messages.VERSION)
+        stage.agent.leave("enough")
+        await again.send(encode(Goodbye("go", leave=True)))
+        await running
+
+    virtual_loop.run(story())
+
+
 def _works() -> Order:
     return ordering(Order(False, "", 0), generation=1, nproc=1, world_size=1, nodes=1, store="h:1", committed=4)
 

@@ -19,6 +19,7 @@ from dlrover_core.job import checkpoints, job, nodes, scaling, waiting, world
 from dlrover_core.job.health import ReportCheck
 from dlrover_core.job.state import CODEC
 from dlrover_core.job.waiting import Wait
+from dlrover_core.kernel.engine import Tick
 from dlrover_core.logs.sqlite import SqliteLog
 from dlrover_core.rules import membership
 from dlrover_core.rules.model import MODEL
@@ -31,6 +32,29 @@ def why(drive: Drive) -> Wait | None:
         assert due is not None
         assert due <= found.until
     return found
+
+
+def test_every_deadline_leads_to_a_world_or_to_a_later_one() -> None:
+    """A pause ends before the last call: at its end nothing may form, and a master that looked then would look for ever."""
+    drive = Drive(nodes_min=2, nodes_max=4, nproc=1, max_restarts=100)
+    for number in range(4):
+        drive.join(f"worker-{number}-0")
+    for number in range(8):
+        if drive.members:
+            drive.now += SECOND // 10
+            for member in drive.members:
+                drive.offer(member)
+            drive.exit(drive.members[number % 4], number % 4, 1)
+    assert not drive.members, "the program fails at once: a pause"
+    drive.observe("worker-3-0", "gone")
+    looks = 0
+    while not drive.members:
+        due = MODEL.due(drive.state)
+        assert due is not None
+        assert due > drive.now, "a deadline that is over"
+        drive.now, looks = due, looks + 1
+        drive.do(Tick())
+    assert looks < 5
 
 
 def suspended() -> Drive:

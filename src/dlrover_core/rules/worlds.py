@@ -104,10 +104,19 @@ def grow(state: JobState, group: str, now: int) -> Iterator[Event]:
 
 
 def _due(state: JobState) -> int | None:
-    found = [membership.next_by_time(state, group, state.at) for group in membership.waiting_groups(state)]
-    times = [one.until if isinstance(one, Wait) else state.at for one in found]
+    times = [_due_in(state, group) for group in membership.waiting_groups(state)]
     times += [grow_at(state, group) for group in state.world.worlds if growable(state, group)]
     return min((at for at in times if at), default=None)
+
+
+def _due_in(state: JobState, group: str) -> int:
+    """When time alone lets a world form: after a pause a last call may still have to end; 0: never."""
+    at = state.at
+    while isinstance(found := membership.next_by_time(state, group, at), Wait):
+        if found.until <= at:
+            return 0
+        at = found.until
+    return at
 
 
 def _tick(state: JobState, now: int) -> Iterator[Event]:

@@ -79,7 +79,8 @@ class Greeter:
 
     async def greet(self, connection: Connection, hello: Hello, silence_s: float) -> Welcome | Goodbye:
         """Say ``hello``, and hear what the master answers. Raises `ConnectionLost` and `MalformedMessage`."""
-        version = self._older.get(connection.peer, hello.version)
+        # Once: it may have been upgraded when it is met again.
+        version = self._older.pop(connection.peer, hello.version)
         await connection.send(messages.encode(hello._replace(version=version)))
         first = messages.decode(await receive_within(connection, self._masters.answer_s(silence_s)))
         if not isinstance(first, Welcome | Goodbye):

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, RuntimeError) and not limit:
             raise
         print(f"dlrover-run: {limit or error}", file=sys.stderr)
-        return EX_SOFTWARE
+        return usage.EX_LIMITED if limit else EX_SOFTWARE
     except KeyboardInterrupt:  # before anything was started, or while the last words were said
         return 128 + signal.SIGINT
 

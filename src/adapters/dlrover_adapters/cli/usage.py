@@ -43,12 +43,21 @@ def say(prog: str, error: object) -> int:
 def limit(error: BaseException) -> str:
     """What to say where the system starts no more processes or threads; empty: ``error`` is another one."""
     thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
-    if not thread and not (isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN):
+    process = isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN and _starting(error)
+    if not thread and not process:
         return ""
     return (
         f"no {'thread' if thread else 'process'} can be started: a limit of processes is reached; "
         "see ulimit -u, and pids.max of the control group"
     )
+
+
+def _starting(error: BaseException) -> bool:
+    """Was it raised where a process is started? Pipes and sockets that take nothing now say the same."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is None or trace.tb_frame.f_code.co_name in {"_execute_child", "_fork", "_launch"}
 
 
 def meant(name: str, known: Iterable[str]) -> str:

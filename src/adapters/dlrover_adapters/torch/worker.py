@@ -167,10 +167,10 @@ def find(known: Iterable[str]) -> None:
         return
     with contextlib.suppress(Exception):
         look()
-        if not set(found()) & set(known):
-            for one in (look, *vars(isa).values()):
-                if hasattr(one, "cache_clear"):
-                    one.cache_clear()
+    if not set(found()) & set(known):
+        for one in (look, *vars(isa).values()):
+            if hasattr(one, "cache_clear"):
+                one.cache_clear()
     for variable in set(os.environ) - set(before):
         del os.environ[variable]
     os.environ.update(before)

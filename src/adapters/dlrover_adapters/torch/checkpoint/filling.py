@@ -279,7 +279,10 @@ def _beside(threads: int, work: Sequence[Callable[[], None]], used: Sequence[tor
             thread.join()
         raise
     if errors:
-        raise errors[0]
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # its traceback holds who holds the list, and so tensors
 
 
 # ---- from storage
