@@ -243,7 +243,7 @@ def order_of(message: Level, version: int = VERSION) -> Order:
     """The order in a `Level` of a master of ``version``. Raises `MalformedMessage`."""
     if version < VERSION:
         return version_4.order_of(message.order)
-    base, work, parts = checked(_Order, message.order)
+    base, work, parts = checked(_Order, message.order[:3])
     order = cast(Order, checked(Order, cast(Any, base)[:_BASE]))
     return order._replace(work=_known(Work, cast(Any, work)), parts=_parts_of(cast(Any, parts)))
 
