@@ -4,8 +4,8 @@ The incidents were made by somebody who had not seen our patterns, after public 
 installed libraries, a quarter of them by real processes. One half (`unseen`) was at first not shown to the patterns' writers. It
 is published since, and its misses were looked at: both halves are a regression set, and no sample of failures to come.
 
-- root cause: the signature named first is the labelled one, or one that the label accepts as well; beside it, by the label
-  alone. Guilty: the node or rank named is the labelled one.
+- root cause: the share of incidents whose first signature is the labelled one, or one that the label lists as also right. The
+  row beside it counts the labelled one alone. Guilty: the node or rank named is the labelled one.
 - wrong evictions: hosts that would be given up for what no host did (the negative controls), or another than the guilty one.
 - the peer is DLRover's rule: the exit code says the reason (247, OOMKilled: memory; 137, 143: killed; 1, 134: the program;
   201, 202, 14: hardware), node errors are codes looked for in the worker's last lines (`FAILURE_NODE_ERRORS`, here a

@@ -181,7 +181,7 @@ def _peer(result: Result, name: str, kind: str, state: Path, those: list[float])
 
 
 def main() -> int:
-    """Measure all three scripts, or those of ``--only``."""
+    """Measure the scripts: all three, or the one that ``--only`` names."""
     told = options(__doc__, 3, lambda parser: parser.add_argument("--only", choices=sorted(KINDS), action="append"))
     result = Result(
         "imports", f"torchrun, and {NVRX}; both with --monitor-interval 0.1 and 1 s between SIGTERM and SIGKILL"

@@ -205,8 +205,8 @@ def missed() -> str:
     ]
     verdicts = [row.verdict for row in every if row.verdict]
     open_ones = verdicts.count(NOT_DECIDED)
-    count = f"Of {len(verdicts)} targets {len(names)} are missed, {open_ones} are not decided"
-    return "\n".join([f"{count}: the noise is larger, or there was one trial.", *([""] * bool(names)), *names])
+    count = f"Targets: {len(verdicts)}. Missed: {len(names)}. Not decided: {open_ones}"
+    return "\n".join([f"{count}; the noise is larger there, or there was one trial.", *([""] * bool(names)), *names])
 
 
 def page(*, ages: bool = True) -> str:

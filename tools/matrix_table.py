@@ -52,7 +52,7 @@ def table() -> list[str]:
         *([f"{missing} {'are' if missing > 1 else 'is'} not run yet"] if missing else []),
     ]
     restored = f"{equal} of {len(cells())} runs restore the right state"
-    counted = ", ".join([restored, f"{refused} end with the refusal that is meant", *rest])
+    counted = ", ".join([restored, f"{refused} are refused, as they must be", *rest])
     return [
         f"{counted}. {compared:,} steps were compared with those of undisturbed runs, rank by rank.",
         "",

@@ -1,7 +1,7 @@
 """Numbers by which peers know what they say to each other: each is declared beside the class that it stands for.
 
-Numbers are append-only, as those of events are: a test pins them. Who has not loaded a class does not know its number, and cannot
-have a use for it.
+Numbers are append-only, as those of events are: a test pins them. A process knows the numbers of the classes that it has loaded,
+and needs no others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def command(number: int, since: int = 1) -> Callable[[C], C]:
 
 
 def part(number: int) -> Callable[[C], C]:
-    """Declare a NamedTuple as part ``number``. Every field has a default, which says nothing: absent and default are the same.
+    """Declare a NamedTuple as part ``number``. Every field has a default: a part of defaults means the same as no part.
 
     A part travels as its fields, or as the integers that its ``told`` gives and its ``of`` reads. Peers that do not know it
     skip it.

@@ -28,7 +28,7 @@ LOOK_S = 1.0
 """An agent that knows of one master looks this often whether it has learnt of another."""
 
 _NOT_SERVED = re.compile(r"an agent that speaks protocol \d+ is not served here: \d+ to (\d+) are")
-"""So masters refuse a version, from protocol 2 on; `Sessions` still says it in these words."""
+"""The words in which a master refuses a version. `Sessions` says them, too; masters of protocol 4 are read by them."""
 
 log = structlog.get_logger("dlrover.agent")
 

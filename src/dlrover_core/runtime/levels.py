@@ -34,7 +34,7 @@ class BeatSeen(NamedTuple):
 
 
 class Levels:
-    """One concern's ear, to derive from: as it stands it hears nothing."""
+    """Base class of a concern that takes in heartbeats. It ignores all of them itself."""
 
     def heard(self, state: JobState, node: str, beat: Beat) -> bool:
         """A heartbeat of a node. True: what follows from it is not to wait for the next look."""

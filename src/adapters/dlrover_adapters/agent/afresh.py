@@ -54,7 +54,7 @@ class ImportedAheadError(Exception):
 
 
 class Beginning:
-    """What a worker needs to begin again, kept until its first step. Make it before the worker's script runs.
+    """Keeps, until its first step, all that a worker needs to begin its script again. Make it before the script runs.
 
     ``fds``: stdout, stderr and step slot, as they came with the seat. Copies are kept: the script may redirect its own.
     """
@@ -111,7 +111,7 @@ def _say(words: str) -> None:
 
 
 def _end_children() -> None:
-    """What the script has started is started again. multiprocessing's servants end by themselves, and tidy up."""
+    """Kill the processes that the script has started: it starts them again. multiprocessing's own end by themselves."""
     started: set[int] = set()
     with contextlib.suppress(OSError):  # a kernel without CONFIG_PROC_CHILDREN: they end with the worker
         for task in os.listdir("/proc/self/task"):

@@ -43,10 +43,10 @@ class Framework(Protocol):
         """Modules that read the rank while they are imported, and that `reseed` puts right in a forked worker."""
 
     def found(self) -> tuple[str, ...]:
-        """What the library has found out about this host at some cost, in words; each process would find it out anew."""
+        """Facts about this host that were costly to find out, as words. Without `find` each process finds them out anew."""
 
     def find(self, known: Iterable[str]) -> None:
-        """Find it out in the zygote, for all workers, where workers did before. Keeps no answer that is not in ``known``."""
+        """Find the same facts out in the zygote, for all workers. A fact that is not in ``known`` is not kept."""
 
     def begin(
         self, launch: WorkersLaunch, rank: int, agent_socket: str, slot_fd: int, stepped: Callable[[], int]
@@ -57,7 +57,7 @@ class Framework(Protocol):
         """
 
     def has_peers(self) -> bool:
-        """Has this process joined others, so that they would wait in vain for one that begins its script again?"""
+        """Whether this process has joined other ranks. If it began its script again, they would wait for it in vain."""
 
     def record_error(self, error: BaseException) -> None:
         """Write the framework's error file for an exception that nobody caught, unless there is one already."""

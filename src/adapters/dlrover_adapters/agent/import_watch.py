@@ -142,7 +142,7 @@ class ImportWatch:
                 self.spent_ns += time.monotonic_ns() - self._began_ns
 
     def _look_around(self, now: int) -> None:
-        """What has the script done, since its last import, that this one may see and the zygote would not?
+        """Look for what the script did since its last import that would make the next import differ in the zygote.
 
         ``now``: modules that are there.
         """

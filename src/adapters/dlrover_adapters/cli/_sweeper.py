@@ -38,7 +38,7 @@ def main(pipe: int, folder: str, mark: str, cgroups: str, group: str, *roofs: st
 
 
 def elsewhere(run: str, roofs: tuple[str, ...]) -> list[str]:
-    """What a run's nodes have outside its folder: `run_folders.private_folder` names it after the run."""
+    """The folders of a run's nodes that lie outside the run's folder. `run_folders.private_folder` names them after the run."""
     found = []
     for roof in roofs if run.isalnum() else ():
         with contextlib.suppress(OSError):

@@ -42,7 +42,8 @@ afterwards:
 
 exit status: 0 the job succeeded; 1 it failed (the root cause is printed first), or its last checkpoint that was due
   is not on storage; 2 wrong usage;
-  70 no master could run; 93 it failed for want of progress, cycle after cycle; 130 stopped by Ctrl-C; 143 by SIGTERM;
+  70 no master could run; 75 a limit of processes is reached;
+  93 it failed for want of progress, cycle after cycle; 130 stopped by Ctrl-C; 143 by SIGTERM;
   128 + N by signal N
 
 Ctrl-C: once, and the workers get SIGINT and stop_grace_s (30 s) to end; twice, and they are killed.

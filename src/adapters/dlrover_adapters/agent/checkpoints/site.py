@@ -65,12 +65,12 @@ class Site:
 
     @property
     def keep(self) -> Keep:
-        """What it says of states."""
+        """The part of the order that is about checkpoints."""
         return self.desk.order.part(Keep)
 
     @property
     def everywhere(self) -> Everywhere:
-        """What the leader says of all nodes together."""
+        """The newest steps that all nodes have, as the leader last said."""
         return self.desk.heard(Everywhere)
 
     @property
