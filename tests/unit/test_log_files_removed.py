@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -179,5 +180,27 @@ def test_wait_for_a_lock_file_that_is_replaced(tmp_path: Path) -> None:
             second = await waiting
             assert isinstance(second._lock, JobLock)
             assert second._lock.intact()
+
+    run(story())
+
+
+def test_cancelled_wait_makes_no_file(tmp_path: Path) -> None:
+    """A wait that was cancelled outlives its log in a thread; who then removes the directory finds nothing made anew in it."""
+
+    async def story() -> None:
+        folder = tmp_path / "state"
+        async with opened(folder / "log.db") as log:
+            await log.lead(JOB, "a")
+            async with opened(folder / "log.db") as other:
+                waiting = asyncio.ensure_future(other.lead(JOB, "b"))
+                await stood_by(log)
+                waits = [thread for thread in threading.enumerate() if thread.name.startswith("dlrover-lock ")]
+                waiting.cancel()
+                await asyncio.wait([waiting])
+            shutil.rmtree(folder)  # the lock is held still: the thread finds its file gone when it is woken
+        assert waits
+        for thread in waits:
+            thread.join(10)
+        assert not folder.exists()
 
     run(story())

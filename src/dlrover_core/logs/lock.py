@@ -114,7 +114,7 @@ def read_mark(path: Path) -> Mark | None:
 
 def try_take(path: Path) -> JobLock | None:
     """The lock, if it is free now."""
-    return _take(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return _take(path, fcntl.LOCK_EX | fcntl.LOCK_NB, _Wanted())
 
 
 def take_now(path: Path) -> JobLock | None:
@@ -133,18 +133,20 @@ async def wait_take(path: Path) -> JobLock:
     """The lock, as soon as its holder lets go or dies. Raises `LogUnavailable` where there can be no lock file.
 
     The wait blocks a daemon thread, for flock has no other doorbell. A cancelled wait leaves the thread behind, for nothing
-    can wake it; it lets go as soon as it gets the lock.
+    can wake it; it lets go as soon as it gets the lock, and makes no file any more.
     """
     loop = asyncio.get_running_loop()
     granted: asyncio.Future[JobLock] = loop.create_future()
+    wanted = _Wanted()
 
     def block() -> None:
         try:
-            lock = _take(path, fcntl.LOCK_EX)
+            lock = _take(path, fcntl.LOCK_EX, wanted)
         except OSError as error:
             outcome: JobLock | OSError = error
         else:
-            assert lock is not None, "a blocking flock returned without the lock"
+            if lock is None:
+                return
             outcome = lock
         try:
             loop.call_soon_threadsafe(deliver, outcome)
@@ -165,16 +167,39 @@ async def wait_take(path: Path) -> JobLock:
     try:
         return await granted
     except asyncio.CancelledError:
+        wanted.end()
         # Granted and cancelled in the same turn of the loop: nobody else would ever release it.
         if granted.done() and not granted.cancelled() and granted.exception() is None:
             granted.result().release()
         raise
 
 
-def _take(path: Path, how: int) -> JobLock | None:
+class _Wanted:
+    """Does anybody still wait for the lock? Once `end` has returned, the waiting thread makes no directory and no file."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._wanted = True
+
+    def end(self) -> None:
+        """Nobody waits any more."""
+        with self._guard:
+            self._wanted = False
+
+    def open(self, path: Path) -> int | None:
+        """The lock file, made where it was removed while we waited; None where nobody waits."""
+        with self._guard:
+            if not self._wanted:
+                return None
+            make_dirs(path.parent)
+            return _register(private_file(path, os.O_RDWR))
+
+
+def _take(path: Path, how: int, wanted: _Wanted) -> JobLock | None:
     while True:
-        make_dirs(path.parent)  # it may have been removed while we waited
-        fd = _register(private_file(path, os.O_RDWR))
+        fd = wanted.open(path)
+        if fd is None:
+            return None
         try:
             fcntl.flock(fd, how)
         except BlockingIOError:
