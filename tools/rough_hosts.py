@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -221,8 +222,11 @@ class ThreeHosts:
         found = []
         for one in self.services():
             assert one.host.process is not None
-            # Killed ones were killed by strikes; whoever ended otherwise should not have.
-            statuses = [*(each for each in one.statuses if each != -9), one.host.process.returncode]
+            # Killed ones were killed by strikes; one that began while its etcd did not answer said so, and was started again.
+            statuses = [
+                *(each for each in one.statuses if each not in (-9, os.EX_TEMPFAIL)),
+                one.host.process.returncode,
+            ]
             found += [{"what": f"{one.program} on host {one.host.name}", "status": each} for each in statuses]
         return found
 

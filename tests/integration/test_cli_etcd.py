@@ -288,7 +288,8 @@ def test_a_password_changed_under_a_job_does_not_end_it(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_right_is_told(tmp_path: Path) -> None:
     """The wrong CA, the wrong password: by every command, with the part that is wrong, and without the password.
 
-    Where nobody is there `status` says it of log and masters, and `--follow` does not wait for what may be a wrong URL.
+    Where nobody is there `status` says it of log and masters, and `--follow` does not wait for what may be a wrong URL; a job
+    that would begin then ends with the status of what may be tried again.
     """
     with Cluster(tls=True, user="root", password="correct-horse") as etcd:
         assert etcd.certificates is not None
@@ -312,14 +313,18 @@ def test_a_log_that_cannot_be_right_is_told(tmp_path: Path) -> None:
             ("stop", "many", "--log", wrong_password): "password",
         }
         asked = [*wrong, ("status", *nowhere, "--master", "127.0.0.1:1"), ("events", "--follow", *nowhere)]
+        (tmp_path / "later").mkdir()
         with (
             ThreadPoolExecutor(len(asked)) as pool,
             Job(tmp_path, "--log", wrong_password, *QUICK_END, STEPS) as job,
+            Job(tmp_path / "later", "--log", nowhere[2], *QUICK_END, STEPS) as later,
         ):
             *refused, status, events = pool.map(lambda words: dlrover(*words), asked)
             assert job.ended() == 2
             assert "password" in job.said()
             assert "battery-staple" not in job.said()
+            assert later.ended() == os.EX_TEMPFAIL  # a service manager may try again
+            assert later.said().splitlines()[-1].startswith("dlrover-run: log: etcd does not answer at ")
         for done, word in zip(refused, wrong.values(), strict=True):
             assert done.returncode in (2, 4), done.stderr
             assert word in done.stderr

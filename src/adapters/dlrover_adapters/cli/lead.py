@@ -24,7 +24,7 @@ from dlrover_adapters.cli.standing import Standing
 from dlrover_adapters.cli.supervisor import MastersFailed, Nodes, Supervisor, watch
 from dlrover_adapters.http.token import kept
 from dlrover_core.diagnosis.ladder import NO_PROGRESS
-from dlrover_core.errors import CoreError, LogFull, LogUnavailable, NotLeading, SpecError, TokenRefused
+from dlrover_core.errors import CoreError, LogError, LogFull, LogUnavailable, NotLeading, SpecError, TokenRefused
 from dlrover_core.job.state import fold
 from dlrover_core.kernel.log import EventLog, LeaderInfo, Leadership
 from dlrover_core.logs import open_log
@@ -130,7 +130,9 @@ def to_handle(settings: Settings) -> list[signal.Signals]:
 
 
 async def probed(settings: Settings) -> Settings:
-    """Lead the job for a moment: what keeps masters from leading it is told before anything is started. Raises `SpecError`.
+    """Lead the job for a moment: what keeps masters from leading it is told before anything is started.
+
+    Raises `SpecError`, and `LogUnavailable` where the servers of a log do not answer now.
 
     Returned are the settings, with the run to continue where a joining job of this very spec is alive in the log. In a shared
     log, that run has begun by then, whoever's it is (`settle`).
@@ -152,10 +154,18 @@ async def probed(settings: Settings) -> Settings:
                 return await settle.taken_up(settings, event_log, lead) or _refuse(settings, "another launcher")
             await lead.resign()
             return settings
-    except (LogUnavailable, LogFull) as error:
-        raise SpecError(
-            "log", f"{error} ({shown(settings.log)}); name another place with --log or --state-dir"
-        ) from error
+    except LogUnavailable as error:
+        if not settings.log.startswith(
+            "sqlite:"
+        ):  # its servers, or the network to them: the same line may succeed later
+            raise LogUnavailable(f"log: {error} ({shown(settings.log)})") from error
+        raise _elsewhere(settings, error) from error
+    except LogFull as error:
+        raise _elsewhere(settings, error) from error
+
+
+def _elsewhere(settings: Settings, error: LogError) -> SpecError:
+    return SpecError("log", f"{error} ({shown(settings.log)}); name another place with --log or --state-dir")
 
 
 async def check_token(settings: Settings, token: str, encryption: ssl.SSLContext | None) -> None:

@@ -56,7 +56,7 @@ EXIT_CODES = f"""exit codes:
   {REFUSED:<3}  refused: as the job stands, it cannot do what was asked
   {NO_MASTER:<3}  no master leads the job, or it cannot be asked: network, token
   {LATE:<3}  asked, but not so within --timeout
-  {usage.EX_LIMITED:<3}  no process or thread can be started: a limit is reached
+  {usage.EX_LATER:<3}  no process or thread can be started: a limit is reached
   {INTERRUPTED:<3}  interrupted by Ctrl-C
   {PIPE_CLOSED:<3}  the reader of our output went away"""
 
@@ -221,7 +221,7 @@ def _guarded(args: argparse.Namespace) -> int:
         limit = usage.limit(error)
         if not limit:
             raise
-        return _say(args, limit, usage.EX_LIMITED)
+        return _say(args, limit, usage.EX_LATER)
     except CoreError as error:
         return _say(
             args,

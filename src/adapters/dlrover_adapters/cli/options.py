@@ -41,8 +41,8 @@ afterwards:
   dlrover explain JOB     why, down to the first evidence
 
 exit status: 0 the job succeeded; 1 it failed (the root cause is printed first), or its last checkpoint that was due
-  is not on storage; 2 wrong usage;
-  70 no master could run; 75 a limit of processes is reached;
+  is not on storage; 2 wrong usage; 70 no master could run;
+  75 nothing was started, and it may be later: the log's servers do not answer, or a limit of processes is reached;
   93 it failed for want of progress, cycle after cycle; 130 stopped by Ctrl-C; 143 by SIGTERM;
   128 + N by signal N
 

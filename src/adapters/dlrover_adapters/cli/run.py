@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dlrover_adapters.cli import before, usage
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli.torchrun_flags import Options
-from dlrover_core.errors import CoreError, SpecError
+from dlrover_core.errors import CoreError, LogUnavailable, SpecError
 
 if TYPE_CHECKING:
     from dlrover_adapters.cli.meeting import Meeting
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, RuntimeError) and not limit:
             raise
         print(f"dlrover-run: {limit or error}", file=sys.stderr)
-        return usage.EX_LIMITED if limit else EX_SOFTWARE
+        return usage.EX_LATER if limit or isinstance(error, LogUnavailable) else EX_SOFTWARE
     except KeyboardInterrupt:  # before anything was started, or while the last words were said
         return 128 + signal.SIGINT
 

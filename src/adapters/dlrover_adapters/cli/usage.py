@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 EX_USAGE = 2
-EX_LIMITED = 75
+EX_LATER = 75
 """sysexits.h's EX_TEMPFAIL: the same may well succeed later."""
 LINE_CHARS_MAX = 2000
 _UNKNOWN = "unrecognized arguments: "
