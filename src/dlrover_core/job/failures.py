@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import CASC, ERROR, EXIT, LOG, NODE, OPENING, PLAT, Evidence
-from dlrover_core.job import evidence, incident_lifecycle, job, nodes, older, progress, world
+from dlrover_core.job import evidence, incident_lifecycle, job, nodes, progress, upcasts, world
 from dlrover_core.job.crash_loops import Cycles
 from dlrover_core.job.evidence import Spent
 from dlrover_core.job.incident_lifecycle import Action
@@ -38,7 +38,7 @@ ASIDE = evidence.ASIDE
 SERVED_S = 3600.0
 
 
-@event(60, version=2, upcast={1: older.exit_1})
+@event(60, version=2, upcast={1: upcasts.exit_1})
 class WorkerExited(NamedTuple):
     """A worker is dead. ``exit_code`` negative: a signal; ``tail``: its last lines; ``error``: its error file's message.
 
@@ -98,7 +98,7 @@ class Diagnosed(NamedTuple):
     budget: str = ""
 
 
-@event(63, version=2, upcast={1: older.action_1})
+@event(63, version=2, upcast={1: upcasts.action_1})
 class ActionChosen(NamedTuple):
     """What is done about it, by which rule, and what is left of the budget it draws on.
 
@@ -294,7 +294,7 @@ def _note_node(slice_: FailureSlice, fact: nodes.NodeFailed | nodes.NodeGone | n
     how = {nodes.NodeFailed: "failed", nodes.NodeGone: "gone", nodes.NodeLost: "lost"}[type(fact)]
     code = fact.exit_code if isinstance(fact, nodes.NodeFailed) else 0
     text = f"{how}: {fact.reason}" if fact.reason else how
-    verdict = older.node_death(how, code, fact.reason)
+    verdict = upcasts.node_death(how, code, fact.reason)
     death = Evidence(record.seq, record.at, fact.node, -1, code, -1, text, *verdict, NODE)
     _note(slice_, death, slice_.unmended(group_of(fact.node)), record.cause)
 
@@ -316,7 +316,7 @@ def _note(slice_: FailureSlice, death: Evidence, incident: Incident | None, caus
     earliest = min(incident.cause.at, death.at)
     # The cause may change with new evidence; when it began to hurt does not.
     if not incident.why:
-        incident.cause = older.root((incident.cause, death))
+        incident.cause = upcasts.root((incident.cause, death))
     incident.cause = incident.cause._replace(at=earliest)
     incident.step = max(incident.step, death.step)
     _remember(incident, death)
