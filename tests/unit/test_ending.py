@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlrover_adapters.cli.ending import OTHERS_MAX, TAIL_LINES_MAX, Kept, words
 from dlrover_core.job import job
-from dlrover_core.job.failures import ReportExit
+from dlrover_core.job.incidents import ReportExit
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing.life import Life
 
