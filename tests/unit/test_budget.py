@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from drive import Drive
 
-from dlrover_core.job import budget, nodes, world
+from dlrover_core.job import budgets, nodes, world
 from dlrover_core.kernel.engine import Accepted, NotDone
 from dlrover_core.rules.desired import desired
 
@@ -14,7 +14,7 @@ WITHOUT_END = 1_000_000_000
 def _spent(node: str, **settings: int) -> Drive:
     """A job whose own budgets are without end, and a node that has no restarts left."""
     drive = Drive(nproc=1, max_restarts=WITHOUT_END, relaunch_max=WITHOUT_END, **settings).up()
-    assert isinstance(drive.do(budget.SpendRestarts(node, drive.world.generation)), Accepted)
+    assert isinstance(drive.do(budgets.SpendRestarts(node, drive.world.generation)), Accepted)
     assert drive.names() == ["RestartsSpent"]
     return drive
 
@@ -60,7 +60,7 @@ def test_the_others_go_on_where_they_are_enough() -> None:
 def test_it_is_said_once_and_a_new_run_knows_nothing_of_it() -> None:
     """Saying it again is refused."""
     drive = _spent("worker-1-0")
-    assert isinstance(drive.do(budget.SpendRestarts("worker-1-0", 1)), NotDone)
-    assert isinstance(drive.do(budget.SpendRestarts("stranger-0-0", 1)), NotDone)
+    assert isinstance(drive.do(budgets.SpendRestarts("worker-1-0", 1)), NotDone)
+    assert isinstance(drive.do(budgets.SpendRestarts("stranger-0-0", 1)), NotDone)
     drive.take_over()
-    assert drive.state.budget.spent == ["worker-1-0"]
+    assert drive.state.budgets.spent == ["worker-1-0"]

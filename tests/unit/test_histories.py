@@ -241,7 +241,7 @@ def test_the_story_of_what_was_saved(hashes: dict[str, Any]) -> None:
     assert kept.committed == [(1, 10), (1, 26)]
     assert kept.order is not None
     assert (kept.order.generation, kept.order.step, kept.order.writers) == (2, 40, {"worker-0-0": (0, 1)})
-    assert (state.checkpoints.failing, state.checkpoints.incidents) == ({}, 2)
+    assert (state.checkpoints.failing, state.checkpoints.failures) == ({}, 2)
     assert list(state.checkpoints.replicas) == ["worker-0-0"]
     assert (state.world.worlds["worker"].generation, state.world.worlds["worker"].resume_step) == (3, 40)
     assert kept.restored == ["worker-0-0"]

@@ -14,7 +14,7 @@ from typing import Any
 from dlrover_core.diagnosis import ladder
 from dlrover_core.history.plain import fields_of
 from dlrover_core.job import (
-    budget,
+    budgets,
     checkpoints,
     evidence,
     health,
@@ -377,7 +377,7 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     world.StoreWithdrawn: lambda fact: f"{fact.node} has lost its store at {fact.address}",
     incidents.WorkerExited: _exited,
     incidents.IncidentOpened: _opened,
-    budget.RestartsSpent: lambda fact: (
+    budgets.RestartsSpent: lambda fact: (
         f"{fact.node}: whoever starts its workers has no restarts left (generation {fact.generation})"
     ),
     evidence.EvidenceSeen: _seen,

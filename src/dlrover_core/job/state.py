@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dlrover_core.job import (
-    budget,
+    budgets,
     checkpoints,
     evidence,
     hangs,
@@ -43,7 +43,7 @@ class JobState(BaseState):
     progress: progress.ProgressSlice = kept(progress.ProgressSlice, progress.FACTS)
     pace: pace.PaceSlice = kept(pace.PaceSlice, pace.FACTS)
     hangs: hangs.HangSlice = kept(hangs.HangSlice, hangs.FACTS)
-    budget: budget.BudgetSlice = kept(budget.BudgetSlice, budget.FACTS)
+    budgets: budgets.BudgetSlice = kept(budgets.BudgetSlice, budgets.FACTS)
     health: health.HealthSlice = kept(health.HealthSlice, health.FACTS)
     laggards: laggards.LaggardSlice = kept(laggards.LaggardSlice, laggards.FACTS)
     planning: planning.PlanningSlice = kept(planning.PlanningSlice, planning.FACTS)

@@ -73,9 +73,9 @@ def context_of(state: JobState, incident: Incident, node: str, rules: Policy, *,
     """What the ladder knows of the job."""
     spec, known, place = state.job.spec, state.incidents, node.rsplit("-", 1)[0]
     group = spec.group(group_of(node))
-    cycles, spent = known.of(group.name), not {node, incident.node}.isdisjoint(state.budget.spent)
+    cycles, spent = known.of(group.name), not {node, incident.node}.isdisjoint(state.budgets.spent)
     if dead:
-        spent = node in state.budget.spent
+        spent = node in state.budgets.spent
     return Context(
         restarts=0 if spent else spec.max_restarts - known.restarts,
         software=rules.software_per_hour - known.software_used(state.at),

@@ -197,5 +197,5 @@ def _linger_us(state: JobState, group: str) -> int:
     Torch's elastic agent sums up the failures of its own workers only where they died by themselves: it too gets the moment.
     """
     incident = state.incidents.unmended(group)
-    knows = incident is None or not incident.held or (incident.cause.verdict != CASC and not state.budget.spent)
+    knows = incident is None or not incident.held or (incident.cause.verdict != CASC and not state.budgets.spent)
     return 0 if knows else us(state.job.spec.linger_s)

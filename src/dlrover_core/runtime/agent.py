@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from dlrover_core.errors import ConnectionLost, LaunchFailed, MalformedMessage, TokenRefused
-from dlrover_core.job import budget, incidents, nodes, progress, scaling, world
+from dlrover_core.job import budgets, incidents, nodes, progress, scaling, world
 from dlrover_core.job.orders import Order
 from dlrover_core.kernel.wire import since
 from dlrover_core.runtime import messages
@@ -344,7 +344,7 @@ class Agent:
         if gone.asked and not gone.error:
             return
         if gone.last:
-            self._outbox.add(budget.SpendRestarts(self.node, gone.generation))
+            self._outbox.add(budgets.SpendRestarts(self.node, gone.generation))
         age = max(0, int(asyncio.get_running_loop().time() * SECOND_US) - gone.died_us)
         told = incidents.ReportExit(
             self.node,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import OPENING, PLAT
-from dlrover_core.job import budget, evidence, hosts, incidents, job, names, nodes, planning, progress, world
+from dlrover_core.job import budgets, evidence, hosts, incidents, job, names, nodes, planning, progress, world
 from dlrover_core.job.crash_loops import AT_ONCE, EARLY_S, FIRST_PAUSE_S
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import STRANGERS_MAX, UNANSWERED_MAX
@@ -194,7 +194,7 @@ class Budgets(Promise):
         for kept in (self._restarted, self._charged, self._relaunched, self._spent):
             kept.clear()
 
-    def _say_spent(self, _state: JobState, fact: budget.RestartsSpent, _record: Record) -> None:
+    def _say_spent(self, _state: JobState, fact: budgets.RestartsSpent, _record: Record) -> None:
         self._spent.add(fact.node)
 
     def _chosen(self, state: JobState, fact: incidents.ActionChosen, record: Record) -> None:
@@ -251,7 +251,7 @@ class Budgets(Promise):
 
     looks: ClassVar[Mapping[type, Look]] = {
         job.JobCreated: _created,
-        budget.RestartsSpent: _say_spent,
+        budgets.RestartsSpent: _say_spent,
         incidents.Diagnosed: _judged,
         incidents.ActionChosen: _chosen,
         incidents.IncidentClosed: _closed,
