@@ -10,7 +10,7 @@ import pytest
 
 from dlrover_core.checkpoint.cadence import daly_s, young_s
 from dlrover_core.errors import PlanError
-from dlrover_core.sim import completion, datasets, policies, restart_all
+from dlrover_core.sim import datasets, policies, restart_all
 from dlrover_core.sim.constants import ASSUMED, CHOSEN, MEASURED, MEASURED_FILE, Constants
 from dlrover_core.sim.faults import ENGINE, Fault
 from dlrover_core.sim.scenario import Plan, Scenario
@@ -226,7 +226,9 @@ def test_two_policies_meet_the_same_failures() -> None:
 
 def test_the_ladder_completes_what_a_restart_can_cure() -> None:
     """Of Acme's jobs all that hardware or a network fails get through, none whose program is wrong; without us none of either."""
-    told = completion.completion(datasets.ACME, 60, 1, Constants.default())
+    from tools.completion import completion
+
+    told = completion(datasets.ACME, 60, 1, Constants.default())
     assert told.without < told.ladder < 1.0
     assert told.cured == {"network": (2, 2), "software": (1, 1), "user": (21, 0)}
     assert told.without == pytest.approx(1 - (2 + 1 + 21) / 60)
