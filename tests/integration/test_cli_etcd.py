@@ -167,7 +167,7 @@ def test_masters_of_three_hosts_lead_one_after_the_other(hosts: Hosts) -> None:
     events = [one.event for one in records(hosts.url)]
     assert sum(isinstance(one, JobCreated) for one in events) == 1
     assert hosts.state().world.worlds["worker"].generation == began.world.worlds["worker"].generation == 1
-    assert hosts.state().failures.number == 0
+    assert hosts.state().incidents.number == 0
     assert [one.left() for one in (*hosts.masters, *hosts.trainers)] == [[]] * 5
 
 

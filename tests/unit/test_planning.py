@@ -11,7 +11,7 @@ from orders import Told
 
 from dlrover_core.history import render, status_of
 from dlrover_core.history.plain import plain
-from dlrover_core.job import checkpoints, failures, health, job, nodes, planning, progress, scaling, world
+from dlrover_core.job import checkpoints, health, incidents, job, nodes, planning, progress, scaling, world
 from dlrover_core.job.hangs import HangSuspected, NoteStall
 from dlrover_core.job.orders import Order
 from dlrover_core.job.planning import Boundary
@@ -147,7 +147,7 @@ def test_a_growth_stops_nobody_before_everybody_waits_at_the_boundary() -> None:
     assert drive.members == ["worker-0-0", "worker-1-0", "worker-2-0", "worker-3-0"]
     assert drive.facts(world.WorldDissolved)[-1].planned
     assert not drive.planned
-    assert drive.state.failures.number == 0
+    assert drive.state.incidents.number == 0
 
 
 def test_newcomers_are_taken_together() -> None:
@@ -305,7 +305,7 @@ def test_a_failure_takes_in_who_is_there() -> None:
     drive.exit("worker-1-0", 1)
     assert len(drive.members) == 4
     assert not drive.planned
-    assert drive.state.failures.number == 1
+    assert drive.state.incidents.number == 1
 
 
 def test_a_member_that_dies_at_the_boundary_ends_the_plan() -> None:
@@ -381,7 +381,7 @@ def test_a_drain_plans_the_successor_first() -> None:
     drive.trains(31)
     assert order(drive, "worker-1-0").leave
     assert order(drive, "worker-1-0").outcome == nodes.DRAINED
-    assert drive.state.failures.number == 0
+    assert drive.state.incidents.number == 0
     assert not drive.state.planning.leaving
 
 
@@ -447,7 +447,7 @@ def test_a_drain_is_forced_at_its_deadline() -> None:
     assert order(drive, "worker-1-0").outcome == nodes.DRAINED
     assert drive.facts(world.WorldDissolved)[-1].planned
     assert drive.members == ["worker-0-0", "worker-1-1"]
-    assert drive.state.failures.number == 0
+    assert drive.state.incidents.number == 0
 
 
 def test_a_forced_drain_without_a_successor_waits_for_it() -> None:
@@ -804,7 +804,7 @@ def test_the_end_of_the_first_step_is_the_end_of_who_left() -> None:
     assert order(drive, "worker-1-0").leave
     assert drive.world.active
     assert not drive.facts(progress.FirstStep)[1:]
-    assert not drive.facts(failures.IncidentOpened)
+    assert not drive.facts(incidents.IncidentOpened)
 
 
 def test_who_leaves_at_a_boundary_stops_its_workers_with_grace() -> None:

@@ -32,7 +32,7 @@ from dlrover_core.history.timeline import (
     WAITING,
     Timeline,
 )
-from dlrover_core.job import failures, planning, scaling
+from dlrover_core.job import incidents, planning, scaling
 from dlrover_core.job.waiting import PLAN, Wait
 from dlrover_core.kernel.events import Record
 
@@ -123,11 +123,11 @@ def _fact(fact: Fact, began: int, mark: str) -> Iterator[str]:
     follows = " <- " + ", ".join(f"#{seq}" for seq in fact.follows) if fact.follows else ""
     place = f"{mark} {f'#{record.seq}':>7} {offset(record.at, began):>10} s"
     yield f"{place}  {name_of(record.event):<15} {say(record.event)}{follows}"
-    if isinstance(record.event, failures.WorkerExited) and not record.event.asked:
+    if isinstance(record.event, incidents.WorkerExited) and not record.event.asked:
         yield from _last_words(record.event)
 
 
-def _last_words(fact: failures.WorkerExited) -> Iterator[str]:
+def _last_words(fact: incidents.WorkerExited) -> Iterator[str]:
     """What the worker said: its error file's message, else its last lines."""
     said = [line.rstrip() for line in safe(fact.error or fact.tail).splitlines() if line.strip()]
     if len(said) > TAIL_LINES_MAX:

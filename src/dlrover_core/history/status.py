@@ -143,7 +143,7 @@ def status_of(
         worlds=_worlds(state),
         nodes=_nodes(state),
         incidents=_incidents(state),
-        restarts_left=state.job.spec.max_restarts - state.failures.restarts if known else 0,
+        restarts_left=state.job.spec.max_restarts - state.incidents.restarts if known else 0,
         relaunches_left=_relaunches_left(state) if known else {},
         last=last,
         headlines=tuple(headlines.lines.values()) if headlines is not None else (),
@@ -242,7 +242,7 @@ def _nodes(state: JobState) -> tuple[NodeRow, ...]:
 def _incidents(state: JobState) -> tuple[IncidentRow, ...]:
     return tuple(
         IncidentRow(one.number, describe(one.cause), one.verdict, one.signature, one.action, one.opened_at)
-        for one in state.failures.incidents.values()
+        for one in state.incidents.by_number.values()
         if not one.closed
     )
 
@@ -250,6 +250,6 @@ def _incidents(state: JobState) -> tuple[IncidentRow, ...]:
 def _relaunches_left(state: JobState) -> dict[str, int]:
     """Relaunches left per place, for the places that have used any."""
     return {
-        place: state.job.spec.group(place.rsplit("-", 1)[0]).relaunch_max - state.failures.relaunched(place, state.at)
-        for place in sorted(state.failures.relaunches)
+        place: state.job.spec.group(place.rsplit("-", 1)[0]).relaunch_max - state.incidents.relaunched(place, state.at)
+        for place in sorted(state.incidents.relaunches)
     }

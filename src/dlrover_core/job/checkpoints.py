@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
 from dlrover_core.job import job, nodes, world
-from dlrover_core.job.failures import ASIDE, IncidentOpened
 from dlrover_core.job.holdings import NO_STEP, Holdings, SaveOrder
+from dlrover_core.job.incidents import ASIDE, IncidentOpened
 from dlrover_core.job.names import group_of
 from dlrover_core.job.ranges import Ranges
 from dlrover_core.kernel.engine import Facts

@@ -16,7 +16,7 @@ def shown(state: JobState, sessions: Sessions) -> dict[str, Any]:
     generation = world.generation if world else 0
     # Between two worlds the last one's steps are the newest that is known.
     steps = sessions.steps.of(group, generation) or sessions.steps.of(group)
-    incidents = list(state.failures.incidents.values())
+    incidents = list(state.incidents.by_number.values())
     last = incidents[-1] if incidents else None
     return {
         "job": state.job.name,
@@ -34,7 +34,7 @@ def shown(state: JobState, sessions: Sessions) -> dict[str, Any]:
             node.node: {"state": node.state, "host": node.host, "joined": node.joined}
             for node in state.nodes.nodes.values()
         },
-        "incidents": state.failures.number,
+        "incidents": state.incidents.number,
         "open_incidents": [one.number for one in incidents if not one.closed],
         "last_incident": f"{last.number}: {last.signature} -> {last.action}" if last else "",
         "root": state.job.root,
