@@ -37,7 +37,7 @@ from _masters import JOB, Pair, Side, pair
 
 from dlrover_adapters.etcd.address import parse
 from dlrover_adapters.etcd.keys import Keys, Leader
-from dlrover_core.job.failures import WorkerExited
+from dlrover_core.job.incidents import WorkerExited
 from dlrover_core.job.job import LeaderStarted
 from dlrover_core.job.world import WorldFormed
 

@@ -35,7 +35,7 @@ from _jobs import (
     running,
 )
 
-from dlrover_core.job.failures import IncidentClosed, IncidentOpened, WorkerExited
+from dlrover_core.job.incidents import IncidentClosed, IncidentOpened, WorkerExited
 from dlrover_core.job.progress import FirstStep
 from dlrover_core.job.world import WorkersStarted, WorldFormed
 

@@ -36,7 +36,7 @@ from _bench import BROKEN, Result, Row, options, say
 from _leading import leading
 
 from dlrover_core import GroupSpec, JobSpec, open_log
-from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job import incidents, job, nodes, progress, world
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import Command, Engine, NotDone
 from dlrover_core.kernel.events import Origin
@@ -206,7 +206,7 @@ class Historian:
         code, tail, error = self._chance.choice(DEATHS)
         step = self.state.progress.of("worker").step + self._chance.randrange(100)
         rank = member.first_rank + self._chance.randrange(NPROC)
-        exit_ = failures.ReportExit(member.node, current.generation, rank, code, False, step, 900, tail, error)
+        exit_ = incidents.ReportExit(member.node, current.generation, rank, code, False, step, 900, tail, error)
         await self.tell(exit_, member.node)
 
     async def _lose_node(self) -> None:

@@ -77,7 +77,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # ---- job
     *_of(
-        "dlrover_core/job/failures.py",
+        "dlrover_core/job/incidents.py",
         _unit("failures", "recovery", "explain_incident"),
         ("earliest = min(incident.cause.at, death.at)", "earliest = incident.cause.at"),
         ("return sum(at > now - us(3600.0) for at in self.software)", "return len(self.software)"),

@@ -200,7 +200,7 @@ async def _run(run: Plan) -> dict[str, Any]:
         payloads = [batch.payload async for batch in log.batches("joining")]
         return {
             "events": state.seq,
-            "incidents": state.failures.number,
+            "incidents": state.incidents.number,
             "generations": state.world.worlds["worker"].generation,
             "log": hashlib.blake2b(b"".join(payloads), digest_size=8).hexdigest(),
         }

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import failures, job, nodes, orders, progress, world
+from dlrover_core.job import incidents, job, nodes, orders, progress, world
 from dlrover_core.job.state import JobState
 from dlrover_core.job.waiting import PAUSE, Wait
 from dlrover_core.kernel import engine
@@ -26,7 +26,8 @@ from dlrover_core.kernel import state as kernel_state
 from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.log import AlreadyAppended, Appended
 from dlrover_core.logs import memory
-from dlrover_core.rules import desired, incidents, layout, membership, slots, worlds
+from dlrover_core.rules import desired, layout, membership, slots, worlds
+from dlrover_core.rules import incidents as incident_rules
 from dlrover_core.rules import silence as silence_rules
 from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime import outbox, restoring, sessions, standby
@@ -164,7 +165,7 @@ def _slice_not_packed() -> Patches:
     true = kernel_state.pack
 
     def pack(whole: object) -> bytes:
-        return true(replace(whole, failures=failures.FailureSlice()) if isinstance(whole, JobState) else whole)
+        return true(replace(whole, incidents=incidents.IncidentSlice()) if isinstance(whole, JobState) else whole)
 
     yield mock.patch.object(engine, "pack", pack)
 
@@ -297,35 +298,35 @@ def _suspect_forgotten() -> Patches:
 def _budget_charged_twice() -> Patches:
     """A restart is charged when it is chosen, and again when its world forms."""
 
-    def chosen(slice_: failures.FailureSlice, fact: failures.ActionChosen, record: Record) -> None:
-        failures._on_chosen(slice_, fact, record)
+    def chosen(slice_: incidents.IncidentSlice, fact: incidents.ActionChosen, record: Record) -> None:
+        incidents._on_chosen(slice_, fact, record)
         slice_.restarts += fact.action == ladder.RESTART_PROCESSES
 
-    yield _evolves(failures.ActionChosen, failures._on_chosen, chosen)
+    yield _evolves(incidents.ActionChosen, incidents._on_chosen, chosen)
 
 
 @_bug("budget_not_given_back")
 def _budget_not_given_back() -> Patches:
     """A restart that a node's death explains stays charged."""
-    yield mock.patch.object(failures, "_give_back_restarts", _nothing)
+    yield mock.patch.object(incidents, "_give_back_restarts", _nothing)
 
 
 @_bug("incident_never_closed")
 def _incident_never_closed() -> Patches:
     """The first step after a restart ends no incident."""
-    yield _reacts(progress.FirstStep, incidents._mended, _nothing)
+    yield _reacts(progress.FirstStep, incident_rules._mended, _nothing)
 
 
 @_bug("old_exit_opens")
 def _old_exit_opens() -> Patches:
     """A worker's death that is told late, of a generation that is over, breaks the present one."""
 
-    def on_exit(whole: JobState, fact: failures.WorkerExited, record: Record) -> Iterator[Any]:
+    def on_exit(whole: JobState, fact: incidents.WorkerExited, record: Record) -> Iterator[Any]:
         newest = whole.world.of(fact.node)
         late = fact._replace(generation=newest.generation) if newest.active else fact
-        yield from incidents._on_exit(whole, late, record)
+        yield from incident_rules._on_exit(whole, late, record)
 
-    yield _reacts(failures.WorkerExited, incidents._on_exit, on_exit)
+    yield _reacts(incidents.WorkerExited, incident_rules._on_exit, on_exit)
 
 
 @_bug("pause_skipped")

@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.hosts_cluster import HostsCluster
 
 from dlrover_core.job import job, nodes
-from dlrover_core.job.failures import SERVED_S
+from dlrover_core.job.incidents import SERVED_S
 from dlrover_core.job.state import JobState
 from dlrover_core.logs.memory import MemoryLeadership
 from dlrover_core.runtime.rendezvous import RETURN_S
@@ -77,7 +77,7 @@ def test_weekly_reboots(fewest: int) -> None:
 
     # Beats are what an hour costs: few of them.
     state = tell(story, "ab", fewest, 2, step_s=10.0, spec=dataclasses.replace(BASE, heartbeat_s=10.0, silence_s=30.0))
-    assert state.failures.relaunches == {"worker-1": 1}
+    assert state.incidents.relaunches == {"worker-1": 1}
 
 
 def test_crash_loop_is_still_bounded() -> None:
@@ -114,7 +114,7 @@ def test_given_up_place_is_open_again() -> None:
         assert cluster.on("worker-1-2").name == "c"
 
     state = tell(story, "ab", 1, 2, step_s=5.0, relaunch_max=1)
-    assert state.failures.relaunches == {}
+    assert state.incidents.relaunches == {}
 
 
 @pytest.mark.parametrize(("needed", "die"), [(1, 1), (2, 2), (3, 2)])
@@ -222,4 +222,4 @@ def test_a_polite_leave_costs_nothing_while_nobody_trains(when: str) -> None:
             host.start()
 
     state = tell(story, "a", 2, 2, starts=False)
-    assert (state.failures.number, state.failures.relaunches) == (0, {})
+    assert (state.incidents.number, state.incidents.relaunches) == (0, {})

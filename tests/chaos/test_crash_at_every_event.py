@@ -221,7 +221,7 @@ def test_finds_a_run_that_ends_otherwise() -> None:
     def clumsy(plan: Plan, **options: Any) -> Run:
         run = simulate(plan, **options)
         if plan.faults:
-            run.state.failures.restarts += 1
+            run.state.incidents.restarts += 1
         return run
 
     with pytest.raises(Broken, match="crash_before_append at event 1 changes how the run ends: restarts: 1, not 0"):

@@ -123,14 +123,14 @@ def play(tale: Tale, script: dict[int, Fault], *, warm: bool = False) -> tuple[E
             assert len(faults.tripped) == len(script)
             incidents = [
                 (one.number, one.cause.node, one.generation, one.signature, one.action, one.closed)
-                for one in state.failures.incidents.values()
+                for one in state.incidents.by_number.values()
             ]
             end = End(
                 outcome,
                 state.world.worlds["worker"].generation,
                 tuple(sorted(cluster.training.starts)),
-                state.failures.restarts,
-                state.failures.relaunches,
+                state.incidents.restarts,
+                state.incidents.relaunches,
                 incidents,
                 cluster.backend.launched,
                 cluster.training.done if tale.steps else 0,

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from dlrover_core.errors import LaunchRefused
-from dlrover_core.job import failures, nodes, silence, world
+from dlrover_core.job import incidents, nodes, silence, world
 from dlrover_core.job.job import StopJob
 from dlrover_core.job.state import JobState
 from dlrover_core.runtime.master import Outcome
@@ -70,9 +70,9 @@ def test_script_error(max_restarts: int) -> None:
     cluster, state, outcome = tell(spec(max_restarts=max_restarts), story)
     assert outcome.state == "failed"
     assert outcome.root == "rank 1 on worker-0-0: ValueError: no such batch: 12 (exception.ValueError)"
-    assert state.failures.restarts == max_restarts
+    assert state.incidents.restarts == max_restarts
     assert state.world.worlds["worker"].generation == max_restarts + 1
-    assert len(facts(cluster, failures.WorkerExited)) >= max_restarts + 1
+    assert len(facts(cluster, incidents.WorkerExited)) >= max_restarts + 1
 
 
 def test_root_comes_after_the_cascade() -> None:
@@ -116,7 +116,7 @@ def test_workers_cannot_be_started() -> None:
     cluster, state, outcome = tell(spec(), story)
     assert outcome.state == "succeeded"
     assert cluster.backend.launched == ["worker-0-0", "worker-1-0", "worker-1-1"]
-    assert state.failures.relaunches == {"worker-1": 1}
+    assert state.incidents.relaunches == {"worker-1": 1}
     assert "no zygote" in next(fact.reason for fact in facts(cluster, nodes.NodeFailed))  # type: ignore[attr-defined]
 
 
@@ -132,7 +132,7 @@ def test_stuck_workers() -> None:
     cluster, state, outcome = tell(spec(kill_wait_s=5.0), story)
     assert outcome.state == "succeeded"
     assert cluster.backend.launched == ["worker-0-0", "worker-1-0", "worker-1-1"]
-    assert (state.failures.number, state.failures.relaunches) == (1, {"worker-1": 1})
+    assert (state.incidents.number, state.incidents.relaunches) == (1, {"worker-1": 1})
 
 
 def test_relaunches_exhausted_goes_on_smaller() -> None:
@@ -151,7 +151,7 @@ def test_relaunches_exhausted_goes_on_smaller() -> None:
     assert outcome.state == "succeeded"
     assert cluster.backend.launched == ["worker-0-0", "worker-1-0", "worker-1-1", "worker-1-2"]
     assert [member.node for member in state.world.worlds["worker"].members] == ["worker-0-0"]
-    assert state.failures.relaunches == {"worker-1": 2}
+    assert state.incidents.relaunches == {"worker-1": 2}
 
 
 def test_relaunches_exhausted_fails() -> None:
@@ -188,7 +188,7 @@ def test_refused_for_now() -> None:
 
     _, state, outcome = tell(spec(), story)
     assert outcome.state == "succeeded"
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
 
 
 def test_stop() -> None:
@@ -207,7 +207,7 @@ def test_stop() -> None:
 
     _, state, outcome = tell(spec(), story, steps=500)
     assert (outcome.state, outcome.reason) == ("stopped", "Ctrl-C")
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
 
 
 def test_stop_before_anything_runs() -> None:
@@ -264,7 +264,7 @@ def test_log_away_for_a_while(fault: str) -> None:
 
     cluster, state, outcome = tell(spec(), story, steps=6100)
     assert outcome.state == "succeeded"
-    assert (state.failures.number, state.failures.restarts) == (1, 1)
+    assert (state.incidents.number, state.incidents.restarts) == (1, 1)
     assert facts(cluster, silence.NodeSuspected) == []
     assert [fact.generation for fact in facts(cluster, world.WorldFormed)] == [1, 2]  # type: ignore[attr-defined]
 
@@ -282,7 +282,7 @@ def test_log_away_at_take_over() -> None:
 
     _, state, outcome = tell(spec(), story, steps=1000)
     assert outcome.state == "succeeded"
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
 
 
 def test_cut_off_rank_zero_while_worlds_pass_by() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover_core.job import failures, hosts, nodes
+from dlrover_core.job import hosts, incidents, nodes
 from dlrover_core.job.world import WorldFormed
 from dlrover_core.rules import hosts as hosts_rules
 from dlrover_core.sim.faults import ENGINE, Fault
@@ -43,7 +43,7 @@ def test_a_sick_host_is_left(words: str) -> None:
     (kept_off,) = of(done, hosts.HostQuarantined)
     assert isinstance(kept_off, hosts.HostQuarantined)
     assert kept_off.host == "host-1"
-    assert len(of(done, failures.IncidentOpened)) <= hosts_rules.LEMON
+    assert len(of(done, incidents.IncidentOpened)) <= hosts_rules.LEMON
     assert len(of(done, WorldFormed)) <= hosts_rules.LEMON + 1
     successor = next(one for one in of(done, nodes.NodeRunning) if one.node == "worker-1-1")  # type: ignore[attr-defined]
     assert successor == nodes.NodeRunning("worker-1-1", "host-4", "rack-2")

@@ -14,7 +14,7 @@ import pytest
 from tests.chaos.hosts_cluster import HostsCluster
 
 from dlrover_core.history.report import report_of
-from dlrover_core.job import failures, job, nodes, progress, ranges, silence, world
+from dlrover_core.job import incidents, job, nodes, progress, ranges, silence, world
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import Engine
 from dlrover_core.kernel.state import pack
@@ -99,7 +99,7 @@ def test_spare_overflow() -> None:
     five = [f"host{number}" for number in range(5)]
     cluster, state = tell(lambda: HostsCluster(spec(4, joining=True), five, training=Training(60)), story)
     assert sizes(cluster) == [4, 4, 4, 4]
-    assert (state.failures.number, state.failures.relaunches) == (3, {})
+    assert (state.incidents.number, state.incidents.relaunches) == (3, {})
 
 
 def test_ghost_member_is_not_waited_for() -> None:
@@ -166,7 +166,7 @@ class Restarts:
         self.do(world.OfferStore(current.members[0].node, f"store-{self.stores}"))
         # On both nodes alike: none of them stands out, and is left for another host.
         rank = current.generation % 2
-        self.do(failures.ReportExit(current.members[rank].node, current.generation, rank, -9))
+        self.do(incidents.ReportExit(current.members[rank].node, current.generation, rank, -9))
         self.train()
 
     def lose_node(self) -> None:
@@ -190,7 +190,7 @@ def grown(restarts: int, lose: Callable[[Restarts], None]) -> tuple[int, int]:
     before = len(pack(told.engine.state))
     for _ in range(restarts - restarts // 10):
         lose(told)
-    assert told.engine.state.failures.number == restarts
+    assert told.engine.state.incidents.number == restarts
     return before, len(pack(told.engine.state))
 
 
@@ -228,7 +228,7 @@ def test_two_rooms() -> None:
     # Each generation but the last was ended before the next one began, and by plan: nothing had failed.
     ended = [(fact.generation, fact.planned) for fact in facts(cluster, world.WorldDissolved)]
     assert ended == [(generation, True) for generation in range(1, len(sizes(cluster)))]
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
 
 
 def test_agent_stops_and_returns() -> None:
@@ -246,7 +246,7 @@ def test_agent_stops_and_returns() -> None:
         assert parting.node == "worker-1-1"
 
     cluster, state = tell(lambda: HostsCluster(spec(2, joining=True), ["a", "b"], training=Training(60)), story)
-    assert (state.failures.number, sizes(cluster)) == (0, [2, 2])
+    assert (state.incidents.number, sizes(cluster)) == (0, [2, 2])
 
 
 @pytest.mark.parametrize("returning", [(0, 0), (0, 40), (40, 0)], ids=["together", "one late", "the other late"])
@@ -267,7 +267,7 @@ def test_dip_below_the_minimum(returning: tuple[int, int]) -> None:
     cluster, state = tell(lambda: HostsCluster(job_spec, four, training=Training(400)), story)
     # Whoever comes after the last call is taken in with a polite stop.
     assert trained(cluster) == ([4, 4] if not any(returning) else [4, 3, 4])
-    assert all(one.closed for one in state.failures.incidents.values())
+    assert all(one.closed for one in state.incidents.by_number.values())
 
 
 # ---- who keeps it together
@@ -291,7 +291,7 @@ def test_store_host_dies(standbys: int) -> None:
 
     cluster, state = tell(lambda: Cluster(spec(3, nproc=2), training=Training(400), answers=bool(standbys)), story)
     assert sorted(cluster.training.starts) == [(f"worker-{index}-0", 1) for index in range(3)]
-    assert (state.failures.number, state.token) == (0, 2)
+    assert (state.incidents.number, state.token) == (0, 2)
 
 
 def test_node_with_the_store_dies() -> None:
@@ -328,7 +328,7 @@ def test_uneven_timeouts() -> None:
 
     cluster, state = tell(big, story)
     assert sizes(cluster) == [16, 16]
-    assert (state.failures.number, state.failures.restarts, state.failures.relaunches) == (1, 1, {})
+    assert (state.incidents.number, state.incidents.restarts, state.incidents.relaunches) == (1, 1, {})
     assert len(cluster.backend.launched) == 16
 
 
@@ -374,7 +374,7 @@ def test_dead_log_writer(*, lands: bool) -> None:
 
     cluster, state = tell(lambda: Cluster(spec(2), event_log=MemoryLog(CODEC, script)), story)
     assert cluster.backend.launched == ["worker-0-0", "worker-1-0", "worker-1-1"]
-    assert (state.failures.number, state.failures.relaunches) == (1, {"worker-1": 1})
+    assert (state.incidents.number, state.incidents.relaunches) == (1, {"worker-1": 1})
 
 
 # ---- what it cost, and whose fault it was
@@ -419,7 +419,7 @@ def test_node_flaps(times: int) -> None:
     cluster, state = tell(lambda: Cluster(spec(3), training=Training(4000)), story)
     assert len(facts(cluster, silence.NodeSuspected)) == len(facts(cluster, silence.NodeHeard)) == times
     assert cluster.backend.launched == ["worker-0-0", "worker-1-0", "worker-2-0"]
-    assert (state.failures.number, sizes(cluster)) == (0, [3])
+    assert (state.incidents.number, sizes(cluster)) == (0, [3])
 
 
 @pytest.mark.parametrize("errors", [["loss is NaN at step 7"], ["loss is NaN at step 7", "Loss is nan: rank {}"]])
@@ -431,10 +431,10 @@ def test_global_nan(errors: Sequence[str]) -> None:
             cluster.kill_worker(rank, 1, f"FloatingPointError: {errors[rank % len(errors)].format(rank)}")
 
     cluster, state = tell(lambda: Cluster(spec(4, nproc=2)), story)
-    (incident,) = state.failures.incidents.values()
+    (incident,) = state.incidents.by_number.values()
     assert incident.action == "RESTART_PROCESSES"
     assert len(cluster.backend.launched) == 4
-    assert (state.hosts.hosts, state.failures.relaunches, facts(cluster, nodes.NodeReleased)) == ({}, {}, [])
+    assert (state.hosts.hosts, state.incidents.relaunches, facts(cluster, nodes.NodeReleased)) == ({}, {}, [])
 
 
 def test_global_nan_again_and_again() -> None:
@@ -446,7 +446,7 @@ def test_global_nan_again_and_again() -> None:
             for launcher in cluster.launchers.values():
                 for rank in launcher.ranks:
                     launcher.kill(rank, 1, "FloatingPointError: loss is NaN")
-            await cluster.until(lambda: cluster.state.job.over or cluster.state.failures.unmended("worker") is None)
+            await cluster.until(lambda: cluster.state.job.over or cluster.state.incidents.unmended("worker") is None)
 
     cluster, state = tell(lambda: Cluster(spec(2, nproc=2, max_restarts=2)), story, ends="failed")
     assert "FloatingPointError: loss is NaN" in state.job.root

@@ -35,7 +35,7 @@ def told(story: Callable[[Cluster], Awaitable[None]], fewest: int, most: int, st
             assert (await cluster.outcome()).state == "succeeded"
             check_steps(cluster)
             state = await check(cluster)
-            assert state.failures.number == 0
+            assert state.incidents.number == 0
 
     virtual_loop.run(whole())
 

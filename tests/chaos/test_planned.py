@@ -15,7 +15,7 @@ import pytest
 
 from dlrover_core.errors import CoreError
 from dlrover_core.history import report_of
-from dlrover_core.job import checkpoints, failures, nodes, planning, progress, world
+from dlrover_core.job import checkpoints, incidents, nodes, planning, progress, world
 from dlrover_core.kernel.events import Record
 from dlrover_core.runtime.agent import LAST_WORD_S
 from dlrover_core.spec import GroupSpec, JobSpec
@@ -156,7 +156,7 @@ def test_draining_loses_no_step(spread: int) -> None:
     released = next(r.seq for r in told.records if isinstance(r.event, nodes.NodeReleased))
     trained = next(r.seq for r in told.records if r.seq > stopped and type(r.event).__name__ == "FirstStep")
     assert joined < stopped < trained < released
-    assert told.facts(failures.IncidentOpened) == []
+    assert told.facts(incidents.IncidentOpened) == []
     assert all(one.expected for one in told.facts(nodes.NodeGone))
 
 
@@ -189,7 +189,7 @@ def test_a_notice_of_the_platform_loses_no_step() -> None:
     told = tell(story, steps=900)
     assert (told.lost, told.sizes) == (0, [2, 2])
     assert [one.node for one in told.facts(planning.NodeDrained)] == ["worker-1-0"]
-    assert told.facts(failures.IncidentOpened) == []
+    assert told.facts(incidents.IncidentOpened) == []
 
 
 def test_an_agent_that_is_told_to_go_loses_no_step() -> None:
@@ -201,7 +201,7 @@ def test_an_agent_that_is_told_to_go_loses_no_step() -> None:
 
     told = tell(story, stop_grace_s=20.0)
     assert (told.lost, told.sizes) == (0, [2, 2])
-    assert told.facts(failures.IncidentOpened) == []
+    assert told.facts(incidents.IncidentOpened) == []
 
 
 def test_an_agent_that_is_told_to_go_stays_until_the_next_world_trains() -> None:
@@ -214,7 +214,7 @@ def test_an_agent_that_is_told_to_go_stays_until_the_next_world_trains() -> None
 
     told = tell(story, stop_grace_s=60.0)
     assert (told.lost, told.sizes) == (0, [2, 2])
-    assert told.facts(failures.IncidentOpened) == []
+    assert told.facts(incidents.IncidentOpened) == []
     assert trained(told) < first(told, nodes.NodeReleased)
 
 
@@ -232,7 +232,7 @@ def test_a_node_that_others_have_their_state_from_is_not_let_go_sooner_by_a_sign
 
     told = tell(story, stop_grace_s=60.0)
     assert told.lost == 0
-    assert told.facts(failures.IncidentOpened) == []
+    assert told.facts(incidents.IncidentOpened) == []
     assert trained(told) < first(told, nodes.NodeReleased)
 
 
@@ -247,7 +247,7 @@ def test_a_node_that_others_have_their_state_from_goes_when_its_platform_wants_i
         cluster.agents["worker-1-0"].part("SIGTERM")
 
     told = tell(story, stop_grace_s=20.0)
-    assert told.facts(failures.IncidentOpened) == []
+    assert told.facts(incidents.IncidentOpened) == []
     asked = next(r.at for r in told.records if isinstance(r.event, planning.NodeDrained) and not r.event.host)
     released = next(r.at for r in told.records if isinstance(r.event, nodes.NodeReleased))
     assert released - asked == pytest.approx(20_000_000, abs=1000)

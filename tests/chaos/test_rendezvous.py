@@ -130,7 +130,7 @@ def test_hosts_join() -> None:
     """Two hosts come, get their names, train, and hear that the job has succeeded."""
     cluster, state = tell(nothing)
     assert sorted(cluster.training.starts) == [("worker-0-0", 1), ("worker-1-0", 1)]
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
     assert {host.ending for host in cluster.hosts.values()} == {"succeeded"}
 
 
@@ -139,7 +139,7 @@ def test_surplus_waits_and_hears_the_end() -> None:
     cluster, state = tell(nothing, ("a", "b", "c", "d"))
     assert len(facts(cluster, nodes.NodeJoined)) == 2
     assert {host.name: host.ending for host in cluster.hosts.values()} == dict.fromkeys("abcd", "succeeded")
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
 
 
 def test_fewest_after_the_last_call() -> None:
@@ -175,7 +175,7 @@ def test_an_empty_place_has_no_deadline() -> None:
     cluster, state = tell(nothing, spec=dataclasses.replace(ELASTIC, launch_s=20.0), steps=600)
     assert state.nodes.nodes["worker-2-0"].state == "planned"
     assert facts(cluster, nodes.NodeLost) == []
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
 
 
 def test_places_are_node_ranks() -> None:
@@ -283,7 +283,7 @@ def test_standby_takes_over() -> None:
         await cluster.until(lambda: cluster.standbys == [victim])
 
     _, state = tell(story, ("a", "b", "c"))
-    assert state.failures.relaunches == {"worker-1": 1}
+    assert state.incidents.relaunches == {"worker-1": 1}
 
 
 def test_no_standby_waits() -> None:
@@ -347,7 +347,7 @@ def test_standby_dies_while_it_is_named() -> None:
         assert cluster.on("worker-1-1").name == "d"
 
     _, state = tell(story, ("a", "b", "c"))
-    assert state.failures.relaunches == {"worker-1": 1}
+    assert state.incidents.relaunches == {"worker-1": 1}
 
 
 def test_stopped_standby_does_not_hold_a_node() -> None:
@@ -392,7 +392,7 @@ def test_everybody_dies() -> None:
         assert await next_step(cluster) <= RETURN_S + cluster.boot_s + cluster.warm_s + TAKE_OVER_S
 
     _, state = tell(story)
-    assert state.failures.number == 1
+    assert state.incidents.number == 1
 
 
 def test_reset_of_everybody() -> None:
@@ -406,7 +406,7 @@ def test_reset_of_everybody() -> None:
 
     cluster, state = tell(story, ("a", "b", "c"))
     assert len(cluster.training.starts) == 2
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
 
 
 def test_reset_of_one() -> None:
@@ -431,7 +431,7 @@ def test_relaunches_run_out() -> None:
             cluster.kill_agent(cluster.on(f"worker-1-{incarnation}").name)
 
     cluster, state = tell(story, ends="failed")
-    assert state.failures.relaunches == {"worker-1": 3}
+    assert state.incidents.relaunches == {"worker-1": 3}
     told = [ending for host in cluster.hosts.values() for ending in host.endings if ending.outcome == "failed"]
     assert [ending.root for ending in told] == [state.job.root]
 
@@ -468,7 +468,7 @@ def test_short_partition() -> None:
 
     cluster, state = tell(story, ("a", "b", "c"), steps=600)
     assert len(cluster.training.starts) == 2
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
     assert len(facts(cluster, silence.NodeHeard)) == 1
 
 
@@ -492,7 +492,7 @@ def test_killed_master(*, warm: bool) -> None:
 
     cluster, state = tell(story, ("a", "b", "c"))
     assert len({node for node, generation in cluster.training.starts if generation == 1}) == 2
-    assert state.failures.relaunches == {"worker-1": 1}
+    assert state.incidents.relaunches == {"worker-1": 1}
 
 
 def test_master_of_a_restarted_host() -> None:
@@ -546,7 +546,7 @@ def test_master_dies_between_name_and_joining() -> None:
 
     cluster, state = tell(story, (), runs=False)
     assert sorted(cluster.training.starts) == [("worker-0-0", 1), ("worker-1-0", 1)]
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
 
 
 def test_stopped_master() -> None:
@@ -563,7 +563,7 @@ def test_stopped_master() -> None:
 
     cluster, state = tell(story, ("a", "b", "c"))
     assert len(cluster.training.starts) == 2
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
 
 
 def test_named_agent_dies_with_its_master() -> None:
@@ -774,7 +774,7 @@ def test_suspended_and_resumed() -> None:
         assert await next_step(cluster) <= 1.0
 
     cluster, state = tell(story, ("a", "b", "c"))
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
     assert len(facts(cluster, nodes.NodeJoined)) == 2
 
 
@@ -790,7 +790,7 @@ def test_drained() -> None:
         assert cluster.hosts[victim].ending == "drained"
 
     _, state = tell(story, ("a", "b", "c"))
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
 
 
 def test_a_host_parts() -> None:
@@ -806,10 +806,10 @@ def test_a_host_parts() -> None:
         assert parting.endings[-1] == Ending("", "Ctrl-C")
 
     cluster, state = tell(story, ("a", "b", "c"))
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
     assert [(fact.node, fact.reason) for fact in facts(cluster, NodeDrained)] == [("worker-1-0", "Ctrl-C")]
     assert all(fact.planned for fact in facts(cluster, world.WorldDissolved))
-    assert state.failures.relaunches == {}
+    assert state.incidents.relaunches == {}
 
 
 def test_a_host_that_parted_comes_back() -> None:
@@ -824,7 +824,7 @@ def test_a_host_that_parted_comes_back() -> None:
         assert await next_step(cluster) <= cluster.boot_s + 1
 
     _, state = tell(story)
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
 
 
 @pytest.mark.parametrize("how", ["no master", "silent master", "refused"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dlrover_core.history import report_of
-from dlrover_core.job import checkpoints, failures, progress, world
+from dlrover_core.job import checkpoints, incidents, progress, world
 from dlrover_core.job.job import JobStopped, JobStopping, StopJob
 from dlrover_core.job.scaling import DrainNode
 from dlrover_core.kernel.engine import CommandRefused
@@ -481,5 +481,5 @@ def test_anything_at_any_time(seed: int) -> None:
         write_s=chance.choice((0.05, 0.5, 2.0)),
     )
     told = tell(story, knobs, nodes=4, steps=90)
-    assert told.facts(failures.IncidentOpened) is not None
+    assert told.facts(incidents.IncidentOpened) is not None
     assert told.committed == sorted(set(told.committed))

@@ -55,7 +55,7 @@ def undisturbed(cluster: Cluster, state: JobState) -> None:
     """Nobody was relaunched, nobody restarted, no incident opened."""
     assert cluster.backend.launched == NODES
     assert sorted(cluster.training.starts) == [(node, 1) for node in NODES]
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
 
 
 def test_only_master_stopped() -> None:
@@ -198,7 +198,7 @@ def test_one_agent_cut_off_for_good(*, silent: bool) -> None:
     assert cluster.backend.launched == [*NODES, "worker-1-1"]
     (planned,) = [fact for fact in facts(cluster, nodes.NodePlanned) if fact.node == "worker-1-1"]  # type: ignore[attr-defined]
     assert planned.avoid == ("host-1",)  # type: ignore[attr-defined]
-    assert (state.failures.number, state.failures.restarts) == (1, 0)
+    assert (state.incidents.number, state.incidents.restarts) == (1, 0)
     assert "worker-1-0" not in cluster.backend.living
 
 
@@ -213,7 +213,7 @@ def test_unseen_death() -> None:
 
     cluster, state = tell(story)
     assert cluster.backend.launched == [*NODES, "worker-1-1"]
-    assert state.failures.number == 1
+    assert state.incidents.number == 1
 
 
 def test_agent_without_a_master_keeps_training() -> None:
@@ -244,7 +244,7 @@ def test_agent_without_master_and_steps_stops_its_workers() -> None:
         cluster.start_master()
 
     cluster, state = tell(story)
-    assert (state.failures.number, state.failures.restarts) == (1, 1)
+    assert (state.incidents.number, state.incidents.restarts) == (1, 1)
     assert cluster.backend.launched == NODES
 
 
@@ -275,7 +275,7 @@ def test_agent_leaves_a_stopped_master_for_its_successor() -> None:
         await cluster.until(lambda: cluster.deposed == ["master-0"], 5)
 
     _cluster, state = tell(story)
-    assert (state.failures.number, state.failures.restarts, state.token) == (1, 1, 2)
+    assert (state.incidents.number, state.incidents.restarts, state.token) == (1, 1, 2)
 
 
 def test_zombie_cannot_order() -> None:
@@ -351,7 +351,7 @@ def test_older_incarnation_leaves() -> None:
     # The backend's own deletion takes its time: it is the agent that must go by itself.
     cluster, state = tell(story, steps=1500, spec=SPEC)
     assert cluster.backend.launched == [*NODES, "worker-1-1"]
-    assert state.failures.number == 1
+    assert state.incidents.number == 1
 
 
 def test_agent_refuses_an_older_token() -> None:

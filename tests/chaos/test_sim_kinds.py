@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dlrover_core.errors import PlanError
-from dlrover_core.job.failures import WorkerExited
 from dlrover_core.job.hangs import HangNamed
+from dlrover_core.job.incidents import WorkerExited
 from dlrover_core.job.pace import SlowRank
 from dlrover_core.job.world import WorkersStopped
 from dlrover_core.sim.faults import ENGINE, Fault, kinds
@@ -211,7 +211,7 @@ def test_what_people_ask_for_is_done(kind: str) -> None:
     expected = {"scale": "GroupScaled", "drain": "NodeDrained", "suspend": "JobResumed"}[kind]
     assert expected in names(done)
     assert "IncidentOpened" not in names(done)
-    assert done.state.failures.restarts == 0
+    assert done.state.incidents.restarts == 0
 
 
 def test_two_faults_at_one_text_are_two_occasions() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from dlrover_core.errors import PlanError
 from dlrover_core.history import goodput_of, timeline_of
-from dlrover_core.job.failures import ActionChosen
+from dlrover_core.job.incidents import ActionChosen
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.job.world import WorldFormed
 from dlrover_core.kernel.engine import Engine

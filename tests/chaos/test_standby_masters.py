@@ -68,7 +68,7 @@ def tell(
 def untouched(cluster: Cluster, state: JobState) -> None:
     """No worker was started twice, and nobody was taken for dead."""
     assert sorted(cluster.training.starts) == [(node, 1) for node in sorted(BOTH)]
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
 
 
 def step(cluster: Cluster, number: int) -> Awaitable[None]:
@@ -410,7 +410,7 @@ def test_hand_over_without_a_log() -> None:
         await led_by(cluster, new, 5.0)
 
     cluster, state = tell(story)
-    assert (state.failures.number, state.failures.restarts) == (1, 1)
+    assert (state.incidents.number, state.incidents.restarts) == (1, 1)
     assert {generation for _, generation in cluster.training.starts} == {1, 2}
 
 
@@ -439,7 +439,7 @@ def test_hand_over_in_the_midst_of_a_failure() -> None:
         await led_by(cluster, cluster.masters[1], 0.3)
 
     _, state = tell(story)
-    assert (state.failures.number, state.failures.restarts) == (1, 1)
+    assert (state.incidents.number, state.incidents.restarts) == (1, 1)
 
 
 # ---- logs that fail
@@ -491,7 +491,7 @@ def test_decisions_resume(fault: str) -> None:
         assert cluster.leader.status()["degraded"] == ""
 
     _, state = tell(story)
-    assert (state.failures.number, state.failures.restarts, state.token) == (1, 1, 1)
+    assert (state.incidents.number, state.incidents.restarts, state.token) == (1, 1, 1)
 
 
 def test_a_standby_says_that_the_log_is_away() -> None:
@@ -539,7 +539,7 @@ def test_not_sure_to_lead(seconds: float) -> None:
         await cluster.until(lambda: leader.status()["degraded"] == "", 1.5)
 
     _, state = tell(story)
-    assert (state.failures.number, state.failures.restarts, state.token) == (1, 1, 1)
+    assert (state.incidents.number, state.incidents.restarts, state.token) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("what", ["unsure", "unavailable"])
@@ -640,7 +640,7 @@ def test_a_zombie_leads_nobody(honest: bool, monkeypatch: pytest.MonkeyPatch) ->
         await led_by(cluster, new, 5.0)
 
     _, state = tell(story, steps=400)
-    assert (state.failures.number, state.failures.restarts, state.token) == (1, 1, 2)
+    assert (state.incidents.number, state.incidents.restarts, state.token) == (1, 1, 2)
 
 
 def _forgetful(hello: Hello) -> Hello:

@@ -130,7 +130,7 @@ def test_promises_of_ones_own_are_asked_at_every_event() -> None:
     """A broken promise fails the story at its record, and the story is told."""
 
     def calm(state: JobState, record: Record) -> None:
-        assert not state.failures.number, "something went wrong"
+        assert not state.incidents.number, "something went wrong"
 
     story = Story(SMALL, watch=[calm])
     story.at("step 5").kill_worker(0)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from dlrover_core.job import failures
+from dlrover_core.job import incidents
 from dlrover_core.job.state import JobState
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop
@@ -45,11 +45,13 @@ def started(cluster: Cluster) -> list[set[str]]:
     return [{node for node, number in cluster.training.starts if number == one} for one in generations]
 
 
-def closed(cluster: Cluster) -> list[failures.IncidentClosed]:
+def closed(cluster: Cluster) -> list[incidents.IncidentClosed]:
     """How the incidents ended, in order."""
 
-    async def facts() -> list[failures.IncidentClosed]:
-        return [record.event for record in await cluster.records() if isinstance(record.event, failures.IncidentClosed)]
+    async def facts() -> list[incidents.IncidentClosed]:
+        return [
+            record.event for record in await cluster.records() if isinstance(record.event, incidents.IncidentClosed)
+        ]
 
     return virtual_loop.run(facts())
 
@@ -62,7 +64,7 @@ def test_nothing_happens() -> None:
 
     cluster, state = tell(story)
     assert started(cluster) == [BOTH]
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
     assert cluster.backend.launched == ["worker-0-0", "worker-1-0"]
 
 
@@ -76,7 +78,7 @@ def test_killed_worker() -> None:
     cluster, state = tell(story)
     assert started(cluster) == [BOTH, BOTH]
     assert cluster.backend.launched == ["worker-0-0", "worker-1-0"]
-    assert (state.failures.number, state.failures.restarts, state.failures.relaunches) == (1, 1, {})
+    assert (state.incidents.number, state.incidents.restarts, state.incidents.relaunches) == (1, 1, {})
     (end,) = closed(cluster)
     assert end.down_us <= 200_000
     assert end.steps_lost == 1
@@ -92,7 +94,7 @@ def test_killed_node() -> None:
     cluster, state = tell(story)
     assert started(cluster) == [BOTH, {"worker-0-0", "worker-1-1"}]
     assert cluster.backend.launched == ["worker-0-0", "worker-1-0", "worker-1-1"]
-    assert (state.failures.number, state.failures.restarts, state.failures.relaunches) == (1, 0, {"worker-1": 1})
+    assert (state.incidents.number, state.incidents.restarts, state.incidents.relaunches) == (1, 0, {"worker-1": 1})
     (end,) = closed(cluster)
     assert end.down_us <= 2_300_000
     assert end.steps_lost == 1
@@ -112,7 +114,7 @@ def test_killed_master(*, warm: bool) -> None:
 
     cluster, state = tell(story)
     assert started(cluster) == [BOTH]
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
     assert state.token == 2
 
 
@@ -128,7 +130,7 @@ def test_no_master_for_a_while() -> None:
 
     cluster, state = tell(story)
     assert started(cluster) == [BOTH]
-    assert state.failures.number == 0
+    assert state.incidents.number == 0
 
 
 def test_worker_dies_while_no_master() -> None:
@@ -144,7 +146,7 @@ def test_worker_dies_while_no_master() -> None:
 
     cluster, state = tell(story)
     assert started(cluster) == [BOTH, BOTH]
-    assert (state.failures.number, state.failures.restarts) == (1, 1)
+    assert (state.incidents.number, state.incidents.restarts) == (1, 1)
     (end,) = closed(cluster)
     assert 10_000_000 <= end.down_us <= 13_000_000
 
@@ -161,7 +163,7 @@ def test_node_dies_while_no_master() -> None:
 
     cluster, state = tell(story)
     assert cluster.backend.launched == ["worker-0-0", "worker-1-0", "worker-1-1"]
-    assert (state.failures.number, state.failures.restarts, state.failures.relaunches) == (1, 0, {"worker-1": 1})
+    assert (state.incidents.number, state.incidents.restarts, state.incidents.relaunches) == (1, 0, {"worker-1": 1})
 
 
 def test_one_after_the_other() -> None:
@@ -178,7 +180,7 @@ def test_one_after_the_other() -> None:
 
     cluster, state = tell(story)
     assert started(cluster) == [BOTH, BOTH, {"worker-0-0", "worker-1-1"}]
-    assert (state.failures.number, state.failures.restarts, state.failures.relaunches) == (2, 1, {"worker-1": 1})
+    assert (state.incidents.number, state.incidents.restarts, state.incidents.relaunches) == (2, 1, {"worker-1": 1})
     assert all(end.steps_lost <= 1 for end in closed(cluster))
 
 
@@ -194,8 +196,8 @@ def test_all_at_once() -> None:
 
     cluster, state = tell(story)
     assert cluster.backend.launched == ["worker-0-0", "worker-1-0", "worker-1-1"]
-    assert state.failures.number == 1
-    assert (state.failures.restarts, state.failures.relaunches) == (0, {"worker-1": 1})
+    assert state.incidents.number == 1
+    assert (state.incidents.restarts, state.incidents.relaunches) == (0, {"worker-1": 1})
     (end,) = closed(cluster)
     assert end.down_us <= 3_000_000
     assert end.steps_lost <= 1
@@ -211,8 +213,8 @@ def test_every_node_dies() -> None:
 
     cluster, state = tell(story)
     assert started(cluster) == [BOTH, {"worker-0-1", "worker-1-1"}]
-    assert state.failures.number == 1
-    assert state.failures.relaunches == {"worker-0": 1, "worker-1": 1}
+    assert state.incidents.number == 1
+    assert state.incidents.relaunches == {"worker-0": 1, "worker-1": 1}
 
 
 def test_every_worker_dies_at_once() -> None:
@@ -225,7 +227,7 @@ def test_every_worker_dies_at_once() -> None:
 
     cluster, state = tell(story)
     assert started(cluster) == [BOTH, BOTH]
-    assert (state.failures.number, state.failures.restarts) == (1, 1)
+    assert (state.incidents.number, state.incidents.restarts) == (1, 1)
 
 
 def test_node_dies_before_the_first_step() -> None:
@@ -236,8 +238,8 @@ def test_node_dies_before_the_first_step() -> None:
         cluster.kill_node("worker-1-0")
 
     _cluster, state = tell(story)
-    assert state.failures.number == 1
-    assert [incident.closed for incident in state.failures.incidents.values()] == [True]
+    assert state.incidents.number == 1
+    assert [incident.closed for incident in state.incidents.by_number.values()] == [True]
 
 
 def test_node_dies_again_while_it_is_replaced() -> None:
@@ -251,8 +253,8 @@ def test_node_dies_again_while_it_is_replaced() -> None:
 
     cluster, state = tell(story)
     assert cluster.backend.launched[-2:] == ["worker-1-1", "worker-1-2"]
-    assert state.failures.number == 1
-    assert state.failures.relaunches == {"worker-1": 2}
+    assert state.incidents.number == 1
+    assert state.incidents.relaunches == {"worker-1": 2}
 
 
 def test_a_worker_dies_twice() -> None:
@@ -264,7 +266,7 @@ def test_a_worker_dies_twice() -> None:
             cluster.kill_worker(1)
 
     cluster, state = tell(story)
-    assert (state.failures.number, state.failures.restarts) == (2, 2)
+    assert (state.incidents.number, state.incidents.restarts) == (2, 2)
     assert started(cluster) == [BOTH, BOTH, BOTH]
 
 
@@ -278,4 +280,4 @@ def test_node_deleted_behind_our_back() -> None:
 
     cluster, state = tell(story)
     assert cluster.backend.launched[-1] == "worker-1-1"
-    assert state.failures.number == 1
+    assert state.incidents.number == 1

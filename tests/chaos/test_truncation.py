@@ -13,7 +13,7 @@ import pytest
 from dlrover_adapters.storage import FsspecStore
 from dlrover_core.errors import LogCorrupt
 from dlrover_core.history import explanation_of, render
-from dlrover_core.job import failures, job, nodes
+from dlrover_core.job import incidents, job, nodes
 from dlrover_core.job.state import CODEC, JobState, fold
 from dlrover_core.kernel.events import Batch, Record
 from dlrover_core.kernel.log import Outcome, Segment, Snapshot
@@ -155,7 +155,7 @@ async def first_incident(cluster: Cluster, log: Elder) -> None:
     """A worker dies, and the job is up again."""
     await step(cluster, 5)
     cluster.kill_worker(3)
-    await cluster.until(lambda: bool(seqs_of(log.whole, failures.IncidentClosed)), every_s=0.1)
+    await cluster.until(lambda: bool(seqs_of(log.whole, incidents.IncidentClosed)), every_s=0.1)
 
 
 async def read(log: MemoryLog) -> list[Record]:
@@ -202,8 +202,8 @@ def test_the_first_incident_after_three_truncations_and_a_change_of_schema() -> 
 
     versions = {row[1] for file in log.cold.names() for row in rows(log.cold, file) if row[0] == JOINED}
     assert versions == {1}
-    assert max(seqs_of(records, failures.IncidentClosed)[:1]) < log.first
-    for seq in seqs_of(records, failures.IncidentOpened, failures.Diagnosed, failures.ActionChosen)[:3]:
+    assert max(seqs_of(records, incidents.IncidentClosed)[:1]) < log.first
+    for seq in seqs_of(records, incidents.IncidentOpened, incidents.Diagnosed, incidents.ActionChosen)[:3]:
         told, expected = explanation_of(records, seq), explanation_of(log.whole, seq)
         assert told is not None
         assert told == expected

@@ -15,7 +15,7 @@ from rough import CURVE, Curve, flaws, points
 from running import SCRIPTS, eventually, processes, warmth
 
 from dlrover_core.errors import LogCorrupt
-from dlrover_core.job import failures, silence
+from dlrover_core.job import incidents, silence
 from dlrover_core.sim.run import Run, Stalled
 from dlrover_core.testing import local
 from dlrover_core.testing.invariants import check_history
@@ -54,7 +54,7 @@ def test_the_curve_outlives_workers_nodes_and_masters(tmp_path: Path) -> None:
     found, expected = points(folder), Curve(tmp_path / "undisturbed").losses(run.steps)
     assert flaws(found, expected) == []
     local.same_curve(local.curve(folder / "curve"), list(expected.items())[: run.steps])
-    actions = [one.event.action for one in run.records if isinstance(one.event, failures.ActionChosen)]
+    actions = [one.event.action for one in run.records if isinstance(one.event, incidents.ActionChosen)]
     assert actions == ["RESTART_PROCESSES", "RELAUNCH_NODE"]
     check_history(run.records)
 
@@ -80,10 +80,10 @@ def test_links_and_deaths(tmp_path: Path) -> None:
     local.same_curve(made, undisturbed(run.steps, 2))
     again = len(made) - len(dict(made))
     assert 0 < again <= run.lost_steps + 2 <= again + 4, "twice rank 0 may have written a line before it told the step"
-    errors = [one.event.error for one in run.records if isinstance(one.event, failures.WorkerExited)]
+    errors = [one.event.error for one in run.records if isinstance(one.event, incidents.WorkerExited)]
     assert "RuntimeError: the cable fell out" in errors
     assert events(run).count("WorldFormed") == 3
-    actions = [one.event.action for one in run.records if isinstance(one.event, failures.ActionChosen)]
+    actions = [one.event.action for one in run.records if isinstance(one.event, incidents.ActionChosen)]
     assert actions == ["RESTART_PROCESSES", "RELAUNCH_NODE"]
     suspected = next(one for one in run.records if isinstance(one.event, silence.NodeSuspected))
     assert "NodeHeard" in events(run)[suspected.seq :]

@@ -21,7 +21,7 @@ from hosts_net import Host, best
 from running import BIN, BOUND_S, SCRIPTS, TOKEN, Job, eventually
 
 from dlrover_core.job.checkpoints import Restored, StepsHeld
-from dlrover_core.job.failures import IncidentOpened
+from dlrover_core.job.incidents import IncidentOpened
 from dlrover_core.job.nodes import NodeJoined
 from dlrover_core.job.planning import BoundaryAsked, WorldPlanDropped, WorldPlanned
 from dlrover_core.job.world import WorldFormed

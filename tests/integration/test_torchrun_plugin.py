@@ -394,7 +394,7 @@ def test_a_failing_script_ends_all_with_torchs_own_summary(stage: Stage) -> None
     _until(lambda: fold(stage.records()).job.state != "running")
     records = stage.records()
     state = fold(records)
-    assert (state.job.state, state.failures.restarts) == ("failed", 0), [record.event for record in records]
+    assert (state.job.state, state.incidents.restarts) == ("failed", 0), [record.event for record in records]
     assert "rank 1" in state.job.root
 
 

@@ -19,7 +19,7 @@ from dlrover_adapters.cli.main import main
 from dlrover_adapters.etcd import EtcdLog
 from dlrover_core.errors import LogCorrupt, LogError, Refused
 from dlrover_core.history import explanation_of, render
-from dlrover_core.job import failures
+from dlrover_core.job import incidents
 from dlrover_core.job.job import Archived
 from dlrover_core.job.state import CODEC, fold
 from dlrover_core.kernel.events import Batch, Record
@@ -132,9 +132,9 @@ async def write(log: Log, history: list[Batch]) -> tuple[list[Record], list[int]
     return records, deleted
 
 
-def incidents(records: list[Record]) -> Iterator[int]:
+def incident_seqs(records: list[Record]) -> Iterator[int]:
     """Every event of the first incident that somebody may ask about."""
-    kinds = (failures.IncidentOpened, failures.Diagnosed, failures.ActionChosen, failures.IncidentClosed)
+    kinds = (incidents.IncidentOpened, incidents.Diagnosed, incidents.ActionChosen, incidents.IncidentClosed)
     return (one.seq for one in records if isinstance(one.event, kinds))
 
 
@@ -159,7 +159,7 @@ def test_explain_reaches_into_the_archive(url: str, history: list[Batch], capsys
     records = asyncio.run(story())
     store = open_store(url.partition("archive=")[2].replace("%3A", ":").replace("%2F", "/"), JOB)
     assert {name.rpartition(".")[2] for name in store.names()} == {"seg", "archive"}
-    asked = list(incidents(records))
+    asked = list(incident_seqs(records))
     assert max(asked) <= 2 * SEGMENT_EVENTS
     for seq in asked:
         capsys.readouterr()

@@ -45,7 +45,7 @@ from dlrover_core.errors import CoreError, MalformedMessage, Refused
 from dlrover_core.history import Headlines, ReportBuilder, explanation_of, incident_of, render, render_story, status_of
 from dlrover_core.history.plain import plain as plain_values
 from dlrover_core.history.plain import record_of, report_values
-from dlrover_core.job import failures, nodes
+from dlrover_core.job import incidents, nodes
 from dlrover_core.job.orders import Order
 from dlrover_core.job.state import CODEC
 from dlrover_core.kernel.engine import CommandFailed
@@ -231,7 +231,7 @@ def reports(draw: Draw, job: Wire) -> None:
     """Whatever an agent reports is a frame, reaches the master as plain text, and is recorded or refused."""
     for _ in range(12):
         job.report(draw.command(), draw.random.randint(messages.OLDEST_VERSION, messages.VERSION))
-    death = failures.ReportExit(NODE, 1, 0, 1, False, 3, 0, draw.text(), draw.text(), draw.text(), draw.text())
+    death = incidents.ReportExit(NODE, 1, 0, 1, False, 3, 0, draw.text(), draw.text(), draw.text(), draw.text())
     job.report(death, messages.VERSION)
     for cls in (messages.Hello, messages.Goodbye):
         hints = _hints(cls)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job import incidents, job, nodes, progress, world
 from dlrover_core.job.orders import Desired
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import Accepted, Command, Engine, Reply, Tick
@@ -161,7 +161,7 @@ class Drive:
     def exit(self, node: str, rank: int, code: int = -9, error: str = "", generation: int = 0, **more: Any) -> Reply:
         """A worker of the newest (or that) generation is dead, unasked."""
         return self._tell(
-            failures.ReportExit(node, generation or self.world.generation, rank, code, error=error, **more)
+            incidents.ReportExit(node, generation or self.world.generation, rank, code, error=error, **more)
         )
 
     def cascade(self, node: str, rank: int, generation: int = 0) -> Reply:
@@ -189,6 +189,6 @@ class Drive:
         return [record.event for record in self.records if type(record.event) is cls]
 
     @property
-    def incident(self) -> failures.Incident:
+    def incident(self) -> incidents.Incident:
         """The newest incident."""
-        return self.state.failures.incidents[self.state.failures.number]
+        return self.state.incidents.by_number[self.state.incidents.number]

@@ -5,7 +5,7 @@ Times are seconds since `Life.EPOCH_US`; a refused command leaves its record, as
 
 from __future__ import annotations
 
-from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job import incidents, job, nodes, progress, world
 from dlrover_core.job import names as names_job
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import Command, Engine, Tick
@@ -86,7 +86,7 @@ class Life:
     ) -> Life:
         """A worker of the newest generation dies unasked; the agent says so ``age_s`` later, at ``at``."""
         generation = self.generation(names_job.group_of(node))
-        return self.do(at, failures.ReportExit(node, generation, rank, exit_code, False, step, us(age_s), tail, error))
+        return self.do(at, incidents.ReportExit(node, generation, rank, exit_code, False, step, us(age_s), tail, error))
 
     def node_dies(self, at: float, node: str, exit_code: int = -9) -> Life:
         """A node's backend sees it fail, and then gone."""
@@ -111,7 +111,7 @@ def three_deaths(spec: JobSpec) -> Life:
     life.die(63.1, "worker-1-0", 3, step=61, age_s=0.1)
     life.do(
         63.15,
-        failures.ReportExit("worker-0-0", 1, 0, 1, step=61, error="RuntimeError: Connection reset by peer"),
+        incidents.ReportExit("worker-0-0", 1, 0, 1, step=61, error="RuntimeError: Connection reset by peer"),
     )
     life.start(63.3, "worker-0-0", "worker-1-0").step(63.6, 52, "worker-0-0")
     life.take_over(80, "master-2")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dlrover_core.errors import ConnectionLost, LaunchFailed, TokenRefused
-from dlrover_core.job import failures, nodes, world
+from dlrover_core.job import incidents, nodes, world
 from dlrover_core.job.orders import Order, Work
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.agent import Agent
@@ -167,13 +167,13 @@ def test_ages_grow_while_waiting() -> None:
 
     async def story() -> None:
         outbox = Outbox()
-        outbox.add(failures.ReportExit(NODE, 1, 0, -9, age_us=500))
+        outbox.add(incidents.ReportExit(NODE, 1, 0, -9, age_us=500))
         ages = []
         for _ in range(2):
             await asyncio.sleep(3)
             outbox.rewind()
             _, command = outbox.next() or (0, ())
-            assert isinstance(command, failures.ReportExit)
+            assert isinstance(command, incidents.ReportExit)
             ages.append(command.age_us)
         assert ages == [3_000_500, 6_000_500]
 
@@ -285,7 +285,7 @@ def test_another_master_is_found_beside_a_silent_one() -> None:
         assert asyncio.get_running_loop().time() - began <= 3.0
         assert (hello.node, hello.generation, hello.token) == (NODE, 1, 1)
         await asyncio.sleep(0.1)
-        assert stage.commands(failures.ReportExit)
+        assert stage.commands(incidents.ReportExit)
         await asyncio.sleep(60)
         assert stage.connections.empty(), "it stays there"
 
@@ -355,7 +355,7 @@ def test_overtaken_while_stopping() -> None:
         await asyncio.sleep(10)
         assert stage.training.starts == [(NODE, 1), (NODE, 4)]
         assert [one.generation for one in stage.commands(world.ReportStarted)] == [1, 4]  # type: ignore[attr-defined]
-        assert stage.commands(failures.ReportExit) == []
+        assert stage.commands(incidents.ReportExit) == []
 
     tell(story)
 
@@ -403,8 +403,8 @@ def test_what_a_death_is_known_by_is_passed_on() -> None:
             WorkerExit(1, 0, 0, 1, asked=False, died_us=0, signature=known[0], place=known[1])
         )
         await asyncio.sleep(1)
-        (told,) = stage.commands(failures.ReportExit)
-        assert isinstance(told, failures.ReportExit)
+        (told,) = stage.commands(incidents.ReportExit)
+        assert isinstance(told, incidents.ReportExit)
         assert (told.signature, told.place) == known
 
     tell(story)
@@ -423,7 +423,7 @@ def test_signal_leaves_with_grace() -> None:
         assert await running == "SIGINT"
         assert 20 <= asyncio.get_running_loop().time() - began <= 21
         assert stage.got[-1][1] == nodes.ReportLeft(NODE)
-        assert stage.commands(failures.ReportExit) == []
+        assert stage.commands(incidents.ReportExit) == []
 
     tell(story)
 

@@ -26,7 +26,7 @@ from dlrover_adapters.torch import steps, worker
 from dlrover_adapters.torch.checkpoint import vault as client
 from dlrover_backends.local import wire as node_wire
 from dlrover_core.diagnosis import flight
-from dlrover_core.job import evidence, failures
+from dlrover_core.job import evidence, incidents
 from dlrover_core.logs import open_log
 from dlrover_core.logs.place import file_system
 from dlrover_core.runtime import messages
@@ -68,7 +68,7 @@ def test_a_mistake_in_the_data_is_reported_as_one() -> None:
     async def test() -> messages.Message:
         outbox = Outbox()
         outbox.add(
-            failures.ReportExit(
+            incidents.ReportExit(
                 "n", 1, 0, 1, False, 3, 2**62, "\x1b[31m" + NAME, f"ValueError: {NAME}" + "\ud800" * 200_000
             )
         )
@@ -78,14 +78,14 @@ def test_a_mistake_in_the_data_is_reported_as_one() -> None:
         assert len(frame) < FRAME_BYTES_MAX
         return messages.command_of(cast(messages.Numbered, messages.decode(frame)))
 
-    told = cast(failures.ReportExit, asyncio.run(test()))
+    told = cast(incidents.ReportExit, asyncio.run(test()))
     assert (told.exit_code, told.tail, told.age_us) == (1, r"/data/caf\xe9.jpg", INTEGER_MAX)
     assert told.error.startswith(r"ValueError: /data/caf\xe9.jpg\ud800")
 
 
 def test_an_older_agents_words_are_plain_at_the_master() -> None:
     """A master cleans what an agent of another version sends, and the name under which a host greets."""
-    command = failures.ReportExit("n", 1, 0, 1, False, 3, 0, "\x1b[2J\x00", "", "", "")
+    command = incidents.ReportExit("n", 1, 0, 1, False, 3, 0, "\x1b[2J\x00", "", "", "")
     sent = messages.decode(messages.encode(messages.Numbered(1, 9, tuple(command))))
     assert messages.command_of(cast(messages.Numbered, sent))[7] == r"\x00"
     hello = messages.Hello(5, "", "", 1, 0, 0, "h\x1b[2J\udce9", 1)

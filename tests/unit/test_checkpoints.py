@@ -612,7 +612,7 @@ def test_failures_to_be_expected_come_from_the_log() -> None:
     drive.wait(1234)
     drive.exit(B, 1)
     assert order(drive, A).mtbf_s == 1200
-    assert drive.state.checkpoints.failures == 2
+    assert drive.state.checkpoints.incidents == 2
 
 
 def test_it_grows_while_nothing_fails() -> None:

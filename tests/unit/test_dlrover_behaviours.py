@@ -117,9 +117,9 @@ def test_behaviour_10_failed_nodes_are_counted_by_place() -> None:
     drive = Drive(nodes_max=2, nodes_min=1, relaunch_max=9).up()
     drive.observe("worker-0-0", "failed", 1)
     drive.observe("worker-0-1", "failed", 1)
-    assert drive.state.failures.relaunches == {"worker-0": 2}
+    assert drive.state.incidents.relaunches == {"worker-0": 2}
     drive.observe("worker-1-0", "failed", 1)
-    assert drive.state.failures.relaunches == {"worker-0": 2, "worker-1": 1}
+    assert drive.state.incidents.relaunches == {"worker-0": 2, "worker-1": 1}
 
 
 def test_behaviour_11_a_host_that_failed_its_check_is_avoided() -> None:
@@ -192,8 +192,8 @@ def test_behaviour_15_trailing_events_of_a_replaced_node() -> None:
     for phase in ("failed", "succeeded", "gone", "gone"):
         drive.observe("worker-0-0", phase)
     assert drive.state.job.state == "running"
-    assert drive.state.failures.relaunches == {"worker-0": 1}
-    assert drive.state.failures.number == 1
+    assert drive.state.incidents.relaunches == {"worker-0": 1}
+    assert drive.state.incidents.number == 1
 
 
 def test_behaviour_16_a_master_restarts_and_the_cluster_has_moved_on() -> None:

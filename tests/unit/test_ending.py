@@ -6,7 +6,7 @@ from tests.unit.life import Life
 
 from dlrover_adapters.cli.ending import OTHERS_MAX, TAIL_LINES_MAX, Kept, words
 from dlrover_core.job import job
-from dlrover_core.job.failures import ReportExit
+from dlrover_core.job.incidents import ReportExit
 from dlrover_core.spec import GroupSpec, JobSpec
 
 NASTY = "\x1b[2Jlast\x07 words\n"

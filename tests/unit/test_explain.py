@@ -4,7 +4,7 @@ from tests.unit.life import Life, three_deaths
 
 from dlrover_core.history.explain import AFTER_MAX, BEFORE_MAX, Explanation, explanation_of
 from dlrover_core.history.plain import name_of
-from dlrover_core.job import failures, job, nodes, world
+from dlrover_core.job import incidents, job, nodes, world
 from dlrover_core.kernel.events import Record
 from dlrover_core.spec import GroupSpec, JobSpec
 
@@ -32,7 +32,7 @@ def find(records: list[Record], event: type, which: int = 0) -> int:
 def test_action_down_to_first_evidence() -> None:
     """An action is explained by the diagnosis, the incident, and the death that it all began with."""
     records = three_deaths(TWO_NODES).records
-    told = explanation_of(records, find(records, failures.ActionChosen))
+    told = explanation_of(records, find(records, incidents.ActionChosen))
     assert before(told) == ["WorkerExited", "IncidentOpened", "Diagnosed", "ActionChosen"]
     assert after(told) == ["WorldFormed", "WorkersStarted", "WorkersStarted", "FirstStep", "IncidentClosed"]
 
@@ -42,7 +42,7 @@ def test_default_is_the_last_action() -> None:
     records = three_deaths(TWO_NODES).records
     told = explanation_of(records)
     assert told is not None
-    assert told.target.seq == find(records, failures.ActionChosen, -1)
+    assert told.target.seq == find(records, incidents.ActionChosen, -1)
     assert told.end is not None
     assert isinstance(told.end.event, job.JobSucceeded)
 
@@ -61,7 +61,7 @@ def test_final_action_released_by_time() -> None:
     """A final action that was held until its time was up is still explained by the evidence, though no record caused it."""
     life = Life(NO_RESTARTS).join(1, "worker-0-0", "worker-1-0").step(2, 1, "worker-0-0")
     life.die(10, "worker-0-0", 0, 1, error="ValueError: bad sample").tick(500)
-    final = find(life.records, failures.ActionChosen, -1)
+    final = find(life.records, incidents.ActionChosen, -1)
     assert life.records[final - 1].cause == 0
     names = ["WorkerExited", "IncidentOpened", "Diagnosed", "ActionChosen", "ActionChosen", "JobFailed"]
     assert before(explanation_of(life.records)) == names
@@ -80,18 +80,18 @@ def test_revised_diagnosis() -> None:
     """A diagnosis that revises another one is told with it, and with the evidence that changed it."""
     life = Life(TWO_NODES).join(1, "worker-0-0", "worker-1-0").step(2, 1, "worker-0-0")
     life.die(10, "worker-0-0", 0, 1, error="RuntimeError: Connection closed by peer")
-    life.do(10.1, failures.ReportExit("worker-1-0", 1, 2, -9))
-    told = explanation_of(life.records, find(life.records, failures.Diagnosed, -1))
+    life.do(10.1, incidents.ReportExit("worker-1-0", 1, 2, -9))
+    told = explanation_of(life.records, find(life.records, incidents.Diagnosed, -1))
     assert before(told) == ["WorkerExited", "IncidentOpened", "Diagnosed", "WorkerExited", "Diagnosed"]
     assert told is not None
-    revised = find(life.records, failures.Diagnosed)
+    revised = find(life.records, incidents.Diagnosed)
     assert revised in told.before[-1].follows
 
 
 def test_another_death_is_another_story() -> None:
     """What followed ends where the next death begins."""
     records = three_deaths(TWO_NODES).records
-    told = explanation_of(records, find(records, failures.ActionChosen))
+    told = explanation_of(records, find(records, incidents.ActionChosen))
     assert "NodeFailed" not in after(told)
 
 
@@ -104,7 +104,7 @@ def test_unknown_event() -> None:
 def test_the_run_that_holds_the_event() -> None:
     """In a log of two runs, offsets and ending are those of the run in which the event happened."""
     records = three_deaths(TWO_NODES).do(200, job.CreateJob("run2", TWO_NODES.to_json())).records
-    first = explanation_of(records, find(records, failures.ActionChosen))
+    first = explanation_of(records, find(records, incidents.ActionChosen))
     last = explanation_of(records)
     assert first is not None
     assert last is not None

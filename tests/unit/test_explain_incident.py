@@ -13,7 +13,7 @@ from dlrover_adapters.cli.told import Teller
 from dlrover_core.history import Headlines, incident_of, render, render_story, status_of
 from dlrover_core.history.headline import Headline
 from dlrover_core.history.story import incident_values
-from dlrover_core.job import evidence, failures, job, nodes, world
+from dlrover_core.job import evidence, incidents, job, nodes, world
 from dlrover_core.rules.model import MODEL
 from dlrover_core.spec import GroupSpec, JobSpec
 
@@ -30,7 +30,7 @@ def ecc() -> Life:
     life = Life(TWO_NODES).join(1, *NODES).start(2, *NODES).step(2.5, 1, "worker-0-0").progress(70, 66)
     life.die(103.1, "worker-0-0", 0, 1, step=99, error=PEER)
     tail = "terminate called after throwing an instance of 'c10::Error'\nFatal Python error: Aborted\n"
-    life.do(103.2, failures.ReportExit("worker-1-0", 1, 3, -6, step=99, age_us=300_000, tail=tail))
+    life.do(103.2, incidents.ReportExit("worker-1-0", 1, 3, -6, step=99, age_us=300_000, tail=tail))
     life.do(
         103.5,
         evidence.ReportEvidence("worker-1-0", "kernel", "xid.ecc_double", XID, age_us=900_000, subject="0000:3b:00"),
@@ -149,9 +149,9 @@ def test_signatures_without_a_title() -> None:
     life = three_deaths(TWO_NODES)
     state, headlines = life.state, Headlines()
     record = life.records[-1]
-    headlines.feed(state, record._replace(event=failures.Diagnosed(2, "USER", "my.own", (1,), 0.8)))
+    headlines.feed(state, record._replace(event=incidents.Diagnosed(2, "USER", "my.own", (1,), 0.8)))
     news = headlines.feed(
-        state, record._replace(event=failures.ActionChosen(2, "RESTART_PROCESSES", "worker-0-0", "r", 1))
+        state, record._replace(event=incidents.ActionChosen(2, "RESTART_PROCESSES", "worker-0-0", "r", 1))
     )
     assert news is not None
     assert news.text == "worker-0: signature my.own -> restart the processes"

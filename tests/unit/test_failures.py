@@ -11,7 +11,7 @@ from drive import SECOND, Drive
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.classify import describe
-from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job import incidents, job, nodes, progress, world
 from dlrover_core.kernel.engine import NotDone
 from dlrover_core.rules import slots
 from dlrover_core.rules.desired import desired
@@ -35,7 +35,7 @@ def test_the_walk_through_of_the_design() -> None:
     assert drive.names() == ["WorkerExited", "IncidentOpened", "Diagnosed", "ActionChosen", "WorldFormed"]
     assert [record.cause - first for record in drive.new[1:]] == [0, 1, 2, 3]
     _, opened, diagnosed, chosen, formed = (record.event for record in drive.new)
-    assert opened == failures.IncidentOpened(1, "worker-1-0", 1, (3,))
+    assert opened == incidents.IncidentOpened(1, "worker-1-0", 1, (3,))
     assert diagnosed[:7] == (1, "PLAT", "exit.sigkill", (first,), 0.6, 0, "")
     assert (diagnosed.rank, diagnosed.node, diagnosed.budget) == (3, "worker-1-0", "restarts")
     assert (chosen.action, chosen.budget_left) == ("RESTART_PROCESSES", 2)
@@ -43,7 +43,7 @@ def test_the_walk_through_of_the_design() -> None:
     drive.now += 80_000
     drive.do(progress.ReportFirstStep("worker-0-0", 2, 61, told=True))
     assert drive.names() == ["FirstStep", "IncidentClosed"]
-    assert drive.new[1].event == failures.IncidentClosed(1, 80_900, 1)
+    assert drive.new[1].event == incidents.IncidentClosed(1, 80_900, 1)
     assert drive.incident.state == "closed"
 
 
@@ -51,7 +51,7 @@ def test_the_age_of_a_death_is_bounded_by_time_itself() -> None:
     """An agent whose clock is mad cannot put a number into the state that does not fit there."""
     drive = Drive().up()
     drive.exit("worker-1-0", 3, age_us=2**62)
-    assert drive.facts(failures.WorkerExited)[0].age_us == drive.now
+    assert drive.facts(incidents.WorkerExited)[0].age_us == drive.now
     drive.engine.rebase()
 
 
@@ -59,7 +59,7 @@ def test_last_lines_are_bounded() -> None:
     """The last 4 KiB of a worker's words and 2,048 characters of its error are in the event, whole characters only."""
     drive = Drive().up()
     drive.exit("worker-1-0", 3, 1, "e" * 5000, tail="ä" * 5000 + "end")
-    fact = drive.facts(failures.WorkerExited)[0]
+    fact = drive.facts(incidents.WorkerExited)[0]
     assert len(fact.tail.encode()) <= 4096
     assert fact.tail.endswith("äend")
     assert len(fact.error) == 2048
@@ -86,7 +86,7 @@ def test_a_stale_exit_opens_none() -> None:
     assert drive.world.generation == 2
     drive.exit("worker-1-0", 1, generation=1)
     assert drive.names() == ["WorkerExited"]
-    assert drive.state.failures.number == 0
+    assert drive.state.incidents.number == 0
 
 
 def test_an_echo_joins_its_incident() -> None:
@@ -98,7 +98,7 @@ def test_an_echo_joins_its_incident() -> None:
         assert drive.names() == ["WorkerExited"]
     drive.exit("worker-1-0", 2, generation=1)
     assert drive.names() == ["WorkerExited"]
-    assert (drive.state.failures.number, drive.state.failures.restarts, len(drive.incident.evidence)) == (1, 1, 4)
+    assert (drive.state.incidents.number, drive.state.incidents.restarts, len(drive.incident.evidence)) == (1, 1, 4)
 
 
 def test_an_echo_after_recovery_joins_the_closed_incident() -> None:
@@ -107,15 +107,15 @@ def test_an_echo_after_recovery_joins_the_closed_incident() -> None:
     drive.exit("worker-1-0", 3)
     drive.run(2)
     drive.cascade("worker-0-0", 0, generation=1)
-    assert (drive.state.failures.number, drive.world.generation) == (1, 2)
+    assert (drive.state.incidents.number, drive.world.generation) == (1, 2)
 
 
 @pytest.mark.parametrize("generation", [-1, 2, 9])
 def test_exits_of_generations_that_never_were_are_refused(generation: int) -> None:
     """A generation that does not exist has no workers."""
     drive = Drive().up()
-    assert isinstance(drive.do(failures.ReportExit("worker-1-0", generation, 3, -9)), NotDone)
-    assert isinstance(drive.do(failures.ReportExit("worker-9-0", 1, 3, -9)), NotDone)
+    assert isinstance(drive.do(incidents.ReportExit("worker-1-0", generation, 3, -9)), NotDone)
+    assert isinstance(drive.do(incidents.ReportExit("worker-9-0", 1, 3, -9)), NotDone)
 
 
 def test_a_dissolved_world_yields_no_incident_of_its_own() -> None:
@@ -124,8 +124,8 @@ def test_a_dissolved_world_yields_no_incident_of_its_own() -> None:
     drive.observe("worker-2-0", "failed", -9)
     drive.cascade("worker-0-0", 0, generation=1)
     drive.cascade("worker-1-0", 1, generation=1)
-    assert drive.state.failures.number == 1
-    assert drive.state.failures.restarts == 0
+    assert drive.state.incidents.number == 1
+    assert drive.state.incidents.restarts == 0
 
 
 # ---- all orders of arrival
@@ -146,12 +146,12 @@ NODE_DEATH: dict[str, Step] = {
 def _essence(drive: Drive) -> dict[str, Any]:
     """The state but for sequence numbers, evidence and the words of the first cause."""
     return {
-        "incidents": drive.state.failures.number,
+        "incidents": drive.state.incidents.number,
         "verdict": drive.incident.verdict,
         "incident": drive.incident.state,
         "in force": _in_force(drive),
-        "restarts": drive.state.failures.restarts,
-        "relaunches": drive.state.failures.relaunches,
+        "restarts": drive.state.incidents.restarts,
+        "relaunches": drive.state.incidents.relaunches,
         "nodes": sorted(
             (node.node, node.state, node.released, node.joined) for node in drive.state.nodes.nodes.values()
         ),
@@ -182,7 +182,7 @@ def test_all_orders_of_a_node_death() -> None:
         assert drive.members == ["worker-0-0", "worker-1-1"], order
         drive.run(2)
         assert drive.incident.state == "closed", order
-        assert drive.state.failures.number == 1, order
+        assert drive.state.incidents.number == 1, order
 
 
 WORKER_DEATH: dict[str, Step] = {
@@ -202,13 +202,13 @@ def test_all_orders_of_a_worker_death() -> None:
         for name in order:
             WORKER_DEATH[name](drive)
         incident = drive.incident
-        assert (drive.state.failures.number, incident.verdict, incident.signature) == (
+        assert (drive.state.incidents.number, incident.verdict, incident.signature) == (
             1,
             "USER",
             "exception.ValueError",
         ), order
         assert _in_force(drive) == [("RESTART_PROCESSES", incident.node)]
-        assert (drive.state.failures.restarts, drive.state.failures.relaunches) == (1, {})
+        assert (drive.state.incidents.restarts, drive.state.incidents.relaunches) == (1, {})
         assert (drive.world.generation, drive.members) == (2, ["worker-0-0", "worker-1-0"])
         assert describe(incident.cause) == "rank 2 on worker-1-0: ValueError: bad batch (exception.ValueError)"
 
@@ -228,11 +228,11 @@ def test_all_orders_of_two_nodes_deaths() -> None:
         drive = begin.fork()
         for name in order:
             TWO_NODES[name](drive)
-        assert drive.state.failures.number == 1, order
+        assert drive.state.incidents.number == 1, order
         assert sorted(_in_force(drive)) == [("RELAUNCH_NODE", "worker-1-0"), ("RELAUNCH_NODE", "worker-2-0")], order
-        assert (drive.state.failures.restarts, drive.state.failures.relaunches) == (
+        assert (drive.state.incidents.restarts, drive.state.incidents.relaunches) == (
             0,
-            dict.fromkeys(drive.state.failures.relaunches, 1),
+            dict.fromkeys(drive.state.incidents.relaunches, 1),
         )
         assert set(drive.state.nodes.nodes) >= {"worker-0-0", "worker-1-1", "worker-2-1"}
 
@@ -244,7 +244,7 @@ def test_later_evidence_revises_the_verdict() -> None:
     """Another root cause is another Diagnosed that names the one it revises; the action stands."""
     drive = Drive().up()
     drive.cascade("worker-0-0", 0)
-    first = next(record.seq for record in drive.new if type(record.event) is failures.Diagnosed)
+    first = next(record.seq for record in drive.new if type(record.event) is incidents.Diagnosed)
     drive.exit("worker-1-0", 2, 1, ERROR, generation=1)
     assert drive.names() == ["WorkerExited", "Diagnosed"]
     revised = drive.new[1].event
@@ -256,9 +256,9 @@ def test_budgets_follow_the_revised_verdict() -> None:
     """When a node turns out to be dead, the restart is given back and the relaunch charged."""
     drive = Drive(max_restarts=1).up()
     drive.cascade("worker-0-0", 0)
-    assert (drive.state.failures.restarts, drive.state.failures.relaunches) == (1, {})
+    assert (drive.state.incidents.restarts, drive.state.incidents.relaunches) == (1, {})
     drive.observe("worker-1-0", "failed", -9)
-    assert (drive.state.failures.restarts, drive.state.failures.relaunches) == (0, {"worker-1": 1})
+    assert (drive.state.incidents.restarts, drive.state.incidents.relaunches) == (0, {"worker-1": 1})
     assert [(one.action, one.state) for one in drive.incident.actions] == [
         ("RESTART_PROCESSES", "superseded"),
         ("RELAUNCH_NODE", "in_force"),
@@ -270,7 +270,7 @@ def test_each_place_has_a_budget_of_its_own() -> None:
     drive = Drive(relaunch_max=1, nodes_max=3, nodes_min=2).up()
     drive.observe("worker-1-0", "gone")
     drive.observe("worker-2-0", "gone")
-    assert drive.state.failures.relaunches == {"worker-1": 1, "worker-2": 1}
+    assert drive.state.incidents.relaunches == {"worker-1": 1, "worker-2": 1}
     drive.observe("worker-1-1", "gone")
     assert drive.incident.action == ladder.GO_ON_SMALLER
     assert slots.wanted(drive.state, "worker") == 2
@@ -412,9 +412,9 @@ def test_a_second_failure_before_recovery_is_its_own_incident() -> None:
     drive = Drive().up()
     drive.exit("worker-1-0", 3)
     drive.exit("worker-1-0", 3)
-    assert drive.state.failures.number == 2
+    assert drive.state.incidents.number == 2
     drive.run(2)
-    assert [one.state for one in drive.state.failures.incidents.values()] == ["closed", "closed"]
+    assert [one.state for one in drive.state.incidents.by_number.values()] == ["closed", "closed"]
 
 
 def test_what_is_remembered_is_bounded() -> None:
@@ -424,7 +424,7 @@ def test_what_is_remembered_is_bounded() -> None:
         # On both nodes alike: none of them stands out.
         drive.exit(f"worker-{step % 2}-0", step % 2)
         drive.run(step + 2)
-    assert len(drive.state.failures.incidents) == 16
+    assert len(drive.state.incidents.by_number) == 16
     generation = drive.world.generation
     for _ in range(100):
         drive.exit("worker-1-0", 1, generation=generation)
@@ -438,7 +438,7 @@ def test_survivors_tell_how_far_a_dead_node_had_come() -> None:
     drive.do(world.ReportStopped("worker-0-0", 1, 60))
     drive.join("worker-1-1")
     drive.do(progress.ReportFirstStep("worker-0-0", 2, 51, told=True))
-    assert drive.facts(failures.IncidentClosed)[0].steps_lost == 11
+    assert drive.facts(incidents.IncidentClosed)[0].steps_lost == 11
 
 
 def test_nothing_is_opened_after_the_end() -> None:
@@ -447,7 +447,7 @@ def test_nothing_is_opened_after_the_end() -> None:
     drive.exit("worker-0-0", 0, 1, ERROR)
     drive.wait(1)
     drive.observe("worker-1-0", "failed", -9)
-    assert drive.state.failures.number == 1
+    assert drive.state.incidents.number == 1
     assert len(drive.facts(job.JobFailed)) == 1
 
 
@@ -458,36 +458,36 @@ def test_a_late_nodes_death_breaks_no_world() -> None:
     drive.wait(1)
     drive.observe("worker-1-0", "failed", exit_code=-9)
     assert drive.state.world.worlds["worker"].active
-    drive.do(failures.ReportExit("worker-0-0", 1, 0, -9))
-    assert [one.generation for one in drive.state.failures.incidents.values()] == [failures.ASIDE, 1]
-    assert drive.state.failures.restarts == 1
+    drive.do(incidents.ReportExit("worker-0-0", 1, 0, -9))
+    assert [one.generation for one in drive.state.incidents.by_number.values()] == [incidents.ASIDE, 1]
+    assert drive.state.incidents.restarts == 1
     drive.join("worker-1-1")
-    assert drive.state.failures.incidents[1].closed
+    assert drive.state.incidents.by_number[1].closed
 
 
 def test_an_asked_death_with_an_error_of_its_own_is_evidence() -> None:
     """A rank that was killed by us while it told its error is the root cause; its exit opens nothing by itself."""
     drive = Drive(max_restarts=0).up()
-    drive.do(failures.ReportExit("worker-0-0", 1, 0, 1, error="RuntimeError: Connection reset by peer"))
+    drive.do(incidents.ReportExit("worker-0-0", 1, 0, 1, error="RuntimeError: Connection reset by peer"))
     assert desired(drive.state).orders["worker-1-0"].linger_us > 0, "the one who knows why may be slow"
-    drive.do(failures.ReportExit("worker-1-0", 1, 2, -9, asked=True, error="ValueError: bad batch"))
+    drive.do(incidents.ReportExit("worker-1-0", 1, 2, -9, asked=True, error="ValueError: bad batch"))
     assert desired(drive.state).orders["worker-0-0"].linger_us == 0
     drive.do(world.ReportStopped("worker-0-0", 1))
     drive.do(world.ReportStopped("worker-1-0", 1))
     assert drive.state.job.root == "rank 2 on worker-1-0: ValueError: bad batch (exception.ValueError)"
-    assert drive.state.failures.number == 1
+    assert drive.state.incidents.number == 1
 
 
 def test_a_script_without_steps_is_mended_in_time() -> None:
     """Where no steps are told, an incident closes once its successor has run for evidence_s."""
     drive = Drive(evidence_s=50.0).up()
-    drive.do(failures.ReportExit("worker-1-0", 1, 2, -9))
+    drive.do(incidents.ReportExit("worker-1-0", 1, 2, -9))
     for node in ("worker-0-0", "worker-1-0"):
         drive.do(world.ReportStarted(node, 2))
     drive.wait(49)
-    assert drive.state.failures.unmended("worker") is not None
+    assert drive.state.incidents.unmended("worker") is not None
     drive.wait(1)
-    assert drive.state.failures.unmended("worker") is None
+    assert drive.state.incidents.unmended("worker") is None
 
 
 def test_relaunches_are_forgiven_to_a_node_that_serves() -> None:
@@ -500,20 +500,20 @@ def test_relaunches_are_forgiven_to_a_node_that_serves() -> None:
         drive.run(1)
 
     for incarnation in range(5):
-        drive.wait(failures.SERVED_S)
+        drive.wait(incidents.SERVED_S)
         die(incarnation)
-        assert drive.facts(failures.ActionChosen)[-1].budget_left == 1
+        assert drive.facts(incidents.ActionChosen)[-1].budget_left == 1
     die(5)
-    assert drive.facts(failures.ActionChosen)[-1].budget_left == 0
-    drive.wait(failures.SERVED_S - 60)
+    assert drive.facts(incidents.ActionChosen)[-1].budget_left == 0
+    drive.wait(incidents.SERVED_S - 60)
     drive.observe("worker-1-6", "gone")
-    assert drive.facts(failures.ActionChosen)[-1].action == ladder.GO_ON_SMALLER
+    assert drive.facts(incidents.ActionChosen)[-1].action == ladder.GO_ON_SMALLER
 
 
 def test_who_never_comes_has_not_served() -> None:
     """Time in which a successor was only awaited forgives nothing."""
-    drive = Drive(nodes_max=2, nodes_min=1, relaunch_max=2, launch_s=2 * failures.SERVED_S, last_call_s=1.0).up()
+    drive = Drive(nodes_max=2, nodes_min=1, relaunch_max=2, launch_s=2 * incidents.SERVED_S, last_call_s=1.0).up()
     drive.observe("worker-1-0", "gone")
-    drive.wait(7 * failures.SERVED_S)
-    assert [one.budget_left for one in drive.facts(failures.ActionChosen)] == [1, 0, 0]
+    drive.wait(7 * incidents.SERVED_S)
+    assert [one.budget_left for one in drive.facts(incidents.ActionChosen)] == [1, 0, 0]
     assert drive.state.nodes.slots["worker-1"].given_up

@@ -8,7 +8,7 @@ from dlrover_core.history.goodput import goodput_of
 from dlrover_core.history.report import ReportBuilder, report_of
 from dlrover_core.history.timeline import CLASSES, Segment, Timeline
 from dlrover_core.job import job
-from dlrover_core.job.failures import ReportExit
+from dlrover_core.job.incidents import ReportExit
 from dlrover_core.job.progress import ReportFirstStep
 from dlrover_core.spec import GroupSpec, JobSpec, us
 

@@ -10,7 +10,7 @@ from drive import SECOND, Drive
 from dlrover_core.diagnosis import hanging
 from dlrover_core.diagnosis.hanging import Facts
 from dlrover_core.diagnosis.stacks import Frame
-from dlrover_core.job import failures, hangs, job, world
+from dlrover_core.job import hangs, incidents, job, world
 from dlrover_core.job.evidence import EvidenceSeen
 from dlrover_core.job.hangs import HangDismissed, HangNamed, HangSuspected, NoteMoving, NoteStall, ReportStacks
 from dlrover_core.kernel.engine import NotDone
@@ -63,7 +63,7 @@ def test_a_hang_is_suspected_looked_at_named_and_ended() -> None:
     )
     assert (told.node, told.rank, told.subject, told.generation) == ("worker-1-0", 3, "3", 1)
     assert told.age_us == round(61.5 * SECOND), "it began with the last step"
-    assert drive.state.failures.incidents[1].signature == "hang.rank"
+    assert drive.state.incidents.by_number[1].signature == "hang.rank"
     assert drive.facts(world.WorldFormed)[-1].generation == 2
     assert probes(drive) == {0}
 
@@ -100,7 +100,7 @@ def test_a_late_step_ends_the_suspicion(how: str) -> None:
     assert probes(drive) == {0}
     assert isinstance(drive.do(ReportStacks("worker-0-0", 1, ())), NotDone)
     drive.wait(60)
-    assert not drive.facts(failures.IncidentOpened)
+    assert not drive.facts(incidents.IncidentOpened)
 
 
 def test_a_busy_rank_has_patience_that_ends() -> None:
@@ -143,7 +143,7 @@ def test_only_reported_where_that_is_wanted() -> None:
     drive.do(ReportStacks("worker-0-0", 1, (seen(0), seen(1))))
     drive.do(ReportStacks("worker-1-0", 1, (seen(2), sleeps(3))))
     assert drive.facts(EvidenceSeen)[0].signature == "hang.reported"
-    assert not drive.facts(failures.IncidentOpened)
+    assert not drive.facts(incidents.IncidentOpened)
     drive.do(NoteStall("worker", 1, 7, 600 * SECOND, 60 * SECOND, "floor"))
     assert len(drive.facts(HangSuspected)) == 1
     drive.do(NoteStall("worker", 1, 9, 61 * SECOND, 60 * SECOND, "floor"))

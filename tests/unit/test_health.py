@@ -11,8 +11,8 @@ from orders import Told
 from dlrover_core.errors import SpecError
 from dlrover_core.job import health, job, nodes, planning, world
 from dlrover_core.job.evidence import EvidenceSeen
-from dlrover_core.job.failures import IncidentOpened
 from dlrover_core.job.health import CheckAsked, CheckJudged, CheckReported, CheckStarted, ReportCheck
+from dlrover_core.job.incidents import IncidentOpened
 from dlrover_core.kernel.engine import Accepted, NotDone
 from dlrover_core.kernel.state import digest
 from dlrover_core.rules import checks, membership
@@ -197,7 +197,7 @@ def test_a_slow_node_is_reported_and_trains() -> None:
     assert drive.found() == {"worker-1-0": "slow"}
     assert [one.signature for one in drive.facts(EvidenceSeen)] == ["check.slow"]
     assert drive.members == _names(0, 1, 2, 3)
-    assert drive.state.failures.number == 0
+    assert drive.state.incidents.number == 0
 
 
 def test_a_slow_node_is_replaced_where_that_is_wanted() -> None:
@@ -210,7 +210,7 @@ def test_a_slow_node_is_replaced_where_that_is_wanted() -> None:
     drive.arrive(1, incarnation=1).answer()
     assert drive.members == ["worker-0-0", "worker-1-1", "worker-2-0", "worker-3-0"]
     assert len(drive.facts(planning.NodeDrained)) == 1
-    assert drive.state.failures.number == 0
+    assert drive.state.incidents.number == 0
 
 
 # ---- what cannot be told apart
@@ -527,7 +527,7 @@ def test_two_that_fail_one_check_have_an_incident_each_with_its_own_cause() -> N
     deaths = {record.seq: record.event.node for record in drive.records if isinstance(record.event, nodes.NodeFailed)}
     opened = [record for record in drive.records if isinstance(record.event, IncidentOpened)]
     assert [deaths[record.cause] for record in opened] == ["worker-1-0", "worker-3-0"]
-    causes = [drive.state.failures.incidents[number].evidence[0] for number in (1, 2)]
+    causes = [drive.state.incidents.by_number[number].evidence[0] for number in (1, 2)]
     assert causes == [record.cause for record in opened]
 
 

@@ -187,10 +187,10 @@ def test_recordings_are_readable_histories(name: str, hashes: dict[str, Any]) ->
 def test_the_story_of_a_worker_death(hashes: dict[str, Any]) -> None:
     """One incident, one unit of the restart budget, and the job succeeded; nobody is left, nobody is remembered."""
     state = _recorded("worker_death")
-    (incident,) = state.failures.incidents.values()
+    (incident,) = state.incidents.by_number.values()
     assert (incident.signature, incident.action, incident.state) == ("exit.sigkill", ladder.RESTART_PROCESSES, "closed")
     assert [one.state for one in incident.actions] == ["done"]
-    assert (state.job.state, state.failures.restarts, state.world.worlds["worker"].generation) == ("succeeded", 1, 2)
+    assert (state.job.state, state.incidents.restarts, state.world.worlds["worker"].generation) == ("succeeded", 1, 2)
     assert state.nodes.nodes == {}
     assert state.senders == {}
 
@@ -198,12 +198,12 @@ def test_the_story_of_a_worker_death(hashes: dict[str, Any]) -> None:
 def test_the_story_of_a_node_death(hashes: dict[str, Any]) -> None:
     """The restart of the first guess was given back, the relaunch charged, the bad host avoided."""
     state = _recorded("node_death")
-    (incident,) = state.failures.incidents.values()
+    (incident,) = state.incidents.by_number.values()
     assert [(one.action, one.state) for one in incident.actions] == [
         (ladder.RESTART_PROCESSES, "superseded"),
         (ladder.RELAUNCH_NODE, "done"),
     ]
-    assert (state.failures.restarts, state.failures.relaunches) == (0, {"worker-2": 1})
+    assert (state.incidents.restarts, state.incidents.relaunches) == (0, {"worker-2": 1})
     assert [member.node for member in state.world.worlds["worker"].members] == [
         "worker-0-0",
         "worker-1-0",
@@ -217,8 +217,8 @@ def test_the_story_of_a_failed_job(hashes: dict[str, Any]) -> None:
     state = _recorded("failed_job_with_take_over")
     assert state.job.state == "failed"
     assert "ValueError: bad batch" in state.job.root
-    assert (state.token, state.failures.restarts) == (3, 1)
-    assert [one.state for one in state.failures.incidents.values()] == ["closed", "fatal"]
+    assert (state.token, state.incidents.restarts) == (3, 1)
+    assert [one.state for one in state.incidents.by_number.values()] == ["closed", "fatal"]
     assert isinstance(state.job, job.JobSlice)
 
 
@@ -227,7 +227,7 @@ def test_the_story_of_what_people_asked(hashes: dict[str, Any]) -> None:
     state = _recorded("asked_by_people")
     assert (state.job.state, state.job.reason, state.job.sizes) == ("stopping", "home", {"worker": (1, 1)})
     assert state.job.spec.group("worker").nodes_max == 1
-    assert (state.failures.number, state.world.worlds["worker"].generation) == (0, 5)
+    assert (state.incidents.number, state.world.worlds["worker"].generation) == (0, 5)
     assert {name: node.released for name, node in state.nodes.nodes.items()} == {
         "worker-0-0": "",
         "worker-1-1": "scaled down",
@@ -241,7 +241,7 @@ def test_the_story_of_what_was_saved(hashes: dict[str, Any]) -> None:
     assert kept.committed == [(1, 10), (1, 26)]
     assert kept.order is not None
     assert (kept.order.generation, kept.order.step, kept.order.writers) == (2, 40, {"worker-0-0": (0, 1)})
-    assert (state.checkpoints.failing, state.checkpoints.failures) == ({}, 2)
+    assert (state.checkpoints.failing, state.checkpoints.incidents) == ({}, 2)
     assert list(state.checkpoints.replicas) == ["worker-0-0"]
     assert (state.world.worlds["worker"].generation, state.world.worlds["worker"].resume_step) == (3, 40)
     assert kept.restored == ["worker-0-0"]

@@ -9,7 +9,7 @@ from tests.unit.drive import BEGIN, SECOND, Drive
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.history import hosts_of, render_hosts
-from dlrover_core.job import failures, hosts, job, nodes, progress, world
+from dlrover_core.job import hosts, incidents, job, nodes, progress, world
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Accepted, NotDone
 from dlrover_core.kernel.events import Record, kind_of
@@ -58,13 +58,13 @@ class Life:
         """An incident of this node gets this verdict; its number."""
         self.incident += 1
         node = more.pop("node", f"worker-{index}-0")
-        self.add(failures.IncidentOpened(self.incident, node, 1, (index,)))
+        self.add(incidents.IncidentOpened(self.incident, node, 1, (index,)))
         self.judge(signature, verdict, self.state.seq, **more)
         return self.incident
 
     def judge(self, signature: str, verdict: str, cause: int = 0, **more: Any) -> None:
         """The newest incident gets a verdict."""
-        self.add(failures.Diagnosed(self.incident, verdict, signature, (1,), 0.8, **more), cause)
+        self.add(incidents.Diagnosed(self.incident, verdict, signature, (1,), 0.8, **more), cause)
 
     def serve(self, index: int) -> None:
         """The node's workers run for as long as proves a host, and the job makes steps."""
@@ -192,14 +192,14 @@ def test_isolated_hosts_are_kept_off() -> None:
     """The ladder's choice to isolate a host puts it in quarantine, with the rule as its reason."""
     life = Life(4)
     number = life.strike(2, "cuda.ecc", "HW")
-    life.add(failures.ActionChosen(number, ladder.ISOLATE_HOST, "worker-2-0", "host.hardware", 1, host="h2"))
+    life.add(incidents.ActionChosen(number, ladder.ISOLATE_HOST, "worker-2-0", "host.hardware", 1, host="h2"))
     assert life.kept_off == ["h2"]
     assert life.state.hosts.hosts["h2"].why == "incident 1: host.hardware"
 
 
 def _quarantine(life: Life, index: int) -> int:
     number = life.strike(index, "cuda.ecc", "HW")
-    life.add(failures.ActionChosen(number, ladder.ISOLATE_HOST, f"worker-{index}-0", "rule", 1, host=f"h{index}"))
+    life.add(incidents.ActionChosen(number, ladder.ISOLATE_HOST, f"worker-{index}-0", "rule", 1, host=f"h{index}"))
     return number
 
 
@@ -297,7 +297,7 @@ def test_an_isolated_host_is_freed_though_the_verdict_was_revised_before() -> No
     life = Life(4)
     number = life.strike(1)
     life.judge("cuda.ecc", "HW", revises=1, host="h1")
-    life.add(failures.ActionChosen(number, ladder.ISOLATE_HOST, "worker-1-0", "hardware", 0, host="h1"))
+    life.add(incidents.ActionChosen(number, ladder.ISOLATE_HOST, "worker-1-0", "hardware", 0, host="h1"))
     assert life.kept_off == ["h1"]
     life.judge("k8s.preempted", "PLAT", revises=1, blamed="worker-1-0")
     assert life.kept_off == []

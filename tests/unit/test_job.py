@@ -112,7 +112,7 @@ def test_stopping_ends_however_the_nodes_end(end: str) -> None:
     drive.do(nodes.ReportLeft("worker-0-0"))
     drive.observe("worker-1-0", end, -9)
     assert drive.state.job.state == "stopped"
-    assert drive.state.failures.number == 0
+    assert drive.state.incidents.number == 0
 
 
 def test_stopping_does_not_wait_for_ever_for_the_unreachable() -> None:
@@ -158,11 +158,11 @@ def test_nothing_is_decided_for_a_job_that_is_over(end: str) -> None:
             for one in (0, 1):
                 drive.do(nodes.ReportLeft(f"worker-{one}-0"))
     assert drive.state.job.state == end
-    incidents = drive.state.failures.number
+    incidents = drive.state.incidents.number
     drive.exit("worker-1-0", 2)
     drive.observe("worker-1-0", "failed", -9)
     drive.wait(10_000)
-    assert drive.state.failures.number == incidents
+    assert drive.state.incidents.number == incidents
     assert not {"WorldFormed", "NodePlanned", "IncidentOpened"} & set(drive.names())
 
 
@@ -195,7 +195,7 @@ def test_a_new_run_has_its_budgets_whole() -> None:
     drive.exit("worker-0-0", 0)
     drive.observe("worker-1-0", "gone")
     drive.do(job.CreateJob("run-2", drive.spec.to_json()))
-    assert (drive.state.failures.restarts, drive.state.failures.relaunches, drive.state.failures.incidents) == (
+    assert (drive.state.incidents.restarts, drive.state.incidents.relaunches, drive.state.incidents.by_number) == (
         0,
         {},
         {},

@@ -170,7 +170,7 @@ def test_an_agent_that_leaves_unasked_is_replaced() -> None:
     drive.observe("worker-1-0", "succeeded")
     drive.observe("worker-1-0", "gone")
     assert [launch.node for launch in desired(drive.state).launch] == ["worker-1-1"]
-    assert drive.state.failures.number == 1
+    assert drive.state.incidents.number == 1
 
 
 def test_a_node_that_ends_well_before_its_work_is_done_is_replaced() -> None:
@@ -291,7 +291,7 @@ def test_a_node_that_never_joins_is_replaced(phase: str) -> None:
     assert drive.new == []
     drive.wait(1)
     assert "worker-0-1" in _names(drive)
-    assert drive.state.failures.relaunches == {"worker-0": 1}
+    assert drive.state.incidents.relaunches == {"worker-0": 1}
 
 
 def test_launching_for_ever_is_bounded() -> None:
@@ -352,7 +352,7 @@ def test_a_fault_that_nobody_sees_end_frees_its_place_elsewhere_in_time() -> Non
     drive.wait(100)
     (launch,) = desired(drive.state).launch
     assert (launch.node, launch.avoid) == ("worker-1-1", (drive.state.nodes.nodes["worker-1-0"].host,))
-    assert drive.state.failures.number == 1, "it was answered already"
+    assert drive.state.incidents.number == 1, "it was answered already"
 
 
 def test_every_lost_host_is_avoided_until_it_is_seen_gone() -> None:
@@ -372,4 +372,4 @@ def test_what_a_backend_refuses_for_good_is_not_asked_again() -> None:
     drive.observe("worker-1-0", "failed", reason="refused for good: no such image")
     assert drive.state.job.state == "failed"
     assert "no such image" in drive.state.job.root
-    assert drive.state.failures.relaunches == {}
+    assert drive.state.incidents.relaunches == {}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover_core.errors import ConnectionLost
-from dlrover_core.job import evidence, failures, world
+from dlrover_core.job import evidence, incidents, world
 from dlrover_core.kernel.engine import UNANSWERED_MAX as ENGINE_KEEPS
 from dlrover_core.runtime.outbox import UNANSWERED_MAX, Outbox
 from dlrover_core.testing import virtual_loop
@@ -156,12 +156,12 @@ def test_what_waits_grows_older() -> None:
 
     async def story() -> None:
         outbox = Outbox()
-        outbox.add(failures.ReportExit("worker-0-0", 1, 0, -9, age_us=5))
+        outbox.add(incidents.ReportExit("worker-0-0", 1, 0, -9, age_us=5))
         outbox.add(world.ReportStarted("worker-0-0", 1))
         seen = evidence.ReportEvidence("worker-0-0", "log", "cuda.ecc", "a line", age_us=5)
         outbox.add(seen)
         await asyncio.sleep(10)  # of the virtual clock
-        assert outbox.next() == (1, failures.ReportExit("worker-0-0", 1, 0, -9, age_us=10_000_005))
+        assert outbox.next() == (1, incidents.ReportExit("worker-0-0", 1, 0, -9, age_us=10_000_005))
         assert outbox.next() == (2, world.ReportStarted("worker-0-0", 1))
         assert outbox.next() == (3, seen._replace(age_us=10_000_005))
 

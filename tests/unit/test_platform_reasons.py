@@ -10,7 +10,7 @@ from drive import Drive
 from dlrover_backends.local import process
 from dlrover_core.diagnosis import signatures
 from dlrover_core.diagnosis.classify import of_platform
-from dlrover_core.job import failures, nodes
+from dlrover_core.job import incidents, nodes
 
 TABLE = signatures.table()
 WORDS = {
@@ -36,7 +36,7 @@ def test_the_word_survives_on_its_way(word: str) -> None:
     job.observe("worker-0-0", "failed", 137, f"{word}: by the platform")
     failed = next(one.event for one in job.new if isinstance(one.event, nodes.NodeFailed))
     assert (failed.exit_code, failed.reason) == (137, f"{word}: by the platform")
-    told = next(one.event for one in job.new if isinstance(one.event, failures.Diagnosed))
+    told = next(one.event for one in job.new if isinstance(one.event, incidents.Diagnosed))
     assert told.signature == WORDS[word]
 
 

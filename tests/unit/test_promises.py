@@ -13,7 +13,7 @@ import pytest
 from drive import Drive
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import checkpoints, failures, hosts, job, nodes, planning, progress, scaling, silence, world
+from dlrover_core.job import checkpoints, hosts, incidents, job, nodes, planning, progress, scaling, silence, world
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import STRANGERS_MAX, CommandFailed, CommandRefused, Sender
 from dlrover_core.kernel.events import Event, Origin, Record
@@ -292,13 +292,13 @@ def without_effect(records: list[Record]) -> set[str]:
 
 def unclosed(records: list[Record]) -> set[str]:
     """What breaks when an incident is not closed by the first step after it."""
-    place = next(record.seq for record in records if isinstance(record.event, failures.IncidentClosed))
+    place = next(record.seq for record in records if isinstance(record.event, incidents.IncidentClosed))
     return moved(records, place, event=job.Archived(1, 1, ""))
 
 
 FORMED = world.WorldFormed("worker", 4, ((0, 2, 0, 2),), "worker-0-0:7", "too soon")
 GIVE_UP = {"action": ladder.AWAIT_EVIDENCE, "rule": "workers.exhausted: none left", "budget_left": 0}
-BIG = "x" * (failures.TAIL_BYTES_MAX + 1)
+BIG = "x" * (incidents.TAIL_BYTES_MAX + 1)
 
 CASES = {
     "a number twice": Case("order", running, misplace(9, seq=8)),
@@ -342,14 +342,14 @@ CASES = {
     "planned beside the living": Case("places", running, show(nodes.NodePlanned("worker-1-1", "worker", 1, 1))),
     "an incarnation left out": Case("places", relaunched, change(nodes.NodePlanned, node="worker-1-3", incarnation=3)),
     "no patience": Case("patience", silent, show(nodes.NodeLost("worker-1-0", "silent"))),
-    "an incident left out": Case("incidents", restarted, change(failures.IncidentOpened, incident=5)),
-    "closed twice": Case("incidents", restarted, show(failures.IncidentClosed(1, 1, 0))),
-    "judged when closed": Case("incidents", restarted, show(failures.Diagnosed(1, "USER", "x", (1,), 0.5))),
+    "an incident left out": Case("incidents", restarted, change(incidents.IncidentOpened, incident=5)),
+    "closed twice": Case("incidents", restarted, show(incidents.IncidentClosed(1, 1, 0))),
+    "judged when closed": Case("incidents", restarted, show(incidents.Diagnosed(1, "USER", "x", (1,), 0.5))),
     "an action too many": Case(
-        "incidents", waiting, show(failures.ActionChosen(1, ladder.FAIL_JOB, "worker-1-0", "x", 0))
+        "incidents", waiting, show(incidents.ActionChosen(1, ladder.FAIL_JOB, "worker-1-0", "x", 0))
     ),
-    "mended before it broke": Case("incidents", over, change(failures.IncidentClosed, incident=1, down_us=-1)),
-    "opened by nobody's death": Case("incidents", restarted, change(failures.IncidentOpened, generation=2)),
+    "mended before it broke": Case("incidents", over, change(incidents.IncidentClosed, incident=1, down_us=-1)),
+    "opened by nobody's death": Case("incidents", restarted, change(incidents.IncidentOpened, generation=2)),
     "mended and not closed": Case("incidents", restarted, unclosed),
     "released and not told": Case("told", running, show(nodes.NodeReleased("worker-0-0", "drained"))),
     "silent for ever": Case("patience", silent, misplace(-1, at=10**11)),
@@ -358,11 +358,11 @@ CASES = {
         "reasons", unnoticed, lambda records: shown(records, lambda one: one)
     ),
     "an action without effect": Case("effects", restarted, without_effect),
-    "a job that is not failed": Case("effects", relaunched, change(failures.ActionChosen, action=ladder.FAIL_JOB)),
-    "a restart for nothing": Case("budgets", restarted, change(failures.ActionChosen, budget_left=3)),
-    "overdrawn": Case("budgets", restarted, change(failures.ActionChosen, budget_left=-1)),
-    "one node relaunched twice": Case("budgets", relaunched, change(failures.ActionChosen, node="worker-1-0")),
-    "given up too early": Case("budgets", restarted, change(failures.ActionChosen, **GIVE_UP)),
+    "a job that is not failed": Case("effects", relaunched, change(incidents.ActionChosen, action=ladder.FAIL_JOB)),
+    "a restart for nothing": Case("budgets", restarted, change(incidents.ActionChosen, budget_left=3)),
+    "overdrawn": Case("budgets", restarted, change(incidents.ActionChosen, budget_left=-1)),
+    "one node relaunched twice": Case("budgets", relaunched, change(incidents.ActionChosen, node="worker-1-0")),
+    "given up too early": Case("budgets", restarted, change(incidents.ActionChosen, **GIVE_UP)),
     "no pause": Case("pauses", hasty_without_a_step, show(FORMED)),
     "a plan's number left out": Case("plans", leaving, change(planning.WorldPlanned, plan=7)),
     "a plan for who is no member": Case("plans", leaving, change(planning.WorldPlanned, leaving=("worker-9-0",))),
@@ -388,8 +388,8 @@ CASES = {
     "restored in the past": Case("checkpoints", salvaged, change(checkpoints.Restored, generation=1)),
     "storage fails twice": Case("checkpoints", salvaged, show(checkpoints.StorageFailed("worker-0-0", "c", "x"))),
     "storage is back that was there": Case("checkpoints", salvaged, show(checkpoints.StorageBack("worker-1-0", "c"))),
-    "a tail without end": Case("bounded", restarted, change(failures.WorkerExited, tail=BIG)),
-    "evidence without end": Case("bounded", restarted, change(failures.Diagnosed, evidence=tuple(range(99)))),
+    "a tail without end": Case("bounded", restarted, change(incidents.WorkerExited, tail=BIG)),
+    "evidence without end": Case("bounded", restarted, change(incidents.Diagnosed, evidence=tuple(range(99)))),
 }
 
 

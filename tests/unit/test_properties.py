@@ -9,7 +9,7 @@ from drive import PEER_LOST, Drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover_core.job import failures, job, nodes, progress, scaling, silence, world
+from dlrover_core.job import incidents, job, nodes, progress, scaling, silence, world
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import CommandFailed
 from dlrover_core.kernel.state import digest, pack, unpack
@@ -65,9 +65,9 @@ def _commands(drive: Drive, what: str, which: int, number: int) -> list[Any]:
         "withdraw": lambda: world.WithdrawStore(node, next(iter(drive.state.world.offers.get(node, ())), "")),
         "step": lambda: progress.ReportFirstStep(node, generation, number, told=bool(number % 2)),
         "progress": lambda: progress.NoteProgress("worker", generation, number * 10),
-        "exit": lambda: failures.ReportExit(node, generation, rank, -9, step=number),
-        "cascade": lambda: failures.ReportExit(node, generation, rank, 1, error=PEER_LOST),
-        "old exit": lambda: failures.ReportExit(node, generation - number, rank, 1, asked=number == 2),
+        "exit": lambda: incidents.ReportExit(node, generation, rank, -9, step=number),
+        "cascade": lambda: incidents.ReportExit(node, generation, rank, 1, error=PEER_LOST),
+        "old exit": lambda: incidents.ReportExit(node, generation - number, rank, 1, asked=number == 2),
         "listed": lambda: nodes.ObserveNodes(
             tuple(nodes.Observed(name, "running") for name in list(drive.state.nodes.nodes)[:which]), True
         ),
@@ -127,10 +127,10 @@ def _check(drive: Drive) -> None:
     ranks = [rank for one in current.members for rank in range(one.first_rank, one.first_rank + one.nproc)]
     assert ranks == list(range(current.size))
     assert len({one.node for one in current.members}) == len(current.members)
-    assert drive.state.failures.restarts >= 0
+    assert drive.state.incidents.restarts >= 0
     if drive.state.job.live:
-        assert drive.state.failures.restarts <= drive.spec.max_restarts
-        assert all(used <= group.relaunch_max for used in drive.state.failures.relaunches.values())
+        assert drive.state.incidents.restarts <= drive.spec.max_restarts
+        assert all(used <= group.relaunch_max for used in drive.state.incidents.relaunches.values())
         members = {member.node for member in current.members} if current.active else set()
         alive = {node.node for node in drive.state.nodes.nodes.values() if node.ready}
         assert members - set(current.finished) <= alive
@@ -203,7 +203,7 @@ def test_a_job_never_waits_for_nothing(spec: dict[str, Any], acts: list[tuple[st
         assert waited_for or without_store, (drive.names(drive.records)[-20:], drive.state)
 
 
-@pytest.mark.parametrize("poison", [("unknown",), (), failures.ReportExit("worker-0-0", 1, 0, "x")])  # type: ignore[arg-type]
+@pytest.mark.parametrize("poison", [("unknown",), (), incidents.ReportExit("worker-0-0", 1, 0, "x")])  # type: ignore[arg-type]
 def test_nonsense_is_survived(poison: Any) -> None:
     """A command that no agent can send costs a record and nothing else."""
     drive = Drive().up()

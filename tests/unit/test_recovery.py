@@ -10,7 +10,7 @@ from drive import SECOND, Drive
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.choices import Case, Choice, Context
 from dlrover_core.diagnosis.policy import Policy
-from dlrover_core.job import evidence, failures, hosts, job, nodes, progress, world
+from dlrover_core.job import evidence, hosts, incidents, job, nodes, progress, world
 from dlrover_core.job.state import CODEC
 from dlrover_core.kernel.engine import Accepted, Engine
 from dlrover_core.rules import choose_action
@@ -42,9 +42,9 @@ def test_what_was_seen_before_the_death_may_be_its_cause() -> None:
     """The kernel names a broken GPU; a second later a worker dies: its node goes to another host, and the host is left alone."""
     drive = Drive(nodes_max=3, nproc=1).up()
     see(drive, "worker-1-0", "xid.fallen_off", age_s=1)
-    assert drive.state.failures.number == 0
+    assert drive.state.incidents.number == 0
     drive.exit("worker-1-0", 1, -6)
-    found = newest(drive, failures.Diagnosed)
+    found = newest(drive, incidents.Diagnosed)
     assert (found.verdict, found.signature, found.blamed, found.host) == (
         "HW",
         "xid.fallen_off",
@@ -53,7 +53,7 @@ def test_what_was_seen_before_the_death_may_be_its_cause() -> None:
     )
     assert found.evidence[0] == next(one.seq for one in drive.records if type(one.event) is evidence.EvidenceSeen)
     assert len(found.discarded) == 1
-    assert newest(drive, failures.ActionChosen).action == "ISOLATE_HOST"
+    assert newest(drive, incidents.ActionChosen).action == "ISOLATE_HOST"
     assert drive.incident.cause.text == "sign of xid.fallen_off"
     assert newest(drive, hosts.HostQuarantined).host == "host-of-worker-1-0"
     planned = newest(drive, nodes.NodePlanned)
@@ -62,20 +62,20 @@ def test_what_was_seen_before_the_death_may_be_its_cause() -> None:
     drive.join("worker-1-1")
     drive.run(2)
     assert drive.incident.closed
-    assert drive.state.failures.restarts == 0
+    assert drive.state.incidents.restarts == 0
 
 
 def test_what_is_seen_after_the_death_revises_and_escalates() -> None:
     """Processes are restarted at once; when the kernel then names the GPU, the node is replaced, and the restart given back."""
     drive = Drive(nodes_max=3, nproc=1).up()
     drive.exit("worker-1-0", 1, -9)
-    assert (drive.incident.action, drive.state.failures.restarts) == ("RESTART_PROCESSES", 1)
+    assert (drive.incident.action, drive.state.incidents.restarts) == ("RESTART_PROCESSES", 1)
     see(drive, "worker-1-0", "xid.fallen_off", age_s=2)
     assert [(one.action, one.state) for one in drive.incident.actions] == [
         ("RESTART_PROCESSES", "superseded"),
         ("ISOLATE_HOST", "in_force"),
     ]
-    assert (drive.state.failures.restarts, drive.state.failures.relaunches) == (0, {"worker-1": 1})
+    assert (drive.state.incidents.restarts, drive.state.incidents.relaunches) == (0, {"worker-1": 1})
 
 
 def test_a_verdict_after_recovery_moves_the_charge_and_no_node() -> None:
@@ -86,8 +86,8 @@ def test_a_verdict_after_recovery_moves_the_charge_and_no_node() -> None:
     drive.run(2)
     see(drive, "worker-1-0", "xid.fallen_off", age_s=2)
     assert drive.names() == ["EvidenceSeen", "Diagnosed"]
-    assert (drive.state.failures.restarts, len(drive.state.failures.software)) == (0, 1)
-    assert newest(drive, failures.Diagnosed).budget == "software"
+    assert (drive.state.incidents.restarts, len(drive.state.incidents.software)) == (0, 1)
+    assert newest(drive, incidents.Diagnosed).budget == "software"
 
 
 def test_what_explains_one_incident_is_no_cause_of_the_next() -> None:
@@ -125,7 +125,7 @@ def test_a_handled_exception_ends_no_job() -> None:
             wrote(drive, rank, "exception.ModuleNotFoundError", generation, "ModuleNotFoundError at job/train.py:4")
         drive.wait(4)
         drive.exit("worker-1-0", 1, -9)
-        found = newest(drive, failures.Diagnosed)
+        found = newest(drive, incidents.Diagnosed)
         assert (found.signature, found.place, drive.incident.action) == ("exit.sigkill", "", "RESTART_PROCESSES")
         drive.now += SECOND
         drive.run(5 + generation)
@@ -138,7 +138,7 @@ def test_a_line_alone_ends_no_job() -> None:
         wrote(drive, 1, "exception.ModuleNotFoundError", generation, "ModuleNotFoundError at job/train.py:4")
         drive.wait(1)
         drive.exit("worker-1-0", 1, 1)
-        found = newest(drive, failures.Diagnosed)
+        found = newest(drive, incidents.Diagnosed)
         assert (found.signature, found.place, found.hint) == ("exception.ModuleNotFoundError", "", "proc")
         assert drive.incident.action == "RESTART_PROCESSES"
         drive.now += SECOND
@@ -181,10 +181,10 @@ def test_a_flood_frees_no_evidence() -> None:
     for rank in range(70):
         drive.cascade(f"worker-{rank}-0", rank, generation=1)
     see(drive, "worker-75-0", "xid.fallen_off", age_s=1)
-    root = newest(drive, failures.Diagnosed).evidence[0]
+    root = newest(drive, incidents.Diagnosed).evidence[0]
     assert drive.incident.signature == "xid.fallen_off"
     assert root in drive.incident.evidence
-    assert len(drive.incident.evidence) == failures.EVIDENCE_MAX
+    assert len(drive.incident.evidence) == incidents.EVIDENCE_MAX
     drive.observe("worker-75-0", "gone")
     drive.join("worker-75-1")
     drive.now += SECOND
@@ -198,13 +198,13 @@ def test_forgotten_incidents_keep_what_was_theirs() -> None:
     """After more incidents than are remembered, all in minutes, the first one's evidence is still no cause of the next."""
     drive = Drive(nodes_max=3, nproc=1, max_restarts=90).up()
     see(drive, "worker-0-0", "cgroup.oom", "cgroup")
-    for step in range(failures.CLOSED_KEPT + 3):
+    for step in range(incidents.CLOSED_KEPT + 3):
         drive.wait(1)
         drive.exit("worker-0-0", 0, -9)
         drive.now += SECOND
         drive.run(10 + 10 * step)
-    assert 1 not in drive.state.failures.incidents
-    assert [one.incident for one in drive.state.failures.spent][:2] == [1, 2]
+    assert 1 not in drive.state.incidents.by_number
+    assert [one.incident for one in drive.state.incidents.spent][:2] == [1, 2]
     drive.wait(1)
     drive.exit("worker-0-0", 0, -9)
     assert drive.incident.signature == "exit.sigkill"
@@ -222,7 +222,7 @@ def test_the_second_of_two_broken_hosts_is_not_forgotten() -> None:
     drive.run(2)
     drive.wait(20)
     drive.exit("worker-2-0", 2, -6)
-    found = newest(drive, failures.Diagnosed)
+    found = newest(drive, incidents.Diagnosed)
     assert (drive.incident.number, found.signature, found.blamed) == (2, "xid.fallen_off", "worker-2-0")
 
 
@@ -240,33 +240,33 @@ def test_a_thousand_cascades_hide_no_cause() -> None:
     drive = Drive(nodes_max=200, nodes_min=200, nproc=1).up()
     for index in range(199):
         drive.cascade(f"worker-{index}-0", index, generation=1)
-    assert len(drive.incident.known) <= failures.KNOWN_MAX
+    assert len(drive.incident.known) <= incidents.KNOWN_MAX
     drive.exit("worker-199-0", 199, 1, BUG, generation=1)
     assert (drive.incident.signature, drive.incident.cause.rank) == ("exception.KeyError", 199)
-    assert len(drive.incident.evidence) == failures.EVIDENCE_MAX
+    assert len(drive.incident.evidence) == incidents.EVIDENCE_MAX
 
 
 def test_what_an_agent_knows_is_not_matched_again() -> None:
     """An exit that comes with its signature and place has its class from the table; one of an unknown name is matched here."""
     drive = Drive().up()
     drive.exit("worker-1-0", 3, 1, "words that mean nothing", signature="port.in_use", place="OSError at a.py:1")
-    fact = newest(drive, failures.WorkerExited)
+    fact = newest(drive, incidents.WorkerExited)
     assert (fact.signature, fact.verdict, fact.place) == ("port.in_use", "SOFT", "OSError at a.py:1")
     drive.exit("worker-1-0", 2, 1, BUG, generation=1, signature="of.tomorrow")
-    fact = newest(drive, failures.WorkerExited)
+    fact = newest(drive, incidents.WorkerExited)
     assert (fact.signature, fact.verdict) == ("exception.KeyError", "USER")
     assert "train.py:31" in fact.place
 
 
 def test_exits_of_the_first_version_are_read_as_they_were() -> None:
     """Records without signature are judged as they were judged when they were written, whatever the table says today."""
-    upcast = failures.WorkerExited.__event__.upcasters[1]  # type: ignore[attr-defined]
+    upcast = incidents.WorkerExited.__event__.upcasters[1]  # type: ignore[attr-defined]
     old = ("worker-0-0", 1, 0, 1, False, -1, 0, "", "RuntimeError: [gloo] Connection closed by peer")
-    assert failures.WorkerExited(*upcast(old))[9:] == ("peer.lost", "", "CASC", 0.8)
-    killed = failures.WorkerExited(*upcast(("worker-0-0", 1, 0, -9, False, -1, 0, "", "")))
+    assert incidents.WorkerExited(*upcast(old))[9:] == ("peer.lost", "", "CASC", 0.8)
+    killed = incidents.WorkerExited(*upcast(("worker-0-0", 1, 0, -9, False, -1, 0, "", "")))
     assert (killed.signature, killed.verdict) == ("exit.sigkill", "PLAT")
-    upcast = failures.ActionChosen.__event__.upcasters[1]  # type: ignore[attr-defined]
-    assert failures.ActionChosen(*upcast((1, "RESTART_PROCESSES", "n", "r", 2))).budget == "restarts"
+    upcast = incidents.ActionChosen.__event__.upcasters[1]  # type: ignore[attr-defined]
+    assert incidents.ActionChosen(*upcast((1, "RESTART_PROCESSES", "n", "r", 2))).budget == "restarts"
 
 
 # ---- repetition, progress
@@ -433,10 +433,10 @@ def test_kills_are_no_lack_of_progress() -> None:
         for member in drive.world.members:
             drive.offer(member.node)
         drive.exit("worker-1-0", 2, code, step=58)
-        assert (drive.incident.verdict, drive.state.failures.of("worker").stale) == ("PLAT", 0)
+        assert (drive.incident.verdict, drive.state.incidents.of("worker").stale) == ("PLAT", 0)
     # The cycle counts once another verdict takes the place of this one, and is not counted once it is taken back.
     drive.exit("worker-0-0", 0, 1, BUG, generation=drive.incident.generation)
-    assert (drive.incident.verdict, drive.state.failures.of("worker").stale) == ("USER", 1)
+    assert (drive.incident.verdict, drive.state.incidents.of("worker").stale) == ("USER", 1)
 
 
 def test_unknown_steps_are_no_lack_of_progress() -> None:
@@ -473,10 +473,10 @@ def test_what_passes_by_itself_waits_longer_each_time() -> None:
         assert drive.members == []
         drive.wait(0.2)
         assert drive.members == ["worker-0-0"]
-    assert drive.state.failures.restarts == 0
+    assert drive.state.incidents.restarts == 0
     drive.run(5)
     drive.exit("worker-0-0", 0, 1, STORAGE)
-    assert newest(drive, failures.ActionChosen).pause_us == SECOND
+    assert newest(drive, incidents.ActionChosen).pause_us == SECOND
 
 
 def test_more_memory_for_a_group_that_ran_out_of_it() -> None:
@@ -491,7 +491,7 @@ def test_more_memory_for_a_group_that_ran_out_of_it() -> None:
         drive.join(name)
     drive.run(1)
     drive.observe(names[1], "failed", 137, "OOMKilled")
-    assert newest(drive, failures.ActionChosen)[1:] == (
+    assert newest(drive, incidents.ActionChosen)[1:] == (
         "RELAUNCH_MORE_MEMORY", names[1], "memory.more: 10000 MiB did not suffice, 12000 may", 2, "relaunches", 3, "", 12_000, 0
     )  # fmt: skip
     assert [one.memory_mib for one in desired(drive.state).launch] == [12_000]
@@ -526,19 +526,19 @@ def test_a_hook_may_choose_another_rung() -> None:
     drive = _hooked(hook)
     see(drive, "worker-1-0", "xid.fallen_off")
     drive.exit("worker-1-0", 1, -6)
-    chosen = newest(drive, failures.ActionChosen)
+    chosen = newest(drive, incidents.ActionChosen)
     assert (chosen.action, chosen.budget, chosen.budget_left) == ("RESTART_PROCESSES", "restarts", 2)
     assert chosen.rule.startswith("hook: not on my watch; instead of ISOLATE_HOST by host.isolate")
     asked = hook.asked
     folded = MODEL.fold(drive.records)
-    assert (hook.asked, folded.failures.restarts) == (asked, 1)
+    assert (hook.asked, folded.incidents.restarts) == (asked, 1)
 
 
 def test_a_hook_that_breaks_is_not_heard() -> None:
     """An exception of a user's code changes nothing but the rule, which says so."""
     drive = _hooked(Veto())
     drive.observe("worker-1-0", "gone")
-    chosen = newest(drive, failures.ActionChosen)
+    chosen = newest(drive, incidents.ActionChosen)
     assert chosen.action == "RELAUNCH_NODE"
     assert chosen.rule.endswith(f"{choose_action.UNHEARD}: LookupError: no idea")
 
@@ -563,9 +563,9 @@ def test_a_hook_that_answers_nonsense_is_not_heard(answer: Any) -> None:
             return answer
 
     drive = _hooked(Odd())
-    drive.state.failures.memory["worker"] = 8000
+    drive.state.incidents.memory["worker"] = 8000
     assert isinstance(drive.exit("worker-1-0", 1, -9), Accepted)
-    chosen = newest(drive, failures.ActionChosen)
+    chosen = newest(drive, incidents.ActionChosen)
     assert (chosen.action, choose_action.UNHEARD in chosen.rule) == ("RESTART_PROCESSES", True)
 
 
@@ -587,7 +587,7 @@ def test_whatever_a_hook_raises_the_death_is_answered(error: BaseException) -> N
 
     drive = _hooked(Leaves())
     assert isinstance(drive.exit("worker-1-0", 1, -9), Accepted)
-    assert choose_action.UNHEARD in newest(drive, failures.ActionChosen).rule
+    assert choose_action.UNHEARD in newest(drive, incidents.ActionChosen).rule
 
 
 def test_what_a_hook_says_is_fit_for_the_log() -> None:
@@ -598,9 +598,9 @@ def test_what_a_hook_says_is_fit_for_the_log() -> None:
             return Choice(ladder.RELAUNCH_NODE, "\ud800 bad", 0, memory_mib=9000, pause_us=5)
 
     drive = _hooked(Odd())
-    drive.state.failures.memory["worker"] = 8000
+    drive.state.incidents.memory["worker"] = 8000
     assert isinstance(drive.exit("worker-1-0", 1, -9), Accepted)
-    chosen = newest(drive, failures.ActionChosen)
+    chosen = newest(drive, incidents.ActionChosen)
     assert chosen.rule.startswith("hook: ? bad; instead of")
     assert (chosen.action, chosen.memory_mib, chosen.pause_us) == ("RELAUNCH_NODE", 9000, 0)
 
@@ -615,7 +615,7 @@ def test_a_hook_grants_no_restarts(action: str) -> None:
 
     drive = _hooked(Generous(), nodes_min=2, max_restarts=0)
     drive.exit("worker-1-0", 1, -9)
-    chosen = newest(drive, failures.ActionChosen)
+    chosen = newest(drive, incidents.ActionChosen)
     assert (chosen.action, choose_action.UNHEARD in chosen.rule) == ("AWAIT_EVIDENCE", True)
 
 
@@ -647,12 +647,12 @@ def test_a_charge_that_a_later_verdict_cannot_pay_stops_the_job() -> None:
     drive.exit("worker-1-0", 1, 1, BUG, step=5)
     drive.run(2)
     drive.exit("worker-1-0", 1, 1, "OSError: [Errno 98] Address already in use")
-    assert (drive.incident.action, drive.state.failures.restarts) == ("RESTART_PROCESSES", 1)
+    assert (drive.incident.action, drive.state.incidents.restarts) == ("RESTART_PROCESSES", 1)
     for rank in (0, 2):
         known = {"signature": "exception.KeyError", "place": "KeyError at a.py:9"}
         drive.exit(f"worker-{rank}-0", rank, 1, "KeyError: 1", generation=2, **known)
     assert drive.incident.signature == "exception.KeyError"
-    assert (drive.incident.held, drive.state.failures.restarts) == (True, 1)
+    assert (drive.incident.held, drive.state.incidents.restarts) == (True, 1)
 
 
 def test_restarts_on_the_systems_account_come_back_after_an_hour() -> None:
@@ -662,7 +662,7 @@ def test_restarts_on_the_systems_account_come_back_after_an_hour() -> None:
     for at_s in (*range(0, 600, 60), 600, 3590, 3600):
         drive.wait(at_s - (drive.now - begin) / SECOND)
         drive.exit("worker-1-0", 1, 1, "OSError: [Errno 98] Address already in use")
-        paid.append(newest(drive, failures.ActionChosen).budget)
+        paid.append(newest(drive, incidents.ActionChosen).budget)
         drive.wait(10)
         drive.run(1 + len(paid))
     assert paid == [*("software",) * 10, "restarts", "restarts", "software"]

@@ -14,7 +14,7 @@ from dlrover_core.history.phrases import duration, exit_of, key_values, one_line
 from dlrover_core.history.plain import explanation_values, plain, record_of, report_values
 from dlrover_core.history.report import report_of
 from dlrover_core.history.status import status_of
-from dlrover_core.job import failures, job, progress, scaling, world
+from dlrover_core.job import incidents, job, progress, scaling, world
 from dlrover_core.kernel.events import Record
 from dlrover_core.rules.model import MODEL
 from dlrover_core.spec import GroupSpec, JobSpec, us
@@ -90,7 +90,7 @@ def test_every_event_can_be_told(cls: type) -> None:
 
 def test_event_line() -> None:
     """An event is one line: number, time, offset, name, fields, cause."""
-    record = Record(118, Life.EPOCH_US + 63_000_000, 1, 117, failures.IncidentClosed(7, 80_000, 1))
+    record = Record(118, Life.EPOCH_US + 63_000_000, 1, 117, incidents.IncidentClosed(7, 80_000, 1))
     line = render.event_line(record, Life.EPOCH_US, UTC)
     assert line == (
         "   118  2025-11-20 12:01:03.000     +63.000  IncidentClosed  incident=7 down_us=80000 steps_lost=1  <- #117"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from drive import Drive
 
-from dlrover_core.job import failures, job, nodes, planning, scaling, silence, world
+from dlrover_core.job import incidents, job, nodes, planning, scaling, silence, world
 from dlrover_core.job.orders import Order
 from dlrover_core.kernel.engine import Accepted, NotDone, Reply
 from dlrover_core.rules import slots
@@ -83,7 +83,7 @@ def test_growth_plans_the_new_places_and_a_running_world_takes_them_in() -> None
     assert drive.members == ["worker-0-0", "worker-1-0", "worker-2-0", "worker-3-0"]
     assert [fact.planned for fact in drive.facts(world.WorldDissolved)] == [True]
     assert orders(drive)["worker-0-0"].grace_us == GRACE_US
-    assert drive.state.failures.number == 0
+    assert drive.state.incidents.number == 0
 
 
 def test_on_join_never_is_respected() -> None:
@@ -110,7 +110,7 @@ def test_growth_wants_given_up_places_again_with_their_budgets_whole() -> None:
     scale(drive, 3)
     assert drive.facts(job.GroupScaled)[-1].revived == (1,)
     assert "worker-1-2" in launches(drive)
-    assert drive.state.failures.relaunches == {}
+    assert drive.state.incidents.relaunches == {}
     assert slots.wanted(drive.state, "worker") == 3
     assert refused(scale(drive, 3)) == "group worker has 1 to 3 nodes already"
 
@@ -156,7 +156,7 @@ def test_shrinking_goes_on_at_once_with_those_who_stay() -> None:
         assert deletion_grace_s(drive.state, f"j-{node}") >= 7.0 + CLOSING_S
         goes(drive, node)
     assert drive.members == ["worker-0-0", "worker-1-0"]
-    assert (drive.state.failures.number, drive.state.failures.relaunches) == (0, {})
+    assert (drive.state.incidents.number, drive.state.incidents.relaunches) == (0, {})
     assert refused(scale(drive, 2)) == "group worker has 2 nodes already"
 
 
@@ -278,8 +278,8 @@ def test_workers_that_finish_during_a_planned_stop_are_needed_again() -> None:
     drive = up(nodes_max=3, nodes_min=1)
     scale(drive, 2)
     assert "is over" in refused(drive.do(world.ReportFinished("worker-0-0", 1)))
-    drive.do(failures.ReportExit("worker-0-0", 1, 0, 1, error="ValueError: x"))
-    assert drive.state.failures.number == 0
+    drive.do(incidents.ReportExit("worker-0-0", 1, 0, 1, error="ValueError: x"))
+    assert drive.state.incidents.number == 0
     assert drive.world.generation == 2
 
 
@@ -300,7 +300,7 @@ def test_drain() -> None:
     assert launches(drive) == {"worker-1-1": ("host-of-worker-1-0",)}
     drive.join("worker-1-1", "elsewhere")
     assert drive.members == ["worker-0-0", "worker-1-1"]
-    assert (drive.state.failures.number, drive.state.failures.relaunches) == (0, {})
+    assert (drive.state.incidents.number, drive.state.incidents.relaunches) == (0, {})
 
 
 def test_a_world_that_can_be_smaller_waits_for_the_successor_as_long_as_the_last_call_allows() -> None:
@@ -388,7 +388,7 @@ def test_a_drained_node_that_falls_silent_does_not_hold_its_place_for_ever() -> 
     assert launches(drive) == {}
     drive.wait(2)
     assert launches(drive) == {"worker-1-1": ("host-of-worker-1-0",)}
-    assert drive.state.failures.number == 0
+    assert drive.state.incidents.number == 0
 
 
 # ---- suspending
@@ -413,7 +413,7 @@ def test_suspend_and_resume() -> None:
     assert drive.names() == ["JobResumed", "WorldFormed"]
     assert drive.members == ["worker-0-0", "worker-1-0"]
     assert (drive.state.job.state, drive.state.job.reason) == ("running", "")
-    assert drive.state.failures.number == 0
+    assert drive.state.incidents.number == 0
 
 
 def test_suspending_and_resuming_twice_is_refused() -> None:
@@ -445,7 +445,7 @@ def test_a_node_that_dies_while_suspended_is_replaced() -> None:
     drive = up(nodes_max=2)
     suspend(drive)
     drive.observe("worker-1-0", "gone")
-    assert drive.incident.generation == failures.ASIDE
+    assert drive.incident.generation == incidents.ASIDE
     assert list(launches(drive)) == ["worker-1-1"]
     drive.join("worker-1-1")
     assert drive.incident.closed
@@ -620,4 +620,4 @@ def test_a_released_node_that_is_never_seen_to_end_frees_its_place(how: str) -> 
     drive.wait(2)
     assert drive.facts(nodes.NodeLost) == [nodes.NodeLost(name, "its backend never saw it end")]
     assert successor in launches(drive)
-    assert drive.state.failures.number == 0
+    assert drive.state.incidents.number == 0

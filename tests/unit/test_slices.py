@@ -73,7 +73,7 @@ def failed() -> JobState:
         drive.wait(60)
         drive.exit("worker-1-0", 3, 1, "ValueError: no", step=step)
         drive.run(step + 1)
-    assert drive.state.failures.restarts == 2
+    assert drive.state.incidents.restarts == 2
     return drive.state
 
 
@@ -111,8 +111,8 @@ def _order(**changes: Any) -> Callable[[JobState], None]:
     return spoil
 
 
-def _failures(**changes: Any) -> Callable[[JobState], None]:
-    return lambda state: [setattr(state.failures, name, value) for name, value in changes.items()] and None
+def _incidents(**changes: Any) -> Callable[[JobState], None]:
+    return lambda state: [setattr(state.incidents, name, value) for name, value in changes.items()] and None
 
 
 def _set(parts: dict[str, Any], name: str, **changes: Any) -> None:
@@ -125,7 +125,7 @@ def _members(state: JobState) -> None:
 
 
 def _waiting(state: JobState) -> None:
-    newest = state.failures.incidents[2]
+    newest = state.incidents.by_number[2]
     newest.actions.append(Action(ladder.AWAIT_EVIDENCE, "worker-1-0", "waiting"))
 
 
@@ -199,11 +199,11 @@ SPOILT = (
     Spoilt("checkpoints", saved, _held(heard_at=0), "worker: heard: t = 0, H = "),
     Spoilt("checkpoints", saved, _order(writers={ONE: (0,)}), f"worker: parts: W = {{'{ONE}': (0,)}}, p = 2"),
     Spoilt("checkpoints", saved, _order(able={ONE: (0,)}), "worker: parts: W = "),
-    Spoilt("failures", failed, _failures(number=1), "number: I = [1, 2], N = 1"),
-    Spoilt("failures", failed, _failures(restarts=1), "charged: A = 2, R = 1"),
-    Spoilt("failures", failed, _failures(software=[2, 1]), "hour: Q = [2, 1]"),
-    Spoilt("failures", failed, _failures(relaunches={"worker-1": 0}), "places: B = {'worker-1': 0}"),
-    Spoilt("failures", failed, _waiting, "held: incident 2 is closed, ["),
+    Spoilt("incidents", failed, _incidents(number=1), "number: I = [1, 2], N = 1"),
+    Spoilt("incidents", failed, _incidents(restarts=1), "charged: A = 2, R = 1"),
+    Spoilt("incidents", failed, _incidents(software=[2, 1]), "hour: Q = [2, 1]"),
+    Spoilt("incidents", failed, _incidents(relaunches={"worker-1": 0}), "places: B = {'worker-1': 0}"),
+    Spoilt("incidents", failed, _waiting, "held: incident 2 is closed, ["),
 )
 
 

@@ -9,7 +9,7 @@ from drive import SECOND, Drive
 
 from dlrover_core.diagnosis.changepoint import BLOCK_STEPS
 from dlrover_core.diagnosis.slots import FINITE, INFINITE, NAN, NEVER
-from dlrover_core.job import evidence, failures, hosts, nodes, pace
+from dlrover_core.job import evidence, hosts, incidents, nodes, pace
 from dlrover_core.job.ranges import Member
 from dlrover_core.job.world import World
 from dlrover_core.kernel.engine import Accepted, NotDone
@@ -333,7 +333,7 @@ def test_what_replacing_costs_is_learnt() -> None:
     job.observe("worker-1-1", "running")
     job.join("worker-1-1")
     job.run(10)
-    closed = job.facts(failures.IncidentClosed)[-1]
+    closed = job.facts(incidents.IncidentClosed)[-1]
     assert pace_rules.cost_us(job.state) == closed.down_us >= 40 * SECOND
 
 
@@ -368,7 +368,7 @@ def test_a_broken_loss_restarts_and_evicts_nobody(
     lost(job, ranks, reporting, how)
     seen = job.facts(evidence.EvidenceSeen)[-1]
     assert (seen.signature, seen.text, seen.place) == (signature, text, "step 61")
-    assert job.facts(failures.ActionChosen)[-1].action == "RESTART_PROCESSES"
+    assert job.facts(incidents.ActionChosen)[-1].action == "RESTART_PROCESSES"
     assert job.world.generation == 2
     assert job.facts(nodes.NodeReleased) == []
     job.do(pace.NoteLoss("worker-1-0", 1, 2, 61, how, ranks, reporting))
@@ -384,7 +384,7 @@ def test_a_loss_broken_everywhere_never_costs_a_node() -> None:
             job.wait(60)
         if job.state.job.live and job.world.active:
             job.run(60)
-    actions = [fact.action for fact in job.facts(failures.ActionChosen)]
+    actions = [fact.action for fact in job.facts(incidents.ActionChosen)]
     assert actions == ["RESTART_PROCESSES", "AWAIT_EVIDENCE"], "one replay, and then it is the program's"
     assert job.facts(nodes.NodeReleased) == job.facts(hosts.HostQuarantined) == job.facts(nodes.NodeFailed) == []
 

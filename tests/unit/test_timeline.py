@@ -10,7 +10,7 @@ from tests.unit.life import Life, three_deaths
 from dlrover_core.history import timeline as classes
 from dlrover_core.history.goodput import goodput_of
 from dlrover_core.history.timeline import CLASSES, Stretch, Timeline, TimelineBuilder, timeline_of
-from dlrover_core.job import failures, job, nodes, progress, scaling, silence, world
+from dlrover_core.job import incidents, job, nodes, progress, scaling, silence, world
 from dlrover_core.kernel.engine import Command
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import GroupSpec, JobSpec, us
@@ -52,17 +52,17 @@ def formed(second: float, generation: int) -> At:
 
 def exited(second: float, step: int = -1, age_us: int = 0, generation: int = 1) -> At:
     """A worker dies."""
-    return At(second, failures.WorkerExited(NODE, generation, 0, -9, False, step, age_us, ""))
+    return At(second, incidents.WorkerExited(NODE, generation, 0, -9, False, step, age_us, ""))
 
 
 def opened(second: float, number: int = 1, back: int = 1) -> At:
     """An incident opens, over the record ``back`` before."""
-    return At(second, failures.IncidentOpened(number, NODE, 1, (0,)), back)
+    return At(second, incidents.IncidentOpened(number, NODE, 1, (0,)), back)
 
 
 def chosen(second: float, action: str = "RESTART_PROCESSES") -> At:
     """An action is chosen."""
-    return At(second, failures.ActionChosen(1, action, NODE, "rule", 1))
+    return At(second, incidents.ActionChosen(1, action, NODE, "rule", 1))
 
 
 def stepped(second: float, generation: int, step: int, *, told: bool = True) -> At:
@@ -184,7 +184,7 @@ def test_overlapping_incidents_count_once() -> None:
     """A second incident during the repair of the first adds no time of its own."""
     records = history(
         created(), stepped(102, 1, 1), exited(110), opened(110), chosen(110), formed(110, 2),
-        exited(111, generation=2), opened(111, number=2), At(111, failures.ActionChosen(2, "RELAUNCH_NODE", NODE, "r", 1)),
+        exited(111, generation=2), opened(111, number=2), At(111, incidents.ActionChosen(2, "RELAUNCH_NODE", NODE, "r", 1)),
         formed(113, 3), stepped(114, 3, 1),
     )  # fmt: skip
     assert seconds(timeline_of(records))[1:] == [
@@ -261,7 +261,8 @@ def test_worst_group_decides() -> None:
     other = "eval-0-0"
     records = history(
         created(), stepped(102, 1, 1), At(103, progress.FirstStep(1, 1, other)),
-        At(110, failures.WorkerExited(other, 1, 0, -9, False, -1, 0, "")), At(110, failures.IncidentOpened(1, other, 1, (0,)), 1),
+        At(110, incidents.WorkerExited(other, 1, 0, -9, False, -1, 0, "")),
+        At(110, incidents.IncidentOpened(1, other, 1, (0,)), 1),
         chosen(110), At(112, world.WorldFormed("eval", 2, WORLD, "s", "r")), At(115, progress.FirstStep(2, 2, other)),
     )  # fmt: skip
     assert seconds(timeline_of(records, us(120)))[1:] == [
@@ -374,8 +375,8 @@ def _commands(life: Life, draw: Draw) -> list[Command]:
     name = present[-1] if present else "worker-0-0"
     generation, step = life.generation(), max(0, state.progress.newest.step + draw.amount - 20)
     happenings: dict[str, list[Command]] = {
-        "die": [failures.ReportExit(name, generation, 0, -9, step=step, age_us=draw.amount * 1_000_000)],
-        "old": [failures.ReportExit(name, generation - 1, 0, 1, step=step, error="Connection reset by peer")],
+        "die": [incidents.ReportExit(name, generation, 0, -9, step=step, age_us=draw.amount * 1_000_000)],
+        "old": [incidents.ReportExit(name, generation - 1, 0, 1, step=step, error="Connection reset by peer")],
         "step": [world.ReportStarted(name, generation), progress.ReportFirstStep(name, generation, step)],
         "progress": [progress.NoteProgress("worker", generation, step + 20)],
         "silence": [silence.NoteSilence(name, draw.amount * 1_000_000)],

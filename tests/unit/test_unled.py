@@ -18,7 +18,7 @@ import pytest
 from dlrover_adapters.cli import unled
 from dlrover_adapters.cli.supervisor import NoNodes, Supervisor
 from dlrover_adapters.cli.unled import FAILED, WELL, WORKS, End, Standing, Unled, folder_of, refusal, said, standing
-from dlrover_core.job.failures import ReportExit
+from dlrover_core.job.incidents import ReportExit
 from dlrover_core.job.world import ReportFinished
 
 

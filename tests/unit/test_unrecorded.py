@@ -10,7 +10,7 @@ import pytest
 
 from dlrover_adapters.cli import master
 from dlrover_adapters.cli.settings import EX_UNRECORDED, EX_UNRESTARTED, EX_UNSTORED
-from dlrover_core.job.failures import ActionChosen, Incident, IncidentOpened, ReportExit
+from dlrover_core.job.incidents import ActionChosen, Incident, IncidentOpened, ReportExit
 from dlrover_core.job.nodes import Observed, ObserveNodes
 from dlrover_core.job.ranges import Member
 from dlrover_core.job.state import JobState
@@ -100,7 +100,7 @@ def test_what_failed_and_cannot_be_restarted() -> None:
     unwritten = SimpleNamespace(event=WorldFormed("worker", 3, (), "tcp", "failure"))
     assert failure(state, (), [unwritten]) == "generation 2 failed"
     cause: Any = SimpleNamespace()
-    incident = state.failures.incidents[1] = Incident(1, "a", 2, 0, cause, [])
+    incident = state.incidents.by_number[1] = Incident(1, "a", 2, 0, cause, [])
     assert failure(state, (), ()) == "a failed"
     incident.over_at = 5
     assert failure(state, (), ()) == ""

@@ -11,7 +11,7 @@ from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.choices import Case, Choice, Context
 from dlrover_core.history.render_whatif import lines
 from dlrover_core.history.whatif import changed, plain, whatif
-from dlrover_core.job.failures import ActionChosen
+from dlrover_core.job.incidents import ActionChosen
 from dlrover_core.sim.scenario import Scenario
 from dlrover_core.sim.simulation import simulate
 from dlrover_core.testing.swarm import draw

@@ -196,7 +196,7 @@ def test_a_node_that_has_finished_may_go() -> None:
     drive.observe("worker-0-0", "succeeded")
     drive.observe("worker-0-0", "gone")
     assert drive.world.active
-    assert drive.state.failures.number == 0
+    assert drive.state.incidents.number == 0
     drive.do(world.ReportFinished("worker-1-0", 1))
     assert drive.state.job.state == "succeeded"
 
@@ -238,7 +238,7 @@ def test_late_nodes_are_taken_together() -> None:
     assert drive.members == _names(0, 1)
     drive.wait(1)
     assert drive.members == _names(0, 1, 2, 3)
-    assert drive.state.failures.number == 0
+    assert drive.state.incidents.number == 0
 
 
 def test_a_complete_world_grows_at_once() -> None:

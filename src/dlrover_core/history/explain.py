@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from dlrover_core.history.incidents import is_death
-from dlrover_core.job import checkpoints, failures, job, nodes, planning, progress, world
+from dlrover_core.job import checkpoints, incidents, job, nodes, planning, progress, world
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.events import Event, Record
 
@@ -64,12 +64,12 @@ class _Links:
 
     def _named(self, fact: Event, record: Record) -> Iterable[int]:
         """The links that the engine did not write down."""
-        if isinstance(fact, failures.Diagnosed):
+        if isinstance(fact, incidents.Diagnosed):
             return (*fact.evidence, fact.revises)
-        if isinstance(fact, failures.ActionChosen) and record.cause != self._judged.get(fact.incident):
+        if isinstance(fact, incidents.ActionChosen) and record.cause != self._judged.get(fact.incident):
             # A final action that was held: time, or the last rank's word, released it.
             return (self._acted.get(fact.incident, 0), self._judged.get(fact.incident, 0))
-        if isinstance(fact, failures.IncidentClosed):
+        if isinstance(fact, incidents.IncidentClosed):
             return (self._opened.get(fact.incident, 0),)
         if isinstance(fact, (nodes.NodePending, nodes.NodeRunning, nodes.NodeJoined)):
             return (self._planned.get(fact.node, 0),)
@@ -119,11 +119,11 @@ class _Links:
             self._change[fact.group] = seq
         elif isinstance(fact, planning.WorldPlanDropped):
             self._change.pop(fact.group, None)
-        elif isinstance(fact, failures.IncidentOpened):
+        elif isinstance(fact, incidents.IncidentOpened):
             self._opened[fact.incident] = seq
-        elif isinstance(fact, failures.Diagnosed):
+        elif isinstance(fact, incidents.Diagnosed):
             self._judged[fact.incident] = seq
-        elif isinstance(fact, failures.ActionChosen):
+        elif isinstance(fact, incidents.ActionChosen):
             self._acted[fact.incident] = seq
         elif isinstance(fact, checkpoints.SaveOrdered):
             self._ordered[fact.group, fact.generation, fact.step] = seq
@@ -182,7 +182,7 @@ def _worth_explaining(known: dict[int, Record], runs: list[_Run]) -> Record | No
     if end is not None and isinstance(end.event, job.JobFailed):
         return end
     ours = (record for seq, record in known.items() if seq >= runs[-1].first)
-    actions = [record for record in ours if isinstance(record.event, failures.ActionChosen)]
+    actions = [record for record in ours if isinstance(record.event, incidents.ActionChosen)]
     return actions[-1] if actions else end or known[max(known)]
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from dlrover_core.diagnosis import ladder, signatures
 from dlrover_core.history.phrases import action, duration, one_line
-from dlrover_core.job import failures, job
+from dlrover_core.job import incidents, job
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 
@@ -36,27 +36,27 @@ class Headlines:
 
     def __init__(self) -> None:
         self.lines: dict[int, Headline] = {}
-        self._judged: dict[int, failures.Diagnosed] = {}
-        self._chosen: dict[int, failures.ActionChosen] = {}
+        self._judged: dict[int, incidents.Diagnosed] = {}
+        self._chosen: dict[int, incidents.ActionChosen] = {}
 
     def feed(self, state: JobState, record: Record) -> Headline | None:
         """Take in the next record; ``state`` is the fold up to and including it. The line that is news, mostly none."""
         fact = record.event
         if isinstance(fact, job.JobCreated):
             self.lines.clear()
-        elif isinstance(fact, failures.Diagnosed):
+        elif isinstance(fact, incidents.Diagnosed):
             _keep(self._judged, fact.incident, fact)
-        elif isinstance(fact, failures.ActionChosen) and fact.action != ladder.SUSPECTS:
+        elif isinstance(fact, incidents.ActionChosen) and fact.action != ladder.SUSPECTS:
             _keep(self._chosen, fact.incident, fact)
             return self._news(state, fact.incident, -1)
-        elif isinstance(fact, failures.IncidentClosed):
+        elif isinstance(fact, incidents.IncidentClosed):
             return self._news(state, fact.incident, fact.down_us)
         return None
 
     def _news(self, state: JobState, number: int, down_us: int) -> Headline | None:
         """The line of an incident; None where it says nothing new, or all that was known of it is forgotten."""
         judged, chosen = self._judged.get(number), self._chosen.get(number)
-        known = state.failures.incidents.get(number)
+        known = state.incidents.by_number.get(number)
         if chosen is None and (known is None or not known.actions):
             return None
         node = chosen.node if chosen is not None else known.actions[-1].node if known is not None else ""
@@ -69,7 +69,7 @@ class Headlines:
         )
         if down_us >= 0:
             # Where no world was broken, a filled place is all that there is to say.
-            aside = known is not None and known.generation == failures.ASIDE
+            aside = known is not None and known.generation == incidents.ASIDE
             text += f"; {'filled again after' if aside else 'back in'} {duration(down_us)}"
         told = Headline(number, one_line(text, 400), down_us)
         before = self.lines.get(number)

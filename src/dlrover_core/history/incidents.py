@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_core.diagnosis.classify import describe
-from dlrover_core.job import checkpoints, evidence, failures, job, nodes, progress, world
+from dlrover_core.job import checkpoints, evidence, incidents, job, nodes, progress, world
 from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
@@ -127,18 +127,18 @@ class IncidentsBuilder:
         """Take in the next record; ``state`` is the fold up to and including it."""
         fact = record.event
         self._note_reach(fact)
-        if isinstance(fact, failures.IncidentOpened):
+        if isinstance(fact, incidents.IncidentOpened):
             self._opened(state, fact, record)
-        elif isinstance(fact, failures.WorkerExited):
+        elif isinstance(fact, incidents.WorkerExited):
             self._another(fact)
         elif isinstance(fact, (job.JobSuspended, job.JobResumed)):
             self._paused(isinstance(fact, job.JobSuspended), record.at)
-        elif isinstance(fact, failures.Diagnosed) and fact.incident in self.stories:
+        elif isinstance(fact, incidents.Diagnosed) and fact.incident in self.stories:
             self.stories[fact.incident].judgements.append(_judgement(fact, record))
             self._name_cause(state, self.stories[fact.incident])
-        elif isinstance(fact, failures.ActionChosen) and fact.incident in self.stories:
+        elif isinstance(fact, incidents.ActionChosen) and fact.incident in self.stories:
             self.stories[fact.incident].measures.append(_measure(fact, record))
-        elif isinstance(fact, failures.IncidentClosed) and fact.incident in self.stories:
+        elif isinstance(fact, incidents.IncidentClosed) and fact.incident in self.stories:
             story = self.stories[fact.incident]
             story.closed_at, story.steps_lost = record.at, max(story.steps_lost, fact.steps_lost)
             self._open.pop(fact.incident, None)
@@ -147,8 +147,8 @@ class IncidentsBuilder:
         for story in self._open.values():
             self._name_cause(state, story)
 
-    def _opened(self, state: JobState, fact: failures.IncidentOpened, record: Record) -> None:
-        cause = state.failures.incidents[fact.incident].cause
+    def _opened(self, state: JobState, fact: incidents.IncidentOpened, record: Record) -> None:
+        cause = state.incidents.by_number[fact.incident].cause
         story = Story(fact.incident, record.seq, fact.node, fact.generation, cause.at, record.at, "", cause.seq)
         story.ranks.extend(fact.ranks)
         self.stories[fact.incident] = self._open[fact.incident] = story
@@ -158,7 +158,7 @@ class IncidentsBuilder:
             story.paused_us += at - max(self._paused_at, story.died_at)
         self._paused_at = at
 
-    def _another(self, fact: failures.WorkerExited) -> None:
+    def _another(self, fact: incidents.WorkerExited) -> None:
         for story in self._open.values():
             ours = (story.group, story.generation) == (group_of(fact.node), fact.generation)
             if ours and not fact.asked and fact.rank not in story.ranks:
@@ -193,7 +193,7 @@ class IncidentsBuilder:
             self._reach.pop(group, None)
 
     def _note_reach(self, fact: object) -> None:
-        if isinstance(fact, (failures.WorkerExited, world.WorkersStopped, evidence.EvidenceSeen)):
+        if isinstance(fact, (incidents.WorkerExited, world.WorkersStopped, evidence.EvidenceSeen)):
             self._reached(group_of(fact.node), fact.generation, fact.step)
         elif isinstance(fact, (progress.Progressed, checkpoints.CheckpointCommitted)):
             self._reached(fact.group, fact.generation, fact.step)
@@ -208,27 +208,27 @@ class IncidentsBuilder:
     def _broken_before(self, group: str, generation: int) -> list[Story]:
         """The open incidents of a group that this generation may mend; not those that broke nothing anybody trained in."""
         stories = [story for story in self._open.values() if story.group == group and story.generation < generation]
-        return [story for story in stories if story.generation != failures.ASIDE or group not in self._reach]
+        return [story for story in stories if story.generation != incidents.ASIDE or group not in self._reach]
 
     @staticmethod
     def _name_cause(state: JobState, story: Story) -> None:
-        known = state.failures.incidents.get(story.number)
+        known = state.incidents.by_number.get(story.number)
         if known is not None:
             story.cause_seq, story.cause = known.cause.seq, describe(known.cause)
             if not story.closed_at:
                 story.died_at = known.cause.at
 
 
-def _judgement(fact: failures.Diagnosed, record: Record) -> Judgement:
+def _judgement(fact: incidents.Diagnosed, record: Record) -> Judgement:
     what = (fact.verdict, fact.signature, fact.confidence, fact.evidence, fact.revises, fact.blamed)
     return Judgement(record.seq, record.at, *what, fact.rank, fact.host, fact.discarded, fact.why)
 
 
-def _measure(fact: failures.ActionChosen, record: Record) -> Measure:
+def _measure(fact: incidents.ActionChosen, record: Record) -> Measure:
     what = (fact.action, fact.node, fact.rule, fact.budget_left, fact.budget, fact.budget_before, fact.host)
     return Measure(record.seq, record.at, *what)
 
 
 def is_death(event: object) -> bool:
     """Is it the end of a worker or a node, asked or not?"""
-    return isinstance(event, (failures.WorkerExited, nodes.NodeFailed, nodes.NodeGone, nodes.NodeLost))
+    return isinstance(event, (incidents.WorkerExited, nodes.NodeFailed, nodes.NodeGone, nodes.NodeLost))

@@ -17,9 +17,9 @@ from dlrover_core.job import (
     budget,
     checkpoints,
     evidence,
-    failures,
     health,
     hosts,
+    incidents,
     job,
     nodes,
     pace,
@@ -146,14 +146,14 @@ def action(name: str) -> str:
     return ACTIONS.get(name, name)
 
 
-def _exited(fact: failures.WorkerExited) -> str:
+def _exited(fact: incidents.WorkerExited) -> str:
     how = exit_of(fact.exit_code) + (", as asked" if fact.asked else "")
     step = f", step {fact.step}" if fact.step >= 0 else ""
     late = f", reported {duration(fact.age_us)} later" if fact.age_us >= 1000 else ""
     return f"rank {fact.rank} on {fact.node}: {how} (generation {fact.generation}{step}){late}"
 
 
-def _opened(fact: failures.IncidentOpened) -> str:
+def _opened(fact: incidents.IncidentOpened) -> str:
     who = (
         f"rank{'s' if len(fact.ranks) > 1 else ''} {', '.join(map(str, fact.ranks))} on {fact.node}"
         if fact.ranks
@@ -162,7 +162,7 @@ def _opened(fact: failures.IncidentOpened) -> str:
     return f"incident {fact.incident}: {who} died in generation {fact.generation}"
 
 
-def _diagnosed(fact: failures.Diagnosed) -> str:
+def _diagnosed(fact: incidents.Diagnosed) -> str:
     revised = f", revising #{fact.revises}" if fact.revises else ""
     blamed = f", blaming node {fact.blamed}" if fact.blamed else ""
     blamed += f" on {fact.host}" if fact.host else ""
@@ -174,7 +174,7 @@ def _diagnosed(fact: failures.Diagnosed) -> str:
     )
 
 
-def _chosen(fact: failures.ActionChosen) -> str:
+def _chosen(fact: incidents.ActionChosen) -> str:
     host = f" of host {fact.host}" if fact.host else ""
     budget = f"budget {fact.budget}: " if fact.budget else "budget left "
     before = f"{fact.budget_before} -> " if fact.budget_before >= 0 else ""
@@ -226,7 +226,7 @@ def _more(names: Sequence[str]) -> str:
     return f" and {len(names) - SHOWN_NODES_MAX} more" if len(names) > SHOWN_NODES_MAX else ""
 
 
-def _closed(fact: failures.IncidentClosed) -> str:
+def _closed(fact: incidents.IncidentClosed) -> str:
     lost = ", no step lost"
     if fact.steps_lost:
         lost = f", {count(fact.steps_lost, 'step')} to make again" if fact.steps_lost > 0 else ""
@@ -375,17 +375,17 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     ),
     world.StoreOffered: lambda fact: f"{fact.node} offers a store at {fact.address}",
     world.StoreWithdrawn: lambda fact: f"{fact.node} has lost its store at {fact.address}",
-    failures.WorkerExited: _exited,
-    failures.IncidentOpened: _opened,
+    incidents.WorkerExited: _exited,
+    incidents.IncidentOpened: _opened,
     budget.RestartsSpent: lambda fact: (
         f"{fact.node}: whoever starts its workers has no restarts left (generation {fact.generation})"
     ),
     evidence.EvidenceSeen: _seen,
     hosts.HostQuarantined: _quarantined,
     hosts.HostReleased: lambda fact: f"host {fact.host} may be used again ({fact.how}): {fact.reason}",
-    failures.Diagnosed: _diagnosed,
-    failures.ActionChosen: _chosen,
-    failures.IncidentClosed: _closed,
+    incidents.Diagnosed: _diagnosed,
+    incidents.ActionChosen: _chosen,
+    incidents.IncidentClosed: _closed,
     checkpoints.KeepingStarted: _keeping,
     checkpoints.CheckpointCommitted: _committed,
     checkpoints.StorageFailed: lambda fact: (

@@ -13,7 +13,7 @@ from dlrover_core.history.plain import name_of
 from dlrover_core.history.render import clock, offset, table
 from dlrover_core.history.story import IncidentTold, Seen
 from dlrover_core.job import job
-from dlrover_core.job.failures import ASIDE
+from dlrover_core.job.incidents import ASIDE
 
 EVIDENCE_MAX = 40
 TEXT_MAX = 300

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dlrover_core.history.phrases import count, one_line
 from dlrover_core.history.render import table
 from dlrover_core.history.whatif import Decision, WhatIf
-from dlrover_core.job.failures import ActionChosen, Diagnosed
+from dlrover_core.job.incidents import ActionChosen, Diagnosed
 
 
 def lines(found: WhatIf, *, asked: bool) -> Iterator[str]:

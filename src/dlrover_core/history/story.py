@@ -17,12 +17,12 @@ from dlrover_core.history.headline import Headlines
 from dlrover_core.history.incidents import IncidentsBuilder, Story
 from dlrover_core.history.phrases import exit_of
 from dlrover_core.history.plain import plain, story_values
-from dlrover_core.job import evidence, failures, hosts, job, nodes, world
+from dlrover_core.job import evidence, hosts, incidents, job, nodes, world
 from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.events import Record
 
 WORDS_MAX = 20
-_SEEN = (failures.WorkerExited, nodes.NodeFailed, nodes.NodeGone, nodes.NodeLost, evidence.EvidenceSeen)
+_SEEN = (incidents.WorkerExited, nodes.NodeFailed, nodes.NodeGone, nodes.NodeLost, evidence.EvidenceSeen)
 _FOLLOWS = (hosts.HostQuarantined, hosts.HostReleased, nodes.NodePlanned, world.WorldFormed, job.JobFailed)
 
 
@@ -103,9 +103,9 @@ class _Teller:
             self._lines[line.incident] = line.text
         if isinstance(fact, job.JobCreated):
             self._run, self._last, self._end = (fact.job, record.at), 0, None
-        elif isinstance(fact, failures.IncidentClosed) and fact.incident in self._state.failures.incidents:
-            self._later[fact.incident] = tuple(self._state.failures.incidents[fact.incident].evidence)
-        elif isinstance(fact, failures.IncidentOpened):
+        elif isinstance(fact, incidents.IncidentClosed) and fact.incident in self._state.incidents.by_number:
+            self._later[fact.incident] = tuple(self._state.incidents.by_number[fact.incident].evidence)
+        elif isinstance(fact, incidents.IncidentOpened):
             self._last = fact.incident
             self._runs[fact.incident] = self._run
         elif isinstance(fact, (job.JobSucceeded, job.JobFailed, job.JobStopped, job.JobAbandoned)):
@@ -116,7 +116,7 @@ class _Teller:
 
     def _note(self, fact: object, record: Record) -> None:
         """Keep what the engine made of it, so that nothing is judged by other evidence than it was."""
-        death = self._state.failures.deaths.get(record.seq)
+        death = self._state.incidents.deaths.get(record.seq)
         if isinstance(fact, evidence.EvidenceSeen):
             self._evidence[record.seq] = evidence.of(fact, record)
         elif death is not None:
@@ -135,7 +135,7 @@ class _Teller:
             return None
         name, began = self._runs.get(number, self._run)
         seqs = {seq for judged in story.judgements for seq in (*judged.evidence, *judged.discarded)} | {story.cause_seq}
-        known = self._state.failures.incidents.get(number)
+        known = self._state.incidents.by_number.get(number)
         seqs.update(known.evidence if known is not None else self._later.get(number, ()))
         aside = self._aside(story, sorted(seqs))
         seen = [self._piece(self._seen[seq], aside.get(seq, "")) for seq in sorted(seqs) if seq in self._seen]
@@ -174,7 +174,7 @@ class _Teller:
     def _piece(self, record: Record, aside: str) -> Seen:
         fact, known = record.event, self._evidence.get(record.seq)
         host = self._hosts.get(record.seq, "")
-        if isinstance(fact, failures.WorkerExited):
+        if isinstance(fact, incidents.WorkerExited):
             seen = _exit(fact, record, host)
         elif isinstance(fact, evidence.EvidenceSeen):
             told = (fact.source, fact.node, fact.host or host, fact.rank, fact.text, fact.signature)
@@ -184,7 +184,7 @@ class _Teller:
         return seen._replace(aside=aside, signature=known.signature if known is not None else seen.signature)
 
 
-def _exit(fact: failures.WorkerExited, record: Record, host: str) -> Seen:
+def _exit(fact: incidents.WorkerExited, record: Record, host: str) -> Seen:
     """A death and what the dead had to say: its error file's message, else its last lines."""
     lines = [line.rstrip() for line in (fact.error or fact.tail).splitlines() if line.strip()]
     last = f": {lines[-1].strip()}" if lines and (fact.error or fact.exit_code > 0) else ""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_core.diagnosis.ladder import AWAIT_EVIDENCE
-from dlrover_core.job import checkpoints, failures, job, nodes, progress, silence, world
+from dlrover_core.job import checkpoints, incidents, job, nodes, progress, silence, world
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.events import Record
 
@@ -279,7 +279,7 @@ class TimelineBuilder:
 
     def _death_of(self, record: Record) -> None:
         fact = record.event
-        if isinstance(fact, failures.WorkerExited):
+        if isinstance(fact, incidents.WorkerExited):
             died = record.at - fact.age_us
             self._death = (record.seq, died)
             if fact.step >= 0:
@@ -296,15 +296,15 @@ class TimelineBuilder:
 
     def _failure(self, record: Record) -> None:
         fact = record.event
-        if isinstance(fact, failures.IncidentOpened):
-            if fact.generation == failures.ASIDE and self._lane(group_of(fact.node)).running:
+        if isinstance(fact, incidents.IncidentOpened):
+            if fact.generation == incidents.ASIDE and self._lane(group_of(fact.node)).running:
                 return  # it broke no world: training goes on
             group = self._groups[fact.incident] = group_of(fact.node)
             self._lane(group).broken.add(fact.incident)
             self._lane(group).broke(self._death[1] if self._death[0] == record.cause else record.at, record.at)
-        elif isinstance(fact, failures.ActionChosen) and fact.incident in self._groups:
+        elif isinstance(fact, incidents.ActionChosen) and fact.incident in self._groups:
             self._lane(self._groups[fact.incident]).acted(fact.action, record.at)
-        elif isinstance(fact, failures.IncidentClosed) and fact.incident in self._groups:
+        elif isinstance(fact, incidents.IncidentClosed) and fact.incident in self._groups:
             self._lane(self._groups.pop(fact.incident)).broken.discard(fact.incident)
 
     def _world(self, record: Record) -> None:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from dlrover_core.diagnosis import classify, ladder, signatures
 from dlrover_core.diagnosis.classify import describe
-from dlrover_core.job import failures, job
-from dlrover_core.job.failures import ActionChosen, Diagnosed, IncidentOpened, WorkerExited
+from dlrover_core.job import incidents, job
+from dlrover_core.job.incidents import ActionChosen, Diagnosed, IncidentOpened, WorkerExited
 from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.events import Record
-from dlrover_core.rules import incidents
+from dlrover_core.rules.incidents import rules
 from dlrover_core.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class _Replay:
         self, records: Sequence[Record], change: Callable[[JobSpec], JobSpec], hook: Hook | None, *, anew: bool
     ) -> None:
         self._records, self._change, self._anew = records, change, anew
-        self._react: Any = incidents.rules(hook).react
+        self._react: Any = rules(hook).react
         self._state: JobState = FOLD.new()
         self._done = {record.cause: record for record in records if _chosen_now(record)}
         # Verdicts whose recorded answer has not come yet, by its seq.
@@ -151,7 +151,7 @@ class _Replay:
 
     def _doomed(self, number: int) -> bool:
         """Does this incident end the job under the other policy too? A job may also fail without any."""
-        incident = self._state.failures.incidents.get(number)
+        incident = self._state.incidents.by_number.get(number)
         return incident is None or incident.state == "fatal"
 
     def _apply(self, record: Record) -> None:
@@ -181,7 +181,7 @@ class _Replay:
         answers = self._react[Diagnosed](self._state, instead, record)
         other = next((one for one in answers if isinstance(one, ActionChosen) and one.action != ladder.FAIL_JOB), None)
         was = cast("ActionChosen", done.event) if done is not None else None
-        cause = describe(self._state.failures.incidents[fact.incident].cause)
+        cause = describe(self._state.incidents.by_number[fact.incident].cause)
         decision = Decision(fact.incident, record.seq, record.at, cause, fact, was, instead, other)
         if was is not None or other is not None:
             self._decisions.append(decision)
@@ -193,7 +193,7 @@ class _Replay:
 
     def _judged_instead(self, fact: Diagnosed, record: Record) -> Diagnosed:
         """By the changed table, from the same evidence; the recorded verdict where it cannot be told apart."""
-        known = self._state.failures.incidents.get(fact.incident)
+        known = self._state.incidents.by_number.get(fact.incident)
         if known is None:
             return fact
         opened = IncidentOpened(known.number, known.node, known.generation, () if fact.blamed else (0,))
@@ -204,14 +204,14 @@ class _Replay:
 
     def _chosen(self, fact: ActionChosen, record: Record) -> None:
         """An action that no verdict led to at once: a held end that is carried out, or a report."""
-        incident = self._state.failures.incidents.get(fact.incident)
+        incident = self._state.incidents.by_number.get(fact.incident)
         if incident is not None and (fact.action != ladder.FAIL_JOB or incident.held):
             self._apply(record)
 
     def _ended(self, record: Record) -> Decision | None:
         """Training went on after what would have ended the job."""
         fact = record.event
-        if isinstance(fact, failures.IncidentClosed) and fact.incident in self._held:
+        if isinstance(fact, incidents.IncidentClosed) and fact.incident in self._held:
             return self._held[fact.incident]
         return None
 

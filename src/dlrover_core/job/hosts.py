@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import HW
-from dlrover_core.job import failures, job, nodes, progress, world
+from dlrover_core.job import incidents, job, nodes, progress, world
 from dlrover_core.job.memo import unanswered
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
@@ -28,7 +28,7 @@ from dlrover_core.kernel.events import Record, event
 from dlrover_core.spec import us
 
 WINDOW_S = 86_400.0
-SERVED_S = failures.SERVED_S
+SERVED_S = incidents.SERVED_S
 FORGIVEN_S = 7 * 86_400.0
 HOSTS_MAX = 1024
 STRIKES_MAX, TAKEN_MAX = 16, 64
@@ -225,11 +225,11 @@ def _seat(slice_: HostSlice, node: str, host: str, rack: str) -> None:
     slice_.seats[node.rpartition("-")[0]] = Seat(node, host, rack)
 
 
-def _on_opened(slice_: HostSlice, fact: failures.IncidentOpened, record: Record) -> None:
+def _on_opened(slice_: HostSlice, fact: incidents.IncidentOpened, record: Record) -> None:
     slice_.opened = {**unanswered(slice_.opened, record.cause), record.seq: fact.node}
 
 
-def _on_diagnosed(slice_: HostSlice, fact: failures.Diagnosed, record: Record) -> None:
+def _on_diagnosed(slice_: HostSlice, fact: incidents.Diagnosed, record: Record) -> None:
     before, since, place = _withdrawn(slice_, fact.incident) if fact.revises else ("", record.at, "")
     node = fact.blamed or fact.node or slice_.opened.get(record.cause, "")
     host = fact.host or slice_.host_of(node) or before
@@ -249,7 +249,7 @@ def _on_diagnosed(slice_: HostSlice, fact: failures.Diagnosed, record: Record) -
         known.trial = ""
 
 
-def _on_chosen(slice_: HostSlice, fact: failures.ActionChosen, record: Record) -> None:
+def _on_chosen(slice_: HostSlice, fact: incidents.ActionChosen, record: Record) -> None:
     if fact.action == ladder.ISOLATE_HOST:
         for known in slice_.hosts.values():
             known.strikes = [
@@ -333,9 +333,9 @@ FACTS = Facts(
         nodes.NodeGone: _on_ended,
         nodes.NodeLost: _on_ended,
         nodes.NodeReleased: _on_ended,
-        failures.IncidentOpened: _on_opened,
-        failures.Diagnosed: _on_diagnosed,
-        failures.ActionChosen: _on_chosen,
+        incidents.IncidentOpened: _on_opened,
+        incidents.Diagnosed: _on_diagnosed,
+        incidents.ActionChosen: _on_chosen,
         HostQuarantined: _on_quarantined,
         HostReleased: _on_released,
         world.WorkersStarted: _on_started,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import evidence, failures, job, nodes, world
+from dlrover_core.job import evidence, incidents, job, nodes, world
 from dlrover_core.job.crash_loops import AT_STEP
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
@@ -190,12 +190,12 @@ def _on_evidence(slice_: PaceSlice, fact: evidence.EvidenceSeen, record: Record)
         slice_.jumps[group_of(fact.node)] = (fact.generation, int(told))
 
 
-def _on_chosen(slice_: PaceSlice, fact: failures.ActionChosen, record: Record) -> None:
+def _on_chosen(slice_: PaceSlice, fact: incidents.ActionChosen, record: Record) -> None:
     if fact.action == ladder.RELAUNCH_NODE and fact.incident not in slice_.replacing:
         slice_.replacing = [*slice_.replacing[-RECOVERIES_KEPT:], fact.incident]
 
 
-def _on_closed(slice_: PaceSlice, fact: failures.IncidentClosed, record: Record) -> None:
+def _on_closed(slice_: PaceSlice, fact: incidents.IncidentClosed, record: Record) -> None:
     """What a replacement took, and the steps it lost are not even in it."""
     if fact.incident in slice_.replacing:
         slice_.replacing.remove(fact.incident)
@@ -210,8 +210,8 @@ FACTS = Facts(
         SlowEnded: _on_ended,
         LossBroken: _on_broken,
         evidence.EvidenceSeen: _on_evidence,
-        failures.ActionChosen: _on_chosen,
-        failures.IncidentClosed: _on_closed,
+        incidents.ActionChosen: _on_chosen,
+        incidents.IncidentClosed: _on_closed,
         nodes.NodeFailed: _forget,
         nodes.NodeGone: _forget,
         nodes.NodeLost: _forget,

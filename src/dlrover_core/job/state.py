@@ -12,10 +12,10 @@ from dlrover_core.job import (
     budget,
     checkpoints,
     evidence,
-    failures,
     hangs,
     health,
     hosts,
+    incidents,
     job,
     laggards,
     nodes,
@@ -39,7 +39,7 @@ class JobState(BaseState):
     hosts: hosts.HostSlice = kept(hosts.HostSlice, hosts.FACTS)
     world: world.WorldSlice = kept(world.WorldSlice, world.FACTS)
     evidence: evidence.EvidenceSlice = kept(evidence.EvidenceSlice, evidence.FACTS)
-    failures: failures.FailureSlice = kept(failures.FailureSlice, failures.FACTS)
+    incidents: incidents.IncidentSlice = kept(incidents.IncidentSlice, incidents.FACTS)
     progress: progress.ProgressSlice = kept(progress.ProgressSlice, progress.FACTS)
     pace: pace.PaceSlice = kept(pace.PaceSlice, pace.FACTS)
     hangs: hangs.HangSlice = kept(hangs.HangSlice, hangs.FACTS)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dlrover_core.checkpoint.partners import ALONE, partners
 from dlrover_core.errors import Refused
-from dlrover_core.job import checkpoints, failures, nodes, world
+from dlrover_core.job import checkpoints, incidents, nodes, world
 from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Rules, Telling, Tells, always
@@ -170,7 +170,12 @@ RULES = Rules(
     },
     # A failure changes how often failures are expected.
     levels=dict.fromkeys(
-        (checkpoints.CheckpointCommitted, checkpoints.ReplicaOffered, checkpoints.SaveOrdered, failures.IncidentOpened),
+        (
+            checkpoints.CheckpointCommitted,
+            checkpoints.ReplicaOffered,
+            checkpoints.SaveOrdered,
+            incidents.IncidentOpened,
+        ),
         always,
     ),
     tells=Tells(_known, _keep),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dlrover_core.diagnosis import ladder, policy
 from dlrover_core.diagnosis.choices import Case, Choice, Context
 from dlrover_core.diagnosis.policy import Hook, Policy
-from dlrover_core.job.failures import ActionChosen, Incident
+from dlrover_core.job.incidents import ActionChosen, Incident
 from dlrover_core.job.names import group_of
 from dlrover_core.job.node_lifecycle import ALIVE
 from dlrover_core.job.state import JobState
@@ -71,7 +71,7 @@ def case_of(incident: Incident, node: str, *, dead: bool = False) -> Case:
 
 def context_of(state: JobState, incident: Incident, node: str, rules: Policy, *, dead: bool = False) -> Context:
     """What the ladder knows of the job."""
-    spec, known, place = state.job.spec, state.failures, node.rsplit("-", 1)[0]
+    spec, known, place = state.job.spec, state.incidents, node.rsplit("-", 1)[0]
     group = spec.group(group_of(node))
     cycles, spent = known.of(group.name), not {node, incident.node}.isdisjoint(state.budget.spent)
     if dead:
@@ -189,7 +189,7 @@ def settled(incident: Incident, node: str) -> bool:
 
 def overdrawn(state: JobState) -> bool:
     """Has a revised verdict charged a restart to the program that had none left?"""
-    return state.failures.restarts > state.job.spec.max_restarts
+    return state.incidents.restarts > state.job.spec.max_restarts
 
 
 def stronger(state: JobState, incident: Incident, chosen: ActionChosen) -> bool:

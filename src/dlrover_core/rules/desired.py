@@ -196,6 +196,6 @@ def _linger_us(state: JobState, group: str) -> int:
 
     Torch's elastic agent sums up the failures of its own workers only where they died by themselves: it too gets the moment.
     """
-    incident = state.failures.unmended(group)
+    incident = state.incidents.unmended(group)
     knows = incident is None or not incident.held or (incident.cause.verdict != CASC and not state.budget.spent)
     return 0 if knows else us(state.job.spec.linger_s)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.errors import Refused
-from dlrover_core.job import failures, nodes
+from dlrover_core.job import incidents, nodes
 from dlrover_core.job.hosts import (
     ASKED,
     GIVES_WAY,
@@ -96,7 +96,7 @@ def _blame(state: JobState, fact: nodes.NodeFailed, record: Record) -> Iterator[
         yield from keep_off(state, host, fact.reason, record.at)
 
 
-def _weigh(state: JobState, fact: failures.Diagnosed, record: Record) -> Iterator[Event]:
+def _weigh(state: JobState, fact: incidents.Diagnosed, record: Record) -> Iterator[Event]:
     if fact.revises:
         yield from _take_back(state, fact.incident)
     host = state.hosts.struck_by(record.seq)
@@ -104,7 +104,7 @@ def _weigh(state: JobState, fact: failures.Diagnosed, record: Record) -> Iterato
         return
     known = state.hosts.hosts[host]
     # A verdict that is only revised on probation is of a failure from before.
-    incident = state.failures.incidents.get(fact.incident)
+    incident = state.incidents.by_number.get(fact.incident)
     if known.probation and known.until <= (incident.cause.at if incident is not None else record.at):
         yield from keep_off(state, host, f"on probation, and again {fact.signature}", record.at)
     elif _lemon(state.hosts, host, record.at):
@@ -123,7 +123,7 @@ def _take_back(state: JobState, incident: int) -> Iterator[Event]:
             return
 
 
-def _isolate(state: JobState, fact: failures.ActionChosen, record: Record) -> Iterator[Event]:
+def _isolate(state: JobState, fact: incidents.ActionChosen, record: Record) -> Iterator[Event]:
     host = fact.host or state.hosts.host_of(fact.node)
     if fact.action == ladder.ISOLATE_HOST and host:
         yield from keep_off(state, host, f"incident {fact.incident}: {fact.rule}", record.at)
@@ -168,8 +168,8 @@ RULES = Rules(
     decide={QuarantineHost: _quarantine, ReleaseHost: _release},
     react={
         nodes.NodeFailed: _blame,
-        failures.Diagnosed: _weigh,
-        failures.ActionChosen: _isolate,
+        incidents.Diagnosed: _weigh,
+        incidents.ActionChosen: _isolate,
     },
     levels=dict.fromkeys((HostQuarantined, HostReleased), always),
 )

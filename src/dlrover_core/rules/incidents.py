@@ -15,7 +15,7 @@ from dlrover_core.diagnosis.classify import describe
 from dlrover_core.diagnosis.evidence import OPENING
 from dlrover_core.diagnosis.policy import Hook
 from dlrover_core.errors import Refused
-from dlrover_core.job import evidence, failures, job, nodes, progress, world
+from dlrover_core.job import evidence, incidents, job, nodes, progress, world
 from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Rules, always
@@ -26,12 +26,12 @@ from dlrover_core.spec import us
 # ---- decide
 
 
-def _exit(state: JobState, command: failures.ReportExit, now: int) -> Iterator[Event]:
+def _exit(state: JobState, command: incidents.ReportExit, now: int) -> Iterator[Event]:
     slots.present(state, command.node)
     newest = state.world.of(command.node).generation
     if command.generation > newest or command.generation < 1:
         raise Refused(f"generation {command.generation} does not exist: generation {newest} is the newest")
-    yield failures.WorkerExited(
+    yield incidents.WorkerExited(
         command.node,
         command.generation,
         command.rank,
@@ -41,49 +41,51 @@ def _exit(state: JobState, command: failures.ReportExit, now: int) -> Iterator[E
         # Nobody died before there was time, whatever clock its agent has.
         min(max(command.age_us, 0), now),
         _last_bytes(command.tail),
-        command.error[: failures.ERROR_MAX],
+        command.error[: incidents.ERROR_MAX],
         *_known_by(state, command),
     )
 
 
-def _known_by(state: JobState, command: failures.ReportExit) -> tuple[str, str, str, float]:
+def _known_by(state: JobState, command: incidents.ReportExit) -> tuple[str, str, str, float]:
     """Signature, place, class and confidence: as its agent says, else by the table. In the log from then on."""
     table = signatures.table(state.job.spec.signatures)
     said = table.get(command.signature)
     if said is not None:
-        return said.id, command.place[: failures.LINE_MAX], said.verdict, said.confidence
+        return said.id, command.place[: incidents.LINE_MAX], said.verdict, said.confidence
     # Who was killed by us while it told its own error had failed before: its exit code says nothing.
     code = 1 if command.asked else command.exit_code
     found = classify.of_exit(table, code, command.error, command.tail)
-    return found.signature, (command.place or found.place)[: failures.LINE_MAX], found.verdict, found.confidence
+    return found.signature, (command.place or found.place)[: incidents.LINE_MAX], found.verdict, found.confidence
 
 
 def _last_bytes(tail: str) -> str:
     raw = tail.encode(errors="replace")
-    return tail if len(raw) <= failures.TAIL_BYTES_MAX else raw[-failures.TAIL_BYTES_MAX :].decode(errors="ignore")
+    return tail if len(raw) <= incidents.TAIL_BYTES_MAX else raw[-incidents.TAIL_BYTES_MAX :].decode(errors="ignore")
 
 
 def _tick(state: JobState, now: int) -> Iterator[Event]:
     if not state.job.live:
         return
-    for incident in list(state.failures.incidents.values()):
+    for incident in list(state.incidents.by_number.values()):
         deadline = _deadline(state, incident)
         if deadline is not None and now >= deadline:
             if incident.held:
                 yield _final(incident)
             else:
                 formed_at = state.world.of(incident.node).formed_at
-                yield failures.IncidentClosed(incident.number, max(0, formed_at - incident.cause.at), failures.UNKNOWN)
+                yield incidents.IncidentClosed(
+                    incident.number, max(0, formed_at - incident.cause.at), incidents.UNKNOWN
+                )
 
 
 def _due(state: JobState) -> int | None:
     if not state.job.live:
         return None
-    times = [_deadline(state, incident) for incident in state.failures.incidents.values()]
+    times = [_deadline(state, incident) for incident in state.incidents.by_number.values()]
     return min((time for time in times if time is not None), default=None)
 
 
-def _deadline(state: JobState, incident: failures.Incident) -> int | None:
+def _deadline(state: JobState, incident: incidents.Incident) -> int | None:
     """When a held end is carried out, and when a world that tells no steps counts as mended."""
     if incident.closed or incident.state == "fatal":
         return None
@@ -91,31 +93,31 @@ def _deadline(state: JobState, incident: failures.Incident) -> int | None:
         return _evidence_deadline(state, incident)
     current = state.world.of(incident.node)
     runs = current.active and len(current.started) == len(current.members)
-    if incident.generation != failures.ASIDE and runs and incident.generation < current.generation:
+    if incident.generation != incidents.ASIDE and runs and incident.generation < current.generation:
         return current.formed_at + us(state.job.spec.evidence_s)
     return None
 
 
-def _evidence_deadline(state: JobState, incident: failures.Incident) -> int:
+def _evidence_deadline(state: JobState, incident: incidents.Incident) -> int:
     return incident.opened_at + us(state.job.spec.evidence_s)
 
 
 # ---- react: evidence -> incident -> verdict
 
 
-def _on_exit(state: JobState, fact: failures.WorkerExited, record: Record) -> Iterator[Event]:
+def _on_exit(state: JobState, fact: incidents.WorkerExited, record: Record) -> Iterator[Event]:
     if not state.job.live:
         return
     newest = state.world.of(fact.node)
     if newest.active and fact.generation == newest.generation and not fact.asked:
-        yield failures.IncidentOpened(state.failures.number + 1, fact.node, fact.generation, (fact.rank,))
+        yield incidents.IncidentOpened(state.incidents.number + 1, fact.node, fact.generation, (fact.rank,))
         return
-    incident = state.failures.of_generation(group_of(fact.node), fact.generation)
+    incident = state.incidents.of_generation(group_of(fact.node), fact.generation)
     if incident is not None and incident.tells(record.seq):
         yield from _rejudge(state, incident)
 
 
-def _rejudge(state: JobState, incident: failures.Incident) -> Iterator[Event]:
+def _rejudge(state: JobState, incident: incidents.Incident) -> Iterator[Event]:
     """A verdict of its own for evidence that changes it. It decides nothing about nodes that are dead: their ends did."""
     found = judge_incident.judge(state, incident)
     if judge_incident.changes(incident, found):
@@ -132,16 +134,16 @@ def _on_node(
         return
     if current.active and current.member(fact.node) is None:
         # A late or booting node: nothing is broken that anybody trains in.
-        yield failures.IncidentOpened(state.failures.number + 1, fact.node, failures.ASIDE, ())
+        yield incidents.IncidentOpened(state.incidents.number + 1, fact.node, incidents.ASIDE, ())
         return
-    incident = state.failures.unmended(group_of(fact.node))
+    incident = state.incidents.unmended(group_of(fact.node))
     if incident is not None:
         found = judge_incident.judge(state, incident)
         yield judge_incident.diagnosis(state, incident, found, revises=incident.diagnosed_seq, dead=fact.node)
         return
     # While the job is suspended nobody trains in what is left of the last world.
-    generation = failures.ASIDE if state.job.state == "suspended" else current.generation
-    yield failures.IncidentOpened(state.failures.number + 1, fact.node, generation, ())
+    generation = incidents.ASIDE if state.job.state == "suspended" else current.generation
+    yield incidents.IncidentOpened(state.incidents.number + 1, fact.node, generation, ())
 
 
 def _on_evidence(state: JobState, fact: evidence.EvidenceSeen, record: Record) -> Iterator[Event]:
@@ -155,9 +157,9 @@ def _on_evidence(state: JobState, fact: evidence.EvidenceSeen, record: Record) -
     current = state.world.of(fact.node)
     opens = fact.source in OPENING and known is not None and known.action != "obs"
     if opens and current.active and fact.generation in (0, current.generation):
-        yield failures.IncidentOpened(state.failures.number + 1, fact.node, current.generation, (fact.rank,))
+        yield incidents.IncidentOpened(state.incidents.number + 1, fact.node, current.generation, (fact.rank,))
         return
-    incident = state.failures.newest(group_of(fact.node))
+    incident = state.incidents.newest(group_of(fact.node))
     if incident is not None and incident.why and incident.tells(record.seq):
         yield from _rejudge(state, incident)
 
@@ -170,8 +172,8 @@ def _counts(state: JobState, fact: nodes.NodeFailed | nodes.NodeGone | nodes.Nod
     return node.released == ("lost" if isinstance(fact, nodes.NodeLost) else "")
 
 
-def _judge(state: JobState, fact: failures.IncidentOpened, record: Record) -> Iterator[Event]:
-    incident = state.failures.incidents[fact.incident]
+def _judge(state: JobState, fact: incidents.IncidentOpened, record: Record) -> Iterator[Event]:
+    incident = state.incidents.by_number[fact.incident]
     found = judge_incident.judge(state, incident)
     yield judge_incident.diagnosis(state, incident, found, dead="" if fact.ranks else fact.node)
     if found.suspects:
@@ -181,8 +183,8 @@ def _judge(state: JobState, fact: failures.IncidentOpened, record: Record) -> It
 # ---- react: verdict -> action
 
 
-def _choose(state: JobState, fact: failures.Diagnosed, record: Record, hook: Hook | None = None) -> Iterator[Event]:
-    incident = state.failures.incidents[fact.incident]
+def _choose(state: JobState, fact: incidents.Diagnosed, record: Record, hook: Hook | None = None) -> Iterator[Event]:
+    incident = state.incidents.by_number[fact.incident]
     if fact.blamed and not choose_action.alive(state, fact.blamed):
         if choose_action.doomed(state, incident, fact.blamed):
             yield from _finish_held(state, fact, record)
@@ -196,8 +198,8 @@ def _choose(state: JobState, fact: failures.Diagnosed, record: Record, hook: Hoo
         yield chosen
 
 
-def _act(state: JobState, fact: failures.ActionChosen, record: Record) -> Iterator[Event]:
-    incident = state.failures.incidents[fact.incident]
+def _act(state: JobState, fact: incidents.ActionChosen, record: Record) -> Iterator[Event]:
+    incident = state.incidents.by_number[fact.incident]
     why = f"incident {incident.number}: {incident.signature}"
     if fact.action in ladder.IN_PLACE:
         if incident.hint == "check":
@@ -211,7 +213,7 @@ def _act(state: JobState, fact: failures.ActionChosen, record: Record) -> Iterat
     elif fact.action == ladder.GO_ON_SMALLER:
         yield from slots.give_up(state, fact.node)
         yield from _complete(state, incident)
-        if incident.generation == failures.ASIDE:
+        if incident.generation == incidents.ASIDE:
             yield _closed_aside(incident, record)
     elif fact.action == ladder.AWAIT_EVIDENCE:
         yield from worlds.dissolve(state, incident.group, why)
@@ -221,7 +223,7 @@ def _act(state: JobState, fact: failures.ActionChosen, record: Record) -> Iterat
         yield job.JobFailed(incident.rule, incident.number, describe(incident.cause))
 
 
-def _complete(state: JobState, incident: failures.Incident) -> Iterator[Event]:
+def _complete(state: JobState, incident: incidents.Incident) -> Iterator[Event]:
     """Whoever had finished and gone is needed again when the world must re-form."""
     current = state.world.of(incident.node)
     # A member that was let go while it lived takes its world with it.
@@ -229,7 +231,7 @@ def _complete(state: JobState, incident: failures.Incident) -> Iterator[Event]:
         yield from slots.complete(state, incident.group)
 
 
-def _all_spoke(state: JobState, incident: failures.Incident) -> bool:
+def _all_spoke(state: JobState, incident: incidents.Incident) -> bool:
     """Has every member of the broken world stopped its workers, or gone?"""
     broken = state.world.worlds.get(incident.group) or world.World()
     return all(_spoke(state, broken, member.node) for member in broken.members)
@@ -242,13 +244,13 @@ def _spoke(state: JobState, broken: world.World, name: str) -> bool:
 
 def _finish_held(state: JobState, fact: object, record: Record) -> Iterator[Event]:
     if state.job.live:
-        for incident in list(state.failures.incidents.values()):
+        for incident in list(state.incidents.by_number.values()):
             if incident.held and not incident.closed and _all_spoke(state, incident):
                 yield _final(incident)
 
 
-def _final(incident: failures.Incident) -> failures.ActionChosen:
-    return failures.ActionChosen(incident.number, ladder.FAIL_JOB, incident.node, incident.rule, 0)
+def _final(incident: incidents.Incident) -> incidents.ActionChosen:
+    return incidents.ActionChosen(incident.number, ladder.FAIL_JOB, incident.node, incident.rule, 0)
 
 
 # ---- react: mended
@@ -256,9 +258,9 @@ def _final(incident: failures.Incident) -> failures.ActionChosen:
 
 def _mended(state: JobState, fact: progress.FirstStep, record: Record) -> Iterator[Event]:
     group = group_of(fact.node)
-    for incident in list(state.failures.incidents.values()):
+    for incident in list(state.incidents.by_number.values()):
         if not incident.closed and incident.group == group and incident.generation < fact.generation:
-            yield failures.IncidentClosed(
+            yield incidents.IncidentClosed(
                 incident.number, max(0, record.at - fact.age_us - incident.cause.at), _steps_lost(incident, fact)
             )
 
@@ -266,48 +268,48 @@ def _mended(state: JobState, fact: progress.FirstStep, record: Record) -> Iterat
 def _replaced(state: JobState, fact: nodes.NodeJoined, record: Record) -> Iterator[Event]:
     """An incident that broke no world is over when the place is filled again."""
     place = fact.node.rsplit("-", 1)[0]
-    for incident in list(state.failures.incidents.values()):
-        if incident.generation == failures.ASIDE and not incident.closed and incident.node.rsplit("-", 1)[0] == place:
+    for incident in list(state.incidents.by_number.values()):
+        if incident.generation == incidents.ASIDE and not incident.closed and incident.node.rsplit("-", 1)[0] == place:
             yield _closed_aside(incident, record)
 
 
-def _closed_aside(incident: failures.Incident, record: Record) -> failures.IncidentClosed:
-    return failures.IncidentClosed(incident.number, max(0, record.at - incident.cause.at), 0)
+def _closed_aside(incident: incidents.Incident, record: Record) -> incidents.IncidentClosed:
+    return incidents.IncidentClosed(incident.number, max(0, record.at - incident.cause.at), 0)
 
 
-def _steps_lost(incident: failures.Incident, fact: progress.FirstStep) -> int:
+def _steps_lost(incident: incidents.Incident, fact: progress.FirstStep) -> int:
     """Steps begun before the death and made again: the one in the making, and those since what was restored."""
     if not fact.told or incident.step < 0:
-        return failures.UNKNOWN
+        return incidents.UNKNOWN
     return max(0, incident.step + 1 - (fact.step - 1))
 
 
 def _close_all(state: JobState, fact: object, record: Record) -> Iterator[Event]:
     """A script that signals no steps mends its incidents by ending well."""
-    for incident in list(state.failures.incidents.values()):
+    for incident in list(state.incidents.by_number.values()):
         if not incident.closed:
-            yield failures.IncidentClosed(incident.number, record.at - incident.cause.at, 0)
+            yield incidents.IncidentClosed(incident.number, record.at - incident.cause.at, 0)
 
 
 def rules(hook: Hook | None = None) -> Rules:
     """The rules, with a user's hook or without one. A hook is asked when something is decided, never when a log is read."""
 
-    def choose(state: JobState, fact: failures.Diagnosed, record: Record) -> Iterator[Event]:
+    def choose(state: JobState, fact: incidents.Diagnosed, record: Record) -> Iterator[Event]:
         return _choose(state, fact, record, hook)
 
     return Rules(
-        decide={failures.ReportExit: _exit},
+        decide={incidents.ReportExit: _exit},
         react={
-            failures.WorkerExited: _on_exit,
+            incidents.WorkerExited: _on_exit,
             evidence.EvidenceSeen: _on_evidence,
             nodes.NodeFailed: _on_node,
             nodes.NodeGone: _on_node,
             nodes.NodeLost: _on_node,
             nodes.NodeLeft: _finish_held,
             nodes.NodeJoined: _replaced,
-            failures.IncidentOpened: _judge,
-            failures.Diagnosed: choose,
-            failures.ActionChosen: _act,
+            incidents.IncidentOpened: _judge,
+            incidents.Diagnosed: choose,
+            incidents.ActionChosen: _act,
             world.WorkersStopped: _finish_held,
             progress.FirstStep: _mended,
             job.JobSucceeded: _close_all,
@@ -315,9 +317,11 @@ def rules(hook: Hook | None = None) -> Rules:
         due=_due,
         tick=_tick,
         # Workers of a job that is about to fail may end by themselves, or need not any more.
-        levels=dict.fromkeys((failures.Diagnosed, failures.ActionChosen, failures.IncidentClosed), always),
+        levels=dict.fromkeys((incidents.Diagnosed, incidents.ActionChosen, incidents.IncidentClosed), always),
         alarms={
-            failures.ActionChosen: lambda fact: "the policy's hook failed" if choose_action.UNHEARD in fact.rule else ""
+            incidents.ActionChosen: lambda fact: (
+                "the policy's hook failed" if choose_action.UNHEARD in fact.rule else ""
+            )
         },
     )
 

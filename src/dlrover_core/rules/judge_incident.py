@@ -1,6 +1,6 @@
 """From what the log has of an incident to the judgement on it: which evidence is its own, who took part, what was before.
 
-Judging happens when something is decided. What it gave is in the log (`failures.Diagnosed`), and no reader of the log judges.
+Judging happens when something is decided. What it gave is in the log (`incidents.Diagnosed`), and no reader of the log judges.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dlrover_core.diagnosis.evidence import NODE, PLATFORM, Evidence
 from dlrover_core.diagnosis.procedure import Judgement
 from dlrover_core.diagnosis.signatures import Table
 from dlrover_core.diagnosis.watched import watched
-from dlrover_core.job import failures
+from dlrover_core.job import incidents
 from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
 from dlrover_core.spec import us
 
 
-def judge(state: JobState, incident: failures.Incident) -> Judgement:
+def judge(state: JobState, incident: incidents.Incident) -> Judgement:
     """The judgement on all that is known of an incident now."""
     table = signatures.table(state.job.spec.signatures)
     seen = [_asked(one, table, state) for one in _belonging(state, incident)]
@@ -35,17 +35,17 @@ def _unplaced(found: Judgement) -> Judgement:
     return found._replace(root=found.root._replace(place=""), action=action)
 
 
-def _belonging(state: JobState, incident: failures.Incident) -> Iterator[Evidence]:
+def _belonging(state: JobState, incident: incidents.Incident) -> Iterator[Evidence]:
     """Its own evidence, and what was seen before it opened and belongs to no other incident and no other generation."""
     yield from incident.known
     own = {one.seq for one in incident.known}
-    others = [one for one in state.failures.incidents.values() if one.number != incident.number]
-    listed: dict[int, list[failures.Incident]] = {}
+    others = [one for one in state.incidents.by_number.values() if one.number != incident.number]
+    listed: dict[int, list[incidents.Incident]] = {}
     for other in others:
         for seq in other.evidence:
             listed.setdefault(seq, []).append(other)
     over = [one.spent for one in others if one.over_at and one.number < incident.number]
-    over += [one for one in state.failures.spent if one.incident < incident.number]
+    over += [one for one in state.incidents.spent if one.incident < incident.number]
     current = state.world.worlds.get(incident.group)
     here = {member.node for member in current.members} if current is not None else set()
     for one in state.evidence.recent:
@@ -76,7 +76,7 @@ def _asked(one: Evidence, table: Table, state: JobState) -> Evidence:
     )
 
 
-def _members(state: JobState, incident: failures.Incident) -> list[Member]:
+def _members(state: JobState, incident: incidents.Incident) -> list[Member]:
     current = state.world.worlds.get(incident.group)
     return [
         Member(one.node, state.hosts.host_of(one.node), one.first_rank, one.nproc)
@@ -84,22 +84,22 @@ def _members(state: JobState, incident: failures.Incident) -> list[Member]:
     ]
 
 
-def _history(state: JobState, incident: failures.Incident) -> Iterator[Evidence]:
+def _history(state: JobState, incident: incidents.Incident) -> Iterator[Evidence]:
     since = incident.opened_at - us(policy.parsed(state.job.spec.policy).twice_s)
-    for number, one in state.failures.history.items():
+    for number, one in state.incidents.history.items():
         if number < incident.number and one.at >= since:
             yield one
 
 
-def changes(incident: failures.Incident, found: Judgement) -> bool:
+def changes(incident: incidents.Incident, found: Judgement) -> bool:
     """Is this another verdict than the one that stands?"""
     known = incident.verdict, incident.signature, incident.place, incident.hint
     return (found.verdict, found.signature, found.root.place, found.action) != known
 
 
 def diagnosis(
-    state: JobState, incident: failures.Incident, found: Judgement, *, revises: int = 0, dead: str = ""
-) -> failures.Diagnosed:
+    state: JobState, incident: incidents.Incident, found: Judgement, *, revises: int = 0, dead: str = ""
+) -> incidents.Diagnosed:
     """The verdict as the log has it. ``dead``: the node whose end asks for an action, whoever is at fault.
 
     A node that is gone by now is not blamed: there is nothing left to do about it.
@@ -108,11 +108,11 @@ def diagnosis(
     dropped = dict(found.discarded)
     here = [node.node for node in state.nodes.of(incident.group) if node.ready]
     evidence = dict.fromkeys([root.seq, *(seq for seq in dropped if seq not in incident.evidence), *incident.evidence])
-    kept = tuple(evidence)[: failures.EVIDENCE_MAX]
+    kept = tuple(evidence)[: incidents.EVIDENCE_MAX]
     known = any(one.seq == root.seq for one in incident.known)
     told = not root.signature.startswith("exit.") or found.action in ("isolate", "reset")
     suspected = found.blamed if told and found.blamed in here else ""
-    return failures.Diagnosed(
+    return incidents.Diagnosed(
         incident.number,
         found.verdict,
         found.signature,
@@ -127,12 +127,12 @@ def diagnosis(
         found.action,
         root.place,
         root.node,
-        "" if known else root.text[: failures.LINE_MAX],
+        "" if known else root.text[: incidents.LINE_MAX],
         ladder.budget_of(found.verdict, found.signature),
     )
 
 
-def suspicion(incident: failures.Incident, found: Judgement) -> failures.ActionChosen:
+def suspicion(incident: incidents.Incident, found: Judgement) -> incidents.ActionChosen:
     """A set of suspects is reported, and nobody is evicted before pairs have been checked."""
     rule = f"suspects: {', '.join(found.suspects)}; reported only, until a check in pairs confirms it"
-    return failures.ActionChosen(incident.number, ladder.SUSPECTS, found.suspects[0], rule, 0)
+    return incidents.ActionChosen(incident.number, ladder.SUSPECTS, found.suspects[0], rule, 0)

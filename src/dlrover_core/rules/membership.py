@@ -86,7 +86,7 @@ def unchecked(state: JobState, group: str) -> list[nodes.Node]:
 
 def refuse_while_failing(state: JobState) -> None:
     """Raises `Refused` while the job's end is decided, and only the last evidence for its cause is awaited."""
-    incident = next((one for one in state.failures.incidents.values() if one.held), None)
+    incident = next((one for one in state.incidents.by_number.values() if one.held), None)
     if incident is not None:
         raise Refused(f"incident {incident.number} ({incident.signature}) is about to fail the job: {incident.rule}")
 
@@ -177,7 +177,7 @@ def waits(state: JobState, group: str) -> bool:
 
 def end_pending(state: JobState, group: str) -> Wait | None:
     """The decision over the group's failure that is pending, if one is: then no world forms."""
-    for incident in state.failures.incidents.values():
+    for incident in state.incidents.by_number.values():
         if incident.held and group_of(incident.node) == group:
             words = f"incident {incident.number} ({incident.signature}) is about to fail the job"
             return Wait(group, waiting.END, words)
@@ -222,7 +222,7 @@ def last_call(state: JobState, group: str) -> int:
 
 def paused(state: JobState, group: str) -> int:
     """Until when the next world waits because its program failed at once; 0: it was not paused."""
-    cycles = state.failures.cycles.get(group)
+    cycles = state.incidents.cycles.get(group)
     return cycles.not_before(state.job.spec.restart_pause_s) if cycles is not None else 0
 
 
@@ -240,7 +240,7 @@ def next_world(state: JobState, group: str, now: int, *, at_once: bool = False) 
         return Wait(group, waiting.STORE, "none of its nodes offers a store")
     until, called = paused(state, group), last_call(state, group)
     if now < until:
-        early = state.failures.of(group).early
+        early = state.incidents.of(group).early
         failed = f"its program failed at once {early} times in a row" if early else "its last restart asked for a pause"
         return Wait(group, waiting.PAUSE, failed, until)
     if now < called and not (found.everybody or at_once):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dlrover_core.errors import Refused, SpecError
-from dlrover_core.job import failures, job, nodes, scaling, world
+from dlrover_core.job import incidents, job, nodes, scaling, world
 from dlrover_core.job.node_lifecycle import ALIVE
 from dlrover_core.job.planning import NodeDrained
 from dlrover_core.job.state import JobState
@@ -129,10 +129,10 @@ def _fill(state: JobState, group: str) -> Iterator[Event]:
 
 def _outgrown(state: JobState, fact: job.GroupScaled, record: Record) -> Iterator[Event]:
     """Incidents of places that are wanted no more, and that broke no world, are over: nobody will fill those places."""
-    for incident in list(state.failures.incidents.values()):
-        aside = incident.generation == failures.ASIDE and not incident.closed and incident.group == fact.group
+    for incident in list(state.incidents.by_number.values()):
+        aside = incident.generation == incidents.ASIDE and not incident.closed and incident.group == fact.group
         if aside and int(incident.node.rsplit("-", 2)[1]) >= fact.nodes_max:
-            yield failures.IncidentClosed(incident.number, max(0, record.at - incident.cause.at), 0)
+            yield incidents.IncidentClosed(incident.number, max(0, record.at - incident.cause.at), 0)
 
 
 def _clear(state: JobState, fact: NodeDrained, record: Record) -> Iterator[Event]:

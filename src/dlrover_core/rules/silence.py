@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from dlrover_core.job import failures, job, nodes, silence, world
+from dlrover_core.job import incidents, job, nodes, silence, world
 from dlrover_core.job.node_lifecycle import ALIVE, LIFECYCLE
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Rules
@@ -108,7 +108,7 @@ def _closed_places(state: JobState) -> Iterator[tuple[str, int, int]]:
         for index in sorted(state.nodes.tally.given_up.get(group.name, ())):
             if index < group.nodes_max:
                 slot = state.nodes.slots[f"{group.name}-{index}"]
-                yield group.name, index, slot.given_up_at + us(failures.SERVED_S)
+                yield group.name, index, slot.given_up_at + us(incidents.SERVED_S)
 
 
 def _due(state: JobState) -> int | None:

@@ -40,7 +40,7 @@ def plan(state: JobState, group: str, index: int) -> Iterator[Event]:
     slot = state.nodes.slots.get(f"{group}-{index}")
     incarnation = slot.incarnation + 1 if slot else 0
     avoid = [*state.hosts.quarantined(state.at), *shunned(state)]
-    memory_mib = state.failures.memory.get(group, state.job.spec.group(group).memory_mib)
+    memory_mib = state.incidents.memory.get(group, state.job.spec.group(group).memory_mib)
     name = f"{group}-{index}-{incarnation}"
     yield NodePlanned(name, group, index, incarnation, tuple(dict.fromkeys(avoid)), memory_mib)
 

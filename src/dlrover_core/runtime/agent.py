@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from dlrover_core.errors import ConnectionLost, LaunchFailed, MalformedMessage, TokenRefused
-from dlrover_core.job import budget, failures, nodes, progress, scaling, world
+from dlrover_core.job import budget, incidents, nodes, progress, scaling, world
 from dlrover_core.job.orders import Order
 from dlrover_core.kernel.wire import since
 from dlrover_core.runtime import messages
@@ -112,7 +112,7 @@ class Agent:
         self._peer_version = messages.VERSION
         self._parting, self._parting_number = "", 0
         self.ending = Ending()
-        self.result: world.ReportFinished | failures.ReportExit | None = None
+        self.result: world.ReportFinished | incidents.ReportExit | None = None
 
     @property
     def leaving(self) -> str:
@@ -346,7 +346,7 @@ class Agent:
         if gone.last:
             self._outbox.add(budget.SpendRestarts(self.node, gone.generation))
         age = max(0, int(asyncio.get_running_loop().time() * SECOND_US) - gone.died_us)
-        told = failures.ReportExit(
+        told = incidents.ReportExit(
             self.node,
             gone.generation,
             gone.rank,
@@ -402,7 +402,7 @@ class Agent:
             )
         # Whoever leads later must not believe that this generation runs.
         rank, why = self._order.work.first_rank, "stopped by its agent: no master and no steps"
-        told = failures.ReportExit(self.node, generation, rank, -9, False, self._step, 0, "", why)
+        told = incidents.ReportExit(self.node, generation, rank, -9, False, self._step, 0, "", why)
         self.result = self.result or told
         self._outbox.add(told)
 

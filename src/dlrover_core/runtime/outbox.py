@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 from dlrover_core.errors import ConnectionLost
-from dlrover_core.job import evidence, failures, progress
+from dlrover_core.job import evidence, incidents, progress
 from dlrover_core.runtime.messages import Message
 from dlrover_core.words import INTEGER_MAX, plain_fields
 
@@ -58,7 +58,7 @@ class Outbox:
             return None
         self._sent += 1
         number, command, added = self._unanswered[self._sent - 1]
-        if isinstance(command, (failures.ReportExit, progress.ReportFirstStep, evidence.ReportEvidence)):
+        if isinstance(command, (incidents.ReportExit, progress.ReportFirstStep, evidence.ReportEvidence)):
             waited_us = int((asyncio.get_running_loop().time() - added) * SECOND_US)
             command = command._replace(age_us=min(INTEGER_MAX, command.age_us + waited_us))
         return number, command

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dlrover_core.job.failures import ActionChosen, IncidentOpened, ReportExit
+from dlrover_core.job.incidents import ActionChosen, IncidentOpened, ReportExit
 from dlrover_core.job.nodes import ObserveNodes
 from dlrover_core.job.state import JobState
 from dlrover_core.job.world import ReportFinished, World, WorldFormed
@@ -32,7 +32,7 @@ def failure(state: JobState, waiting: Iterable[Command], unwritten: Iterable[Rec
 
     What is decided but ``unwritten`` is in ``state``, and was ordered of nobody.
     """
-    incidents = state.failures.incidents
+    incidents = state.incidents.by_number
     for record in unwritten:
         match record.event:
             case IncidentOpened(node=node) | ActionChosen(node=node) if node:

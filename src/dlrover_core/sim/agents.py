@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from dlrover_core.job import failures, hangs, health, nodes, progress, world
+from dlrover_core.job import hangs, health, incidents, nodes, progress, world
 from dlrover_core.job.orders import NodeLaunch, Order
 from dlrover_core.kernel.engine import Command
 from dlrover_core.sim.clock import SECOND_US, Clock, key_of
@@ -382,7 +382,7 @@ class Agent:
         if self._stopped_by_signal(self._exited, generation, rank, code, step, error):
             return
         age = self._sim.exit_us
-        self.add(failures.ReportExit(self.node, generation, rank, code, False, step, age, "", error))
+        self.add(incidents.ReportExit(self.node, generation, rank, code, False, step, age, "", error))
         if self.busy == "lingering" and len(self.dead) == self.nproc:
             self._stop(self.order)
 
@@ -437,7 +437,7 @@ class Agent:
         training.left(self, self.generation)
         self.dead.update(range(self.nproc))
         rank, step = self.order.work.first_rank, training.made
-        self.add(failures.ReportExit(self.node, self.generation, rank, -9, False, step, 0, "", GIVEN_UP))
+        self.add(incidents.ReportExit(self.node, self.generation, rank, -9, False, step, 0, "", GIVEN_UP))
 
     # ---- the outbox
 
@@ -453,7 +453,7 @@ class Agent:
         while self._sent < len(outbox) and self._sent < UNANSWERED_MAX and self.connection:
             number, command, added = outbox[self._sent]
             self._sent += 1
-            if added != self._clock.now and isinstance(command, (failures.ReportExit, progress.ReportFirstStep)):
+            if added != self._clock.now and isinstance(command, (incidents.ReportExit, progress.ReportFirstStep)):
                 command = command._replace(age_us=command.age_us + self._clock.now - added)
             self._sim.network.report(self, number, command)
 

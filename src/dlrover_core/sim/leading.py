@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from dlrover_core.diagnosis.stall import Threshold
-from dlrover_core.job import failures, hangs, job, progress, silence
+from dlrover_core.job import hangs, incidents, job, progress, silence
 from dlrover_core.job.nodes import Observed
 from dlrover_core.job.orders import STRANGER, Desired, Order
 from dlrover_core.job.state import CODEC, JobState
@@ -400,7 +400,7 @@ class Leader:
         if node not in self.engine.state.nodes.nodes:
             self._sim.network.to_node(agent, agent.refused, self._estranged().outcome, True)
             return
-        if type(command) in (failures.ReportExit, hangs.ReportStacks):
+        if type(command) in (incidents.ReportExit, hangs.ReportStacks):
             self._sim.meter.evidence()
         if not self._going:
             self._queue.append((command, Origin(node, agent.boot, number), (agent, connection, number)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dlrover_core.job import failures, job, world
+from dlrover_core.job import incidents, job, world
 from dlrover_core.kernel.events import Record
 from dlrover_core.sim.clock import SECOND_US, Clock
 from dlrover_core.sim.run import (
@@ -34,7 +34,7 @@ from dlrover_core.spec import us
 # The records that change a fact.
 MARKS = frozenset(
     {
-        failures.IncidentOpened,
+        incidents.IncidentOpened,
         world.WorldFormed,
         world.WorldDissolved,
         job.JobSuspended,
@@ -76,7 +76,7 @@ class Meter:
         self._stepped = self._stepping = self._undetected = self._formed = False
         self._suspended = self._finished = self._over = False
         self._stopping: set[str] = set()
-        self._incident: failures.IncidentOpened | None = None
+        self._incident: incidents.IncidentOpened | None = None
         self._cause = ""
         self._down: dict[str, float] | None = None
         self._evidence_at = -1
@@ -228,8 +228,8 @@ class Meter:
     def durable(self, record: Record) -> None:
         """A record that changes a fact is durable."""
         fact = record.event
-        if isinstance(fact, failures.IncidentOpened):
-            if fact.generation != failures.ASIDE:
+        if isinstance(fact, incidents.IncidentOpened):
+            if fact.generation != incidents.ASIDE:
                 if self._evidence_at >= 0:
                     self._decided = (self._clock.now - self._evidence_at) / SECOND_US
                 self._undetected = False

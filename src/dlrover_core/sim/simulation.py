@@ -250,7 +250,7 @@ class Simulation:
                 )
                 by_state[shown] = by_state.get(shown, 0) + 1
             told.append(f"nodes: {', '.join(f'{count} {shown}' for shown, count in sorted(by_state.items()))}")
-            open_ = [str(one.number) for one in state.failures.incidents.values() if not one.closed]
+            open_ = [str(one.number) for one in state.incidents.by_number.values() if not one.closed]
             told.append(f"open incidents: {', '.join(open_) or 'none'}")
         living = self.agents.living()
         told.append(

@@ -290,11 +290,11 @@ def end_of(run: Run) -> End:
         run.outcome,
         run.root,
         {group: one.generation for group, one in state.world.worlds.items()},
-        state.failures.restarts,
-        dict(state.failures.relaunches),
+        state.incidents.restarts,
+        dict(state.incidents.relaunches),
         [
             (one.number, one.cause.node, one.generation, one.signature, one.action, one.closed)
-            for one in state.failures.incidents.values()
+            for one in state.incidents.by_number.values()
         ],
         [fact.node for fact in facts if isinstance(fact, nodes.NodePlanned)],
         run.steps,

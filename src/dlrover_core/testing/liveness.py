@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dlrover_core.job import failures, health, job, names, nodes, planning, progress, world
+from dlrover_core.job import health, incidents, job, names, nodes, planning, progress, world
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.rules import membership
@@ -58,7 +58,7 @@ class Prompt(Promise):
     def _latest(self, group: str, last: world.World, since: int, state: JobState) -> int:
         spec = state.job.spec
         waits_s = 0.0 if self._whole(group, last, state) else spec.last_call_s
-        return max(since, state.failures.of(group).not_before(spec.restart_pause_s)) + us(waits_s + self.MARGIN_S)
+        return max(since, state.incidents.of(group).not_before(spec.restart_pause_s)) + us(waits_s + self.MARGIN_S)
 
     @staticmethod
     def _able(group: str, state: JobState) -> bool:
@@ -67,7 +67,7 @@ class Prompt(Promise):
             return False
         here = [node for node in state.nodes.nodes.values() if node.group == group and node.ready]
         ready = [node.node for node in here if node.node not in away]
-        held = any(one.held and one.group == group for one in state.failures.incidents.values())
+        held = any(one.held and one.group == group for one in state.incidents.by_number.values())
         return (
             not held
             and len(ready) // spec.unit * spec.unit >= spec.floor
@@ -110,7 +110,7 @@ class Reasons(Promise):
 
     looks: ClassVar[Mapping[type, Look]] = dict.fromkeys(
         {
-            failures.ActionChosen,
+            incidents.ActionChosen,
             *(kind for facts in (job, nodes, world, health, planning) for kind in facts.FACTS.evolve),
         },
         _look,

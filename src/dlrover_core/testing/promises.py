@@ -27,7 +27,7 @@ from operator import attrgetter
 from types import MethodType
 from typing import Any, ClassVar, Union
 
-from dlrover_core.job import failures, job, names, nodes, planning, progress, silence, world
+from dlrover_core.job import incidents, job, names, nodes, planning, progress, silence, world
 from dlrover_core.job.node_lifecycle import COMING
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import CommandFailed, CommandRefused
@@ -427,7 +427,7 @@ class Provoked(Promise):
         **dict.fromkeys(
             (
                 nodes.NodeJoined, nodes.NodeFailed, nodes.NodeGone, nodes.NodeLost, nodes.NodeLeft, nodes.NodeReleased,
-                planning.NodeDrained, failures.ActionChosen,
+                planning.NodeDrained, incidents.ActionChosen,
             ),
             _one,
         ),

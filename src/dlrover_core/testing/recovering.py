@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import OPENING, PLAT
-from dlrover_core.job import budget, evidence, failures, hosts, job, names, nodes, planning, progress, world
+from dlrover_core.job import budget, evidence, hosts, incidents, job, names, nodes, planning, progress, world
 from dlrover_core.job.crash_loops import AT_ONCE, EARLY_S, FIRST_PAUSE_S
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import STRANGERS_MAX, UNANSWERED_MAX
@@ -34,7 +34,7 @@ class Incidents(Promise):
         self._verdicts: dict[int, int] = {}
         self._actions: dict[int, list[str]] = {}
         self._open: dict[int, tuple[str, int]] = {}
-        self._exit: tuple[int, failures.WorkerExited | None] = (0, None)
+        self._exit: tuple[int, incidents.WorkerExited | None] = (0, None)
         self._seen: tuple[int, evidence.EvidenceSeen | None] = (0, None)
         self._mended: set[int] = set()
 
@@ -50,13 +50,13 @@ class Incidents(Promise):
     def _created(self, _state: JobState, _fact: job.JobCreated, _record: Record) -> None:
         self._open.clear()
 
-    def _exited(self, _state: JobState, fact: failures.WorkerExited, record: Record) -> None:
+    def _exited(self, _state: JobState, fact: incidents.WorkerExited, record: Record) -> None:
         self._exit = (record.seq, fact)
 
     def _told(self, _state: JobState, fact: evidence.EvidenceSeen, record: Record) -> None:
         self._seen = (record.seq, fact)
 
-    def _open_one(self, _state: JobState, fact: failures.IncidentOpened, record: Record) -> None:
+    def _open_one(self, _state: JobState, fact: incidents.IncidentOpened, record: Record) -> None:
         assert fact.incident == self._opened + 1, f"{record.seq}: incident {fact.incident} after {self._opened}"
         self._opened = fact.incident
         self._open[fact.incident] = names.group_of(fact.node), fact.generation
@@ -77,11 +77,11 @@ class Incidents(Promise):
             one for one, (its, generation) in self._open.items() if its == group and generation < fact.generation
         }
 
-    def _judged(self, _state: JobState, fact: failures.Diagnosed, record: Record) -> None:
+    def _judged(self, _state: JobState, fact: incidents.Diagnosed, record: Record) -> None:
         assert fact.incident in self._open or fact.revises, f"{record.seq}: a closed incident is judged"
         self._verdicts[fact.incident] = self._verdicts.get(fact.incident, 0) + 1
 
-    def _chosen(self, _state: JobState, fact: failures.ActionChosen, record: Record) -> None:
+    def _chosen(self, _state: JobState, fact: incidents.ActionChosen, record: Record) -> None:
         if fact.action == ladder.SUSPECTS:
             return
         taken = self._actions.setdefault(fact.incident, [])
@@ -92,9 +92,9 @@ class Incidents(Promise):
         )
         taken.append(fact.action)
 
-    def _closed(self, _state: JobState, fact: failures.IncidentClosed, record: Record) -> None:
+    def _closed(self, _state: JobState, fact: incidents.IncidentClosed, record: Record) -> None:
         assert fact.incident in self._open, f"{record.seq}: incident {fact.incident} closes twice"
-        assert fact.down_us >= 0 and fact.steps_lost >= failures.UNKNOWN, f"{record.seq}: {fact}"
+        assert fact.down_us >= 0 and fact.steps_lost >= incidents.UNKNOWN, f"{record.seq}: {fact}"
         self._open.pop(fact.incident, None)
         self._mended.discard(fact.incident)
         for kept in (self._verdicts, self._actions):
@@ -108,13 +108,13 @@ class Incidents(Promise):
 
     looks: ClassVar[Mapping[type, Look]] = {
         job.JobCreated: _created,
-        failures.WorkerExited: _exited,
+        incidents.WorkerExited: _exited,
         evidence.EvidenceSeen: _told,
         progress.FirstStep: _stepped,
-        failures.IncidentOpened: _open_one,
-        failures.Diagnosed: _judged,
-        failures.ActionChosen: _chosen,
-        failures.IncidentClosed: _closed,
+        incidents.IncidentOpened: _open_one,
+        incidents.Diagnosed: _judged,
+        incidents.ActionChosen: _chosen,
+        incidents.IncidentClosed: _closed,
     }
 
 
@@ -124,7 +124,7 @@ class Effects(Promise):
     name = "effects"
 
     def __init__(self) -> None:
-        self._due: dict[int, failures.ActionChosen] = {}
+        self._due: dict[int, incidents.ActionChosen] = {}
 
     def __call__(self, state: JobState, record: Record) -> None:
         """See the class."""
@@ -135,7 +135,7 @@ class Effects(Promise):
             action = self._due.get(record.cause)
             if action is not None and _does(action, fact):
                 del self._due[record.cause]
-        if type(fact) is failures.ActionChosen and fact.action != ladder.SUSPECTS:
+        if type(fact) is incidents.ActionChosen and fact.action != ladder.SUSPECTS:
             restarts = fact.action in (*ladder.IN_PLACE, ladder.AWAIT_EVIDENCE)
             if fact.action in (*ladder.RELAUNCHES, ladder.GO_ON_SMALLER) and slots.followed(state, fact.node):
                 return  # it was to leave: its successor is on the way, or nobody is to come
@@ -152,7 +152,7 @@ class Effects(Promise):
         self._missing()
 
 
-def _does(action: failures.ActionChosen, fact: Any) -> bool:
+def _does(action: incidents.ActionChosen, fact: Any) -> bool:
     """Is this what the action stands for?"""
     what, kind = action.action, type(fact)
     if kind is world.WorldDissolved:
@@ -197,7 +197,7 @@ class Budgets(Promise):
     def _say_spent(self, _state: JobState, fact: budget.RestartsSpent, _record: Record) -> None:
         self._spent.add(fact.node)
 
-    def _chosen(self, state: JobState, fact: failures.ActionChosen, record: Record) -> None:
+    def _chosen(self, state: JobState, fact: incidents.ActionChosen, record: Record) -> None:
         seq, node = record.seq, fact.node
         group = names.group_of(node)
         assert fact.budget_left >= 0, f"{seq}: the budget is overdrawn"
@@ -217,7 +217,7 @@ class Budgets(Promise):
         elif fact.action in ladder.RELAUNCHES:
             assert node not in self._relaunched, f"{seq}: {node} is relaunched twice"
             self._relaunched.add(node)
-            most, used = self._spec.group(group).relaunch_max, state.failures.relaunches.get(node.rsplit("-", 1)[0], 0)
+            most, used = self._spec.group(group).relaunch_max, state.incidents.relaunches.get(node.rsplit("-", 1)[0], 0)
             counted = fact.budget == ladder.PLATFORM or (0 < used <= most and used == most - fact.budget_left)
             assert counted, f"{seq}: {used} of {most} relaunches, {fact}"
         elif fact.action == ladder.AWAIT_EVIDENCE:
@@ -225,7 +225,7 @@ class Budgets(Promise):
             self._restarts -= self._restarted.pop(fact.incident, ("", ""))[1] == ladder.RESTARTS
         self._agreed(state, seq)
 
-    def _judged(self, state: JobState, fact: failures.Diagnosed, record: Record) -> None:
+    def _judged(self, state: JobState, fact: incidents.Diagnosed, record: Record) -> None:
         group, budget_ = self._restarted.get(fact.incident, ("", ""))
         if group and fact.budget and fact.budget != budget_:
             self._restarts += (fact.budget == ladder.RESTARTS) - (budget_ == ladder.RESTARTS)
@@ -233,28 +233,28 @@ class Budgets(Promise):
         self._agreed(state, record.seq)
 
     def _agreed(self, state: JobState, seq: int) -> None:
-        assert state.failures.restarts == self._restarts, (
-            f"{seq}: {state.failures.restarts} restarts are charged, of which {self._restarts} for a reason"
+        assert state.incidents.restarts == self._restarts, (
+            f"{seq}: {state.incidents.restarts} restarts are charged, of which {self._restarts} for a reason"
         )
 
-    def _given_up(self, state: JobState, fact: failures.ActionChosen, record: Record) -> None:
+    def _given_up(self, state: JobState, fact: incidents.ActionChosen, record: Record) -> None:
         place, group = fact.node.rsplit("-", 1)[0], self._spec.group(names.group_of(fact.node))
         spent = {
             "workers.exhausted": self._restarts >= self._spec.max_restarts,
-            "node.exhausted": state.failures.relaunches.get(place, 0) >= group.relaunch_max,
+            "node.exhausted": state.incidents.relaunches.get(place, 0) >= group.relaunch_max,
         }.get(fact.rule.split(":")[0], True)
         assert spent or fact.node in self._spent, f"{record.seq}: {fact.rule}, and budgets are left"
 
-    def _closed(self, _state: JobState, fact: failures.IncidentClosed, _record: Record) -> None:
+    def _closed(self, _state: JobState, fact: incidents.IncidentClosed, _record: Record) -> None:
         self._restarted.pop(fact.incident, None)
         self._charged.discard(fact.incident)
 
     looks: ClassVar[Mapping[type, Look]] = {
         job.JobCreated: _created,
         budget.RestartsSpent: _say_spent,
-        failures.Diagnosed: _judged,
-        failures.ActionChosen: _chosen,
-        failures.IncidentClosed: _closed,
+        incidents.Diagnosed: _judged,
+        incidents.ActionChosen: _chosen,
+        incidents.IncidentClosed: _closed,
     }
 
 
@@ -275,10 +275,10 @@ class Pauses(Promise):
         for kept in (self._formed, self._early, self._failed_at):
             kept.clear()
 
-    def _judged(self, _state: JobState, fact: failures.Diagnosed, _record: Record) -> None:
+    def _judged(self, _state: JobState, fact: incidents.Diagnosed, _record: Record) -> None:
         self._verdict = fact.verdict
 
-    def _chosen(self, _state: JobState, fact: failures.ActionChosen, record: Record) -> None:
+    def _chosen(self, _state: JobState, fact: incidents.ActionChosen, record: Record) -> None:
         if fact.action not in ladder.IN_PLACE:
             return
         group = names.group_of(fact.node)
@@ -302,8 +302,8 @@ class Pauses(Promise):
 
     looks: ClassVar[Mapping[type, Look]] = {
         job.JobCreated: _created,
-        failures.Diagnosed: _judged,
-        failures.ActionChosen: _chosen,
+        incidents.Diagnosed: _judged,
+        incidents.ActionChosen: _chosen,
         progress.FirstStep: _stepped,
         world.WorldFormed: _form,
     }
@@ -322,8 +322,8 @@ class Absorbing(Promise):
 
     BEGINS = (
         job.JobStarted, job.JobStopping, job.JobSuspended, job.JobResumed, job.GroupScaled, nodes.NodePlanned,
-        nodes.PlaceReopened, world.WorldFormed, world.WorldDissolved, planning.WorldPlanned, failures.IncidentOpened,
-        failures.Diagnosed, failures.ActionChosen, planning.NodeDrained,
+        nodes.PlaceReopened, world.WorldFormed, world.WorldDissolved, planning.WorldPlanned, incidents.IncidentOpened,
+        incidents.Diagnosed, incidents.ActionChosen, planning.NodeDrained,
     )  # fmt: skip
     ENDS = (job.JobSucceeded, job.JobFailed, job.JobStopped, job.JobAbandoned)
 
@@ -418,18 +418,18 @@ class Bounded(Promise):
         most = len(state.nodes.slots) * self.INCARNATIONS + 1
         assert len(state.nodes.nodes) <= most, f"{record.seq}: {len(state.nodes.nodes)} nodes in {most} places"
 
-    def _exited(self, _state: JobState, fact: failures.WorkerExited, record: Record) -> None:
+    def _exited(self, _state: JobState, fact: incidents.WorkerExited, record: Record) -> None:
         size = len(fact.tail.encode(errors="replace"))
-        assert size <= failures.TAIL_BYTES_MAX and len(fact.error) <= failures.ERROR_MAX, (
+        assert size <= incidents.TAIL_BYTES_MAX and len(fact.error) <= incidents.ERROR_MAX, (
             f"{record.seq}: {size} bytes of tail"
         )
 
     def _closed(self, state: JobState, _fact: object, record: Record) -> None:
-        closed = sum(one.closed for one in state.failures.incidents.values())
-        assert closed <= failures.CLOSED_KEPT, f"{record.seq}: {closed} closed incidents are remembered"
+        closed = sum(one.closed for one in state.incidents.by_number.values())
+        assert closed <= incidents.CLOSED_KEPT, f"{record.seq}: {closed} closed incidents are remembered"
 
-    def _judged(self, _state: JobState, fact: failures.Diagnosed, record: Record) -> None:
-        assert len(fact.evidence) <= failures.EVIDENCE_MAX, f"{record.seq}: {len(fact.evidence)} pieces of evidence"
+    def _judged(self, _state: JobState, fact: incidents.Diagnosed, record: Record) -> None:
+        assert len(fact.evidence) <= incidents.EVIDENCE_MAX, f"{record.seq}: {len(fact.evidence)} pieces of evidence"
 
     def _formed(self, _state: JobState, _fact: object, record: Record) -> None:
         self._generations += 1
@@ -442,8 +442,8 @@ _BOUNDS: Mapping[type, Look] = {
     world.StoreOffered: Bounded._offered,
     hosts.HostQuarantined: Bounded._quarantined,
     nodes.NodePlanned: Bounded._planned,
-    failures.WorkerExited: Bounded._exited,
-    failures.IncidentClosed: Bounded._closed,
-    failures.Diagnosed: Bounded._judged,
+    incidents.WorkerExited: Bounded._exited,
+    incidents.IncidentClosed: Bounded._closed,
+    incidents.Diagnosed: Bounded._judged,
     world.WorldFormed: Bounded._formed,
 }

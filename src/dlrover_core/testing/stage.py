@@ -21,7 +21,7 @@ from typing import Any
 
 from dlrover_core.errors import PlanError
 from dlrover_core.history.report import ReportBuilder
-from dlrover_core.job import failures, job
+from dlrover_core.job import incidents, job
 from dlrover_core.job.state import CODEC, FOLD
 from dlrover_core.kernel.events import Batch, Record
 from dlrover_core.kernel.log import Appended, Outcome
@@ -328,7 +328,7 @@ class Stage:
         if self._keep:
             self.records.append(record)
             self.record_at.append(asyncio.get_running_loop().time())
-        if isinstance(record.event, failures.IncidentOpened):
+        if isinstance(record.event, incidents.IncidentOpened):
             self._incident_due = False
         if self._due and self._due[0][1].hit(record):
             self._hit = True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dlrover_core.history.plain import name_of, record_of
 from dlrover_core.history.timeline import timeline_of
-from dlrover_core.job import failures, job, nodes, silence, world
+from dlrover_core.job import incidents, job, nodes, silence, world
 
 if TYPE_CHECKING:
     from dlrover_core.kernel.events import Record
@@ -19,7 +19,7 @@ MARKS_MAX = 200
 """Events in a chart: more cannot be told apart."""
 
 _TOLD = (
-    job.LeaderStarted, failures.IncidentOpened, failures.ActionChosen, failures.IncidentClosed,
+    job.LeaderStarted, incidents.IncidentOpened, incidents.ActionChosen, incidents.IncidentClosed,
     nodes.NodeFailed, nodes.NodeLost, nodes.NodeGone, silence.NodeSuspected, world.WorldFormed, world.WorldDissolved,
 )  # fmt: skip
 

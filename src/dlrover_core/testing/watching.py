@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dlrover_core.errors import LogCorrupt, LogUnavailable, PlanError
 from dlrover_core.history.report import Report, ReportBuilder
-from dlrover_core.job import failures, progress, world
+from dlrover_core.job import incidents, progress, world
 from dlrover_core.job.state import FOLD
 from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.log import EventLog
@@ -117,7 +117,7 @@ class Watch:
     def _take(self, record: Record) -> None:
         FOLD.apply(self.state, record)
         self.records.append(record)
-        if isinstance(record.event, failures.IncidentOpened):
+        if isinstance(record.event, incidents.IncidentOpened):
             self._incident_due = False
         if self._due:
             trigger = self._due[0][1]
@@ -228,7 +228,7 @@ class Watch:
                 (
                     progress.FirstStep,
                     progress.Progressed,
-                    failures.WorkerExited,
+                    incidents.WorkerExited,
                     world.WorkersStopped,
                     world.WorkersFinished,
                 ),

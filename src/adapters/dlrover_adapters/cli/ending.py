@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from dlrover_adapters.cli.settings import Settings
-    from dlrover_core.job.failures import WorkerExited
+    from dlrover_core.job.incidents import WorkerExited
     from dlrover_core.job.state import JobState
     from dlrover_core.kernel.events import Record
 
@@ -51,7 +51,7 @@ def kept_by(settings: Settings) -> Kept:
 
 def words(records: Sequence[Record], state: JobState, where: str, kept: Kept | None = None) -> Iterator[str]:
     """The lines to print. ``where`` are the options with which `dlrover` finds the log, empty for the default one."""
-    job, incidents = state.job, state.failures.number
+    job, incidents = state.job, state.incidents.number
     if job.state == "failed":
         yield from _failure(_this_run(records), state, where, kept or Kept())
     say = f"{WHO} job {job.name} {job.state}"
@@ -83,7 +83,7 @@ def _this_run(records: Sequence[Record]) -> Sequence[Record]:
 
 def guilty(records: Sequence[Record]) -> Record | None:
     """The exit that `JobFailed.root` names, among the newest verdict's evidence; None if it was no worker's."""
-    from dlrover_core.job.failures import Diagnosed, WorkerExited
+    from dlrover_core.job.incidents import Diagnosed, WorkerExited
     from dlrover_core.job.job import JobFailed
 
     ends = [record.event for record in records if isinstance(record.event, JobFailed)]
@@ -105,7 +105,7 @@ def guilty(records: Sequence[Record]) -> Record | None:
 
 
 def _exit(record: Record) -> WorkerExited:
-    from dlrover_core.job.failures import WorkerExited
+    from dlrover_core.job.incidents import WorkerExited
 
     assert isinstance(record.event, WorkerExited)
     return record.event
@@ -174,7 +174,7 @@ def _last_lines(culprit: Record) -> Iterator[str]:
 def _others(records: Sequence[Record], culprit: Record) -> Iterator[str]:
     """Who else failed in the same generation: mostly because of it."""
     from dlrover_core.history.phrases import exit_of
-    from dlrover_core.job.failures import WorkerExited
+    from dlrover_core.job.incidents import WorkerExited
 
     found: dict[int, str] = {}
     for record in records:
@@ -195,7 +195,7 @@ def _others(records: Sequence[Record], culprit: Record) -> Iterator[str]:
 
 def _attempts(records: Sequence[Record]) -> Iterator[str]:
     """What failed before, and what was done about it."""
-    from dlrover_core.job.failures import ActionChosen, Diagnosed, IncidentOpened
+    from dlrover_core.job.incidents import ActionChosen, Diagnosed, IncidentOpened
 
     opened = {one.event.incident: one.event for one in records if isinstance(one.event, IncidentOpened)}
     verdicts = {one.event.incident: one.event.signature for one in records if isinstance(one.event, Diagnosed)}

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dlrover_core.job import failures, hangs, health, pace
+from dlrover_core.job import hangs, health, incidents, pace
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.words import plain
@@ -23,7 +23,7 @@ WARM_S = 2.0
 
 _CHECKS = (health.CheckStarted, health.CheckReported, health.CheckJudged)
 _PACES = (pace.SlowRank, pace.SlowEnded, pace.SlowReplaced)
-_TELLING = (failures.Diagnosed, failures.ActionChosen, failures.IncidentClosed)
+_TELLING = (incidents.Diagnosed, incidents.ActionChosen, incidents.IncidentClosed)
 LINE_BYTES_MAX = 512
 """As much as any pipe takes at once (POSIX): where a poll says that it can be written, it is written whole."""
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from dlrover_adapters.cli.settings import Settings
-from dlrover_core.job.failures import ReportExit
+from dlrover_core.job.incidents import ReportExit
 from dlrover_core.job.world import ReportFinished
 from dlrover_core.runtime.within import within
 from dlrover_core.words import plain

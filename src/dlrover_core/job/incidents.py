@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import CASC, ERROR, EXIT, LOG, NODE, OPENING, PLAT, Evidence
-from dlrover_core.job import evidence, incident_lifecycle, job, nodes, older, progress, world
+from dlrover_core.job import evidence, incident_lifecycle, job, nodes, progress, upcasts, world
 from dlrover_core.job.crash_loops import Cycles
 from dlrover_core.job.evidence import Spent
 from dlrover_core.job.incident_lifecycle import Action
@@ -38,7 +38,7 @@ ASIDE = evidence.ASIDE
 SERVED_S = 3600.0
 
 
-@event(60, version=2, upcast={1: older.exit_1})
+@event(60, version=2, upcast={1: upcasts.exit_1})
 class WorkerExited(NamedTuple):
     """A worker is dead. ``exit_code`` negative: a signal; ``tail``: its last lines; ``error``: its error file's message.
 
@@ -98,7 +98,7 @@ class Diagnosed(NamedTuple):
     budget: str = ""
 
 
-@event(63, version=2, upcast={1: older.action_1})
+@event(63, version=2, upcast={1: upcasts.action_1})
 class ActionChosen(NamedTuple):
     """What is done about it, by which rule, and what is left of the budget it draws on.
 
@@ -150,7 +150,7 @@ class ReportExit(NamedTuple):
 Incident = incident_lifecycle.Incident
 
 
-# What holds of budgets after every event; `FailureSlice.check` says what does not.
+# What holds of budgets after every event; `IncidentSlice.check` says what does not.
 #
 #   N        `number`: the number of the newest incident; I are those that are remembered
 #   a        an action of one of I: it counts if it starts processes again in place, and was not superseded
@@ -166,7 +166,7 @@ Incident = incident_lifecycle.Incident
 
 
 @dataclass(slots=True)
-class FailureSlice:
+class IncidentSlice:
     """Open incidents and the last closed ones by number; budgets used; ``joined``: when, by place.
 
     ``deaths``: those of the newest moment, by record: an incident opens with the one that its record's cause tells.
@@ -175,7 +175,7 @@ class FailureSlice:
     ``spent``: of incidents that are no longer remembered.
     """
 
-    incidents: dict[int, Incident] = field(default_factory=dict)
+    by_number: dict[int, Incident] = field(default_factory=dict)
     number: int = 0
     restarts: int = 0
     relaunches: dict[str, int] = field(default_factory=dict)
@@ -202,25 +202,25 @@ class FailureSlice:
 
     def of_generation(self, group: str, generation: int) -> Incident | None:
         """The incident that a generation opened, if it is still remembered."""
-        found = [one for one in self.incidents.values() if one.generation == generation and one.group == group]
+        found = [one for one in self.by_number.values() if one.generation == generation and one.group == group]
         return found[-1] if found else None
 
     def newest(self, group: str) -> Incident | None:
         """The newest remembered incident of a group."""
-        found = [one for one in self.incidents.values() if one.group == group]
+        found = [one for one in self.by_number.values() if one.group == group]
         return found[-1] if found else None
 
     def unmended(self, group: str) -> Incident | None:
         """The newest open incident of a group that broke a world."""
-        found = [one for one in self.incidents.values() if not one.closed and one.group == group and one.generation]
+        found = [one for one in self.by_number.values() if not one.closed and one.group == group and one.generation]
         return found[-1] if found else None
 
     def check(self) -> Iterator[str]:
         """What of the formula above does not hold."""
         counted = before = 0
-        for number, one in self.incidents.items():
+        for number, one in self.by_number.items():
             if not before < number == one.number <= self.number:
-                yield f"number: I = {list(self.incidents)}, N = {self.number}"
+                yield f"number: I = {list(self.by_number)}, N = {self.number}"
             before = number
             if not one.actions:
                 continue
@@ -240,9 +240,9 @@ class FailureSlice:
 # ---- evolve
 
 
-def _on_created(slice_: FailureSlice, fact: job.JobCreated, record: Record) -> None:
+def _on_created(slice_: IncidentSlice, fact: job.JobCreated, record: Record) -> None:
     """A new run has its budgets whole; what spoke against a host speaks on."""
-    slice_.incidents.clear()
+    slice_.by_number.clear()
     slice_.deaths.clear()
     slice_.relaunches.clear()
     slice_.joined.clear()
@@ -253,12 +253,12 @@ def _on_created(slice_: FailureSlice, fact: job.JobCreated, record: Record) -> N
     slice_.spent.clear()
 
 
-def _on_scaled(slice_: FailureSlice, fact: job.GroupScaled, record: Record) -> None:
+def _on_scaled(slice_: IncidentSlice, fact: job.GroupScaled, record: Record) -> None:
     for index in fact.revived:
         slice_.relaunches.pop(f"{fact.group}-{index}", None)
 
 
-def _note_exit(slice_: FailureSlice, fact: WorkerExited, record: Record) -> None:
+def _note_exit(slice_: IncidentSlice, fact: WorkerExited, record: Record) -> None:
     _step(slice_, group_of(fact.node), fact.step)
     if fact.asked and not fact.error:
         return
@@ -288,18 +288,18 @@ def _brief(fact: WorkerExited) -> str:
     return lines[-1][:LINE_MAX] if lines and (fact.error or fact.exit_code > 0) else ""
 
 
-def _note_node(slice_: FailureSlice, fact: nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost, record: Record) -> None:
+def _note_node(slice_: IncidentSlice, fact: nodes.NodeFailed | nodes.NodeGone | nodes.NodeLost, record: Record) -> None:
     if isinstance(fact, nodes.NodeGone) and fact.expected:
         return
     how = {nodes.NodeFailed: "failed", nodes.NodeGone: "gone", nodes.NodeLost: "lost"}[type(fact)]
     code = fact.exit_code if isinstance(fact, nodes.NodeFailed) else 0
     text = f"{how}: {fact.reason}" if fact.reason else how
-    verdict = older.node_death(how, code, fact.reason)
+    verdict = upcasts.node_death(how, code, fact.reason)
     death = Evidence(record.seq, record.at, fact.node, -1, code, -1, text, *verdict, NODE)
     _note(slice_, death, slice_.unmended(group_of(fact.node)), record.cause)
 
 
-def _note_evidence(slice_: FailureSlice, fact: evidence.EvidenceSeen, record: Record) -> None:
+def _note_evidence(slice_: IncidentSlice, fact: evidence.EvidenceSeen, record: Record) -> None:
     one = evidence.of(fact, record)
     if fact.source in OPENING:
         _note(slice_, one, slice_.of_generation(group_of(fact.node), fact.generation), record.cause)
@@ -309,14 +309,14 @@ def _note_evidence(slice_: FailureSlice, fact: evidence.EvidenceSeen, record: Re
         _remember(incident, one)
 
 
-def _note(slice_: FailureSlice, death: Evidence, incident: Incident | None, cause: int) -> None:
+def _note(slice_: IncidentSlice, death: Evidence, incident: Incident | None, cause: int) -> None:
     slice_.deaths = {**unanswered(slice_.deaths, cause), death.seq: death}
     if incident is None:
         return
     earliest = min(incident.cause.at, death.at)
     # The cause may change with new evidence; when it began to hurt does not.
     if not incident.why:
-        incident.cause = older.root((incident.cause, death))
+        incident.cause = upcasts.root((incident.cause, death))
     incident.cause = incident.cause._replace(at=earliest)
     incident.step = max(incident.step, death.step)
     _remember(incident, death)
@@ -340,7 +340,7 @@ def _remember(incident: Incident, one: Evidence) -> None:
     incident.known.append(one)
 
 
-def _note_step(slice_: FailureSlice, fact: world.WorkersStopped, record: Record) -> None:
+def _note_step(slice_: IncidentSlice, fact: world.WorkersStopped, record: Record) -> None:
     """Survivors of a dead node know how far the broken generation had come."""
     _step(slice_, group_of(fact.node), fact.step)
     incident = slice_.of_generation(group_of(fact.node), fact.generation)
@@ -348,42 +348,42 @@ def _note_step(slice_: FailureSlice, fact: world.WorkersStopped, record: Record)
         incident.step = max(incident.step, fact.step)
 
 
-def _step(slice_: FailureSlice, group: str, step: int) -> None:
+def _step(slice_: IncidentSlice, group: str, step: int) -> None:
     known = slice_.cycles.get(group)
     if known is not None:
         known.reach(step)
 
 
-def _on_first(slice_: FailureSlice, fact: progress.FirstStep, record: Record) -> None:
+def _on_first(slice_: IncidentSlice, fact: progress.FirstStep, record: Record) -> None:
     slice_.cycles.setdefault(group_of(fact.node), Cycles()).first(fact.generation, fact.step, told=fact.told)
 
 
-def _on_formed(slice_: FailureSlice, fact: world.WorldFormed, record: Record) -> None:
+def _on_formed(slice_: IncidentSlice, fact: world.WorldFormed, record: Record) -> None:
     slice_.cycles.setdefault(fact.group, Cycles()).formed(record.at)
-    for incident in slice_.incidents.values():
+    for incident in slice_.by_number.values():
         if incident.group == fact.group and incident.generation != ASIDE:
             incident.over_at = incident.over_at or record.at
 
 
-def _on_started(slice_: FailureSlice, fact: world.WorkersStarted, record: Record) -> None:
+def _on_started(slice_: IncidentSlice, fact: world.WorkersStarted, record: Record) -> None:
     slice_.cycles.setdefault(group_of(fact.node), Cycles()).started(record.at)
 
 
-def _on_opened(slice_: FailureSlice, fact: IncidentOpened, record: Record) -> None:
+def _on_opened(slice_: IncidentSlice, fact: IncidentOpened, record: Record) -> None:
     death = slice_.deaths.get(record.cause)
     if death is None:
         raise ValueError(f"incident {fact.incident} opens because of record {record.cause}, which tells of no death")
     slice_.number = fact.incident
     opened = Incident(fact.incident, fact.node, fact.generation, record.at, death, [], death.step)
     _remember(opened, death)
-    slice_.incidents[fact.incident] = opened
+    slice_.by_number[fact.incident] = opened
     if fact.generation != ASIDE:
         ended = slice_.cycles.setdefault(opened.group, Cycles())
         ended.broke(fact.incident, fact.generation, death.at, counts=bool(fact.ranks))
 
 
-def _on_diagnosed(slice_: FailureSlice, fact: Diagnosed, record: Record) -> None:
-    incident = slice_.incidents[fact.incident]
+def _on_diagnosed(slice_: IncidentSlice, fact: Diagnosed, record: Record) -> None:
+    incident = slice_.by_number[fact.incident]
     incident.fire("diagnose")
     incident.diagnosed_seq, incident.verdict, incident.signature = record.seq, fact.verdict, fact.signature
     if not fact.why:
@@ -411,7 +411,7 @@ def _on_diagnosed(slice_: FailureSlice, fact: Diagnosed, record: Record) -> None
     _charge_anew(slice_, incident, fact.budget, record)
 
 
-def _charge_anew(slice_: FailureSlice, incident: Incident, budget: str, record: Record) -> None:
+def _charge_anew(slice_: IncidentSlice, incident: Incident, budget: str, record: Record) -> None:
     """Budgets follow the verdict: what a restart in place was charged to is given back."""
     for one in incident.actions:
         if one.action in ladder.IN_PLACE and one.state != "superseded" and budget and one.budget != budget:
@@ -420,24 +420,24 @@ def _charge_anew(slice_: FailureSlice, incident: Incident, budget: str, record: 
             _charge(slice_, budget, record)
 
 
-def _charge(slice_: FailureSlice, budget: str, record: Record) -> None:
+def _charge(slice_: IncidentSlice, budget: str, record: Record) -> None:
     if budget == ladder.RESTARTS:
         slice_.restarts += 1
     elif budget == ladder.SOFTWARE:
         slice_.software = [*(at for at in slice_.software if at > record.at - us(3600.0)), record.at]
 
 
-def _give_back(slice_: FailureSlice, action: Action) -> None:
+def _give_back(slice_: IncidentSlice, action: Action) -> None:
     if action.budget == ladder.RESTARTS:
         slice_.restarts -= 1
     elif action.budget == ladder.SOFTWARE and slice_.software:
         slice_.software.pop()
 
 
-def _on_chosen(slice_: FailureSlice, fact: ActionChosen, record: Record) -> None:
+def _on_chosen(slice_: IncidentSlice, fact: ActionChosen, record: Record) -> None:
     if fact.action == ladder.SUSPECTS:
         return
-    incident = slice_.incidents[fact.incident]
+    incident = slice_.by_number[fact.incident]
     waits = fact.action == ladder.AWAIT_EVIDENCE
     incident.fire("fail" if fact.action == ladder.FAIL_JOB else "hold" if waits else "act")
     incident.rule = fact.rule
@@ -465,7 +465,7 @@ def _on_chosen(slice_: FailureSlice, fact: ActionChosen, record: Record) -> None
         tried.fresh(fact.node.rsplit("-", 1)[0])
 
 
-def _relaunch(slice_: FailureSlice, fact: ActionChosen, record: Record) -> None:
+def _relaunch(slice_: IncidentSlice, fact: ActionChosen, record: Record) -> None:
     place = fact.node.rsplit("-", 1)[0]
     if fact.memory_mib:
         slice_.memory[group_of(fact.node)] = fact.memory_mib
@@ -474,26 +474,26 @@ def _relaunch(slice_: FailureSlice, fact: ActionChosen, record: Record) -> None:
     slice_.joined.pop(place, None)
 
 
-def _give_back_restarts(slice_: FailureSlice, group: str) -> None:
+def _give_back_restarts(slice_: IncidentSlice, group: str) -> None:
     """A node's death explains what its world suffered since: the restarts charged meanwhile were not the program's doing."""
-    for incident in slice_.incidents.values():
+    for incident in slice_.by_number.values():
         for one in incident.actions if incident.group == group and not incident.closed else ():
             if one.state == "in_force" and one.action in ladder.IN_PLACE:
                 one.fire("supersede")
                 _give_back(slice_, one)
 
 
-def _on_closed(slice_: FailureSlice, fact: IncidentClosed, record: Record) -> None:
-    incident = slice_.incidents[fact.incident]
+def _on_closed(slice_: IncidentSlice, fact: IncidentClosed, record: Record) -> None:
+    incident = slice_.by_number[fact.incident]
     incident.fire("close")
     incident.over_at = incident.over_at or record.at
     for one in incident.actions:
         one.fire("finish")
-    closed = [number for number, incident in slice_.incidents.items() if incident.closed]
+    closed = [number for number, incident in slice_.by_number.items() if incident.closed]
     if len(closed) > CLOSED_KEPT:
         slice_.spent = [one for one in slice_.spent if one.until > record.at - us(SPENT_S)]
     for number in closed[:-CLOSED_KEPT]:
-        slice_.spent = [*slice_.spent, slice_.incidents.pop(number).spent][-SPENT_MAX:]
+        slice_.spent = [*slice_.spent, slice_.by_number.pop(number).spent][-SPENT_MAX:]
 
 
 EVENTS = (WorkerExited, IncidentOpened, Diagnosed, ActionChosen, IncidentClosed)
