@@ -21,11 +21,11 @@ from typing import Any
 from _bench import BROKEN, Result, Row, options, say, table
 
 from dlrover_core.errors import CoreError
-from dlrover_core.sim import completion
 from dlrover_core.sim.constants import Constants
 from dlrover_core.sim.datasets import ACME, dataset
 from dlrover_core.sim.policies import OURS, RESTART_ALL, RESTART_ASYNC, Policy, Question, answer, policy
 
+from tools.completion import completion  # isort: skip
 from tools.figures import share_interval  # isort: skip
 
 MEASURES = (
@@ -34,6 +34,7 @@ MEASURES = (
     "src/dlrover_core/kernel",
     "src/dlrover_core/rules",
     "src/dlrover_core/sim",
+    "tools/completion.py",
 )
 
 PEERS = {
@@ -101,7 +102,7 @@ def measure(result: Result, args: argparse.Namespace, constants: Constants, what
 def complete(result: Result, jobs: int, constants: Constants) -> None:
     """Jobs of a service that get to their end; the peer ends with its first failure."""
     say(f"{jobs} jobs of the acme mix")
-    told = completion.completion(ACME, jobs, 1, constants)
+    told = completion(ACME, jobs, 1, constants)
     within = tuple(100 * one for one in share_interval(round(told.ladder * jobs), jobs))
     without = "the first failure ends the job"
     result.rows.append(

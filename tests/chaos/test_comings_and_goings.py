@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable
 
 import pytest
+from tests.chaos.hosts_cluster import HostsCluster
 
 from dlrover_core.job import job, nodes
 from dlrover_core.job.incidents import SERVED_S
@@ -15,7 +16,6 @@ from dlrover_core.logs.memory import MemoryLeadership
 from dlrover_core.runtime.rendezvous import RETURN_S
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop
-from dlrover_core.testing.hosts import HostsCluster
 from dlrover_core.testing.invariants import check
 from dlrover_core.testing.training import Training
 

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
+from tests.chaos.hosts_cluster import HostsCluster
 
 from dlrover_core.history.report import report_of
 from dlrover_core.job import incidents, job, nodes, progress, ranges, silence, world
@@ -23,7 +24,6 @@ from dlrover_core.runtime.ending import Ending
 from dlrover_core.spec import GroupSpec, JobSpec, us
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.cluster import Cluster
-from dlrover_core.testing.hosts import HostsCluster
 from dlrover_core.testing.invariants import check, check_steps
 from dlrover_core.testing.training import Training
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
+from tests.chaos.hosts_cluster import HostsCluster
 
 from dlrover_core.errors import ConnectionLost
 from dlrover_core.job import job, nodes, silence, world
@@ -22,7 +23,6 @@ from dlrover_core.runtime.rendezvous import RETURN_S
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.cluster import ADDRESS
-from dlrover_core.testing.hosts import HostsCluster
 from dlrover_core.testing.invariants import check, check_steps
 from dlrover_core.testing.network import MemoryConnection
 from dlrover_core.testing.training import Training

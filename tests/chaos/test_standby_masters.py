@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
+from tests.chaos.hosts_cluster import HostsCluster
 
 from dlrover_core.errors import ConnectionLost, LogCorrupt, MalformedMessage, SchemaTooNew, StandsBy
 from dlrover_core.job import job
@@ -25,7 +26,6 @@ from dlrover_core.runtime.sessions import Session
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.cluster import ADDRESSES, Cluster
-from dlrover_core.testing.hosts import HostsCluster
 from dlrover_core.testing.invariants import check, check_steps
 from dlrover_core.testing.network import MemoryConnection
 from dlrover_core.testing.training import Training

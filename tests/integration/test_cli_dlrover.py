@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import structlog
+from tests.unit.life import Life, three_deaths
 
 from dlrover_adapters.cli.main import main
 from dlrover_core.job import job
@@ -25,7 +26,6 @@ from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.log import Appended, Leadership
 from dlrover_core.logs import open_log
 from dlrover_core.spec import GroupSpec, JobSpec
-from dlrover_core.testing.life import Life, three_deaths
 
 ROOT = Path(__file__).parents[2]
 SOURCES = os.pathsep.join(str(ROOT / part) for part in ("src", "src/adapters", "src/backends"))

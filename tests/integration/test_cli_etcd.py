@@ -357,7 +357,7 @@ def test_ctrl_c_where_the_masters_stand_by(hosts: Hosts) -> None:
     assert time.monotonic() - killed < 15.0
     assert leading.one("dlrover-master").pid != master.pid
     c10d = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", hosts.at(host), "--rdzv-id", "many")
-    host.start(*c10d, "--set", "last_call_s=0.5", "--log", hosts.url, STEPS, "--term")
+    host.start(*c10d, *SIZE[4:], "--log", hosts.url, STEPS, "--term")
     host.says(f"stands by for job many; {hosts.at(leading)} leads")
     eventually(lambda: bool(host.told(0)), "a rank")
     host.signal()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
@@ -16,7 +17,6 @@ from dlrover_core.checkpoint.cadence import (
     Measured,
     Plan,
     daly_s,
-    overhead,
     planned,
     young_s,
 )
@@ -24,6 +24,17 @@ from dlrover_core.checkpoint.cadence import (
 FREE = Bounds(least=1, share_max=1e9, memory_s_max=1e9, store_s_max=1e9, change=1.0)
 """No bounds at all."""
 CASES = [(0.005, 3600.0), (0.5, 600.0), (5.0, 3600.0), (60.0, 10_800.0), (60.0, 600.0), (120.0, 86_400.0)]
+
+
+def overhead(interval_s: float, cost_s: float, mtbf_s: float) -> float:
+    """What share of time is lost, by saving and by training again, at ``interval_s`` between saves.
+
+    Exponential failures that may also strike a save, restarts not counted (Daly's complete model with R = 0).
+    """
+    try:
+        return mtbf_s * math.expm1((interval_s + cost_s) / mtbf_s) / interval_s - 1
+    except OverflowError:
+        return math.inf
 
 
 def best_s(cost_s: float, mtbf_s: float) -> tuple[float, float]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from tests.unit.life import Life
+
 from dlrover_adapters.cli.ending import OTHERS_MAX, TAIL_LINES_MAX, Kept, words
 from dlrover_core.job import job
 from dlrover_core.job.incidents import ReportExit
 from dlrover_core.spec import GroupSpec, JobSpec
-from dlrover_core.testing.life import Life
 
 NASTY = "\x1b[2Jlast\x07 words\n"
 TRACE = "Traceback (most recent call last):\n  File 'train.py'\nValueError: bad sample"

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from tests.unit.life import Life, three_deaths
+
 from dlrover_core.history.explain import AFTER_MAX, BEFORE_MAX, Explanation, explanation_of
 from dlrover_core.history.plain import name_of
 from dlrover_core.job import incidents, job, nodes, world
 from dlrover_core.kernel.events import Record
 from dlrover_core.spec import GroupSpec, JobSpec
-from dlrover_core.testing.life import Life, three_deaths
 
 TWO_NODES = JobSpec("digits", (GroupSpec(nodes_min=2, nodes_max=2, nproc=2),))
 NO_RESTARTS = JobSpec("digits", (GroupSpec(nodes_min=2, nodes_max=2, nproc=2),), max_restarts=0)

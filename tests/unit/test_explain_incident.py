@@ -7,6 +7,8 @@ import re
 from datetime import timezone
 from pathlib import Path
 
+from tests.unit.life import Life, three_deaths
+
 from dlrover_adapters.cli.told import Teller
 from dlrover_core.history import Headlines, incident_of, render, render_story, status_of
 from dlrover_core.history.headline import Headline
@@ -14,7 +16,6 @@ from dlrover_core.history.story import incident_values
 from dlrover_core.job import evidence, incidents, job, nodes, world
 from dlrover_core.rules.model import MODEL
 from dlrover_core.spec import GroupSpec, JobSpec
-from dlrover_core.testing.life import Life, three_deaths
 
 TWO_NODES = JobSpec("digits", (GroupSpec(nodes_min=2, nodes_max=2, nproc=2),))
 GOLDEN = Path(__file__).parent / "golden" / "incident.txt"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.life import Life, three_deaths
 
 from dlrover_core.history import timeline as classes
 from dlrover_core.history.goodput import goodput_of
@@ -10,7 +11,6 @@ from dlrover_core.job import job
 from dlrover_core.job.incidents import ReportExit
 from dlrover_core.job.progress import ReportFirstStep
 from dlrover_core.spec import GroupSpec, JobSpec, us
-from dlrover_core.testing.life import Life, three_deaths
 
 TWO_NODES = JobSpec("digits", (GroupSpec(nodes_min=2, nodes_max=2, nproc=2),))
 

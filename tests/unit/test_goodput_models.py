@@ -8,8 +8,9 @@ import random
 
 import pytest
 
+from dlrover_core.checkpoint.cadence import daly_s, young_s
 from dlrover_core.errors import PlanError
-from dlrover_core.sim import closed_forms, completion, datasets, policies, restart_all
+from dlrover_core.sim import datasets, policies, restart_all
 from dlrover_core.sim.constants import ASSUMED, CHOSEN, MEASURED, MEASURED_FILE, Constants
 from dlrover_core.sim.faults import ENGINE, Fault
 from dlrover_core.sim.scenario import Plan, Scenario
@@ -17,6 +18,16 @@ from dlrover_core.sim.simulation import simulate
 
 POINTS = 0.005
 HOUR_S = 3600.0
+
+
+def ettr_exact(mttf: float, tau: float, stall: float, restart: float) -> float:
+    """Effective training time ratio of exponential failures; none strikes during a restart. All in seconds.
+
+    ``tau``: useful time between two checkpoints, each of which costs ``stall``. A segment of ``tau + stall`` survives with
+    p = exp(-(tau + stall) / mttf); p / (1 - p) of them are kept between two failures, that is per ``mttf + restart`` of time.
+    The renewal argument behind Daly's model.
+    """
+    return tau / ((mttf + restart) * math.expm1((tau + stall) / mttf))
 
 
 def exponential(mttf: float, count: int, seed: int, workers: int) -> tuple[tuple[Fault, ...], float]:
@@ -40,31 +51,23 @@ def exponential(mttf: float, count: int, seed: int, workers: int) -> tuple[tuple
 def test_ettr_exact(mttf_h: float, expected: tuple[float, ...]) -> None:
     """The exact ratio at three ways to save: hourly for 5 min, every 5 min for 1 s, every minute for half a second."""
     ways = ((3600, 300, 300), (300, 1, 120), (60, 0.5, 60))
-    got = [closed_forms.ettr_exact(mttf_h * HOUR_S, *way) for way in ways]
+    got = [ettr_exact(mttf_h * HOUR_S, *way) for way in ways]
     assert got == pytest.approx(expected, abs=0.0006)
 
 
 def test_young_and_daly() -> None:
     """Young's interval is where the first-order ratio is best, and Daly's next to where the exact one is."""
     mttf, stall = 3 * HOUR_S, 30.0
-    young, daly = closed_forms.young_s(stall, mttf), closed_forms.daly_s(stall, mttf)
-    exact = {tau: closed_forms.ettr_exact(mttf, tau, stall, 60.0) for tau in range(200, 2000)}
+    young, daly = young_s(stall, mttf), daly_s(stall, mttf)
+    exact = {tau: ettr_exact(mttf, tau, stall, 60.0) for tau in range(200, 2000)}
     assert daly == pytest.approx(max(exact, key=lambda tau: exact[tau]), rel=0.01)
     assert young == pytest.approx(math.sqrt(2 * 30 * 3 * 3600))
-    assert closed_forms.daly_s(100.0, 40.0) == 40.0
 
 
 def test_mean_time_to_failure() -> None:
     """16,384 GPUs at RSC-1's rate fail every 1.80 hours."""
-    assert closed_forms.mttf_s(2048, 6.50) / HOUR_S == pytest.approx(1.80, abs=0.005)
-    assert closed_forms.mttf_s(10, 0.0) == math.inf
-
-
-def test_replicas() -> None:
-    """Pairs on 16 nodes survive the loss of two with .933, of three with .80, of one always."""
-    assert closed_forms.replica_survival(16, 2, 2) == pytest.approx(0.933, abs=0.001)
-    assert closed_forms.replica_survival(16, 2, 3) == pytest.approx(0.80, abs=0.001)
-    assert closed_forms.replica_survival(16, 2, 1) == 1.0
+    assert policies.mttf_s(2048, 6.50) / HOUR_S == pytest.approx(1.80, abs=0.005)
+    assert policies.mttf_s(10, 0.0) == math.inf
 
 
 @pytest.mark.parametrize(("tau", "stall", "restart"), [(900, 10, 300), (300, 1, 120), (3600, 300, 300)])
@@ -81,7 +84,7 @@ def test_restart_all_agrees_with_the_closed_form(tau: float, stall: float, resta
         }
     )
     told = restart_all.run(constants.scenario(1, 8, 1, 0, mttf), faults, until, mttf, constants)
-    assert told.goodput == pytest.approx(closed_forms.ettr_exact(until / 2000, tau, stall, restart), abs=POINTS)
+    assert told.goodput == pytest.approx(ettr_exact(until / 2000, tau, stall, restart), abs=POINTS)
     assert sum(told.by_class.values()) == pytest.approx(until)
 
 
@@ -93,7 +96,7 @@ def test_the_engine_agrees_with_the_closed_form(tau: int, stall: float, load: fl
         nodes=2, workers_per_node=2, spares=0, step_s=0.25, checkpoint_steps=4 * tau, checkpoint_s=stall,
         start_s=0.02, load_s=load, stop_s=0.02, exit_s=0.0,
     )  # fmt: skip
-    expected = closed_forms.ettr_exact(until / 600, tau, stall, load + 0.05)
+    expected = ettr_exact(until / 600, tau, stall, load + 0.05)
     plan = Plan(ENGINE, scenario_of(scenario, round(0.97 * expected * until / scenario.step_s)), faults, 1)
     run = simulate(plan, keep=False)
     assert run.outcome == "succeeded"
@@ -223,7 +226,9 @@ def test_two_policies_meet_the_same_failures() -> None:
 
 def test_the_ladder_completes_what_a_restart_can_cure() -> None:
     """Of Acme's jobs all that hardware or a network fails get through, none whose program is wrong; without us none of either."""
-    told = completion.completion(datasets.ACME, 60, 1, Constants.default())
+    from tools.completion import completion
+
+    told = completion(datasets.ACME, 60, 1, Constants.default())
     assert told.without < told.ladder < 1.0
     assert told.cured == {"network": (2, 2), "software": (1, 1), "user": (21, 0)}
     assert told.without == pytest.approx(1 - (2 + 1 + 21) / 60)

@@ -178,7 +178,6 @@ def test_a_rank_that_fails_wherever_it_runs_condemns_no_second_host() -> None:
     for _ in range(3):
         life.strike(1, node="worker-1-1")
     assert life.kept_off == ["h1"]
-    assert hosts_rules.of_place(life.state, "worker-1") == (6, 2)
 
 
 def test_one_host_is_never_a_lemon() -> None:
@@ -311,16 +310,6 @@ def test_revised_verdicts_move_the_strike() -> None:
     life.judge("cuda.ecc", "HW", revises=1, host="h3")
     assert hosts_rules.record(life.state, "h1").failures_24h == 0
     assert hosts_rules.record(life.state, "h3").failures_24h == 1
-
-
-def test_racks_and_places() -> None:
-    """Failures are counted by rack, where it is known, and by place."""
-    life = Life(4, racks=2)
-    life.strike(0)
-    life.strike(1)
-    life.strike(3)
-    assert (hosts_rules.of_rack(life.state, "r0"), hosts_rules.of_rack(life.state, "r1")) == (2, 1)
-    assert hosts_rules.of_place(life.state, "worker-0") == (1, 1)
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -10,13 +9,13 @@ from drive import Drive
 from orders import Told
 
 from dlrover_core.history import render, status_of
-from dlrover_core.history.plain import plain
 from dlrover_core.job import checkpoints, health, incidents, job, nodes, planning, progress, scaling, world
 from dlrover_core.job.hangs import HangSuspected, NoteStall
 from dlrover_core.job.orders import Order
 from dlrover_core.job.planning import Boundary
 from dlrover_core.kernel.engine import Accepted, Command, NotDone, Reply
 from dlrover_core.kernel.events import Origin
+from dlrover_core.rules import membership
 from dlrover_core.rules.desired import desired
 from dlrover_core.rules.model import MODEL
 from dlrover_core.rules.plans import TRIES_MAX
@@ -821,25 +820,25 @@ def test_who_leaves_at_a_boundary_stops_its_workers_with_grace() -> None:
 
 
 def test_the_status_says_what_is_planned() -> None:
-    """Who comes and goes, how far it has come, and how long it may take; nothing once it is over."""
+    """Who comes and goes, what it waits for, and how long it may take; nothing once it is over."""
     drive = up(nodes_min=2, nodes_max=2, nproc=4)
 
     def said() -> str:
-        lines = render.status(status_of(drive.state), drive.now).splitlines()
-        return next((line.strip() for line in lines if "planned:" in line), "")
+        told = status_of(drive.state)._replace(waits=membership.reasons(drive.state, drive.now))
+        lines = render.status(told, drive.now).splitlines()
+        return next((line.strip() for line in lines if "planned change" in line), "")
 
     assert said() == ""
     drain(drive)
-    leave = "worker: planned: worker-1-1 joins, worker-1-0 leaves, "
-    assert said() == f"{leave}worker-1-1 is not ready yet, deadline in 1 min 40 s"
+    change = "worker: planned change 1 (worker-1-1 joins, worker-1-0 leaves) waits for "
+    assert said() == f"{change}worker-1-1 to be ready, 1 min 40 s left"
     drive.now += 40 * SECOND
     drive.join("worker-1-1")
-    assert said() == f"{leave}0 of 8 ranks armed, deadline in 1 min 00 s"
+    assert said() == f"{change}worker-0-0, worker-1-0 to look for its boundary, 1 min 00 s left"
     drive.arm("worker-0-0")
-    assert said() == f"{leave}4 of 8 ranks armed, deadline in 1 min 00 s"
+    assert said() == f"{change}worker-1-0 to look for its boundary, 1 min 00 s left"
     drive.arm("worker-1-0")
     drive.hold(41, "worker-0-0")
-    assert said() == f"{leave}4 of 8 ranks wait at the boundary, deadline in 1 min 00 s"
-    assert json.loads(json.dumps(plain(status_of(drive.state))))["plans"][0]["leaving"] == ["worker-1-0"]
+    assert said() == f"{change}worker-1-0 to reach its boundary, 1 min 00 s left"
     drive.hold(41, "worker-1-0")
     assert said() == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.life import Life
 
 from dlrover_core.errors import PlanError
 from dlrover_core.job.nodes import NodeFailed, NodePlanned
@@ -11,7 +12,6 @@ from dlrover_core.sim import triggers
 from dlrover_core.sim.faults import ENGINE, KINDS, LEVELS, LOCAL, Fault, amount, checked, kinds
 from dlrover_core.sim.scenario import Plan, Scenario, plan_of
 from dlrover_core.spec import GroupSpec, JobSpec
-from dlrover_core.testing.life import Life
 
 FAULTS = (
     Fault("step 100", "kill_worker", 2),

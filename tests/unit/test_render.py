@@ -6,6 +6,7 @@ from datetime import timezone
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from tests.unit.life import Life, three_deaths
 
 from dlrover_core.history import render
 from dlrover_core.history.explain import explanation_of
@@ -17,7 +18,6 @@ from dlrover_core.job import incidents, job, progress, scaling, world
 from dlrover_core.kernel.events import Record
 from dlrover_core.rules.model import MODEL
 from dlrover_core.spec import GroupSpec, JobSpec, us
-from dlrover_core.testing.life import Life, three_deaths
 
 TWO_NODES = JobSpec("digits", (GroupSpec(nodes_min=2, nodes_max=2, nproc=2),))
 NO_RESTARTS = JobSpec("digits", (GroupSpec(nodes_min=2, nodes_max=2, nproc=2),), max_restarts=0)

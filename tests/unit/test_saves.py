@@ -9,6 +9,7 @@ import pytest
 from drive import Drive
 from samples import of
 from test_histories import saved_and_restored
+from tests.unit.life import Life
 
 from dlrover_core.history import explanation_of, incident_of, render, render_story, report_of, status_of
 from dlrover_core.history.phrases import key_values, say, size
@@ -18,7 +19,6 @@ from dlrover_core.job import checkpoints, progress, world
 from dlrover_core.job.checkpoints import CheckpointCommitted, Restored, StepsHeld, StorageBack, StorageFailed
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import GroupSpec, JobSpec, us
-from dlrover_core.testing.life import Life
 
 TWO_NODES = JobSpec("digits", (GroupSpec(nodes_min=2, nodes_max=2, nproc=1),))
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.life import Life, three_deaths
 
 from dlrover_core.history import timeline as classes
 from dlrover_core.history.goodput import goodput_of
@@ -13,7 +14,6 @@ from dlrover_core.job import incidents, job, nodes, progress, scaling, silence, 
 from dlrover_core.kernel.engine import Command
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import GroupSpec, JobSpec, us
-from dlrover_core.testing.life import Life, three_deaths
 
 TWO_NODES = JobSpec("digits", (GroupSpec(nodes_min=2, nodes_max=2, nproc=2),))
 WORLD = ((0, 1, 0, 1),)

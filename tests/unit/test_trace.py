@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tests.unit.life import three_deaths
+
 from dlrover_core.spec import GroupSpec, JobSpec
-from dlrover_core.testing.life import three_deaths
 from dlrover_core.testing.trace import MARKS_MAX, keep, mermaid
 
 RECORDS = three_deaths(JobSpec("kept", (GroupSpec(nodes_min=2, nodes_max=2, nproc=2),))).records

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drive import SECOND, Drive
@@ -13,6 +17,9 @@ from drive import SECOND, Drive
 from dlrover_adapters.cli import live
 from dlrover_adapters.cli.line import Line
 from dlrover_adapters.cli.main import main
+from dlrover_adapters.cli.read import NOBODY_LEADS, NOT_ASKED
+from dlrover_adapters.http import client
+from dlrover_core.errors import ConnectionLost
 from dlrover_core.history import render, status_of
 from dlrover_core.history.plain import plain
 from dlrover_core.job import checkpoints, job, nodes, scaling, waiting, world
@@ -20,6 +27,7 @@ from dlrover_core.job.health import ReportCheck
 from dlrover_core.job.state import CODEC
 from dlrover_core.job.waiting import Wait
 from dlrover_core.kernel.engine import Tick
+from dlrover_core.kernel.log import LeaderInfo
 from dlrover_core.logs.sqlite import SqliteLog
 from dlrover_core.rules import membership
 from dlrover_core.rules.model import MODEL
@@ -220,7 +228,8 @@ def test_what_a_planned_change_waits_for() -> None:
     drive.do(checkpoints.ReportArmed("worker-1-0", 1))
     drive.do(checkpoints.ReportHeld("worker-1-0", 1, (7,), 1))
     waits("worker-0-0 to reach its boundary", "worker-0-0")
-    assert list(render.waiting(membership.reasons(drive.state), drive.now)) == []  # status has a line for the plan
+    (line,) = render.waiting(membership.reasons(drive.state), deadline)
+    assert line == f"worker: {begins}worker-0-0 to reach its boundary"
     drive.do(checkpoints.ReportHeld("worker-0-0", 1, (7,), 1))
     assert drive.members == ["worker-0-0", "worker-1-1"]
     assert why(drive) is None
@@ -252,28 +261,117 @@ def url(tmp_path: Path) -> str:
     return f"sqlite://{tmp_path}/log.db"
 
 
-def test_the_commands_say_it(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`status` and `explain`, as text and as JSON, from the log alone: as it was when its master went."""
-    words = "2 of 3 nodes are there; missed: worker-2-0 (planned)"
+def test_the_commands_ask_the_leader(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`status` and `explain`, as text and as JSON, say what the leader answers; they work nothing out themselves."""
+    words, leader = "2 of 3 nodes are there; missed: worker-2-0 (planned)", asked(monkeypatch, "here:1")
     for command in ("status", "explain"):
-        assert main([command, "j", "--log", url]) == 0
-        assert f"worker has no world: {words}, 30.0 s left" in capsys.readouterr().out
-        assert main([command, "j", "--log", url, "--json"]) == 0
+        assert main([command, "j", "--log", url, "--master", "gone:1,here:1"]) == 0
+        assert f"worker has no world: {words}, 1 h 00 min left" in capsys.readouterr().out
+        assert main([command, "j", "--log", url, "--master", "here:1", "--json"]) == 0
         (told,) = json.loads(capsys.readouterr().out)["waits"]
         assert (told["why"], told["words"], told["nodes"]) == ("last call", words, ["worker-2-0"])
+    assert leader == ["gone:1", "here:1", "here:1"] * 2
+
+
+def test_without_a_leader_nothing_is_waited_for(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the log alone nobody knows what would be decided: `status` says that nobody leads."""
+    for command in ("status", "explain"):
+        assert main([command, "j", "--log", url]) == 0
+        assert "has no world" not in (told := capsys.readouterr().out)
+        assert (NOBODY_LEADS in told) == (command == "status")
+        assert main([command, "j", "--log", url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["waits"] == []
+
+
+def test_a_leader_that_cannot_be_asked_is_said(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`status` of a job without a world says what it lacks to know the reason."""
+    asked(monkeypatch, "here:1")
+
+    async def leads(*_: object) -> LeaderInfo:
+        return LeaderInfo(1, "a", "gone:1")
+
+    monkeypatch.setattr(SqliteLog, "leader", leads)
+    assert main(["status", "j", "--log", url]) == 0
+    assert NOT_ASKED in capsys.readouterr().out
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, leader: str) -> list[str]:
+    """Masters of which one leads `called`, with an hour left; the addresses that are asked."""
+    (wait,) = membership.reasons(called().state)
+    answer = {
+        "job": "j",
+        "role": "leader",
+        "waits": [wait._replace(until=time.time_ns() // 1000 + 3600 * SECOND)._asdict()],
+    }
+    addresses: list[str] = []
+
+    async def fetch(address: str, token: str, **_: object) -> dict[str, Any]:
+        addresses.append(address)
+        if address != leader:
+            raise ConnectionLost(f"nobody at {address}")
+        return dict(json.loads(json.dumps(answer)))
+
+    monkeypatch.setattr(client, "fetch_status", fetch)
+    monkeypatch.setenv("DLROVER_TOKEN", "of-the-job")
+    return addresses
+
+
+@pytest.mark.parametrize("command", ["status", "events", "report", "explain"])
+def test_reading_loads_no_rule(url: str, command: str) -> None:
+    """Of a live job, too, and where a master is asked: whoever reads a log decides nothing."""
+    asks = ["--master", "127.0.0.1:9"] if command in ("status", "explain") else []
+    code = (
+        "import sys; from dlrover_adapters.cli.main import main; status = main(sys.argv[1:]);"
+        "print([name for name in sys.modules if name.startswith('dlrover_core.rules')], file=sys.stderr); sys.exit(status)"
+    )
+    words = [sys.executable, "-c", code, command, "j", "--log", url, *asks]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout
+    assert done.stderr.splitlines()[-1] == "[]"
 
 
 def test_people_read_it() -> None:
     """In the status, for people and for programs; and of a leader whose log is out of reach."""
     drive = called()
     reasons = membership.reasons(drive.state, drive.now)
-    told = status_of(drive.state, drive.records[-1], waits=reasons)
+    told = status_of(drive.state, drive.records[-1])._replace(waits=reasons)
     words = "2 of 3 nodes are there; missed: worker-2-0 (planned)"
     assert f"  worker has no world: {words}, 29.0 s left" in render.status(told, drive.now + SECOND)
     assert json.loads(json.dumps(plain(told)))["waits"] == [
         {"group": "worker", "why": "last call", "words": words, "until": 1_030 * SECOND, "nodes": ["worker-2-0"]}
     ]
     said = {"waits": [one._asdict() for one in reasons]}
-    assert f"  worker: {words}" in list(live.lines(live.Told("here:1", said)))
+    assert f"  worker has no world: {words}" in list(live.lines(live.Told("here:1", said)))
     status = {"state": "created", "step": -1, "generation": 0, "degraded": "", "last_incident": "", **said}
-    assert Line("j").text(status, 1.0).endswith(f"generation 0  no world: {words}")
+    assert Line("j").text(status, 1.0).endswith(f"generation 0  worker has no world: {words}")
+
+
+def line_of(drive: Drive) -> str:
+    """What `dlrover-run` shows of a job."""
+    waits = [one._asdict() for one in membership.reasons(drive.state, drive.now)]
+    status = {"state": drive.state.job.state, "step": -1, "generation": 1, "degraded": "", "last_incident": ""}
+    return Line("j").text({**status, "waits": waits}, 1.0)
+
+
+@pytest.mark.parametrize("made", [suspended, stopped, failing, called], ids=lambda made: made.__name__)
+def test_the_live_line_in_every_state(made: Callable[[], Drive]) -> None:
+    """It names each group that has no world and why; the state of the job is its first word, and is not said twice."""
+    drive = made()
+    waits = {
+        "failing": "  worker has no world: incident 1 (exception.ValueError) is about to fail the job",
+        "called": "  worker has no world: 2 of 3 nodes are there; missed: worker-2-0 (planned)",
+    }
+    assert line_of(drive) == f"[j] {drive.state.job.state}  step 0  0.0/s  generation 1{waits.get(made.__name__, '')}"
+
+
+def test_the_live_line_of_a_planned_change() -> None:
+    """The world runs on: the line says nothing of it."""
+    drive = Drive(nodes_max=2, nproc=1, on_join="planned").up()
+    drive.do(checkpoints.ReportKeeping("worker-0-0", 1, "file:///c", 2, 10, 3, True, 1 << 30, 2))
+    drive.do(scaling.DrainNode("worker-1-0", "a bad one"))
+    assert [one.why for one in membership.reasons(drive.state)] == [waiting.PLAN]
+    assert line_of(drive) == "[j] running  step 0  0.0/s  generation 1"

@@ -129,6 +129,15 @@ def test_a_withdrawn_store_is_not_named() -> None:
     assert drive.world.store == "worker-0-0:2"
 
 
+def test_the_stores_of_a_node_that_is_gone_are_forgotten() -> None:
+    """A node that has ended offers nothing any more: a big job does not collect the stores of all incarnations."""
+    drive = Drive(max_restarts=9).up()
+    drive.offer("worker-0-0")
+    assert drive.state.world.offers["worker-0-0"]
+    drive.do(nodes.ObserveNodes((nodes.Observed("worker-0-0", "failed", 1),)))
+    assert "worker-0-0" not in drive.state.world.offers
+
+
 def test_a_store_serves_one_generation() -> None:
     """Every generation has a store that no earlier one had."""
     drive = Drive(max_restarts=9).up()

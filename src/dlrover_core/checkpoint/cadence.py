@@ -51,17 +51,6 @@ def daly_s(cost_s: float, mtbf_s: float) -> float:
     return young_s(cost_s, mtbf_s) * (1 + math.sqrt(share) / 3 + share / 9) - cost_s
 
 
-def overhead(interval_s: float, cost_s: float, mtbf_s: float) -> float:
-    """What share of time is lost, by saving and by training again, at ``interval_s`` between saves.
-
-    Exponential failures that may also strike a save, restarts not counted (Daly's complete model with R = 0).
-    """
-    try:
-        return mtbf_s * math.expm1((interval_s + cost_s) / mtbf_s) / interval_s - 1
-    except OverflowError:
-        return math.inf
-
-
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What no plan leaves. Intervals are in steps or seconds of training.

@@ -32,7 +32,7 @@ from dlrover_core.history.timeline import (
     WAITING,
     Timeline,
 )
-from dlrover_core.job import incidents, planning, scaling
+from dlrover_core.job import incidents, scaling
 from dlrover_core.job.waiting import PLAN, Wait
 from dlrover_core.kernel.events import Record
 
@@ -324,7 +324,6 @@ def status(
     lines += [f"  {one}" for one in _worlds(told)]
     lines += [f"  {one}" for one in waiting(told.waits, end)]
     lines += [f"  {one}" for one in _kept(told)]
-    lines += [f"  {one}" for one in _plans(told, end)]
     lines += ["", *_nodes(told)]
     if told.incidents:
         lines += ["", "unmended incidents"]
@@ -343,11 +342,11 @@ def status(
 
 
 def waiting(waits: Iterable[Wait], now: int) -> Iterator[str]:
-    """Why groups have no world, in a line each, and how long time alone keeps it so. Planned changes have lines of their own."""
+    """Why groups have no world, and what planned changes wait for: a line each, with the time after which it ends by itself."""
     for wait in waits:
-        if wait.why != PLAN:
-            left = f", {duration(wait.until - now)} left" if wait.until > now else ""
-            yield f"{wait.group} has no world: {one_line(wait.words, 500)}{left}"
+        left = f", {duration(wait.until - now)} left" if wait.until > now else ""
+        what = wait.group if wait.why == PLAN else f"{wait.group} has no world"
+        yield f"{what}: {one_line(wait.words, 500)}{left}"
 
 
 def progress(live: Mapping[str, int]) -> str:
@@ -385,19 +384,6 @@ def _kept(told: Status) -> Iterator[str]:
         ordered = f"; step {one.ordered} is being written, since its generation has ended" if one.ordered >= 0 else ""
         failing = f"; {count(len(one.failing), 'node')} cannot write now" if one.failing else ""
         yield f"{one.group}: saves to {one_line(one.url, 100)}: {stored}{memory}{ordered}{failing}"
-
-
-def _plans(told: Status, now: int) -> Iterator[str]:
-    for one in told.plans:
-        left = one.deadline - now
-        deadline = f"deadline in {duration(left)}" if left > 0 else f"deadline {duration(-left)} ago"
-        ranks = f"{one.waiting} of {count(one.ranks, 'rank')} wait at the boundary"
-        if not one.asked:
-            who = f"{planning.named(one.awaited)} {'is' if len(one.awaited) == 1 else 'are'} not ready yet"
-            ranks = who if one.awaited else "its ranks are not asked yet"
-        elif not one.waiting:
-            ranks = f"{one.armed} of {count(one.ranks, 'rank')} armed"
-        yield f"{one.group}: planned: {planning.in_words(one.joining, one.leaving)}, {ranks}, {deadline}"
 
 
 def _nodes(told: Status) -> list[str]:

@@ -54,25 +54,6 @@ class KeptRow(NamedTuple):
     failing: tuple[str, ...]
 
 
-class PlanRow(NamedTuple):
-    """A change of a group's world that is prepared while it trains. ``awaited``: those who join and are not ready yet.
-
-    Of the world's ``ranks`` so many are ``armed``, which means that they look for the boundary, and ``waiting`` at it. What is
-    planned has to be done by ``deadline``, in microseconds; a drain is then forced, a growth dropped.
-    """
-
-    group: str
-    plan: int
-    joining: tuple[str, ...]
-    leaving: tuple[str, ...]
-    awaited: tuple[str, ...]
-    asked: bool
-    ranks: int
-    armed: int
-    waiting: int
-    deadline: int
-
-
 class IncidentRow(NamedTuple):
     """An incident that is not mended yet."""
 
@@ -88,7 +69,7 @@ class Status(NamedTuple):
     """Everything that `dlrover status` shows. Times are microseconds by the leader's clock; ``step`` -1: none known.
 
     ``headlines``: the newest incidents in a line each, those that are over with the time that they took. ``waits``: why groups
-    have no world, or why a planned change is not made yet.
+    have no world, or why a planned change is not made yet; the leader knows that, not the log, so it is empty until it is asked.
     """
 
     job: str
@@ -108,7 +89,6 @@ class Status(NamedTuple):
     last: Record | None
     headlines: tuple[Headline, ...] = ()
     kept: tuple[KeptRow, ...] = ()
-    plans: tuple[PlanRow, ...] = ()
     waits: tuple[Wait, ...] = ()
 
     @property
@@ -122,13 +102,8 @@ class Status(NamedTuple):
         return self.ended_at > 0
 
 
-def status_of(
-    state: JobState, last: Record | None = None, headlines: Headlines | None = None, waits: tuple[Wait, ...] = ()
-) -> Status:
-    """The status of a folded history; ``last`` is its newest record, ``headlines`` have been fed all of them.
-
-    ``waits``: as `rules.membership.reasons` gives them. Nothing here asks a rule.
-    """
+def status_of(state: JobState, last: Record | None = None, headlines: Headlines | None = None) -> Status:
+    """The status of a folded history; ``last`` is its newest record, ``headlines`` have been fed all of them."""
     known = state.job.state != "new"
     return Status(
         job=state.job.name,
@@ -148,35 +123,7 @@ def status_of(
         last=last,
         headlines=tuple(headlines.lines.values()) if headlines is not None else (),
         kept=_kept(state),
-        plans=_plans(state),
-        waits=waits,
     )
-
-
-def _plans(state: JobState) -> tuple[PlanRow, ...]:
-    here, found = state.nodes.nodes, []
-    for group, plan in state.planning.plans.items():
-        world = state.world.worlds[group]
-        if not state.job.live or not world.active:
-            continue  # it comes to nothing, which is not yet said
-        ranks = {member.node: member.nproc for member in world.members}
-        awaited = tuple(name for name in plan.joining if name not in here or not here[name].ready)
-        armed, waiting = (sum(ranks.get(name, 0) for name in names) for names in (plan.armed, plan.held))
-        found.append(
-            PlanRow(
-                group,
-                plan.number,
-                plan.joining,
-                plan.leaving,
-                awaited,
-                plan.asked_at > 0,
-                world.size,
-                armed,
-                waiting,
-                plan.deadline,
-            )
-        )
-    return tuple(found)
 
 
 def _kept(state: JobState) -> tuple[KeptRow, ...]:

@@ -138,7 +138,7 @@ class RanksArmed(NamedTuple):
     plan: int
 
 
-@command(17, since=4)
+@command(17)
 class ReportKeeping(NamedTuple):
     """The node of rank 0: its ranks save with us."""
 
@@ -153,7 +153,7 @@ class ReportKeeping(NamedTuple):
     spread: int = 0
 
 
-@command(18, since=4)
+@command(18)
 class ReportHeld(NamedTuple):
     """A node: what its memory holds whole, now that its workers have ended, or wait at the boundary of ``plan``.
 
@@ -167,7 +167,7 @@ class ReportHeld(NamedTuple):
     copies: tuple[tuple[int, int], ...] = ()
 
 
-@command(19, since=4)
+@command(19)
 class ReportStorage(NamedTuple):
     """A node: parts cannot be written (``reason``), or can again (empty)."""
 
@@ -176,7 +176,7 @@ class ReportStorage(NamedTuple):
     reason: str = ""
 
 
-@command(20, since=4)
+@command(20)
 class OfferReplica(NamedTuple):
     """A node takes copies at ``address`` (``host:port``)."""
 
@@ -184,7 +184,7 @@ class OfferReplica(NamedTuple):
     address: str
 
 
-@command(21, since=4)
+@command(21)
 class ReportRestored(NamedTuple):
     """A node: from where its ranks began. The slowest tier of its ranks, and the longest time."""
 
@@ -196,7 +196,7 @@ class ReportRestored(NamedTuple):
     fell: tuple[tuple[str, str], ...] = ()
 
 
-@command(22, since=4)
+@command(22)
 class ReportArmed(NamedTuple):
     """A node: all its ranks look for the boundary of ``plan``."""
 

@@ -48,7 +48,7 @@ class EvidenceSeen(NamedTuple):
     step: int = -1
 
 
-@command(14, since=3)
+@command(14)
 class ReportEvidence(NamedTuple):
     """An agent saw something, ``age_us`` ago, that its table of signatures knows."""
 

@@ -104,7 +104,7 @@ class NotePauseLegal(NamedTuple):
     pause_us: int
 
 
-@command(15, since=3)
+@command(15)
 class ReportStacks(NamedTuple):
     """An agent: what its ranks are at."""
 

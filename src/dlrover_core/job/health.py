@@ -76,7 +76,7 @@ class CheckAsked(NamedTuple):
     why: str
 
 
-@command(16, since=3)
+@command(16)
 class ReportCheck(NamedTuple):
     """An agent has done its part of a check's round."""
 

@@ -26,8 +26,8 @@ class Unknown(NamedTuple):
     name: str
 
 
-def command(number: int, since: int = 1) -> Callable[[C], C]:
-    """Declare a NamedTuple as command ``number``; masters know it from version ``since`` of the protocol on."""
+def command(number: int, since: int = 0) -> Callable[[C], C]:
+    """Declare a NamedTuple as command ``number``. ``since``: the oldest protocol that has it; 0: all that are served have."""
 
     def mark(cls: C) -> C:
         setattr(cls, "__since__", since)
@@ -62,7 +62,7 @@ def number_of(cls: type) -> int:
 
 
 def since(cls: Any) -> int:
-    """The version of the protocol from which on masters know a command."""
+    """The oldest protocol that has a command; 0: all that are served have."""
     return int(cls.__since__)
 
 

@@ -68,8 +68,11 @@ class Faults:
         self.tripped: list[tuple[int, Fault]] = []
 
     def at_next(self, fault: Fault) -> None:
-        """Let the next append suffer ``fault``."""
-        self.script[self.appends + 1] = fault
+        """Let the next append that has no fault yet suffer ``fault``."""
+        number = self.appends + 1
+        while number in self.script:
+            number += 1
+        self.script[number] = fault
 
     def take(self) -> Fault | None:
         """The fault of the append that begins now. For the log."""

@@ -43,19 +43,6 @@ def record(state: JobState, host: str) -> HostRecord:
     )
 
 
-def of_rack(state: JobState, rack: str) -> int:
-    """Strikes at all hosts of a failure domain that count."""
-    return sum(len(one.recent(state.at)) for one in state.hosts.hosts.values() if rack and one.rack == rack)
-
-
-def of_place(state: JobState, place: str) -> tuple[int, int]:
-    """Strikes at the nodes of a place that count, and at how many hosts: more than one speaks for the program or the rank."""
-    found = [
-        host for host, one in state.hosts.hosts.items() for strike in one.recent(state.at) if strike.place == place
-    ]
-    return len(found), len(set(found))
-
-
 def leave(state: JobState, node: str, incident: int) -> str:
     """Why this incident's node should go to another host rather than be mended where it is; empty: it need not.
 

@@ -544,7 +544,7 @@ class Master:
             # One that was stopped for longer than its lease says so at once.
             self._pipeline.look()
         degraded, since = (self._pipeline.degraded, self._pipeline.degraded_since) if self._pipeline else ("", 0)
-        return shown(self.state, self.sessions) | {
+        return shown(self.state, self.sessions, self.now()) | {
             "token": self.token,
             "role": "leader",
             "leader": self._holder,

@@ -10,8 +10,8 @@ from dlrover_core.rules import membership
 from dlrover_core.runtime.sessions import Sessions
 
 
-def shown(state: JobState, sessions: Sessions) -> dict[str, Any]:
-    """What is so right now, as plain values."""
+def shown(state: JobState, sessions: Sessions, now: int | None = None) -> dict[str, Any]:
+    """What is so at ``now``, by default the time of the newest event, as plain values."""
     group, world = next(iter(state.world.worlds.items()), ("", None))
     generation = world.generation if world else 0
     # Between two worlds the last one's steps are the newest that is known.
@@ -25,7 +25,7 @@ def shown(state: JobState, sessions: Sessions) -> dict[str, Any]:
         "seq": state.seq,
         "generation": generation,
         "world_size": world.size if world and world.active else 0,
-        "waits": [wait._asdict() for wait in membership.reasons(state)],
+        "waits": [wait._asdict() for wait in membership.reasons(state, now)],
         "step": max([*steps, state.progress.of(group).step]),
         "live": sessions.stalls.live(group),
         "agents": len(sessions),

@@ -31,7 +31,6 @@ class Clock:
         self._salt = zlib.crc32(str(seed).encode()) if seed else 0
         self._instants: list[int] = []
         self._doings: dict[int, list[Doing]] = {}
-        self.instants = 0
 
     @property
     def now_s(self) -> float:
@@ -64,7 +63,6 @@ class Clock:
                 return False
             self.now = at = heappop(self._instants)
             doings = self._doings.pop(at)
-            self.instants += 1
             if self._salt and len(doings) > 1:
                 salt = (self._salt ^ at) & 0xFFFFFFFF
                 doings.sort(key=lambda doing: ((doing[0] ^ salt) * 0x9E3779B1) & 0xFFFFFFFF)

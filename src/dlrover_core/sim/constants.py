@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dlrover_core.checkpoint.cadence import young_s
 from dlrover_core.errors import PlanError
-from dlrover_core.sim.closed_forms import young_s
 from dlrover_core.sim.datasets import nearest
 from dlrover_core.sim.scenario import Scenario
 from dlrover_core.spec import JobSpec

@@ -6,13 +6,13 @@ same with checkpoints that are written beside training. All meet the same failur
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dlrover_core.errors import PlanError
 from dlrover_core.sim import generator, restart_all
-from dlrover_core.sim.closed_forms import mttf_s
 from dlrover_core.sim.constants import DAY_S, Constants
 from dlrover_core.sim.datasets import Dataset, nearest
 from dlrover_core.sim.faults import ENGINE, Fault
@@ -41,6 +41,14 @@ def policy(name: str) -> Policy:
             f"no policy is called {name!r}{nearest(name, POLICIES)} There are {', '.join(POLICIES)}, and files"
         )
     return Policy(name, name == OURS)
+
+
+def mttf_s(nodes: int, rate: float) -> float:
+    """A job's mean time to failure, in seconds: hazards of independent nodes add up. ``rate``: failures per 1,000 node-days.
+
+    Kokolis et al., arXiv 2410.21680, section on job-level reliability: MTTF = 1 / (N r_f).
+    """
+    return math.inf if not nodes * rate else DAY_S * 1000 / (nodes * rate)
 
 
 class Question(NamedTuple):

@@ -19,8 +19,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dlrover_core.checkpoint.cadence import young_s
 from dlrover_core.sim import triggers
-from dlrover_core.sim.closed_forms import young_s
 from dlrover_core.sim.constants import ALL_RESTART_GPUS, Constants
 from dlrover_core.sim.faults import Fault, amount
 from dlrover_core.sim.hosts import SICK_AFTER_US

@@ -25,6 +25,7 @@ from unittest import SkipTest
 from dlrover_core.errors import LaunchRefused
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.backend import PHASES, Backend, Changed, Listed, Observation
+from dlrover_core.testing.stories import story
 
 JOB = "conformance"
 # A bound on every story: a backend that hangs fails its test by name.
@@ -165,71 +166,56 @@ class BackendConformance:
 
     # ---- launching
 
-    def test_nothing_is_listed_at_first(self) -> None:
+    @story
+    async def test_nothing_is_listed_at_first(self, stand: Stand) -> None:
         """Without nodes the first thing told is an empty `Listed`: the master needs to know that there is nothing."""
+        async with watching(stand.backend) as watch:
+            assert watch.told[0] == Listed(())
 
-        async def story(stand: Stand) -> None:
-            async with watching(stand.backend) as watch:
-                assert watch.told[0] == Listed(())
-
-        self.run(story)
-
-    def test_a_launched_node_runs(self) -> None:
+    @story
+    async def test_a_launched_node_runs(self, stand: Stand) -> None:
         """What is launched is seen to run, under the name it was given."""
+        node = make_launch()
+        async with watching(stand.backend) as watch:
+            await stand.backend.launch(node, self.token)
+            seen = await watch.running(node.name)
+            assert set(seen) == {node.name}
+            assert watch.phases(node.name)[-1] == "running"
+            assert set(watch.phases(node.name)) <= {"pending", "running"}
 
-        async def story(stand: Stand) -> None:
-            node = make_launch()
-            async with watching(stand.backend) as watch:
-                await stand.backend.launch(node, self.token)
-                seen = await watch.running(node.name)
-                assert set(seen) == {node.name}
-                assert watch.phases(node.name)[-1] == "running"
-                assert set(watch.phases(node.name)) <= {"pending", "running"}
-
-        self.run(story)
-
-    def test_launch_is_idempotent(self) -> None:
+    @story
+    async def test_launch_is_idempotent(self, stand: Stand) -> None:
         """The same order, repeated one after another and at once, is one node."""
+        node, other = make_launch(0), make_launch(1)
+        async with watching(stand.backend) as watch:
+            await self.launch_all(stand.backend, [node, node, node])
+            await watch.running(node.name)
+            await stand.backend.launch(node, self.token)
+            await stand.backend.launch(other, self.token)
+            seen = await watch.running(node.name, other.name)
+            assert set(seen) == {node.name, other.name}
+            await stand.kill(node.name)
+            await watch.over(node.name)
+            assert watch.nodes[other.name].phase == "running"
 
-        async def story(stand: Stand) -> None:
-            node, other = make_launch(0), make_launch(1)
-            async with watching(stand.backend) as watch:
-                await self.launch_all(stand.backend, [node, node, node])
-                await watch.running(node.name)
-                await stand.backend.launch(node, self.token)
-                await stand.backend.launch(other, self.token)
-                seen = await watch.running(node.name, other.name)
-                assert set(seen) == {node.name, other.name}
-                await stand.kill(node.name)
-                await watch.over(node.name)
-                assert watch.nodes[other.name].phase == "running"
-
-        self.run(story)
-
-    def test_many_at_once(self) -> None:
+    @story
+    async def test_many_at_once(self, stand: Stand) -> None:
         """Twenty launches at once are twenty nodes, and twenty deletions at once leave none."""
+        nodes = [make_launch(index) for index in range(MANY)]
+        names = [node.name for node in nodes]
+        async with watching(stand.backend) as watch:
+            await self.launch_all(stand.backend, nodes)
+            assert set(await watch.running(*names)) == set(names)
+            await asyncio.gather(*(stand.backend.delete(name, self.token, self.grace_s) for name in names))
+            assert await watch.gone(*names) == {}
 
-        async def story(stand: Stand) -> None:
-            nodes = [make_launch(index) for index in range(MANY)]
-            names = [node.name for node in nodes]
-            async with watching(stand.backend) as watch:
-                await self.launch_all(stand.backend, nodes)
-                assert set(await watch.running(*names)) == set(names)
-                await asyncio.gather(*(stand.backend.delete(name, self.token, self.grace_s) for name in names))
-                assert await watch.gone(*names) == {}
-
-        self.run(story)
-
-    def test_long_and_foreign_names(self) -> None:
+    @story
+    async def test_long_and_foreign_names(self, stand: Stand) -> None:
         """A name comes back as it was given, long or not in ASCII."""
-
-        async def story(stand: Stand) -> None:
-            nodes = [make_launch(job="訓練-ß"), make_launch(job="j" * 200)]
-            async with watching(stand.backend) as watch:
-                await self.launch_all(stand.backend, nodes)
-                await watch.running(*(node.name for node in nodes))
-
-        self.run(story)
+        nodes = [make_launch(job="訓練-ß"), make_launch(job="j" * 200)]
+        async with watching(stand.backend) as watch:
+            await self.launch_all(stand.backend, nodes)
+            await watch.running(*(node.name for node in nodes))
 
     def test_nonsense_is_told(self) -> None:
         """What can never run is refused for good, or is seen to fail; it does not stay pending."""
@@ -254,137 +240,113 @@ class BackendConformance:
 
     # ---- deaths
 
-    def test_a_death_is_seen(self) -> None:
+    @story
+    async def test_a_death_is_seen(self, stand: Stand) -> None:
         """A node killed from outside is seen to have failed, with its exit code; it stays listed."""
+        node = make_launch()
+        async with watching(stand.backend) as watch:
+            await stand.backend.launch(node, self.token)
+            await watch.running(node.name)
+            await stand.kill(node.name)
+            dead = await watch.over(node.name)
+            assert (dead.phase, dead.exit_code in self.killed_codes) == ("failed", True), dead
+        async with watching(stand.backend) as later:
+            assert later.nodes[node.name].phase == "failed"
 
-        async def story(stand: Stand) -> None:
-            node = make_launch()
-            async with watching(stand.backend) as watch:
-                await stand.backend.launch(node, self.token)
-                await watch.running(node.name)
-                await stand.kill(node.name)
-                dead = await watch.over(node.name)
-                assert (dead.phase, dead.exit_code in self.killed_codes) == ("failed", True), dead
-            async with watching(stand.backend) as later:
-                assert later.nodes[node.name].phase == "failed"
-
-        self.run(story)
-
-    def test_a_name_is_never_used_again(self) -> None:
+    @story
+    async def test_a_name_is_never_used_again(self, stand: Stand) -> None:
         """A late or repeated order does not bring back what died, nor what was deleted: it is ignored or refused for good."""
+        dead, deleted, witness = make_launch(0), make_launch(1), make_launch(2)
+        async with watching(stand.backend) as watch:
+            await self.launch_all(stand.backend, [dead, deleted])
+            await watch.running(dead.name, deleted.name)
+            await stand.kill(dead.name)
+            await watch.over(dead.name)
+            await stand.backend.delete(deleted.name, self.token, self.grace_s)
+            await watch.gone(deleted.name)
+            for late in (dead, deleted):
+                refused = await _refusal(stand.backend, late, self.token)
+                assert refused is None or refused.permanent, refused
+            # Were one of them started, it would be there no later than what is ordered after it.
+            await stand.backend.launch(witness, self.token)
+            await watch.running(witness.name)
+            async with watching(stand.backend) as fresh:
+                assert fresh.nodes[dead.name].phase == "failed"
+                assert deleted.name not in fresh.nodes
 
-        async def story(stand: Stand) -> None:
-            dead, deleted, witness = make_launch(0), make_launch(1), make_launch(2)
-            async with watching(stand.backend) as watch:
-                await self.launch_all(stand.backend, [dead, deleted])
-                await watch.running(dead.name, deleted.name)
-                await stand.kill(dead.name)
-                await watch.over(dead.name)
-                await stand.backend.delete(deleted.name, self.token, self.grace_s)
-                await watch.gone(deleted.name)
-                for late in (dead, deleted):
-                    refused = await _refusal(stand.backend, late, self.token)
-                    assert refused is None or refused.permanent, refused
-                # Were one of them started, it would be there no later than what is ordered after it.
-                await stand.backend.launch(witness, self.token)
-                await watch.running(witness.name)
-                async with watching(stand.backend) as fresh:
-                    assert fresh.nodes[dead.name].phase == "failed"
-                    assert deleted.name not in fresh.nodes
-
-        self.run(story)
-
-    def test_the_next_incarnation_runs(self) -> None:
+    @story
+    async def test_the_next_incarnation_runs(self, stand: Stand) -> None:
         """After a node died, the next incarnation in its place is another node with a life of its own."""
-
-        async def story(stand: Stand) -> None:
-            first, second = make_launch(0, 0), make_launch(0, 1)
-            async with watching(stand.backend) as watch:
-                await stand.backend.launch(first, self.token)
-                await watch.running(first.name)
-                await stand.kill(first.name)
-                await watch.over(first.name)
-                await stand.backend.launch(second, self.token)
-                await watch.running(second.name)
-                await stand.backend.delete(first.name, self.token, self.grace_s)
-                seen = await watch.gone(first.name)
-                assert seen[second.name].phase == "running"
-
-        self.run(story)
+        first, second = make_launch(0, 0), make_launch(0, 1)
+        async with watching(stand.backend) as watch:
+            await stand.backend.launch(first, self.token)
+            await watch.running(first.name)
+            await stand.kill(first.name)
+            await watch.over(first.name)
+            await stand.backend.launch(second, self.token)
+            await watch.running(second.name)
+            await stand.backend.delete(first.name, self.token, self.grace_s)
+            seen = await watch.gone(first.name)
+            assert seen[second.name].phase == "running"
 
     # ---- deleting
 
-    def test_deleting_the_unknown_is_fine(self) -> None:
+    @story
+    async def test_deleting_the_unknown_is_fine(self, stand: Stand) -> None:
         """Deleting what is not there, or is there no more, is done already."""
-
-        async def story(stand: Stand) -> None:
-            node = make_launch()
-            await stand.backend.delete("nobody", self.token, self.grace_s)
-            async with watching(stand.backend) as watch:
-                await stand.backend.launch(node, self.token)
-                await watch.running(node.name)
-                for _ in range(3):
-                    await stand.backend.delete(node.name, self.token, self.grace_s)
-                await watch.gone(node.name)
+        node = make_launch()
+        await stand.backend.delete("nobody", self.token, self.grace_s)
+        async with watching(stand.backend) as watch:
+            await stand.backend.launch(node, self.token)
+            await watch.running(node.name)
+            for _ in range(3):
                 await stand.backend.delete(node.name, self.token, self.grace_s)
+            await watch.gone(node.name)
+            await stand.backend.delete(node.name, self.token, self.grace_s)
 
-        self.run(story)
-
-    def test_a_deleted_node_is_gone(self) -> None:
+    @story
+    async def test_a_deleted_node_is_gone(self, stand: Stand) -> None:
         """A deleted node is seen to be gone, a dead one too, and a new consumer's first list lacks both."""
-
-        async def story(stand: Stand) -> None:
-            alive, dead, other = make_launch(0), make_launch(1), make_launch(2)
-            async with watching(stand.backend) as watch:
-                await self.launch_all(stand.backend, [alive, dead, other])
-                await watch.running(alive.name, dead.name, other.name)
-                await stand.kill(dead.name)
-                await watch.over(dead.name)
-                for name in (alive.name, dead.name):
-                    await stand.backend.delete(name, self.token, self.grace_s)
-                await watch.gone(alive.name, dead.name)
-            async with watching(stand.backend) as later:
-                assert set(later.nodes) == {other.name}
-
-        self.run(story)
+        alive, dead, other = make_launch(0), make_launch(1), make_launch(2)
+        async with watching(stand.backend) as watch:
+            await self.launch_all(stand.backend, [alive, dead, other])
+            await watch.running(alive.name, dead.name, other.name)
+            await stand.kill(dead.name)
+            await watch.over(dead.name)
+            for name in (alive.name, dead.name):
+                await stand.backend.delete(name, self.token, self.grace_s)
+            await watch.gone(alive.name, dead.name)
+        async with watching(stand.backend) as later:
+            assert set(later.nodes) == {other.name}
 
     # ---- observing
 
-    def test_observing_again_begins_with_a_list(self) -> None:
+    @story
+    async def test_observing_again_begins_with_a_list(self, stand: Stand) -> None:
         """Whoever observes anew, after being cancelled too, is first told all there is."""
+        node = make_launch()
+        await stand.backend.launch(node, self.token)
+        for _ in range(3):
+            async with watching(stand.backend) as watch:
+                assert isinstance(watch.told[0], Listed)
+                assert node.name in watch.nodes
+                await watch.running(node.name)
 
-        async def story(stand: Stand) -> None:
-            node = make_launch()
-            await stand.backend.launch(node, self.token)
-            for _ in range(3):
-                async with watching(stand.backend) as watch:
-                    assert isinstance(watch.told[0], Listed)
-                    assert node.name in watch.nodes
-                    await watch.running(node.name)
-
-        self.run(story)
-
-    def test_two_observe(self) -> None:
+    @story
+    async def test_two_observe(self, stand: Stand) -> None:
         """Two consumers are both told everything: a deposed master may still watch while the new one does."""
+        node = make_launch()
+        async with watching(stand.backend) as one, watching(stand.backend) as two:
+            await stand.backend.launch(node, self.token)
+            await asyncio.gather(one.running(node.name), two.running(node.name))
+            await stand.kill(node.name)
+            assert (await one.over(node.name)).exit_code == (await two.over(node.name)).exit_code
 
-        async def story(stand: Stand) -> None:
-            node = make_launch()
-            async with watching(stand.backend) as one, watching(stand.backend) as two:
-                await stand.backend.launch(node, self.token)
-                await asyncio.gather(one.running(node.name), two.running(node.name))
-                await stand.kill(node.name)
-                assert (await one.over(node.name)).exit_code == (await two.over(node.name)).exit_code
-
-        self.run(story)
-
-    def test_room(self) -> None:
+    @story
+    async def test_room(self, stand: Stand) -> None:
         """Room is a number of nodes, or None where nobody knows."""
-
-        async def story(stand: Stand) -> None:
-            room = await stand.backend.room("worker")
-            assert room is None or (type(room) is int and room >= 0), room
-
-        self.run(story)
+        room = await stand.backend.room("worker")
+        assert room is None or (type(room) is int and room >= 0), room
 
     # ---- fencing
 

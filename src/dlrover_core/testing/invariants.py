@@ -46,8 +46,7 @@ DEFAULT: tuple[type[Promise], ...] = (*OF_LOGS, Liveness)
 __all__ = [
     "DEFAULT", "OF_LOGS", "Absorbing", "Bounded", "Budgets", "Checkpoints", "Commands", "Effects", "Incidents", "Invariant",
     "Liveness", "Order", "Patience", "Pauses", "Places", "Plans", "Promise", "Prompt", "Provoked", "Reasons",
-    "Reference", "Sizes", "Slices", "Together", "Told", "Worlds", "check", "check_commands", "check_history", "check_incidents",
-    "check_nodes", "check_order", "check_sizes", "check_steps", "check_worlds", "watched",
+    "Reference", "Sizes", "Slices", "Together", "Told", "Worlds", "check", "check_history", "check_steps", "watched",
 ]  # fmt: skip
 
 
@@ -70,36 +69,6 @@ async def check(cluster: Cluster) -> JobState:
 def check_history(records: Sequence[Record]) -> JobState:
     """Every promise about a log; returns its fold."""
     return watched(records, OF_LOGS)
-
-
-def check_order(records: Sequence[Record]) -> None:
-    """Numbers are contiguous, time and tokens never go back, causes come before what they caused."""
-    watched(records, Order)
-
-
-def check_commands(records: Iterable[Record]) -> None:
-    """No command was decided twice, none of a sender's was left out, and deciding never raised."""
-    watched(records, Commands)
-
-
-def check_worlds(records: Iterable[Record]) -> None:
-    """One world per generation, generations count on, every rank is held once, and by a node that was there."""
-    watched(records, Worlds)
-
-
-def check_sizes(records: Iterable[Record]) -> None:
-    """Every world has a size that was in effect as it formed, and none forms while the job is suspended."""
-    watched(records, Sizes)
-
-
-def check_nodes(records: Iterable[Record]) -> None:
-    """Incarnations never go back, and no node is planned twice."""
-    watched(records, Places)
-
-
-def check_incidents(records: Iterable[Record]) -> None:
-    """Incidents count on, close once, and have at most one action in force: another needs a new verdict or a final one."""
-    watched(records, Incidents, Budgets)
 
 
 def check_steps(cluster: Cluster) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 from dlrover_core.errors import NotLeading, PlanError, Refused
 from dlrover_core.logs.memory import Deposed, LostAck, SlowAck, Stuck
-from dlrover_core.logs.memory import Fault as LogFault
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.master import Master
 from dlrover_core.sim.faults import Fault, amount
@@ -227,18 +226,11 @@ class LoopStrikes:
 
     # ---- the log
 
-    def _at_next_append(self, fault: LogFault) -> None:
-        faults = self._cluster.log.faults
-        number = faults.appends + 1
-        while number in faults.script:
-            number += 1
-        faults.script[number] = fault
-
     def _ack_lost(self, _: Fault) -> None:
-        self._at_next_append(LostAck())
+        self._cluster.log.faults.at_next(LostAck())
 
     def _log_slow(self, fault: Fault) -> None:
-        self._at_next_append(SlowAck(amount(fault)))
+        self._cluster.log.faults.at_next(SlowAck(amount(fault)))
 
     def _log_down(self, fault: Fault) -> None:
         self._switch("unavailable", amount(fault))
@@ -251,7 +243,7 @@ class LoopStrikes:
         self._hold(f"log {name}", for_s, lambda: setattr(faults, name, True), lambda: setattr(faults, name, False))
 
     def _log_fenced(self, _: Fault) -> None:
-        self._at_next_append(Deposed())
+        self._cluster.log.faults.at_next(Deposed())
 
     # ---- clocks
 
@@ -282,11 +274,11 @@ class LoopStrikes:
 
     def _crash_before_append(self, fault: Fault) -> None:
         self._crash_in.append(fault.amount or self._failover_s)
-        self._at_next_append(Stuck(lands=False))
+        self._cluster.log.faults.at_next(Stuck(lands=False))
 
     def _crash_after_append(self, fault: Fault) -> None:
         self._crash_in.append(fault.amount or self._failover_s)
-        self._at_next_append(Stuck(lands=True))
+        self._cluster.log.faults.at_next(Stuck(lands=True))
 
     def stuck(self) -> None:
         """An append hangs, as one of the two above wants it: now its master is killed."""

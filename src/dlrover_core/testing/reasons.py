@@ -30,9 +30,8 @@ def reason_of(error: BaseException, kit: type) -> str:
     words = (
         [] if isinstance(error, asyncio.TimeoutError) and not said else [f"{type(error).__name__}: {said}".rstrip(": ")]
     )
-    step = next(
-        (one for one in reversed(frames) if one[0].f_code.co_filename in own and one[0].f_code.co_name == "story"), None
-    )
+    told = (one for one in reversed(frames) if one[0].f_code.co_filename in own)
+    step = next((one for one in told if one[0].f_code.co_name.startswith(("story", "test_"))), None)
     if step is not None:
         words.append(_told(*step))
     elsewhere = next((one for one in reversed(frames) if is_foreign(one[0], kit)), None)

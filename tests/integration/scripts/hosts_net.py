@@ -168,8 +168,15 @@ class Host:
         return (self.folder / f"err-{self._runs}").read_text(errors="replace")
 
     def says(self, words: str) -> None:
-        """Wait until it has said this."""
-        eventually(lambda: words in self.said(), f"{words!r} of host {self.name}")
+        """Wait until it has said this; one that has ended says nothing more."""
+
+        def look() -> bool:
+            over = self.process is None or self.process.poll() is not None
+            said = self.said()
+            assert words in said or not over, f"host {self.name} ended without {words!r}: {said[-600:]}"
+            return words in said
+
+        eventually(look, f"{words!r} of host {self.name}")
 
     def ended(self, bound_s: float = BOUND_S) -> int:
         """The exit status, when it has ended."""

@@ -8,9 +8,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from dlrover_core.job.waiting import PLAN
+from dlrover_core.job.waiting import JOB, PLAN
 
 WINDOW_S, SHORTEST_S = 10.0, 1.0
+SAID = (JOB, PLAN)
+"""Reasons to wait that the line leaves out: its first word is the job's state, and a world that is to change runs on."""
 
 
 class Rate:
@@ -91,7 +93,8 @@ class Line:
             f"{rate:.1f}/s",
             f"generation {generation}",
         ]
-        parts += [f"no world: {wait['words']}" for wait in status.get("waits", ()) if wait["why"] != PLAN]
+        waits = [wait for wait in status.get("waits", ()) if wait["why"] not in SAID]
+        parts += [f"{wait['group']} has no world: {wait['words']}" for wait in waits]
         if status["degraded"]:
             parts.append(f"control plane degraded: {status['degraded']}")
         if status["last_incident"]:

@@ -7,9 +7,12 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dlrover_core.errors import CoreError, SpecError
+
+if TYPE_CHECKING:
+    from dlrover_core.job.waiting import Wait
 
 ANSWER_S = 2.0
 MASTERS_MAX = 16
@@ -50,15 +53,23 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def leader_says(args: argparse.Namespace, job: str, address: str) -> Told | None:
-    """What the leader at ``address`` says of the job; None where it cannot be asked: that takes nothing from its history."""
+    """What the masters that ``--master`` names say of the job, else the leader at ``address``.
+
+    None where none can be asked: that takes nothing from the job's history.
+    """
+    addresses = _named(args) or ([address] if address else [])
     with contextlib.suppress(CoreError, OSError):
-        return await _first(args, job, [address])
+        return await _first(args, job, addresses) if addresses else None
     return None
+
+
+def _named(args: argparse.Namespace) -> list[str]:
+    return [one.strip() for one in (args.master or "").split(",") if one.strip()]
 
 
 async def masters_say(args: argparse.Namespace) -> Told:
     """What the masters say that the arguments name, or that a job on this host knows. Raises `SpecError` and `CoreError`."""
-    addresses = [one.strip() for one in (args.master or "").split(",") if one.strip()]
+    addresses = _named(args)
     if not addresses and args.job is not None:
         addresses = list(_kept(args, args.job).get("masters", ()))
     if not addresses:
@@ -124,11 +135,21 @@ def steps_of(told: Told) -> dict[str, int] | None:
     return {name: int(one or 0) for name, one in steps.items()}
 
 
+def waits_of(told: Told) -> tuple[Wait, ...]:
+    """What the job's groups wait for, as its master says: the rules that decide it run there."""
+    from dlrover_core.job.waiting import Wait
+
+    return tuple(
+        Wait(str(one["group"]), str(one["why"]), str(one["words"]), int(one["until"]), tuple(map(str, one["nodes"])))
+        for one in told.status.get("waits", ())
+    )
+
+
 def lines(told: Told) -> Iterator[str]:
     """How the job stands by what its master says, where the log cannot be read."""
     from dlrover_adapters.cli.standing import degraded
     from dlrover_core.history.phrases import count, one_line
-    from dlrover_core.history.render import progress, table
+    from dlrover_core.history.render import progress, table, waiting
 
     status = told.status
     yield f"job {status.get('job', '')}  {status.get('state', '')}  run {status.get('run', '')}"
@@ -136,9 +157,9 @@ def lines(told: Told) -> Iterator[str]:
     steps = steps_of(told)
     step = progress(steps) if steps is not None else f"step {max(int(status.get('step', 0)), 0)}"
     yield f"  {step}; {where}; as the master at {told.address} says"
-    for wait in status.get("waits", ()):
-        yield f"  {wait.get('group', '')}: {one_line(str(wait.get('words', '')), 500)}"
+    now = time.time_ns() // 1000
+    yield from (f"  {line}" for line in waiting(waits_of(told), now))
     nodes = list(dict(status.get("nodes", {})).items())
     rows = [(name, str(one.get("state", "")), one_line(str(one.get("host", "")), 64) or "-") for name, one in nodes]
     yield from table([("node", "state", "host"), *rows[:NODE_ROWS_MAX]] if rows else [])
-    yield from filter(None, [degraded(status, time.time_ns() // 1000)])
+    yield from filter(None, [degraded(status, now)])

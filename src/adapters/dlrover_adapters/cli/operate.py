@@ -30,7 +30,6 @@ from dlrover_adapters.cli.places import (
     said_when_slow,
     shown,
 )
-from dlrover_core.rules import membership, slots
 
 if TYPE_CHECKING:
     import ssl
@@ -377,6 +376,7 @@ def lacks_size(state: JobState, asked: Event) -> str:
     """`scale`: the world has the size; or, where a running one takes nobody in, the nodes are there for the next."""
     from dlrover_core.job import world
     from dlrover_core.job.job import GroupScaled
+    from dlrover_core.rules import membership, slots
 
     assert isinstance(asked, GroupScaled)
     spec = state.job.spec.group(asked.group)
@@ -398,6 +398,7 @@ def lacks_size(state: JobState, asked: Event) -> str:
 
 
 def _here(state: JobState, group: str) -> str:
+    from dlrover_core.rules import membership, slots
 
     return f"{len(membership.ready_nodes(state, group))} of {_nodes(slots.wanted(state, group))} joined"
 

@@ -16,8 +16,6 @@ from dlrover_core.words import quiet_json
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from dlrover_core.job.state import JobState
-    from dlrover_core.job.waiting import Wait
     from dlrover_core.kernel.log import EventLog
 
 STATUS_EXAMPLES = """\
@@ -50,6 +48,7 @@ PATIENCE_S = 3.0
 
 
 ASK_MASTERS = "dlrover status: --master HOST:PORT[,HOST:PORT] asks the masters themselves, with the job's token"
+NOT_ASKED = "why no world forms only its master knows, which cannot be asked: --token-file FILE names the job's token"
 NOBODY_LEADS = "nobody leads it now: nothing is decided until a master of this job is started again"
 
 
@@ -89,7 +88,10 @@ def events_arguments(parser: argparse.ArgumentParser) -> None:
 
 def explain_arguments(parser: argparse.ArgumentParser) -> None:
     """What `explain` takes."""
+    from dlrover_adapters.cli import live
+
     common_arguments(parser)
+    live.arguments(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("seq", metavar="SEQ", nargs="?", type=seq, default=0, help="the event to explain")
     what.add_argument("--incident", metavar="N", type=incident, default=0, help="the incident to explain")
@@ -161,9 +163,10 @@ async def _status(args: argparse.Namespace, source: Source) -> int:
         headlines.feed(state, record)
         last = record
     leader = await source.log.leader(source.job)
-    told = status_of(state, last, headlines, _waits(state, time.time_ns() // 1000 if leader is not None else None))
-    address = args.master or (leader.address if leader is not None else "")
-    said = await live.leader_says(args, source.job, address) if address and not told.over else None
+    told = status_of(state, last, headlines)
+    said = None if told.over else await live.leader_says(args, source.job, leader.address if leader is not None else "")
+    if said is not None:
+        told = told._replace(waits=live.waits_of(said))
     steps = live.steps_of(said) if said is not None else None
     if steps is not None:
         told = told._replace(step=steps["step"], step_at=time.time_ns() // 1000 - steps["age_us"])
@@ -176,23 +179,16 @@ async def _status(args: argparse.Namespace, source: Source) -> int:
         print(as_json({**plain(told), **levels}))
     else:
         now = time.time_ns() // 1000
-        print(render.status(told, now if leader is not None else None, live=steps))
+        print(render.status(told, None if leader is None and said is None else now, live=steps))
         for line in in_memory(said.status) if said is not None else ():
             print(line)
         if said is not None and said.status.get("degraded"):
             print(degraded(said.status, now))
         if leader is None and not told.over:
             print(NOBODY_LEADS)
+        elif said is None and not told.over and not (told.worlds and all(world.active for world in told.worlds)):
+            print(NOT_ASKED)
     return FAILED if told.failed else OK
-
-
-def _waits(state: JobState, now: int | None) -> tuple[Wait, ...]:
-    """Why groups of a live job have no world. The rules say so: a job that is over is read without them."""
-    if not state.job.live:
-        return ()
-    from dlrover_core.rules.membership import reasons
-
-    return reasons(state, now)
 
 
 async def _status_without_log(args: argparse.Namespace, why: str, *, says: bool = False) -> bool:
@@ -238,11 +234,11 @@ async def events(args: argparse.Namespace) -> int:
 
 
 async def explain(args: argparse.Namespace) -> int:
-    """`dlrover explain`."""
+    """`dlrover explain`. What the log tells, and the leader of what groups wait for now."""
+    from dlrover_adapters.cli import live
     from dlrover_core.history import explanation_of, incident_of, render, render_story
     from dlrover_core.history.plain import explanation_values, plain
     from dlrover_core.history.story import incident_values
-    from dlrover_core.job.state import FOLD
 
     if args.job is not None and args.job.removeprefix("#").isdecimal() and not args.seq:
         # A lone number is an event of the newest job: names of jobs may be numbers too, but then SEQ is there to tell.
@@ -259,13 +255,15 @@ async def explain(args: argparse.Namespace) -> int:
         told = explanation_of(records, args.seq or decided)
         if told is None:
             raise NotFound(f"job {source.job!r} has no event {args.seq}; its events are 1-{len(records)}")
-        waits = _waits(FOLD.fold(records), now := await source.now())
+        leader = await source.log.leader(source.job)
+        said = await live.leader_says(args, source.job, leader.address if leader is not None else "")
+        waits = live.waits_of(said) if said is not None else ()
         if args.json:
             values = {"incident": incident_values(story) if story is not None else None, "waits": plain(waits)}
             print(as_json({**explanation_values(told), **values}))
         else:
             print(render_story.story(story) if story is not None else render.explanation(told))
-            for line in render.waiting(waits, now or records[-1].at):
+            for line in render.waiting(waits, time.time_ns() // 1000):
                 print(line)
     return OK
 

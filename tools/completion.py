@@ -65,7 +65,7 @@ class Completion(NamedTuple):
     """By class of cause: jobs struck, and jobs that got through all the same."""
 
 
-def draw(dataset: Dataset, jobs: int, seed: int, failed_share: float = FAILED_SHARE) -> list[Job]:
+def draw(dataset: Dataset, jobs: int, seed: int) -> list[Job]:
     """So many jobs. Sizes and lengths are log-uniform, which is ours: most are small and short."""
     chance, drawn = random.Random(f"jobs/{dataset.name}/{seed}"), []
     counts = [cause.cases for cause in dataset.causes]
@@ -73,7 +73,7 @@ def draw(dataset: Dataset, jobs: int, seed: int, failed_share: float = FAILED_SH
         nodes = round(2 ** chance.uniform(0, 5))
         hours = HOURS_MAX ** chance.uniform(0, 1)
         (cause,) = chance.choices(dataset.causes, counts)
-        fails, at_s = chance.random() < failed_share, 120.0 + chance.random() ** 3 * hours * 3000
+        fails, at_s = chance.random() < FAILED_SHARE, 120.0 + chance.random() ** 3 * hours * 3000
         drawn.append(Job(nodes, hours, cause if fails else None, at_s))
     return drawn
 
