@@ -32,7 +32,7 @@ FREEZE, THAW = 0xC0045877, 0xC0045878
 EATS_BYTES = 192 << 20
 HOUR_NS = 3600 * 10**9
 BEAT_S, STOOD_S = 0.05, 1.0
-TRIES, AGAIN_S = 5, 2.0
+TRIES, AGAIN_S = 30, 2.0
 FAILURES = (OSError, EtcdError)
 """What may keep a strike from being done, or from being taken back at once."""
 OPEN_TO_STRANGERS = ("dlrover-master", "dlrover-agent", "dlrover-saver", "dlrover-keeper")

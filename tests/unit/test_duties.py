@@ -12,7 +12,6 @@ from dlrover_core.job.checkpoints import OfferReplica
 from dlrover_core.job.evidence import ReportEvidence
 from dlrover_core.job.orders import Order
 from dlrover_core.job.world import ReportFinished, WithdrawStore
-from dlrover_core.kernel.wire import since
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.duties import TOLD_EACH_S, TOLD_S, Desk
 from dlrover_core.runtime.launcher import Notice, WorkerExit
@@ -199,13 +198,15 @@ def test_who_is_needed_again_has_not_finished() -> None:
     at_work(story)
 
 
-def test_what_was_queued_before_an_older_master_came() -> None:
+def test_what_was_queued_before_an_older_master_came(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a duty said before it was known how old its master is leaves no gap in the numbers, and nothing unreadable."""
+    for cls in (ReportEvidence, OfferReplica):
+        monkeypatch.setattr(cls, "__since__", messages.VERSION)
 
     async def story() -> None:
         watch = Watch()
         stage = Stage(duties=[watch])
-        stage.version = since(ReportEvidence) - 1
+        stage.version = messages.VERSION - 1
         await stage.listener.serve(stage.accept, dict)
         running = virtual_loop.spawn("agent", stage.agent.run())
         desk = await watch.began
