@@ -73,9 +73,10 @@ def test_a_duty_hears_orders_and_notices() -> None:
     virtual_loop.run(story())
 
 
-@pytest.mark.parametrize(("version", "reaches"), [(messages.VERSION, True), (since(ReportEvidence) - 1, False)])
-def test_older_masters_are_spared(version: int, reaches: bool) -> None:
+@pytest.mark.parametrize(("version", "reaches"), [(messages.VERSION, True), (messages.VERSION - 1, False)])
+def test_older_masters_are_spared(version: int, reaches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that an older master cannot read is not sent to it: it would end the connection, again and again."""
+    monkeypatch.setattr(ReportEvidence, "__since__", messages.VERSION)
 
     async def story() -> None:
         watch = Watch()

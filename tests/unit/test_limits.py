@@ -8,6 +8,7 @@ import errno
 import pytest
 
 from dlrover_adapters.cli import main, run, usage
+from dlrover_core.errors import LogUnavailable
 
 NO_PROCESS = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 NO_THREAD = RuntimeError("can't start new thread")
@@ -50,3 +51,15 @@ def test_other_errors_stay_what_they_are() -> None:
     assert not usage.limit(caught.value)
     with pytest.raises(RuntimeError, match="a loop"):
         main._guarded(argparse.Namespace(command="master", run=fail))
+
+
+def test_a_master_whose_log_does_not_answer_may_be_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """75 tells a service manager so; a command that only reads says that it could not."""
+
+    def silent(_: object) -> int:
+        raise LogUnavailable("etcd does not answer")
+
+    named = {"run": silent, "log": "etcd://127.0.0.1:1/t", "state_dir": None}
+    assert main._guarded(argparse.Namespace(command="master", **named)) == usage.EX_LATER
+    assert capsys.readouterr().err == "dlrover master: etcd does not answer\n"
+    assert main._guarded(argparse.Namespace(command="status", **named)) == main.UNREADABLE

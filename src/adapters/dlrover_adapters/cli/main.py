@@ -44,7 +44,7 @@ from dlrover_adapters.cli.places import (
     shown,
 )
 from dlrover_adapters.cli.whose import version_lines
-from dlrover_core.errors import ConnectionLost, CoreError, NotLeading, Refused, SpecError, TokenRefused
+from dlrover_core.errors import ConnectionLost, CoreError, LogUnavailable, NotLeading, Refused, SpecError, TokenRefused
 
 EXIT_CODES = f"""exit codes:
   {OK:<3}  done
@@ -56,7 +56,7 @@ EXIT_CODES = f"""exit codes:
   {REFUSED:<3}  refused: as the job stands, it cannot do what was asked
   {NO_MASTER:<3}  no master leads the job, or it cannot be asked: network, token
   {LATE:<3}  asked, but not so within --timeout
-  {usage.EX_LATER:<3}  no process or thread can be started: a limit is reached
+  {usage.EX_LATER:<3}  no process or thread can be started: a limit is reached; master: the log's servers do not answer now
   {INTERRUPTED:<3}  interrupted by Ctrl-C
   {PIPE_CLOSED:<3}  the reader of our output went away"""
 
@@ -223,6 +223,8 @@ def _guarded(args: argparse.Namespace) -> int:
             raise
         return _say(args, limit, usage.EX_LATER)
     except CoreError as error:
+        if args.command == "master" and isinstance(error, LogUnavailable):
+            return _say(args, error, usage.EX_LATER)
         return _say(
             args,
             f"{error} ({shown(log_url(args.log, args.state_dir))}; --log or --state-dir names another)",
