@@ -104,7 +104,7 @@ def _check(hint: Any) -> Callable[[Any], bool]:
     if hint is Any:
         return lambda _: True
     if hint is int:
-        return lambda value: _integers((value,))
+        return lambda value: type(value) is int and -INTEGER_MAX <= value <= INTEGER_MAX  # as in `_integers`
     if isinstance(hint, type) and hasattr(hint, "_fields"):
         return lambda value: isinstance(value, hint)  # made from its own checked fields
     if hint in (str, bytes, bool, float):

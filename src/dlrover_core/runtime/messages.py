@@ -185,7 +185,7 @@ def decode(frame: bytes, version: int = VERSION) -> Message:
         return Beat(*version_4.beat_of(fields))
     if version < VERSION and cls is BeatSeen:
         return BeatSeen(*version_4.seen_of(fields))
-    message = checked(cls, fields)
+    message: Message = checked(cast(Any, cls), fields)
     if cls in _WORDY:
         return plain_fields(message)
     if isinstance(message, (Beat, BeatSeen)) and message.parts:
@@ -195,7 +195,7 @@ def decode(frame: bytes, version: int = VERSION) -> Message:
 
 def _parts_of(told: tuple[Any, ...]) -> tuple[Part, ...]:
     """The parts that are known here. Raises `MalformedMessage`."""
-    parts = []
+    parts: list[Part] = []
     for one in told:
         if not (len(one) == 2 and type(one[0]) is int and isinstance(one[1], tuple)):
             raise MalformedMessage("a part is [number, fields]")
@@ -239,7 +239,7 @@ def order_of(message: Level, version: int = VERSION) -> Order:
     if version < VERSION:
         return version_4.order_of(message.order)
     base, work, parts = checked(_Order, message.order[:3])
-    order = cast(Order, checked(Order, cast(Any, base)[:_BASE]))
+    order = checked(Order, cast(Any, base)[:_BASE])
     return order._replace(work=known(Work, cast(Any, work)), parts=_parts_of(cast(Any, parts)))
 
 

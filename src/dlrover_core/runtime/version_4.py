@@ -7,7 +7,7 @@ of version 5 are a release old.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.errors import MalformedMessage
@@ -148,7 +148,7 @@ def beat(generation: int, step: int, lag_us: int, parts: Iterable[Part]) -> tupl
 
 def beat_of(fields: tuple[Any, ...]) -> tuple[int, int, int, tuple[Part, ...]]:
     """Generation, step, lag and parts of a heartbeat's flat fields. Raises `MalformedMessage`."""
-    flat = cast(_Beat, checked(_Beat, fields))
+    flat = checked(_Beat, fields)
     pulse = Pulse(flat.step, *flat[3:7]) if flat.idle_us >= 0 else Pulse()
     parts = (pulse, pace_of(flat.pace), losses_of(flat.losses), kept_of(flat.kept))
     return flat.generation, flat.step, flat.lag_us, tuple(one for one in parts if one != type(one)())
@@ -161,7 +161,7 @@ def seen(parts: Iterable[Part]) -> tuple[int, ...]:
 
 def seen_of(fields: tuple[Any, ...]) -> tuple[int, tuple[Part, ...]]:
     """Token and parts of an answer's flat fields. Raises `MalformedMessage`."""
-    token, *told = cast(_Seen, checked(_Seen, fields))
+    token, *told = checked(_Seen, fields)
     return token, (Everywhere(*told),)
 
 
