@@ -16,7 +16,9 @@ from dlrover_core.job.orders import Order
 from dlrover_core.runtime.beats import LEAST_S, Beats
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.keeping import HELD_MAX, WRITTEN_MAX, Everywhere, Keeping, KeptBeat, Written
-from dlrover_core.runtime.messages import FIELDS_MAX
+from dlrover_core.runtime.levels import Beat
+from dlrover_core.runtime.messages import FIELDS_MAX, decode, encode
+from dlrover_core.runtime.version_4 import kept, kept_of
 from dlrover_core.testing import virtual_loop
 
 A, B, C = "worker-0-0", "worker-1-0", "worker-2-0"
@@ -63,9 +65,11 @@ def commits(keeping: Keeping, drive: Drive) -> list[CommitCheckpoint]:
     )
 )
 def test_beats_are_understood(told: KeptBeat) -> None:
-    """What is told is what is heard, and it fits into a message."""
-    assert KeptBeat.of(told.told()) == told
-    assert len(told.told()) <= FIELDS_MAX
+    """What is told is what is heard, by agents of the version before, too, and it fits into a message."""
+    beat = Beat(1, 1, 0, (told,))
+    assert decode(encode(beat)) == beat
+    assert kept_of(kept(told)) == told
+    assert len(kept(told)) <= FIELDS_MAX
 
 
 HEADS = st.tuples(*[INTS] * 7)
@@ -85,7 +89,7 @@ def test_nonsense_says_nothing(field: tuple[int, ...]) -> None:
     count = field[7] if len(field) > 7 else -1
     rest = len(field) - 8 - count
     shaped = 0 <= count <= HELD_MAX and rest >= 0 and rest % len(Written._fields) == 0
-    known = KeptBeat.of(field)
+    known = kept_of(field)
     if shaped:
         flat = [value for one in known.written for value in one]
         numbers = (known.generation, known.copied, known.keeps, known.safe, known.before, count, *known.held, *flat)
@@ -99,9 +103,9 @@ def test_nonsense_says_nothing(field: tuple[int, ...]) -> None:
 def test_only_the_newest_is_told() -> None:
     """Of more than fits the newest is told; where nothing is kept, nothing is."""
     many = KeptBeat(1, True, -1, tuple(range(20)), tuple(Written(step, 1, 1) for step in range(9)))
-    assert KeptBeat.of(many.told()).held == tuple(range(20))[-HELD_MAX:]
-    assert [one.step for one in KeptBeat.of(many.told()).written] == [5, 6, 7, 8]
-    assert KeptBeat().told() == ()
+    assert kept_of(kept(many)).held == tuple(range(20))[-HELD_MAX:]
+    assert [one.step for one in kept_of(kept(many)).written] == [5, 6, 7, 8]
+    assert kept(KeptBeat()) == ()
 
 
 # ---- whole in memory

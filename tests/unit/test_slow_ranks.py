@@ -16,6 +16,7 @@ from dlrover_core.kernel.engine import Accepted, NotDone
 from dlrover_core.kernel.state import digest
 from dlrover_core.rules import pace as pace_rules
 from dlrover_core.rules.model import MODEL
+from dlrover_core.runtime import version_4
 from dlrover_core.runtime.levels import Beat
 from dlrover_core.runtime.messages import FIELDS_MAX, decode, encode
 from dlrover_core.runtime.paces import (
@@ -62,7 +63,7 @@ def test_a_node_tells_what_its_ranks_do() -> None:
         for rank in range(4):
             cost = 0.052 if rank == 2 and at >= 120 else 0.040
             node.read(rank, 1, [cost * (1 + 0.01 * ((at * 7 + rank) % 3 - 1))], at * BLOCK_STEPS, float(at))
-    told = PaceBeat.of(node.beat(8).told())
+    told = version_4.pace_of(version_4.pace(node.beat(8)))
     assert [one.rank for one in told.slow] == [10]
     assert told.slow[0].before_us == pytest.approx(40_000, rel=0.02)
     assert told.slow[0].now_us == pytest.approx(52_000, rel=0.02)
@@ -73,7 +74,7 @@ def test_a_node_tells_what_its_ranks_do() -> None:
         node.read(2, 1, [0.052], at * BLOCK_STEPS, float(at))
     assert node.beat(8).slow == (told.slow[0]._replace(jump=0),)
     node.restarted()
-    assert [one.rank for one in PaceBeat.of(node.beat(8).told()).slow] == [10]
+    assert [one.rank for one in version_4.pace_of(version_4.pace(node.beat(8))).slow] == [10]
     node.read(2, 2, [0.1], 5, 300.0)
     assert node.beat(8).slow == ()
 
@@ -82,14 +83,15 @@ def test_beats_are_read_as_they_were_written_and_fit_a_frame() -> None:
     """Whatever is told comes back, as many as have room; what makes no sense says nothing."""
     many = PaceBeat(660, PARTS, 9_990, 12, tuple(SLOW._replace(rank=rank) for rank in range(12)))
     losses = LossBeat(16, tuple(RankLoss(rank, 7, NAN, NEVER, 0) for rank in range(16)))
-    assert len(many.told()) <= FIELDS_MAX
-    assert len(losses.told()) <= FIELDS_MAX
+    assert len(version_4.pace(many)) <= FIELDS_MAX
+    assert len(version_4.losses(losses)) <= FIELDS_MAX
     cut = many._replace(slow=many.slow[:SLOW_MAX]), losses._replace(ranks=losses.ranks[:LOSSES_MAX])
-    assert decode(encode(Beat(3, 660, 0, (many, losses)))) == Beat(3, 660, 0, cut)
-    assert PaceBeat.of(many.told()) == many._replace(slow=many.slow[:SLOW_MAX])
-    assert LossBeat.of(losses.told()).reporting == 16
-    assert PaceBeat.of((1, 2, 3, 4, 5)) == PaceBeat.of((1,)) == PaceBeat()
-    assert LossBeat.of((1, 2)) == LossBeat.of(()) == LossBeat()
+    for version in (4, 5):
+        assert decode(encode(Beat(3, 660, 0, cut), version), version) == Beat(3, 660, 0, cut)
+    assert version_4.pace_of(version_4.pace(many)) == many._replace(slow=many.slow[:SLOW_MAX])
+    assert version_4.losses_of(version_4.losses(losses)).reporting == 16
+    assert version_4.pace_of((1, 2, 3, 4, 5)) == version_4.pace_of((1,)) == PaceBeat()
+    assert version_4.losses_of((1, 2)) == version_4.losses_of(()) == LossBeat()
 
 
 def test_what_all_suffered_hides_no_straggler() -> None:

@@ -39,8 +39,8 @@ def command(number: int, since: int = 0) -> Callable[[C], C]:
 def part(number: int) -> Callable[[C], C]:
     """Declare a NamedTuple as part ``number``. Every field has a default: a part of defaults means the same as no part.
 
-    A part travels as its fields, or as the integers that its ``told`` gives and its ``of`` reads. Peers that do not know it
-    skip it.
+    A part travels as its fields; so does each NamedTuple in a tuple of them. Either may grow by fields at its end, each with
+    a default: peers of the release before skip them, and what such peers say lacks them. Peers that do not know a part skip it.
     """
     return lambda cls: _numbered(PARTS, number, cls)
 

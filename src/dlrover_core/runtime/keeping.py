@@ -23,8 +23,6 @@ from dlrover_core.runtime.levels import Beat, Levels
 HELD_MAX = 8  # a node's slots; a message's array has 64 places
 WRITTEN_MAX = 4
 
-Ints = tuple[int, ...]
-
 
 class Written(NamedTuple):
     """A node's parts of ``step`` are on storage, durably: ``size`` bytes in ``took_us``.
@@ -60,26 +58,6 @@ class KeptBeat(NamedTuple):
     safe: int = -1
     before: int = 0
     wrote: bool = False
-
-    def told(self) -> Ints:
-        """As a beat's field; empty where nothing is kept."""
-        if not self.generation:
-            return ()
-        held, written = self.held[-HELD_MAX:], self.written[-WRITTEN_MAX:]
-        flat = [value for one in written for value in one]
-        copies = (self.copied, self.keeps, self.safe)
-        return (self.generation, int(self.writes), *copies, self.before, int(self.wrote), len(held), *held, *flat)
-
-    @classmethod
-    def of(cls, told: Ints) -> KeptBeat:
-        """From a beat's field; one that makes no sense says nothing."""
-        width, first = len(Written._fields), 8
-        count = told[first - 1] if len(told) >= first else -1
-        if not 0 <= count <= min(HELD_MAX, len(told) - first) or (len(told) - first - count) % width:
-            return cls()
-        held, flat = told[first : first + count], told[first + count :]
-        written = tuple(Written(*flat[at : at + width]) for at in range(0, len(flat), width))
-        return cls(told[0], bool(told[1]), told[2], held, written, told[3], told[4], told[5], bool(told[6]))
 
 
 GENERATIONS_KEPT = 2  # the one that runs, and the one before, whose parts may still be on their way

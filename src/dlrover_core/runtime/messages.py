@@ -17,7 +17,7 @@ from dlrover_core.job import world
 from dlrover_core.job.orders import Order, Work
 from dlrover_core.kernel.wire import COMMANDS, PARTS, Part, Unknown, number_of, since
 from dlrover_core.runtime import version_4
-from dlrover_core.runtime.checked import checked
+from dlrover_core.runtime.checked import checked, known
 from dlrover_core.runtime.levels import Beat, BeatSeen
 from dlrover_core.runtime.transport import FRAME_BYTES_MAX
 from dlrover_core.words import plain, plain_fields
@@ -160,7 +160,7 @@ def _old_fields(message: Message, version: int) -> Message:
 
 
 def _told(parts: tuple[Part, ...]) -> tuple[tuple[int, Part], ...]:
-    return tuple((number_of(type(one)), one.told() if hasattr(one, "told") else one) for one in parts)
+    return tuple((number_of(type(one)), one) for one in parts)
 
 
 def type_of(frame: bytes) -> type | None:
@@ -185,7 +185,7 @@ def decode(frame: bytes, version: int = VERSION) -> Message:
         return Beat(*version_4.beat_of(fields))
     if version < VERSION and cls is BeatSeen:
         return BeatSeen(*version_4.seen_of(fields))
-    message = checked(cls, fields)
+    message: Message = checked(cast(Any, cls), fields)
     if cls in _WORDY:
         return plain_fields(message)
     if isinstance(message, (Beat, BeatSeen)) and message.parts:
@@ -195,19 +195,14 @@ def decode(frame: bytes, version: int = VERSION) -> Message:
 
 def _parts_of(told: tuple[Any, ...]) -> tuple[Part, ...]:
     """The parts that are known here. Raises `MalformedMessage`."""
-    parts = []
+    parts: list[Part] = []
     for one in told:
         if not (len(one) == 2 and type(one[0]) is int and isinstance(one[1], tuple)):
             raise MalformedMessage("a part is [number, fields]")
-        cls: Any = PARTS.get(one[0])
+        cls = PARTS.get(one[0])
         if cls is not None:
-            parts.append(cls.of(checked(_Flat, (one[1],))[0]) if hasattr(cls, "told") else _known(cls, one[1]))
+            parts.append(known(cls, one[1]))
     return tuple(parts)
-
-
-def _known(cls: Any, fields: tuple[Any, ...]) -> Any:
-    """Of the fields of a peer that may be newer those that are known here: new ones come at the end."""
-    return checked(cls, fields[: len(cls._fields)])
 
 
 def numbered(number: int, command: Message, version: int = VERSION) -> Numbered:
@@ -229,7 +224,7 @@ def command_of(message: Numbered) -> Message:
     cls = COMMANDS.get(message.kind)
     if cls is None:
         return Unknown(plain(message.name, NAME_MAX) or f"command {message.kind}")
-    return plain_fields(_known(cls, message.fields))
+    return plain_fields(known(cls, message.fields))
 
 
 def level(token: int, order: Order, version: int = VERSION) -> Level:
@@ -244,18 +239,14 @@ def order_of(message: Level, version: int = VERSION) -> Order:
     if version < VERSION:
         return version_4.order_of(message.order)
     base, work, parts = checked(_Order, message.order[:3])
-    order = cast(Order, checked(Order, cast(Any, base)[:_BASE]))
-    return order._replace(work=_known(Work, cast(Any, work)), parts=_parts_of(cast(Any, parts)))
+    order = checked(Order, cast(Any, base)[:_BASE])
+    return order._replace(work=known(Work, cast(Any, work)), parts=_parts_of(cast(Any, parts)))
 
 
 class _Order(NamedTuple):
     base: tuple[Any, ...]
     work: tuple[Any, ...]
     parts: tuple[Part, ...]
-
-
-class _Flat(NamedTuple):
-    integers: tuple[int, ...]
 
 
 _BASE = len(Order._fields) - 2

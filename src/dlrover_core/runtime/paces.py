@@ -33,8 +33,6 @@ LATE_S = 10.0
 LOSS_WAIT_S = 3.0
 SECOND_US = 1_000_000
 
-Ints = tuple[int, ...]
-
 
 class SlowRank(NamedTuple):
     """A standing change, as a beat tells it; ``jump``: the newest change alone, in parts of `PARTS`, 0 once it is an old one."""
@@ -71,20 +69,6 @@ class PaceBeat(NamedTuple):
     slower: int = 0
     slow: tuple[SlowRank, ...] = ()
 
-    def told(self) -> Ints:
-        """As a beat's field."""
-        flat = [value for one in self.slow[:SLOW_MAX] for value in one]
-        return (self.step, self.common, self.others, self.slower, *flat)
-
-    @classmethod
-    def of(cls, told: Ints) -> PaceBeat:
-        """From a beat's field; one that makes no sense says nothing."""
-        width = len(SlowRank._fields)
-        if len(told) < 4 or (len(told) - 4) % width:
-            return cls()
-        slow = tuple(SlowRank(*told[at : at + width]) for at in range(4, len(told), width))
-        return cls(told[0], told[1], told[2], told[3], slow)
-
 
 @part(8)
 class LossBeat(NamedTuple):
@@ -92,20 +76,6 @@ class LossBeat(NamedTuple):
 
     reporting: int = 0
     ranks: tuple[RankLoss, ...] = ()
-
-    def told(self) -> Ints:
-        """As a beat's field; empty where no rank reports."""
-        if not self.reporting:
-            return ()
-        return (self.reporting, *(value for one in self.ranks[:LOSSES_MAX] for value in one))
-
-    @classmethod
-    def of(cls, told: Ints) -> LossBeat:
-        """From a beat's field."""
-        width = len(RankLoss._fields)
-        if not told or (len(told) - 1) % width:
-            return cls()
-        return cls(told[0], tuple(RankLoss(*told[at : at + width]) for at in range(1, len(told), width)))
 
 
 # ---- the agent's side
@@ -160,7 +130,7 @@ class NodePace:
             for local, one in sorted(self._ranks.items())
             if one.changes.slow is not None
         ]
-        return PaceBeat(self._step, _middle(ratios), _middle(others), len(slow), tuple(slow))
+        return PaceBeat(self._step, _middle(ratios), _middle(others), len(slow), tuple(slow[:SLOW_MAX]))
 
 
 def _middle(ratios: Sequence[float]) -> int:

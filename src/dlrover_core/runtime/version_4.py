@@ -7,7 +7,7 @@ of version 5 are a release old.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.errors import MalformedMessage
@@ -20,8 +20,10 @@ from dlrover_core.job.progress import ReportFirstStep
 from dlrover_core.job.world import ReportFinished
 from dlrover_core.kernel.wire import Part, find
 from dlrover_core.runtime.checked import Message, checked
-from dlrover_core.runtime.keeping import Everywhere, KeptBeat
-from dlrover_core.runtime.paces import LossBeat, PaceBeat
+from dlrover_core.runtime.keeping import HELD_MAX, WRITTEN_MAX, Everywhere, KeptBeat, Written
+from dlrover_core.runtime.paces import LOSSES_MAX, SLOW_MAX, LossBeat, PaceBeat, RankLoss, SlowRank
+
+Ints = tuple[int, ...]
 
 _ORDER: tuple[tuple[type, str], ...] = tuple(
     (cls, name)
@@ -89,21 +91,66 @@ def order_of(fields: tuple[Any, ...]) -> Order:
     return base._replace(work=find(pieces, Work)).telling(*(one for one in pieces if not isinstance(one, Work)))
 
 
+def pace(told: PaceBeat) -> Ints:
+    """The integers of what a node's ranks compute; none where nothing is known."""
+    if told == PaceBeat():
+        return ()
+    flat = [value for one in told.slow[:SLOW_MAX] for value in one]
+    return (told.step, told.common, told.others, told.slower, *flat)
+
+
+def pace_of(told: Ints) -> PaceBeat:
+    """From a beat's integers; those that make no sense say nothing, here and below."""
+    if len(told) < 4 or (len(told) - 4) % 6:
+        return PaceBeat()
+    slow = tuple(SlowRank(*told[at : at + 6]) for at in range(4, len(told), 6))
+    return PaceBeat(told[0], told[1], told[2], told[3], slow)
+
+
+def losses(told: LossBeat) -> Ints:
+    """The integers of what a node's losses do; none where no rank reports."""
+    flat = (value for one in told.ranks[:LOSSES_MAX] for value in one)
+    return (told.reporting, *flat) if told.reporting else ()
+
+
+def losses_of(told: Ints) -> LossBeat:
+    """From a beat's integers."""
+    if not told or (len(told) - 1) % 5:
+        return LossBeat()
+    return LossBeat(told[0], tuple(RankLoss(*told[at : at + 5]) for at in range(1, len(told), 5)))
+
+
+def kept(told: KeptBeat) -> Ints:
+    """The integers of what a node keeps; none where nothing is kept."""
+    if not told.generation:
+        return ()
+    held, flat = told.held[-HELD_MAX:], [value for one in told.written[-WRITTEN_MAX:] for value in one]
+    copies = (told.copied, told.keeps, told.safe)
+    return (told.generation, int(told.writes), *copies, told.before, int(told.wrote), len(held), *held, *flat)
+
+
+def kept_of(told: Ints) -> KeptBeat:
+    """From a beat's integers."""
+    count = told[7] if len(told) >= 8 else -1
+    if not 0 <= count <= min(HELD_MAX, len(told) - 8) or (len(told) - 8 - count) % 5:
+        return KeptBeat()
+    held, flat = told[8 : 8 + count], told[8 + count :]
+    written = tuple(Written(*flat[at : at + 5]) for at in range(0, len(flat), 5))
+    return KeptBeat(told[0], bool(told[1]), told[2], held, written, told[3], told[4], told[5], bool(told[6]))
+
+
 def beat(generation: int, step: int, lag_us: int, parts: Iterable[Part]) -> tuple[Any, ...]:
     """The flat fields of a heartbeat."""
     told = tuple(parts)
-    pace = find(told, PaceBeat)
-    paced = pace.told() if pace != PaceBeat() else ()
-    kept, losses = find(told, KeptBeat).told(), find(told, LossBeat).told()
-    return (generation, step, lag_us, *find(told, Pulse)[1:5], paced, losses, kept)
+    ranks = pace(find(told, PaceBeat)), losses(find(told, LossBeat))
+    return (generation, step, lag_us, *find(told, Pulse)[1:5], *ranks, kept(find(told, KeptBeat)))
 
 
 def beat_of(fields: tuple[Any, ...]) -> tuple[int, int, int, tuple[Part, ...]]:
     """Generation, step, lag and parts of a heartbeat's flat fields. Raises `MalformedMessage`."""
-    flat = cast(_Beat, checked(_Beat, fields))
+    flat = checked(_Beat, fields)
     pulse = Pulse(flat.step, *flat[3:7]) if flat.idle_us >= 0 else Pulse()
-    pace = PaceBeat.of(flat.pace) if flat.pace else PaceBeat()
-    parts = (pulse, pace, LossBeat.of(flat.losses), KeptBeat.of(flat.kept))
+    parts = (pulse, pace_of(flat.pace), losses_of(flat.losses), kept_of(flat.kept))
     return flat.generation, flat.step, flat.lag_us, tuple(one for one in parts if one != type(one)())
 
 
@@ -114,7 +161,7 @@ def seen(parts: Iterable[Part]) -> tuple[int, ...]:
 
 def seen_of(fields: tuple[Any, ...]) -> tuple[int, tuple[Part, ...]]:
     """Token and parts of an answer's flat fields. Raises `MalformedMessage`."""
-    token, *told = cast(_Seen, checked(_Seen, fields))
+    token, *told = checked(_Seen, fields)
     return token, (Everywhere(*told),)
 
 

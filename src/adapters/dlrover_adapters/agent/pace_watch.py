@@ -28,7 +28,7 @@ from dlrover_core.diagnosis.slots import (
 from dlrover_core.job.orders import Order
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.launcher import Notice
-from dlrover_core.runtime.paces import LossBeat, NodePace, PaceBeat, RankLoss
+from dlrover_core.runtime.paces import LOSSES_MAX, LossBeat, NodePace, PaceBeat, RankLoss
 
 LOOK_S = 1.0
 
@@ -120,7 +120,7 @@ class PaceWatch:
         ranks = tuple(loss for _, loss in seen if loss.how != FINITE or loss.jumped != NEVER)
         # The broken ones first: a beat has room for so many.
         ordered = sorted(ranks, key=lambda loss: (loss.how == FINITE, loss.rank))
-        return LossBeat(sum(1 for reported, _ in seen if reported), tuple(ordered))
+        return LossBeat(sum(1 for reported, _ in seen if reported), tuple(ordered[:LOSSES_MAX]))
 
     def _close(self) -> None:
         for one in self._open.values():
