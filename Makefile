@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # More options for pytest: make unit ARGS="-k world -x"
 ARGS ?=
 
-.PHONY: help demo test quick near check unit fast stories etcd integration nightly bench bench-smoke chaos campaign format clean
+.PHONY: help demo test quick near check lint types unit fast stories etcd integration side alone nightly bench bench-smoke chaos campaign format clean
 
 help: ## these lines
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -25,8 +25,8 @@ demo: $(READY) ## train a real model through three kinds of death
 	$(PY) examples/demo.py
 
 test: ## everything CI runs: check, unit, stories, integration
-	$(MAKE) --no-print-directory -j2 --output-sync=line check fast
-	$(MAKE) --no-print-directory integration
+	$(MAKE) --no-print-directory -j1 lint fast side
+	$(MAKE) --no-print-directory -j2 --output-sync=line types alone
 
 quick: $(READY) ## check, and unit tests near what changed: 90 s
 	$(MAKE) --no-print-directory -j2 --output-sync=line check near
@@ -34,11 +34,16 @@ quick: $(READY) ## check, and unit tests near what changed: 90 s
 near: $(READY)
 	$(PY) -m tools.quick -n $(JOBS) $(ARGS)
 
-check: $(READY) ## lint, format, types, import rules
+check: lint types ## lint, format, types, import rules
+
+lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
+
+# In `make test` beside tests that wait for the clock on one core, and for which nothing may run but what gives way.
+types: $(READY)
+	nice -n 19 $(VENV)/bin/mypy
 
 unit: $(READY) ## fast tests, in parallel
 	$(PY) -m pytest tests/unit -m "not nightly" -n $(JOBS) $(ARGS)
@@ -48,8 +53,13 @@ fast: $(READY)
 	$(PY) -m pytest tests/unit tests/chaos -m "not nightly" -n $(JOBS) $(ARGS)
 
 # Where ARGS chooses none of a half, pytest says so by 5.
-integration: $(READY) ## tests with real processes: side by side, then those that must be alone
+integration: ## tests with real processes: side by side, then those that must be alone
+	$(MAKE) --no-print-directory -j1 side alone
+
+side: $(READY)
 	$(PY) -m pytest tests/integration -m "not alone and not nightly" -n $(SIDE_JOBS) --dist loadgroup $(ARGS) || test $$? = 5
+
+alone: $(READY)
 	$(PY) -m pytest tests/integration -m "alone and not nightly" $(ARGS) || test $$? = 5
 
 nightly: $(READY) ## what `make test` leaves out, all three suites, and other Pythons; says what it ran

@@ -27,23 +27,33 @@ INTRODUCTION = (
 )
 
 
-def text_of(module: str, arguments: tuple[str, ...]) -> str:
-    """What the command prints for --help, 100 columns wide and without colours."""
-    program = f"import sys, {module} as command; sys.exit(command.main(sys.argv[1:]))"
+EACH = """
+import importlib, os, sys
+commands = [(importlib.import_module(name), words) for name, *words in map(str.split, sys.argv[1:])]
+for command, words in commands:
+    if not os.fork():
+        sys.exit(command.main([*words, "--help"]))
+    if os.wait()[1]:
+        sys.exit("{} {} --help has failed".format(command.__name__, words))
+    os.write(1, b"\\0")
+"""
+"""One process imports all of the commands, and a fork of it is each of them."""
+
+
+def texts() -> list[str]:
+    """What the commands print for --help, 100 columns wide and without colours."""
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "PYTHON_COLORS": "0"}
+    lines = [" ".join((module, *words)) for _, module, words in COMMANDS]
     run = subprocess.run(
-        [sys.executable, "-c", program, *arguments, "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
+        [sys.executable, "-c", EACH, *lines], capture_output=True, text=True, check=True, env=environment
     )
-    return run.stdout
+    return run.stdout.split("\0")[:-1]
 
 
 def page() -> str:
     """The whole page."""
-    parts = [f"## {name}\n\n```\n{text_of(module, arguments).rstrip()}\n```\n" for name, module, arguments in COMMANDS]
+    told = zip(COMMANDS, texts(), strict=True)
+    parts = [f"## {name}\n\n```\n{text.rstrip()}\n```\n" for (name, _, _), text in told]
     return "\n".join([INTRODUCTION, *parts])
 
 

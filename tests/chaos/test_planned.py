@@ -116,8 +116,13 @@ async def recorded(cluster: Cluster, true: Callable[[list[Record]], bool]) -> No
     """Until this holds of the log."""
 
     async def look() -> None:
-        while not true(await cluster.records()):  # noqa: ASYNC110  # anybody may write; time is virtual
-            await asyncio.sleep(0.0005)
+        records: list[Record] = []
+        while True:
+            more = [record async for record in cluster.log.read(cluster.spec.job, len(records))]
+            records += more
+            if more and true(records):
+                return
+            await asyncio.sleep(0.0005)  # anybody may write; time is virtual
 
     await asyncio.wait_for(look(), 600.0)
 

@@ -542,7 +542,7 @@ def test_agents_with_clocks_of_their_own() -> None:
 
     async def story() -> None:
         spec = JobSpec("clocks", (GroupSpec(nodes_min=2, nodes_max=2),), silence_s=5.0)
-        async with Cluster(spec, training=Training(400)) as cluster:
+        async with Cluster(spec, training=Training(100)) as cluster:
             await cluster.until(lambda: cluster.training.done >= 3)
             cluster._loop.skew("worker-0-0", 1000.0)
             cluster._loop.skew("worker-1-0", 0.1)

@@ -24,6 +24,10 @@ STRIKES = (
 )
 
 
+@pytest.mark.nightly(
+    reason="test_rough_handling.py strikes the same processes and fills disks, test_hostile_peers.py has the peers,"
+    " test_rough_witness.py the campaign's own judgement, in make test"
+)
 @pytest.mark.timeout(300)
 def test_a_short_rough_world_keeps_every_promise(tmp_path: Path) -> None:
     """Workers, a master and a saver are struck, the clock jumps, a disk is full and one stalls: the witness finds nothing wrong.

@@ -50,7 +50,7 @@ def pytest_over(folder: Path, *blocks: str, words: Sequence[str] = ()) -> subpro
         pytest.param(
             (), id="all", marks=pytest.mark.nightly(reason="the same with fewer seeds stands for it in make test")
         ),
-        pytest.param(("--chaos-seeds", "5"), id="few"),
+        pytest.param(("--chaos-seeds", "2"), id="few"),
     ],
 )
 def test_examples_run(tmp_path: Path, words: Sequence[str]) -> None:

@@ -203,6 +203,10 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.nightly(
+    reason="half a minute is waited; test_storage_duty.py has storage that fails for so long, test_last_states.py a job that"
+    " fails as its last state is on no storage, in make test"
+)
 def test_saving_fails_and_training_goes_on(tmp_path: Path) -> None:
     """Megatron-LM#1435: a checkpoint that could not be written ended the training: here it is an alarm, and training goes on.
 

@@ -37,6 +37,9 @@ def succeeds(folder: Path, *words: str, job: str = "example") -> str:
         return one.out.read_text()
 
 
+@pytest.mark.nightly(
+    reason="test_dlrover_run_demo.py, which learns the digits, and test_parity.py stand for it in make test"
+)
 @pytest.mark.timeout(280)
 def test_ddp_digits_learns_the_same_under_both_launchers(tmp_path: Path) -> None:
     """The same script, losses and accuracy under dlrover-run and torchrun, bit for bit."""

@@ -29,16 +29,21 @@ SCRIPTS = Path(__file__).parent
 BIN = Path(sys.executable).parent
 BOUND_S = 90.0
 TOKEN = "of-the-tests"
-LOOK_S = 0.02
+LOOK_S, SELDOM_S = 0.02, 0.2
+LOOKING = 0.1
+"""The share of its time for which a test that waits may look: a look at /proc, or a question to a master, costs milliseconds."""
 Found = TypeVar("Found")
 
 
 def eventually(look: Callable[[], Found | None], what: str, bound_s: float = BOUND_S) -> Found:
     """The first thing that ``look`` finds. Other processes' doings ring no bell here, so it looks again and again."""
     deadline = time.monotonic() + bound_s
+    began = time.monotonic()
     while (found := look()) is None or found is False:
-        assert time.monotonic() < deadline, f"{what}: not within {bound_s:g} s"
-        threading.Event().wait(LOOK_S)
+        now = time.monotonic()
+        assert now < deadline, f"{what}: not within {bound_s:g} s"
+        threading.Event().wait(min(max(LOOK_S, (now - began) / LOOKING), SELDOM_S))
+        began = time.monotonic()
     return found
 
 
@@ -123,6 +128,7 @@ class Job:
     ) -> None:
         self.folder, self.name, self.state = folder, job, folder / "state"
         self.out, self.err = folder / "out", folder / "err"
+        self._told: str | None = None  # the log of a job that has ended by itself, which grows no more
         arguments = [*prefix, str(BIN / "dlrover-run"), "--state-dir", str(self.state), "--job-id", job, *command]
         born = {**os.environ, "DLROVER_TOKEN": TOKEN, "FOLDER": str(folder), **warmth(command, folder), **(env or {})}
         with self.out.open("wb") as out, self.err.open("wb") as err:
@@ -282,7 +288,10 @@ class Job:
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """The events of these kinds, all without any."""
-        found = [json.loads(line) for line in self.dlrover("events", "--json").splitlines()]
+        code = self.process.poll()
+        told = self._told or self.dlrover("events", "--json")
+        self._told = told if code is not None and code >= 0 else None
+        found = [json.loads(line) for line in told.splitlines()]
         return [one for one in found if not kinds or one["event"] in kinds]
 
     # ---- its workers
