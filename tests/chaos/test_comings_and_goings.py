@@ -126,7 +126,7 @@ def test_most_die_while_standbys_wait(needed: int, die: int) -> None:
             cluster.kill_host(host)
         assert await next_step(cluster) <= BASE.gone_s + RETURN_S + TAKE_OVER_S
 
-    assert tell(story, "abcdef"[: needed + die], needed, needed).failures.number == 1
+    assert tell(story, "abcdef"[: needed + die], needed, needed).incidents.number == 1
 
 
 @pytest.mark.parametrize("hosts", ["a", "abc"])
@@ -141,7 +141,7 @@ def test_nobody_can_reach_the_master_for_a_while(hosts: str, seconds: float) -> 
         await asyncio.sleep(30)
         assert len(cluster.training.starts) == min(2, len(hosts))
 
-    assert tell(story, hosts, min(2, len(hosts)), min(2, len(hosts))).failures.number == 0
+    assert tell(story, hosts, min(2, len(hosts)), min(2, len(hosts))).incidents.number == 0
 
 
 def test_the_only_host_dies_and_another_one_comes() -> None:
