@@ -128,7 +128,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *_of(
         "dlrover_core/rules/budgets.py",
         _unit("budget"),
-        ("if command.node in state.budget.spent or not state.job.live:", "if not state.job.live:"),
+        ("if command.node in state.budgets.spent or not state.job.live:", "if not state.job.live:"),
     ),
     # ---- logs
     *_of(

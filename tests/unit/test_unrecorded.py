@@ -86,7 +86,7 @@ def test_what_failed_and_cannot_be_restarted() -> None:
     state: Any = SimpleNamespace(
         world=SimpleNamespace(worlds={"worker": World(generation=3, active=True)}),
         nodes=SimpleNamespace(nodes={"a": SimpleNamespace(state="running"), "b": SimpleNamespace(state="failed")}),
-        incidents=SimpleNamespace(incidents={}),
+        incidents=SimpleNamespace(by_number={}),
     )
     assert failure(state, (), ()) == ""
     assert failure(state, [ReportExit("a", 2, 0, -9), ReportFinished("a", 3)], ()) == ""
