@@ -15,14 +15,17 @@ import pytest
 
 Make = Callable[..., Any]
 
-# The first step is an optimizer's; what the script tells of itself it knew before that.
+OPTIMIZER = "import torch; torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()"
+COUNTED = "import torch; from dlrover_adapters.torch import step; step(1)"
+"""Either is a first step; the optimizer's costs each process that makes it seconds of imports."""
+
+# What the script tells of itself it knew before its first step.
 SCRIPT = """
 loaded = [name in sys.modules for name in ("slowly", "slowly.parts", "of_mine")]
 import of_mine
 {before}
-import slowly.parts, torch
-weights = torch.nn.Parameter(torch.ones(1))
-torch.optim.SGD([weights], lr=0.1).step()
+import slowly.parts
+{steps}
 tell(*loaded, slowly.VALUE, slowly.parts.PLACE)
 """
 
@@ -50,7 +53,7 @@ def test_the_second_run_forks_workers_that_have_what_the_first_imported(
     rig: Make, tmp_path: Path, package: dict[str, str]
 ) -> None:
     """Of installed packages only, never the script's own modules; and an edited script begins anew."""
-    script, lists = SCRIPT.format(before=""), tmp_path / "imports"
+    script, lists = SCRIPT.format(before="", steps=OPTIMIZER), tmp_path / "imports"
 
     async def told(text: str) -> list[Any]:
         async with rig(text, torch=True, env=package, imports=str(lists)) as one:
@@ -78,7 +81,7 @@ def test_what_reads_a_variable_that_the_script_sets_is_never_imported_ahead(
     rig: Make, tmp_path: Path, package: dict[str, str]
 ) -> None:
     """``os.environ[...] = ...`` above an import has its effect in every run."""
-    script, lists = SCRIPT.format(before="os.environ['SLOWLY'] = 'set'"), tmp_path / "imports"
+    script, lists = SCRIPT.format(before="os.environ['SLOWLY'] = 'set'", steps=COUNTED), tmp_path / "imports"
 
     async def test() -> None:
         for _ in range(2):
@@ -104,8 +107,8 @@ os.chdir("/")
 if os.environ.get("SETS"):
     os.environ["SLOWLY"] = "set"
 os.chdir(first)
-import slowly, torch
-torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+import slowly
+{steps}
 tell(loaded, before, slowly.VALUE, os.getpid())
 child.kill()
 """
@@ -115,7 +118,7 @@ def test_a_script_that_sets_such_a_variable_only_now_begins_again_without_the_li
     rig: Make, tmp_path: Path, package: dict[str, str]
 ) -> None:
     """All ranks, in their own processes and at no cost; and the next workers are forked without the list."""
-    script, lists = SOMETIMES.format(joins=""), tmp_path / "imports"
+    script, lists = SOMETIMES.format(joins="", steps=COUNTED), tmp_path / "imports"
 
     async def test() -> None:
         for env in (package, package | {"SETS": "1"}):
@@ -151,7 +154,7 @@ def test_ranks_that_have_joined_each_other_end_and_begin_again_together(
     lists = tmp_path / "imports"
 
     async def test() -> None:
-        script = SOMETIMES.format(joins=JOINS)
+        script = SOMETIMES.format(joins=JOINS, steps=OPTIMIZER)
         async with rig(script, torch=True, env=package, imports=str(lists), nproc=2) as one:
             await one.run()
         (tmp_path / "store").unlink(missing_ok=True)
@@ -172,8 +175,8 @@ ELSEWHERE = """
 ahead = [name in sys.modules for name in ("slowly", "looks_at_argv")]
 import looks_at_argv
 sys.path.insert(0, os.path.join(os.environ["FOLDER"], "other", "site-packages"))
-import slowly, torch
-torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+import slowly
+{steps}
 tell(ahead, slowly.VALUE, looks_at_argv.ARGV == sys.argv)
 """
 
@@ -188,7 +191,9 @@ def test_a_script_s_own_path_and_arguments_have_their_effect_in_every_run(
 
     async def test() -> None:
         for ahead in (False, True):
-            async with rig(ELSEWHERE, torch=True, env=package, imports=str(tmp_path / "imports")) as one:
+            async with rig(
+                ELSEWHERE.format(steps=COUNTED), torch=True, env=package, imports=str(tmp_path / "imports")
+            ) as one:
                 await one.run()
                 assert (await one.told())[1:] == [[False, ahead], "other", True]
                 assert one.launcher.refused == {}
@@ -202,7 +207,7 @@ def test_a_list_that_leaves_threads_behind_is_cut_and_remembered(
     """Modules before the one that starts a thread are kept; a later run does not try the others again."""
     threaded = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     (tmp_path / "site-packages" / "threaded.py").write_text(threaded)
-    script, lists = SCRIPT.format(before="import slowly, threaded"), tmp_path / "imports"
+    script, lists = SCRIPT.format(before="import slowly, threaded", steps=COUNTED), tmp_path / "imports"
 
     async def test() -> None:
         async with rig(script, torch=True, env=package, imports=str(lists)) as one:

@@ -12,7 +12,7 @@ import hashlib
 import types
 import typing
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -113,6 +113,7 @@ def _unplainer(hint: Any) -> Unplain:
     return _same
 
 
+@cache
 def _unplain_class(cls: type) -> Unplain:
     hints = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]
