@@ -2,9 +2,10 @@
 
 The real `Master` with the real HTTP listener in a process of its own, its log in SQLite; 500 agents that have joined, offered a
 store and started one world, each over a WebSocket of its own that has shown the job's token. A heartbeat is a full
-`Beat` frame; the master parses and checks it, compares what the agent was told last with what is desired, and answers: with the
-order before the answer where the two differ. Every twentieth comes with a numbered command in the same write (a store
-offered and withdrawn in turn, each an event): it is deduplicated by its number, decided, and on disk before it is answered.
+`Beat` frame with what a node that trains and keeps a checkpoint in memory tells (`Pulse`, `KeptBeat`); the master parses and
+checks it, compares what the agent was told last with what is desired, and answers: with the order before the answer where the
+two differ. Every twentieth comes with a numbered command in the same write (a store offered and withdrawn in turn, each an
+event): it is deduplicated by its number, decided, and on disk before it is answered.
 
 Closed loop: an agent sends its next heartbeat when it has the answer to the last, and has parsed it. The agents are simulated,
 all in this process (benchmarks/_agents.py says what they do and what they spare themselves). Measured over `--seconds`.
@@ -27,7 +28,10 @@ from _agents import ANSWER, BEAT, BEAT_SEEN, GOODBYE, Broken, Joining, SimAgent,
 from _bench import BROKEN, Result, Row, options, quantile, say
 from _master import cpu_s, started
 
+from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.job import world
+from dlrover_core.kernel.wire import number_of
+from dlrover_core.runtime.keeping import KeptBeat
 
 MEASURES = (
     "src/adapters/dlrover_adapters/cli/collector.py",
@@ -43,6 +47,7 @@ PEER_RATE = 2_100.0
 RATE_TARGET = 12_000.0
 COMMAND_EVERY = 20
 SPARE_STORE = "10.9.9.9:2"
+PULSE, KEPT = number_of(Pulse), number_of(KeptBeat)
 
 
 class Trial(NamedTuple):
@@ -70,7 +75,8 @@ class Beating:
         """The next heartbeat, and with every twentieth a command."""
         number = agent.number
         turn = self._turns[number] = self._turns[number] + 1
-        beat = (BEAT, (agent.generation, turn, 10))
+        kept = KeptBeat(agent.generation, held=(1,))
+        beat = (BEAT, (agent.generation, turn, 10, ((PULSE, Pulse(turn, 3_000, 20_000)), (KEPT, kept))))
         self._sent[number] = time.perf_counter()
         if (turn + number) % COMMAND_EVERY or self._waiting[number]:
             agent.say(beat)
