@@ -8,9 +8,9 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.installed
-# Workers of the unit tests, and of the integration tests: those mostly wait for other processes.
+# Workers of the unit tests, and of the integration tests: those mostly wait for other processes, and one of them for etcd alone.
 JOBS ?= 2
-SIDE_JOBS ?= 3
+SIDE_JOBS ?= 4
 # Where this is set every process compiles all that it imports, again and again; caches are ignored by git, and `make clean` knows them.
 unexport PYTHONDONTWRITEBYTECODE
 # More options for pytest: make unit ARGS="-k world -x"

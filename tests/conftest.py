@@ -15,6 +15,7 @@ import asyncio
 import atexit
 import gc
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -118,7 +119,7 @@ def _judge(
         return
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     reason = reason.removeprefix("Skipped: ")
-    name = report.nodeid.partition("[")[0].removeprefix("tests/")
+    name = re.split(r"[\[@]", report.nodeid)[0].removeprefix("tests/")  # a group's name follows "@"
     if not any(reason.startswith(one) for one in skips().get(name, ())):
         report.outcome = "failed"
         report.longrepr = (

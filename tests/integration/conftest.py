@@ -28,6 +28,18 @@ if SCRIPTS not in sys.path:
     sys.path.insert(0, SCRIPTS)
 SOURCES = [str(Path(__file__).parents[2] / one) for one in ("src", "src/adapters", "src/backends")]
 
+BUSY_ETCDS = ("test_cli_etcd", "test_etcd_chaos_masters")  # whole jobs beside an etcd
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of etcd wait for nine tenths of their time: one worker runs them all, with one etcd, beside those that compute."""
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
+        waits = "etcd" in item.path.stem and item.path.stem not in BUSY_ETCDS
+        if waits and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("etcd"))
+
+
 BARE = """
 import os
 def import_core(): pass

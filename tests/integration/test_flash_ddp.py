@@ -26,7 +26,7 @@ def trained(folder: Path, kind: str, every: int, killed: str, *, steps: int = 11
 
 
 MORE = pytest.mark.nightly(
-    reason="DDP with a save in every step stands for it in make test; test_flash_peers.py for FSDP2"
+    reason="DDP with a save in every step stands for it in make test; test_planned_changes.py for FSDP2"
 )
 
 

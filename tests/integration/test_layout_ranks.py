@@ -18,6 +18,9 @@ RANKS, SHARDS, PER_NODE = 64, 16, 8
 LIMIT_S = 120
 
 
+@pytest.mark.nightly(
+    reason="test_agreement.py and test_division.py, with the ranks in one process, stand for it in make test"
+)
 def test_64_ranks_of_a_large_model(tmp_path: Path) -> None:
     """HSDP, 4 replicas of 16 shards, 2,892 chunks a rank: each node keeps what its ranks have, and each chunk is written once."""
     line = [sys.executable, str(SCRIPT), str(tmp_path), str(RANKS), str(SHARDS)]
