@@ -40,11 +40,10 @@ def newer(folder: Path, nodes: int, generation: int, than: int) -> int:
     return eventually(look, f"copies of a step newer than {than}")
 
 
-@pytest.mark.nightly(
-    reason="test_own_objects.py, which loses a node and has its state from its peer, and a drained node of FSDP2"
-    " (test_planned_changes.py), whose shares come from a peer, stand for it in make test"
-)
-@pytest.mark.parametrize(("nodes", "dies"), [(2, 1), (3, 0)])
+THREE = pytest.mark.nightly(reason="two nodes stand for it in make test")
+
+
+@pytest.mark.parametrize(("nodes", "dies"), [(2, 1), pytest.param(3, 0, marks=THREE)])
 def test_a_node_that_is_gone_has_its_share_back_from_its_partner(tmp_path: Path, nodes: int, dies: int) -> None:
     """SIGKILL of one node's agent, its memory and all; every rank goes on from a step that all had copied or newer, bit for bit.
 
