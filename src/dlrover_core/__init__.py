@@ -62,9 +62,9 @@ if TYPE_CHECKING:
     from dlrover_core.job.job import ResumeJob as ResumeJob
     from dlrover_core.job.job import StopJob as StopJob
     from dlrover_core.job.job import SuspendJob as SuspendJob
+    from dlrover_core.job.operations import DrainNode as DrainNode
+    from dlrover_core.job.operations import ScaleGroup as ScaleGroup
     from dlrover_core.job.orders import NodeLaunch as NodeLaunch
-    from dlrover_core.job.scaling import DrainNode as DrainNode
-    from dlrover_core.job.scaling import ScaleGroup as ScaleGroup
     from dlrover_core.job.state import JobState as JobState
     from dlrover_core.job.state import fold as fold
     from dlrover_core.kernel.codec import Codec as Codec
@@ -154,7 +154,7 @@ _HOME = {
     "ConnectionLost": "errors",
     "CoreError": "errors",
     "Deposed": "runtime.pipeline",
-    "DrainNode": "job.scaling",
+    "DrainNode": "job.operations",
     "Engine": "kernel.engine",
     "EventLog": "kernel.log",
     "Facts": "kernel.engine",
@@ -192,7 +192,7 @@ _HOME = {
     "ReleaseHost": "job.hosts",
     "ResumeJob": "job.job",
     "Rules": "kernel.engine",
-    "ScaleGroup": "job.scaling",
+    "ScaleGroup": "job.operations",
     "SchemaTooNew": "errors",
     "Snapshot": "kernel.log",
     "SpecError": "errors",

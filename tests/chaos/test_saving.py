@@ -12,7 +12,7 @@ import pytest
 from dlrover_core.history import report_of
 from dlrover_core.job import checkpoints, incidents, progress, world
 from dlrover_core.job.job import JobStopped, JobStopping, StopJob
-from dlrover_core.job.scaling import DrainNode
+from dlrover_core.job.operations import DrainNode
 from dlrover_core.kernel.engine import CommandRefused
 from dlrover_core.kernel.events import Record
 from dlrover_core.spec import GroupSpec, JobSpec

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from orders import Told
 
-from dlrover_core.job import checkpoints, job, nodes, scaling, world
+from dlrover_core.job import checkpoints, job, nodes, operations, world
 from dlrover_core.job.checkpoints import (
     CheckpointCommitted,
     CommitCheckpoint,
@@ -363,7 +363,7 @@ def test_a_planned_end_without_a_loss_writes_nothing() -> None:
     """Where everybody is still there and goes on, a world that was ended by plan has lost nothing."""
     drive = Drive(nodes_max=2, nproc=1).up()
     drive.do(ReportKeeping(A, 1, URL, 2, 10, 3, False, 4096, 1))
-    drive.do(scaling.ScaleGroup("worker", 3, 3, "more"))
+    drive.do(operations.ScaleGroup("worker", 3, 3, "more"))
     drive.observe(C, "running")
     drive.join(C)
     drive.wait(120)
@@ -391,7 +391,7 @@ def test_a_suspended_job_is_written() -> None:
 def test_a_drained_node_brings_its_part_to_safety() -> None:
     """Nobody else holds it: who is released tells what its workers left, is told to write it, and only then has left."""
     drive = saving(spread=0, planned=False)
-    drive.do(scaling.DrainNode(B, "maintenance"))
+    drive.do(operations.DrainNode(B, "maintenance"))
     assert order(drive, B).leave
     held(drive, A, 12)
     assert held(drive, B, 12, 14) == ["StepsHeld", "SaveOrdered"]
@@ -405,7 +405,7 @@ def test_a_drained_node_brings_its_part_to_safety() -> None:
 def test_who_has_left_holds_nothing() -> None:
     """With its agent its memory is gone: nobody is waited for, and nothing is ordered that cannot be written."""
     drive = saving(spread=0, planned=False)
-    drive.do(scaling.DrainNode(B, "maintenance"))
+    drive.do(operations.DrainNode(B, "maintenance"))
     held(drive, B, 12)
     drive.do(nodes.ReportLeft(B))
     held(drive, A, 12)

@@ -20,7 +20,7 @@ import pytest
 from drive import Drive
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import checkpoints, job, nodes, scaling, silence, world
+from dlrover_core.job import checkpoints, job, nodes, operations, silence, world
 from dlrover_core.job.state import CODEC, JobState, fold
 from dlrover_core.kernel.state import digest, pack, unpack
 from dlrover_core.rules.model import MODEL
@@ -81,11 +81,11 @@ def failed_job_with_take_over() -> Drive:
 def asked_by_people() -> Drive:
     """A job is scaled up, a node of it drained, the job suspended, its master killed, resumed, scaled down and stopped."""
     drive = Drive(numbered=True, nodes_max=1, nproc=1).up()
-    drive.do(scaling.ScaleGroup("worker", 2, 2, "a new machine"))
+    drive.do(operations.ScaleGroup("worker", 2, 2, "a new machine"))
     drive.observe("worker-1-0", "running", host="h1")
     drive.join("worker-1-0", "h1")
     drive.run(10)
-    drive.do(scaling.DrainNode("worker-1", "a bad one"))
+    drive.do(operations.DrainNode("worker-1", "a bad one"))
     drive.say(nodes.ReportLeft("worker-1-0"))
     drive.observe("worker-1-0", "gone")
     drive.join("worker-1-1", "h2")
@@ -94,7 +94,7 @@ def asked_by_people() -> Drive:
     drive.take_over()
     drive.do(job.ResumeJob("back"))
     drive.run(21)
-    drive.do(scaling.ScaleGroup("worker", 0, 1, "enough"))
+    drive.do(operations.ScaleGroup("worker", 0, 1, "enough"))
     drive.do(job.StopJob("home"))
     return drive
 

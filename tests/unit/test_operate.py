@@ -13,7 +13,7 @@ from dlrover_adapters.cli import main, operate
 from dlrover_adapters.http import client
 from dlrover_adapters.http.token import kept
 from dlrover_core.errors import ConnectionLost
-from dlrover_core.job import job, nodes, scaling, world
+from dlrover_core.job import job, nodes, operations, world
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,14 @@ def test_waiting_for_a_size() -> None:
     """It lacks nodes, then a world, then workers that run; then nothing."""
     drive = Drive(nodes_max=1, nproc=1).up()
     assert operate.outcome(drive.state).endswith(", 1 node, 1 rank")
-    fact = asked(drive, scaling.ScaleGroup("worker", 0, 2, "x"))
+    fact = asked(drive, operations.ScaleGroup("worker", 0, 2, "x"))
     assert operate.lacks_size(drive.state, fact) == "1 of 2 nodes train, 1 of 2 nodes joined"
     drive.join("worker-1-0")
     assert operate.lacks_size(drive.state, fact) == "worker: 0 of 2 nodes run generation 2"
     drive.run(5)
     assert operate.lacks_size(drive.state, fact) == ""
     assert operate.outcome(drive.state) == "running; worker: generation 2, 2 nodes, 2 ranks"
-    asked(drive, scaling.ScaleGroup("worker", 0, 3, "y"))
+    asked(drive, operations.ScaleGroup("worker", 0, 3, "y"))
     assert operate.lacks_size(drive.state, fact) == ""  # another size was asked for
 
 
@@ -71,7 +71,7 @@ def test_nodes_that_no_world_takes_in_are_waited_for_all_the_same(why: str) -> N
         drive.do(world.ReportFinished("worker-0-0", 1))
     elif why == "suspended":
         drive.do(job.SuspendJob("x"))
-    fact = asked(drive, scaling.ScaleGroup("worker", 0, 3, "x"))
+    fact = asked(drive, operations.ScaleGroup("worker", 0, 3, "x"))
     assert operate.lacks_size(drive.state, fact) == "2 of 3 nodes joined"
     drive.join("worker-2-0")
     assert operate.lacks_size(drive.state, fact) == ""
@@ -80,7 +80,7 @@ def test_nodes_that_no_world_takes_in_are_waited_for_all_the_same(why: str) -> N
 def test_waiting_for_a_leave() -> None:
     """The node must be gone, and the others train again."""
     drive = Drive(nodes_max=2, nproc=1).up()
-    fact = asked(drive, scaling.DrainNode("worker-1", "x"))
+    fact = asked(drive, operations.DrainNode("worker-1", "x"))
     assert operate.lacks_leave(drive.state, fact) == "worker-1-0 has not gone yet"
     drive.do(nodes.ReportLeft("worker-1-0"))
     drive.observe("worker-1-0", "gone")

@@ -9,7 +9,7 @@ from drive import Drive
 from orders import Told
 
 from dlrover_core.history import render, status_of
-from dlrover_core.job import checkpoints, health, incidents, job, nodes, planning, progress, scaling, world
+from dlrover_core.job import checkpoints, health, incidents, job, nodes, operations, planning, progress, world
 from dlrover_core.job.hangs import HangSuspected, NoteStall
 from dlrover_core.job.orders import Order
 from dlrover_core.job.planning import Boundary
@@ -91,12 +91,12 @@ def order(drive: Drive, node: str) -> Order:
 
 def scale(drive: Drive, nodes_max: int, nodes_min: int = 0) -> Reply:
     """Ask for other sizes."""
-    return drive.do(scaling.ScaleGroup("worker", nodes_min, nodes_max, "test"))
+    return drive.do(operations.ScaleGroup("worker", nodes_min, nodes_max, "test"))
 
 
 def drain(drive: Drive, node: str = "worker-1") -> Reply:
     """Ask for a node's leave."""
-    return drive.do(scaling.DrainNode(node, "test"))
+    return drive.do(operations.DrainNode(node, "test"))
 
 
 def formed(drive: Drive) -> world.WorldFormed:
@@ -532,7 +532,7 @@ def test_an_agent_that_must_go_hastens_its_drain() -> None:
     """Its host is switched off sooner than was asked for: it goes within `stop_grace_s`, at a boundary."""
     drive = up(nodes_min=1, nodes_max=2)
     drain(drive)
-    drive.do(scaling.LeaveNode("worker-1-0", "SIGTERM"))
+    drive.do(operations.LeaveNode("worker-1-0", "SIGTERM"))
     assert drive.state.planning.leaving["worker-1-0"].deadline == drive.now + 10 * SECOND
     drive.wait(5)
     assert drive.asked()["worker-1-0"] == (1, False)
@@ -543,7 +543,7 @@ def test_an_agent_that_must_go_hastens_its_drain() -> None:
 def test_an_agent_that_leaves_by_itself_leaves_at_a_boundary() -> None:
     """SIGTERM to an agent: half of its time for a successor, half for the boundary."""
     drive = up(nodes_min=1, nodes_max=2)
-    assert isinstance(drive.do(scaling.LeaveNode("worker-1-0", "SIGTERM")), Accepted)
+    assert isinstance(drive.do(operations.LeaveNode("worker-1-0", "SIGTERM")), Accepted)
     drive.join("worker-1-1")
     drive.whole(20)
     assert (drive.members, formed(drive).resume_step) == (["worker-0-0", "worker-1-1"], 20)
@@ -642,7 +642,7 @@ def test_a_drain_during_a_growth_follows_it() -> None:
 def test_a_drain_that_cannot_wait_for_a_growth_replaces_it() -> None:
     """The growth comes to no boundary: before its deadline is near the drain takes its place."""
     drive = grown(plan_s=1000.0)
-    drive.do(scaling.NoticeNode("worker-1-0", "preemption", 60 * SECOND))
+    drive.do(operations.NoticeNode("worker-1-0", "preemption", 60 * SECOND))
     drive.wait(49)
     assert drive.plan.number == 1
     drive.wait(1)
@@ -660,7 +660,7 @@ def test_a_notice_of_the_platform_is_a_drain_with_its_deadline() -> None:
     """What is announced to be taken away leaves before, once, however often it is said."""
     drive = up(nodes_min=2, nodes_max=2)
     for _ in range(3):
-        drive.do(scaling.NoticeNode("worker-1-0", "preemption", 60 * SECOND))
+        drive.do(operations.NoticeNode("worker-1-0", "preemption", 60 * SECOND))
     facts = drive.facts(planning.NodeDrained)
     assert [(fact.node, fact.deadline - drive.now) for fact in facts] == [("worker-1-0", 60 * SECOND)]
     assert "preemption" in facts[0].reason
@@ -673,8 +673,8 @@ def test_a_notice_changes_nothing_without_a_boundary() -> None:
     """Where ranks cannot agree nobody is stopped before it must be."""
     drive = Saves(nodes_min=2, nodes_max=2)
     drive.up()
-    drive.do(scaling.NoticeNode("worker-1-0", "preemption", 60 * SECOND))
-    drive.do(scaling.NoticeNode("nobody-1-0", "preemption", 60 * SECOND))
+    drive.do(operations.NoticeNode("worker-1-0", "preemption", 60 * SECOND))
+    drive.do(operations.NoticeNode("nobody-1-0", "preemption", 60 * SECOND))
     assert not drive.facts(planning.NodeDrained)
     assert drive.names() == []
 
@@ -778,7 +778,7 @@ def test_the_master_dies_before_every_command_of_many_changes() -> None:
     drive.join("worker-0-1")
     drive.whole(20)
     drive.trains(21)
-    drive.do(scaling.NoticeNode("worker-1-0", "preemption", 30 * SECOND))
+    drive.do(operations.NoticeNode("worker-1-0", "preemption", 30 * SECOND))
     drive.wait(31)
     drive.join("worker-1-1")
     drive.wait(31)
@@ -809,7 +809,7 @@ def test_the_end_of_the_first_step_is_the_end_of_who_left() -> None:
 def test_who_leaves_at_a_boundary_stops_its_workers_with_grace() -> None:
     """As those who stay do: its end was planned, whatever others, who wait for a world, are told."""
     drive = up(nodes_min=3, nodes_max=3)
-    drive.do(scaling.ScaleGroup("worker", 2, 2, "test"))
+    drive.do(operations.ScaleGroup("worker", 2, 2, "test"))
     drive.do(checkpoints.OfferReplica("worker-2-0", "10.0.0.1:1"))
     drive.whole(41)
     assert order(drive, "worker-0-0").lenders == (("10.0.0.1:1", 2, 1),)

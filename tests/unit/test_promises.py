@@ -13,7 +13,7 @@ import pytest
 from drive import Drive
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import checkpoints, hosts, incidents, job, nodes, planning, progress, scaling, silence, world
+from dlrover_core.job import checkpoints, hosts, incidents, job, nodes, operations, planning, progress, silence, world
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import STRANGERS_MAX, CommandFailed, CommandRefused, Sender
 from dlrover_core.kernel.events import Event, Origin, Record
@@ -213,7 +213,7 @@ def leaving() -> Drive:
     """A node of a job that saves with us is to leave; its successor is not there yet."""
     drive = Drive(nodes_min=2, nproc=1).up()
     drive.do(checkpoints.ReportKeeping("worker-0-0", 1, "memory:x", 1, 10, 3, True, 1))
-    drive.do(scaling.DrainNode("worker-1-0", "maintenance"))
+    drive.do(operations.DrainNode("worker-1-0", "maintenance"))
     return blank(drive)
 
 
@@ -580,7 +580,7 @@ def test_invariants_of_users() -> None:
 def test_a_promise_asked_by_itself_answers_alike() -> None:
     """Called as one watcher among others, without `Together`, a promise sees and says the same."""
     drive = blank(Drive().up())
-    drive.do(scaling.ScaleGroup("worker", 1, 3, "more"))
+    drive.do(operations.ScaleGroup("worker", 1, 3, "more"))
     for cls in invariants.OF_LOGS:
         promise, state = cls(), MODEL.new()
         for record in drive.records:

@@ -9,7 +9,7 @@ from drive import PEER_LOST, Drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover_core.job import incidents, job, nodes, progress, scaling, silence, world
+from dlrover_core.job import incidents, job, nodes, operations, progress, silence, world
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import CommandFailed
 from dlrover_core.kernel.state import digest, pack, unpack
@@ -79,8 +79,8 @@ def _commands(drive: Drive, what: str, which: int, number: int) -> list[Any]:
         "stopped": lambda: world.ReportStopped(node, generation, number),
         "finished": lambda: world.ReportFinished(node, generation),
         "stop": lambda: job.StopJob("asked") if number == 0 else job.NotePause(number),
-        "scale": lambda: scaling.ScaleGroup("worker", number, which + 1, "asked"),
-        "drain": lambda: scaling.DrainNode(node if number else f"worker-{which}", "asked"),
+        "scale": lambda: operations.ScaleGroup("worker", number, which + 1, "asked"),
+        "drain": lambda: operations.DrainNode(node if number else f"worker-{which}", "asked"),
         "suspend": lambda: job.SuspendJob("asked"),
         "resume": lambda: job.ResumeJob("asked"),
         "new run": lambda: job.CreateJob(f"run-{len(drive.records)}" if number == 0 else "run-1", drive.spec.to_json()),

@@ -14,7 +14,7 @@ from dlrover_core.history.phrases import duration, exit_of, key_values, one_line
 from dlrover_core.history.plain import explanation_values, plain, record_of, report_values
 from dlrover_core.history.report import report_of
 from dlrover_core.history.status import status_of
-from dlrover_core.job import incidents, job, progress, scaling, world
+from dlrover_core.job import incidents, job, operations, progress, world
 from dlrover_core.kernel.events import Record
 from dlrover_core.rules.model import MODEL
 from dlrover_core.spec import GroupSpec, JobSpec, us
@@ -238,7 +238,7 @@ def test_what_people_asked_for() -> None:
     assert "suspended (lunch)" in render.status(status_of(life.state, life.records[-1]))
     assert "4 ranks, suspended" in render.status(status_of(life.state, life.records[-1]))
     life.do(112, job.ResumeJob("back")).step(113, 2, "worker-0-0")
-    life.do(120, scaling.ScaleGroup("worker", 1, 3, "a new machine"), scaling.DrainNode("worker-1", "a bad one"))
+    life.do(120, operations.ScaleGroup("worker", 1, 3, "a new machine"), operations.DrainNode("worker-1", "a bad one"))
     told = report_of(life.records)
     text = numberless(render.report(told))
     assert told.incidents[0].down_us == us(3)

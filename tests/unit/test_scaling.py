@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from drive import Drive
 
-from dlrover_core.job import incidents, job, nodes, planning, scaling, silence, world
+from dlrover_core.job import incidents, job, nodes, operations, planning, silence, world
 from dlrover_core.job.orders import Order
 from dlrover_core.kernel.engine import Accepted, NotDone, Reply
 from dlrover_core.rules import slots
@@ -19,12 +19,12 @@ GRACE_US = 7_000_000
 
 def scale(drive: Drive, nodes_max: int, nodes_min: int = 0, group: str = "worker") -> Reply:
     """Ask for other sizes."""
-    return drive.do(scaling.ScaleGroup(group, nodes_min, nodes_max, "test"))
+    return drive.do(operations.ScaleGroup(group, nodes_min, nodes_max, "test"))
 
 
 def drain(drive: Drive, node: str) -> Reply:
     """Ask for a node's leave."""
-    return drive.do(scaling.DrainNode(node, "test"))
+    return drive.do(operations.DrainNode(node, "test"))
 
 
 def suspend(drive: Drive) -> Reply:
@@ -603,13 +603,13 @@ def test_a_released_node_that_is_never_seen_to_end_frees_its_place(how: str) -> 
     scale(drive, 4)
     if how == "left":
         name = "worker-1-0"
-        drive.do(scaling.DrainNode("worker-1", "the host is switched off next"))
+        drive.do(operations.DrainNode("worker-1", "the host is switched off next"))
         drive.do(nodes.ReportLeft(name))
     else:
         name = "worker-3-0"
         drive.observe(name, "pending" if how == "pending" else "running", host="h3")
-        drive.do(scaling.ScaleGroup("worker", 1, 3, "fewer"))
-        drive.do(scaling.ScaleGroup("worker", 1, 4, "more"))
+        drive.do(operations.ScaleGroup("worker", 1, 3, "fewer"))
+        drive.do(operations.ScaleGroup("worker", 1, 4, "more"))
     successor = name.removesuffix("0") + "1"
     patience_s = drive.spec.stop_grace_s + drive.spec.kill_wait_s + drive.spec.unreachable_s
     drive.wait(patience_s - 1)

@@ -11,7 +11,7 @@ import pytest
 from drive import Drive
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import checkpoints, planning, scaling, world
+from dlrover_core.job import checkpoints, operations, planning, world
 from dlrover_core.job.health import ReportCheck
 from dlrover_core.job.incident_lifecycle import Action
 from dlrover_core.job.state import JobState
@@ -31,7 +31,7 @@ def planned() -> JobState:
     """A drain is at its boundary: both nodes are armed, one waits there."""
     drive = Drive(nodes_max=2, nproc=1).up()
     drive.do(checkpoints.ReportKeeping("worker-0-0", 1, "file:///c", 2, 10, 3, True, 1 << 30, 2))
-    drive.do(scaling.DrainNode("worker-1-0", "a bad one"))
+    drive.do(operations.DrainNode("worker-1-0", "a bad one"))
     drive.join("worker-1-1")
     for node in ("worker-0-0", "worker-1-0"):
         drive.do(checkpoints.ReportArmed(node, 1))

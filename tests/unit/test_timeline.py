@@ -10,7 +10,7 @@ from tests.unit.life import Life, three_deaths
 from dlrover_core.history import timeline as classes
 from dlrover_core.history.goodput import goodput_of
 from dlrover_core.history.timeline import CLASSES, Stretch, Timeline, TimelineBuilder, timeline_of
-from dlrover_core.job import incidents, job, nodes, progress, scaling, silence, world
+from dlrover_core.job import incidents, job, nodes, operations, progress, silence, world
 from dlrover_core.kernel.engine import Command
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import GroupSpec, JobSpec, us
@@ -387,8 +387,8 @@ def _commands(life: Life, draw: Draw) -> list[Command]:
         "stop": [job.StopJob("Ctrl-C")],
         "suspend": [job.SuspendJob("lunch")],
         "resume": [job.ResumeJob("back")],
-        "scale": [scaling.ScaleGroup("worker", 1, 1 + draw.amount % 3, "asked")],
-        "drain": [scaling.DrainNode(name, "asked")],
+        "scale": [operations.ScaleGroup("worker", 1, 1 + draw.amount % 3, "asked")],
+        "drain": [operations.DrainNode(name, "asked")],
         "create": [job.CreateJob(f"run{draw.wait}", TWO_NODES.to_json())],
     }
     return happenings.get(draw.what.rstrip("01"), [])

@@ -22,7 +22,7 @@ from dlrover_adapters.http import client
 from dlrover_core.errors import ConnectionLost
 from dlrover_core.history import render, status_of
 from dlrover_core.history.plain import plain
-from dlrover_core.job import checkpoints, job, nodes, scaling, waiting, world
+from dlrover_core.job import checkpoints, job, nodes, operations, waiting, world
 from dlrover_core.job.health import ReportCheck
 from dlrover_core.job.state import CODEC
 from dlrover_core.job.waiting import Wait
@@ -203,7 +203,7 @@ def test_a_world_waits_for_nothing() -> None:
 def test_nodes_that_leave_are_named_so() -> None:
     """A node that is told to leave is missed as that; a place that nobody is in is named itself."""
     drive = Drive(nodes_min=2, nodes_max=2).up()
-    drive.do(scaling.DrainNode("worker-1-0", "a bad one"))
+    drive.do(operations.DrainNode("worker-1-0", "a bad one"))
     assert why(drive) == Wait(
         "worker", waiting.NODES, "1 of at least 2 nodes are there; missed: worker-1-1 (planned)", 0, ("worker-1-1",)
     )
@@ -213,7 +213,7 @@ def test_what_a_planned_change_waits_for() -> None:
     """Its newcomers, then its ranks to look for the boundary, then to reach it: what `plans` decides by."""
     drive = Drive(nodes_max=2, nproc=1, on_join="planned").up()
     drive.do(checkpoints.ReportKeeping("worker-0-0", 1, "file:///c", 2, 10, 3, True, 1 << 30, 2))
-    drive.do(scaling.DrainNode("worker-1-0", "a bad one"))
+    drive.do(operations.DrainNode("worker-1-0", "a bad one"))
     begins = "planned change 1 (worker-1-1 joins, worker-1-0 leaves) waits for "
     deadline = drive.state.planning.plans["worker"].deadline
 
@@ -372,6 +372,6 @@ def test_the_live_line_of_a_planned_change() -> None:
     """The world runs on: the line says nothing of it."""
     drive = Drive(nodes_max=2, nproc=1, on_join="planned").up()
     drive.do(checkpoints.ReportKeeping("worker-0-0", 1, "file:///c", 2, 10, 3, True, 1 << 30, 2))
-    drive.do(scaling.DrainNode("worker-1-0", "a bad one"))
+    drive.do(operations.DrainNode("worker-1-0", "a bad one"))
     assert [one.why for one in membership.reasons(drive.state)] == [waiting.PLAN]
     assert line_of(drive) == "[j] running  step 0  0.0/s  generation 1"

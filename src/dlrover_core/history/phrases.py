@@ -22,10 +22,10 @@ from dlrover_core.job import (
     incidents,
     job,
     nodes,
+    operations,
     pace,
     planning,
     progress,
-    scaling,
     silence,
     world,
 )
@@ -244,7 +244,7 @@ def _gone(fact: nodes.NodeGone) -> str:
 def _scaled(fact: job.GroupScaled) -> str:
     places = "the place " if len(fact.revived) == 1 else "the places "
     again = f"; {places}{', '.join(map(str, fact.revived))} given up before, wanted again" if fact.revived else ""
-    return f"{fact.group} is to have {scaling.sizes(fact.nodes_min, fact.nodes_max)}{again} ({fact.reason})"
+    return f"{fact.group} is to have {operations.sizes(fact.nodes_min, fact.nodes_max)}{again} ({fact.reason})"
 
 
 def _check(fact: health.CheckStarted) -> str:

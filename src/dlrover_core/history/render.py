@@ -32,7 +32,7 @@ from dlrover_core.history.timeline import (
     WAITING,
     Timeline,
 )
-from dlrover_core.job import incidents, scaling
+from dlrover_core.job import incidents, operations
 from dlrover_core.job.waiting import PLAN, Wait
 from dlrover_core.kernel.events import Record
 
@@ -369,7 +369,7 @@ def _worlds(told: Status) -> Iterator[str]:
         over = "over" if told.over else waits
         how = f"{world.started} of {count(world.nodes, 'node')} started" if world.active and not told.over else over
         few = world.nodes != world.nodes_max and not told.over
-        wanted = f" (wanted: {scaling.sizes(world.nodes_min, world.nodes_max)})" if few else ""
+        wanted = f" (wanted: {operations.sizes(world.nodes_min, world.nodes_max)})" if few else ""
         nodes, ranks = count(world.nodes, "node"), count(world.ranks, "rank")
         yield f"{world.group}: generation {world.generation}, {nodes}{wanted}, {ranks}, {how}"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dlrover_core.errors import Refused, SpecError
-from dlrover_core.job import incidents, job, nodes, scaling, world
+from dlrover_core.job import incidents, job, nodes, operations, world
 from dlrover_core.job.node_lifecycle import ALIVE
 from dlrover_core.job.planning import NodeDrained
 from dlrover_core.job.state import JobState
@@ -22,7 +22,7 @@ NAMED_MAX = 20
 # ---- decide
 
 
-def _scale(state: JobState, command: scaling.ScaleGroup, now: int) -> Iterator[Event]:
+def _scale(state: JobState, command: operations.ScaleGroup, now: int) -> Iterator[Event]:
     _refuse_unless_live(state)
     spec = state.job.spec
     group = next((one for one in spec.groups if one.name == command.group), None)
@@ -39,12 +39,12 @@ def _scale(state: JobState, command: scaling.ScaleGroup, now: int) -> Iterator[E
         slot.index for slot in slots if slot.group == group.name and slot.given_up and slot.index < new.nodes_max
     )
     if new == group and not revived:
-        raise Refused(f"group {group.name} has {scaling.sizes(new.nodes_min, new.nodes_max)} already")
+        raise Refused(f"group {group.name} has {operations.sizes(new.nodes_min, new.nodes_max)} already")
     membership.refuse_while_failing(state)
     yield job.GroupScaled(group.name, new.nodes_min, new.nodes_max, command.reason, revived)
 
 
-def _drain(state: JobState, command: scaling.DrainNode | scaling.LeaveNode, now: int) -> Iterator[Event]:
+def _drain(state: JobState, command: operations.DrainNode | operations.LeaveNode, now: int) -> Iterator[Event]:
     _refuse_unless_live(state)
     node = _named(state, command.node)
     if node.released:
@@ -54,7 +54,7 @@ def _drain(state: JobState, command: scaling.DrainNode | scaling.LeaveNode, now:
     if node.state not in ALIVE:
         raise Refused(f"node {node.node} is {node.state}: there is nothing left to drain")
     membership.refuse_while_failing(state)
-    if isinstance(command, scaling.LeaveNode):
+    if isinstance(command, operations.LeaveNode):
         yield plans.drained(state, node, "", command.reason, now, us(state.job.spec.stop_grace_s))
     elif node.node in state.planning.leaving:
         raise Refused(f"node {node.node} leaves already: {state.planning.leaving[node.node].why}")
@@ -62,7 +62,7 @@ def _drain(state: JobState, command: scaling.DrainNode | scaling.LeaveNode, now:
         yield plans.drained(state, node, node.host, command.reason, now, us(state.job.spec.plan_s))
 
 
-def _notice(state: JobState, command: scaling.NoticeNode, now: int) -> Iterator[Event]:
+def _notice(state: JobState, command: operations.NoticeNode, now: int) -> Iterator[Event]:
     """A node that is to be taken away leaves before, where that can be without loss. Said again and again, it is heard once."""
     node = state.nodes.nodes.get(command.node)
     if node is None or not node.ready or not state.job.live or node.node in state.planning.leaving:
@@ -95,7 +95,7 @@ def _refuse_unless_live(state: JobState) -> None:
 
 
 def _resize(state: JobState, fact: job.GroupScaled, record: Record) -> Iterator[Event]:
-    group, why = fact.group, f"scaled to {scaling.sizes(fact.nodes_min, fact.nodes_max)}"
+    group, why = fact.group, f"scaled to {operations.sizes(fact.nodes_min, fact.nodes_max)}"
     leaving = [node for node in state.nodes.of(group) if node.index >= fact.nodes_max and not node.released]
     working = [node.node for node in leaving if plans.works(state, node)]
     yield from plans.advance(state, group, record.at, working)
@@ -179,10 +179,10 @@ def _go_on(state: JobState, fact: job.JobResumed, record: Record) -> Iterator[Ev
 
 RULES = Rules(
     decide={
-        scaling.ScaleGroup: _scale,
-        scaling.DrainNode: _drain,
-        scaling.LeaveNode: _drain,
-        scaling.NoticeNode: _notice,
+        operations.ScaleGroup: _scale,
+        operations.DrainNode: _drain,
+        operations.LeaveNode: _drain,
+        operations.NoticeNode: _notice,
     },
     react={
         job.GroupScaled: _resize,

@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from dlrover_core.errors import ConnectionLost, LaunchFailed, MalformedMessage, TokenRefused
-from dlrover_core.job import budgets, incidents, nodes, progress, scaling, world
+from dlrover_core.job import budgets, incidents, nodes, operations, progress, world
 from dlrover_core.job.orders import Order
 from dlrover_core.kernel.wire import since
 from dlrover_core.runtime import messages
@@ -215,7 +215,7 @@ class Agent:
             self.leave(reason)
             return
         self._parting = reason
-        self._parting_number = self._outbox.add(scaling.LeaveNode(self.node, reason[:REASON_MAX]))
+        self._parting_number = self._outbox.add(operations.LeaveNode(self.node, reason[:REASON_MAX]))
         asyncio.get_running_loop().call_later(LAST_WORD_S, self._part_unanswered)
 
     def _part_unanswered(self, *, waits: bool = True) -> None:

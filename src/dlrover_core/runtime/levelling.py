@@ -16,8 +16,8 @@ import structlog
 from dlrover_core.diagnosis.classify import REFUSED_WORD
 from dlrover_core.errors import LaunchRefused
 from dlrover_core.job.nodes import Observed, ObserveNodes
+from dlrover_core.job.operations import NoticeNode
 from dlrover_core.job.orders import NodeLaunch
-from dlrover_core.job.scaling import NoticeNode
 from dlrover_core.runtime.backend import Backend, Changed, Listed, Observation
 from dlrover_core.runtime.leader import Leader
 

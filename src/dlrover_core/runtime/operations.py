@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from dlrover_core.errors import MalformedMessage
-from dlrover_core.job import hosts, job, scaling
+from dlrover_core.job import hosts, job, operations
 from dlrover_core.runtime.checked import checked
 from dlrover_core.runtime.messages import Message
 from dlrover_core.words import plain
 
 TEXT_CHARS_MAX = 500
 COMMANDS: Mapping[str, type] = {
-    "scale": scaling.ScaleGroup,
-    "drain": scaling.DrainNode,
+    "scale": operations.ScaleGroup,
+    "drain": operations.DrainNode,
     "stop": job.StopJob,
     "suspend": job.SuspendJob,
     "resume": job.ResumeJob,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from dlrover_core.job import job, scaling
+from dlrover_core.job import job, operations
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.sim import triggers
@@ -459,13 +459,13 @@ class Strikes:
 
     def _scale(self, fault: Fault) -> bool:
         to = int(amount(fault))
-        self._ask(scaling.ScaleGroup(self._sim.group, 0, to, fault.cause or "somebody asked"))
+        self._ask(operations.ScaleGroup(self._sim.group, 0, to, fault.cause or "somebody asked"))
         return True
 
     def _drain(self, fault: Fault) -> bool:
         agent = self._agent(fault.target)
         if agent is not None:
-            self._ask(scaling.DrainNode(agent.node, fault.cause or "somebody asked"))
+            self._ask(operations.DrainNode(agent.node, fault.cause or "somebody asked"))
         return agent is not None
 
     def _suspend(self, fault: Fault) -> bool:
