@@ -15,7 +15,7 @@ import pytest
 
 from dlrover_core.errors import CoreError
 from dlrover_core.history import report_of
-from dlrover_core.job import checkpoints, incidents, nodes, planning, progress, world
+from dlrover_core.job import checkpoints, incidents, nodes, plans, progress, world
 from dlrover_core.kernel.events import Record
 from dlrover_core.runtime.agent import LAST_WORD_S
 from dlrover_core.spec import GroupSpec, JobSpec
@@ -57,7 +57,7 @@ class Told:
     @property
     def dropped(self) -> list[str]:
         """Why plans were dropped."""
-        return [one.reason for one in self.facts(planning.WorldPlanDropped)]
+        return [one.reason for one in self.facts(plans.WorldPlanDropped)]
 
 
 def first(told: Told, kind: type) -> int:
@@ -193,7 +193,7 @@ def test_a_notice_of_the_platform_loses_no_step() -> None:
 
     told = tell(story, steps=900)
     assert (told.lost, told.sizes) == (0, [2, 2])
-    assert [one.node for one in told.facts(planning.NodeDrained)] == ["worker-1-0"]
+    assert [one.node for one in told.facts(plans.NodeDrained)] == ["worker-1-0"]
     assert told.facts(incidents.IncidentOpened) == []
 
 
@@ -253,7 +253,7 @@ def test_a_node_that_others_have_their_state_from_goes_when_its_platform_wants_i
 
     told = tell(story, stop_grace_s=20.0)
     assert told.facts(incidents.IncidentOpened) == []
-    asked = next(r.at for r in told.records if isinstance(r.event, planning.NodeDrained) and not r.event.host)
+    asked = next(r.at for r in told.records if isinstance(r.event, plans.NodeDrained) and not r.event.host)
     released = next(r.at for r in told.records if isinstance(r.event, nodes.NodeReleased))
     assert released - asked == pytest.approx(20_000_000, abs=1000)
 
@@ -317,9 +317,9 @@ def test_a_boundary_is_not_waited_at_for_ever() -> None:
 
     async def story(cluster: Cluster) -> None:
         await grows(cluster)
-        await happened(cluster, planning.BoundaryAsked)
+        await happened(cluster, plans.BoundaryAsked)
         cluster.freeze("worker-1-0")
-        await happened(cluster, planning.WorldPlanDropped)
+        await happened(cluster, plans.WorldPlanDropped)
         cluster.thaw("worker-1-0")
 
     told = tell(story, steps=1000, plan_s=10.0, boundary_s=3.0, silence_s=1000.0, hang_s=0.0)
@@ -332,7 +332,7 @@ def test_a_boundary_is_not_waited_at_for_ever() -> None:
 
 
 @pytest.mark.parametrize(
-    "moment", [planning.WorldPlanned, planning.BoundaryAsked, checkpoints.RanksArmed, checkpoints.StepsHeld]
+    "moment", [plans.WorldPlanned, plans.BoundaryAsked, checkpoints.RanksArmed, checkpoints.StepsHeld]
 )
 @pytest.mark.parametrize("who", ["worker", "node", "joiner", "leaving"])
 def test_somebody_dies_in_the_middle(moment: type, who: str) -> None:
@@ -357,7 +357,7 @@ def test_somebody_dies_in_the_middle(moment: type, who: str) -> None:
     assert not any(index == 0 and count == 2 and old == 0 for index, count, old, _ in last.members)
 
 
-@pytest.mark.parametrize("moment", [planning.WorldPlanned, checkpoints.RanksArmed, checkpoints.StepsHeld])
+@pytest.mark.parametrize("moment", [plans.WorldPlanned, checkpoints.RanksArmed, checkpoints.StepsHeld])
 def test_a_newcomer_dies_while_growing(moment: type) -> None:
     """One of two newcomers is killed: the world grows by the other, and by its successor later."""
 
@@ -376,7 +376,7 @@ def test_suspended_in_the_middle() -> None:
 
     async def story(cluster: Cluster) -> None:
         await grows(cluster)
-        await happened(cluster, planning.BoundaryAsked)
+        await happened(cluster, plans.BoundaryAsked)
         await cluster.leader.obey({"command": "suspend", "reason": "lunch"})
         await asyncio.sleep(100)
         await cluster.leader.obey({"command": "resume"})
@@ -390,7 +390,7 @@ def test_two_changes_at_once() -> None:
 
     async def story(cluster: Cluster) -> None:
         await grows(cluster)
-        await happened(cluster, planning.BoundaryAsked)
+        await happened(cluster, plans.BoundaryAsked)
         await cluster.leader.obey({"command": "drain", "node": "worker-1"})
 
     told = tell(story, steps=900)
@@ -431,7 +431,7 @@ def test_the_master_dies_at_every_place_of_a_drain() -> None:
 
         told = tell(story, steps=150)
         assert (told.lost, told.sizes[-1]) == (0, 2), place
-        assert len(told.facts(planning.NodeDrained)) == 1
+        assert len(told.facts(plans.NodeDrained)) == 1
         assert (1, 1, 1, 1) in told.facts(world.WorldFormed)[-1].members, place
 
 

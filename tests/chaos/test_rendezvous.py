@@ -14,7 +14,7 @@ from tests.chaos.hosts_cluster import HostsCluster
 from dlrover_core.errors import ConnectionLost
 from dlrover_core.job import job, nodes, silence, world
 from dlrover_core.job.operations import DrainNode, ScaleGroup
-from dlrover_core.job.planning import NodeDrained
+from dlrover_core.job.plans import NodeDrained
 from dlrover_core.job.state import JobState
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.ending import Ending

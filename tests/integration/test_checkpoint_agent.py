@@ -32,7 +32,7 @@ from dlrover_core.job.checkpoints import (
     ReportStorage,
 )
 from dlrover_core.job.orders import Order, Work
-from dlrover_core.job.planning import Boundary
+from dlrover_core.job.plans import Boundary
 from dlrover_core.kernel.wire import Part, find
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.keeping import Everywhere, KeptBeat

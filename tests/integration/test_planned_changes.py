@@ -23,7 +23,7 @@ from running import BIN, BOUND_S, SCRIPTS, TOKEN, Job, eventually
 from dlrover_core.job.checkpoints import Restored, StepsHeld
 from dlrover_core.job.incidents import IncidentOpened
 from dlrover_core.job.nodes import NodeJoined
-from dlrover_core.job.planning import BoundaryAsked, WorldPlanDropped, WorldPlanned
+from dlrover_core.job.plans import BoundaryAsked, WorldPlanDropped, WorldPlanned
 from dlrover_core.job.world import WorldFormed
 from dlrover_core.kernel.events import Event
 from dlrover_core.logs import open_log

@@ -7,7 +7,7 @@ import typing
 from typing import Any
 
 from dlrover_core.diagnosis.stall import Pulse
-from dlrover_core.job.planning import Boundary
+from dlrover_core.job.plans import Boundary
 from dlrover_core.job.state import REGISTRY
 from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.events import Origin, Record

@@ -9,7 +9,7 @@ from drive import SECOND, Drive, spec_of
 from orders import Told
 
 from dlrover_core.errors import SpecError
-from dlrover_core.job import health, job, nodes, planning, world
+from dlrover_core.job import health, job, nodes, plans, world
 from dlrover_core.job.evidence import EvidenceSeen
 from dlrover_core.job.health import CheckAsked, CheckJudged, CheckReported, CheckStarted, ReportCheck
 from dlrover_core.job.incidents import IncidentOpened
@@ -205,11 +205,11 @@ def test_a_slow_node_is_replaced_where_that_is_wanted() -> None:
     drive = Checked(nodes_max=4, check_slow="replace")
     drive.slow["worker-1-0"] = drive.slow["worker-1-1"] = 9.0
     drive.arrive(0, 1, 2, 3).answer()
-    assert [one.node for one in drive.facts(planning.NodeDrained)] == ["worker-1-0"]
+    assert [one.node for one in drive.facts(plans.NodeDrained)] == ["worker-1-0"]
     assert drive.members == []
     drive.arrive(1, incarnation=1).answer()
     assert drive.members == ["worker-0-0", "worker-1-1", "worker-2-0", "worker-3-0"]
-    assert len(drive.facts(planning.NodeDrained)) == 1
+    assert len(drive.facts(plans.NodeDrained)) == 1
     assert drive.state.incidents.number == 0
 
 

@@ -9,10 +9,10 @@ from drive import Drive
 from orders import Told
 
 from dlrover_core.history import render, status_of
-from dlrover_core.job import checkpoints, health, incidents, job, nodes, operations, planning, progress, world
+from dlrover_core.job import checkpoints, health, incidents, job, nodes, operations, plans, progress, world
 from dlrover_core.job.hangs import HangSuspected, NoteStall
 from dlrover_core.job.orders import Order
-from dlrover_core.job.planning import Boundary
+from dlrover_core.job.plans import Boundary
 from dlrover_core.kernel.engine import Accepted, Command, NotDone, Reply
 from dlrover_core.kernel.events import Origin
 from dlrover_core.rules import membership
@@ -44,14 +44,14 @@ class Saves(Drive):
         return self.keeps(planned=planned)
 
     @property
-    def plan(self) -> planning.Plan:
+    def plan(self) -> plans.Plan:
         """The open plan."""
-        return self.state.planning.plans["worker"]
+        return self.state.plans.by_group["worker"]
 
     @property
     def planned(self) -> bool:
         """Is one open?"""
-        return "worker" in self.state.planning.plans
+        return "worker" in self.state.plans.by_group
 
     def arm(self, *names: str) -> Reply:
         """All ranks of these nodes look for the boundary; without names, those of all members."""
@@ -108,7 +108,7 @@ def formed(drive: Drive) -> world.WorldFormed:
 
 def dropped(drive: Drive) -> list[str]:
     """Why plans were dropped."""
-    return [fact.reason for fact in drive.facts(planning.WorldPlanDropped)]
+    return [fact.reason for fact in drive.facts(plans.WorldPlanDropped)]
 
 
 def refused(reply: Reply) -> str:
@@ -185,14 +185,14 @@ def test_without_a_boundary_only_restart_grows(on_join: str, grows: bool) -> Non
     drive.join("worker-3-0")
     drive.wait(1000)
     assert (drive.world.generation == 2) is grows
-    assert not drive.facts(planning.WorldPlanned)
+    assert not drive.facts(plans.WorldPlanned)
 
 
 def test_never_means_never() -> None:
     """With ``never`` ranks that could agree are not asked to."""
     drive = grown(on_join="never")
     drive.wait(1000)
-    assert not drive.facts(planning.WorldPlanned)
+    assert not drive.facts(plans.WorldPlanned)
     assert drive.world.generation == 1
 
 
@@ -221,7 +221,7 @@ def test_a_growth_that_comes_to_no_boundary_is_dropped_and_tried_a_few_times() -
     drive.wait(20)
     assert drive.plan.number == 2
     drive.wait(10_000)
-    numbers = [fact.plan for fact in drive.facts(planning.WorldPlanned)]
+    numbers = [fact.plan for fact in drive.facts(plans.WorldPlanned)]
     assert numbers == [1, 2, 3]
     assert len(dropped(drive)) == TRIES_MAX
     assert MODEL.due(drive.state) is None
@@ -381,7 +381,7 @@ def test_a_drain_plans_the_successor_first() -> None:
     assert order(drive, "worker-1-0").leave
     assert order(drive, "worker-1-0").outcome == nodes.DRAINED
     assert drive.state.incidents.number == 0
-    assert not drive.state.planning.leaving
+    assert not drive.state.plans.leaving
 
 
 def test_the_rank_0_node_can_be_drained() -> None:
@@ -513,7 +513,7 @@ def test_who_leaves_and_dies_is_not_replaced_twice() -> None:
     drain(drive)
     drive.observe("worker-1-0", "failed", -9)
     assert not drive.planned
-    assert not drive.state.planning.leaving
+    assert not drive.state.plans.leaving
     drive.join("worker-1-1")
     drive.wait(60)
     assert drive.members == ["worker-0-0", "worker-1-1"]
@@ -533,7 +533,7 @@ def test_an_agent_that_must_go_hastens_its_drain() -> None:
     drive = up(nodes_min=1, nodes_max=2)
     drain(drive)
     drive.do(operations.LeaveNode("worker-1-0", "SIGTERM"))
-    assert drive.state.planning.leaving["worker-1-0"].deadline == drive.now + 10 * SECOND
+    assert drive.state.plans.leaving["worker-1-0"].deadline == drive.now + 10 * SECOND
     drive.wait(5)
     assert drive.asked()["worker-1-0"] == (1, False)
     drive.whole(20)
@@ -592,7 +592,7 @@ def test_growing_again_before_the_boundary_keeps_everybody() -> None:
     assert dropped(drive) == ["who was to leave stays, or is gone"]
     drive.wait(1000)
     assert drive.world.generation == 1
-    assert not drive.state.planning.leaving
+    assert not drive.state.plans.leaving
     assert {node.node for node in drive.state.nodes.nodes.values()} == {f"worker-{one}-0" for one in range(4)}
 
 
@@ -661,7 +661,7 @@ def test_a_notice_of_the_platform_is_a_drain_with_its_deadline() -> None:
     drive = up(nodes_min=2, nodes_max=2)
     for _ in range(3):
         drive.do(operations.NoticeNode("worker-1-0", "preemption", 60 * SECOND))
-    facts = drive.facts(planning.NodeDrained)
+    facts = drive.facts(plans.NodeDrained)
     assert [(fact.node, fact.deadline - drive.now) for fact in facts] == [("worker-1-0", 60 * SECOND)]
     assert "preemption" in facts[0].reason
     drive.join("worker-1-1")
@@ -675,7 +675,7 @@ def test_a_notice_changes_nothing_without_a_boundary() -> None:
     drive.up()
     drive.do(operations.NoticeNode("worker-1-0", "preemption", 60 * SECOND))
     drive.do(operations.NoticeNode("nobody-1-0", "preemption", 60 * SECOND))
-    assert not drive.facts(planning.NodeDrained)
+    assert not drive.facts(plans.NodeDrained)
     assert drive.names() == []
 
 
@@ -685,7 +685,7 @@ def test_without_our_checkpoint_a_drain_is_what_it_was() -> None:
     drive.up()
     drain(drive)
     assert drive.names() == ["NodeDrained", "WorldDissolved", "NodeReleased", "NodePlanned"]
-    assert drive.facts(planning.NodeDrained)[0].deadline == 0
+    assert drive.facts(plans.NodeDrained)[0].deadline == 0
 
 
 def test_plans_can_be_turned_off() -> None:
@@ -719,8 +719,8 @@ def test_a_new_run_remembers_no_plans() -> None:
     number = drive.plan.number
     drive.do(job.CreateJob("run-2", drive.spec.to_json()))
     assert not drive.planned
-    assert not drive.state.planning.leaving
-    assert drive.state.planning.number == number
+    assert not drive.state.plans.leaving
+    assert drive.state.plans.number == number
 
 
 def test_a_leader_that_takes_over_goes_on_with_it() -> None:

@@ -13,7 +13,7 @@ import pytest
 from drive import Drive
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import checkpoints, hosts, incidents, job, nodes, operations, planning, progress, silence, world
+from dlrover_core.job import checkpoints, hosts, incidents, job, nodes, operations, plans, progress, silence, world
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import STRANGERS_MAX, CommandFailed, CommandRefused, Sender
 from dlrover_core.kernel.events import Event, Origin, Record
@@ -364,11 +364,11 @@ CASES = {
     "one node relaunched twice": Case("budgets", relaunched, change(incidents.ActionChosen, node="worker-1-0")),
     "given up too early": Case("budgets", restarted, change(incidents.ActionChosen, **GIVE_UP)),
     "no pause": Case("pauses", hasty_without_a_step, show(FORMED)),
-    "a plan's number left out": Case("plans", leaving, change(planning.WorldPlanned, plan=7)),
-    "a plan for who is no member": Case("plans", leaving, change(planning.WorldPlanned, leaving=("worker-9-0",))),
-    "a boundary before all are armed": Case("plans", left, change(planning.BoundaryAsked, 0, go=True)),
+    "a plan's number left out": Case("plans", leaving, change(plans.WorldPlanned, plan=7)),
+    "a plan for who is no member": Case("plans", leaving, change(plans.WorldPlanned, leaving=("worker-9-0",))),
+    "a boundary before all are armed": Case("plans", left, change(plans.BoundaryAsked, 0, go=True)),
     "another step than the boundary's": Case("plans", left, form(resume_step=39)),
-    "a plan nobody made is dropped": Case("plans", running, show(planning.WorldPlanDropped("worker", 1, "x"))),
+    "a plan nobody made is dropped": Case("plans", running, show(plans.WorldPlanDropped("worker", 1, "x"))),
     "left too late": Case("plans", leaving, misplace(-1, at=10**11)),
     "planned after the end": Case("absorbing", over, show(nodes.NodePlanned("worker-9-0", "worker", 9, 0))),
     "suspended after the end": Case("absorbing", over, show(job.JobSuspended("late"))),

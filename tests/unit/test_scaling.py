@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from drive import Drive
 
-from dlrover_core.job import incidents, job, nodes, operations, planning, silence, world
+from dlrover_core.job import incidents, job, nodes, operations, plans, silence, world
 from dlrover_core.job.orders import Order
 from dlrover_core.kernel.engine import Accepted, NotDone, Reply
 from dlrover_core.rules import slots
@@ -325,7 +325,7 @@ def test_drain_by_place() -> None:
     """`worker-1` is whoever is there now."""
     drive = up(nodes_max=2)
     drain(drive, "worker-1")
-    assert drive.facts(planning.NodeDrained)[-1].node == "worker-1-0"
+    assert drive.facts(plans.NodeDrained)[-1].node == "worker-1-0"
 
 
 def test_drain_of_the_last_node() -> None:

@@ -11,7 +11,7 @@ import pytest
 from drive import Drive
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import checkpoints, operations, planning, world
+from dlrover_core.job import checkpoints, operations, plans, world
 from dlrover_core.job.health import ReportCheck
 from dlrover_core.job.incident_lifecycle import Action
 from dlrover_core.job.state import JobState
@@ -36,7 +36,7 @@ def planned() -> JobState:
     for node in ("worker-0-0", "worker-1-0"):
         drive.do(checkpoints.ReportArmed(node, 1))
     drive.do(checkpoints.ReportHeld("worker-0-0", 1, (7,), 1))
-    assert list(drive.state.planning.plans["worker"].held) == ["worker-0-0"]
+    assert list(drive.state.plans.by_group["worker"].held) == ["worker-0-0"]
     return drive.state
 
 
@@ -82,7 +82,7 @@ def _world(**changes: Any) -> Callable[[JobState], None]:
 
 
 def _plan(**changes: Any) -> Callable[[JobState], None]:
-    return lambda state: _set(state.planning.plans, "worker", **changes)
+    return lambda state: _set(state.plans.by_group, "worker", **changes)
 
 
 def _check(**changes: Any) -> Callable[[JobState], None]:
@@ -135,8 +135,8 @@ def _both(state: JobState) -> None:
 
 
 def _stranger(state: JobState) -> None:
-    plan = state.planning.plans["worker"]
-    state.planning.plans["other"] = replace(plan)
+    plan = state.plans.by_group["worker"]
+    state.plans.by_group["other"] = replace(plan)
 
 
 class Spoilt(NamedTuple):
@@ -162,18 +162,16 @@ SPOILT = (
     Spoilt(
         "world", training, lambda state: state.world.offers.update({ONE: ("a", "a")}), f"offers: O({ONE}) = ('a', 'a')"
     ),
-    Spoilt("planning", planned, _plan(number=2), "number: p = [2], N = 1"),
-    Spoilt("planning", planned, _stranger, "number: p = [1, 1], N = 1"),
-    Spoilt("planning", planned, _plan(generation=3), "aim: plan 1 of worker changes 3, K = 1"),
+    Spoilt("plans", planned, _plan(number=2), "number: p = [2], N = 1"),
+    Spoilt("plans", planned, _stranger, "number: p = [1, 1], N = 1"),
+    Spoilt("plans", planned, _plan(generation=3), "aim: plan 1 of worker changes 3, K = 1"),
+    Spoilt("plans", planned, _plan(joining=("worker-1-0",)), "worker: aim: J = ('worker-1-0',), L = ('worker-1-0',)"),
+    Spoilt("plans", planned, _plan(asked_at=0), "worker: stages: a = 0, g = 1"),
+    Spoilt("plans", planned, _plan(held_at=0), "worker: stages: a = 1000000000, g = 1000000000, h = 0, A = "),
     Spoilt(
-        "planning", planned, _plan(joining=("worker-1-0",)), "worker: aim: J = ('worker-1-0',), L = ('worker-1-0',)"
-    ),
-    Spoilt("planning", planned, _plan(asked_at=0), "worker: stages: a = 0, g = 1"),
-    Spoilt("planning", planned, _plan(held_at=0), "worker: stages: a = 1000000000, g = 1000000000, h = 0, A = "),
-    Spoilt(
-        "planning",
+        "plans",
         planned,
-        lambda state: state.planning.leaving.update(x=planning.Leaving("drained", 5, 4)),
+        lambda state: state.plans.leaving.update(x=plans.Leaving("drained", 5, 4)),
         "leave: x leaves since 5, and until 4",
     ),
     Spoilt("health", checked, _check(number=9), "number: c = [9], N = 1"),

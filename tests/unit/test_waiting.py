@@ -215,7 +215,7 @@ def test_what_a_planned_change_waits_for() -> None:
     drive.do(checkpoints.ReportKeeping("worker-0-0", 1, "file:///c", 2, 10, 3, True, 1 << 30, 2))
     drive.do(operations.DrainNode("worker-1-0", "a bad one"))
     begins = "planned change 1 (worker-1-1 joins, worker-1-0 leaves) waits for "
-    deadline = drive.state.planning.plans["worker"].deadline
+    deadline = drive.state.plans.by_group["worker"].deadline
 
     def waits(words: str, *names: str) -> None:
         assert why(drive) == Wait("worker", waiting.PLAN, begins + words, deadline, names)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from dlrover_core.history.incidents import is_death
-from dlrover_core.job import checkpoints, incidents, job, nodes, planning, progress, world
+from dlrover_core.job import checkpoints, incidents, job, nodes, plans, progress, world
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.events import Event, Record
 
@@ -92,7 +92,7 @@ class _Links:
             return (self._dissolved.get(group_of(fact.node), 0),)
         if isinstance(fact, world.WorldFormed):
             return (self._dissolved.get(fact.group, 0),)
-        if isinstance(fact, (planning.BoundaryAsked, planning.WorldPlanDropped)) or (
+        if isinstance(fact, (plans.BoundaryAsked, plans.WorldPlanDropped)) or (
             isinstance(fact, world.WorldDissolved) and fact.planned
         ):
             return (self._change.get(fact.group, 0),)
@@ -115,9 +115,9 @@ class _Links:
         elif isinstance(fact, world.WorldDissolved):
             self._dissolved[fact.group] = seq
             self._change.pop(fact.group, None)
-        elif isinstance(fact, planning.WorldPlanned):
+        elif isinstance(fact, plans.WorldPlanned):
             self._change[fact.group] = seq
-        elif isinstance(fact, planning.WorldPlanDropped):
+        elif isinstance(fact, plans.WorldPlanDropped):
             self._change.pop(fact.group, None)
         elif isinstance(fact, incidents.IncidentOpened):
             self._opened[fact.incident] = seq

@@ -24,7 +24,7 @@ from dlrover_core.job import (
     nodes,
     operations,
     pace,
-    planning,
+    plans,
     progress,
     silence,
     world,
@@ -216,7 +216,7 @@ _LOOK = "ranks are to look for a step boundary"
 _GO = "all ranks look for its step boundary: it may be chosen"
 
 
-def _change(fact: planning.WorldPlanned) -> str:
+def _change(fact: plans.WorldPlanned) -> str:
     said = [("to join", fact.joining), ("to leave", fact.leaving)]
     who = "; ".join(f"{', '.join(names[:SHOWN_NODES_MAX])}{_more(names)} {verb}" for verb, names in said if names)
     return f"planned change {fact.plan} of {fact.group}, until {stamp(fact.deadline)}: {who}"
@@ -323,7 +323,7 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     job.JobSuspended: lambda fact: f"somebody suspended the job: {fact.reason}",
     job.JobResumed: lambda fact: f"somebody let the job go on: {fact.reason}",
     job.GroupScaled: _scaled,
-    planning.NodeDrained: lambda fact: (
+    plans.NodeDrained: lambda fact: (
         f"somebody wants {fact.host} free of {fact.node}: {fact.reason}"
         if fact.host
         else f"{fact.node} leaves: {fact.reason}"
@@ -362,9 +362,9 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     ),
     world.WorldFormed: _formed,
     world.WorldDissolved: _dissolved,
-    planning.WorldPlanned: _change,
-    planning.WorldPlanDropped: lambda fact: f"planned change {fact.plan} of {fact.group} is off: {fact.reason}",
-    planning.BoundaryAsked: lambda fact: f"planned change {fact.plan} of {fact.group}: {_GO if fact.go else _LOOK}",
+    plans.WorldPlanned: _change,
+    plans.WorldPlanDropped: lambda fact: f"planned change {fact.plan} of {fact.group} is off: {fact.reason}",
+    plans.BoundaryAsked: lambda fact: f"planned change {fact.plan} of {fact.group}: {_GO if fact.go else _LOOK}",
     world.WorkersStarted: lambda fact: f"the workers of {fact.node} run in generation {fact.generation}",
     world.WorkersStopped: lambda fact: (
         f"the workers of {fact.node} in generation {fact.generation} were stopped, as ordered"

@@ -14,12 +14,12 @@ from dlrover_core.history.goodput import Goodput, goodput_of
 from dlrover_core.history.incidents import IncidentsBuilder, Story
 from dlrover_core.history.saves import Saves, SavesBuilder
 from dlrover_core.history.timeline import Timeline, TimelineBuilder
-from dlrover_core.job import job, nodes, planning
+from dlrover_core.job import job, nodes, plans
 from dlrover_core.job.state import FOLD
 from dlrover_core.kernel.engine import CommandFailed
 from dlrover_core.kernel.events import Record
 
-ASKED = (job.GroupScaled, planning.NodeDrained, job.JobSuspended, job.JobResumed, job.JobStopping)
+ASKED = (job.GroupScaled, plans.NodeDrained, job.JobSuspended, job.JobResumed, job.JobStopping)
 
 
 class TakeOver(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
 from dlrover_core.diagnosis.pairing import FAULTY, UNCLEAR, Groups, Outcome, Round
-from dlrover_core.job import job, planning, world
+from dlrover_core.job import job, plans, world
 from dlrover_core.job.memo import Remembering
 from dlrover_core.job.names import group_of
 from dlrover_core.job.ranges import Ranges, from_ranges
@@ -291,7 +291,7 @@ def _forget(slice_: HealthSlice, fact: world.Ended, record: Record) -> None:
     slice_.unclear.pop(fact.node, None)
 
 
-def _on_drained(slice_: HealthSlice, fact: planning.NodeDrained, record: Record) -> None:
+def _on_drained(slice_: HealthSlice, fact: plans.NodeDrained, record: Record) -> None:
     place = fact.node.rsplit("-", 1)[0]
     if fact.reason.startswith(SLOW_WORDS) and place not in slice_.replaced:
         slice_.replaced.append(place)
@@ -308,7 +308,7 @@ FACTS = Facts(
         CheckJudged: _on_judged,
         CheckAsked: _on_asked,
         world.WorldFormed: _on_formed,
-        planning.NodeDrained: _on_drained,
+        plans.NodeDrained: _on_drained,
         **dict.fromkeys(get_args(world.Ended), _forget),
     },
 )

@@ -20,7 +20,7 @@ from dlrover_core.job import (
     laggards,
     nodes,
     pace,
-    planning,
+    plans,
     progress,
     silence,
     world,
@@ -46,7 +46,7 @@ class JobState(BaseState):
     budgets: budgets.BudgetSlice = kept(budgets.BudgetSlice, budgets.FACTS)
     health: health.HealthSlice = kept(health.HealthSlice, health.FACTS)
     laggards: laggards.LaggardSlice = kept(laggards.LaggardSlice, laggards.FACTS)
-    planning: planning.PlanningSlice = kept(planning.PlanningSlice, planning.FACTS)
+    plans: plans.PlanSlice = kept(plans.PlanSlice, plans.FACTS)
     checkpoints: checkpoints.CheckpointSlice = kept(checkpoints.CheckpointSlice, checkpoints.FACTS)
 
 

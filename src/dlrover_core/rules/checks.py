@@ -21,7 +21,7 @@ from dlrover_core.diagnosis import pairing, signatures
 from dlrover_core.diagnosis.evidence import CHECK
 from dlrover_core.diagnosis.pairing import FAULTY, GOOD, SLOWER, UNCLEAR, Groups, Verdict
 from dlrover_core.errors import Refused
-from dlrover_core.job import evidence, job, nodes, planning, world
+from dlrover_core.job import evidence, job, nodes, plans, world
 from dlrover_core.job.health import (
     FULL,
     OFF,
@@ -73,7 +73,7 @@ def _begin_at(state: JobState, group: str) -> int | None:
         return None
     current = state.world.worlds.get(group) or world.World()
     if current.active:
-        takes = (spec.on_join != "never" or bool(state.planning.leaving)) and not current.finished
+        takes = (spec.on_join != "never" or bool(state.plans.leaving)) and not current.finished
         return state.at if takes and membership.unchecked(state, group) else None
     ready, unit, floor = state.nodes.tally.ready.get(group, 0), spec.group(group).unit, spec.group(group).floor
     last_call = membership.last_call(state, group)
@@ -325,7 +325,7 @@ def _slow_to_replace(state: JobState, fact: CheckJudged) -> list[Event]:
         node = state.nodes.nodes.get(name)
         place = name.rsplit("-", 1)[0]
         if kind == SLOWER and node is not None and node.ready and place not in state.health.replaced:
-            found.append(planning.NodeDrained(name, node.host, f"{SLOW_WORDS}: {why}"[: nodes.TEXT_MAX]))
+            found.append(plans.NodeDrained(name, node.host, f"{SLOW_WORDS}: {why}"[: nodes.TEXT_MAX]))
     return found
 
 

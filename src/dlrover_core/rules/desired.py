@@ -68,7 +68,7 @@ def _taken(state: JobState) -> dict[tuple[str, int], int]:
     taken: dict[tuple[str, int], int] = {}
     for node in state.nodes.nodes.values():
         # Whoever leaves at a boundary has its successor beside it until then.
-        if not node.ended and node.state != "lost" and node.node not in state.planning.leaving:
+        if not node.ended and node.state != "lost" and node.node not in state.plans.leaving:
             place = (node.group, node.index)
             taken[place] = min(node.incarnation, taken.get(place, node.incarnation))
     return taken
@@ -140,7 +140,7 @@ def _orders(state: JobState, tells: Sequence[Tells]) -> Mapping[str, Order]:
                 orders[name] = book.working.get(name) or book.make(name, state, current, place)
                 continue
             told_apart = name if name in book.named else ""
-            key = node.released, place >= 0, name in state.planning.leaving, told_apart
+            key = node.released, place >= 0, name in state.plans.leaving, told_apart
             order = alike.get(key)
             if order is None:
                 order = alike[key] = _idle(state, node, current, place)._replace(parts=book.parts(name, works=False))
@@ -157,7 +157,7 @@ def _idle(state: JobState, node: nodes.Node, current: world.World, place: int) -
     if node.released:
         grace = spec.stop_grace_s if node.released in nodes.BY_PLAN else spec.broken_grace_s
         return Order(True, f"the node is {node.released}", us(grace), outcome=node.released)
-    polite = current.planned_stop or node.node in state.planning.leaving
+    polite = current.planned_stop or node.node in state.plans.leaving
     grace = spec.stop_grace_s if polite else spec.broken_grace_s
     over = current.generation if place >= 0 else 0
     waits = "the job is suspended" if state.job.state == "suspended" else "waiting for a world"

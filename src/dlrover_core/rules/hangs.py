@@ -27,7 +27,7 @@ def _stall(state: JobState, command: hangs.NoteStall, now: int) -> Iterator[Even
     current = state.world.worlds.get(command.group)
     if not state.job.live or not state.job.spec.hang_s or current is None or not current.active:
         return
-    if state.planning.waits(command.group):
+    if state.plans.waits(command.group):
         return  # they stand at the boundary of a planned change, as they were told to: that has a bound of its own
     patience = state.hangs.patience_us(command.group, command.generation, command.step)
     if (

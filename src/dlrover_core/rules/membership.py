@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dlrover_core.errors import Refused
-from dlrover_core.job import nodes, planning, waiting
+from dlrover_core.job import nodes, plans, waiting
 from dlrover_core.job.checkpoints import MEMORY
 from dlrover_core.job.health import OFF
 from dlrover_core.job.names import group_of
 from dlrover_core.job.node_lifecycle import COMING
-from dlrover_core.job.planning import NONE
+from dlrover_core.job.plans import NONE
 from dlrover_core.job.state import JobState
 from dlrover_core.job.waiting import Wait
 from dlrover_core.job.world import World
@@ -100,13 +100,13 @@ def able(state: JobState, group: str) -> bool:
         and not current.finished
         and state.job.forms
         and state.job.spec.plan_s > 0
-        and state.planning.keeping.get(group) == current.generation
+        and state.plans.keeping.get(group) == current.generation
     )
 
 
 def resume(state: JobState, group: str) -> int:
     """The step at which all ranks of the last world wait, or were stopped, at a boundary; -1: there is none."""
-    plan, last = state.planning.plans.get(group), state.world.worlds.get(group)
+    plan, last = state.plans.by_group.get(group), state.world.worlds.get(group)
     if plan is None or last is None or plan.generation != last.generation or not plan.held:
         return NONE
     return plan.boundary(member.node for member in last.members)
@@ -118,12 +118,12 @@ def departing(state: JobState, group: str) -> frozenset[str]:
     Who is drained stays a candidate until its successor is there: a world that must be formed meanwhile, because of a
     failure, would else have to wait for it.
     """
-    if not state.planning.leaving:
+    if not state.plans.leaving:
         return frozenset()
-    plan = state.planning.plans.get(group)
+    plan = state.plans.by_group.get(group)
     parted = plan.leaving if plan is not None and resume(state, group) >= 0 else ()
     found = []
-    for name, leaving in state.planning.leaving.items():
+    for name, leaving in state.plans.leaving.items():
         node = state.nodes.nodes.get(name)
         if node is None or node.group != group or not node.ready or not may_train(state, node):
             continue
@@ -277,7 +277,7 @@ def _seats(state: JobState, group: str, count: int) -> list[nodes.Node]:
     tally, world = state.nodes.tally, state.world.worlds.get(group) or World()
     key = (count, world.generation, tally.changes + state.health.changes)
     known, ordered = tally.seats.get(group, (None, []))
-    if known != key or state.planning.leaving:
+    if known != key or state.plans.leaving:
         ordered = layout.layout([member.node for member in world.members], ready_nodes(state, group), count)
         tally.seats[group] = (key, ordered)
     return ordered
@@ -309,7 +309,7 @@ def why_waiting(state: JobState, group: str, now: int | None = None) -> Wait | N
         return found
     missed = _missed(state, group)
     said = [f"{name} ({how})" for name, how in missed.items()]
-    return found._replace(words=f"{found.words}; missed: {planning.named(said)}", nodes=tuple(missed))
+    return found._replace(words=f"{found.words}; missed: {plans.named(said)}", nodes=tuple(missed))
 
 
 def reasons(state: JobState, now: int | None = None) -> tuple[Wait, ...]:
@@ -339,7 +339,7 @@ def _missed(state: JobState, group: str) -> dict[str, str]:
 
 def boundary(state: JobState, group: str) -> Wait | None:
     """What a planned change of a running world waits for; None: nothing is planned, or all ranks wait at its boundary."""
-    plan = state.planning.plans.get(group)
+    plan = state.plans.by_group.get(group)
     if plan is None or not able(state, group):
         return None
     members = [member.node for member in state.world.worlds[group].members]
@@ -350,12 +350,12 @@ def boundary(state: JobState, group: str) -> Wait | None:
         awaited = [name for name in members if name not in done]
     else:
         awaited, lacks = unready(state, plan), "to be ready"
-    who = f"{planning.named(awaited)} {lacks}" if awaited else "its ranks to be asked"
-    words = f"planned change {plan.number} ({planning.in_words(plan.joining, plan.leaving)}) waits for {who}"
+    who = f"{plans.named(awaited)} {lacks}" if awaited else "its ranks to be asked"
+    words = f"planned change {plan.number} ({plans.in_words(plan.joining, plan.leaving)}) waits for {who}"
     return Wait(group, waiting.PLAN, words, plan.deadline, tuple(awaited))
 
 
-def unready(state: JobState, plan: planning.Plan) -> list[str]:
+def unready(state: JobState, plan: plans.Plan) -> list[str]:
     """Those who join by a plan and could not train yet."""
     here = state.nodes.nodes
     return [name for name in plan.joining if not (name in here and here[name].ready and may_train(state, here[name]))]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from dlrover_core.errors import Refused, SpecError
 from dlrover_core.job import incidents, job, nodes, operations, world
 from dlrover_core.job.node_lifecycle import ALIVE
-from dlrover_core.job.planning import NodeDrained
+from dlrover_core.job.plans import NodeDrained
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Rules
 from dlrover_core.kernel.events import Event, Record
@@ -56,8 +56,8 @@ def _drain(state: JobState, command: operations.DrainNode | operations.LeaveNode
     membership.refuse_while_failing(state)
     if isinstance(command, operations.LeaveNode):
         yield plans.drained(state, node, "", command.reason, now, us(state.job.spec.stop_grace_s))
-    elif node.node in state.planning.leaving:
-        raise Refused(f"node {node.node} leaves already: {state.planning.leaving[node.node].why}")
+    elif node.node in state.plans.leaving:
+        raise Refused(f"node {node.node} leaves already: {state.plans.leaving[node.node].why}")
     else:
         yield plans.drained(state, node, node.host, command.reason, now, us(state.job.spec.plan_s))
 
@@ -65,7 +65,7 @@ def _drain(state: JobState, command: operations.DrainNode | operations.LeaveNode
 def _notice(state: JobState, command: operations.NoticeNode, now: int) -> Iterator[Event]:
     """A node that is to be taken away leaves before, where that can be without loss. Said again and again, it is heard once."""
     node = state.nodes.nodes.get(command.node)
-    if node is None or not node.ready or not state.job.live or node.node in state.planning.leaving:
+    if node is None or not node.ready or not state.job.live or node.node in state.plans.leaving:
         return
     within_us = command.within_us or us(state.job.spec.plan_s)
     found = plans.drained(
@@ -100,7 +100,7 @@ def _resize(state: JobState, fact: job.GroupScaled, record: Record) -> Iterator[
     working = [node.node for node in leaving if plans.works(state, node)]
     yield from plans.advance(state, group, record.at, working)
     # Those whose leave is planned work on until the boundary.
-    leaving = [node for node in leaving if node.node not in state.planning.leaving]
+    leaving = [node for node in leaving if node.node not in state.plans.leaving]
     yield from _without(state, group, leaving, why)
     for node in leaving:
         yield from release(state, node, nodes.SCALED_DOWN)
@@ -153,7 +153,7 @@ def _clear(state: JobState, fact: NodeDrained, record: Record) -> Iterator[Event
 def _clear_planned(state: JobState, node: nodes.Node, record: Record) -> Iterator[Event]:
     """Its successor first: it is to be there when the world is changed."""
     slot = state.nodes.slots[f"{node.group}-{node.index}"]
-    leaving = state.planning.leaving[node.node]
+    leaving = state.plans.leaving[node.node]
     wanted = leaving.why != nodes.SCALED_DOWN and not leaving.out and not slot.given_up
     if wanted and membership.successor(state, node) is None:
         yield from plan(state, node.group, node.index)

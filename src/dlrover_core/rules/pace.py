@@ -174,7 +174,7 @@ def _candidates(state: JobState) -> Iterator[tuple[int, pace.Slow]]:
     for slow in state.pace.slow.values():
         current, node = state.world.of(slow.node), state.nodes.nodes.get(slow.node)
         ill = {one.node for one in state.pace.slow.values() if group_of(one.node) == group_of(slow.node)}
-        here = node is not None and not node.released and slow.node not in state.planning.leaving
+        here = node is not None and not node.released and slow.node not in state.plans.leaving
         if current.active and here and 2 * len(ill) < len(current.members):
             yield slow.costs_at(cost), slow
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from dlrover_core.errors import Refused
-from dlrover_core.job import health, nodes, planning, progress, ranges, world
+from dlrover_core.job import health, nodes, plans, progress, ranges, world
 from dlrover_core.job.checkpoints import KeepingStarted, RanksArmed, ReportArmed, StepsHeld
 from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
@@ -41,26 +41,24 @@ def works(state: JobState, node: nodes.Node) -> bool:
     return current.active and current.member(node.node) is not None and not current.done(node.node)
 
 
-def drained(
-    state: JobState, node: nodes.Node, host: str, reason: str, now: int, within_us: int
-) -> planning.NodeDrained:
+def drained(state: JobState, node: nodes.Node, host: str, reason: str, now: int, within_us: int) -> plans.NodeDrained:
     """The event of a node's leave: at a step boundary within so long, where there can be one, else at once.
 
     Who has left its world at one already stays for the next world's first step, if that is made in time.
     """
-    known = state.planning.leaving.get(node.node)
+    known = state.plans.leaving.get(node.node)
     lends = known is not None and known.out
     planned = within_us > 0 and (lends or (works(state, node) and membership.able(state, node.group)))
-    return planning.NodeDrained(node.node, host, reason, now + within_us if planned else 0)
+    return plans.NodeDrained(node.node, host, reason, now + within_us if planned else 0)
 
 
 def _going(state: JobState, group: str) -> tuple[str, ...]:
     """Members that are to leave."""
-    leaving, here = state.planning.leaving, state.nodes.nodes
+    leaving, here = state.plans.leaving, state.nodes.nodes
     return tuple(name for name in leaving if group_of(name) == group and works(state, here[name]))
 
 
-def _hurry_at(state: JobState, leaving: planning.Leaving) -> int:
+def _hurry_at(state: JobState, leaving: plans.Leaving) -> int:
     """From when on it waits for no successor."""
     left = leaving.deadline - leaving.since
     return leaving.deadline - min(us(state.job.spec.stop_grace_s), left // 2)
@@ -68,14 +66,14 @@ def _hurry_at(state: JobState, leaving: planning.Leaving) -> int:
 
 def _ripe(state: JobState, going: Sequence[str], now: int) -> tuple[str, ...]:
     """Those whose leave can be planned: all, if everybody's successor is on the way who has one; else whoever is in a hurry."""
-    known = state.planning.leaving
+    known = state.plans.leaving
     waiting = [name for name in going if name in known and not _followed(state, name, known[name])]
     if not waiting:
         return tuple(going)
     return tuple(name for name in going if name not in known or now >= _hurry_at(state, known[name]))
 
 
-def _followed(state: JobState, name: str, leaving: planning.Leaving) -> bool:
+def _followed(state: JobState, name: str, leaving: plans.Leaving) -> bool:
     """Is its successor on the way, or nobody to come?"""
     node = state.nodes.nodes[name]
     slot = state.nodes.slots[f"{node.group}-{node.index}"]
@@ -87,59 +85,57 @@ def _followed(state: JobState, name: str, leaving: planning.Leaving) -> bool:
 
 def advance(state: JobState, group: str, now: int, scaled: Sequence[str] = ()) -> Iterator[Event]:
     """Bring a group's planned change as far as it comes now; begin one where there is cause. ``scaled``: members too many."""
-    plan = state.planning.plans.get(group)
+    plan = state.plans.by_group.get(group)
     if not membership.able(state, group):
         if plan is not None and membership.resume(state, group) < 0:
-            yield planning.WorldPlanDropped(group, plan.number, "its world has ended")
+            yield plans.WorldPlanDropped(group, plan.number, "its world has ended")
         return
     going = (*_going(state, group), *scaled)
     if plan is not None:
         why = _void(state, plan, group, going, scaled, now)
         if why:
-            yield planning.WorldPlanDropped(group, plan.number, why)
+            yield plans.WorldPlanDropped(group, plan.number, why)
             plan = None
     if plan is None:
         proposed = _proposed(state, group, going, now)
         if proposed is None:
             return
         yield proposed
-    plan = state.planning.plans[group]
+    plan = state.plans.by_group[group]
     if not plan.asked_at and _warm(state, plan, now):
-        yield planning.BoundaryAsked(group, plan.number, go=False)
+        yield plans.BoundaryAsked(group, plan.number, go=False)
     yield from _proceed(state, group, now)
 
 
 def _proceed(state: JobState, group: str, now: int) -> Iterator[Event]:
     """Everybody looks: the boundary may be chosen. Everybody is there: the world is changed."""
-    plan = state.planning.plans.get(group)
+    plan = state.plans.by_group.get(group)
     if plan is None or not plan.asked_at or not membership.able(state, group):
         return
     if plan.awaited(len(state.world.worlds[group].members)) > 0:
         return
     if not plan.go_at:
-        yield planning.BoundaryAsked(group, plan.number, go=True)
+        yield plans.BoundaryAsked(group, plan.number, go=True)
         return
     if membership.resume(state, group) < 0:
-        yield planning.WorldPlanDropped(group, plan.number, "the nodes hold no step in common at its boundary")
+        yield plans.WorldPlanDropped(group, plan.number, "the nodes hold no step in common at its boundary")
         return
-    why = f"planned change {plan.number}: {planning.in_words(plan.joining, plan.leaving)}"
+    why = f"planned change {plan.number}: {plans.in_words(plan.joining, plan.leaving)}"
     formed = list(worlds.form(state, group, now, why, at_once=True))
     yield from worlds.dissolve(state, group, why, planned=True)
     yield from formed
 
 
-def _warm(state: JobState, plan: planning.Plan, now: int) -> bool:
+def _warm(state: JobState, plan: plans.Plan, now: int) -> bool:
     """Are those who join there? Whoever is in a hurry does not wait for them."""
-    if any(now >= _hurry_at(state, state.planning.leaving[name]) for name in plan.leaving):
+    if any(now >= _hurry_at(state, state.plans.leaving[name]) for name in plan.leaving):
         return True
     return not membership.unready(state, plan)
 
 
-def _void(
-    state: JobState, plan: planning.Plan, group: str, going: Sequence[str], scaled: Sequence[str], now: int
-) -> str:
+def _void(state: JobState, plan: plans.Plan, group: str, going: Sequence[str], scaled: Sequence[str], now: int) -> str:
     """Why a plan has to be given up; empty: it need not."""
-    spec, leaving = state.job.spec, state.planning.leaving
+    spec, leaving = state.job.spec, state.plans.leaving
     ripe = set(_ripe(state, going, now)) - set(plan.leaving)
     hurried = [name for name in ripe if name not in leaving or now >= _hurry_at(state, leaving[name])]
     if set(plan.leaving) - set(going):
@@ -159,10 +155,10 @@ def _void(
     return ""
 
 
-def _bereft(state: JobState, plan: planning.Plan, now: int) -> bool:
+def _bereft(state: JobState, plan: plans.Plan, now: int) -> bool:
     """Has the successor of somebody who leaves ended, and is there time for another?"""
     for name in plan.leaving:
-        leaving, node = state.planning.leaving[name], state.nodes.nodes[name]
+        leaving, node = state.plans.leaving[name], state.nodes.nodes[name]
         place = f"{node.group}-{node.index}-"
         awaited = leaving.why != nodes.SCALED_DOWN and any(one.startswith(place) for one in plan.joining)
         coming = membership.successor(state, node)
@@ -171,7 +167,7 @@ def _bereft(state: JobState, plan: planning.Plan, now: int) -> bool:
     return False
 
 
-def _held_until(state: JobState, plan: planning.Plan) -> int:
+def _held_until(state: JobState, plan: plans.Plan) -> int:
     # While nobody led nobody could say that it waits.
     return max(plan.held_at, state.job.calm_at) + us(state.job.spec.boundary_s)
 
@@ -186,14 +182,14 @@ def _grows(state: JobState, group: str) -> int:
 
 def _not_before(state: JobState, group: str) -> int | None:
     """When the next plan of this generation may begin; None: none may any more."""
-    drops = state.planning.drops.get(group)
+    drops = state.plans.drops.get(group)
     if drops is None:
         return 0
     return None if drops.count >= TRIES_MAX else drops.at + us(state.job.spec.boundary_s * 2 ** (drops.count - 1))
 
 
-def _proposed(state: JobState, group: str, going: Sequence[str], now: int) -> planning.WorldPlanned | None:
-    known, not_before = state.planning.leaving, _not_before(state, group)
+def _proposed(state: JobState, group: str, going: Sequence[str], now: int) -> plans.WorldPlanned | None:
+    known, not_before = state.plans.leaving, _not_before(state, group)
     leaving = _ripe(state, going, now)
     hurried = any(name not in known or now >= _hurry_at(state, known[name]) for name in leaving)
     if not_before is None or (now < not_before and not hurried):
@@ -210,7 +206,7 @@ def _proposed(state: JobState, group: str, going: Sequence[str], now: int) -> pl
         joining += [name for name in late if name not in joining][: size - len(current.members)]
     latest = now + us(state.job.spec.plan_s)
     deadline = min([known[name].deadline for name in leaving if name in known], default=latest)
-    return planning.WorldPlanned(group, state.planning.number + 1, tuple(joining), leaving, deadline)
+    return plans.WorldPlanned(group, state.plans.number + 1, tuple(joining), leaving, deadline)
 
 
 # ---- when it is late
@@ -218,14 +214,14 @@ def _proposed(state: JobState, group: str, going: Sequence[str], now: int) -> pl
 
 def _force(state: JobState, group: str, names: Sequence[str], now: int) -> Iterator[Event]:
     """Whoever is to leave leaves now, as in a world that saves nothing."""
-    here, plan = state.nodes.nodes, state.planning.plans.get(group)
-    why = f"{planning.named(names)}: time to leave is over"
+    here, plan = state.nodes.nodes, state.plans.by_group.get(group)
+    why = f"{plans.named(names)}: time to leave is over"
     if any(works(state, here[name]) for name in names):
         if plan is not None:
-            yield planning.WorldPlanDropped(group, plan.number, why)
+            yield plans.WorldPlanDropped(group, plan.number, why)
         yield from worlds.dissolve(state, group, why, planned=True)
     for name in names:
-        node, leaving = here[name], state.planning.leaving[name]
+        node, leaving = here[name], state.plans.leaving[name]
         yield from slots.release(state, node, leaving.why)
         if leaving.why != nodes.SCALED_DOWN and slots.vacant(state, group, node.index):
             yield from slots.plan(state, group, node.index)
@@ -237,7 +233,7 @@ def _force(state: JobState, group: str, names: Sequence[str], now: int) -> Itera
 def _overdue(state: JobState, now: int) -> dict[str, list[str]]:
     """Whose deadline is over, by group."""
     found: dict[str, list[str]] = {}
-    for name, leaving in state.planning.leaving.items():
+    for name, leaving in state.plans.leaving.items():
         if leaving.deadline <= now:
             found.setdefault(group_of(name), []).append(name)
     return found
@@ -246,8 +242,8 @@ def _overdue(state: JobState, now: int) -> dict[str, list[str]]:
 def _due(state: JobState) -> int | None:
     if not state.job.live:
         return None
-    times = [leaving.deadline for leaving in state.planning.leaving.values()]
-    for group in state.planning.keeping:
+    times = [leaving.deadline for leaving in state.plans.leaving.values()]
+    for group in state.plans.keeping:
         if membership.able(state, group):
             times += _times(state, group)
     return min(times, default=None)
@@ -255,7 +251,7 @@ def _due(state: JobState) -> int | None:
 
 def _times(state: JobState, group: str) -> Iterator[int]:
     """When time alone brings a group's change on."""
-    plan, known, going = state.planning.plans.get(group), state.planning.leaving, _going(state, group)
+    plan, known, going = state.plans.by_group.get(group), state.plans.leaving, _going(state, group)
     if plan is not None:
         if not plan.leaving:
             yield plan.deadline
@@ -278,7 +274,7 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
         return
     for group, names in _overdue(state, now).items():
         yield from _force(state, group, names, now)
-    for group in list(state.planning.keeping):
+    for group in list(state.plans.keeping):
         yield from advance(state, group, now)
 
 
@@ -287,7 +283,7 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
 
 def _armed(state: JobState, command: ReportArmed, now: int) -> Iterator[Event]:
     node = slots.present(state, command.node)
-    plan = state.planning.plans.get(node.group)
+    plan = state.plans.by_group.get(node.group)
     if plan is None or plan.number != command.plan or not plan.asked_at or not works(state, node):
         raise Refused(f"plan {command.plan} is over")
     if command.node in plan.armed:
@@ -303,13 +299,13 @@ def _on_group(state: JobState, fact: KeepingStarted | health.CheckJudged, record
 
 
 def _on_dissolved(state: JobState, fact: world.WorldDissolved, record: Record) -> Iterator[Event]:
-    if fact.group in state.planning.plans:
+    if fact.group in state.plans.by_group:
         yield from advance(state, fact.group, record.at)
 
 
 def _on_node(state: JobState, fact: world.Ended | world.WorkersFinished, record: Record) -> Iterator[Event]:
     group = group_of(fact.node)
-    if state.job.live and (group in state.planning.plans or state.planning.leaving):
+    if state.job.live and (group in state.plans.by_group or state.plans.leaving):
         yield from advance(state, group, record.at)
 
 
@@ -324,7 +320,7 @@ def _on_word(state: JobState, fact: RanksArmed | StepsHeld, record: Record) -> I
 
 def _let_go(state: JobState, fact: progress.FirstStep, record: Record) -> Iterator[Event]:
     """The next world trains: those who left it have nothing left that it could need."""
-    for name, leaving in list(state.planning.leaving.items()):
+    for name, leaving in list(state.plans.leaving.items()):
         if leaving.out and group_of(name) == group_of(fact.node):
             yield from slots.release(state, state.nodes.nodes[name], leaving.why)
 
@@ -334,16 +330,16 @@ def _let_go(state: JobState, fact: progress.FirstStep, record: Record) -> Iterat
 
 def _boundary(state: JobState, group: str, asked: tuple[int, bool]) -> Telling:
     members = state.world.worlds[group].members if asked[0] else ()
-    return Telling(working=dict.fromkeys((one.node for one in members), planning.Boundary(*asked)))
+    return Telling(working=dict.fromkeys((one.node for one in members), plans.Boundary(*asked)))
 
 
 def lenders(state: JobState, group: str) -> tuple[tuple[str, int, int], ...]:
     """Nodes that left the world before this one at its boundary and are still here: address, first rank in it, how many."""
-    ended = state.checkpoints.of(group).ended if state.planning.leaving else None
+    ended = state.checkpoints.of(group).ended if state.plans.leaving else None
     current = state.world.worlds[group]
     if ended is None or ended.generation + 1 != current.generation or not ended.planned or current.resume_step < 0:
         return ()  # or a failure was first: nobody knows what they hold
-    known, replicas = state.planning.leaving, state.checkpoints.replicas
+    known, replicas = state.plans.leaving, state.checkpoints.replicas
     return tuple(
         (replicas[member.node], member.first_rank, member.nproc)
         for member in ranges.from_ranges(group, ended.members)
@@ -367,8 +363,6 @@ RULES = Rules(
     },
     due=_due,
     tick=_tick,
-    levels=dict.fromkeys(
-        (planning.WorldPlanned, planning.WorldPlanDropped, planning.BoundaryAsked, planning.NodeDrained), always
-    ),
-    tells=Tells(lambda state, group: state.planning.asked(group), _boundary),
+    levels=dict.fromkeys((plans.WorldPlanned, plans.WorldPlanDropped, plans.BoundaryAsked, plans.NodeDrained), always),
+    tells=Tells(lambda state, group: state.plans.asked(group), _boundary),
 )

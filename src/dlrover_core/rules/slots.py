@@ -108,6 +108,6 @@ def hosts_to_clear(state: JobState) -> list[str]:
     here = state.nodes.nodes
     return [
         state.hosts.host_of(name) or here[name].host
-        for name, one in state.planning.leaving.items()
+        for name, one in state.plans.leaving.items()
         if one.why == nodes.DRAINED and name in here and here[name].host
     ]

@@ -15,7 +15,7 @@ from dlrover_core.job.checkpoints import Keep, Persist
 from dlrover_core.job.hangs import Probe
 from dlrover_core.job.health import CheckWork
 from dlrover_core.job.orders import Order, Work
-from dlrover_core.job.planning import Boundary
+from dlrover_core.job.plans import Boundary
 from dlrover_core.job.progress import ReportFirstStep
 from dlrover_core.job.world import ReportFinished
 from dlrover_core.kernel.wire import Part, find

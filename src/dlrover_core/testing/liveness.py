@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dlrover_core.job import health, incidents, job, names, nodes, planning, progress, world
+from dlrover_core.job import health, incidents, job, names, nodes, plans, progress, world
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.rules import membership
@@ -111,7 +111,7 @@ class Reasons(Promise):
     looks: ClassVar[Mapping[type, Look]] = dict.fromkeys(
         {
             incidents.ActionChosen,
-            *(kind for facts in (job, nodes, world, health, planning) for kind in facts.FACTS.evolve),
+            *(kind for facts in (job, nodes, world, health, plans) for kind in facts.FACTS.evolve),
         },
         _look,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dlrover_core.job import checkpoints, job, nodes, planning, world
+from dlrover_core.job import checkpoints, job, nodes, plans, world
 from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
@@ -25,7 +25,7 @@ class Plans(Promise):
 
     def __init__(self) -> None:
         self._number = 0
-        self._open: dict[str, planning.WorldPlanned] = {}
+        self._open: dict[str, plans.WorldPlanned] = {}
         self._armed: dict[str, set[str]] = {}
         self._held: dict[str, dict[str, tuple[int, ...]]] = {}
         self._going: dict[str, bool] = {}
@@ -57,11 +57,11 @@ class Plans(Promise):
     def _leads(self, _state: JobState, _fact: object, record: Record) -> None:
         self._led_at = record.at
 
-    def _drained(self, _state: JobState, fact: planning.NodeDrained, _record: Record) -> None:
+    def _drained(self, _state: JobState, fact: plans.NodeDrained, _record: Record) -> None:
         if fact.deadline:
             self._leaving[fact.node] = min(fact.deadline, self._leaving.get(fact.node, fact.deadline))
 
-    def _planned(self, state: JobState, fact: planning.WorldPlanned, record: Record) -> None:
+    def _planned(self, state: JobState, fact: plans.WorldPlanned, record: Record) -> None:
         group = fact.group
         assert fact.plan == self._number + 1, f"{record.seq}: plan {fact.plan} follows {self._number}"
         assert group not in self._open, f"{record.seq}: plan {fact.plan} begins while {self._open[group]} is open"
@@ -80,7 +80,7 @@ class Plans(Promise):
         self._held.pop(group, None)
         self._going.pop(group, None)
 
-    def _dropped(self, _state: JobState, fact: planning.WorldPlanDropped, record: Record) -> None:
+    def _dropped(self, _state: JobState, fact: plans.WorldPlanDropped, record: Record) -> None:
         plan = self._open.get(fact.group)
         assert plan is not None and plan.plan == fact.plan, f"{record.seq}: plan {fact.plan} is dropped, and not open"
         assert fact.group not in self._step, f"{record.seq}: plan {fact.plan} is dropped, and everybody was there"
@@ -93,7 +93,7 @@ class Plans(Promise):
         assert current.active and fact.node in current.places, f"{record.seq}: {fact.node} is armed, and no member"
         self._armed[group].add(fact.node)
 
-    def _asked(self, state: JobState, fact: planning.BoundaryAsked, record: Record) -> None:
+    def _asked(self, state: JobState, fact: plans.BoundaryAsked, record: Record) -> None:
         plan = self._open.get(fact.group)
         assert plan is not None and plan.plan == fact.plan, f"{record.seq}: {fact} for a plan that is over"
         missing = set(state.world.worlds[fact.group].places) - self._armed[fact.group]
@@ -128,7 +128,7 @@ class Plans(Promise):
 
     def _scaled(self, state: JobState, fact: job.GroupScaled, _record: Record) -> None:
         """Whoever is wanted again stays."""
-        leaving = state.planning.leaving
+        leaving = state.plans.leaving
         for name in [name for name in self._leaving if group_of(name) == fact.group and name not in leaving]:
             assert int(name.rsplit("-", 2)[1]) < fact.nodes_max, f"{name} is forgotten, and not wanted"
             del self._leaving[name]
@@ -137,10 +137,10 @@ class Plans(Promise):
         job.JobCreated: _created,
         **dict.fromkeys((job.LeaderStarted, job.MasterPaused), _leads),
         job.GroupScaled: _scaled,
-        planning.NodeDrained: _drained,
-        planning.WorldPlanned: _planned,
-        planning.WorldPlanDropped: _dropped,
-        planning.BoundaryAsked: _asked,
+        plans.NodeDrained: _drained,
+        plans.WorldPlanned: _planned,
+        plans.WorldPlanDropped: _dropped,
+        plans.BoundaryAsked: _asked,
         checkpoints.RanksArmed: _arms,
         checkpoints.StepsHeld: _holds,
         world.WorldFormed: _formed,

@@ -27,7 +27,7 @@ from operator import attrgetter
 from types import MethodType
 from typing import Any, ClassVar, Union
 
-from dlrover_core.job import incidents, job, names, nodes, planning, progress, silence, world
+from dlrover_core.job import incidents, job, names, nodes, plans, progress, silence, world
 from dlrover_core.job.node_lifecycle import COMING
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import CommandFailed, CommandRefused
@@ -427,11 +427,11 @@ class Provoked(Promise):
         **dict.fromkeys(
             (
                 nodes.NodeJoined, nodes.NodeFailed, nodes.NodeGone, nodes.NodeLost, nodes.NodeLeft, nodes.NodeReleased,
-                planning.NodeDrained, incidents.ActionChosen,
+                plans.NodeDrained, incidents.ActionChosen,
             ),
             _one,
         ),
-        **dict.fromkeys((job.GroupScaled, planning.WorldPlanned), _group),
+        **dict.fromkeys((job.GroupScaled, plans.WorldPlanned), _group),
         world.WorldDissolved: _dissolved,
         world.WorldFormed: _formed,
     }  # fmt: skip
@@ -458,7 +458,7 @@ class Places(Promise):
         assert fact.node == f"{fact.group}-{fact.index}-{fact.incarnation}", f"{record.seq}: a node called {fact.node}"
         self._newest[place] = fact.incarnation
         last = state.nodes.nodes.get(f"{fact.group}-{fact.index}-{before}")
-        leaves = last is not None and last.node in state.planning.leaving
+        leaves = last is not None and last.node in state.plans.leaving
         assert last is None or leaves or last.released or last.state not in COMING, (
             f"{record.seq}: {fact.node} is planned beside {last}"
         )
@@ -487,7 +487,7 @@ class Told(Promise):
             if node is not None
             and not node.ended
             and node.state not in ("lost", "gone")
-            and node.node not in state.planning.leaving
+            and node.node not in state.plans.leaving
         ]
         if running:
             launched = [launch.node for launch in desired(state).launch]

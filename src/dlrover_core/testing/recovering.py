@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import OPENING, PLAT
-from dlrover_core.job import budgets, evidence, hosts, incidents, job, names, nodes, planning, progress, world
+from dlrover_core.job import budgets, evidence, hosts, incidents, job, names, nodes, plans, progress, world
 from dlrover_core.job.crash_loops import AT_ONCE, EARLY_S, FIRST_PAUSE_S
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import STRANGERS_MAX, UNANSWERED_MAX
@@ -322,8 +322,8 @@ class Absorbing(Promise):
 
     BEGINS = (
         job.JobStarted, job.JobStopping, job.JobSuspended, job.JobResumed, job.GroupScaled, nodes.NodePlanned,
-        nodes.PlaceReopened, world.WorldFormed, world.WorldDissolved, planning.WorldPlanned, incidents.IncidentOpened,
-        incidents.Diagnosed, incidents.ActionChosen, planning.NodeDrained,
+        nodes.PlaceReopened, world.WorldFormed, world.WorldDissolved, plans.WorldPlanned, incidents.IncidentOpened,
+        incidents.Diagnosed, incidents.ActionChosen, plans.NodeDrained,
     )  # fmt: skip
     ENDS = (job.JobSucceeded, job.JobFailed, job.JobStopped, job.JobAbandoned)
 

@@ -32,7 +32,7 @@ from dlrover_core.job.checkpoints import (
 )
 from dlrover_core.job.holdings import NO_STEP
 from dlrover_core.job.orders import Order
-from dlrover_core.job.planning import Boundary
+from dlrover_core.job.plans import Boundary
 from dlrover_core.rules.save_on_failure import HELD_WAIT_S
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.keeping import WRITTEN_MAX, KeptBeat, Written

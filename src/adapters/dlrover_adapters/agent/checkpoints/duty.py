@@ -20,7 +20,7 @@ import structlog
 from dlrover_core.checkpoint.arena import ArenaBroken
 from dlrover_core.job.checkpoints import OfferReplica, ReportHeld
 from dlrover_core.job.orders import Order
-from dlrover_core.job.planning import Boundary
+from dlrover_core.job.plans import Boundary
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.keeping import HELD_MAX, KeptBeat, Written
 from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkersGone

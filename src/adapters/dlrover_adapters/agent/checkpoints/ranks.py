@@ -14,7 +14,7 @@ from dlrover_core.job.checkpoints import (
     ReportRestored,
     worth_telling,
 )
-from dlrover_core.job.planning import Boundary
+from dlrover_core.job.plans import Boundary
 
 from .arenas import State
 from .site import Keeping, Site

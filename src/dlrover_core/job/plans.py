@@ -91,10 +91,10 @@ class Leaving:
     out: bool = False
 
 
-# What holds of every planned change after every event; `PlanningSlice.check` says what does not.
+# What holds of every planned change after every event; `PlanSlice.check` says what does not.
 #
 #   N        `number`: the number of the newest plan
-#   P        `plans`: the open plan of a group; p is its number
+#   P        `by_group`: the open plan of a group; p is its number
 #   K        `keeping`: the newest generation of a group whose ranks can agree on a boundary
 #   J, L     `joining`, `leaving`: the nodes that join and leave by P
 #   a, g, h  `asked_at`, `go_at`, `held_at`: when ranks were asked to look for the boundary, when it could be chosen, and when
@@ -162,31 +162,31 @@ class Drops:
 
 
 @dataclass(slots=True)
-class PlanningSlice:
+class PlanSlice:
     """What is planned. ``keeping``: each group's newest generation whose ranks can agree on a boundary; ``leaving`` by node."""
 
     number: int = 0
     keeping: dict[str, int] = field(default_factory=dict)
-    plans: dict[str, Plan] = field(default_factory=dict)
+    by_group: dict[str, Plan] = field(default_factory=dict)
     leaving: dict[str, Leaving] = field(default_factory=dict)
     drops: dict[str, Drops] = field(default_factory=dict)
 
     def asked(self, group: str) -> tuple[int, bool]:
         """What members are told: the plan whose boundary their ranks look for (0: none), and may it be chosen?"""
-        plan = self.plans.get(group)
+        plan = self.by_group.get(group)
         return (plan.number, plan.go_at > 0) if plan is not None and plan.asked_at else (0, False)
 
     def waits(self, group: str) -> bool:
         """Do ranks of a group stand at a boundary, as they were told to?"""
-        plan = self.plans.get(group)
+        plan = self.by_group.get(group)
         return plan is not None and bool(plan.held)
 
     def check(self) -> Iterator[str]:
         """What of the formula above `Plan` does not hold."""
-        numbers = [plan.number for plan in self.plans.values()]
+        numbers = [plan.number for plan in self.by_group.values()]
         if len(set(numbers)) < len(numbers) or not all(1 <= number <= self.number for number in numbers):
             yield f"number: p = {numbers}, N = {self.number}"
-        for group, plan in self.plans.items():
+        for group, plan in self.by_group.items():
             if plan.generation != self.keeping.get(group):
                 yield f"aim: plan {plan.number} of {group} changes {plan.generation}, K = {self.keeping.get(group)}"
             yield from (f"{group}: {wrong}" for wrong in plan.check())
@@ -210,20 +210,20 @@ def named(names: Sequence[str]) -> str:
 # ---- evolve
 
 
-def _on_created(slice_: PlanningSlice, fact: JobCreated, record: Record) -> None:
+def _on_created(slice_: PlanSlice, fact: JobCreated, record: Record) -> None:
     slice_.keeping.clear()
-    slice_.plans.clear()
+    slice_.by_group.clear()
     slice_.leaving.clear()
     slice_.drops.clear()
 
 
-def _on_keeping(slice_: PlanningSlice, fact: KeepingStarted, record: Record) -> None:
+def _on_keeping(slice_: PlanSlice, fact: KeepingStarted, record: Record) -> None:
     slice_.keeping.pop(fact.group, None)
     if fact.planned:
         slice_.keeping[fact.group] = fact.generation
 
 
-def _on_drained(slice_: PlanningSlice, fact: NodeDrained, record: Record) -> None:
+def _on_drained(slice_: PlanSlice, fact: NodeDrained, record: Record) -> None:
     if not fact.deadline:
         return
     known = slice_.leaving.get(fact.node)
@@ -235,7 +235,7 @@ def _on_drained(slice_: PlanningSlice, fact: NodeDrained, record: Record) -> Non
         known.since, known.deadline = record.at, fact.deadline
 
 
-def _on_scaled(slice_: PlanningSlice, fact: GroupScaled, record: Record) -> None:
+def _on_scaled(slice_: PlanSlice, fact: GroupScaled, record: Record) -> None:
     """Places that were to go and are wanted again keep their nodes."""
     for name, leaving in list(slice_.leaving.items()):
         wanted = group_of(name) == fact.group and int(name.rsplit("-", 2)[1]) < fact.nodes_max
@@ -243,46 +243,46 @@ def _on_scaled(slice_: PlanningSlice, fact: GroupScaled, record: Record) -> None
             del slice_.leaving[name]
 
 
-def _on_planned(slice_: PlanningSlice, fact: WorldPlanned, record: Record) -> None:
+def _on_planned(slice_: PlanSlice, fact: WorldPlanned, record: Record) -> None:
     slice_.number = fact.plan
     generation = slice_.keeping[fact.group]
-    slice_.plans[fact.group] = Plan(fact.plan, generation, fact.joining, fact.leaving, fact.deadline)
+    slice_.by_group[fact.group] = Plan(fact.plan, generation, fact.joining, fact.leaving, fact.deadline)
     for name in fact.leaving:
         if name not in slice_.leaving:
             slice_.leaving[name] = Leaving(nodes.SCALED_DOWN, record.at, fact.deadline)
 
 
-def _on_dropped(slice_: PlanningSlice, fact: WorldPlanDropped, record: Record) -> None:
-    plan = slice_.plans.pop(fact.group)
+def _on_dropped(slice_: PlanSlice, fact: WorldPlanDropped, record: Record) -> None:
+    plan = slice_.by_group.pop(fact.group)
     if plan.asked_at:
         drops = slice_.drops.setdefault(fact.group, Drops())
         drops.count, drops.at = drops.count + 1, record.at
 
 
-def _on_asked(slice_: PlanningSlice, fact: BoundaryAsked, record: Record) -> None:
-    plan = slice_.plans[fact.group]
+def _on_asked(slice_: PlanSlice, fact: BoundaryAsked, record: Record) -> None:
+    plan = slice_.by_group[fact.group]
     if fact.go:
         plan.go_at = record.at
     else:
         plan.asked_at = record.at
 
 
-def _on_armed(slice_: PlanningSlice, fact: RanksArmed, record: Record) -> None:
-    plan = slice_.plans.get(group_of(fact.node))
+def _on_armed(slice_: PlanSlice, fact: RanksArmed, record: Record) -> None:
+    plan = slice_.by_group.get(group_of(fact.node))
     if plan is not None and plan.number == fact.plan:
         plan.armed[fact.node] = record.at
 
 
-def _on_held(slice_: PlanningSlice, fact: StepsHeld, record: Record) -> None:
-    plan = slice_.plans.get(group_of(fact.node))
+def _on_held(slice_: PlanSlice, fact: StepsHeld, record: Record) -> None:
+    plan = slice_.by_group.get(group_of(fact.node))
     if plan is not None and fact.plan == plan.number and fact.generation == plan.generation and plan.go_at:
         plan.held[fact.node] = fact.steps
         plan.held_at = plan.held_at or record.at
 
 
-def _on_formed(slice_: PlanningSlice, fact: world.WorldFormed, record: Record) -> None:
+def _on_formed(slice_: PlanSlice, fact: world.WorldFormed, record: Record) -> None:
     """Planned or not: what was prepared was a change of the generation before."""
-    slice_.plans.pop(fact.group, None)
+    slice_.by_group.pop(fact.group, None)
     slice_.keeping.pop(fact.group, None)
     slice_.drops.pop(fact.group, None)
     members = {member.node for member in ranges.from_ranges(fact.group, fact.members)} if slice_.leaving else set()
@@ -291,7 +291,7 @@ def _on_formed(slice_: PlanningSlice, fact: world.WorldFormed, record: Record) -
             leaving.out = True
 
 
-def _on_left(slice_: PlanningSlice, fact: world.Ended, record: Record) -> None:
+def _on_left(slice_: PlanSlice, fact: world.Ended, record: Record) -> None:
     slice_.leaving.pop(fact.node, None)
 
 
