@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from dlrover_core.job import health, nodes, ranges, world
+from dlrover_core.job import checks, nodes, ranges, world
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.sim.faults import ENGINE, Fault
@@ -40,7 +40,7 @@ class OnlyChecked:
     def __call__(self, state: JobState, record: Record) -> None:
         """Look at one record."""
         fact = record.event
-        if isinstance(fact, health.CheckJudged):
+        if isinstance(fact, checks.CheckJudged):
             self._passed |= {one.node for one in ranges.from_ranges(fact.group, fact.passed)}
         if isinstance(fact, world.WorldFormed):
             members = {one.node for one in ranges.from_ranges(fact.group, fact.members)}
@@ -55,7 +55,7 @@ def test_the_master_dies_in_the_middle_of_a_check(moment: str) -> None:
         story.eventually("all running", within_s=30)
         story.never("NodeFailed")
     assert story.run.outcome == "succeeded"
-    assert len([one for one in story.run.records if isinstance(one.event, health.CheckStarted)]) == 1
+    assert len([one for one in story.run.records if isinstance(one.event, checks.CheckStarted)]) == 1
 
 
 def test_a_node_dies_in_the_middle_of_a_check() -> None:
@@ -66,7 +66,7 @@ def test_a_node_dies_in_the_middle_of_a_check() -> None:
         story.at("step 10").kill_worker(2)
         story.eventually("all running", within_s=10)
     assert story.run.outcome == "succeeded"
-    started = [one.event for one in story.run.records if isinstance(one.event, health.CheckStarted)]
+    started = [one.event for one in story.run.records if isinstance(one.event, checks.CheckStarted)]
     assert [(one.round, one.nodes, one.aside) for one in started] == [
         (1, ((0, 4, 0, 1),), False),
         (1, ((1, 1, 1, 1),), False),
@@ -78,8 +78,8 @@ def test_a_node_that_dies_while_training_is_checked_before_it_is_back() -> None:
     with Story(CHECKED, watch=[OnlyChecked]) as story:
         story.at("step 10").kill_node(2)
         story.eventually("all running", within_s=60)
-    checks = [one.event for one in story.run.records if isinstance(one.event, health.CheckStarted)]
-    assert [one.nodes for one in checks] == [((0, 4, 0, 1),), ((2, 1, 1, 1),)]
+    begun = [one.event for one in story.run.records if isinstance(one.event, checks.CheckStarted)]
+    assert [one.nodes for one in begun] == [((0, 4, 0, 1),), ((2, 1, 1, 1),)]
 
 
 def test_a_sick_host_never_trains() -> None:
@@ -112,7 +112,7 @@ def test_an_agent_that_cannot_answer_holds_nobody_up() -> None:
         group = GroupSpec(nodes_min=2, nodes_max=3, nproc=1)
         spec = JobSpec("j", (group,), precheck="full", check_s=5.0, unreachable_s=60.0, last_call_s=1.0)
         async with Cluster(spec, training=Training(steps=20)) as cluster:
-            await cluster.until(lambda: bool(cluster.state.health.running))
+            await cluster.until(lambda: bool(cluster.state.checks.running))
             cluster.freeze("worker-2-0")
             await cluster.until(lambda: cluster.training.done >= 1)
             cluster.thaw("worker-2-0")
@@ -145,6 +145,6 @@ def test_a_master_may_die_at_any_place_of_a_check() -> None:
         nodes=3, spares=1, steps=4, step_s=0.1, boot_s=0.5, settings=(("precheck", "full"), ("check_s", 20.0))
     )
     run = simulate(Plan(ENGINE, scenario, (Fault("CheckStarted", "sick_host", "host-2", 600.0),)), inputs=True)
-    assert any(isinstance(one.event, health.CheckJudged) and one.event.found for one in run.records)
+    assert any(isinstance(one.event, checks.CheckJudged) and one.event.found for one in run.records)
     done = walk(run.inputs, run.records, rivals=2)
     assert done.successors > 40

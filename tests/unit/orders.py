@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dlrover_core.job.checkpoints import Keep, Persist
+from dlrover_core.job.checks import CheckWork
 from dlrover_core.job.hangs import Probe
-from dlrover_core.job.health import CheckWork
 from dlrover_core.job.orders import Order, Work
 from dlrover_core.job.plans import Boundary
 

@@ -18,7 +18,7 @@ from dlrover_adapters.agent.checks.basic import MIB, Place
 from dlrover_adapters.agent.checks.duty import CheckDuty
 from dlrover_adapters.agent.checks.processes import Command
 from dlrover_adapters.agent.checks.workload import Result
-from dlrover_core.job.health import ReportCheck
+from dlrover_core.job.checks import ReportCheck
 from dlrover_core.job.orders import Order
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.unchecked import Unchecked

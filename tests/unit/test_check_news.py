@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from test_health import Checked
+from test_checks import Checked
 
 from dlrover_core.history.checks import CheckNews
 from dlrover_core.history.phrases import say
-from dlrover_core.job.health import CheckStarted, ReportCheck
+from dlrover_core.job.checks import CheckStarted, ReportCheck
 
 
 def lines(drive: Checked) -> list[str]:
@@ -66,7 +66,7 @@ def test_phrases() -> None:
     drive = Checked(nodes_max=2)
     drive.unfit["worker-0-0"] = "no space left"
     drive.arrive(0, 1).answer()
-    said = [say(record.event) for record in drive.records if type(record.event).__module__.endswith(".health")]
+    said = [say(record.event) for record in drive.records if type(record.event).__module__.endswith(".checks")]
     assert said == [
         "node check 1 (full), round 1: worker-0-0 with worker-1-0 (before training)",
         "node check 1, round 1: worker-0-0 failed: no space left",

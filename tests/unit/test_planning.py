@@ -9,7 +9,7 @@ from drive import Drive
 from orders import Told
 
 from dlrover_core.history import render, status_of
-from dlrover_core.job import checkpoints, health, incidents, job, nodes, operations, plans, progress, world
+from dlrover_core.job import checkpoints, checks, incidents, job, nodes, operations, plans, progress, world
 from dlrover_core.job.hangs import HangSuspected, NoteStall
 from dlrover_core.job.orders import Order
 from dlrover_core.job.plans import Boundary
@@ -700,14 +700,14 @@ def test_a_successor_is_checked_before_it_is_taken_in() -> None:
     drive = Saves(nodes_min=1, nodes_max=1, precheck="basic")
     for node in list(drive.state.nodes.nodes):
         drive.join(node)
-    check = drive.state.health.running["worker"]
-    drive.do(health.ReportCheck("worker-0-0", check.number, 1, True, True, 1, 1, ""))
+    check = drive.state.checks.running["worker"]
+    drive.do(checks.ReportCheck("worker-0-0", check.number, 1, True, True, 1, 1, ""))
     drive.trains()
     drain(drive, "worker-0")
     drive.join("worker-0-1")
     assert drive.asked()["worker-0-0"] == (0, False)
-    check = drive.state.health.running["worker"]
-    drive.do(health.ReportCheck("worker-0-1", check.number, 1, True, True, 1, 1, ""))
+    check = drive.state.checks.running["worker"]
+    drive.do(checks.ReportCheck("worker-0-1", check.number, 1, True, True, 1, 1, ""))
     assert drive.asked()["worker-0-0"] == (1, False)
     drive.whole(4)
     assert drive.members == ["worker-0-1"]

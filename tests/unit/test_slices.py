@@ -12,7 +12,7 @@ from drive import Drive
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.job import checkpoints, operations, plans, world
-from dlrover_core.job.health import ReportCheck
+from dlrover_core.job.checks import ReportCheck
 from dlrover_core.job.incident_lifecycle import Action
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
@@ -46,7 +46,7 @@ def checked() -> JobState:
     for one in range(4):
         drive.join(f"worker-{one}-0")
     drive.do(ReportCheck("worker-1-0", 1, 1, ok=True))
-    assert len(drive.state.health.running["worker"].groups) == 2
+    assert len(drive.state.checks.running["worker"].groups) == 2
     return drive.state
 
 
@@ -86,7 +86,7 @@ def _plan(**changes: Any) -> Callable[[JobState], None]:
 
 
 def _check(**changes: Any) -> Callable[[JobState], None]:
-    return lambda state: _set(state.health.running, "worker", **changes)
+    return lambda state: _set(state.checks.running, "worker", **changes)
 
 
 def _kept(**changes: Any) -> Callable[[JobState], None]:
@@ -130,8 +130,8 @@ def _waiting(state: JobState) -> None:
 
 
 def _both(state: JobState) -> None:
-    state.health.good["worker"] = {ONE: 1}
-    state.health.unclear[ONE] = 1
+    state.checks.good["worker"] = {ONE: 1}
+    state.checks.unclear[ONE] = 1
 
 
 def _stranger(state: JobState) -> None:
@@ -174,18 +174,18 @@ SPOILT = (
         lambda state: state.plans.leaving.update(x=plans.Leaving("drained", 5, 4)),
         "leave: x leaves since 5, and until 4",
     ),
-    Spoilt("health", checked, _check(number=9), "number: c = [9], N = 1"),
-    Spoilt("health", checked, _check(fresh=5), "worker: people: f = 5, m = "),
-    Spoilt("health", checked, _check(round=2), "worker: round: r = 2, G1 = ()"),
-    Spoilt("health", checked, _check(groups=((0, 1), (1, 2))), "worker: groups: G = ((0, 1), (1, 2)) of 4 places"),
-    Spoilt("health", checked, _check(stores=("a",)), "worker: groups: B = ('a',), Q = [1], G = "),
+    Spoilt("checks", checked, _check(number=9), "number: c = [9], N = 1"),
+    Spoilt("checks", checked, _check(fresh=5), "worker: people: f = 5, m = "),
+    Spoilt("checks", checked, _check(round=2), "worker: round: r = 2, G1 = ()"),
+    Spoilt("checks", checked, _check(groups=((0, 1), (1, 2))), "worker: groups: G = ((0, 1), (1, 2)) of 4 places"),
+    Spoilt("checks", checked, _check(stores=("a",)), "worker: groups: B = ('a',), Q = [1], G = "),
     Spoilt(
-        "health",
+        "checks",
         checked,
         _both,
         f"verdict: ['{ONE}'] are good and unclear",
     ),
-    Spoilt("health", checked, lambda state: state.health.held.update(worker=0), "verdict: counted are {'worker': 0}"),
+    Spoilt("checks", checked, lambda state: state.checks.held.update(worker=0), "verdict: counted are {'worker': 0}"),
     Spoilt("checkpoints", saved, _kept(committed=[(1, 20), (1, 10)]), "worker: commits: K = [(1, 20), (1, 10)]"),
     Spoilt("checkpoints", saved, _held(ended_at=0), "worker: life: (generation, has ended) of e and n = [(1, False), "),
     Spoilt("checkpoints", saved, _kept(formed=1), "worker: life: (generation, has ended) of e and n = "),

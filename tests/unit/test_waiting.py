@@ -23,7 +23,7 @@ from dlrover_core.errors import ConnectionLost
 from dlrover_core.history import render, status_of
 from dlrover_core.history.plain import plain
 from dlrover_core.job import checkpoints, job, nodes, operations, waiting, world
-from dlrover_core.job.health import ReportCheck
+from dlrover_core.job.checks import ReportCheck
 from dlrover_core.job.state import CODEC
 from dlrover_core.job.waiting import Wait
 from dlrover_core.kernel.engine import Tick

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from dlrover_core.diagnosis.pairing import FAULTY, SLOWER
 from dlrover_core.history.phrases import count, duration, one_line
-from dlrover_core.job.health import CheckJudged, CheckReported, CheckStarted
+from dlrover_core.job.checks import CheckJudged, CheckReported, CheckStarted
 from dlrover_core.job.ranges import from_ranges
 from dlrover_core.kernel.events import Record
 

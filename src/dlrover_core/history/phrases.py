@@ -16,8 +16,8 @@ from dlrover_core.history.plain import fields_of
 from dlrover_core.job import (
     budgets,
     checkpoints,
+    checks,
     evidence,
-    health,
     hosts,
     incidents,
     job,
@@ -247,19 +247,19 @@ def _scaled(fact: job.GroupScaled) -> str:
     return f"{fact.group} is to have {operations.sizes(fact.nodes_min, fact.nodes_max)}{again} ({fact.reason})"
 
 
-def _check(fact: health.CheckStarted) -> str:
+def _check(fact: checks.CheckStarted) -> str:
     names = [one.node for part in (fact.nodes, fact.partners) for one in from_ranges(fact.group, part)]
     said = [" with ".join(names[one] for one in group) for group in fact.groups[:SHOWN_GROUPS_MAX]]
     more = f", and {len(fact.groups) - len(said)} more" if len(fact.groups) > len(said) else ""
     return f"node check {fact.number} ({fact.kind}), round {fact.round}: {', '.join(said)}{more} ({fact.why})"
 
 
-def _check_word(fact: health.CheckReported) -> str:
+def _check_word(fact: checks.CheckReported) -> str:
     how = f"passed in {duration(fact.took_us)}" if fact.ok else f"failed: {fact.what}"
     return f"node check {fact.number}, round {fact.round}: {fact.node} {how}"
 
 
-def _check_end(fact: health.CheckJudged) -> str:
+def _check_end(fact: checks.CheckJudged) -> str:
     passed = sum(many for _, many, _, _ in fact.passed)
     found = "; ".join(f"{node} is {CHECKED.get(kind, kind)}: {why}" for node, kind, why in fact.found)
     return f"node check {fact.number}: {count(passed, 'node')} passed{'; ' + found if found else ''}"
@@ -335,10 +335,10 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     job.MasterPaused: lambda fact: f"the master's loop was {duration(fact.late_us)} late; nobody's silence counts",
     job.Archived: lambda fact: f"events {fact.first}-{fact.last} are in the archive",
     nodes.NodePlanned: _planned,
-    health.CheckStarted: _check,
-    health.CheckReported: _check_word,
-    health.CheckJudged: _check_end,
-    health.CheckAsked: lambda fact: (
+    checks.CheckStarted: _check,
+    checks.CheckReported: _check_word,
+    checks.CheckJudged: _check_end,
+    checks.CheckAsked: lambda fact: (
         f"{', '.join(fact.nodes) or f'all of {fact.group}'} are to be checked before the next world: {fact.why}"
     ),
     nodes.NodePending: lambda fact: f"node {fact.node} was accepted by its backend",

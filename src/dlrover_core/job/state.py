@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from dlrover_core.job import (
     budgets,
     checkpoints,
+    checks,
     evidence,
     hangs,
-    health,
     hosts,
     incidents,
     job,
@@ -44,7 +44,7 @@ class JobState(BaseState):
     pace: pace.PaceSlice = kept(pace.PaceSlice, pace.FACTS)
     hangs: hangs.HangSlice = kept(hangs.HangSlice, hangs.FACTS)
     budgets: budgets.BudgetSlice = kept(budgets.BudgetSlice, budgets.FACTS)
-    health: health.HealthSlice = kept(health.HealthSlice, health.FACTS)
+    checks: checks.CheckSlice = kept(checks.CheckSlice, checks.FACTS)
     laggards: laggards.LaggardSlice = kept(laggards.LaggardSlice, laggards.FACTS)
     plans: plans.PlanSlice = kept(plans.PlanSlice, plans.FACTS)
     checkpoints: checkpoints.CheckpointSlice = kept(checkpoints.CheckpointSlice, checkpoints.FACTS)

@@ -22,7 +22,7 @@ from dlrover_core.diagnosis.evidence import CHECK
 from dlrover_core.diagnosis.pairing import FAULTY, GOOD, SLOWER, UNCLEAR, Groups, Verdict
 from dlrover_core.errors import Refused
 from dlrover_core.job import evidence, job, nodes, plans, world
-from dlrover_core.job.health import (
+from dlrover_core.job.checks import (
     FULL,
     OFF,
     SLOW_WORDS,
@@ -68,8 +68,8 @@ def _place(node: nodes.Node) -> tuple[int, int]:
 
 def _begin_at(state: JobState, group: str) -> int | None:
     """When a check of this group can begin if nothing else happens; None: not at all."""
-    spec, health = state.job.spec, state.health
-    if spec.precheck == OFF or not state.job.forms or group in health.running or membership.end_pending(state, group):
+    spec, checks = state.job.spec, state.checks
+    if spec.precheck == OFF or not state.job.forms or group in checks.running or membership.end_pending(state, group):
         return None
     current = state.world.worlds.get(group) or world.World()
     if current.active:
@@ -81,7 +81,7 @@ def _begin_at(state: JobState, group: str) -> int | None:
         return None
     everybody = ready >= slots.wanted(state, group) // unit * unit >= floor
     begin_at = state.at if everybody else last_call
-    if begin_at > state.at and ready > len(health.good.get(group, ())):
+    if begin_at > state.at and ready > len(checks.good.get(group, ())):
         return begin_at  # looked at closely when it comes: until then every arrival of thousands costs a look each
     if not (fresh := membership.unchecked(state, group)):
         return None
@@ -133,10 +133,10 @@ def _begin(state: JobState, group: str, now: int) -> Iterator[Event]:
     fresh, good, groups = _cast(state, group)
     groups, _, stores = _with_stores(state, fresh, good, groups)
     active = (state.world.worlds.get(group) or world.World()).active
-    why = state.health.asked.get(group) or ("late nodes" if active else "before training")
+    why = state.checks.asked.get(group) or ("late nodes" if active else "before training")
     yield CheckStarted(
         group,
-        state.health.number + 1,
+        state.checks.number + 1,
         1,
         state.job.spec.precheck,
         to_ranges(fresh),
@@ -153,7 +153,7 @@ def _begin(state: JobState, group: str, now: int) -> Iterator[Event]:
 
 def _report(state: JobState, command: ReportCheck, now: int) -> Iterator[Event]:
     node = slots.present(state, command.node)
-    check = state.health.running.get(node.group)
+    check = state.checks.running.get(node.group)
     if check is None or (check.number, check.round) != (command.number, command.round):
         raise Refused(f"round {command.round} of check {command.number} is over")
     place = check.place(node.node)
@@ -173,7 +173,7 @@ def _on_report(state: JobState, fact: CheckReported, record: Record) -> Iterator
 
 def _advance(state: JobState, group: str, now: int, *, late: bool = False) -> Iterator[Event]:
     """The next round, or the verdict, once everybody has spoken who still can; or nobody is waited for any more."""
-    check = state.health.running.get(group)
+    check = state.checks.running.get(group)
     if check is None or not state.job.live:
         return
     if not late and any(True for _ in _awaited(state, check)):
@@ -199,7 +199,7 @@ def _second(state: JobState, check: Check) -> CheckStarted | None:
     if not pairing.doubtful(spoke):
         return None
     good = [place for place in range(check.fresh, len(check.members)) if here(state, check.members[place])]
-    turn = max((state.health.unclear.get(check.members[place], 0) for place in spoke), default=0)
+    turn = max((state.checks.unclear.get(check.members[place], 0) for place in spoke), default=0)
     groups = pairing.second(spoke, good, turn)
     if all(len(group) == 1 for group in groups):
         return None
@@ -288,8 +288,8 @@ def _is(fact: CheckJudged, name: str, kind: str) -> bool:
 
 def _hopeless(state: JobState, fact: CheckJudged, name: str, kind: str) -> bool:
     """Will nothing more be learnt of it? Two alone can only ever fail together."""
-    lonely = not state.health.good.get(fact.group) and sum(_is(fact, one, UNCLEAR) for one, _, _ in fact.found) == 2
-    return kind == UNCLEAR and (lonely or state.health.unclear.get(name, 0) >= UNCLEAR_MAX)
+    lonely = not state.checks.good.get(fact.group) and sum(_is(fact, one, UNCLEAR) for one, _, _ in fact.found) == 2
+    return kind == UNCLEAR and (lonely or state.checks.unclear.get(name, 0) >= UNCLEAR_MAX)
 
 
 def _evident(state: JobState, name: str, kind: str, why: str) -> Iterator[Event]:
@@ -304,7 +304,7 @@ def _evident(state: JobState, name: str, kind: str, why: str) -> Iterator[Event]
 def _nobody_left(state: JobState, fact: CheckJudged, bad: Sequence[tuple[str, str]]) -> bool:
     """Is everybody there no good, and were there several, or one after the other? What fails everywhere is no node's fault."""
     here = [node.node for node in state.nodes.of(fact.group) if node.ready]
-    several = len(bad) > 1 or any(state.health.failed.get(name.rsplit("-", 1)[0], 0) > 1 for name, _ in bad)
+    several = len(bad) > 1 or any(state.checks.failed.get(name.rsplit("-", 1)[0], 0) > 1 for name, _ in bad)
     return bool(bad) and several and {name for name, _ in bad}.issuperset(here)
 
 
@@ -324,7 +324,7 @@ def _slow_to_replace(state: JobState, fact: CheckJudged) -> list[Event]:
     for name, kind, why in fact.found:
         node = state.nodes.nodes.get(name)
         place = name.rsplit("-", 1)[0]
-        if kind == SLOWER and node is not None and node.ready and place not in state.health.replaced:
+        if kind == SLOWER and node is not None and node.ready and place not in state.checks.replaced:
             found.append(plans.NodeDrained(name, node.host, f"{SLOW_WORDS}: {why}"[: nodes.TEXT_MAX]))
     return found
 
@@ -353,7 +353,7 @@ def _look_at_all(state: JobState, fact: object, record: Record) -> Iterator[Even
 
 def _on_end(state: JobState, fact: Any, record: Record) -> Iterator[Event]:
     """Whoever goes in the middle of a round is waited for no more."""
-    if state.health.running:
+    if state.checks.running:
         yield from _advance(state, group_of(fact.node), record.at)
     yield from _look(state, fact, record)
 
@@ -368,7 +368,7 @@ def _deadline(state: JobState, check: Check) -> int:
 def _due(state: JobState) -> int | None:
     if state.job.spec.precheck == OFF or not state.job.live:
         return None
-    times = [_deadline(state, check) for check in state.health.running.values()]
+    times = [_deadline(state, check) for check in state.checks.running.values()]
     begins = (_begin_at(state, group.name) for group in state.job.spec.groups)
     return min([*times, *(one for one in begins if one is not None)], default=None)
 
@@ -376,7 +376,7 @@ def _due(state: JobState) -> int | None:
 def _tick(state: JobState, now: int) -> Iterator[Event]:
     if state.job.spec.precheck == OFF or not state.job.live:
         return
-    for group, check in list(state.health.running.items()):
+    for group, check in list(state.checks.running.items()):
         if now >= _deadline(state, check):
             yield from _advance(state, group, now, late=True)
     for group_spec in state.job.spec.groups:
@@ -408,7 +408,7 @@ def ask(state: JobState, group: str, why: str, suspects: Collection[str] = ()) -
 
 def _check_work(state: JobState, group: str) -> Mapping[str, CheckWork]:
     """To each node that works in the present round of a check."""
-    check = state.health.running.get(group)
+    check = state.checks.running.get(group)
     if check is None or not state.job.live:
         return {}
     told: dict[str, CheckWork] = {}

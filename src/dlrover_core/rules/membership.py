@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dlrover_core.errors import Refused
 from dlrover_core.job import nodes, plans, waiting
 from dlrover_core.job.checkpoints import MEMORY
-from dlrover_core.job.health import OFF
+from dlrover_core.job.checks import OFF
 from dlrover_core.job.names import group_of
 from dlrover_core.job.node_lifecycle import COMING
 from dlrover_core.job.plans import NONE
@@ -31,7 +31,7 @@ def may_train(state: JobState, node: nodes.Node) -> bool:
     spec = state.job.spec
     if spec.precheck == OFF:
         return True
-    found_at = state.health.good.get(node.group, {}).get(node.node)
+    found_at = state.checks.good.get(node.group, {}).get(node.node)
     return found_at is not None and _fresh(state, found_at)
 
 
@@ -46,15 +46,15 @@ def withheld(state: JobState, group: str) -> Wait | None:
     """Why the next world waits for a check that runs, or is about to begin; None: for no check."""
     if state.job.spec.precheck == OFF:
         return None
-    check = state.health.running.get(group)
+    check = state.checks.running.get(group)
     if check is not None and not check.aside:
         silent, busy = len(check.silent), len(check.busy)
         words = f"check {check.number} runs: {silent} of {busy} nodes have not reported round {check.round}"
         return Wait(group, waiting.CHECK, words)
-    if state.health.held.get(group, 0) >= HELD_MAX or _whole(state, group):
+    if state.checks.held.get(group, 0) >= HELD_MAX or _whole(state, group):
         return None
     aside = check.members if check is not None else ()
-    first = state.nodes.tally.ready.get(group, 0) - len(state.health.good.get(group, {})) - len(aside)
+    first = state.nodes.tally.ready.get(group, 0) - len(state.checks.good.get(group, {})) - len(aside)
     if first <= 0:
         first = sum(node.node not in aside for node in unchecked(state, group))
     return Wait(group, waiting.CHECK, f"{_nodes(first)} must pass a check first") if first > 0 else None
@@ -72,7 +72,7 @@ def _fresh(state: JobState, found_at: int) -> bool:
 
 def unchecked(state: JobState, group: str) -> list[nodes.Node]:
     """Ready nodes that must not train before they are checked."""
-    good = state.health.good.get(group, {})
+    good = state.checks.good.get(group, {})
     # Whoever is no longer ready is no longer among the good: as many as those are all of them.
     if len(good) == state.nodes.tally.ready.get(group, 0) and _fresh(state, min(good.values(), default=state.at)):
         return []
@@ -275,7 +275,7 @@ def _stores(state: JobState, group: str) -> list[nodes.Node]:
 def _seats(state: JobState, group: str, count: int) -> list[nodes.Node]:
     """The layout of now. Worked out once for as long as only stores come and go: everybody's may come before rank 0's."""
     tally, world = state.nodes.tally, state.world.worlds.get(group) or World()
-    key = (count, world.generation, tally.changes + state.health.changes)
+    key = (count, world.generation, tally.changes + state.checks.changes)
     known, ordered = tally.seats.get(group, (None, []))
     if known != key or state.plans.leaving:
         ordered = layout.layout([member.node for member in world.members], ready_nodes(state, group), count)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from dlrover_core.errors import Refused
-from dlrover_core.job import health, nodes, plans, progress, ranges, world
+from dlrover_core.job import checks, nodes, plans, progress, ranges, world
 from dlrover_core.job.checkpoints import KeepingStarted, RanksArmed, ReportArmed, StepsHeld
 from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
@@ -294,7 +294,7 @@ def _armed(state: JobState, command: ReportArmed, now: int) -> Iterator[Event]:
 # ---- react
 
 
-def _on_group(state: JobState, fact: KeepingStarted | health.CheckJudged, record: Record) -> Iterator[Event]:
+def _on_group(state: JobState, fact: KeepingStarted | checks.CheckJudged, record: Record) -> Iterator[Event]:
     yield from advance(state, fact.group, record.at)
 
 
@@ -351,7 +351,7 @@ RULES = Rules(
     decide={ReportArmed: _armed},
     react={
         KeepingStarted: _on_group,
-        health.CheckJudged: _on_group,
+        checks.CheckJudged: _on_group,
         world.WorldDissolved: _on_dissolved,
         world.WorkersFinished: _on_node,
         nodes.NodeJoined: _on_coming,

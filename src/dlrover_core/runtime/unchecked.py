@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlrover_core.job.health import CheckWork, ReportCheck
+from dlrover_core.job.checks import CheckWork, ReportCheck
 from dlrover_core.runtime.duties import Desk, Orders
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.errors import MalformedMessage
 from dlrover_core.job.checkpoints import Keep, Persist
+from dlrover_core.job.checks import CheckWork
 from dlrover_core.job.hangs import Probe
-from dlrover_core.job.health import CheckWork
 from dlrover_core.job.orders import Order, Work
 from dlrover_core.job.plans import Boundary
 from dlrover_core.job.progress import ReportFirstStep

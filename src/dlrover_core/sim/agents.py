@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from dlrover_core.job import hangs, health, incidents, nodes, progress, world
+from dlrover_core.job import checks, hangs, incidents, nodes, progress, world
 from dlrover_core.job.orders import NodeLaunch, Order
 from dlrover_core.kernel.engine import Command
 from dlrover_core.sim.clock import SECOND_US, Clock, key_of
@@ -238,11 +238,11 @@ class Agent:
             self._stores.remove(order.work.store)
             self._offer()
         if order.parts:
-            self._told(order.part(hangs.Probe).hang, order.part(health.CheckWork))
+            self._told(order.part(hangs.Probe).hang, order.part(checks.CheckWork))
         if not self.busy or self.busy == "lingering":
             self.level()
 
-    def _told(self, hang: int, check: health.CheckWork) -> None:
+    def _told(self, hang: int, check: checks.CheckWork) -> None:
         if hang > self._shown and self.running:
             self._shown = hang
             self._clock.later(us(SHOW_S), self.key, self._show, hang)
@@ -250,15 +250,15 @@ class Agent:
             self._checked = (check.number, check.round)
             self._clock.later(us(CHECK_S), self.key, self._check, check)
 
-    def _check(self, check: health.CheckWork) -> None:
+    def _check(self, check: checks.CheckWork) -> None:
         """Its part of a node check: a sick host shows alone, and drags its partners down."""
-        if self._stopped_by_signal(self._check, check) or self._checked != self.order.part(health.CheckWork)[:2]:
+        if self._stopped_by_signal(self._check, check) or self._checked != self.order.part(checks.CheckWork)[:2]:
             return
         others = [self._sim.agents.of[one].host for one in check.others if one in self._sim.agents.of]
         sick, dragged = self.host.sick_until > self._clock.now, any(one.sick_until > self._clock.now for one in others)
         what = self.host.cause or SICK if sick else "its partner failed alone" if dragged else ""
         took_us = us(CHECK_S)
-        self.add(health.ReportCheck(self.node, *self._checked, not what, not sick, took_us, took_us // 2, what))
+        self.add(checks.ReportCheck(self.node, *self._checked, not what, not sick, took_us, took_us // 2, what))
 
     def _show(self, hang: int) -> None:
         """What its ranks are at, because the leader suspects a hang."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
-from dlrover_core.job.health import CheckWork, ReportCheck
+from dlrover_core.job.checks import CheckWork, ReportCheck
 from dlrover_core.runtime.duties import Desk, Orders
 
 CHECK_S = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dlrover_core.job import health, incidents, job, names, nodes, plans, progress, world
+from dlrover_core.job import checks, incidents, job, names, nodes, plans, progress, world
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.rules import membership
@@ -63,7 +63,7 @@ class Prompt(Promise):
     @staticmethod
     def _able(group: str, state: JobState) -> bool:
         spec, away = state.job.spec.group(group), membership.departing(state, group)
-        if not state.job.forms or state.nodes.tally.ready.get(group, 0) < spec.floor or group in state.health.running:
+        if not state.job.forms or state.nodes.tally.ready.get(group, 0) < spec.floor or group in state.checks.running:
             return False
         here = [node for node in state.nodes.nodes.values() if node.group == group and node.ready]
         ready = [node.node for node in here if node.node not in away]
@@ -111,7 +111,7 @@ class Reasons(Promise):
     looks: ClassVar[Mapping[type, Look]] = dict.fromkeys(
         {
             incidents.ActionChosen,
-            *(kind for facts in (job, nodes, world, health, plans) for kind in facts.FACTS.evolve),
+            *(kind for facts in (job, nodes, world, checks, plans) for kind in facts.FACTS.evolve),
         },
         _look,
     )

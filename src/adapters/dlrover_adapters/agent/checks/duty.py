@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from dlrover_core.job.health import BASIC, FULL, CheckWork, ReportCheck
+from dlrover_core.job.checks import BASIC, FULL, CheckWork, ReportCheck
 from dlrover_core.runtime.duties import Desk, Orders
 
 from . import basic, scripts, workload

@@ -35,7 +35,7 @@ class Work(NamedTuple):
 
 
 class Result(NamedTuple):
-    """As `dlrover_core.job.health.ReportCheck`."""
+    """As `dlrover_core.job.checks.ReportCheck`."""
 
     ok: bool
     fit: bool

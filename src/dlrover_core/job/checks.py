@@ -113,7 +113,7 @@ class CheckWork(NamedTuple):
     at: int = 0
 
 
-# What holds of every check after every event; `Check.check` and `HealthSlice.check` say what does not.
+# What holds of every check after every event; `Check.check` and `CheckSlice.check` say what does not.
 #
 #   N        `number`: the number of the newest check; c is the number of one that runs
 #   m        `members`: the nodes of a check, by place; the first f (`fresh`) are in question, the others help
@@ -194,7 +194,7 @@ class Check(Remembering):
 
 
 @dataclass(slots=True)
-class HealthSlice:
+class CheckSlice:
     """Checks that run and when nodes were found good, both by group; checks since the last world; unclear ones in a row.
 
     ``failed``: how many nodes in a place in a row were found faulty.
@@ -229,12 +229,12 @@ class HealthSlice:
 # ---- evolve
 
 
-def _on_created(slice_: HealthSlice, fact: job.JobCreated, record: Record) -> None:
+def _on_created(slice_: CheckSlice, fact: job.JobCreated, record: Record) -> None:
     for one in (slice_.running, slice_.good, slice_.held, slice_.unclear, slice_.replaced, slice_.asked, slice_.failed):
         one.clear()
 
 
-def _on_started(slice_: HealthSlice, fact: CheckStarted, record: Record) -> None:
+def _on_started(slice_: CheckSlice, fact: CheckStarted, record: Record) -> None:
     names = [[one.node for one in from_ranges(fact.group, part)] for part in (fact.nodes, fact.partners)]
     slice_.number = fact.number
     before = slice_.running.get(fact.group)
@@ -247,13 +247,13 @@ def _on_started(slice_: HealthSlice, fact: CheckStarted, record: Record) -> None
     slice_.running[fact.group] = check
 
 
-def _on_reported(slice_: HealthSlice, fact: CheckReported, record: Record) -> None:
+def _on_reported(slice_: CheckSlice, fact: CheckReported, record: Record) -> None:
     check = slice_.running[group_of(fact.node)]
     outcome = Outcome(fact.ok, fact.took_us / 1e6, fact.fit, fact.alone_us / 1e6, fact.what)
     check.hear(check.place(fact.node), outcome)
 
 
-def _on_judged(slice_: HealthSlice, fact: CheckJudged, record: Record) -> None:
+def _on_judged(slice_: CheckSlice, fact: CheckJudged, record: Record) -> None:
     del slice_.running[fact.group]
     slice_.asked.pop(fact.group, None)
     slice_.changes += 1
@@ -273,7 +273,7 @@ def _on_judged(slice_: HealthSlice, fact: CheckJudged, record: Record) -> None:
             slice_.failed[place] = slice_.failed.get(place, 0) + 1
 
 
-def _on_asked(slice_: HealthSlice, fact: CheckAsked, record: Record) -> None:
+def _on_asked(slice_: CheckSlice, fact: CheckAsked, record: Record) -> None:
     good = slice_.good.get(fact.group, {})
     for name in fact.nodes or list(good):
         good.pop(name, None)
@@ -282,16 +282,16 @@ def _on_asked(slice_: HealthSlice, fact: CheckAsked, record: Record) -> None:
     slice_.held.pop(fact.group, None)
 
 
-def _on_formed(slice_: HealthSlice, fact: world.WorldFormed, record: Record) -> None:
+def _on_formed(slice_: CheckSlice, fact: world.WorldFormed, record: Record) -> None:
     slice_.held.pop(fact.group, None)
 
 
-def _forget(slice_: HealthSlice, fact: world.Ended, record: Record) -> None:
+def _forget(slice_: CheckSlice, fact: world.Ended, record: Record) -> None:
     slice_.good.get(group_of(fact.node), {}).pop(fact.node, None)
     slice_.unclear.pop(fact.node, None)
 
 
-def _on_drained(slice_: HealthSlice, fact: plans.NodeDrained, record: Record) -> None:
+def _on_drained(slice_: CheckSlice, fact: plans.NodeDrained, record: Record) -> None:
     place = fact.node.rsplit("-", 1)[0]
     if fact.reason.startswith(SLOW_WORDS) and place not in slice_.replaced:
         slice_.replaced.append(place)

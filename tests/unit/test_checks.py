@@ -9,13 +9,14 @@ from drive import SECOND, Drive, spec_of
 from orders import Told
 
 from dlrover_core.errors import SpecError
-from dlrover_core.job import health, job, nodes, plans, world
+from dlrover_core.job import checks, job, nodes, plans, world
+from dlrover_core.job.checks import CheckAsked, CheckJudged, CheckReported, CheckStarted, ReportCheck
 from dlrover_core.job.evidence import EvidenceSeen
-from dlrover_core.job.health import CheckAsked, CheckJudged, CheckReported, CheckStarted, ReportCheck
 from dlrover_core.job.incidents import IncidentOpened
 from dlrover_core.kernel.engine import Accepted, NotDone
 from dlrover_core.kernel.state import digest
-from dlrover_core.rules import checks, membership
+from dlrover_core.rules import membership
+from dlrover_core.rules.checks import ask
 from dlrover_core.rules.desired import desired
 from dlrover_core.rules.model import MODEL
 
@@ -34,9 +35,9 @@ class Checked(Drive):
         self.mute: set[str] = set()
 
     @property
-    def check(self) -> health.Check | None:
+    def check(self) -> checks.Check | None:
         """The check that runs."""
-        return self.state.health.running.get("worker")
+        return self.state.checks.running.get("worker")
 
     def arrive(self, *indexes: int, incarnation: int = 0) -> Checked:
         """These nodes join."""
@@ -96,7 +97,7 @@ def test_without_checks_nothing_changes() -> None:
     drive = Checked(nodes_max=2, precheck="off").arrive(0, 1)
     assert drive.members == _names(0, 1)
     assert drive.facts(CheckStarted) == []
-    assert list(checks.ask(drive.state, "worker", "why not")) == []
+    assert list(ask(drive.state, "worker", "why not")) == []
 
 
 def test_a_world_forms_only_of_those_checked() -> None:
@@ -358,7 +359,7 @@ def test_asking_makes_the_next_world_wait() -> None:
     """After a failure in doubt the named nodes are checked, with good ones as partners, before anybody trains."""
     drive = Checked(nodes_max=4).arrive(0, 1, 2, 3).answer()
     drive.run(1)
-    fact = next(iter(checks.ask(drive.state, "worker", "incident 1: nccl.remote", ["worker-2-0"])))
+    fact = next(iter(ask(drive.state, "worker", "incident 1: nccl.remote", ["worker-2-0"])))
     assert fact == CheckAsked("worker", ("worker-2-0",), "incident 1: nccl.remote")
     drive.engine._emit(fact, drive.now, 0, None)
     assert not membership.may_train(drive.state, drive.state.nodes.nodes["worker-2-0"])
@@ -505,7 +506,7 @@ def test_an_old_verdict_is_a_strangers() -> None:
     """A new run of the job checks its nodes anew."""
     drive = Checked(nodes_max=1).arrive(0).answer()
     drive.do(job.CreateJob("run-2", drive.spec.to_json()))
-    assert drive.state.health.good == {}
+    assert drive.state.checks.good == {}
     assert drive.check is None
 
 
