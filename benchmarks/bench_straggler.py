@@ -31,12 +31,12 @@ from tools.figures import interval, rate_interval, share_interval  # isort: skip
 
 from dlrover_core.diagnosis.changepoint import BLOCK_STEPS
 from dlrover_core.diagnosis.workload import FITTED, SKIPPED, Workload
-from dlrover_core.job.pace import NoteSlow
 from dlrover_core.job.ranges import Member
+from dlrover_core.job.stragglers import NoteSlow
 from dlrover_core.job.world import World
 from dlrover_core.runtime.paces import LossBeat, NodePace, Paces
 
-MEASURES = ("src/dlrover_core/diagnosis", "src/dlrover_core/job/pace.py", "src/dlrover_core/runtime/paces.py")
+MEASURES = ("src/dlrover_core/diagnosis", "src/dlrover_core/job/stragglers.py", "src/dlrover_core/runtime/paces.py")
 
 NODES, SEQUENCES, DAY_S, STEP_S = 8, 8, 86_400, 1.0
 CONSTANT_S, TOKEN_S, SQUARE_S, OWN_NOISE, DAY = 0.10, 4.1e-5, 3.4e-9, 0.01, 0.02

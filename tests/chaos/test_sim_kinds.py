@@ -9,7 +9,7 @@ import pytest
 from dlrover_core.errors import PlanError
 from dlrover_core.job.hangs import HangNamed
 from dlrover_core.job.incidents import WorkerExited
-from dlrover_core.job.pace import SlowRank
+from dlrover_core.job.stragglers import SlowRank
 from dlrover_core.job.world import WorkersStopped
 from dlrover_core.sim.faults import ENGINE, Fault, kinds
 from dlrover_core.sim.run import Run

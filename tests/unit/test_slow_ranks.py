@@ -9,12 +9,12 @@ from drive import SECOND, Drive
 
 from dlrover_core.diagnosis.changepoint import BLOCK_STEPS
 from dlrover_core.diagnosis.slots import FINITE, INFINITE, NAN, NEVER
-from dlrover_core.job import evidence, hosts, incidents, nodes, pace
+from dlrover_core.job import evidence, hosts, incidents, nodes, stragglers
 from dlrover_core.job.ranges import Member
 from dlrover_core.job.world import World
 from dlrover_core.kernel.engine import Accepted, NotDone
 from dlrover_core.kernel.state import digest
-from dlrover_core.rules import pace as pace_rules
+from dlrover_core.rules import stragglers as pace_rules
 from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime import version_4
 from dlrover_core.runtime.levels import Beat
@@ -119,7 +119,7 @@ def test_who_alone_became_slower_is_told_once() -> None:
     paces = Paces()
     heard(paces, NORMAL)
     told = list(paces.compared(WORLDS, set(), 1.0))
-    assert told == [pace.NoteSlow("worker-2-0", 3, 2, 40_000, 52_000, 60, PARTS, 655)]
+    assert told == [stragglers.NoteSlow("worker-2-0", 3, 2, 40_000, 52_000, 60, PARTS, 655)]
     heard(paces, NORMAL, 700)
     assert list(paces.compared(WORLDS, {("worker-2-0", 2)}, 2.0)) == []
 
@@ -174,7 +174,7 @@ def test_a_recovery_is_told() -> None:
     paces.take("worker-2-0", 3, PaceBeat(), LossBeat())
     assert list(paces.compared(WORLDS, standing, 2.0)) == []
     heard(paces, dict.fromkeys(NODES, PARTS), 700, None)
-    assert list(paces.compared(WORLDS, standing, 3.0)) == [pace.NoteRecovered("worker-2-0", 3, 2)]
+    assert list(paces.compared(WORLDS, standing, 3.0)) == [stragglers.NoteRecovered("worker-2-0", 3, 2)]
 
 
 def test_the_forgotten_and_the_stale_do_not_count() -> None:
@@ -203,7 +203,7 @@ def test_all_ranks_are_waited_for() -> None:
     losing(paces, {"worker-1-0": 61})
     assert list(paces.compared(WORLDS, set(), 1.0)) == []
     losing(paces, {"worker-1-0": 61, "worker-0-0": 62, "worker-2-0": 62, "worker-3-0": 62})
-    assert list(paces.compared(WORLDS, set(), 2.0)) == [pace.NoteLoss("worker-1-0", 3, 1, 61, NAN, 1, 4)]
+    assert list(paces.compared(WORLDS, set(), 2.0)) == [stragglers.NoteLoss("worker-1-0", 3, 1, 61, NAN, 1, 4)]
     assert list(paces.compared(WORLDS, set(), 3.0)) == []
     few = Paces()
     losing(few, {"worker-1-0": 61})
@@ -216,7 +216,7 @@ def test_a_jump_is_told_once() -> None:
     paces = Paces()
     for _ in range(2):
         paces.take("worker-1-0", 3, PaceBeat(), LossBeat(1, (RankLoss(1, NEVER, FINITE, 66, 7_500),)))
-    assert list(paces.compared(WORLDS, set(), 1.0)) == [pace.NoteLossJump("worker-1-0", 3, 1, 66, 7_500)]
+    assert list(paces.compared(WORLDS, set(), 1.0)) == [stragglers.NoteLossJump("worker-1-0", 3, 1, 66, 7_500)]
     assert list(paces.compared(WORLDS, set(), 2.0)) == []
 
 
@@ -226,7 +226,7 @@ def test_a_jump_is_told_once() -> None:
 def slow(job: Drive, node: str, rank: int, before_us: int = 40_000, now_us: int = 52_000, **more: Any) -> Any:
     """The leader's runtime has found a slow rank."""
     generation = more.pop("generation", job.world.generation)
-    return job.do(pace.NoteSlow(node, generation, rank, before_us, now_us, 60, 10_050, 655))
+    return job.do(stragglers.NoteSlow(node, generation, rank, before_us, now_us, 60, 10_050, 655))
 
 
 def test_a_slow_rank_is_evidence_that_names_it() -> None:
@@ -259,8 +259,8 @@ def test_only_what_is_worse_by_a_tenth_is_told_again() -> None:
     assert isinstance(slow(job, "worker-1-0", 2, now_us=53_000), NotDone)
     assert isinstance(slow(job, "worker-1-0", 2, now_us=60_000), Accepted)
     job.wait(50)
-    job.do(pace.NoteRecovered("worker-1-0", 1, 2))
-    assert job.facts(pace.SlowEnded)[0].slow_us == 100 * SECOND
+    job.do(stragglers.NoteRecovered("worker-1-0", 1, 2))
+    assert job.facts(stragglers.SlowEnded)[0].slow_us == 100 * SECOND
 
 
 def test_it_ends_as_an_event() -> None:
@@ -268,9 +268,9 @@ def test_it_ends_as_an_event() -> None:
     job = Drive().up()
     slow(job, "worker-1-0", 2)
     job.wait(90)
-    ended = pace.NoteRecovered("worker-1-0", 1, 2)
+    ended = stragglers.NoteRecovered("worker-1-0", 1, 2)
     assert isinstance(job.do(ended), Accepted)
-    assert job.facts(pace.SlowEnded) == [pace.SlowEnded("worker-1-0", 2, 90 * SECOND)]
+    assert job.facts(stragglers.SlowEnded) == [stragglers.SlowEnded("worker-1-0", 2, 90 * SECOND)]
     assert isinstance(job.do(ended), NotDone)
 
 
@@ -288,7 +288,7 @@ def test_what_cannot_be_is_refused(node: str, rank: int, generation: int, now_us
     """Of strangers, of other generations and of what is no slowdown nothing is recorded."""
     job = Drive().up()
     assert isinstance(slow(job, node, rank, now_us=now_us, generation=generation), NotDone)
-    assert job.state.pace.slow == {}
+    assert job.state.stragglers.slow == {}
 
 
 def test_a_node_is_replaced_once_it_has_cost_as_much() -> None:
@@ -296,15 +296,17 @@ def test_a_node_is_replaced_once_it_has_cost_as_much() -> None:
     job = Drive(nodes_min=3, nodes_max=3, nproc=1, slow_action="replace", slow_replace_s=100.0).up()
     slow(job, "worker-2-0", 2, 40_000, 50_000)
     job.wait(499)
-    assert job.facts(pace.SlowReplaced) == []
+    assert job.facts(stragglers.SlowReplaced) == []
     job.wait(2)
-    assert job.facts(pace.SlowReplaced) == [pace.SlowReplaced("worker-2-0", 2, 100 * SECOND, 100 * SECOND, False)]
+    assert job.facts(stragglers.SlowReplaced) == [
+        stragglers.SlowReplaced("worker-2-0", 2, 100 * SECOND, 100 * SECOND, False)
+    ]
     assert job.facts(nodes.NodeReleased)[-1] == nodes.NodeReleased("worker-2-0", "replaced")
     assert job.facts(nodes.NodePlanned)[-1].node == "worker-2-1"
     assert job.facts(hosts.HostQuarantined)[-1].host == "host-of-worker-2-0"
-    assert job.state.pace.slow == {}
+    assert job.state.stragglers.slow == {}
     job.take_over()
-    assert job.state.pace.slow == {}
+    assert job.state.stragglers.slow == {}
 
 
 def test_nobody_is_replaced_for_what_half_the_world_suffers() -> None:
@@ -313,17 +315,17 @@ def test_nobody_is_replaced_for_what_half_the_world_suffers() -> None:
     slow(many, "worker-2-0", 2)
     slow(many, "worker-3-0", 3)
     many.wait(10_000)
-    assert many.facts(pace.SlowReplaced) == []
+    assert many.facts(stragglers.SlowReplaced) == []
     told = Drive(nodes_min=3, nodes_max=3, nproc=1, slow_replace_s=1.0).up()
     slow(told, "worker-2-0", 2)
     told.wait(10_000)
-    assert told.facts(pace.SlowReplaced) == []
+    assert told.facts(stragglers.SlowReplaced) == []
     well = Drive(nodes_min=3, nodes_max=3, nproc=1, slow_action="replace", slow_replace_s=100.0).up()
     slow(well, "worker-2-0", 2)
     well.wait(5)
-    well.do(pace.NoteRecovered("worker-2-0", 1, 2))
+    well.do(stragglers.NoteRecovered("worker-2-0", 1, 2))
     well.wait(10_000)
-    assert well.facts(pace.SlowReplaced) == []
+    assert well.facts(stragglers.SlowReplaced) == []
 
 
 def test_what_replacing_costs_is_learnt() -> None:
@@ -344,7 +346,7 @@ def test_what_replacing_costs_is_learnt() -> None:
 
 def lost(job: Drive, ranks: int, reporting: int, how: int = NAN) -> None:
     """The leader's runtime has collected who had no finite loss first."""
-    job.do(pace.NoteLoss("worker-1-0", job.world.generation, 2, 61, how, ranks, reporting))
+    job.do(stragglers.NoteLoss("worker-1-0", job.world.generation, 2, 61, how, ranks, reporting))
 
 
 @pytest.mark.parametrize(
@@ -373,8 +375,8 @@ def test_a_broken_loss_restarts_and_evicts_nobody(
     assert job.facts(incidents.ActionChosen)[-1].action == "RESTART_PROCESSES"
     assert job.world.generation == 2
     assert job.facts(nodes.NodeReleased) == []
-    job.do(pace.NoteLoss("worker-1-0", 1, 2, 61, how, ranks, reporting))
-    assert len(job.facts(pace.LossBroken)) == 1
+    job.do(stragglers.NoteLoss("worker-1-0", 1, 2, 61, how, ranks, reporting))
+    assert len(job.facts(stragglers.LossBroken)) == 1
 
 
 def test_a_loss_broken_everywhere_never_costs_a_node() -> None:
@@ -394,7 +396,7 @@ def test_a_loss_broken_everywhere_never_costs_a_node() -> None:
 def test_a_jump_of_the_loss_is_only_told() -> None:
     """A spike is an observation: nothing is restarted for it."""
     job = Drive().up()
-    job.do(pace.NoteLossJump("worker-1-0", 1, 2, 66, 7_500))
+    job.do(stragglers.NoteLossJump("worker-1-0", 1, 2, 66, 7_500))
     assert job.names() == ["EvidenceSeen"]
     assert (
         job.facts(evidence.EvidenceSeen)[-1].text == "the loss of rank 2 on worker-1-0 is 7.5x what it was, in step 66"
@@ -404,7 +406,7 @@ def test_a_jump_of_the_loss_is_only_told() -> None:
 def test_an_old_jump_is_no_news_to_a_new_leader() -> None:
     """Beats repeat a jump for as long as it is the newest: it is evidence once, and only a later one is again."""
     job = Drive().up()
-    first = pace.NoteLossJump("worker-1-0", 1, 2, 66, 7_500)
+    first = stragglers.NoteLossJump("worker-1-0", 1, 2, 66, 7_500)
     job.do(first)
     job.take_over()
     assert isinstance(job.do(first), NotDone)
@@ -412,5 +414,5 @@ def test_an_old_jump_is_no_news_to_a_new_leader() -> None:
     assert [fact.place for fact in job.facts(evidence.EvidenceSeen)] == ["step 66", "step 200"]
     assert digest(MODEL.fold(job.records)) == digest(job.state)
     # An agent may say such a thing as well, and anything may stand there.
-    job.do(evidence.ReportEvidence("worker-1-0", "loss", pace.SPIKE, "a jump", 2, 1, place=f"step {'9' * 400}"))
-    assert job.state.pace.jumps == {"worker": (1, 200)}
+    job.do(evidence.ReportEvidence("worker-1-0", "loss", stragglers.SPIKE, "a jump", 2, 1, place=f"step {'9' * 400}"))
+    assert job.state.stragglers.jumps == {"worker": (1, 200)}

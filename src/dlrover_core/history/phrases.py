@@ -23,10 +23,10 @@ from dlrover_core.job import (
     job,
     nodes,
     operations,
-    pace,
     plans,
     progress,
     silence,
+    stragglers,
     world,
 )
 from dlrover_core.job.ranges import from_ranges
@@ -402,18 +402,18 @@ _PHRASES: Mapping[type, Callable[[Any], str]] = {
     progress.FirstStep: lambda fact: (
         f"generation {fact.generation} made its first step, step {fact.step}, on {fact.node}"
     ),
-    pace.SlowRank: lambda fact: (
+    stragglers.SlowRank: lambda fact: (
         f"rank {fact.rank} on {fact.node} computes {fact.now_us / max(1, fact.before_us):.2f}x slower than it did: "
         f"{fact.now_us / 1000:.3g} ms a step, {fact.before_us / 1000:.3g} ms before"
     ),
-    pace.SlowEnded: lambda fact: (
+    stragglers.SlowEnded: lambda fact: (
         f"rank {fact.rank} on {fact.node} computes as it did again, after {duration(fact.slow_us)}"
     ),
-    pace.SlowReplaced: lambda fact: (
+    stragglers.SlowReplaced: lambda fact: (
         f"{fact.node} is replaced: its slow rank {fact.rank} has cost {duration(fact.lost_us)}, as much as replacing it: "
         f"{duration(fact.cost_us)}, {'measured' if fact.measured else 'by the spec'}"
     ),
-    pace.LossBroken: lambda fact: (
+    stragglers.LossBroken: lambda fact: (
         f"no finite loss from step {fact.step} on: {count(fact.ranks, 'rank')} of {fact.reporting} had it first, "
         f"rank {fact.rank} on {fact.node} among them"
     ),

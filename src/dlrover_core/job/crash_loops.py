@@ -20,7 +20,7 @@ from dlrover_core.spec import us
 EARLY_S = 10.0
 """Of who lived shorter it is known that it made no step, even in a job that never signals one."""
 AT_STEP = "step "
-"""How the place of a broken loss begins (`pace`)."""
+"""How the place of a broken loss begins (`stragglers`)."""
 AT_ONCE = 2
 """Early failures in a row that are answered at once."""
 FIRST_PAUSE_S = 0.5

@@ -19,10 +19,10 @@ from dlrover_core.job import (
     job,
     laggards,
     nodes,
-    pace,
     plans,
     progress,
     silence,
+    stragglers,
     world,
 )
 from dlrover_core.kernel.codec import Codec
@@ -41,7 +41,7 @@ class JobState(BaseState):
     evidence: evidence.EvidenceSlice = kept(evidence.EvidenceSlice, evidence.FACTS)
     incidents: incidents.IncidentSlice = kept(incidents.IncidentSlice, incidents.FACTS)
     progress: progress.ProgressSlice = kept(progress.ProgressSlice, progress.FACTS)
-    pace: pace.PaceSlice = kept(pace.PaceSlice, pace.FACTS)
+    stragglers: stragglers.StragglerSlice = kept(stragglers.StragglerSlice, stragglers.FACTS)
     hangs: hangs.HangSlice = kept(hangs.HangSlice, hangs.FACTS)
     budgets: budgets.BudgetSlice = kept(budgets.BudgetSlice, budgets.FACTS)
     checks: checks.CheckSlice = kept(checks.CheckSlice, checks.FACTS)

@@ -17,11 +17,11 @@ from dlrover_core.rules import (
     laggards,
     nodes,
     operations,
-    pace,
     plans,
     progress,
     save_on_failure,
     silence,
+    stragglers,
     worlds,
 )
 
@@ -36,7 +36,7 @@ _RULES = (
     incidents.RULES,
     worlds.RULES,
     progress.RULES,
-    pace.RULES,
+    stragglers.RULES,
     hangs.RULES,
     operations.RULES,
     plans.RULES,

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from dlrover_core.diagnosis.changepoint import LINE, ChangePoint
 from dlrover_core.diagnosis.slots import FINITE, NEVER
 from dlrover_core.job.names import group_of
-from dlrover_core.job.pace import NoteLoss, NoteLossJump, NoteRecovered, NoteSlow
 from dlrover_core.job.state import JobState
+from dlrover_core.job.stragglers import NoteLoss, NoteLossJump, NoteRecovered, NoteSlow
 from dlrover_core.job.world import World
 from dlrover_core.kernel.wire import find, part
 from dlrover_core.runtime.levels import Beat, Levels
@@ -186,7 +186,7 @@ class Paces(Levels):
     def findings(self, state: JobState, now_us: int) -> Iterator[NoteSlow | NoteRecovered | NoteLoss | NoteLossJump]:
         """What is to be told now."""
         if state.job.live:
-            yield from self.compared(state.world.worlds, state.pace.standing(), now_us / SECOND_US)
+            yield from self.compared(state.world.worlds, state.stragglers.standing(), now_us / SECOND_US)
 
     def compared(
         self, worlds: Mapping[str, World], standing: Collection[tuple[str, int]], now_s: float

@@ -14,7 +14,7 @@ from dlrover_core.diagnosis import hanging, stall
 from dlrover_core.diagnosis.changepoint import BLOCK_STEPS, BLOCKS, SOUGHT, WINDOWS
 from dlrover_core.diagnosis.hanging import Facts
 from dlrover_core.diagnosis.stacks import Frame
-from dlrover_core.job import hangs, pace
+from dlrover_core.job import hangs, stragglers
 from dlrover_core.kernel.engine import Command
 from dlrover_core.sim.agents import TIMED_OUT, Agent
 from dlrover_core.sim.clock import SECOND_US, Clock
@@ -438,22 +438,22 @@ class Training:
         evidence_us = round(EVIDENCE_STEPS * normal_us * times)
         if times >= SOUGHT and evidence_us < us(SLOW_S) and self.made - world.began >= BASELINE_STEPS:
             steps = WINDOWS * BLOCKS * BLOCK_STEPS
-            seen = pace.NoteSlow(
+            seen = stragglers.NoteSlow(
                 node,
                 generation,
                 rank,
                 normal_us,
                 round(normal_us * times),
                 steps,
-                pace.PARTS,
+                stragglers.PARTS,
                 self.made + EVIDENCE_STEPS,
             )
-            ended = pace.NoteRecovered(node, generation, rank)
+            ended = stragglers.NoteRecovered(node, generation, rank)
             self._clock.later(evidence_us, 0, self._paced, world, seen)
             self._clock.later(us(SLOW_S) + EVIDENCE_STEPS * normal_us, 0, self._paced, world, ended)
         return True
 
-    def _paced(self, world: World, note: pace.NoteSlow | pace.NoteRecovered) -> None:
+    def _paced(self, world: World, note: stragglers.NoteSlow | stragglers.NoteRecovered) -> None:
         """What beats would tell of a world that goes on; again, while nobody leads."""
         if world is not self.world or world.broken or world.done:
             return

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dlrover_core.job import checks, hangs, incidents, pace
+from dlrover_core.job import checks, hangs, incidents, stragglers
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.words import plain
@@ -22,7 +22,7 @@ WARM_S = 2.0
 """So long after its start a master gets ready for failures (`warm`): neither the start nor the first recovery waits for that."""
 
 _CHECKS = (checks.CheckStarted, checks.CheckReported, checks.CheckJudged)
-_PACES = (pace.SlowRank, pace.SlowEnded, pace.SlowReplaced)
+_PACES = (stragglers.SlowRank, stragglers.SlowEnded, stragglers.SlowReplaced)
 _TELLING = (incidents.Diagnosed, incidents.ActionChosen, incidents.IncidentClosed)
 LINE_BYTES_MAX = 512
 """As much as any pipe takes at once (POSIX): where a poll says that it can be written, it is written whole."""

@@ -1,4 +1,4 @@
-"""Ranks that compute slower than they did, and losses that are no numbers. What is done about them: `rules.pace`."""
+"""Ranks that compute slower than they did, and losses that are no numbers. What is done about them: `rules.stragglers`."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Slow:
 
 
 @dataclass(slots=True)
-class PaceSlice:
+class StragglerSlice:
     """Slow ranks by node and rank; what replacements took; the generation whose loss was told to be broken, by group.
 
     ``jumps``: generation and step of the newest jump of a loss that was told, by group.
@@ -157,7 +157,7 @@ def rank_key(node: str, rank: int) -> str:
 # ---- evolve
 
 
-def _on_created(slice_: PaceSlice, fact: job.JobCreated, record: Record) -> None:
+def _on_created(slice_: StragglerSlice, fact: job.JobCreated, record: Record) -> None:
     """Of an earlier run's recoveries the costs stay true."""
     slice_.slow.clear()
     slice_.replacing.clear()
@@ -165,37 +165,37 @@ def _on_created(slice_: PaceSlice, fact: job.JobCreated, record: Record) -> None
     slice_.jumps.clear()
 
 
-def _on_slow(slice_: PaceSlice, fact: SlowRank, record: Record) -> None:
+def _on_slow(slice_: StragglerSlice, fact: SlowRank, record: Record) -> None:
     key = rank_key(fact.node, fact.rank)
     since = slice_.slow[key].since if key in slice_.slow else record.at
     slice_.slow[key] = Slow(fact.node, fact.rank, since, fact.before_us, fact.now_us)
 
 
-def _on_ended(slice_: PaceSlice, fact: SlowEnded, record: Record) -> None:
+def _on_ended(slice_: StragglerSlice, fact: SlowEnded, record: Record) -> None:
     slice_.slow.pop(rank_key(fact.node, fact.rank), None)
 
 
-def _forget(slice_: PaceSlice, fact: world.Ended, record: Record) -> None:
+def _forget(slice_: StragglerSlice, fact: world.Ended, record: Record) -> None:
     for key in [key for key, one in slice_.slow.items() if one.node == fact.node]:
         del slice_.slow[key]
 
 
-def _on_broken(slice_: PaceSlice, fact: LossBroken, record: Record) -> None:
+def _on_broken(slice_: StragglerSlice, fact: LossBroken, record: Record) -> None:
     slice_.broken[group_of(fact.node)] = fact.generation
 
 
-def _on_evidence(slice_: PaceSlice, fact: evidence.EvidenceSeen, record: Record) -> None:
+def _on_evidence(slice_: StragglerSlice, fact: evidence.EvidenceSeen, record: Record) -> None:
     told = fact.place.removeprefix(AT_STEP)
     if fact.signature == SPIKE and told.isdecimal() and len(told) <= STEP_DIGITS_MAX:
         slice_.jumps[group_of(fact.node)] = (fact.generation, int(told))
 
 
-def _on_chosen(slice_: PaceSlice, fact: incidents.ActionChosen, record: Record) -> None:
+def _on_chosen(slice_: StragglerSlice, fact: incidents.ActionChosen, record: Record) -> None:
     if fact.action == ladder.RELAUNCH_NODE and fact.incident not in slice_.replacing:
         slice_.replacing = [*slice_.replacing[-RECOVERIES_KEPT:], fact.incident]
 
 
-def _on_closed(slice_: PaceSlice, fact: incidents.IncidentClosed, record: Record) -> None:
+def _on_closed(slice_: StragglerSlice, fact: incidents.IncidentClosed, record: Record) -> None:
     """What a replacement took, and the steps it lost are not even in it."""
     if fact.incident in slice_.replacing:
         slice_.replacing.remove(fact.incident)

@@ -22,7 +22,7 @@ from dlrover_core.diagnosis.changepoint import SOUGHT
 from dlrover_core.diagnosis.evidence import LOSS, SLOW
 from dlrover_core.diagnosis.slots import GRADIENT, INFINITE
 from dlrover_core.errors import Refused
-from dlrover_core.job import evidence, pace, ranges
+from dlrover_core.job import evidence, ranges, stragglers
 from dlrover_core.job.crash_loops import AT_STEP
 from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
@@ -51,16 +51,16 @@ def _member(state: JobState, node: str, generation: int, rank: int) -> ranges.Me
 # ---- decide: stragglers
 
 
-def _slow(state: JobState, command: pace.NoteSlow, now: int) -> Iterator[Event]:
+def _slow(state: JobState, command: stragglers.NoteSlow, now: int) -> Iterator[Event]:
     member = _member(state, command.node, command.generation, command.rank)
     if command.now_us <= command.before_us or command.before_us < 1:
         raise Refused(f"rank {command.rank} is not slower than it was")
-    known = state.pace.slow.get(pace.rank_key(command.node, command.rank))
+    known = state.stragglers.slow.get(stragglers.rank_key(command.node, command.rank))
     if known is not None and command.now_us < SOUGHT * known.now_us:
         raise Refused(f"rank {command.rank} is known to be slow")
-    if len(state.pace.slow) >= SLOW_MAX:
+    if len(state.stragglers.slow) >= SLOW_MAX:
         raise Refused(f"{SLOW_MAX} ranks are slow already")
-    yield pace.SlowRank(
+    yield stragglers.SlowRank(
         command.node,
         command.generation,
         command.rank,
@@ -76,39 +76,39 @@ def _slow(state: JobState, command: pace.NoteSlow, now: int) -> Iterator[Event]:
     )
     yield _evidence(state, command.node, command.generation, command.rank, SLOW, "slow.rank", f"{slow} {measured}")
     ranks = range(member.first_rank, member.first_rank + member.nproc)
-    if member.nproc > 1 and all(pace.rank_key(command.node, one) in state.pace.slow for one in ranks):
+    if member.nproc > 1 and all(stragglers.rank_key(command.node, one) in state.stragglers.slow for one in ranks):
         text = f"all {member.nproc} ranks on {command.node} compute slower than they did: it is the node"
         yield _evidence(state, command.node, command.generation, -1, SLOW, "slow.rank", text)
 
 
-def _times(command: pace.NoteSlow) -> str:
+def _times(command: stragglers.NoteSlow) -> str:
     return f"{command.now_us / command.before_us:.2f}x"
 
 
-def _beside(command: pace.NoteSlow) -> str:
-    return f", its peers {command.peers / pace.PARTS:.2f}x" if command.peers else ""
+def _beside(command: stragglers.NoteSlow) -> str:
+    return f", its peers {command.peers / stragglers.PARTS:.2f}x" if command.peers else ""
 
 
 def _ms(microseconds: int) -> str:
     return f"{microseconds / 1000:.3g} ms" if microseconds < SECOND_US else f"{microseconds / SECOND_US:.3g} s"
 
 
-def _recovered(state: JobState, command: pace.NoteRecovered, now: int) -> Iterator[Event]:
-    slow = state.pace.slow.get(pace.rank_key(command.node, command.rank))
+def _recovered(state: JobState, command: stragglers.NoteRecovered, now: int) -> Iterator[Event]:
+    slow = state.stragglers.slow.get(stragglers.rank_key(command.node, command.rank))
     if slow is None:
         raise Refused(f"rank {command.rank} on {command.node} is not slow")
-    yield pace.SlowEnded(command.node, command.rank, max(0, now - slow.since))
+    yield stragglers.SlowEnded(command.node, command.rank, max(0, now - slow.since))
 
 
 # ---- decide: losses
 
 
-def _loss(state: JobState, command: pace.NoteLoss, now: int) -> Iterator[Event]:
+def _loss(state: JobState, command: stragglers.NoteLoss, now: int) -> Iterator[Event]:
     member = _member(state, command.node, command.generation, command.rank)
     group = group_of(command.node)
-    if state.pace.broken.get(group) == command.generation:
+    if state.stragglers.broken.get(group) == command.generation:
         raise Refused(f"generation {command.generation} is known to have no finite loss")
-    yield pace.LossBroken(*command)
+    yield stragglers.LossBroken(*command)
     whose = f"rank {command.rank} on {command.node}"
     what = {INFINITE: "an infinite loss", GRADIENT: "gradients that are no numbers"}.get(command.how, "a NaN loss")
     if command.ranks < command.reporting:
@@ -127,14 +127,14 @@ def _loss(state: JobState, command: pace.NoteLoss, now: int) -> Iterator[Event]:
     yield _evidence(state, command.node, command.generation, rank, LOSS, signature, text, command.step)
 
 
-def _jump(state: JobState, command: pace.NoteLossJump, now: int) -> Iterator[Event]:
+def _jump(state: JobState, command: stragglers.NoteLossJump, now: int) -> Iterator[Event]:
     _member(state, command.node, command.generation, command.rank)
-    generation, step = state.pace.jumps.get(group_of(command.node), (0, 0))
+    generation, step = state.stragglers.jumps.get(group_of(command.node), (0, 0))
     if generation == command.generation and command.step <= step:
         # Beats repeat it, and a new leader has not heard that it was told.
         raise Refused(f"a jump of the loss in step {step} is known")
     text = f"the loss of rank {command.rank} on {command.node} is {command.times / 1000:.1f}x what it was, in step {command.step}"
-    yield _evidence(state, command.node, command.generation, command.rank, LOSS, pace.SPIKE, text, command.step)
+    yield _evidence(state, command.node, command.generation, command.rank, LOSS, stragglers.SPIKE, text, command.step)
 
 
 def _evidence(
@@ -162,18 +162,18 @@ def _evidence(
 
 def cost_us(state: JobState) -> int:
     """What it takes to replace a node."""
-    measured = state.pace.recoveries
+    measured = state.stragglers.recoveries
     return round(median(measured)) if measured else us(state.job.spec.slow_replace_s)
 
 
-def _candidates(state: JobState) -> Iterator[tuple[int, pace.Slow]]:
+def _candidates(state: JobState) -> Iterator[tuple[int, stragglers.Slow]]:
     """Whose node may be replaced, and from when on that pays."""
     if state.job.spec.slow_action != REPLACE or not state.job.live:
         return
     cost = cost_us(state)
-    for slow in state.pace.slow.values():
+    for slow in state.stragglers.slow.values():
         current, node = state.world.of(slow.node), state.nodes.nodes.get(slow.node)
-        ill = {one.node for one in state.pace.slow.values() if group_of(one.node) == group_of(slow.node)}
+        ill = {one.node for one in state.stragglers.slow.values() if group_of(one.node) == group_of(slow.node)}
         here = node is not None and not node.released and slow.node not in state.plans.leaving
         if current.active and here and 2 * len(ill) < len(current.members):
             yield slow.costs_at(cost), slow
@@ -189,7 +189,9 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
         if now < at:
             return
         node, why = state.nodes.nodes[slow.node], f"rank {slow.rank} on {slow.node} was slow"
-        yield pace.SlowReplaced(slow.node, slow.rank, slow.lost_us(now), cost_us(state), bool(state.pace.recoveries))
+        yield stragglers.SlowReplaced(
+            slow.node, slow.rank, slow.lost_us(now), cost_us(state), bool(state.stragglers.recoveries)
+        )
         yield from hosts.keep_off(state, node.host, why, now)
         leave = plans.drained(state, node, node.host, why, now, us(state.job.spec.plan_s))
         if leave.deadline:
@@ -200,7 +202,12 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
 
 
 RULES = Rules(
-    decide={pace.NoteSlow: _slow, pace.NoteRecovered: _recovered, pace.NoteLoss: _loss, pace.NoteLossJump: _jump},
+    decide={
+        stragglers.NoteSlow: _slow,
+        stragglers.NoteRecovered: _recovered,
+        stragglers.NoteLoss: _loss,
+        stragglers.NoteLossJump: _jump,
+    },
     due=_due,
     tick=_tick,
 )
