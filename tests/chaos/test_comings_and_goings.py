@@ -95,7 +95,7 @@ def test_crash_loop_is_still_bounded() -> None:
 
 
 def test_given_up_place_is_open_again() -> None:
-    """A place whose host died again and again is had by another one after a while; by scaling at once (`scaling`)."""
+    """A place whose host died again and again is had by another one after a while; by scaling at once (`operations`)."""
 
     async def story(cluster: HostsCluster) -> None:
         for incarnation in range(2):

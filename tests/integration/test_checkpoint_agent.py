@@ -229,6 +229,9 @@ def test_another_layout_gets_new_memory_and_the_old_one_stays_for_reading(node: 
     run(test())
 
 
+@pytest.mark.slow_loop(
+    reason="the saver is executed by the main thread, with which it dies: under load that counts 60 ms"
+)
 @pytest.mark.parametrize("preload", [(), None], ids=["forked", "executed"])
 def test_what_is_told(node: Make, preload: tuple[str, ...] | None, tmp_path: Path) -> None:
     """Keeping, holdings, restores, plans and boundaries reach the leader once each, when all local ranks have said so."""

@@ -40,10 +40,6 @@ def replaced(job: Job, victim: Process, before: set[int]) -> None:
 
 
 @ALONE
-@pytest.mark.nightly(
-    reason="test_rough_handling.py kills workers, agents, zygotes, keepers, spares and leading masters, a test below the"
-    " sweeper; test_dlrover_run_signals.py has a new reserve"
-)
 @pytest.mark.timeout(150)
 def test_any_one_process_may_be_killed(tmp_path: Path) -> None:
     """One job on two nodes outlives SIGKILL of a standby master, a leading one (running or stopped), a sweeper, a zygote, a

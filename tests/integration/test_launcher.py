@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -550,7 +551,9 @@ def test_closing_amid_forks(rig: Make, after: int) -> None:
             if after >= 2:
                 os.kill(zygote_of(one), signal.SIGKILL)
             for _ in range(after % 2):
-                await one.run()
+                # Processes that wait for a seat die with their zygote: in that very moment none can have one.
+                with contextlib.suppress(LaunchFailed) if after >= 2 else contextlib.nullcontext():
+                    await one.run()
         assert psutil.Process().children(recursive=True) == others
 
     run(test())

@@ -109,7 +109,7 @@ def test_behaviour_08_no_relaunch_beyond_the_budget() -> None:
     assert _planned(fatal) == ["worker-0-0"]
 
 
-# 9 (relaunch after running out of memory, by job type and size) comes with `scaling`, which decides on memory.
+# 9 (relaunch after running out of memory, by job type and size) comes with scaling, which decides on memory.
 
 
 def test_behaviour_10_failed_nodes_are_counted_by_place() -> None:

@@ -79,6 +79,18 @@ def test_a_node_tells_what_its_ranks_do() -> None:
     assert node.beat(8).slow == ()
 
 
+def test_a_node_names_no_more_slow_ranks_than_a_beat_has_room_for() -> None:
+    """Of twelve slow ranks of thirty ten are named, and all twelve are counted."""
+    node = NodePace()
+    for at in range(150):
+        for rank in range(30):
+            cost = 0.052 if rank < 12 and at >= 120 else 0.040
+            node.read(rank, 1, [cost * (1 + 0.01 * ((at * 7 + rank) % 3 - 1))], at * BLOCK_STEPS, float(at))
+    told = node.beat(0)
+    assert [one.rank for one in told.slow] == list(range(SLOW_MAX))
+    assert told.slower == 12
+
+
 def test_beats_are_read_as_they_were_written_and_fit_a_frame() -> None:
     """Whatever is told comes back, as many as have room; what makes no sense says nothing."""
     many = PaceBeat(660, PARTS, 9_990, 12, tuple(SLOW._replace(rank=rank) for rank in range(12)))

@@ -95,7 +95,7 @@ def pace(told: PaceBeat) -> Ints:
     """The integers of what a node's ranks compute; none where nothing is known."""
     if told == PaceBeat():
         return ()
-    flat = [value for one in told.slow[:SLOW_MAX] for value in one]
+    flat = [value for one in told.slow[:SLOW_MAX] for value in one[:6]]
     return (told.step, told.common, told.others, told.slower, *flat)
 
 
@@ -109,7 +109,7 @@ def pace_of(told: Ints) -> PaceBeat:
 
 def losses(told: LossBeat) -> Ints:
     """The integers of what a node's losses do; none where no rank reports."""
-    flat = (value for one in told.ranks[:LOSSES_MAX] for value in one)
+    flat = (value for one in told.ranks[:LOSSES_MAX] for value in one[:5])
     return (told.reporting, *flat) if told.reporting else ()
 
 
@@ -124,7 +124,7 @@ def kept(told: KeptBeat) -> Ints:
     """The integers of what a node keeps; none where nothing is kept."""
     if not told.generation:
         return ()
-    held, flat = told.held[-HELD_MAX:], [value for one in told.written[-WRITTEN_MAX:] for value in one]
+    held, flat = told.held[-HELD_MAX:], [value for one in told.written[-WRITTEN_MAX:] for value in one[:5]]
     copies = (told.copied, told.keeps, told.safe)
     return (told.generation, int(told.writes), *copies, told.before, int(told.wrote), len(held), *held, *flat)
 

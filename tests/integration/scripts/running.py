@@ -290,8 +290,9 @@ class Job:
         """The events of these kinds, all without any."""
         code = self.process.poll()
         told = self._told or self.dlrover("events", "--json")
-        self._told = told if code is not None and code >= 0 else None
         found = [json.loads(line) for line in told.splitlines()]
+        over = found and found[-1]["event"] in ("JobSucceeded", "JobFailed", "JobStopped")
+        self._told = told if over and code is not None and code >= 0 else None
         return [one for one in found if not kinds or one["event"] in kinds]
 
     # ---- its workers

@@ -135,10 +135,12 @@ def steps_of(told: Told) -> dict[str, int] | None:
     return {name: int(one or 0) for name, one in steps.items()}
 
 
-def waits_of(told: Told) -> tuple[Wait, ...]:
-    """What the job's groups wait for, as its master says: the rules that decide it run there."""
+def waits_of(told: Told) -> tuple[Wait, ...] | None:
+    """What the job's groups wait for, as its leader says: the rules that decide it run there. None: a standby answered."""
     from dlrover_core.job.waiting import Wait
 
+    if told.status.get("role", "leader") != "leader":
+        return None
     return tuple(
         Wait(str(one["group"]), str(one["why"]), str(one["words"]), int(one["until"]), tuple(map(str, one["nodes"])))
         for one in told.status.get("waits", ())
@@ -158,7 +160,7 @@ def lines(told: Told) -> Iterator[str]:
     step = progress(steps) if steps is not None else f"step {max(int(status.get('step', 0)), 0)}"
     yield f"  {step}; {where}; as the master at {told.address} says"
     now = time.time_ns() // 1000
-    yield from (f"  {line}" for line in waiting(waits_of(told), now))
+    yield from (f"  {line}" for line in waiting(waits_of(told) or (), now))
     nodes = list(dict(status.get("nodes", {})).items())
     rows = [(name, str(one.get("state", "")), one_line(str(one.get("host", "")), 64) or "-") for name, one in nodes]
     yield from table([("node", "state", "host"), *rows[:NODE_ROWS_MAX]] if rows else [])

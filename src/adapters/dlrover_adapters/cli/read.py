@@ -165,8 +165,8 @@ async def _status(args: argparse.Namespace, source: Source) -> int:
     leader = await source.log.leader(source.job)
     told = status_of(state, last, headlines)
     said = None if told.over else await live.leader_says(args, source.job, leader.address if leader is not None else "")
-    if said is not None:
-        told = told._replace(waits=live.waits_of(said))
+    waits = live.waits_of(said) if said is not None else None
+    told = told._replace(waits=waits or ())
     steps = live.steps_of(said) if said is not None else None
     if steps is not None:
         told = told._replace(step=steps["step"], step_at=time.time_ns() // 1000 - steps["age_us"])
@@ -175,6 +175,7 @@ async def _status(args: argparse.Namespace, source: Source) -> int:
             "live": steps,
             "control_plane": said.control_plane if said is not None else None,
             "checkpoints": said.status.get("checkpoints", {}) if said is not None else None,
+            "waits": plain(waits) if waits is not None or told.over else None,
         }
         print(as_json({**plain(told), **levels}))
     else:
@@ -184,9 +185,9 @@ async def _status(args: argparse.Namespace, source: Source) -> int:
             print(line)
         if said is not None and said.status.get("degraded"):
             print(degraded(said.status, now))
-        if leader is None and not told.over:
+        if leader is None and said is None and not told.over:
             print(NOBODY_LEADS)
-        elif said is None and not told.over and not (told.worlds and all(world.active for world in told.worlds)):
+        elif waits is None and not told.over and not (told.worlds and all(world.active for world in told.worlds)):
             print(NOT_ASKED)
     return FAILED if told.failed else OK
 
@@ -257,13 +258,16 @@ async def explain(args: argparse.Namespace) -> int:
             raise NotFound(f"job {source.job!r} has no event {args.seq}; its events are 1-{len(records)}")
         leader = await source.log.leader(source.job)
         said = await live.leader_says(args, source.job, leader.address if leader is not None else "")
-        waits = live.waits_of(said) if said is not None else ()
+        waits = live.waits_of(said) if said is not None else None
         if args.json:
-            values = {"incident": incident_values(story) if story is not None else None, "waits": plain(waits)}
+            values = {
+                "incident": incident_values(story) if story is not None else None,
+                "waits": plain(waits) if waits is not None else None,
+            }
             print(as_json({**explanation_values(told), **values}))
         else:
             print(render_story.story(story) if story is not None else render.explanation(told))
-            for line in render.waiting(waits, time.time_ns() // 1000):
+            for line in render.waiting(waits or (), time.time_ns() // 1000):
                 print(line)
     return OK
 
