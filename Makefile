@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # More options for pytest: make unit ARGS="-k world -x"
 ARGS ?=
 
-.PHONY: help demo test quick near check lint types unit fast stories etcd integration side alone nightly bench bench-smoke chaos campaign format clean
+.PHONY: help demo test quick check lint types unit fast stories etcd integration side alone nightly bench bench-smoke chaos campaign format clean
 
 help: ## these lines
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -28,11 +28,8 @@ test: ## everything CI runs: check, unit, stories, integration
 	$(MAKE) --no-print-directory -j1 lint fast side
 	$(MAKE) --no-print-directory -j2 --output-sync=line types alone
 
-quick: $(READY) ## check, and unit tests near what changed: 90 s
-	$(MAKE) --no-print-directory -j2 --output-sync=line check near
-
-near: $(READY)
-	$(PY) -m tools.quick -n $(JOBS) $(ARGS)
+quick: $(READY) ## check, and unit tests near what changed: at most 90 s
+	$(PY) -m tools.quick -n $(JOBS) --maxschedchunk 1 $(ARGS)
 
 check: lint types ## lint, format, types, import rules
 

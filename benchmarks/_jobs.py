@@ -57,17 +57,24 @@ class Line(NamedTuple):
 
 
 class Job:
-    """One run of the script in a folder of its own. Use `running`."""
+    """One run of the script in a folder of its own. Use `running`. Without a script, ``launch`` says what runs."""
 
     def __init__(
-        self, launcher: str, folder: Path, arguments: Sequence[str], launch: Sequence[str] = (), script: Path = SCRIPT
+        self,
+        launcher: str,
+        folder: Path,
+        arguments: Sequence[str],
+        launch: Sequence[str] = (),
+        script: Path | None = SCRIPT,
     ) -> None:
         self.launcher, self.folder = launcher, folder
         self.started, self.env = 0.0, dict(OWN_STORE if launcher == BEST else {})
         self.token, self.mark = secrets.token_hex(16), secrets.token_hex(8)
         self.diary = folder / "diary"
-        program = [str(script), "--diary", str(self.diary), "--checkpoint", str(folder / "state.pt"), *arguments]
-        self.command = [*_launch(launcher, folder, launch), *program]
+        self.command = _launch(launcher, folder, launch)
+        if script is not None:
+            places = ["--diary", str(self.diary), "--checkpoint", str(folder / "state.pt")]
+            self.command += [str(script), *places, *arguments]
         self._read, self._lines = 0, list[Line]()
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -156,8 +163,19 @@ def running(
     launcher: str, arguments: Sequence[str], launch: Sequence[str] = (), script: Path = SCRIPT
 ) -> Iterator[Job]:
     """A job that runs, in a folder that is removed. ``launch``: the launcher's options, in place of two workers."""
+    with kept(lambda folder: Job(launcher, folder, arguments, launch, script)) as job:
+        yield job
+
+
+@contextlib.contextmanager
+def kept(make: Callable[[Path], Job]) -> Iterator[Job]:
+    """A job that ``make`` makes in a folder, running; both are gone at the end."""
     folder = Path(tempfile.mkdtemp(prefix="dlb-"))
-    job = Job(launcher, folder, arguments, launch, script)
+    try:
+        job = make(folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     try:
         job.start()
         yield job
@@ -165,7 +183,7 @@ def running(
         left = job.end()
         shutil.rmtree(folder, ignore_errors=True)
         if left:
-            say(f"{launcher} left {left} processes behind; killed")
+            say(f"{job.launcher} left {left} processes behind; killed")
 
 
 def marked(mark: str) -> list[int]:

@@ -11,17 +11,26 @@ is published since, and its misses were looked at: both halves are a regression 
   201, 202, 14: hardware), node errors are codes looked for in the worker's last lines (`FAILURE_NODE_ERRORS`, here a
   generous list), and the first node that reports a failure is the one acted upon. It names classes, not causes: so classes
   are compared.
+- 1 GiB of logs: `dlrover diagnose` on a file per rank of 512 (`_logs`), of which one failed first; its time, start included, and
+  the most memory that it held. It must name the rank that failed.
 - 2,048 ranks: one lost GPU, all other 2,047 ranks say that a collective timed out and die; from raw text to the judgement.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import resource
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from _bench import HERE, Result, Row, options, say
+from _logs import GUILTY, write
+from _logs import RANKS as FILES
 
 from dlrover_core.diagnosis.evidence import ERROR, EXIT, HW, LOG, PLAT, PLATFORM, RES, USER
 from dlrover_core.diagnosis.offline import Observation, diagnose
@@ -29,10 +38,11 @@ from dlrover_core.diagnosis.offline import Observation, diagnose
 sys.path.insert(0, str(HERE.parent / "tests" / "unit"))
 from incidents import Incident, incidents, judgement_on, kind, score, share
 
-MEASURES = ("src/dlrover_core/diagnosis", "tests/incidents")
+MEASURES = ("src/dlrover_core/diagnosis", "src/adapters/dlrover_adapters/cli/log_files.py", "tests/incidents")
 
 HALVES = {"unseen": "once unseen", "seen": "seen"}
 ROOT_MIN, PLACE_MIN, CASCADE_MS, RANKS = 0.97, 0.98, 100.0, 2048
+LOGS_MIB, LOGS_S, LOGS_HELD_MIB = 1024, 20.0, 500.0
 # What an operator of the peer might have set; generous, for it is looked for in workers' lines only.
 NODE_ERRORS = (
     "uncorrectable ECC",
@@ -133,13 +143,43 @@ def fast(result: Result, trials: int) -> None:
     result.rows.append(Row(f"one incident, {RANKS:,} ranks' cascades", "ms", times, target=CASCADE_MS))
 
 
+def large(result: Result, mib: int, trials: int) -> None:
+    """Add the time and the memory that a large job's logs take."""
+    times = []
+    with tempfile.TemporaryDirectory() as folder:
+        paths = write(Path(folder), mib * 2**20)
+        say(f"{mib:,} MiB of logs are written")
+        line = [sys.executable, "-m", "dlrover_adapters.cli.main", "diagnose", "--json", *map(str, paths)]
+        for _ in range(trials):
+            began = time.perf_counter()
+            said = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+            times.append(time.perf_counter() - began)
+            found = json.loads(said)
+            if (found["signature"], found["rank"]) != ("cuda.oom", GUILTY):
+                raise SystemExit(f"the logs were misread: {found['signature']} of rank {found['rank']}")
+    held = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    what = f"{mib / 1024:g} GiB of logs of {FILES} ranks"
+    result.rows += [
+        Row(f"{what}, to the answer", "s", times, target=LOGS_S),
+        Row(f"{what}, memory held (worst)", "MiB", [held], target=LOGS_HELD_MIB, exact=True, n=trials),
+    ]
+
+
+def more(parser: argparse.ArgumentParser) -> None:
+    """Options beside the common ones."""
+    parser.add_argument(
+        "--logs-mib", type=int, default=LOGS_MIB, metavar="MIB", help="size of the large job's logs (default 1024)"
+    )
+
+
 def main() -> int:
     """Judge everything once, the big one several times."""
-    chosen = options(__doc__)
+    chosen = options(__doc__, more=more)
     result = Result("diagnosis", "DLRover's rule: exit codes and node error codes")
     told = incidents()
     right(result, told)
     fast(result, chosen.trials)
+    large(result, chosen.logs_mib, chosen.trials)
     result.notes.append(
         f"{len(told)} incidents, {sum(one.made == 'process' for one in told)} of them by real processes"
     )

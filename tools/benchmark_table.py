@@ -23,8 +23,9 @@ BENCHMARKS = ROOT / "benchmarks"
 PAGE, FRONT = BENCHMARKS / "README.md", ROOT / "README.md"
 NAMES = (
     "killed_worker", "killed_node", "killed_master", "hung_master", "cold_start", "join", "imports", "overhead", "heartbeats",
-    "join_2000", "idle", "commands", "replay", "etcd_append", "etcd_latency", "etcd_read", "failover", "etcd_growth", "simulate",
-    "crashes", "goodput", "matcher", "diagnosis", "straggler", "detectors", "import", "checkpoint", "layout", "digests",
+    "join_2000", "idle", "commands", "records", "replay", "etcd_append", "etcd_latency", "etcd_read", "failover", "etcd_growth",
+    "simulate", "crashes", "goodput", "matcher", "diagnosis", "corpus", "straggler", "detectors", "import", "checkpoint",
+    "layout", "digests", "roles", "detached", "data",
 )  # fmt: skip
 HEAD, TAIL = "## Latest results", "## Reading them"
 MISSED, OVER = "<!-- missed: made by tools/benchmark_table.py -->", "<!-- end -->"

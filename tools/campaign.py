@@ -9,6 +9,19 @@ campaigns:
   seeds    random jobs and faults in virtual time, every invariant checked, each tenth seed told twice; thousands a minute
   joining_seeds
            the same for jobs whose hosts come by themselves: deaths, power cuts, silence, and who takes over
+  groups_seeds
+           the same for jobs of several groups, on too few hosts for a while: each tenth with the real masters and agents
+  queue_seeds
+           two jobs that share hosts which are too few for both, with the real masters and agents, under drawn faults: both must
+           end well
+  data_seeds
+           random jobs with data under deaths, fail-overs, changes of their size, fallen tiers: no sample is lost or twice in the
+           lineage of a model, the log says so of every state, and the audit proves it; about half an hour
+  data_kills
+           200 real jobs that train on an ElasticDataset; workers, agents and masters are killed, the job is scaled; the samples
+           that entered the steps of the lineage must be an undisturbed job's, and the audit's; about an hour
+  queue    six hours of virtual time in a queue for two jobs that want 96 of 64 hosts, 20 times: what waiting costs, and how soon
+           each starts once there is room; a few minutes
   kills    one real job, and 200 (--trials) times SIGKILL for one of our processes at seeded moments; the loss curve must be an
            undisturbed run's, and nothing may be left; about ten minutes
   hangs    200 hangs of one rank in real jobs: in a receive, in a lock, with Python's lock held, stopped; each must be found,
@@ -80,6 +93,36 @@ def _joining_seeds(seed: int) -> dict[str, Any]:
     return told
 
 
+def _groups_seeds(seed: int) -> dict[str, Any]:
+    from tests.chaos.groups_seeds import trial
+
+    told = trial(seed)
+    assert seed % 10 or trial(seed) == told, "the same seed gave two histories"
+    return told
+
+
+def _queue_seeds(seed: int) -> dict[str, Any]:
+    from tests.chaos.queue_seeds import trial
+
+    told = trial(seed)
+    assert seed % 10 or trial(seed) == told, "the same seed gave two histories"
+    return told
+
+
+def _data_seeds(seed: int) -> dict[str, Any]:
+    from tests.chaos.data_seeds import trial
+
+    told = trial(seed)
+    assert seed % 10 or trial(seed) == told, "the same seed gave two histories"
+    return told
+
+
+def _data_kills(seed: int) -> dict[str, Any]:
+    from tools.campaign_data import trial
+
+    return trial(seed)
+
+
 def _etcd_log(seed: int) -> dict[str, Any]:
     from tools.campaign_etcd import trial
 
@@ -109,6 +152,10 @@ CAMPAIGNS: dict[str, tuple[Trial, int]] = {
     "corruption": (_corruption, 10_000),
     "seeds": (_seeds, 10_000),
     "joining_seeds": (_joining_seeds, 10_000),
+    "groups_seeds": (_groups_seeds, 10_000),
+    "data_seeds": (_data_seeds, 10_000),
+    "data_kills": (_data_kills, 200),
+    "queue_seeds": (_queue_seeds, 10_000),
     "etcd_log": (_etcd_log, 570),
     "local_chaos": (_local_chaos, 50),
 }
@@ -156,9 +203,15 @@ def _planted(seed: int, trials: int) -> int:
     return campaign(seed, trials or TRIALS, RESULTS / "planted.json", machine())
 
 
+def _queue(seed: int, trials: int) -> int:
+    from tools.campaign_queue import TRIALS, campaign
+
+    return campaign(seed, trials or TRIALS, machine())
+
+
 WHOLE: dict[str, Callable[[int, int], int]] = {
     "chaos": _chaos, "hangs": _hangs, "kills": _kills, "masters": _masters, "matrix": _matrix, "planted": _planted,
-    "saves": _saves,
+    "queue": _queue, "saves": _saves,
 }  # fmt: skip
 """Campaigns that save themselves."""
 

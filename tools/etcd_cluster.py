@@ -323,7 +323,25 @@ class Cluster:
 
     def compact(self, revision: int = 0) -> None:
         """Forget all that was overwritten or deleted before ``revision`` (0: the newest)."""
-        self._any("kv/compaction", {"revision": revision or self.revision(), "physical": True})
+        upto = revision or self.revision()
+
+        def done() -> bool | None:
+            failed: OSError | None = None
+            for number in self._talking():
+                try:
+                    # It answers when the file is rewritten, which takes longer than other calls.
+                    self._ask(number, "kv/compaction", {"revision": upto, "physical": True}, timeout_s=HEALTHY_S)
+                except OSError as error:
+                    failed = error
+                    # An answer was lost, and the member says now that it is done.
+                    if "has been compacted" not in str(error):
+                        continue
+                return True
+            if failed is not None:
+                raise failed
+            return None
+
+        self._until(done, "does not answer kv/compaction")
 
     def put(self, key: str, value: str) -> None:
         """Write a key. Raises OSError where there is no room."""

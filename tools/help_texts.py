@@ -9,8 +9,8 @@ from pathlib import Path
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
 VERBS = (
-    *("status", "events", "explain", "report"),
-    *("scale", "drain", "stop", "suspend", "resume"),
+    *("status", "events", "explain", "report", "data"),
+    *("scale", "drain", "attach", "stop", "suspend", "resume"),
     *("master", "ckpt", "diagnose", "signatures", "doctor", "simulate", "conformance"),
 )
 COMMANDS = (

@@ -1,4 +1,4 @@
-"""Forty bugs, planted one at a time in a copy of the tree: tests must notice each. ``make campaign NAME=mutations``.
+"""Bugs, planted one at a time in a copy of the tree: tests must notice each. ``make campaign NAME=mutations``.
 
 A mutation is a piece of a source file, what it is replaced by, and the tests that must then fail; they pass without it, which
 is looked at, too. The copy lies in a temporary folder; the tree itself is not touched. A trial that "broke its promise" is a
@@ -75,14 +75,19 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("seq - back if back else 0", "back"),
         ("for step in range(version, kind.version):", "for step in range(version + 1, kind.version):"),
     ),
+    *_of(
+        "dlrover_core/kernel/state.py",
+        _unit("state_codec"),
+        ('if "lasts" not in field.metadata)', "if field.name)"),
+    ),
     # ---- job
     *_of(
         "dlrover_core/job/incidents.py",
         _unit("failures", "recovery", "explain_incident"),
         ("earliest = min(incident.cause.at, death.at)", "earliest = incident.cause.at"),
-        ("return sum(at > now - us(3600.0) for at in self.software)", "return len(self.software)"),
+        ("return sum(at > now - us(3600.0) for at in self.charged(name).software)", "return len(self.charged(name).software)"),
         ("return 0 if served else self.relaunches.get(place, 0)", "return self.relaunches.get(place, 0)"),
-        ("        slice_.restarts -= 1", "        slice_.restarts -= 0"),
+        ("            account.restarts -= 1", "            account.restarts -= 0"),
     ),
     *_of(
         "dlrover_core/job/hosts.py",
@@ -101,12 +106,36 @@ MUTATIONS: tuple[Mutation, ...] = (
         _unit("haste"),
         ("(self.early + 1 if early else 0)", "(self.early + 1)"),
     ),
+    *_of(
+        "dlrover_core/job/lineage.py",
+        _unit("lineage", "shards"),
+        ("            now, limit = base", "            now, limit = base[0], None"),
+        ("        del self.known[self._at(of, step + 1) : self._at(generation, 0)]\n", ""),
+        ("        if same is not None and same.cut != cut:", "        if same is None:"),
+    ),
     # ---- rules
     *_of(
+        "dlrover_core/rules/shards.py",
+        _unit("shards"),
+        ("    if known is None or known.terms != terms:", "    if known is None:"),
+        ("    elif fact.cut:\n", "    elif not fact.cut:\n"),
+    ),
+    *_of(
         "dlrover_core/rules/worlds.py",
-        _unit("world"),
-        ("if all(world.active and len(world.finished)", "if any(world.active and len(world.finished)"),
+        _unit("world", "sets"),
+        ("    if not all(coupling.over(state, name)", "    if not any(coupling.over(state, name)"),
         (" or len(offers) >= STORES_MAX:", ":"),
+        ("    if found.many <= len(world.members):", "    if found.many < len(world.members):"),
+    ),
+    *_of(
+        "dlrover_core/rules/plans.py",
+        _unit("planning"),
+        ("return None if drops.count >= TRIES_MAX", "return None if drops.count > TRIES_MAX"),
+    ),
+    *_of(
+        "dlrover_core/rules/save_on_failure.py",
+        _unit("checkpoints"),
+        ("    if ended.waiting and now < at:", "    if now < at:"),
     ),
     *_of(
         "dlrover_core/rules/hosts.py",
@@ -133,7 +162,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # ---- logs
     *_of(
         "dlrover_core/logs/tables.py",
-        _unit("log_sqlite", "log_tail"),
+        _unit("log_tables", "log_sqlite", "log_tail"),
         ("PRAGMA synchronous = FULL", "PRAGMA synchronous = OFF"),
         ("WHERE (SELECT token FROM jobs WHERE id = ?7) = ?3", "WHERE (SELECT token FROM jobs WHERE id = ?7) >= ?3"),
         ("    upto = min(upto, head(db, job) - 1)", "    upto = min(upto, head(db, job))"),
@@ -157,9 +186,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     # ---- etcd
     *_of(
         "adapters/dlrover_adapters/etcd/leadership.py",
-        ETCD,
+        (*_unit("etcd_leadership"), *ETCD),
         ("conditions = [self._fence, etcd.modified(", "conditions = [etcd.modified("),
-        ("        if head == (batch.last_seq, batch.token, batch.counter) or (", "        if (")
+        ("        if head == (batch.last_seq, batch.token, batch.counter) or (", "        if ("),
+        ("        if head == (batch.last_seq, batch.token, batch.counter) or (", "        if head.seq == batch.last_seq or ("),
     ),
     *_of(
         "adapters/dlrover_adapters/etcd/lease.py",

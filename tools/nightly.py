@@ -3,11 +3,13 @@
 The tests that are marked `nightly`, of all three suites; then unit tests and stories on each other Python that is here. An
 interpreter is looked for on the PATH and among pyenv's. It gets an environment of its own under `.venv-pythons`, from the
 group `elsewhere`, without torch: tests that need a library which is not there are skipped, and the last table says how many.
+What each Python ran last is written to `tests/pythons.json`, which is committed: the classifiers may name no other Python.
 Campaigns and benchmarks are not part of it: `make campaign`, `make bench`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -26,6 +28,7 @@ PYTHONS = ("3.10", "3.12", "3.13", "3.14")
 EXTRAS = "http,etcd,archive,diagnosis"
 SIDE_BY_SIDE = ("-n", "3", "--dist", "loadgroup")
 NO_TESTS = 5
+RECORD = ROOT / "tests" / "pythons.json"
 
 
 @dataclass
@@ -122,7 +125,23 @@ def elsewhere(version: str, words: Sequence[str]) -> Told:
     except subprocess.CalledProcessError as error:
         return Told(name, absent=f"its environment could not be made ({error})")
     suites = ("tests/unit", "tests/chaos", "-m", "not nightly", "--any-skip", "-n", "2", "-p", "no:cacheprovider")
-    return part(name, [*suites, *words], inside)
+    told = part(name, [*suites, *words], inside)
+    if not words:
+        record(version, told)
+    return told
+
+
+def record(version: str, told: Told, path: Path = RECORD) -> None:
+    """Write down what a Python ran: when, on which commit, how many tests. A part that was not run leaves the record as it is."""
+    if told.absent:
+        return
+    line = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    commit = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    known = json.loads(path.read_text()) if path.exists() else {}
+    counts = {one: told.counts[one] for one in ("passed", "failed", "skipped")}
+    known[version] = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit, **counts}
+    ordered = {one: known[one] for one in sorted(known, key=lambda one: int(one.partition(".")[2]))}
+    path.write_text(json.dumps(ordered, indent=2) + "\n")
 
 
 def parts(words: Sequence[str]) -> list[Callable[[], Told]]:

@@ -112,6 +112,9 @@ if TYPE_CHECKING:
     from dlrover_core.logs.memory import MemoryLog as MemoryLog
     from dlrover_core.runtime.agent import Agent as Agent
     from dlrover_core.runtime.backend import (
+        AVOIDED as AVOIDED,
+    )
+    from dlrover_core.runtime.backend import (
         Backend as Backend,
     )
     from dlrover_core.runtime.backend import (
@@ -123,6 +126,7 @@ if TYPE_CHECKING:
     from dlrover_core.runtime.backend import (
         Observation as Observation,
     )
+    from dlrover_core.runtime.backends import BackendContext as BackendContext
     from dlrover_core.runtime.launcher import Launcher as Launcher
     from dlrover_core.runtime.master import (
         Master as Master,
@@ -147,7 +151,9 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Agent": "runtime.agent",
+    "AVOIDED": "runtime.backend",
     "Backend": "runtime.backend",
+    "BackendContext": "runtime.backends",
     "Batch": "kernel.events",
     "Changed": "runtime.backend",
     "Codec": "kernel.codec",

@@ -8,9 +8,13 @@ border where words enter calls `plain` or `plain_fields` once; code behind the b
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
+
+NAMED_MAX = 8
+"""How many of a list a sentence names, unless it says otherwise."""
 
 TEXT_CHARS_MAX = 16_384
 """The longest text of one field."""
@@ -27,6 +31,19 @@ _SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b\n]*(?:\x
 # Beyond control characters and half characters, what changes the direction of the text that a terminal shows.
 _LOUD = re.compile("[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _LONE = re.compile(r"\x1b[\[\]PX^_]?|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def first_few(names: Sequence[object], most: int = NAMED_MAX, between: str = ", ") -> str:
+    """The first ``most`` of ``names`` in one text, and how many more there are: ``a, b and 3 more``."""
+    shown, left_out = between.join(map(str, names[:most])), len(names) - most
+    if left_out <= 0:
+        return shown
+    return f"{shown}{'' if between == ', ' else between.rstrip()} and {left_out} more"
+
+
+def count(number: int, one: str) -> str:
+    """'1 node', '2 nodes'."""
+    return f"{number} {one}{'' if number == 1 else 's'}"
 
 
 def without_sequences(text: str) -> str:

@@ -16,7 +16,7 @@ from tests.chaos.hosts_cluster import Host, HostsCluster
 from dlrover_core.job import nodes
 from dlrover_core.job.state import CODEC
 from dlrover_core.logs.memory import MemoryLog
-from dlrover_core.runtime.rendezvous import RETURN_S
+from dlrover_core.runtime.departures import RETURN_S
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.invariants import check, check_steps

@@ -1,7 +1,8 @@
 """Bugs planted on purpose, each a few lines of real code made wrong: the harness has to find every one of them.
 
 Each is something that somebody could write on a bad day and that reads well. `planted` lets one be, for as long as its ``with``
-block lasts; `LEVELS` of a bug are those of the harness at which its code runs at all.
+block lasts; `LEVELS` of a bug are those of the harness at which its code runs at all. Those of `planted_groups` need jobs of
+several groups: `GROUPS` is the level of the engine with these.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from dlrover_core.sim.simulation import simulate
 from dlrover_core.testing.invariants import DEFAULT, Together
 from dlrover_core.testing.shrink import promise_of, shrink
 from dlrover_core.testing.swarm import draw, draw_scenario
+from dlrover_core.testing.swarm_groups import draw_groups
 
 Patches = Iterator[AbstractContextManager[Any]]
 
@@ -47,6 +49,7 @@ TRIALS, FAULTS_LEFT_MAX = 1_000, 3
 # A pause follows upon the third failure in a row, and what came before the first is a step. The other's four are what is left of
 # those that its seed drew: none of them can be spared, though two of other kinds would do.
 FAULTS_IT_TAKES = {"pause_skipped": 4, "resend_ignored": 4}
+GROUPS = "groups"
 LOOP_NODES_MAX, LOOP_STEPS_MAX = 4, 40
 """The same where every heartbeat of every agent is sent."""
 
@@ -62,7 +65,9 @@ class Bug(NamedTuple):
 BUGS: dict[str, Bug] = {}
 
 
-def _bug(name: str, *levels: str) -> Callable[[Callable[[], Patches]], Callable[[], Patches]]:
+def bug(name: str, *levels: str) -> Callable[[Callable[[], Patches]], Callable[[], Patches]]:
+    """A bug, which its docstring describes, and the levels at which its code runs; none: at both."""
+
     def add(patches: Callable[[], Patches]) -> Callable[[], Patches]:
         BUGS[name] = Bug((patches.__doc__ or "").strip(), levels or (ENGINE, LOOP), patches)
         return patches
@@ -73,17 +78,17 @@ def _bug(name: str, *levels: str) -> Callable[[Callable[[], Patches]], Callable[
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[Bug]:
     """Our code with one bug more."""
-    bug = BUGS[name]
+    one = BUGS[name]
     with contextlib.ExitStack() as stack:
-        for patch in bug.patches():
+        for patch in one.patches():
             stack.enter_context(patch)
-        yield bug
+        yield one
 
 
 # ---- where the code of concerns is looked up
 
 
-def _evolves(cls: type, old: Any, new: Any) -> AbstractContextManager[Any]:
+def evolves(cls: type, old: Any, new: Any) -> AbstractContextManager[Any]:
     """Another way to fold an event, in place of ``old``."""
     known = MODEL._evolve[cls]
     assert any(one is old for _, one in known), f"{old} does not fold {cls.__name__}"
@@ -92,7 +97,8 @@ def _evolves(cls: type, old: Any, new: Any) -> AbstractContextManager[Any]:
     )
 
 
-def _reacts(cls: type, old: Any, new: Any) -> AbstractContextManager[Any]:
+def reacts(cls: type, old: Any, new: Any) -> AbstractContextManager[Any]:
+    """Another reaction to an event, in place of ``old``."""
     known = MODEL._react[cls]
     assert old in known, f"{old} does not react to {cls.__name__}"
     return mock.patch.dict(MODEL._react, {cls: tuple(new if one is old else one for one in known)})
@@ -108,20 +114,21 @@ def _rules(old: engine.Rules, **changes: Any) -> AbstractContextManager[Any]:
     return mock.patch.object(MODEL, "rules", changed)
 
 
-def _nothing(*_: object) -> tuple[()]:
+def nothing(*_: object) -> tuple[()]:
+    """No event."""
     return ()
 
 
 # ---- the kernel
 
 
-@_bug("lost_dedup")
+@bug("lost_dedup")
 def _lost_dedup() -> Patches:
     """A command that comes twice is decided twice."""
     yield mock.patch.object(engine.Engine, "_known", return_value=None)
 
 
-@_bug("gap_accepted")
+@bug("gap_accepted")
 def _gap_accepted() -> Patches:
     """A command whose predecessor was lost is decided as if nothing were missing."""
     known = engine.Engine._known
@@ -133,7 +140,7 @@ def _gap_accepted() -> Patches:
     yield mock.patch.object(engine.Engine, "_known", careless)
 
 
-@_bug("snapshot_early", ENGINE)
+@bug("snapshot_early", ENGINE)
 def _snapshot_early() -> Patches:
     """A snapshot is taken before the last event that it is said to hold has been folded in."""
     true = engine.Engine.rebase
@@ -146,7 +153,7 @@ def _snapshot_early() -> Patches:
     yield mock.patch.object(engine.Engine, "rebase", rebase)
 
 
-@_bug("fold_begins_late", LOOP)
+@bug("fold_begins_late", LOOP)
 def _fold_begins_late() -> Patches:
     """After a snapshot folding begins one event late: the first one beyond it is left out."""
     true = kernel_state.unpack
@@ -159,7 +166,7 @@ def _fold_begins_late() -> Patches:
     yield mock.patch.object(restoring, "unpack", unpack)
 
 
-@_bug("slice_not_packed")
+@bug("slice_not_packed")
 def _slice_not_packed() -> Patches:
     """A snapshot holds everything but one slice: which places had which budget left."""
     true = kernel_state.pack
@@ -173,20 +180,20 @@ def _slice_not_packed() -> Patches:
 # ---- worlds
 
 
-@_bug("world_formed_twice")
+@bug("world_formed_twice")
 def _world_formed_twice() -> Patches:
     """The end of the last call is looked at though the world has formed meanwhile: it forms once more."""
 
     def waiting(whole: JobState) -> Iterator[str]:
         for group in whole.job.spec.groups if whole.job.forms else ():
-            current = whole.world.worlds.get(group.name) or world.World()
+            current = whole.world.at(group.name)
             if not (current.active and current.started) and not membership.end_pending(whole, group.name):
                 yield group.name
 
-    yield mock.patch.object(membership, "waiting_groups", waiting)
+    yield mock.patch.object(membership, "waiting_sets", waiting)
 
 
-@_bug("rank_held_twice")
+@bug("rank_held_twice")
 def _rank_held_twice() -> Patches:
     """Whoever takes a vacated place is also seated among the late ones, and the last of these is left out."""
     true = layout.layout
@@ -199,25 +206,25 @@ def _rank_held_twice() -> Patches:
     yield mock.patch.object(layout, "layout", seats)
 
 
-@_bug("ghost_member")
+@bug("ghost_member")
 def _ghost_member() -> Patches:
     """A node that is gone stays in its world: its loss ends no world."""
     for cls in (nodes.NodeGone, nodes.NodeLost, nodes.NodeFailed):
-        yield _reacts(cls, worlds._on_loss, _nothing)
+        yield reacts(cls, worlds._on_loss, nothing)
 
 
-@_bug("store_used_twice")
+@bug("store_used_twice")
 def _store_used_twice() -> Patches:
     """A store that has served a generation stays on offer."""
 
     def formed(slice_: world.WorldSlice, fact: world.WorldFormed, record: Record) -> None:
-        with mock.patch.object(world, "_take_offer", _nothing):
+        with mock.patch.object(world, "_take_offer", nothing):
             world._on_formed(slice_, fact, record)
 
-    yield _evolves(world.WorldFormed, world._on_formed, formed)
+    yield evolves(world.WorldFormed, world._on_formed, formed)
 
 
-@_bug("finish_forgotten")
+@bug("finish_forgotten")
 def _finish_forgotten() -> Patches:
     """Whoever takes over does not know who had finished already."""
     slice_of = next(
@@ -233,16 +240,16 @@ def _finish_forgotten() -> Patches:
     yield mock.patch.dict(MODEL._evolve, {job.LeaderStarted: (*known, (slice_of, forget))})
 
 
-@_bug("last_call_forgotten")
+@bug("last_call_forgotten")
 def _last_call_forgotten() -> Patches:
     """The last call ends, and nobody wakes up for it."""
-    yield _rules(worlds.RULES, due=lambda _state: None, tick=_nothing)
+    yield _rules(worlds.RULES, due=lambda _state: None, tick=nothing)
 
 
 # ---- nodes
 
 
-@_bug("incarnation_again")
+@bug("incarnation_again")
 def _incarnation_again() -> Patches:
     """A relaunched node gets the name of the one before it."""
 
@@ -254,7 +261,7 @@ def _incarnation_again() -> Patches:
     yield mock.patch.object(slots, "plan", plan)
 
 
-@_bug("told_though_released")
+@bug("told_though_released")
 def _told_though_released() -> Patches:
     """A node that is released is not told so: it waits for a world like everybody."""
     true = desired._idle
@@ -266,21 +273,21 @@ def _told_though_released() -> Patches:
     yield mock.patch.object(desired, "_idle", idle)
 
 
-@_bug("place_not_free")
+@bug("place_not_free")
 def _place_not_free() -> Patches:
     """A successor is launched while its predecessor may still run."""
     yield mock.patch.object(desired, "_taken", return_value={})
 
 
-@_bug("silence_counted")
+@bug("silence_counted")
 def _silence_counted() -> Patches:
     """The master's own absence counts as the silence of everybody else."""
-    yield _evolves(job.MasterPaused, job._on_calm, _nothing)
-    yield _evolves(job.LeaderStarted, job._on_calm, _nothing)
-    yield mock.patch.object(sessions.Sessions, "calm", _nothing)
+    yield evolves(job.MasterPaused, job._on_calm, nothing)
+    yield evolves(job.LeaderStarted, job._on_calm, nothing)
+    yield mock.patch.object(sessions.Sessions, "calm", nothing)
 
 
-@_bug("suspect_forgotten")
+@bug("suspect_forgotten")
 def _suspect_forgotten() -> Patches:
     """Who is silent is suspected, and nothing ever comes of it."""
     true = silence_rules._patience
@@ -294,7 +301,7 @@ def _suspect_forgotten() -> Patches:
 # ---- incidents
 
 
-@_bug("budget_charged_twice")
+@bug("budget_charged_twice")
 def _budget_charged_twice() -> Patches:
     """A restart is charged when it is chosen, and again when its world forms."""
 
@@ -302,22 +309,22 @@ def _budget_charged_twice() -> Patches:
         incidents._on_chosen(slice_, fact, record)
         slice_.restarts += fact.action == ladder.RESTART_PROCESSES
 
-    yield _evolves(incidents.ActionChosen, incidents._on_chosen, chosen)
+    yield evolves(incidents.ActionChosen, incidents._on_chosen, chosen)
 
 
-@_bug("budget_not_given_back")
+@bug("budget_not_given_back")
 def _budget_not_given_back() -> Patches:
     """A restart that a node's death explains stays charged."""
-    yield mock.patch.object(incidents, "_give_back_restarts", _nothing)
+    yield mock.patch.object(incidents, "_give_back_restarts", nothing)
 
 
-@_bug("incident_never_closed")
+@bug("incident_never_closed")
 def _incident_never_closed() -> Patches:
     """The first step after a restart ends no incident."""
-    yield _reacts(progress.FirstStep, incident_rules._mended, _nothing)
+    yield reacts(progress.FirstStep, incident_rules._mended, nothing)
 
 
-@_bug("old_exit_opens")
+@bug("old_exit_opens")
 def _old_exit_opens() -> Patches:
     """A worker's death that is told late, of a generation that is over, breaks the present one."""
 
@@ -326,10 +333,10 @@ def _old_exit_opens() -> Patches:
         late = fact._replace(generation=newest.generation) if newest.active else fact
         yield from incident_rules._on_exit(whole, late, record)
 
-    yield _reacts(incidents.WorkerExited, incident_rules._on_exit, on_exit)
+    yield reacts(incidents.WorkerExited, incident_rules._on_exit, on_exit)
 
 
-@_bug("pause_skipped")
+@bug("pause_skipped")
 def _pause_skipped() -> Patches:
     """What held a world back ends, and nobody looks."""
     true = membership.next_by_time
@@ -345,7 +352,7 @@ def _pause_skipped() -> Patches:
 # ---- masters, agents, logs: code that runs at the level of the loop only
 
 
-@_bug("log_ignores_tokens", LOOP)
+@bug("log_ignores_tokens", LOOP)
 def _log_ignores_tokens() -> Patches:
     """A log takes whatever it is given, of leaders that were deposed too, behind whatever they did not know of."""
 
@@ -363,19 +370,19 @@ def _log_ignores_tokens() -> Patches:
     yield mock.patch.object(memory.MemoryLog, "_land", land)
 
 
-@_bug("resend_ignored", LOOP)
+@bug("resend_ignored", LOOP)
 def _resend_ignored() -> Patches:
     """An agent that is asked again for what it said goes on with what comes next."""
-    yield mock.patch.object(outbox.Outbox, "expected", _nothing)
+    yield mock.patch.object(outbox.Outbox, "expected", nothing)
 
 
-@_bug("outbox_not_rewound", LOOP)
+@bug("outbox_not_rewound", LOOP)
 def _outbox_not_rewound() -> Patches:
     """What was sent on a connection that is lost is not said again on the next one."""
-    yield mock.patch.object(outbox.Outbox, "rewind", _nothing)
+    yield mock.patch.object(outbox.Outbox, "rewind", nothing)
 
 
-@_bug("standby_skips", LOOP)
+@bug("standby_skips", LOOP)
 def _standby_skips() -> Patches:
     """A standby that takes over goes on one record after the last one that it has not folded."""
     true = standby.caught_up
@@ -430,6 +437,8 @@ def run(plan: Plan) -> Run:
 
 def drawn(seed: int, level: str) -> Plan:
     """The plan of a seed at a level."""
+    if level == GROUPS:
+        return draw_groups(seed, level=ENGINE)
     if level == ENGINE:
         return draw(seed, level=level, nodes=NODES_MAX)
     scenario = draw_scenario(seed, LOOP_NODES_MAX)
@@ -460,16 +469,23 @@ def search(name: str, seeds: Iterable[int], level: str = "") -> Found | None:
     return None
 
 
+def all_bugs() -> dict[str, Bug]:
+    """These, and those of other modules."""
+    from tests.chaos import planted_groups
+
+    return planted_groups.BUGS
+
+
 def campaign(first: int, trials: int, results: Path, machine: dict[str, Any]) -> int:
     """Search for every bug, at the cheapest of its levels. How many were not found, or not shrunk; all else is in ``results``."""
     told: dict[str, Any] = {"campaign": "planted", "seed": first, "machine": machine, "trials": trials, "bugs": {}}
     missed = 0
-    for name, bug in BUGS.items():
+    for name, one in all_bugs().items():
         began = time.monotonic()
         found = search(name, range(first, first + trials))
         shrunk = found is not None and len(found.least.faults) <= FAULTS_IT_TAKES.get(name, FAULTS_LEFT_MAX)
         missed += not shrunk
-        told["bugs"][name] = {"says": bug.says} | (found.told(first) if found is not None else {"seeds": 0})
+        told["bugs"][name] = {"says": one.says} | (found.told(first) if found is not None else {"seeds": 0})
         results.write_text(json.dumps(told, indent=1) + "\n")
         took_s = time.monotonic() - began
         what = f"seed {found.seed}, {len(found.least.faults)} faults, {found.promise}" if found else "not found"

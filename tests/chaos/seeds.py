@@ -143,13 +143,13 @@ async def _ask(cluster: Cluster, fault: Fault) -> None:
             "nodes_min": fault.which // 50,
         },
         "drain": {"command": "drain", "node": present[fault.which % len(present)]},
-        "pause": {"command": "suspend"},
+        "pause": {"command": "suspend", "keep_nodes": fault.which % 2 == 0, "lose": True},
     }[fault.what]
     with contextlib.suppress(Refused, NotLeading):
         await leads[0].obey(asked)
     if fault.what == "pause":
         await asyncio.sleep(fault.which)
-        while cluster.state.job.state == "suspended":
+        while cluster.state.job.state == "suspended" or cluster.state.job.pausing:
             for master in [one for one in cluster.masters if one.leading]:
                 with contextlib.suppress(Refused, NotLeading):
                     await master.obey({"command": "resume"})

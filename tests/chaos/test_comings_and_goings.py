@@ -13,7 +13,7 @@ from dlrover_core.job import job, nodes
 from dlrover_core.job.incidents import SERVED_S
 from dlrover_core.job.state import JobState
 from dlrover_core.logs.memory import MemoryLeadership
-from dlrover_core.runtime.rendezvous import RETURN_S
+from dlrover_core.runtime.departures import RETURN_S
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.invariants import check

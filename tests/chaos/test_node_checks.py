@@ -68,8 +68,8 @@ def test_a_node_dies_in_the_middle_of_a_check() -> None:
     assert story.run.outcome == "succeeded"
     started = [one.event for one in story.run.records if isinstance(one.event, checks.CheckStarted)]
     assert [(one.round, one.nodes, one.aside) for one in started] == [
-        (1, ((0, 4, 0, 1),), False),
-        (1, ((1, 1, 1, 1),), False),
+        (1, (("worker", 0, 4, 0, 1),), False),
+        (1, (("worker", 1, 1, 1, 1),), False),
     ]
 
 
@@ -79,7 +79,7 @@ def test_a_node_that_dies_while_training_is_checked_before_it_is_back() -> None:
         story.at("step 10").kill_node(2)
         story.eventually("all running", within_s=60)
     begun = [one.event for one in story.run.records if isinstance(one.event, checks.CheckStarted)]
-    assert [one.nodes for one in begun] == [((0, 4, 0, 1),), ((2, 1, 1, 1),)]
+    assert [one.nodes for one in begun] == [(("worker", 0, 4, 0, 1),), (("worker", 2, 1, 1, 1),)]
 
 
 def test_a_sick_host_never_trains() -> None:

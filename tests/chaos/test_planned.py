@@ -15,7 +15,7 @@ import pytest
 
 from dlrover_core.errors import CoreError
 from dlrover_core.history import report_of
-from dlrover_core.job import checkpoints, incidents, nodes, plans, progress, world
+from dlrover_core.job import checkpoints, incidents, job, nodes, plans, progress, world
 from dlrover_core.kernel.events import Record
 from dlrover_core.runtime.agent import LAST_WORD_S
 from dlrover_core.spec import GroupSpec, JobSpec
@@ -52,7 +52,7 @@ class Told:
     @property
     def sizes(self) -> list[int]:
         """How many nodes each world had."""
-        return [sum(count for _, count, _, _ in one.members) for one in self.facts(world.WorldFormed)]
+        return [sum(count for _, _, count, _, _ in one.members) for one in self.facts(world.WorldFormed)]
 
     @property
     def dropped(self) -> list[str]:
@@ -209,6 +209,20 @@ def test_an_agent_that_is_told_to_go_loses_no_step() -> None:
     assert told.facts(incidents.IncidentOpened) == []
 
 
+def test_an_agent_that_is_told_to_go_stays_until_its_platform_takes_it() -> None:
+    """The platform has said when, long after a grace, and has no other host: ranks train on meanwhile."""
+
+    async def story(cluster: Cluster) -> None:
+        await step(cluster, 15)
+        cluster.platform.give_notice(cluster.platform.of("worker-1-0"), 200.0)
+        await happened(cluster, plans.NodeDrained)
+        cluster.agents["worker-1-0"].part("SIGTERM")
+
+    told = tell(story, hosts=("host-0", "host-1"))
+    assert (told.lost, told.sizes) == (0, [2])
+    assert [one.reason for one in told.facts(nodes.NodeReleased)] == []
+
+
 def test_an_agent_that_is_told_to_go_stays_until_the_next_world_trains() -> None:
     """Workers need longer to start than an agent waits for its master's word: it has had that, and what it holds is needed."""
 
@@ -287,7 +301,7 @@ def test_a_script_that_never_arms_trains_on() -> None:
 
     told = tell(deaf, steps=900, plan_s=10.0, boundary_s=5.0)
     assert (told.lost, told.sizes) == (0, [2])
-    assert told.dropped == ["ranks came to no boundary within 10 s"] * 3
+    assert told.dropped == ["the ranks reached no boundary within 10 s"] * 3
 
 
 def test_a_drain_of_a_deaf_script_is_forced() -> None:
@@ -335,7 +349,7 @@ def test_a_boundary_is_not_waited_at_for_ever() -> None:
     "moment", [plans.WorldPlanned, plans.BoundaryAsked, checkpoints.RanksArmed, checkpoints.StepsHeld]
 )
 @pytest.mark.parametrize("who", ["worker", "node", "joiner", "leaving"])
-def test_somebody_dies_in_the_middle(moment: type, who: str) -> None:
+def test_somebody_dies_in_the_middle(who: str, moment: type) -> None:
     """A worker, a member's node, the successor, the one that leaves, at each moment of a drain: the world goes on without it."""
 
     async def story(cluster: Cluster) -> None:
@@ -353,8 +367,8 @@ def test_somebody_dies_in_the_middle(moment: type, who: str) -> None:
     assert told.sizes[-1] == 2
     # Who was to leave has left.
     last = told.facts(world.WorldFormed)[-1]
-    assert (1, 1, 0, 1) not in last.members
-    assert not any(index == 0 and count == 2 and old == 0 for index, count, old, _ in last.members)
+    assert ("worker", 1, 1, 0, 1) not in last.members
+    assert not any(index == 0 and count == 2 and old == 0 for _, index, count, old, _ in last.members)
 
 
 @pytest.mark.parametrize("moment", [plans.WorldPlanned, checkpoints.RanksArmed, checkpoints.StepsHeld])
@@ -396,7 +410,11 @@ def test_two_changes_at_once() -> None:
     told = tell(story, steps=900)
     assert told.lost == 0
     assert told.sizes[-1] == 4
-    assert told.facts(world.WorldFormed)[-1].members == ((0, 1, 0, 1), (1, 1, 1, 1), (2, 2, 0, 1))
+    assert told.facts(world.WorldFormed)[-1].members == (
+        ("worker", 0, 1, 0, 1),
+        ("worker", 1, 1, 1, 1),
+        ("worker", 2, 2, 0, 1),
+    )
 
 
 def test_two_drains_at_once() -> None:
@@ -408,6 +426,105 @@ def test_two_drains_at_once() -> None:
 
     told = tell(story, fewest=3, most=3)
     assert (told.lost, told.sizes) == (0, [3, 3])
+
+
+# ---- a pause without nodes
+
+
+async def pauses(cluster: Cluster) -> None:
+    """After some steps somebody suspends the job and frees its nodes."""
+    await step(cluster, 15)
+    await cluster.leader.obey({"command": "suspend", "keep_nodes": False, "reason": "the night"})
+
+
+async def comes_back(cluster: Cluster) -> None:
+    """All nodes go; a long time later the job goes on."""
+    await cluster.until(lambda: not cluster.backend.living)
+    await asyncio.sleep(5_000)
+    assert cluster.leader.state.job.state == "suspended"
+    assert not cluster.backend.living
+    await cluster.leader.obey({"command": "resume"})
+
+
+@pytest.mark.parametrize("spread", [0, 1])
+def test_suspending_frees_the_nodes_and_loses_no_step(spread: int) -> None:
+    """Ranks save at a boundary, that is written, all nodes go; later the job goes on with the next step, on new nodes."""
+
+    async def story(cluster: Cluster) -> None:
+        await pauses(cluster)
+        await comes_back(cluster)
+
+    told = tell(story, knobs(spread=spread))
+    assert (told.lost, told.sizes, told.dropped) == (0, [2, 2], [])
+    formed = told.facts(world.WorldFormed)[-1]
+    assert (formed.resume_tier, formed.resume_step > 15) == (checkpoints.STORAGE, True)
+    assert {one.reason for one in told.facts(nodes.NodeReleased)} == {nodes.SUSPENDED}
+    assert all(one.expected for one in told.facts(nodes.NodeGone))
+    assert told.facts(incidents.IncidentOpened) == []
+    stored = next(r.seq for r in told.records if isinstance(r.event, checkpoints.CheckpointCommitted))
+    assert all(r.seq > stored for r in told.records if isinstance(r.event, nodes.NodeReleased))
+    assert report_of(told.records).goodput is not None
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [job.SuspensionPlanned, checkpoints.RanksArmed, job.JobSuspended, checkpoints.SaveOrdered, nodes.NodeReleased],
+)
+def test_the_master_dies_while_the_nodes_are_freed(moment: type) -> None:
+    """Whoever leads next goes on with it: the job is suspended, its nodes go once all is written, and no step is lost."""
+
+    async def story(cluster: Cluster) -> None:
+        await pauses(cluster)
+        await happened(cluster, moment)
+        cluster.kill_master()
+        cluster.start_master()
+        await comes_back(cluster)
+
+    told = tell(story)
+    assert told.lost == 0
+    assert told.facts(incidents.IncidentOpened) == []
+
+
+@pytest.mark.parametrize(
+    ("who", "moment"),
+    [
+        ("worker", checkpoints.RanksArmed),
+        ("node", checkpoints.RanksArmed),
+        ("node", job.JobSuspended),
+        ("node", checkpoints.SaveOrdered),
+    ],
+)
+def test_somebody_dies_while_the_nodes_are_freed(moment: type, who: str) -> None:
+    """The others go all the same, nobody is started for a job that pauses, and it goes on from what is on storage."""
+
+    async def story(cluster: Cluster) -> None:
+        await pauses(cluster)
+        await happened(cluster, moment)
+        if who == "worker":
+            cluster.kill_worker(0)
+        else:
+            cluster.kill_node("worker-1-0")
+        await comes_back(cluster)
+
+    told = tell(story)
+    assert told.lost <= 10
+    suspended = next(r.seq for r in told.records if isinstance(r.event, job.JobSuspended))
+    resumed = next(r.seq for r in told.records if isinstance(r.event, job.JobResumed))
+    assert not [r for r in told.records if suspended < r.seq < resumed and isinstance(r.event, nodes.NodePlanned)]
+
+
+def test_suspended_without_nodes_and_taken_back() -> None:
+    """A resumption at each moment before the nodes go costs no step; the nodes that are there are used."""
+    for moment in (checkpoints.RanksArmed, job.JobSuspended, checkpoints.SaveOrdered):
+
+        async def story(cluster: Cluster, moment: type = moment) -> None:
+            await pauses(cluster)
+            await happened(cluster, moment)
+            await cluster.leader.obey({"command": "resume"})
+
+        told = tell(story)
+        assert told.lost == 0
+        assert told.facts(nodes.NodeReleased) == []
 
 
 # ---- the master dies
@@ -432,7 +549,7 @@ def test_the_master_dies_at_every_place_of_a_drain() -> None:
         told = tell(story, steps=150)
         assert (told.lost, told.sizes[-1]) == (0, 2), place
         assert len(told.facts(plans.NodeDrained)) == 1
-        assert (1, 1, 1, 1) in told.facts(world.WorldFormed)[-1].members, place
+        assert ("worker", 1, 1, 1, 1) in told.facts(world.WorldFormed)[-1].members, place
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chaos.planted import BUGS, FAULTS_IT_TAKES, FAULTS_LEFT_MAX, TRIALS, planted, run, search
+from tests.chaos.planted import FAULTS_IT_TAKES, FAULTS_LEFT_MAX, TRIALS, planted, run, search
+from tests.chaos.planted_groups import BUGS
 
 from dlrover_core.sim.faults import ENGINE
 from dlrover_core.sim.scenario import plan_of

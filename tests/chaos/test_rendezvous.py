@@ -17,9 +17,9 @@ from dlrover_core.job.operations import DrainNode, ScaleGroup
 from dlrover_core.job.plans import NodeDrained
 from dlrover_core.job.state import JobState
 from dlrover_core.runtime import messages
+from dlrover_core.runtime.departures import RETURN_S
 from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.messages import Assigned, Goodbye, Hello, Welcome
-from dlrover_core.runtime.rendezvous import RETURN_S
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop
 from dlrover_core.testing.cluster import ADDRESS

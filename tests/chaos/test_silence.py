@@ -11,6 +11,7 @@ from dlrover_core.job import job, nodes, silence
 from dlrover_core.job.orders import Order
 from dlrover_core.job.state import JobState
 from dlrover_core.runtime import messages
+from dlrover_core.runtime.departures import DIED, RETURN_S
 from dlrover_core.runtime.levels import Beat, BeatSeen
 from dlrover_core.runtime.messages import Hello, Level, Welcome
 from dlrover_core.spec import GroupSpec, JobSpec
@@ -88,7 +89,7 @@ def test_master_stopped_past_a_deadline() -> None:
     """A master that slept over a suspect's deadline gives it the full time again: the suspect had spoken meanwhile."""
 
     async def story(cluster: Cluster) -> None:
-        cluster.network.cut("worker-1-0")
+        cluster.network.cut("worker-1-0", silent=True)
         await cluster.until(lambda: cluster.state.nodes.nodes["worker-1-0"].state == "suspect")
         cluster.freeze("master-0")
         cluster.network.heal()
@@ -123,7 +124,7 @@ def test_deadlines_after_a_wrong_clock(skew_us: int) -> None:
         cluster.skew_us = skew_us
         cluster.start_master()
         await asyncio.sleep(5)
-        cluster.network.cut("worker-1-0")
+        cluster.network.cut("worker-1-0", silent=True)
         cut_at = asyncio.get_running_loop().time()
         await cluster.until(lambda: "worker-1-1" in cluster.backend.launched, every_s=0.1)
         took = asyncio.get_running_loop().time() - cut_at
@@ -138,7 +139,7 @@ def test_suspect_of_the_predecessor(skew_us: int) -> None:
     """A suspect that the new master has not heard is not called heard, and gets its full time from the take-over."""
 
     async def story(cluster: Cluster) -> None:
-        cluster.network.cut("worker-1-0")
+        cluster.network.cut("worker-1-0", silent=True)
         await cluster.until(lambda: cluster.state.nodes.nodes["worker-1-0"].state == "suspect")
         cluster.kill_master()
         cluster.skew_us = skew_us
@@ -173,7 +174,7 @@ def test_one_agent_cut_off_for_a_moment() -> None:
     """One agent cut off for shorter than ``unreachable_s``: suspected, heard again, nothing restarted."""
 
     async def story(cluster: Cluster) -> None:
-        cluster.network.cut("worker-2-0")
+        cluster.network.cut("worker-2-0", silent=True)
         await asyncio.sleep(SPEC.unreachable_s / 2)
         assert cluster.state.nodes.nodes["worker-2-0"].state == "suspect"
         cluster.network.heal()
@@ -183,12 +184,11 @@ def test_one_agent_cut_off_for_a_moment() -> None:
     assert len(facts(cluster, silence.NodeSuspected)) == len(facts(cluster, silence.NodeHeard)) == 1
 
 
-@pytest.mark.parametrize("silent", [False, True], ids=["reset", "silent"])
-def test_one_agent_cut_off_for_good(*, silent: bool) -> None:
+def test_one_agent_cut_off_for_good() -> None:
     """Cut off beyond ``unreachable_s`` while its backend says it runs: replaced on another host, and training goes on."""
 
     async def story(cluster: Cluster) -> None:
-        cluster.network.cut("worker-1-0", silent=silent)
+        cluster.network.cut("worker-1-0", silent=True)
         await asyncio.sleep(SPEC.unreachable_s + SPEC.silence_s + 15)
         made = cluster.training.done
         await asyncio.sleep(5)
@@ -200,6 +200,35 @@ def test_one_agent_cut_off_for_good(*, silent: bool) -> None:
     assert planned.avoid == ("host-1",)  # type: ignore[attr-defined]
     assert (state.incidents.number, state.incidents.restarts) == (1, 0)
     assert "worker-1-0" not in cluster.backend.living
+
+
+def test_a_connection_that_a_kernel_ended_is_a_death() -> None:
+    """An agent that is not back within the longest pause of one that tries again has died, whatever its backend still says."""
+
+    async def story(cluster: Cluster) -> None:
+        cluster.network.cut("worker-1-0")
+        at = asyncio.get_running_loop().time()
+        await cluster.until(lambda: cluster.state.nodes.nodes["worker-1-0"].state == "failed", every_s=0.05)
+        assert asyncio.get_running_loop().time() - at <= RETURN_S + 0.1
+
+    cluster, state = tell(story)
+    (failed,) = facts(cluster, nodes.NodeFailed)
+    assert failed == nodes.NodeFailed("worker-1-0", 0, DIED, seen=False)
+    assert cluster.backend.launched == [*NODES, "worker-1-1"]
+    assert state.incidents.number == 1
+
+
+def test_an_agent_that_is_back_at_once_is_alive() -> None:
+    """A link that was cut for a second and a half, and no more: nothing is said about it, and nothing restarts."""
+
+    async def story(cluster: Cluster) -> None:
+        cluster.network.cut("worker-1-0")
+        await asyncio.sleep(1.5)
+        cluster.network.heal()
+        await asyncio.sleep(5)
+
+    cluster, state = tell(story)
+    undisturbed(cluster, state)
 
 
 def test_unseen_death() -> None:

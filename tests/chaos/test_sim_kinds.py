@@ -186,7 +186,7 @@ def test_a_rack_takes_its_nodes_along() -> None:
     """Three hosts of a switch are gone; the rest goes on as a smaller world as soon as the last call is over."""
     done = run(Fault("step 100", "kill_rack", 0, 600.0))
     sizes = [
-        sum(count for _, count, _, _ in record.event.members)  # type: ignore[attr-defined]
+        sum(count for _, _, count, _, _ in record.event.members)  # type: ignore[attr-defined]
         for record in done.records
         if type(record.event).__name__ == "WorldFormed"
     ]

@@ -23,7 +23,7 @@ SEEDS, NODES, FAULTS_MAX, EVENTS_MAX = range(24), 4, 12, 600
 
 
 def formed(state: JobState, at: int) -> list[str]:
-    """The groups whose world a tick forms at that time."""
+    """The sets whose world a tick forms at that time."""
     tick = worlds.RULES.tick
     assert tick is not None
     return [fact.group for fact in tick(state, at) if isinstance(fact, WorldFormed)]
@@ -51,12 +51,12 @@ def check(records: Iterable[Record]) -> int:
     for record in records:
         if state.job.forms and record.at > state.at:
             # Whatever was decided together has been decided.
-            for group in state.job.spec.groups:
-                current = state.world.worlds.get(group.name)
+            for name in state.sets.all(state.job.spec):
+                current = state.world.worlds.get(name)
                 if current is None or not current.active:
-                    waits += look(state, group.name) is not None
+                    waits += look(state, name) is not None
                     by_time = isinstance(record.event, WorldFormed) and not record.cause
-                    stale = why_waiting(state, group.name, record.at) if by_time else None
+                    stale = why_waiting(state, name, record.at) if by_time else None
                     assert stale is None, f"{record.seq}: a world forms in spite of {stale}"
         FOLD.apply(state, record)
     return waits

@@ -42,13 +42,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 BARE = """
 import os
+CPUS, CHECK, STEPS = "fake_affinity", "", True
+def birth(env, nproc, signals): pass
+def serve_store(host, port, fd):
+    from torch._C._distributed_c10d import TCPStore
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 def import_core(): pass
 def import_rest(): pass
 def refusal_in_zygote(): return ""
 def refusal_in_child(): return ""
 def environment(launch, local_rank, role, error_file):
     return {"RANK": str(launch.first_rank + local_rank), "LOCAL_RANK": str(local_rank), "ERROR_FILE": error_file,
-            "GENERATION": str(launch.generation)}
+            "GENERATION": str(launch.generation), "RUN": launch.run}
 def reseed(): pass
 def begin(launch, rank, agent_socket, slot_fd, stepped): pass
 def excused(): return frozenset()
@@ -151,9 +156,10 @@ Make = Callable[..., contextlib.AbstractAsyncContextManager[Rig]]
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Make:
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """An open launcher for a script: ``async with`` it, with a script, ``torch=True``, and fields of `LaunchConfig`."""
     (tmp_path / "bare.py").write_text(BARE)
+    monkeypatch.syspath_prepend(str(tmp_path))  # agents import a framework, too
 
     @contextlib.asynccontextmanager
     async def make(

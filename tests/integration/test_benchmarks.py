@@ -16,7 +16,8 @@ MET, MISSED = 0, 1
 BY_DAY = {
     "commands": "--turns 20 --peer-turns 5",
     "crashes": "--events 300 --nodes 8",
-    "diagnosis": "",
+    "data": "--indices 20480 --peer-samples 0",
+    "diagnosis": "--logs-mib 8",
     "digests": "--mib 1",
     "etcd_append": "--events 640 --puts 20 --turns 5",
     "etcd_latency": "--pairs 5",
@@ -27,6 +28,7 @@ BY_DAY = {
     "join_2000": "--agents 50",
     "layout": "--ranks 4 --peer 4",
     "matcher": "--lines 10000",
+    "records": "--events 3000 --agents 20 --readers 3 --seconds 0.5 --turns 1",
     "replay": "--events 3000",
     "simulate": "--nodes 16 --days 1 --failures 5",
     "straggler": "--cases 2 --hours 1",
@@ -34,6 +36,8 @@ BY_DAY = {
 BY_NIGHT = {
     "checkpoint": "--quick --only persist whole restore peer grow drain",
     "cold_start": "",
+    "corpus": "",
+    "detached": "",
     "detectors": "--steps 20",
     "etcd_growth": "--events 200000 --room-events 640",
     "failover": "--hand-overs 1 --crashes 1",
@@ -45,6 +49,7 @@ BY_NIGHT = {
     "killed_node": "",
     "killed_worker": "",
     "overhead": "--steps 20",
+    "roles": "--rollouts 2 --kills 1",
 }
 
 

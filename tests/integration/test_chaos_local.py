@@ -15,14 +15,18 @@ from rough import CURVE, Curve, flaws, points
 from running import SCRIPTS, eventually, processes, warmth
 
 from dlrover_core.errors import LogCorrupt
-from dlrover_core.job import incidents, silence
+from dlrover_core.job import incidents, nodes, silence
+from dlrover_core.runtime.departures import RETURN_S
 from dlrover_core.sim.run import Run, Stalled
 from dlrover_core.testing import local
 from dlrover_core.testing.invariants import check_history
 from dlrover_core.testing.local import LocalJob
 
 # Whoever looks on reads the log and /proc in one go; the loop is its own, and no job waits for it.
-pytestmark = pytest.mark.slow_loop(reason="the loop is the onlooker's alone")
+pytestmark = [
+    pytest.mark.slow_loop(reason="the loop is the onlooker's alone"),
+    pytest.mark.timeout(150),  # `finish` gives up before, and says with what the log ends
+]
 
 PACED = SCRIPTS / "paced.py"
 WARM = warmth([str(PACED)])
@@ -88,6 +92,22 @@ def test_links_and_deaths(tmp_path: Path) -> None:
     suspected = next(one for one in run.records if isinstance(one.event, silence.NodeSuspected))
     assert "NodeHeard" in events(run)[suspected.seq :]
     assert "exit code 1" in job.said
+    check_history(run.records)
+
+
+@pytest.mark.nightly(reason="the stories of tests/chaos/test_silence.py stand for it by day")
+def test_the_successor_of_a_node_whose_link_stays_cut_joins_once_it_is_healed(tmp_path: Path) -> None:
+    """The link is cut for longer than an agent has to be back: the node is replaced during the cut.
+
+    Its successor in the same place, whose link is cut too, tries until it is healed, and joins; the script goes on.
+    """
+    job = LocalJob(script=PACED, args=("0", "40"), folder=tmp_path, env=WARM)
+    job.at_step(10).partition(1, amount=RETURN_S + 4)
+    run = job.finish()
+    assert (run.outcome, run.missed) == ("succeeded", [])
+    joined = [one.event.node for one in run.records if isinstance(one.event, nodes.NodeJoined)]
+    assert joined[2:] == ["worker-1-1"]
+    assert set(local.curve(tmp_path / "curve")) <= set(undisturbed(run.steps, 2))
     check_history(run.records)
 
 

@@ -21,6 +21,7 @@ from running import eventually
 
 from dlrover_adapters.agent.checkpoints.arenas import State
 from dlrover_adapters.agent.checkpoints.duty import CheckpointDuty
+from dlrover_core.data.cut import Place, pack
 from dlrover_core.job.checkpoints import (
     Keep,
     OfferReplica,
@@ -33,6 +34,7 @@ from dlrover_core.job.checkpoints import (
 )
 from dlrover_core.job.orders import Order, Work
 from dlrover_core.job.plans import Boundary
+from dlrover_core.job.shards import Datasets, RegisterDataset, Terms
 from dlrover_core.kernel.wire import Part, find
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.keeping import Everywhere, KeptBeat
@@ -51,6 +53,7 @@ import sys
 sys.path.insert(0, {str(SCRIPTS)!r})
 import mmap, os, signal
 from vaulting import *
+from dlrover_core.data.cut import Place, pack
 ranks(NPROC)
 vault = Vault.connect()
 generation = vault.told.generation
@@ -60,6 +63,11 @@ generation = vault.told.generation
 def run(test: Coroutine[Any, Any, None]) -> None:
     """On a loop of its own, within a minute and a half."""
     asyncio.run(asyncio.wait_for(test, 90))
+
+
+def cut(step: int) -> bytes:
+    """The position in the data after a step, packed."""
+    return pack((Place("train", 0, 4 * step, ""),))
 
 
 class Node:
@@ -234,18 +242,22 @@ def test_another_layout_gets_new_memory_and_the_old_one_stays_for_reading(node: 
 )
 @pytest.mark.parametrize("preload", [(), None], ids=["forked", "executed"])
 def test_what_is_told(node: Make, preload: tuple[str, ...] | None, tmp_path: Path) -> None:
-    """Keeping, holdings, restores, plans and boundaries reach the leader once each, when all local ranks have said so."""
+    """Keeping, holdings, restores, plans and boundaries reach the leader once each, when all local ranks have said so.
+
+    Positions in the data come along: as the ranks restored them, and as they lie in the slots of the states.
+    """
     script = """
-    vault.restored(5, "memory", 100 + RANK, [["peer", "no answer"]] if RANK else [])
+    cut = lambda step: pack((Place("train", 0, 4 * step, ""),))
+    vault.restored(5, "memory", 100 + RANK, [["peer", "no answer"]] if RANK else [], 0, cut(5))
     shelf = Shelf(vault)
     shelf.keeps("", every=2, store_every=0)
-    shelf.save(6)
+    shelf.save(6, cut=cut(6))
     tell("saved")
     while not shelf.control.armed: pass
     vault.acked(shelf.control.armed)
     shelf.control.acked = shelf.control.armed
     while not shelf.control.go: pass
-    shelf.save(7)
+    shelf.save(7, cut=cut(7))
     shelf.control.boundary = 8
     vault.boundary(shelf.control.armed, 7)
     while shelf.control.armed: pass
@@ -260,7 +272,8 @@ def test_what_is_told(node: Make, preload: tuple[str, ...] | None, tmp_path: Pat
             assert one.of(ReportKeeping) == [
                 ReportKeeping("n-0-0", 1, "", 2, 0, 0, True, one.of(ReportKeeping)[0].node_bytes, 1)
             ]
-            assert one.of(ReportRestored) == [ReportRestored("n-0-0", 1, 5, "memory", 101, (("peer", "no answer"),))]
+            fell = (("peer", "no answer"),)
+            assert one.of(ReportRestored) == [ReportRestored("n-0-0", 1, 5, "memory", 101, fell, 0, cut(5))]
             assert one.rig.launcher.pids["saver"] > 0
             assert not one.of(ReportArmed)
             one.order(Boundary(3), Keep(4, mtbf_s=77))
@@ -268,12 +281,85 @@ def test_what_is_told(node: Make, preload: tuple[str, ...] | None, tmp_path: Pat
             one.order(Boundary(3, go=True))
             await one.until(lambda: one.of(ReportHeld))
             assert one.of(ReportArmed) == [ReportArmed("n-0-0", 3)]
-            assert one.of(ReportHeld) == [ReportHeld("n-0-0", 1, (7,), 3)]
+            assert one.of(ReportHeld) == [ReportHeld("n-0-0", 1, (7,), 3, (), cut(7))]
             one.order(Boundary())
             assert await one.rig.all_told() == {0: [5, 77], 1: [5, 77]}
             await one.ended(1)
             await one.until(lambda: len(one.of(ReportHeld)) == 2)
-            assert one.of(ReportHeld)[1].steps == (6, 7)
+            assert (one.of(ReportHeld)[1].steps, one.of(ReportHeld)[1].cut) == ((6, 7), cut(7))
+
+    run(test())
+
+
+def test_datasets_are_registered_and_others_of_that_name_refused(node: Make) -> None:
+    """The node of rank 0 sends what the leader does not know, once; a rank with another dataset of that name hears both."""
+    script = """
+    terms = ["train", 1000, 7, "shuffled", "f00d", 3, 32, "cursor"]
+    vault.dataset(terms)
+    vault.dataset(terms)
+    tell("told")
+    signal.sigwait([signal.SIGUSR1])
+    try:
+        vault.dataset(["train", 999, *terms[2:]])
+    except VaultRefused as error:
+        tell(str(error))
+    vault.dataset(["other", 5, *terms[2:]])
+    tell("told")
+    forever()
+    """
+    script = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n    " + script.strip()
+
+    async def test() -> None:
+        train = Terms("train", 1000, 7, "shuffled", "f00d", 3, 32, "cursor")
+        async with node("\n    " + script) as one:
+            await one.rig.start()
+            await one.rig.told()
+            await one.until(lambda: one.of(RegisterDataset))
+            assert one.of(RegisterDataset) == [RegisterDataset("n-0-0", 1, *train)]
+            one.order(Datasets((train, train._replace(name="other", size=5))))
+            os.kill(one.rig.launcher.pids["rank 0"], signal.SIGUSR1)
+            _, said = await one.rig.told()
+            assert said == (
+                f"dataset 'train': the job has it with {train}; this one has {train._replace(size=999)}: give it another name"
+            )
+            await one.rig.told()
+            await one.until(lambda: one.of(OfferReplica))
+            assert len(one.of(RegisterDataset)) == 1
+            assert await one.rig.launcher.stop(0.0, 5.0)
+
+    run(test())
+
+
+def test_a_global_batch_is_filled_in_once_it_is_known(node: Make) -> None:
+    """A rank names its dataset before its loop has divided the batch, and again with it; one that is late takes nothing back."""
+    script = """
+    first = ["train", 1000, 7, "shuffled", "f00d", 3, 0, "cursor"]
+    whole = [*first[:6], 32, "cursor"]
+    for terms in (first, whole, first):
+        vault.dataset(terms)
+        tell("told")
+        signal.sigwait([signal.SIGUSR1])
+    forever()
+    """
+    script = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n    " + script.strip()
+
+    async def test() -> None:
+        train = Terms("train", 1000, 7, "shuffled", "f00d", 3, 32, "cursor")
+        unknown = train._replace(global_batch=0)
+        async with node("\n    " + script) as one:
+            await one.rig.start()
+            await one.rig.told()
+            await one.until(lambda: one.of(RegisterDataset))
+            one.order(Datasets((unknown,)))
+            os.kill(one.rig.launcher.pids["rank 0"], signal.SIGUSR1)
+            await one.rig.told()
+            await one.until(lambda: len(one.of(RegisterDataset)) == 2)
+            one.order(Datasets((train,)))
+            os.kill(one.rig.launcher.pids["rank 0"], signal.SIGUSR1)
+            await one.rig.told()
+            await one.until(lambda: one.of(OfferReplica))
+            assert one.of(RegisterDataset) == [RegisterDataset("n-0-0", 1, *each) for each in (unknown, train)]
+            assert await one.rig.launcher.stop(0.0, 5.0)
 
     run(test())
 
@@ -290,7 +376,7 @@ def test_what_is_due_goes_to_storage_and_is_sealed(node: Make, tmp_path: Path) -
     shelf = Shelf(vault)
     shelf.keeps(os.environ["FOLDER"] + "/ckpt")
     shelf.save(3)
-    shelf.save(4, due=True)
+    shelf.save(4, due=True, cut=pack((Place("train", 0, 16, ""),)))
     tell("saved")
     forever()
     """
@@ -301,6 +387,7 @@ def test_what_is_due_goes_to_storage_and_is_sealed(node: Make, tmp_path: Path) -
             await one.rig.all_told()
             await one.until(lambda: one.kept.written)
             (written,) = one.kept.written
+            assert written.cut == cut(4)
             assert (written.step, written.generation, written.places, one.kept.writes) == (4, 1, 0, True)
             place = Place(str(tmp_path / "ckpt"))
             assert read_seal(place, 4) is None
@@ -543,8 +630,8 @@ def test_hostile_packets_end_their_connection_only(node: Make) -> None:
     """Oversized, malformed and impossible packets are hung up on or refused; honest ranks go on."""
     script = """
     shelf = Shelf(vault)
-    tell(os.environ["DLROVER_AGENT_SOCKET"])
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    tell(os.environ["DLROVER_AGENT_SOCKET"])
     signal.sigwait([signal.SIGUSR1])
     shelf.save(1)
     tell(held(vault))

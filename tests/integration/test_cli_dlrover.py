@@ -186,7 +186,7 @@ def test_wrong_usage(state: str) -> None:
     """Wrong usage ends with 2 and says what would be right."""
     assert "commands:" in typed(expect=2).stderr
     assert "is not the number of an event" in dlrover("explain", "digits", "x", "--state-dir", state, expect=2).stderr
-    assert "there are: etcd, memory, sqlite" in dlrover("status", "--log", "what://ever", expect=2).stderr
+    assert "there are: etcd, http, https, memory, sqlite" in dlrover("status", "--log", "what://ever", expect=2).stderr
 
 
 def test_damaged_log(tmp_path: Path) -> None:

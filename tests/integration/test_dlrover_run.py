@@ -66,7 +66,7 @@ def test_version_says_whose_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "advice"),
     [
-        ((), "name the script to run; see --help"),
+        ((), "name the script to run, or --job FILE.toml; see --help"),
         (("nope.py",), "'nope.py' is not a file; for a module say -m, for a program --no-python"),
         (("--nproc-per-node", "0", "ok.py"), "not a number, nor one of auto, cpu, gpu"),
         (("--nproc-per-node", "many", "ok.py"), "not a number, nor one of auto, cpu, gpu"),

@@ -92,6 +92,19 @@ def test_flash_checkpoint_loses_almost_nothing(tmp_path: Path) -> None:
     assert len({tuple(one) for one in curve}) == 80
 
 
+def test_elastic_data_counts_each_sample_once(tmp_path: Path) -> None:
+    """A worker that kills itself changes nothing: each sample is once in each epoch of what all ranks wrote down."""
+    words = (str(TORCH / "elastic_data.py"), "--folder", "data", "--die-at", "25")
+    said = succeeds(tmp_path, "--nproc-per-node", "2", *words)
+    found = re.search(
+        r"^begins anew, 2 workers\nbegins after step (\d+), with (\d+) samples trained, 2 workers\n(?:epoch \d: loss .*\n){2}"
+        r"600 samples, 2 epochs, 76 steps, of which \d+ were made again: each sample counts once in each epoch$",
+        said, re.MULTILINE,
+    )  # fmt: skip
+    assert found is not None, said
+    assert 16 * int(found[1]) == int(found[2]) <= 400
+
+
 def losses(said: str) -> dict[int, float]:
     """The loss of each step."""
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss ([0-9.]+)$", said, re.MULTILINE)}
@@ -166,6 +179,23 @@ def test_it_survives_everything(tmp_path: Path) -> None:
     assert said.endswith("Survived everything: the same curve, bit for bit\n")
 
 
+def test_trainers_and_rollouts_learn_together(tmp_path: Path) -> None:
+    """The job file as it is, with fewer steps: rollout workers find the trainers, which learn the rule from what they send."""
+    text = (TORCH / "trainers_and_rollouts.toml").read_text()
+    program = f'program = "{TORCH / "trainers_and_rollouts.py"}"\nargs = ["--steps", "60"]'
+    file = tmp_path / "job.toml"
+    file.write_text(text.replace('program = "trainers_and_rollouts.py"', program))
+    said = succeeds(tmp_path, "--job", str(file))
+    begun = re.findall(r"^((?:trainer|rollout) \d .*)$", said, re.MULTILINE)
+    needed = ["rollout 0 begins", "rollout 1 begins", "trainer 0 begins", "trainer 1 begins"]
+    # The third rollout worker is one more than the job needs: it may come too late.
+    assert sorted({*begun} - {"rollout 2 begins"}) == needed, said
+    assert len(begun) == len({*begun}), said
+    right = re.search(r"^trained 60 steps: right in (\d+) % of 1000 games$", said, re.MULTILINE)
+    assert right is not None, said
+    assert int(right[1]) > 80
+
+
 def test_the_story_runs_as_tests(tmp_path: Path) -> None:
     """The story in virtual time is a test file that can be copied."""
     line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(CHAOS)]
@@ -176,6 +206,9 @@ def test_the_story_runs_as_tests(tmp_path: Path) -> None:
 def test_each_says_how_to_run_it(script: Path) -> None:
     """The docstring of a torch example has a line for dlrover-run and one for torchrun, each with this very file."""
     words = script.read_text().split('"""')[1]
+    if script.with_suffix(".toml").exists():  # several programs: torchrun has no counterpart
+        assert f"    dlrover-run --job examples/torch/{script.stem}.toml" in words
+        return
     for launcher in ("dlrover-run", "torchrun"):
         assert re.search(rf"^    {launcher} [^\n]*(\n +)?[^\n]*examples/torch/{script.name}", words, re.MULTILINE), (
             launcher

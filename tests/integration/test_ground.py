@@ -29,7 +29,7 @@ def test_the_run_s_folder_and_the_state_directory_are_removed(tmp_path: Path) ->
         worker.kill()
         job.recovers(2)
         job.until(lambda now: not now["degraded"], "the log is there again")
-        assert (run / "nodes.sock").is_socket()
+        job.alive((run / "nodes.sock").is_socket, "the socket of the node host, made anew")
         for one in job.processes("dlrover-master"):
             if one.pid == first:
                 one.kill()

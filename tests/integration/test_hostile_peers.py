@@ -564,7 +564,7 @@ def test_speaking_for_others(tmp_path: Path) -> None:
             for kind in kinds:
                 stranger = await Stranger.guest(here.address)
                 cls: Any = COMMANDS[kind]
-                plain = {int: 1, str: "x", bool: False}
+                plain = {int: 1, str: "x", bool: False, bytes: b""}
                 blank = [() if get_origin(hint) is tuple else plain[hint] for hint in get_type_hints(cls).values()]
                 blank[cls._fields.index("node")] = "worker-0-0"
                 stranger.frame(messages.encode(messages.Numbered(1, kind, tuple(blank))))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import SCRIPTS, Job, Process, eventually
+from running import BIN, SCRIPTS, Job, Process, eventually
 
 STEPS = str(SCRIPTS / "steps.py")
 LEADS_S = 15.0  # whoever is to lead may have to start first
@@ -39,6 +39,14 @@ def replaced(job: Job, victim: Process, before: set[int]) -> None:
     eventually(lambda: masters(job) - before, "a new master")
 
 
+def through_master(job: Job, out: Path) -> subprocess.Popen[bytes]:
+    """`dlrover events --follow` of the job through its master, into a file."""
+    url = f"http://{job.settings['masters'][0]}/e2e"
+    line = [str(BIN / "dlrover"), "events", url, "--follow", "--state-dir", str(job.state)]
+    with out.open("wb") as file:
+        return subprocess.Popen(line, stdout=file)
+
+
 @ALONE
 @pytest.mark.timeout(150)
 def test_any_one_process_may_be_killed(tmp_path: Path) -> None:
@@ -49,6 +57,7 @@ def test_any_one_process_may_be_killed(tmp_path: Path) -> None:
     """
     with Job(tmp_path, "--local-nodes", "2", STEPS, "--child") as job:
         status = job.trains(1, beyond=5)
+        follower = through_master(job, tmp_path / "followed")
         lives = [born(job, rank) for rank in (0, 1)]
 
         # Of those that no worker needs.
@@ -102,6 +111,11 @@ def test_any_one_process_may_be_killed(tmp_path: Path) -> None:
         assert job.left() == []
         chosen = [one["fields"]["action"] for one in job.events("ActionChosen")]
         assert chosen == ["RESTART_PROCESSES", "RELAUNCH_NODE", "RESTART_PROCESSES"]
+        follower.terminate()
+        follower.wait()
+        followed = [int(line.split()[0]) for line in (tmp_path / "followed").read_text().splitlines()]
+        assert followed == list(range(1, len(followed) + 1)), "through two leaders' deaths, none missed and none twice"
+        assert "JobSucceeded" in (tmp_path / "followed").read_text()
 
 
 @pytest.mark.parametrize(

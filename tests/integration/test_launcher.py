@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 
-from dlrover_adapters.agent import affinity
 from dlrover_adapters.agent.config import LaunchConfig, Mode, Streams
 from dlrover_adapters.agent.launcher import LinuxLauncher
 from dlrover_core.errors import LaunchFailed
@@ -562,13 +561,12 @@ def test_closing_amid_forks(rig: Make, after: int) -> None:
 # ---- what torchrun's flags ask of a launcher
 
 
-def test_workers_are_bound_to_their_cpus(rig: Make, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_bound_to_their_cpus(rig: Make, tmp_path: Any) -> None:
     """Each rank runs where the framework says, forked and executed alike; the library is asked once, in a process of its own."""
     cpus = sorted(os.sched_getaffinity(0))
     (tmp_path / "fake_affinity.py").write_text(
         f"import sys\nassert sys.argv[1:] == ['node', '2']\nprint([[{cpus[0]}], {cpus}])"
     )
-    monkeypatch.setattr(affinity, "MODULE", "fake_affinity")
 
     async def test() -> None:
         for preload in (), None:
@@ -584,7 +582,7 @@ def test_a_binding_that_cannot_be_is_told(rig: Make) -> None:
 
     async def test() -> None:
         with pytest.raises(LaunchFailed, match="--numa-binding node: "):
-            async with rig(numa="node", env={"CUDA_VISIBLE_DEVICES": ""}):
+            async with rig(numa="node", torch=True, stores=False, env={"CUDA_VISIBLE_DEVICES": ""}):
                 pass
 
     run(test())
@@ -593,7 +591,7 @@ def test_a_binding_that_cannot_be_is_told(rig: Make) -> None:
 def test_a_virtual_local_rank(rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every worker is local rank 0 of one device, its own among the visible ones; arguments still know the real one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
-    script = "tell(os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'], os.environ['TORCHELASTIC_RUN_ID'], sys.argv[1])"
+    script = "tell(os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'], os.environ['RUN'], sys.argv[1])"
 
     async def test() -> None:
         async with rig(script, nproc=2, virtual_local_rank=True, run_id="mine") as one:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import stat
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from dlrover_adapters.agent import looks
+from dlrover_adapters.cli.conformance_ours import ONE_HOST
 from dlrover_backends.local import (
     Ahead,
     LocalBackend,
@@ -25,14 +27,14 @@ from dlrover_backends.local import (
     StaleToken,
     Started,
     blanks,
-    process,
-    wire,
 )
-from dlrover_backends.local.process import blank
+from dlrover_backends.shared import process, wire
+from dlrover_backends.shared.process import blank
 from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.backend import Changed, Listed
-from dlrover_core.testing.backend_conformance import BackendConformance, Stand, Watch, make_launch, watching
+from dlrover_core.testing.backend_conformance import BackendConformance
+from dlrover_core.testing.backend_stand import Stand, Watch, make_launch, watching
 
 TOKEN = 5
 BOUND_S = 30.0
@@ -120,7 +122,7 @@ class TestLocalBackend(BackendConformance):
                 assert pid is not None
                 os.kill(pid, signal.SIGKILL)
 
-            yield Stand(LocalBackend(self.path), kill)
+            yield Stand(LocalBackend(self.path), kill, cannot=ONE_HOST)
 
     def nonsense(self) -> NodeLaunch:
         """A program that is not there."""
@@ -344,7 +346,7 @@ def test_stale_token(tmp_path: Path) -> None:
 MASTER = """
     import asyncio, sys
     from dlrover_backends.local import LocalBackend
-    from dlrover_core.testing.backend_conformance import make_launch
+    from dlrover_core.testing.backend_stand import make_launch
     async def main():
         await LocalBackend(sys.argv[1]).launch(make_launch(int(sys.argv[2])), int(sys.argv[3]))
         print("launched", flush=True)
@@ -355,7 +357,7 @@ MASTER = """
 LAUNCHER = """
     import asyncio, sys
     from dlrover_backends.local import LocalBackend, LocalCommand, LocalNodeHost
-    from dlrover_core.testing.backend_conformance import make_launch
+    from dlrover_core.testing.backend_stand import make_launch
     async def main():
         host = LocalNodeHost(sys.argv[1], lambda node, token: LocalCommand(tuple(sys.argv[2:])))
         async with host:
@@ -595,7 +597,10 @@ def test_a_node_is_a_blank_that_was_started_before(tmp_path: Path) -> None:
     first = blank(ahead(tmp_path).command)
 
     async def story() -> None:
-        async with LocalNodeHost(tmp_path / "s", ahead(tmp_path, first=[first])) as host, Fifo(tmp_path) as said:
+        async with (
+            LocalNodeHost(tmp_path / "s", {"worker": ahead(tmp_path, first=[first])}) as host,
+            Fifo(tmp_path) as said,
+        ):
             await host.warm()
             backend = LocalBackend(tmp_path / "s")
             async with watching(backend) as watch:
@@ -607,6 +612,40 @@ def test_a_node_is_a_blank_that_was_started_before(tmp_path: Path) -> None:
                 first.signal(signal.SIGKILL)
                 ended = await watch.over(make_launch(0).name)
                 assert (ended.phase, ended.reason) == ("failed", "killed by SIGKILL")
+
+    run(story)
+
+
+TELLS_ALL = """
+    import json, socket, sys
+    control = socket.socket(fileno=int(sys.argv[2]))
+    said = open(sys.argv[1], "w", buffering=1)
+    while words := control.recv(4096):
+        told = json.loads(words)
+        if not told.get("ask"):
+            said.write(json.dumps(told) + "\\n")
+"""
+
+
+def test_agents_are_told_where_the_masters_have_moved_to(tmp_path: Path) -> None:
+    """Whoever observes names its masters: where agents know others, those that live are told, and later ones too."""
+    known, moved = ["127.0.0.1:1"], ["127.0.0.1:2", "127.0.0.1:3"]
+
+    async def story() -> None:
+        agents = {"worker": ahead(tmp_path, code=TELLS_ALL)}
+        async with LocalNodeHost(tmp_path / "s", agents, masters=known), Fifo(tmp_path) as said:
+            first, second = LocalBackend(tmp_path / "s", known), LocalBackend(tmp_path / "s", moved)
+            async with watching(first):
+                await first.launch(make_launch(0), TOKEN)
+                assert json.loads(await said.readline()) == {"node": make_launch(0).node}
+            async with watching(second):
+                assert json.loads(await said.readline()) == {"masters": moved}
+                await second.launch(make_launch(1), TOKEN)
+                assert json.loads(await said.readline()) == {"node": make_launch(1).node, "masters": moved}
+            async with wire.connect(tmp_path / "s") as (reader, writer):
+                await wire.write(writer, "observe", 7)
+                with pytest.raises(ConnectionLost):
+                    await wire.read(reader)
 
     run(story)
 
@@ -628,7 +667,7 @@ def test_blanks_are_kept_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     async def story() -> None:
         async with Fifo(tmp_path) as said, Lines(ready) as born:
             first = blank(command)
-            async with LocalNodeHost(tmp_path / "s", Ahead(command, [first], 1, 0.5, looks.seen)) as host:
+            async with LocalNodeHost(tmp_path / "s", {"worker": Ahead(command, [first], 1, 0.5, looks.seen)}) as host:
                 assert int(await born.readline()) == first.child.pid
                 first.signal(signal.SIGKILL)
                 second = int(await born.readline())
@@ -661,7 +700,7 @@ def test_a_blank_that_hangs_before_it_is_warm_is_replaced(
     async def story() -> None:
         first = blank(command)
         made = Ahead(command, [first], 1, 0.5, looks.seen, ready_s=0.5)
-        async with LocalNodeHost(tmp_path / "s", made) as host, Fifo(tmp_path):
+        async with LocalNodeHost(tmp_path / "s", {"worker": made}) as host, Fifo(tmp_path):
             assert first.control is not None
             await asyncio.wait_for(asyncio.to_thread(first.child.wait), 5)
             await asyncio.wait_for(host.warm(), 5)
@@ -675,7 +714,7 @@ def test_a_blank_that_cannot_be_executed_is_a_refusal(tmp_path: Path) -> None:
     """With the system's reason, and for good."""
 
     async def story() -> None:
-        async with LocalNodeHost(tmp_path / "s", Ahead(lambda _: LocalCommand(("/no/such/program",)))):
+        async with LocalNodeHost(tmp_path / "s", {"worker": Ahead(lambda _: LocalCommand(("/no/such/program",)))}):
             with pytest.raises(LaunchRefused, match="No such file") as refused:
                 await LocalBackend(tmp_path / "s").launch(make_launch(), TOKEN)
             assert refused.value.permanent

@@ -16,6 +16,7 @@ SERVER = "127.53.53.53"
 ASKED = f"""
 import json, socket, sys, threading
 from dlrover_adapters.agent import keeper
+from dlrover_adapters.torch import worker
 
 asked = []
 server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -31,7 +32,7 @@ threading.Thread(target=serve, daemon=True).start()
 if sys.argv[1] == "keeper":
     keeper.ask_nobody()
 from torch._C._distributed_c10d import TCPStore
-store, port = keeper.open_store("127.0.0.1")
+store, port = keeper.open_store("127.0.0.1", worker.serve_store)
 client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 client.set("a", "b")
 print(json.dumps([len(asked), client.get("a").decode(), socket.gethostbyname("localhost")]))

@@ -62,7 +62,10 @@ def test_a_whole_life_by_hand(tmp_path: Path) -> None:
 
         (tmp_path / "given").write_text(TOKEN)
         given = ("--token-file", str(tmp_path / "given"), "--master", job.settings["masters"][0])
-        assert "suspended (lunch)" in tell(job, "suspend", *given, "--wait", "--reason", "lunch")
+        refused = tell(job, "suspend", code=5)
+        assert "worker saves nothing with FlashCheckpoint, and the" in refused
+        assert "--yes accepts that, --keep-nodes stops the workers and keeps the nodes" in refused
+        assert "suspended (lunch)" in tell(job, "suspend", "--keep-nodes", *given, "--wait", "--reason", "lunch")
         assert eventually(job.status, "a status")["state"] == "suspended"
         assert job.processes("worker-0") == job.processes("worker-1") == []
         assert "the job is suspended already" in tell(job, "suspend", code=5)
@@ -87,7 +90,7 @@ def test_waiting_has_its_bound_and_outlives_a_master(tmp_path: Path) -> None:
     """Workers that do not heed SIGTERM are waited for as long as was said; the order holds under the next master too."""
     with Job(tmp_path, "--set", "stop_grace_s=600", STEPS, "--deaf") as job:
         job.trains(1)
-        said = tell(job, "suspend", "--wait", "--timeout", "3", code=7)
+        said = tell(job, "suspend", "--keep-nodes", "--wait", "--timeout", "3", code=7)
         assert "not so within 3 s: workers of 1 node have not stopped yet" in said
         leader = eventually(job.status, "a status")["leader"]
         next(one for one in job.processes("dlrover-master") if f"/{one.pid}/" in leader).kill()
@@ -108,15 +111,15 @@ def test_waiting_has_its_bound_and_outlives_a_master(tmp_path: Path) -> None:
     ],
 )
 def test_the_command_of_a_job_without_masters_says_so(tmp_path: Path, at: str) -> None:
-    """A job whose launcher was killed has nobody to ask; what it leaves is no secret."""
+    """A job whose launcher was killed has nobody to ask, and that is said at once; what it leaves is no secret."""
     with Job(tmp_path, STEPS) as job:
         job.trains(1)
         if at == "suspended":
-            tell(job, "suspend", "--wait")
+            tell(job, "suspend", "--keep-nodes", "--wait")
         sweeper = job.sweeper
         job.process.kill()
         job.ended()
         sweeper.ends()
         assert job.left() == []
         assert not (job.state / "jobs" / job.name / "token").exists()
-        assert "nobody leads job 'e2e'" in tell(job, "stop", "--timeout", "1", code=6)
+        assert "nothing of job e2e runs any more" in tell(job, "stop", code=6)

@@ -26,6 +26,8 @@ DIFFERS = {
     "TORCHELASTIC_RUN_ID": "drawn at random, unless --rdzv-id is given",
     "TORCHELASTIC_ERROR_FILE": "an absolute path; under torchrun relative if --log-dir is",
     "DLROVER_AGENT_SOCKET": "where the step signal goes",
+    "DLROVER_GROUP": "whose program it is, in a job of several groups",
+    "DLROVER_PLACE": "which node of its group",
     "DLROVER_LOCAL_NODE": "marks what belongs to a node of this host",
     "DLROVER_RUN_MARK": "marks what belongs to this run, so that nothing is left behind",
     "GLIBC_TUNABLES": "copies of 16 MiB and more, as those of checkpoints, go past the caches",

@@ -22,7 +22,7 @@ from running import BIN, BOUND_S, SCRIPTS, TOKEN, Job, eventually
 
 from dlrover_core.job.checkpoints import Restored, StepsHeld
 from dlrover_core.job.incidents import IncidentOpened
-from dlrover_core.job.nodes import NodeJoined
+from dlrover_core.job.nodes import NodeJoined, NodeReleased
 from dlrover_core.job.plans import BoundaryAsked, WorldPlanDropped, WorldPlanned
 from dlrover_core.job.world import WorldFormed
 from dlrover_core.kernel.events import Event
@@ -327,4 +327,25 @@ def test_a_rank_killed_at_the_boundary_costs_what_a_failure_costs(tmp_path: Path
         assert len(of(WorldFormed, events)) == 2
         assert len(of(IncidentOpened, events)) == 1
         assert sorted(one.node for one in of(NodeJoined, events)) == ["worker-0-0", "worker-1-0", "worker-1-1"]
+        assert job.left() == []
+
+
+def test_suspended_without_nodes_it_goes_on_with_the_next_step(tmp_path: Path) -> None:
+    """All ranks save at a boundary, that is written, the node and its agent go; resumed, a new one goes on: no step is lost."""
+    env = {"STATES_URL": f"file://{tmp_path / 'states'}"}
+    with Job(tmp_path, *LAUNCH, RANKS, "ddp", str(tmp_path), "0", env=env) as job:
+        makes(tmp_path, 7)
+        said = dlrover(job, "suspend", "--wait", "--reason", "lunch")
+        assert "suspended (lunch)" in said
+        assert job.processes("dlrover-agent") == job.processes("worker-0") == []
+        made = len(steps_of(tmp_path, 0))
+        dlrover(job, "resume", "--wait")
+        makes(tmp_path, 3, life=1)
+        job.finish()
+        assert job.ended() == 0
+        assert [one["began"] for one in nothing_lost(tmp_path)] == [0, made]
+        events = happened(job)
+        assert [one.reason for one in of(NodeReleased, events)] == ["suspended"]
+        assert of(IncidentOpened, events) == []
+        assert "suspended, as asked" in job.dlrover("report")
         assert job.left() == []

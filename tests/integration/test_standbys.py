@@ -14,7 +14,7 @@ import pytest
 from running import SCRIPTS, Job, Process, eventually, processes
 
 from dlrover_adapters.agent import looks
-from dlrover_adapters.cli import kept
+from dlrover_adapters.cli import agent_restarter
 from dlrover_backends.local import LocalCommand
 from dlrover_backends.local.blanks import Ahead
 
@@ -92,7 +92,7 @@ AGENT = """
 
 def test_a_joined_hosts_agent_that_hangs_is_replaced_until_it_is_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it has a node its launcher kills it; afterwards that would end its workers, and it is left alone."""
-    monkeypatch.setattr(kept, "AGAIN_S", 0.0)
+    monkeypatch.setattr(agent_restarter, "AGAIN_S", 0.0)
     lives = iter(["hangs"])
     started: list[str] = []
 
@@ -101,7 +101,9 @@ def test_a_joined_hosts_agent_that_hangs_is_replaced_until_it_is_a_node(monkeypa
         return LocalCommand((sys.executable, "-I", "-S", "-c", textwrap.dedent(AGENT), str(control), started[-1]))
 
     async def story() -> None:
-        made = kept.Kept(Ahead(command, hung_s=0.5, see=looks.seen, ready_s=5.0), lambda _words: None)
+        made = agent_restarter.AgentRestarter(
+            Ahead(command, hung_s=0.5, see=looks.seen, ready_s=5.0), lambda _words: None
+        )
         async with made:
             ended = await asyncio.wait_for(made.ended(), 20)
         assert ended.outcome == "succeeded"

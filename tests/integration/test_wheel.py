@@ -133,4 +133,5 @@ def test_entry_points(group: str) -> None:
     ]
     assert points
     for point in points:
-        assert isinstance(point.load(), type), point
+        made = point.load()
+        assert isinstance(made, type) or (group == "dlrover.backends" and callable(made)), point

@@ -44,7 +44,8 @@ from dlrover_core.diagnosis.signatures import table
 from dlrover_core.errors import CoreError, MalformedMessage, Refused
 from dlrover_core.history import Headlines, ReportBuilder, explanation_of, incident_of, render, render_story, status_of
 from dlrover_core.history.plain import plain as plain_values
-from dlrover_core.history.plain import record_of, report_values
+from dlrover_core.history.plain import record_of
+from dlrover_core.history.report import report_values
 from dlrover_core.job import incidents, nodes
 from dlrover_core.job.orders import Order
 from dlrover_core.job.state import CODEC
@@ -136,6 +137,8 @@ class Draw:
         origin, args = typing.get_origin(hint), typing.get_args(hint)
         if hint is str:
             return self.text()
+        if hint is bytes:
+            return self.random.randbytes(self.random.randrange(40))
         if hint is int:
             return self.number() if self.random.random() < 0.3 else self.random.randrange(4)
         if hint is bool:

@@ -173,7 +173,7 @@ class Drive:
     @property
     def world(self) -> world.World:
         """The newest world of the workers."""
-        return self.state.world.worlds.get("worker") or world.World()
+        return self.state.world.at("worker")
 
     @property
     def members(self) -> list[str]:

@@ -19,7 +19,7 @@ from dlrover_adapters.checkpoint.parts import write_part
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.checkpoint.seal import seal
 from dlrover_adapters.checkpoint.slotview import SlotView
-from dlrover_adapters.checkpoint.table import Item, Table, pack_blob
+from dlrover_adapters.checkpoint.table import CUT, Item, Table, pack_blob
 from dlrover_adapters.checkpoint.table import light as lightened
 from dlrover_adapters.torch.checkpoint.capture import Target
 from dlrover_adapters.torch.checkpoint.ladder import RestoreFailed
@@ -140,15 +140,15 @@ class Arena:
         )
         self.sequence = 0
 
-    def save(self, step: int, *, generation: int = 1, slot: int = 0, hashed: bool = True) -> None:
-        """The state after a step."""
+    def save(self, step: int, *, generation: int = 1, slot: int = 0, hashed: bool = True, cut: bytes = b"") -> None:
+        """The state after a step; ``cut``: with this position in the data."""
         self.sequence += 1
         whole, begin = state(step), self.sizes.data_at(slot)
         for share, item in zip(self.shares, self.items, strict=True):
             raw = whole[share.name][box(share)].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             self.map[begin + item.at : begin + item.at + len(raw)] = raw
         mine = {f"rank.{self.rank}.rng": saved(f"rng {self.rank} of {step}"), "extra": saved({"position": step})}
-        blob = pack_blob(mine)
+        blob = pack_blob({**mine, CUT: cut} if cut else mine)
         at = self.sizes.blob_at(slot)
         self.map[at : at + len(blob)] = blob
         self.control.publish(slot, Stamp(generation, step, self.sequence, len(blob), digest(blob)))
@@ -264,7 +264,7 @@ class FakeNode:
         memory.close()
         return found
 
-    def restored(self, step: int, tier: str, took_us: int, fell: Any = ()) -> None:
+    def restored(self, step: int, tier: str, took_us: int, fell: Any = (), of: int = 0, cut: bytes = b"") -> None:
         """As `Vault`."""
         self.reports.append((step, tier, tuple(fell)))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_core.errors import ConnectionLost, LaunchFailed, TokenRefused
+from dlrover_core.errors import ConnectionLost, LaunchFailed, SpecError, TokenRefused
 from dlrover_core.job import incidents, nodes, world
 from dlrover_core.job.orders import Order, Work
 from dlrover_core.runtime import messages
@@ -741,3 +741,67 @@ def test_a_token_refused_by_the_first_master() -> None:
             await asyncio.wait_for(stage.agent.run(), 10)
 
     virtual_loop.run(story())
+
+
+def test_masters_that_move_are_found() -> None:
+    """Whoever keeps the agent names them anew: it goes there at once, from a long pause as from a dial that nobody answers."""
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        async def accept(connection: Connection) -> None:
+            await stage.accept(connection)
+
+        connection, _hello = await stage.greet()
+        await stage.order(connection, run_order(1))
+        await asyncio.sleep(2)
+        await stage.listener.close()
+        await connection.close()
+        await asyncio.sleep(20.123)
+        for refused in ([], ["x"] * 17, [""], ["x" * 301]):
+            with pytest.raises(SpecError, match="masters"):
+                stage.agent.masters_are(refused)
+        await stage.network.listener("n").serve(accept, dict)
+        began = asyncio.get_running_loop().time()
+        stage.agent.masters_are(["n"])
+        there, hello = await stage.greet()
+        assert asyncio.get_running_loop().time() - began <= 0.01
+        assert (hello.node, hello.generation) == (NODE, 1)
+        # Served, it stays, whatever is named; when that master is gone, it goes there.
+        await stage.network.listener("o").serve(accept, dict)
+        stage.agent.masters_are(["o", "p"])
+        await asyncio.sleep(60)
+        assert stage.connections.empty()
+        stage.token = 0
+        await there.close()
+        await stage.greet(answers=False)
+        stage.token = 2
+        _, hello = await stage.greet()
+        assert hello.token == 1, "the lower token in between was refused"
+        await asyncio.sleep(1)
+        assert stage.training.starts == [(NODE, 1)]
+
+    tell(story)
+
+
+def test_a_dial_that_nobody_answers_is_given_up_for_masters_that_moved() -> None:
+    """A host that is gone answers nobody for a quarter of a minute: longer than a leader takes to start elsewhere."""
+
+    class Nowhere(Dialer):
+        def __init__(self, inner: Dialer) -> None:
+            self.inner = inner
+
+        async def connect(self, address: str) -> Connection:
+            if address == "gone":
+                await asyncio.sleep(10_000)
+            return await self.inner.connect(address)
+
+        async def close(self) -> None:
+            await self.inner.close()
+
+    async def story(stage: Stage, _: asyncio.Task[str]) -> None:
+        await asyncio.sleep(3.3)
+        began = asyncio.get_running_loop().time()
+        stage.agent.masters_are(["m"])
+        await stage.greet()
+        assert asyncio.get_running_loop().time() - began <= 0.01
+
+    tell(story, masters=["gone"], dialing=Nowhere)

@@ -24,7 +24,7 @@ from dlrover_adapters.cli.settings import Settings
 from dlrover_adapters.cli.told import Teller
 from dlrover_adapters.torch import steps, worker
 from dlrover_adapters.torch.checkpoint import vault as client
-from dlrover_backends.local import wire as node_wire
+from dlrover_backends.shared import wire as node_wire
 from dlrover_core.diagnosis import flight
 from dlrover_core.job import evidence, incidents
 from dlrover_core.logs import open_log

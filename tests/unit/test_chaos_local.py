@@ -126,12 +126,12 @@ def test_a_curve_is_the_same_or_the_first_difference_is_told(tmp_path: Path) -> 
 # ---- what disks do
 
 
-async def killed(place: Path) -> Path:
-    """What a kill leaves of a log of eight batches of three events."""
+async def killed(place: Path, *, events: int = 3, size: int = 64) -> Path:
+    """What a kill leaves of a log of eight batches."""
     log = await SqliteLog.open(place / "live" / "log.db", CODEC, reserve_bytes=0)
     pen = Pen(await log.lead(JOB, "a"))
     for _ in range(8):
-        await pen.write(events=3, size=64)
+        await pen.write(events=events, size=size)
     copy = place / "killed"
     copy.mkdir()
     for file in log.path.parent.iterdir():
@@ -181,6 +181,23 @@ def test_a_flipped_bit_is_one(tmp_path: Path) -> None:
         await log.close()
         with pytest.raises(PlanError, match="no older batch with record 24"):
             disk.flip(database, JOB, 24)
+
+    asyncio.run(story())
+
+
+def test_a_batch_of_one_short_event_is_hit(tmp_path: Path) -> None:
+    """As a master writes them one by one on a slow host: no long run of bytes in them is any batch's alone."""
+
+    async def story() -> None:
+        for seq in range(1, 8):
+            database = await killed(tmp_path / f"{seq}", events=1, size=4)
+            where = disk.flip(database, JOB, seq, copies=2).partition(" is flipped in ")[2].split(", ")
+            assert where[0] == "log.db"
+            assert len(where) > 1
+            log = await SqliteLog.open(database, CODEC, reserve_bytes=0)
+            with pytest.raises(LogCorrupt, match=f"event {seq}"):
+                await seqs(log.read(JOB))
+            await log.close()
 
     asyncio.run(story())
 

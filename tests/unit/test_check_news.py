@@ -5,7 +5,7 @@ from __future__ import annotations
 from test_checks import Checked
 
 from dlrover_core.history.checks import CheckNews
-from dlrover_core.history.phrases import say
+from dlrover_core.history.words import say
 from dlrover_core.job.checks import CheckStarted, ReportCheck
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from orders import Told
 
-from dlrover_core.job import checkpoints, job, nodes, operations, world
+from dlrover_core.job import checkpoints, job, nodes, operations, waiting, world
 from dlrover_core.job.checkpoints import (
     CheckpointCommitted,
     CommitCheckpoint,
@@ -34,6 +34,7 @@ from dlrover_core.kernel.state import digest, pack, unpack
 from dlrover_core.rules import save_on_failure
 from dlrover_core.rules.desired import desired
 from dlrover_core.rules.model import MODEL
+from dlrover_core.rules.reasons import reasons
 
 A, B, C = "worker-0-0", "worker-1-0", "worker-2-0"
 URL = "file:///ckpts"
@@ -261,7 +262,13 @@ def test_nobody_waits_for_ever_for_a_word() -> None:
     held(drive, A, 12, copies=((1, 12),))
     drive.wait(save_on_failure.HELD_WAIT_S - 0.5)
     assert drive.facts(SaveOrdered) == []
+    wait = next(one for one in reasons(drive.state, drive.now) if one.why == waiting.SAVE)
+    assert (
+        wait.words == f"step 12 in memory is written to storage: it waits for {B} to say what they hold of generation 1"
+    )
+    assert (wait.until - drive.now, wait.nodes) == (500_000, (B,))
     drive.wait(1)
+    assert not any(one.why == waiting.SAVE for one in reasons(drive.state, drive.now))
     assert [one.step for one in drive.facts(SaveOrdered)] == [12]
 
 

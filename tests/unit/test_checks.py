@@ -110,7 +110,7 @@ def test_a_world_forms_only_of_those_checked() -> None:
     drive.answer()
     assert drive.names()[:3] == ["CheckReported", "CheckJudged", "WorldFormed"]
     assert drive.members == _names(0, 1, 2, 3)
-    assert drive.facts(CheckJudged) == [CheckJudged("worker", 1, 1, (), ((0, 4, 0, 2),))]
+    assert drive.facts(CheckJudged) == [CheckJudged("worker", 1, 1, (), (("worker", 0, 4, 0, 2),))]
 
 
 def test_agents_are_told_once_what_to_do() -> None:
@@ -412,7 +412,7 @@ def test_a_death_closes_its_group_for_the_round() -> None:
     assert [Told(told[one]).check for one in _names(0, 1, 2)] == [1, 1, 0]
     for one in _names(0, 1):
         drive.do(ReportCheck(one, 1, 1, True, took_us=SECOND))
-    assert drive.facts(CheckJudged) == [CheckJudged("worker", 1, 1, (), ((0, 2, 0, 2),))]
+    assert drive.facts(CheckJudged) == [CheckJudged("worker", 1, 1, (), (("worker", 0, 2, 0, 2),))]
     drive.wait(30)
     assert drive.check is not None
     assert (drive.check.members[0], drive.check.fresh) == ("worker-2-0", 1)

@@ -61,7 +61,7 @@ class TestToyScheduler(BackendConformance):
         async def kill(name: str) -> None:
             backend.tasks[name].cancel()
 
-        yield Stand(backend, kill)
+        yield Stand(backend, kill, cannot=dict.fromkeys(("waits", "lost", "notices", "avoid"), "it is a toy"))
         for task in backend.tasks.values():
             task.cancel()
         await asyncio.gather(*backend.tasks.values(), return_exceptions=True)

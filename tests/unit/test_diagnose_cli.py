@@ -221,3 +221,67 @@ def test_the_list_of_signatures(capsys: pytest.CaptureFixture[str]) -> None:
     assert (row["id"], row["class"], row["action"]) == ("cuda.ecc", "HW", "reset")
     assert main.main(["signatures", "cudda.ecc"]) == NOT_FOUND
     assert "there is cuda.ecc" in capsys.readouterr().err
+
+
+def test_the_schema_of_its_json(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/diagnose.schema.json names every field that `--json` has, and no other, and what must be there is."""
+    schema = json.loads((Path(__file__).resolve().parents[2] / "docs" / "diagnose.schema.json").read_text())
+    found = told(capsys, str(log))
+    assert set(found) == set(schema["properties"])
+    rows = found["seen"]
+    assert isinstance(rows, list)
+    assert all(
+        set(schema["$defs"]["seen"]["required"]) <= set(row) <= set(schema["$defs"]["seen"]["properties"])
+        for row in rows
+    )
+    causes = found["causes"]
+    assert isinstance(causes, list)
+    assert all(set(cause) == set(schema["properties"]["causes"]["items"]["required"]) for cause in causes)
+    assert all(set(spot) <= set(schema["$defs"]["spot"]["properties"]) for cause in causes for spot in cause["lines"])
+    fine = tmp_path / "fine.log"
+    fine.write_text("step 1\n")
+    assert set(told(capsys, str(fine))) == set(schema["required"])
+
+
+def test_every_line_that_was_considered(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--explain` quotes each line that is not the cause by its file and number, and says why."""
+    assert diagnose(str(log), "--explain") == OK
+    assert f"not it    {log}:11: gloo.peer: a consequence" in capsys.readouterr().out
+
+
+def test_an_unsure_answer_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Below 50 % the answer is unknown, with the likeliest and what to look at next."""
+    path = tmp_path / "only.log"
+    path.write_text("[rank0]: RuntimeError: [gloo/pair.cc:534] Connection closed by peer [10.4.0.21]:9013\n")
+    assert diagnose(str(path)) == OK
+    out = capsys.readouterr().out
+    assert out.startswith("unknown: ")
+    assert "look at   the peer" in out
+
+
+def test_a_signature_is_learnt_from_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A log that is not known gives a draft, which knows that log and its like again, and says what else it would match."""
+    path, other, mine = tmp_path / "train.log", tmp_path / "other.log", tmp_path / "mine.toml"
+    path.write_text("step 3 loss 2.1\n[rank3]: coolant pump P-17 of rack /dc/4 has failed: 12 l/min\n")
+    other.write_text("step 4 loss 2.1\ncoolant pump P-2 of rack /dc/9 has failed: 3 l/min\n")
+    assert diagnose(str(path)) == NOT_FOUND
+    assert "--learn" in capsys.readouterr().out
+    assert main.main(["signatures", "--learn", str(path), "--as", "plant.pump", "--against", str(other)]) == OK
+    told_ = capsys.readouterr()
+    mine.write_text(told_.out)
+    assert f"matches {other}:2: coolant pump P-2" in told_.err
+    for log_ in (path, other):
+        assert told(capsys, str(log_), "--signatures", str(mine))["signature"] == "plant.pump"
+
+
+def test_what_cannot_be_learnt(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A log without a telling line, a missing id and a wrong one are told, and what is known already is named."""
+    fine = tmp_path / "fine.log"
+    fine.write_text("step 3 loss 2.1\n")
+    assert main.main(["signatures", "--learn", str(fine), "--as", "plant.pump"]) == NOT_FOUND
+    assert main.main(["signatures", "--learn", str(fine)]) == USAGE
+    assert main.main(["signatures", "--learn", str(log), "--as", "no id"]) == USAGE
+    capsys.readouterr()
+    (tmp_path / "oom.log").write_text("RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n")
+    assert main.main(["signatures", "--learn", str(tmp_path / "oom.log"), "--as", "plant.oom"]) == OK
+    assert "it is known already, as cuda.oom" in capsys.readouterr().err

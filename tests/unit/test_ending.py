@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.life import Life
 
-from dlrover_adapters.cli.ending import OTHERS_MAX, TAIL_LINES_MAX, Kept, words
+from dlrover_adapters.cli.ending import OTHERS_MAX, TAIL_LINES_MAX, OutputFolder, words
 from dlrover_core.job import job
 from dlrover_core.job.incidents import ReportExit
 from dlrover_core.spec import GroupSpec, JobSpec
@@ -19,7 +19,7 @@ def life(restarts: int = 0, nproc: int = 2) -> Life:
     return Life(spec).join(1, "worker-0-0", "worker-1-0").step(2, 1, "worker-0-0")
 
 
-def said(told: Life, kept: Kept | None = None) -> list[str]:
+def said(told: Life, kept: OutputFolder | None = None) -> list[str]:
     """What is printed."""
     return list(words(told.records, told.state, " --state-dir s", kept))
 
@@ -27,7 +27,7 @@ def said(told: Life, kept: Kept | None = None) -> list[str]:
 def test_the_root_cause_comes_first() -> None:
     """Then who it was, with its host, time, exit code, step and files; its last lines; what to do next; the outcome last."""
     told = life().die(10, "worker-1-0", 3, 1, step=8, error=TRACE, tail=f"reading\n{TRACE}\n").tick(500)
-    lines = said(told, Kept("/logs", "digits"))
+    lines = said(told, OutputFolder("/logs", "digits"))
     assert lines[0] == "dlrover-run: root cause: rank 3 on worker-1-0: ValueError: bad sample (exception.ValueError)"
     rows = dict((one.strip() for one in line.split(":", 1)) for line in lines[1:9])
     assert rows["time"].startswith("20")
@@ -84,7 +84,7 @@ def test_an_earlier_run_is_not_this_ones_doing() -> None:
     told.do(600, job.CreateJob("run2", spec.to_json()))
     told.join(601, *sorted(told.state.nodes.nodes)[-2:]).step(602, 1, sorted(told.state.nodes.nodes)[-2])
     name = told.state.world.worlds["worker"].members[0].node
-    lines = said(told.die(610, name, 0, 1, error=TRACE).tick(1200), Kept("/logs", "digits"))
+    lines = said(told.die(610, name, 0, 1, error=TRACE).tick(1200), OutputFolder("/logs", "digits"))
     assert not any("OldError" in line for line in lines)
     assert any(line.startswith("  attempt  : 0 (generation 2)") for line in lines)
     assert any("digits_run2_" in line for line in lines)

@@ -293,7 +293,7 @@ def test_relaunches_do_not_use_up_restarts() -> None:
 def _exhausted(**settings: Any) -> Drive:
     drive = Drive(max_restarts=0, **settings).up()
     drive.cascade("worker-0-0", 0)
-    assert drive.incident.held
+    assert drive.incident.end_pending
     assert drive.members == []
     return drive
 
@@ -339,7 +339,7 @@ def test_a_held_final_action_is_dropped_when_the_node_turns_out_dead() -> None:
     """The node's death explains the exits: it is relaunched, and the job lives."""
     drive = _exhausted()
     drive.observe("worker-1-0", "failed", -9)
-    assert (drive.incident.action, drive.incident.held) == (ladder.RELAUNCH_NODE, False)
+    assert (drive.incident.action, drive.incident.end_pending) == (ladder.RELAUNCH_NODE, False)
     drive.join("worker-1-1")
     assert drive.members == ["worker-0-0", "worker-1-1"]
     drive.wait(1000)
@@ -350,7 +350,7 @@ def test_too_few_nodes_end_the_job() -> None:
     """No relaunches left and too few nodes without it: the world stops, the rest speaks, the job fails with the node as root."""
     drive = Drive(relaunch_max=0).up()
     drive.observe("worker-1-0", "failed", 137, "OOMKilled")
-    assert drive.incident.held
+    assert drive.incident.end_pending
     drive.do(world.ReportStopped("worker-0-0", 1, 7))
     assert drive.state.job.state == "failed"
     assert drive.state.job.root == "node worker-1-0: failed: OOMKilled (k8s.oom)"
@@ -369,7 +369,7 @@ def test_a_held_end_is_not_forgotten_over_another_nodes_death() -> None:
     drive = Drive(nodes_max=3, nproc=1, relaunch_max=1, evidence_s=40.0).up()
     drive.observe("worker-1-0", "gone")
     drive.observe("worker-1-1", "gone")
-    assert drive.incident.held
+    assert drive.incident.end_pending
     drive.observe("worker-2-0", "failed", -9)
     drive.wait(40)
     assert drive.state.job.state == "failed"
@@ -469,7 +469,7 @@ def test_an_asked_death_with_an_error_of_its_own_is_evidence() -> None:
     """A rank that was killed by us while it told its error is the root cause; its exit opens nothing by itself."""
     drive = Drive(max_restarts=0).up()
     drive.do(incidents.ReportExit("worker-0-0", 1, 0, 1, error="RuntimeError: Connection reset by peer"))
-    assert desired(drive.state).orders["worker-1-0"].linger_us > 0, "the one who knows why may be slow"
+    assert desired(drive.state).orders["worker-1-0"].linger_us > 0, "the rank that caused the failure may report late"
     drive.do(incidents.ReportExit("worker-1-0", 1, 2, -9, asked=True, error="ValueError: bad batch"))
     assert desired(drive.state).orders["worker-0-0"].linger_us == 0
     drive.do(world.ReportStopped("worker-0-0", 1))

@@ -16,6 +16,7 @@ from dlrover_adapters.agent import keeper, wire  # noqa: E402
 from dlrover_adapters.agent.config import LaunchConfig, Mode  # noqa: E402
 from dlrover_adapters.agent.keeper import FixedPort  # noqa: E402
 from dlrover_adapters.agent.seat import seat_for  # noqa: E402
+from dlrover_adapters.torch.worker import serve_store  # noqa: E402
 from dlrover_core.runtime.launcher import WorkersLaunch  # noqa: E402
 
 
@@ -29,7 +30,7 @@ def port() -> int:
 @pytest.fixture
 def fixed() -> Iterator[FixedPort]:
     """Closed in the end."""
-    made = FixedPort()
+    made = FixedPort(serve_store)
     yield made
     made.close()
 
@@ -66,7 +67,7 @@ def test_who_connects_between_two_generations_waits_for_the_next(fixed: FixedPor
 
 def test_a_port_that_is_given_back_is_waited_for(fixed: FixedPort, port: int) -> None:
     """The node that had rank 0 gives it back at about the same time."""
-    other = FixedPort()
+    other = FixedPort(serve_store)
     other.open("127.0.0.1", port)
     giving = threading.Timer(0.1, other.close)
     giving.start()
@@ -80,7 +81,7 @@ def test_a_port_that_is_taken_is_answered(port: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(keeper, "PATIENT_S", 0.05)
     ours, theirs = wire_pair()
     with ours, theirs, socket.create_server(("127.0.0.1", port)):
-        keeper._fix(theirs, FixedPort(), "127.0.0.1", port)
+        keeper._fix(theirs, FixedPort(serve_store), "127.0.0.1", port)
         while (frame := wire.receive(ours)) is not None and frame.body["op"] == "here":
             pass  # it says that it lives while it waits
     assert frame is not None

@@ -124,7 +124,7 @@ def test_a_long_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest
         assert len(str(folder)) < 60
     short = tempfile.mkdtemp(dir="/tmp")
     monkeypatch.setenv("XDG_RUNTIME_DIR", short)
-    assert scratch.roofs() == ["/tmp", short]
+    assert scratch.roofs() == ["/tmp", short, "/dev/shm"]
     made = tempfile.mkdtemp
 
     def unless_tmp(suffix: str | None = None, prefix: str | None = None, dir: str | None = None) -> str:  # noqa: A002
@@ -138,7 +138,7 @@ def test_a_long_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest
             assert folder.parent == Path(short)
     os.rmdir(short)  # noqa: PTH106
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    assert scratch.roofs() == ["/tmp"]
+    assert scratch.roofs() == ["/tmp", "/dev/shm"]
     monkeypatch.setattr(scratch, "roofs", lambda: [str(tmp_path / "none")])
     with pytest.raises(SpecError, match="set TMPDIR to a folder of yours"), scratch.folder("of-a-test"):
         pass

@@ -19,11 +19,26 @@ import msgpack
 import pytest
 from drive import Drive
 
+from dlrover_core.data.cut import Place
+from dlrover_core.data.cut import pack as pack_cut
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import checkpoints, job, nodes, operations, silence, world
+from dlrover_core.job import (
+    checkpoints,
+    checks,
+    clusters,
+    incidents,
+    job,
+    nodes,
+    operations,
+    progress,
+    shards,
+    silence,
+    world,
+)
 from dlrover_core.job.state import CODEC, JobState, fold
 from dlrover_core.kernel.state import digest, pack, unpack
 from dlrover_core.rules.model import MODEL
+from dlrover_core.spec import GroupSpec
 
 FOLDER = Path(__file__).parent / "histories"
 HASHES = FOLDER / "hashes.json"
@@ -131,9 +146,172 @@ def saved_and_restored() -> Drive:
     return drive.run(41)
 
 
+def checked() -> Drive:
+    """Four nodes are checked in pairs; one fails with whoever works with it, in two rounds; its successor is checked."""
+    drive = Drive(numbered=True, nodes_max=4, nproc=1, precheck="full")
+
+    def answer() -> None:
+        while (check := drive.state.checks.running.get("worker")) is not None:
+            number, round_ = check.number, check.round
+            for group in check.groups:
+                names = [check.members[place] for place in group]
+                ill = len(names) > 1 and "worker-2-0" in names
+                for name in names:
+                    drive.say(checks.ReportCheck(name, number, round_, not ill, took_us=10**6, alone_us=10**6))
+
+    for index in range(4):
+        drive.join(f"worker-{index}-0")
+    answer()
+    drive.observe("worker-2-0", "gone")
+    drive.join("worker-2-1", "h9")
+    answer()
+    return drive.run(1)
+
+
+def peers_that_move() -> Drive:
+    """Rollouts are called by trainers: one dies and has its ports again, the other comes back elsewhere; masters change."""
+    groups = (
+        GroupSpec("trainer", uses=("rollout",)),
+        GroupSpec("rollout", nodes_min=2, nodes_max=2, uses=("trainer",)),
+    )
+    drive = Drive(numbered=True, groups=groups)
+    for node in list(drive.state.nodes.nodes):
+        drive.observe(node, "running")
+        drive.say(nodes.ReportJoined(node, f"host-of-{node}", node, 1))
+        drive.offer(node)
+        drive.say(clusters.OfferPorts(node, f"host-of-{node}", 21_000, 1))
+    for current in list(drive.state.world.worlds.values()):
+        for member in current.members:
+            drive.say(world.ReportStarted(member.node, current.generation))
+    for node, successor, host in (("rollout-0-0", "rollout-0-1", "h0"), ("rollout-1-0", "rollout-1-1", "h9")):
+        drive.observe(node, "failed", -9, "preempted")
+        drive.observe(node, "gone")
+        drive.take_over()
+        drive.observe(successor, "running", host=host)
+        drive.say(nodes.ReportJoined(successor, host, successor, 1))
+        drive.say(clusters.OfferPorts(successor, host, 21_000, 1))
+    return drive
+
+
+def several_sets() -> Drive:
+    """Chief and workers are one world, rollouts one each, an evaluator may fail: a rollout dies, a worker, the evaluator."""
+    drive = Drive(
+        numbered=True,
+        groups=(
+            GroupSpec("chief", set="train", uses=("rollout",)),
+            GroupSpec("worker", 2, 2, set="train"),
+            GroupSpec("rollout", 2, 2, coupling="each", ends=False, store=False),
+            GroupSpec("evaluator", ends=False, critical=False, max_restarts=0),
+        ),
+    )
+
+    def begin(name: str) -> None:
+        current = drive.state.world.worlds[name]
+        for member in current.members:
+            drive.say(world.ReportStarted(member.node, current.generation))
+            drive.offer(member.node)
+        if name == "train":
+            drive.say(progress.ReportFirstStep(current.members[0].node, current.generation, 7, told=True))
+
+    def dies(node: str) -> None:
+        current = drive.state.world.of(node)
+        member = current.member(node)
+        assert member is not None
+        drive.say(incidents.ReportExit(node, current.generation, member.first_rank, 1, error="ValueError: bad batch"))
+
+    for node in list(drive.state.nodes.nodes):
+        drive.observe(node, "running")
+        drive.join(node)
+    for name in list(drive.state.world.worlds):
+        begin(name)
+    drive.wait(20)
+    dies("rollout-1-0")
+    begin("rollout-1")
+    drive.do(incidents.NoteUsed("rollout-1", 2))
+    drive.take_over()
+    dies("worker-1-0")
+    begin("train")
+    dies("evaluator-0-0")
+    drive.say(world.ReportStopped("evaluator-0-0", 1))
+    drive.say(nodes.ReportLeft("evaluator-0-0"))
+    drive.observe("evaluator-0-0", "gone")
+    for node in ("chief-0-0", "worker-0-0", "worker-1-0"):
+        drive.say(world.ReportFinished(node, 2))
+    return drive
+
+
+def suspended_without_nodes() -> Drive:
+    """A job pauses at a boundary; masters die; its nodes go once all is written; it goes on, and is suspended again."""
+    drive = Drive(numbered=True, nodes_max=2, nproc=1).up()
+    drive.say(checkpoints.ReportKeeping("worker-0-0", 1, "file:///ckpts", 2, 10, 3, True, 1 << 30, 2))
+    drive.do(job.SuspendJob("the night", keep_nodes=False))
+    members = ("worker-0-0", "worker-1-0")
+    for node in members:
+        drive.say(checkpoints.ReportArmed(node, 1))
+    drive.take_over()
+    for node in members:
+        drive.say(checkpoints.ReportHeld(node, 1, (12,), 1))
+    for node in members:
+        drive.say(world.ReportStopped(node, 1, 12))
+        drive.say(checkpoints.ReportHeld(node, 1, (12,)))
+    drive.take_over()
+    drive.do(checkpoints.CommitCheckpoint("worker", 1, 12, 2, 1 << 30, 700_000))
+    for node in members:
+        drive.say(nodes.ReportLeft(node))
+        drive.observe(node, "gone")
+    drive.wait(30_000)
+    drive.take_over()
+    drive.do(job.ResumeJob("the day"))
+    for node in ("worker-0-1", "worker-1-1"):
+        drive.observe(node, "running")
+        drive.join(node)
+    drive.run(13)
+    drive.do(job.SuspendJob("the night", keep_nodes=False, lose=True))
+    return drive
+
+
+def consumed() -> Drive:
+    """A job with data: commits and restores carry cuts, a roll-back trains samples again, a boundary has a cut."""
+    drive = Drive(numbered=True, nodes_max=2, nproc=1).up()
+    members = ("worker-0-0", "worker-1-0")
+    drive.say(shards.RegisterDataset("worker-0-0", 1, "train", 100, 7, "shuffle", "f00d", 3, 4, "cursor"))
+    keeping = checkpoints.ReportKeeping("worker-0-0", 1, "file:///ckpts", 2, 10, 3, True, 1 << 30, 1)
+    drive.say(keeping)
+    drive.say(checkpoints.ReportRestored("worker-0-0", 1, 0, checkpoints.NOTHING, 900))
+
+    def cut(step: int) -> bytes:
+        return pack_cut((Place("train", step * 4 // 100, step * 4 % 100, "f00d"),))
+
+    drive.do(checkpoints.CommitCheckpoint("worker", 1, 10, 2, 1 << 30, 700_000, (cut(10),)))
+    drive.exit("worker-1-0", 1, -9, step=27)
+    drive.say(checkpoints.ReportHeld("worker-0-0", 1, (24, 26), 0, (), cut(26)))
+    drive.say(keeping._replace(generation=2))
+    drive.say(checkpoints.ReportRestored("worker-0-0", 2, 10, checkpoints.STORAGE, 80_000, (), 1, cut(10)))
+    drive.say(checkpoints.ReportRestored("worker-1-0", 2, 10, checkpoints.STORAGE, 90_000, (), 1, cut(10)))
+    drive.run(11)
+    drive.take_over()
+    drive.do(job.SuspendJob("the night", keep_nodes=False))
+    for node in members:
+        drive.say(checkpoints.ReportArmed(node, 1))
+    for node in members:
+        drive.say(checkpoints.ReportHeld(node, 2, (30,), 1, (), cut(30)))
+    return drive
+
+
 STORIES: dict[str, Callable[[], Drive]] = {
     one.__name__: one
-    for one in (worker_death, node_death, failed_job_with_take_over, asked_by_people, saved_and_restored)
+    for one in (
+        worker_death,
+        node_death,
+        failed_job_with_take_over,
+        asked_by_people,
+        saved_and_restored,
+        peers_that_move,
+        checked,
+        several_sets,
+        suspended_without_nodes,
+        consumed,
+    )
 }
 
 
@@ -222,6 +400,14 @@ def test_the_story_of_a_failed_job(hashes: dict[str, Any]) -> None:
     assert isinstance(state.job, job.JobSlice)
 
 
+def test_the_story_of_a_job_that_gave_its_nodes_back(hashes: dict[str, Any]) -> None:
+    """It went on from what was written, no budget was charged, and it is suspended for the second time."""
+    state = _recorded("suspended_without_nodes")
+    assert (state.job.state, state.job.freed, state.incidents.number) == ("suspended", True, 0)
+    assert state.world.worlds["worker"].resume_step == 12
+    assert state.incidents.relaunches == {}
+
+
 def test_the_story_of_what_people_asked(hashes: dict[str, Any]) -> None:
     """The sizes are the last ones asked for, nobody failed, and who left did so by plan."""
     state = _recorded("asked_by_people")
@@ -245,3 +431,36 @@ def test_the_story_of_what_was_saved(hashes: dict[str, Any]) -> None:
     assert list(state.checkpoints.replicas) == ["worker-0-0"]
     assert (state.world.worlds["worker"].generation, state.world.worlds["worker"].resume_step) == (3, 40)
     assert kept.restored == ["worker-0-0"]
+
+
+def test_the_story_of_peers_that_move(hashes: dict[str, Any]) -> None:
+    """Every place is named once, under its living node; the trainers' generation is the first still."""
+    state = _recorded("peers_that_move")
+    assert state.clusters.holders == {
+        "trainer-0": "trainer-0-0",
+        "rollout-0": "rollout-0-1",
+        "rollout-1": "rollout-1-1",
+    }
+    version, text = state.clusters.told(("rollout",))
+    assert (version, clusters.listed(text)["rollout"]) == (8, {"0": ["h0:21000"], "1": ["h9:21000"]})
+    assert state.world.worlds["trainer"].generation == 1
+
+
+def test_the_story_of_several_sets(hashes: dict[str, Any]) -> None:
+    """Each set has its own generations and budgets; the evaluator was given up, and the job succeeded with the trainers."""
+    state = _recorded("several_sets")
+    generations = {name: one.generation for name, one in state.world.worlds.items()}
+    assert generations == {"train": 2, "rollout-0": 1, "rollout-1": 2, "evaluator": 1}
+    assert {name: one.restarts for name, one in state.incidents.by_set.items()} == {"rollout-1": 1, "train": 1}
+    assert (state.job.state, list(state.job.given_up)) == ("succeeded", ["evaluator"])
+    assert [one.node for one in state.world.worlds["train"].members] == ["chief-0-0", "worker-0-0", "worker-1-0"]
+    assert state.world.worlds["rollout-0"].store == ""
+
+
+def test_the_story_of_data(hashes: dict[str, Any]) -> None:
+    """What was consumed, and what was trained again after the roll-back."""
+    ledger = _recorded("consumed").shards.ledgers["worker"]
+    assert ledger.place("train")[1:3] == (1, 20)
+    assert ledger.datasets["train"].again == 4 * (26 - 10)
+    assert [one.state for one in ledger.lineage.known] == [(1, 10), (2, 30)]
+    assert ledger.broken == 0

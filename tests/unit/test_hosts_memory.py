@@ -430,3 +430,41 @@ def test_the_backend_names_hosts() -> None:
     _failed_check(drive, "worker-1-0")
     assert [one.avoid for one in desired(drive.state).launch] == [("machine-1",)]
     assert [row.host for row in hosts_of(drive.state).hosts] == ["machine-1", "machine-0"]
+
+
+# ---- one name for a host
+
+
+def _see(drive: Drive, node: str, host: str, rack: str = "") -> None:
+    """Its backend says where it runs."""
+    drive.do(nodes.ObserveNodes((nodes.Observed(node, "running", host=host, rack=rack),)))
+
+
+def test_the_platforms_name_stays_when_the_agent_joins() -> None:
+    """A pod's own name is another one with each pod: what is avoided is what the platform calls the host."""
+    drive = Drive(nodes_max=2, nproc=1)
+    _see(drive, "worker-0-0", "node-a", "rack-1")
+    drive.join("worker-0-0", "pod-7")
+    node = drive.state.nodes.nodes["worker-0-0"]
+    assert (node.host, drive.state.hosts.host_of("worker-0-0"), drive.state.hosts.rack_of("node-a")) == (
+        "node-a", "node-a", "rack-1",
+    )  # fmt: skip
+    assert drive.facts(nodes.NodeJoined)[0].host == "node-a"
+
+
+def test_the_platforms_name_is_taken_when_it_comes_late() -> None:
+    """A status that is later than the agent's hello names host and failure domain from then on; said again it is no news."""
+    drive = Drive(nodes_max=1, nproc=1)
+    drive.join("worker-0-0", "pod-7")
+    _see(drive, "worker-0-0", "node-a")
+    assert drive.names() == ["NodeRunning"]
+    _see(drive, "worker-0-0", "node-a", "rack-1")
+    assert drive.names() == ["NodeRunning"]
+    assert drive.state.hosts.rack_of("node-a") == "rack-1"
+    _see(drive, "worker-0-0", "node-a", "rack-1")
+    _see(drive, "worker-0-0", "")
+    assert drive.new == []
+    assert drive.state.nodes.nodes["worker-0-0"].ready
+    drive.observe("worker-0-0", "failed", 1, "check_failed: slow link")
+    assert drive.state.hosts.quarantined(drive.now) == ["node-a"]
+    assert drive.facts(nodes.NodePlanned)[-1].avoid == ("node-a",)

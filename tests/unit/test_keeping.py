@@ -57,7 +57,9 @@ def commits(keeping: Keeping, drive: Drive) -> list[CommitCheckpoint]:
         st.booleans(),
         INTS,
         st.lists(INTS, max_size=HELD_MAX).map(tuple),
-        st.lists(st.builds(Written, INTS, INTS, INTS, INTS, INTS), max_size=WRITTEN_MAX).map(tuple),
+        st.lists(st.builds(Written, INTS, INTS, INTS, INTS, INTS, st.binary(max_size=20)), max_size=WRITTEN_MAX).map(
+            tuple
+        ),
         INTS,
         INTS,
         INTS,
@@ -68,7 +70,8 @@ def test_beats_are_understood(told: KeptBeat) -> None:
     """What is told is what is heard, by agents of the version before, too, and it fits into a message."""
     beat = Beat(1, 1, 0, (told,))
     assert decode(encode(beat)) == beat
-    assert kept_of(kept(told)) == told
+    older = told._replace(written=tuple(one._replace(cut=b"") for one in told.written))
+    assert kept_of(kept(told)) == older
     assert len(kept(told)) <= FIELDS_MAX
 
 

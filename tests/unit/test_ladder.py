@@ -150,7 +150,7 @@ def test_hosts_that_come_by_themselves_are_not_isolated_to_the_last() -> None:
 )
 def test_more_memory(group: str, now: int, relaunched: bool, then: int) -> None:
     """A fifth more, at least 100 MiB; a parameter server's is doubled, then a fifth more."""
-    choice = answer(OOM, memory_mib=now, group=group, relaunched=relaunched)
+    choice = answer(OOM, memory_mib=now, group=group, serves=group == "ps", relaunched=relaunched)
     assert (choice.action, choice.memory_mib, choice.budget) == ("RELAUNCH_MORE_MEMORY", then, "relaunches")
 
 
@@ -220,3 +220,18 @@ def test_every_rule_has_a_name_of_its_own() -> None:
         answer(PREEMPTED, alive=False), answer(PREEMPTED),
     ]  # fmt: skip
     assert len({choice.rule.split(":")[0] for choice in rules}) == len(rules)
+
+
+def test_what_no_time_cures_ends_at_once() -> None:
+    """Refused credentials, a missing model, a bad certificate: before the first step they end the job, and no restart is tried.
+
+    After steps the same may be a token that has run out, and is tried again.
+    """
+    for signature in ("hub.denied", "storage.denied", "hub.missing", "checkpoint.mismatch"):
+        case = Case(USER, signature, 0.9, "fail", "HTTPError at train.py:3", "worker-1-0", "h")
+        assert rule(answer(case, stepped=False)) == ("AWAIT_EVIDENCE", "user.at_once")
+        assert answer(case, stepped=True).action == "RESTART_PROCESSES"
+    assert answer(Case(NET, "net.tls", 0.9, "fail"), stepped=False).action == "AWAIT_EVIDENCE"
+    assert answer(case, Policy(fail_signatures=()), stepped=False).action == "RESTART_PROCESSES"
+    # What passes by itself waits, as before.
+    assert answer(Case(DATA, "hub.rate_limited", 0.85, "wait"), stepped=False).action == "RETRY"

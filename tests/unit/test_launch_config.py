@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover_adapters.agent.config import NON_TEMPORAL, LaunchConfig, Mode, Streams, birth_environment, parse_streams
+from dlrover_adapters.agent.config import LaunchConfig, Mode, Streams, birth_environment, parse_streams
+from dlrover_adapters.torch.environment import NON_TEMPORAL
 from dlrover_core.errors import SpecError
 
 NONE, OUT, ERR, ALL = Streams.NONE, Streams.OUT, Streams.ERR, Streams.ALL

@@ -12,7 +12,7 @@ SRC = ROOT / "src"
 MODULES = sorted(SRC.rglob("*.py"))
 PURE = sorted(
     path
-    for name in ("kernel", "job", "rules", "diagnosis", "checkpoint")
+    for name in ("kernel", "job", "rules", "diagnosis", "checkpoint", "data")
     for path in (SRC / "dlrover_core" / name).rglob("*.py")
 )
 FUNCTION_LINES_MAX = 70
@@ -103,6 +103,46 @@ def test_purity() -> None:
 def test_purity_is_checked(code: str) -> None:
     """The purity check finds what it is meant to find."""
     assert _impurities(ast.parse(code)) != []
+
+
+# Where "worker" is a process and no group: what a fault strikes, what a worker's process is called, and the word in a sentence.
+OF_PROCESSES = {
+    "history/words/nodes.py",
+    "sim/datasets.py",
+    "sim/faults.py",
+    "sim/generator.py",
+    "testing/processes.py",
+}
+
+
+def _of_one_group(tree: ast.AST) -> list[str]:
+    """Where code takes it that a job has one group, or groups of certain names."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named = node.value in {"worker", "ps", "chief"} or node.value.startswith("worker-")
+            found += [f"{node.lineno}: {node.value!r}"] if named and " " not in node.value else []
+        elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute):
+            first = node.value.attr == "groups" and isinstance(node.slice, ast.Constant) and node.slice.value == 0
+            found += [f"{node.lineno}: groups[0]"] if first else []
+    return found
+
+
+def test_the_core_knows_no_group_by_name() -> None:
+    """A job has several groups, and its user names them: none is the one that trains, but `DEFAULT_GROUP` of a job of one."""
+    core = [path for path in MODULES if path.is_relative_to(SRC / "dlrover_core")]
+    found = {_name(path).removeprefix("dlrover_core/"): _of_one_group(ast.parse(path.read_text())) for path in core}
+    mine = {name for name, lines in found.items() if lines} - OF_PROCESSES
+    # Its definition, and the names that jobs made by chance have.
+    assert {name: found[name] for name in mine - {"spec.py", "testing/swarm_groups.py"}} == {}
+    assert len(found["spec.py"]) == 1
+    assert [line.split(": ")[1] for line in found["testing/swarm_groups.py"]] == ["'chief'"]
+
+
+@pytest.mark.parametrize("code", ["if group == 'ps': pass", "spec.groups[0]", "f'worker-{index}'", "GROUP = 'worker'"])
+def test_groups_by_name_are_found(code: str) -> None:
+    """That check finds what it is meant to find."""
+    assert _of_one_group(ast.parse(code)) != []
 
 
 @pytest.mark.parametrize("folder", ["adapters", "backends"])

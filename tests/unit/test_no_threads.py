@@ -15,7 +15,7 @@ from dlrover_adapters.agent.ground import Watch
 from dlrover_adapters.agent.leftovers import Leavings
 from dlrover_adapters.cli import upkeep
 from dlrover_adapters.cli.settings import Settings
-from dlrover_backends.local import orphans
+from dlrover_backends.shared import orphans
 from dlrover_core.host import threads
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from drive import SECOND, Drive, spec_of
 
-from dlrover_core.job import job, nodes, silence
+from dlrover_core.job import incidents, job, nodes, observing, silence
 from dlrover_core.kernel.engine import Accepted, NotDone
 from dlrover_core.rules.desired import desired
 from dlrover_core.rules.model import MODEL
@@ -62,6 +62,66 @@ def test_a_phase_no_backend_has_is_refused() -> None:
     reply = drive.observe("worker-0-0", "dreaming")
     assert isinstance(reply, NotDone)
     assert "no phase 'dreaming'" in reply.reason
+
+
+def test_a_host_that_its_platform_cannot_reach() -> None:
+    """While the agent is heard it is only named; once it is silent its node is replaced at once, not after unreachable_s."""
+    drive = Drive(nodes_max=2).up()
+    drive.observe("worker-1-0", "lost", reason="NodeNotReady")
+    assert drive.names() == ["HostUnreached"]
+    drive.do(silence.NoteSilence("worker-1-0", 16 * SECOND))
+    (lost,) = drive.facts(nodes.NodeLost)
+    assert (lost.node, lost.reason) == ("worker-1-0", "NodeNotReady")
+    assert [planned.node for planned in drive.facts(nodes.NodePlanned)][-1] == "worker-1-1"
+
+
+def test_a_silent_node_is_lost_as_soon_as_its_host_is() -> None:
+    """The agent was silent first, and may have died: the platform's word settles it."""
+    drive = Drive(nodes_max=2).up()
+    drive.do(silence.NoteSilence("worker-1-0", 16 * SECOND))
+    drive.observe("worker-1-0", "lost", reason="NodeNotReady")
+    assert [lost.reason for lost in drive.facts(nodes.NodeLost)] == ["NodeNotReady"]
+
+
+def test_a_host_is_known_before_the_node_runs() -> None:
+    """Its platform has placed it and pulls images: the host has a name, and is avoided if nothing comes of it."""
+    drive = Drive(nodes_max=1, nproc=1, launch_s=900.0)
+    seen = nodes.Observed("worker-0-0", "pending", host="h1", rack="r1")
+    drive.do(nodes.ObserveNodes((seen,)))
+    drive.do(nodes.ObserveNodes((seen,)))
+    assert drive.facts(observing.NodePlaced) == [observing.NodePlaced("worker-0-0", "h1", "r1")]
+    assert (drive.state.hosts.host_of("worker-0-0"), drive.state.hosts.rack_of("h1")) == ("h1", "r1")
+    drive.wait(900)
+    assert [fact.avoid for fact in drive.facts(nodes.NodePlanned)] == [(), ("h1",)]
+
+
+def test_the_platforms_later_word_revises_a_failure_that_nobody_saw() -> None:
+    """An agent left, unasked; then its platform says why: the place is free, and the verdict is the platform's."""
+    drive = Drive(nodes_max=2, relaunch_max=3).up()
+    drive.do(nodes.ReportLeft("worker-1-0"))
+    (before,) = drive.facts(incidents.Diagnosed)
+    assert [one.node for one in desired(drive.state).launch] == []
+    drive.observe("worker-1-0", "failed", 137, "OOMKilled")
+    assert drive.facts(observing.NodeEnded) == [observing.NodeEnded("worker-1-0", 137, "OOMKilled", True)]
+    after = drive.facts(incidents.Diagnosed)[-1]
+    assert (after.revises, after.verdict, before.verdict) == (before_seq(drive), "RES", "PLAT")
+    assert [one.node for one in desired(drive.state).launch] == ["worker-1-1"]
+    drive.observe("worker-1-0", "failed", 137, "OOMKilled")
+    assert len(drive.facts(observing.NodeEnded)) == 1
+
+
+def before_seq(drive: Drive) -> int:
+    """The record of the first verdict."""
+    return next(record.seq for record in drive.records if isinstance(record.event, incidents.Diagnosed))
+
+
+def test_our_own_kill_revises_nothing() -> None:
+    """What failed unseen is deleted by us: that its processes are killed then says nothing about why it failed."""
+    drive = Drive(nodes_max=2).up()
+    drive.do(nodes.ReportFault("worker-1-0", "workers cannot be started"))
+    drive.observe("worker-1-0", "failed", -9)
+    assert [fact.tells for fact in drive.facts(observing.NodeEnded)] == [False]
+    assert len(drive.facts(incidents.Diagnosed)) == 1
 
 
 def test_strangers_are_ignored() -> None:

@@ -18,7 +18,7 @@ from dlrover_core.job import job, nodes, operations, world
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("worker=4", ("worker", 0, 4)), ("ps=2:4", ("ps", 2, 4)), ("4", ("worker", 0, 4)), ("1:16", ("worker", 1, 16))],
+    [("worker=4", ("worker", 0, 4)), ("ps=2:4", ("ps", 2, 4)), ("4", ("", 0, 4)), ("1:16", ("", 1, 16))],
 )
 def test_sizes(text: str, size: tuple[str, int, int]) -> None:
     """A group, the fewest and the most; the fewest may be left as they are."""

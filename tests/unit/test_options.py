@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from dlrover_adapters.agent.config import LaunchConfig
+from dlrover_adapters.cli import main, serve, show_config, values, workers
 from dlrover_adapters.cli import options as cli_options
-from dlrover_adapters.cli import serve, show_config, values, workers
 from dlrover_adapters.cli.meeting import Meeting
 from dlrover_adapters.cli.torchrun_flags import Options
 from dlrover_core.errors import SpecError
@@ -155,6 +156,43 @@ def test_what_cannot_be_is_refused_with_what_to_do(arguments: tuple[str, ...], a
     """Before anything is started."""
     with pytest.raises(SpecError, match=advice):
         look_through(parsed(*arguments))
+
+
+def may_be_empty(action: argparse.Action) -> bool:
+    """Does an empty value mean something to this option?"""
+    return getattr(action, "may_be_empty", False)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        max(one.option_strings, key=len)
+        for one in cli_options.parser()._actions
+        if one.option_strings and one.nargs is None and not may_be_empty(one)
+    ],
+)
+def test_an_empty_value_is_an_error_and_not_a_default(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--job "$JOB"`` where nothing has set ``JOB``: nothing is started instead. Torchrun's flags are as torchrun's."""
+    for arguments in ([flag, "", "train.py"], [f"{flag}=", "train.py"]):
+        with pytest.raises(SystemExit) as left:
+            cli_options.parse(arguments)
+        assert left.value.code == 2
+        said = capsys.readouterr().err
+        assert re.search(rf"{flag}(/\S+)?: its value is empty; give one, or leave the option out", said)
+
+
+def test_commands_refuse_empty_values_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty path would be the folder where the command runs."""
+    with pytest.raises(SystemExit) as left:
+        main.main(["status", "--state-dir", "", "J"])
+    assert left.value.code == 2
+    assert "--state-dir: its value is empty" in capsys.readouterr().err
+
+
+def test_an_empty_preload_and_torchruns_empty_values_are_values() -> None:
+    """No module beside torch, and what torchrun takes for its default."""
+    options = parsed("--preload", "", "--rdzv-conf", "", "--local-ranks-filter=")
+    assert (options.preload, options.rdzv_conf, options.local_ranks_filter) == ("", "", "")
 
 
 def look_through(options: Options) -> None:
@@ -366,7 +404,20 @@ def test_every_option_is_shown() -> None:
     }
     own |= {"nnodes", "nproc_per_node", "max_restarts", "on_join", "relaunch_max", "local_nodes", "shutdown_timeout"}
     own |= {"hang_action", "hang_timeout", "slow_action", "check_slow", "precheck", "signatures", "policy"}
-    own |= {"rdzv_backend", "rdzv_endpoint", "rdzv_conf", "node_rank", "master_addr", "master_port", "master", "log"}
+    own |= {
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "rdzv_conf",
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "master",
+        "log",
+        "owner",
+        "detach",
+        "resume",
+    }
+    own |= {"job_file", "role_groups", "job_schema"}  # they stand for what they say
     shown = {*show_config._WORKERS, *show_config._HOST, "state_dir", "local_addr"}
     assert {action.dest for action in cli_options.parser()._actions} - own == shown
 

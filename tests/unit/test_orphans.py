@@ -9,7 +9,7 @@ import pytest
 
 PRELUDE = """
 import os, signal, subprocess, sys, time
-from dlrover_backends.local import orphans
+from dlrover_backends.shared import orphans
 
 SLEEP = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"]
 DAEMON = '''

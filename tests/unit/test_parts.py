@@ -15,7 +15,14 @@ from tests.unit.stored import OBJECTS, Arena, pickled, sharded, state, whole
 
 from dlrover_adapters.checkpoint import parts
 from dlrover_adapters.checkpoint.listing import COMPLETE, INCOMPLETE, look, newest, retain, steps
-from dlrover_adapters.checkpoint.manifests import BLOCK_BYTES, CheckpointDamaged, CheckpointIncomplete, CheckpointTooNew
+from dlrover_adapters.checkpoint.manifests import (
+    BLOCK_BYTES,
+    FORMAT,
+    PLAIN,
+    CheckpointDamaged,
+    CheckpointIncomplete,
+    CheckpointTooNew,
+)
 from dlrover_adapters.checkpoint.parts import PartOutdated, PartTorn, write_part
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.checkpoint.reader import StepReader
@@ -344,8 +351,8 @@ def test_a_manifest_of_a_newer_format_is_refused_by_name(place: Place) -> None:
     seal(place, 120, [0])
     for name in ("manifest.json", "part-0.json"):
         raw = place.get(f"{FOLDER}/{name}")
-        place.put(f"{FOLDER}/{name}", raw.replace(b'"format":2', b'"format":3'))
-        with pytest.raises(CheckpointTooNew, match=rf"{name} is of format 3.*newer dlrover-core"):
+        place.put(f"{FOLDER}/{name}", raw.replace(b'"format":%d' % PLAIN, b'"format":%d' % (FORMAT + 1)))
+        with pytest.raises(CheckpointTooNew, match=rf"{name} is of format {FORMAT + 1}.*newer dlrover-core"):
             StepReader(place, 120)
         place.put(f"{FOLDER}/{name}", raw)
     place.put(f"{FOLDER}/manifest.json", b'{"format":99}')

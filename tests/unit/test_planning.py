@@ -5,83 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from boundaries import Saves, up
 from drive import Drive
 from orders import Told
 
 from dlrover_core.history import render, status_of
-from dlrover_core.job import checkpoints, checks, incidents, job, nodes, operations, plans, progress, world
+from dlrover_core.job import checkpoints, checks, incidents, job, nodes, notices, operations, plans, progress, world
 from dlrover_core.job.hangs import HangSuspected, NoteStall
 from dlrover_core.job.orders import Order
-from dlrover_core.job.plans import Boundary
 from dlrover_core.kernel.engine import Accepted, Command, NotDone, Reply
 from dlrover_core.kernel.events import Origin
-from dlrover_core.rules import membership
 from dlrover_core.rules.desired import desired
 from dlrover_core.rules.model import MODEL
 from dlrover_core.rules.plans import TRIES_MAX
+from dlrover_core.rules.reasons import reasons
 from dlrover_core.sim.run import Input
 from dlrover_core.testing.crashes import walk
 
 SECOND = 1_000_000
-
-
-class Saves(Drive):
-    """A job whose ranks save with us and can agree on a boundary, one worker per node."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"nproc": 1, "stop_grace_s": 10.0, "plan_s": 100.0, "boundary_s": 20.0, **settings})
-
-    def keeps(self, *, planned: bool = True) -> Saves:
-        """Rank 0 says that the newest generation saves."""
-        node, generation = self.world.members[0].node, self.world.generation
-        command = checkpoints.ReportKeeping(node, generation, "memory:x", 1, 10, 3, planned, 1 << 20)
-        assert isinstance(self.do(command), Accepted)
-        return self
-
-    def trains(self, first_step: int = 1, *, planned: bool = True) -> Saves:
-        """The newest world starts, saves, and makes a step."""
-        self.run(first_step)
-        return self.keeps(planned=planned)
-
-    @property
-    def plan(self) -> plans.Plan:
-        """The open plan."""
-        return self.state.plans.by_group["worker"]
-
-    @property
-    def planned(self) -> bool:
-        """Is one open?"""
-        return "worker" in self.state.plans.by_group
-
-    def arm(self, *names: str) -> Reply:
-        """All ranks of these nodes look for the boundary; without names, those of all members."""
-        replies = [self.do(checkpoints.ReportArmed(name, self.plan.number)) for name in names or self.members]
-        return replies[-1]
-
-    def hold(self, step: int, *names: str) -> list[str]:
-        """These nodes, or all members, wait at the boundary with this step; the kinds of what follows."""
-        plan, generation = self.plan.number, self.world.generation
-        seen: list[str] = []
-        for name in names or self.members:
-            self.do(checkpoints.ReportHeld(name, generation, (step,), plan))
-            seen += self.names()
-        return seen
-
-    def whole(self, step: int) -> list[str]:
-        """Members arm and come to the boundary."""
-        self.arm()
-        return self.hold(step)
-
-    def asked(self) -> dict[str, tuple[int, bool]]:
-        """What every agent is told of a plan."""
-        return {node: tuple(order.part(Boundary)) for node, order in desired(self.state).orders.items()}
-
-
-def up(**settings: Any) -> Saves:
-    """It trains, and saves."""
-    drive = Saves(**settings)
-    drive.up()
-    return drive.keeps()
 
 
 def order(drive: Drive, node: str) -> Order:
@@ -215,7 +156,7 @@ def test_a_growth_that_comes_to_no_boundary_is_dropped_and_tried_a_few_times() -
     """A script that never arms trains on; the plan is made again after pauses that grow, and then no more."""
     drive = grown()
     drive.wait(100)
-    assert dropped(drive) == ["ranks came to no boundary within 100 s"]
+    assert dropped(drive) == ["the ranks reached no boundary within 100 s"]
     assert not drive.planned
     assert drive.asked()["worker-0-0"] == (0, False)
     drive.wait(20)
@@ -285,7 +226,7 @@ def test_words_of_another_plan_count_for_nothing() -> None:
     assert "already" in refused(drive.arm("worker-0-0"))
     drive.do(checkpoints.ReportHeld("worker-0-0", 1, (9,), 1))
     drive.do(checkpoints.ReportHeld("worker-0-0", 1, (9,), 2))
-    assert not drive.plan.held, "nobody can wait at a boundary that was not to be chosen"
+    assert not drive.plan.at_boundary, "nobody can wait at a boundary that was not to be chosen"
 
 
 def test_who_waits_at_a_boundary_does_not_hang() -> None:
@@ -327,7 +268,7 @@ def test_a_newcomer_that_dies_is_not_waited_for() -> None:
     assert drive.planned
     drive.arm("worker-0-0")
     drive.observe("worker-2-0", "failed", -9)
-    assert dropped(drive) == ["who was to join is gone"]
+    assert dropped(drive) == ["the nodes that were to join are gone"]
     assert drive.world.generation == 1
 
 
@@ -470,7 +411,7 @@ def test_a_successor_that_dies_is_replaced_in_the_plan() -> None:
     drive.join("worker-1-1")
     drive.arm("worker-0-0")
     drive.observe("worker-1-1", "failed", -9)
-    assert dropped(drive) == ["who was to come instead is gone"]
+    assert dropped(drive) == ["the successor of a leaving node is gone"]
     drive.observe("worker-1-1", "gone")
     drive.wait(20)
     assert (drive.plan.joining, drive.plan.deadline) == (("worker-1-2",), deadline)
@@ -589,7 +530,7 @@ def test_growing_again_before_the_boundary_keeps_everybody() -> None:
     scale(drive, 2, 2)
     drive.arm()
     scale(drive, 4, 2)
-    assert dropped(drive) == ["who was to leave stays, or is gone"]
+    assert dropped(drive) == ["a node that was to leave stays, or is gone"]
     drive.wait(1000)
     assert drive.world.generation == 1
     assert not drive.state.plans.leaving
@@ -600,7 +541,7 @@ def test_shrinking_before_newcomers_came_drops_them() -> None:
     """2 -> 4 -> 2 while the newcomers wait at the door: they go, and no world ends."""
     drive = grown()
     scale(drive, 2, 2)
-    assert dropped(drive) == ["who was to join is gone"]
+    assert dropped(drive) == ["the nodes that were to join are gone"]
     assert order(drive, "worker-3-0").leave
     assert drive.world.generation == 1
 
@@ -613,7 +554,7 @@ def test_two_drains_are_one_change() -> None:
     drive = up(nodes_min=3, nodes_max=3)
     drain(drive, "worker-1")
     drain(drive, "worker-2")
-    assert dropped(drive) == ["another change joins it"]
+    assert dropped(drive) == ["merged with another change"]
     assert drive.plan.leaving == ("worker-1-0", "worker-2-0")
     drive.join("worker-1-1")
     assert not drive.plan.asked_at
@@ -642,7 +583,7 @@ def test_a_drain_during_a_growth_follows_it() -> None:
 def test_a_drain_that_cannot_wait_for_a_growth_replaces_it() -> None:
     """The growth comes to no boundary: before its deadline is near the drain takes its place."""
     drive = grown(plan_s=1000.0)
-    drive.do(operations.NoticeNode("worker-1-0", "preemption", 60 * SECOND))
+    drive.do(notices.NoticeNode("worker-1-0", "preemption", 60 * SECOND))
     drive.wait(49)
     assert drive.plan.number == 1
     drive.wait(1)
@@ -660,7 +601,7 @@ def test_a_notice_of_the_platform_is_a_drain_with_its_deadline() -> None:
     """What is announced to be taken away leaves before, once, however often it is said."""
     drive = up(nodes_min=2, nodes_max=2)
     for _ in range(3):
-        drive.do(operations.NoticeNode("worker-1-0", "preemption", 60 * SECOND))
+        drive.do(notices.NoticeNode("worker-1-0", "preemption", 60 * SECOND))
     facts = drive.facts(plans.NodeDrained)
     assert [(fact.node, fact.deadline - drive.now) for fact in facts] == [("worker-1-0", 60 * SECOND)]
     assert "preemption" in facts[0].reason
@@ -673,8 +614,8 @@ def test_a_notice_changes_nothing_without_a_boundary() -> None:
     """Where ranks cannot agree nobody is stopped before it must be."""
     drive = Saves(nodes_min=2, nodes_max=2)
     drive.up()
-    drive.do(operations.NoticeNode("worker-1-0", "preemption", 60 * SECOND))
-    drive.do(operations.NoticeNode("nobody-1-0", "preemption", 60 * SECOND))
+    drive.do(notices.NoticeNode("worker-1-0", "preemption", 60 * SECOND))
+    drive.do(notices.NoticeNode("nobody-1-0", "preemption", 60 * SECOND))
     assert not drive.facts(plans.NodeDrained)
     assert drive.names() == []
 
@@ -778,7 +719,7 @@ def test_the_master_dies_before_every_command_of_many_changes() -> None:
     drive.join("worker-0-1")
     drive.whole(20)
     drive.trains(21)
-    drive.do(operations.NoticeNode("worker-1-0", "preemption", 30 * SECOND))
+    drive.do(notices.NoticeNode("worker-1-0", "preemption", 30 * SECOND))
     drive.wait(31)
     drive.join("worker-1-1")
     drive.wait(31)
@@ -824,7 +765,7 @@ def test_the_status_says_what_is_planned() -> None:
     drive = up(nodes_min=2, nodes_max=2, nproc=4)
 
     def said() -> str:
-        told = status_of(drive.state)._replace(waits=membership.reasons(drive.state, drive.now))
+        told = status_of(drive.state)._replace(waits=reasons(drive.state, drive.now))
         lines = render.status(told, drive.now).splitlines()
         return next((line.strip() for line in lines if "planned change" in line), "")
 
@@ -842,3 +783,57 @@ def test_the_status_says_what_is_planned() -> None:
     assert said() == f"{change}worker-1-0 to reach its boundary, 1 min 00 s left"
     drive.hold(41, "worker-1-0")
     assert said() == ""
+
+
+# ---- why nothing happens
+
+
+def awaited(drive: Drive) -> list[tuple[str, str, int]]:
+    """What the sets wait for: kind, words, and the seconds left."""
+    return [(one.why, one.words, max(0, one.until - drive.now) // SECOND) for one in reasons(drive.state, drive.now)]
+
+
+def test_a_world_that_could_be_larger_says_what_it_waits_for() -> None:
+    """By a plain restart or at a boundary: others have time to come."""
+    for drive in (up(nodes_min=2, nodes_max=2), Saves(nodes_min=2, nodes_max=2, on_join="restart").up()):
+        assert awaited(drive) == []
+        scale(drive, 4, 2)
+        assert awaited(drive) == [], "nobody is there yet"
+        drive.join("worker-2-0")
+        drive.now += 20 * SECOND
+        assert awaited(drive) == [("grow", "3 of 4 nodes could train; the others have time to come", 40)]
+        drive.join("worker-3-0")
+        assert [why for why, _, _ in awaited(drive)] in ([], ["plan"]), "it restarts, or is changed at a boundary"
+
+
+def test_a_world_whose_first_node_has_no_store_does_not_grow_and_says_so() -> None:
+    """Rank 0 stays where it is, and a larger world needs a new store there."""
+    drive = Saves(nodes_min=2, nodes_max=2, on_join="restart").up()
+    for address in drive.state.world.offers["worker-0-0"]:
+        drive.do(world.WithdrawStore("worker-0-0", address))
+    scale(drive, 3, 2)
+    drive.join("worker-2-0")
+    words = "3 nodes could train; worker-0-0, which keeps rank 0, offers no store for a larger world"
+    assert awaited(drive) == [("grow", words, 0)]
+    assert drive.world.generation == 1
+    drive.offer("worker-0-0")
+    drive.wait(60)
+    assert drive.world.generation == 2
+
+
+def test_plans_that_came_to_nothing_are_told() -> None:
+    """When the next one is tried; and that none is, in the end."""
+    drive = grown()
+    drive.wait(100)
+    assert awaited(drive) == [("plan", "1 planned change of this generation came to nothing", 20)]
+    drive.wait(10_000)
+    assert awaited(drive) == [("plan", "3 planned changes of this generation came to nothing: no other is tried", 0)]
+
+
+def test_who_leaves_and_has_no_successor_yet_is_told() -> None:
+    """A leave is planned once its successor is on the way; the reason says whose is not, and until when that is awaited."""
+    drive = up(nodes_min=2, nodes_max=2)
+    drain(drive)
+    del drive.state.nodes.nodes["worker-1-1"]
+    drive.state.plans.by_group.clear()
+    assert awaited(drive) == [("plan", "worker-1-0 to leave once a successor is on the way", 90)]

@@ -7,7 +7,7 @@ import signal
 import pytest
 from drive import Drive
 
-from dlrover_backends.local import process
+from dlrover_backends.shared import process
 from dlrover_core.diagnosis import signatures
 from dlrover_core.diagnosis.classify import of_platform
 from dlrover_core.job import incidents, nodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -51,13 +52,21 @@ ROWS = {
     "exit.silent": (SOFT, "proc"), "exception.KeyError": (USER, "proc"), "exception.FileNotFoundError": (USER, "fail"),
     "exception.RuntimeError": (USER, "proc"), "data.connection": (DATA, "wait"), "check.failed": (HW, "isolate"),
     "hang.rank": (SOFT, "proc"), "loss.nan": (HW, "proc"), "loss.nan_everywhere": (USER, "proc"), "slow.rank": (HW, "obs"),
-    "port.in_use": (SOFT, "proc"),
+    "port.in_use": (SOFT, "proc"), "disk.full": (RES, "relaunch"), "cuda.launch_failure": (SOFT, "proc"),
+    "slurm.cancelled": (USER, "fail"),
 }  # fmt: skip
-TABLE = Table(tuple(Signature(name, name, verdict, action, "process", 0.8) for name, (verdict, action) in ROWS.items()))
+GENERAL = "cuda.launch_failure"
+TABLE = Table(
+    tuple(
+        Signature(name, name, verdict, action, "process", 0.8, general=name == GENERAL)
+        for name, (verdict, action) in ROWS.items()
+    )
+)
 
 _SOURCE = {
     "xid": KERNEL, "cuda": ERROR, "nccl": LOG, "gloo": ERROR, "cgroup": CGROUP, "net": KERNEL, "k8s": PLATFORM, "node": NODE,
     "exit": EXIT, "exception": ERROR, "data": ERROR, "check": CHECK, "hang": HANG, "loss": LOSS, "slow": SLOW, "port": ERROR,
+    "disk": ERROR, "slurm": PLATFORM,
 }  # fmt: skip
 
 
@@ -76,7 +85,7 @@ class Scene:
         seq = len(self.seen) + 1
         one = Evidence(
             seq, at, node, rank, more.pop("exit_code", 1), more.pop("step", -1), more.pop("text", ""), ROWS[signature][0],
-            signature, 0.8, **more,
+            signature, more.pop("confidence", 0.8), **more,
         )  # fmt: skip
         self.seen.append(one)
         return self
@@ -513,3 +522,74 @@ def test_words_are_the_cause_where_only_cascades_died() -> None:
     scene = line(Scene(), -600, "exception.KeyError", 2)
     found = scene.cascades(0, [0, 4, 6], source="error").judge()
     assert found.signature == "exception.KeyError"
+
+
+def test_no_node_is_taken_out_on_a_guess() -> None:
+    """Below 75 % confidence no host is left and no living node is replaced; the same sure enough is answered in full."""
+    unsure = Scene().see(0, "cuda.ecc", 2, confidence=0.6).cascades(1, [0, 4]).judge()
+    sure = Scene().see(0, "cuda.ecc", 2).cascades(1, [0, 4]).judge()
+    assert (unsure.signature, unsure.action, sure.action) == ("cuda.ecc", "check", "reset")
+    assert "too unsure" in unsure.rule
+
+
+def test_a_general_symptom_yields_to_words_that_tell_more() -> None:
+    """Of one rank's burst the telling words are the root, though the general ones came first; another rank's are not."""
+    own = Scene().see(0, "cuda.launch_failure", 2).see(4, "disk.full", 2).judge()
+    others = Scene().see(0, "cuda.launch_failure", 2).see(4, "disk.full", 6).judge()
+    assert (own.signature, others.signature) == ("disk.full", "cuda.launch_failure")
+
+
+def test_a_cancelled_step_is_a_sweep() -> None:
+    """A scheduler's cancelling is its owner's only if nothing failed before."""
+    alone = Scene().see(5, "slurm.cancelled", 0).judge()
+    after = Scene().see(0, "exception.KeyError", 2).see(5, "slurm.cancelled", 0).judge()
+    assert (alone.signature, after.signature) == ("slurm.cancelled", "exception.KeyError")
+
+
+MISLEADING = (
+    "xid.remap", "xid.cleanup", "xid.app", "net.link_down", "nccl.timeout", "nccl.aborted", "nccl.remote", "gloo.peer",
+    "exit.sigterm", "exit.sigkill", "exit.sigabrt", "data.connection", "slow.rank", "nccl.lagging", "cuda.launch_failure",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("hundred", range(10))
+def test_misleading_evidence_takes_no_host_out(hundred: int) -> None:
+    """A thousand seeded failures of the program among complaints, sweeps, old faults and warnings: no host is left for one."""
+    for seed in range(hundred * 100, hundred * 100 + 100):
+        chance = random.Random(seed)
+        guilty = chance.randrange(8)
+        scene = Scene().see(0, "exception.KeyError", guilty, place="KeyError at train.py:3")
+        for _ in range(chance.randrange(1, 8)):
+            rank = chance.choice([one for one in range(8) if one != guilty])
+            scene.see(
+                chance.uniform(0.5, 120), chance.choice(MISLEADING), rank, exit_code=chance.choice((0, 1, -6, -9, -15))
+            )
+        scene.see(-chance.uniform(700, 9000), "xid.ecc_double", node=f"n{chance.randrange(4)}")
+        found = judge(chance.sample(scene.seen, len(scene.seen)), TABLE, members=MEMBERS)
+        assert found.action not in ("isolate", "reset"), (seed, found)
+        assert not found.blamed or found.signature != "exception.KeyError", (seed, found)
+
+
+def test_nodes_that_were_only_swept_have_not_passed() -> None:
+    """What one node lacks speaks against it only where the others went past that point, and were not just stopped."""
+    scene = Scene().see(0, "exception.FileNotFoundError", 2).see(0, "exception.FileNotFoundError", 3)
+    for rank in (0, 1, 4, 5):
+        scene.see(2, "exit.sigterm", rank, exit_code=-15)
+    found = scene.judge()
+    assert (found.verdict, found.action) == (USER, "fail")
+
+
+def test_a_device_that_no_host_has_is_the_programs_mistake() -> None:
+    """A device index beyond the ranks of a host is no host's fault; one within them may be."""
+    for device, action in ((2, "fail"), (1, "isolate")):
+        scene = Scene()
+        for rank in (2, 3):
+            scene.see(0, "cuda.driver", rank, text=f"CUDA error on cuda:{device}")
+        found = scene.cascades(1, [0, 1, 4, 5]).judge(members=MEMBERS)
+        assert found.action == action, device
+
+
+def test_a_loss_that_a_program_checks_speaks_of_no_machine() -> None:
+    """A watcher that sees one rank's loss stand out means the machine; a program that checks its own does not."""
+    assert Scene().see(0, "loss.nan", 3).judge().verdict == HW
+    assert Scene().see(0, "loss.nan", 3, source=ERROR).judge().verdict == USER

@@ -12,15 +12,32 @@ import msgpack
 import pytest
 from drive import Drive
 
+from dlrover_core.data.cut import Place, pack
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import checkpoints, hosts, incidents, job, nodes, operations, plans, progress, silence, world
+from dlrover_core.job import (
+    checkpoints,
+    hosts,
+    incidents,
+    job,
+    nodes,
+    notices,
+    operations,
+    plans,
+    progress,
+    queueing,
+    shards,
+    silence,
+    world,
+)
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import STRANGERS_MAX, CommandFailed, CommandRefused, Sender
 from dlrover_core.kernel.events import Event, Origin, Record
+from dlrover_core.rules import queueing as queueing_rules
 from dlrover_core.rules.model import MODEL
 from dlrover_core.sim.faults import Fault
 from dlrover_core.sim.run import Broken
 from dlrover_core.sim.scenario import Scenario
+from dlrover_core.spec import GroupSpec
 from dlrover_core.testing import invariants
 from dlrover_core.testing.promises import Promise, Together
 
@@ -121,6 +138,40 @@ def salvaged() -> Drive:
     return blank(drive.run(26))
 
 
+def consumed() -> Drive:
+    """A job with data resumes from its checkpoint of step 10, and stores step 20."""
+    drive = running()
+
+    def cut(step: int) -> bytes:
+        return pack((Place("train", 0, 4 * step, ""),))
+
+    keeping = checkpoints.ReportKeeping("worker-0-0", 1, "file:///c", 1, 10, 3, False, 4096, 0)
+    drive.say(keeping)
+    drive.do(checkpoints.CommitCheckpoint("worker", 1, 10, 2, 1, 1, (cut(10),)))
+    drive.exit("worker-1-0", 3, step=25)
+    drive.say(keeping._replace(generation=2))
+    drive.say(checkpoints.ReportRestored("worker-0-0", 2, 10, "storage", 1, (), 1, cut(10)))
+    drive.do(checkpoints.CommitCheckpoint("worker", 2, 20, 2, 1, 1, (cut(20),)))
+    return blank(drive)
+
+
+def freed() -> Drive:
+    """A job that saves is suspended without nodes: what they hold is being written."""
+    drive = Drive(numbered=True).up()
+    drive.say(checkpoints.ReportKeeping("worker-0-0", 1, "file:///c", 1, 10, 3, False, 4096, 0))
+    drive.do(job.SuspendJob("lunch", keep_nodes=False))
+    for node in ("worker-0-0", "worker-1-0"):
+        drive.say(world.ReportStopped(node, 1, 5))
+        drive.say(checkpoints.ReportHeld(node, 1, (5,)))
+    return blank(drive)
+
+
+def drained(drive: Drive) -> Drive:
+    """A person wants a node's host free, at once."""
+    drive.do(operations.DrainNode("worker-0-0", "maintenance"))
+    return drive
+
+
 def relaunched() -> Drive:
     """A node died twice and has its third incarnation."""
     drive = Drive(numbered=True).up()
@@ -138,6 +189,31 @@ def waiting() -> Drive:
     drive = Drive(numbered=True).up()
     drive.observe("worker-1-0", "failed", -9)
     return blank(drive)
+
+
+def queued() -> Drive:
+    """One node is there, the platform has no place for the other one."""
+    drive = Drive(numbered=True)
+    drive.observe("worker-0-0", "running")
+    drive.join("worker-0-0")
+    drive.do(nodes.ObserveNodes((nodes.Observed("worker-1-0", "pending", waits="no room"),)))
+    return blank(drive)
+
+
+def given_back() -> Drive:
+    """What was half placed is given back, and gone."""
+    drive = queued()
+    drive.wait(queueing_rules.hold_us(drive.state, "worker") / 1_000_000)
+    for node in ("worker-0-0", "worker-1-0"):
+        drive.observe(node, "gone")
+    return blank(drive)
+
+
+def asked_again() -> Drive:
+    """It is asked for again."""
+    drive = given_back()
+    drive.wait(600)
+    return drive
 
 
 def silent() -> Drive:
@@ -228,7 +304,47 @@ def left() -> Drive:
     return blank(drive.run(41))
 
 
-STORIES = (leaving, left, running, restarted, relaunched, waiting, silent, hasty, hasty_without_a_step, over, departed)
+def several(*, fails: bool = False) -> Drive:
+    """Trainers, rollouts that train alone, an evaluator: all run, and the trainers make steps. Of one rollout a worker died."""
+    groups = (
+        GroupSpec("trainer", 2, 2),
+        GroupSpec("rollout", 2, 2, coupling="each", ends=False, store=False),
+        GroupSpec("evaluator", ends=False, critical=False, store=False, max_restarts=0),
+    )
+    drive = Drive(groups=groups)
+    for node in list(drive.state.nodes.nodes):
+        drive.observe(node, "running")
+        drive.join(node)
+    for node in drive.state.nodes.nodes:
+        drive.do(world.ReportStarted(node, 1))
+    drive.do(progress.ReportFirstStep("trainer-0-0", 1, 1, told=True))
+    dies = "evaluator-0-0" if fails else "rollout-1-0"
+    drive.do(incidents.ReportExit(dies, 1, 0, 1, step=1, error="ValueError: bad batch"))
+    return blank(drive)
+
+
+def given_up() -> Drive:
+    """The same, and the evaluator has failed for good."""
+    drive = several(fails=True)
+    drive.wait(600)
+    return blank(drive)
+
+
+STORIES = (
+    several,
+    given_up,
+    leaving,
+    left,
+    running,
+    restarted,
+    relaunched,
+    waiting,
+    silent,
+    hasty,
+    hasty_without_a_step,
+    over,
+    departed,
+)
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
@@ -296,7 +412,7 @@ def unclosed(records: list[Record]) -> set[str]:
     return moved(records, place, event=job.Archived(1, 1, ""))
 
 
-FORMED = world.WorldFormed("worker", 4, ((0, 2, 0, 2),), "worker-0-0:7", "too soon")
+FORMED = world.WorldFormed("worker", 4, (("worker", 0, 2, 0, 2),), "worker-0-0:7", "too soon")
 GIVE_UP = {"action": ladder.AWAIT_EVIDENCE, "rule": "workers.exhausted: none left", "budget_left": 0}
 BIG = "x" * (incidents.TAIL_BYTES_MAX + 1)
 
@@ -317,9 +433,9 @@ CASES = {
     "a decision that raised": Case("commands", running, show(CommandFailed("Tick", "ValueError", "here:1"))),
     "a word of the gone": Case("commands", departed, show(nodes.NodePending("worker-0-0"), Origin("worker-1-0", 7, 1))),
     "a generation is left out": Case("worlds", restarted, form(generation=3)),
-    "a place twice": Case("worlds", restarted, form(members=((0, 1, 0, 2), (0, 1, 0, 2)))),
-    "a stranger": Case("worlds", restarted, form(members=((0, 1, 0, 2), (5, 1, 0, 2)))),
-    "other ranks": Case("worlds", restarted, form(members=((0, 2, 0, 1),))),
+    "a place twice": Case("worlds", restarted, form(members=(("worker", 0, 1, 0, 2), ("worker", 0, 1, 0, 2)))),
+    "a stranger": Case("worlds", restarted, form(members=(("worker", 0, 1, 0, 2), ("worker", 5, 1, 0, 2)))),
+    "other ranks": Case("worlds", restarted, form(members=(("worker", 0, 2, 0, 1),))),
     "a store twice": Case("worlds", restarted, form(store="worker-0-0:1")),
     "a store of nobody": Case("worlds", restarted, form(store="worker-9-9:1")),
     "a store of another node": Case("worlds", restarted, form(store="worker-1-0:3")),
@@ -342,6 +458,21 @@ CASES = {
     "planned beside the living": Case("places", running, show(nodes.NodePlanned("worker-1-1", "worker", 1, 1))),
     "an incarnation left out": Case("places", relaunched, change(nodes.NodePlanned, node="worker-1-3", incarnation=3)),
     "no patience": Case("patience", silent, show(nodes.NodeLost("worker-1-0", "silent"))),
+    "given up while it waits": Case("waiting", queued, show(nodes.NodeLost("worker-1-0", "did not start"))),
+    "failed unseen while it waits": Case(
+        "waiting", queued, show(nodes.NodeFailed("worker-1-0", -1, "late", seen=False))
+    ),
+    "planned in a pause": Case("waiting", given_back, show(nodes.NodePlanned("worker-0-1", "worker", 0, 1))),
+    "planned for a job without nodes": Case("freed", freed, show(nodes.NodePlanned("worker-9-0", "worker", 9, 0))),
+    "given back before it is written": Case(
+        "freed", lambda: drained(freed()), change(nodes.NodeReleased, reason=nodes.SUSPENDED)
+    ),
+    "given back by a job that runs": Case(
+        "freed", lambda: drained(Drive(numbered=True).up()), change(nodes.NodeReleased, reason=nodes.SUSPENDED)
+    ),
+    "no notice, and it is withdrawn": Case("stays", running, show(notices.NoticeWithdrawn("worker-0-0"))),
+    "asked for too early": Case("waiting", asked_again, change(queueing.GivenBack, until=10**12)),
+    "nothing given back": Case("waiting", given_back, change(queueing.GivenBack, held=())),
     "an incident left out": Case("incidents", restarted, change(incidents.IncidentOpened, incident=5)),
     "closed twice": Case("incidents", restarted, show(incidents.IncidentClosed(1, 1, 0))),
     "judged when closed": Case("incidents", restarted, show(incidents.Diagnosed(1, "USER", "x", (1,), 0.5))),
@@ -388,6 +519,19 @@ CASES = {
     "restored in the past": Case("checkpoints", salvaged, change(checkpoints.Restored, generation=1)),
     "storage fails twice": Case("checkpoints", salvaged, show(checkpoints.StorageFailed("worker-0-0", "c", "x"))),
     "storage is back that was there": Case("checkpoints", salvaged, show(checkpoints.StorageBack("worker-1-0", "c"))),
+    "restarted for another set": Case("apart", several, change(incidents.WorkerExited, node="trainer-0-0")),
+    "a place in two sets": Case("coupled", several, change(world.WorldFormed, -1, members=(("rollout", 0, 1, 0, 1),))),
+    "a set given up that is needed": Case("ends", given_up, change(job.SetGivenUp, set="trainer")),
+    "relaunched while it waits": Case(
+        "waiting", queued, show(incidents.ActionChosen(1, ladder.SUSPECTS, "worker-1-0", "x", 0))
+    ),
+    "a restore with other samples": Case(
+        "cuts", consumed, change(checkpoints.Restored, cut=pack((Place("train", 0, 44, ""),)))
+    ),
+    "a state that has consumed less": Case(
+        "cuts", consumed, change(checkpoints.CheckpointCommitted, cut=pack((Place("train", 0, 36, ""),)))
+    ),
+    "a ledger that is broken": Case("cuts", consumed, show(shards.LedgerBroken("worker", "", 2, 20, "twice"))),
     "a tail without end": Case("bounded", restarted, change(incidents.WorkerExited, tail=BIG)),
     "evidence without end": Case("bounded", restarted, change(incidents.Diagnosed, evidence=tuple(range(99)))),
 }
@@ -413,7 +557,7 @@ def test_each_promise_can_be_broken(what: str) -> None:
 
 def test_every_promise_is_broken_once() -> None:
     """There is no promise that nothing here breaks."""
-    beside = {"reference", "liveness", "slices"}  # here below, and in test_slices.py
+    beside = {"reference", "liveness", "slices", "addresses"}  # here below, in test_slices.py and test_clusters.py
     assert {case.promise for case in CASES.values()} | beside == {cls.name for cls in invariants.DEFAULT}
 
 

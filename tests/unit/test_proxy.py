@@ -255,7 +255,8 @@ def test_lost_acknowledgement_of_one_who_never_answers() -> None:
     """A target that does not answer is not waited for longer than a second."""
 
     async def story() -> None:
-        mute = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        taken: list[asyncio.StreamWriter] = []
+        mute = await asyncio.start_server(lambda reader, writer: taken.append(writer), "127.0.0.1", 0)
         async with (
             mute,
             Proxy("{}:{}".format(*mute.sockets[0].getsockname())) as proxy,
@@ -264,6 +265,8 @@ def test_lost_acknowledgement_of_one_who_never_answers() -> None:
             lost = proxy.cut_after_request()
             client.send("a")
             await asyncio.wait_for(lost, BOUND_S)
+        for one in taken:
+            one.close()
 
     asyncio.run(story())
 

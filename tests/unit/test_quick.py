@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,14 +57,20 @@ def names(paths: list[str]) -> list[str]:
 def test_the_nearest_come_first(tree: Path, changed: list[str], expected: str) -> None:
     """By imports, those in functions and those of helpers too; a page's tests by its name; rules over the tree always."""
     tests, left_out = quick.chosen(changed, tree)
-    assert (names(tests), left_out) == (["layout", *expected], 0)
+    assert (names(tests), left_out) == ([*expected, "layout"], 0)
+
+
+def test_the_nearest_come_before_the_rules(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where time is short, a rule over the whole tree must not keep a change's own tests from running."""
+    monkeypatch.setattr(quick, "FIRST", 1)
+    assert names(quick.chosen(["src/dlrover_core/deep.py"], tree)[0]) == ["b", "layout", "a", "c"]
 
 
 def test_no_more_than_fit(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The furthest are left out, and counted."""
     monkeypatch.setattr(quick, "FILES_MAX", 1)
     assert quick.chosen(["src/dlrover_core/deep.py"], tree) == (
-        ["tests/unit/test_layout.py", "tests/unit/test_b.py"],
+        ["tests/unit/test_b.py", "tests/unit/test_layout.py"],
         2,
     )
 
@@ -85,6 +93,48 @@ def test_what_has_changed(tree: Path) -> None:
     (tree / "new.py").write_text("")
     assert quick.changed(tree) == ["docs/page.md", "new.py", "tests/unit/test_d.py"]
     assert quick.changed(tree, "HEAD") == ["new.py", "tests/unit/test_d.py"]
+
+
+BOUNDED = """
+import sys, pytest
+from tools.quick import Budget
+budget = Budget(*map(float, sys.argv[1:3]))
+try: pytest.main(sys.argv[3:], plugins=[budget])
+finally: budget.close()
+print(budget.line())
+"""
+MANY = """
+import pytest
+@pytest.mark.parametrize("number", range(9))
+def test_one(number): assert number != 3
+"""
+ENDLESS = "import threading\ndef test_one(): threading.Event().wait()"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop_s", "kill_s", "side", "expected"),
+    [
+        (MANY, 600, 600, False, "8 passed, 1 failed"),
+        (MANY, 0, 600, True, "; the time was over before all had run"),
+        (ENDLESS, 600, 4, True, "no test ran; the time was over before all had run"),
+    ],
+    ids=["all", "some", "none"],
+)
+def test_the_time_is_kept(tmp_path: Path, text: str, stop_s: int, kill_s: int, side: bool, expected: str) -> None:
+    """When the time is over no test begins, then one that still runs is interrupted; only what has run is counted."""
+    (tmp_path / "test_it.py").write_text(text)
+    words = [*(("-n", "1", "--maxschedchunk", "1") if side else ()), "-q", "-c", "/dev/null", str(tmp_path)]
+    line = [sys.executable, "-c", BOUNDED, str(stop_s), str(kill_s), *words]
+    done = subprocess.run(line, cwd=quick.ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1].endswith(expected)
+
+
+@pytest.mark.parametrize(("code", "patience_s", "expected"), [(0, 60, 0), (3, 60, 3), (None, 0.2, -1)])
+def test_checks_run_beside(code: int | None, patience_s: float, expected: int) -> None:
+    """Their exit status and their words; those that are not over in time are ended, with all that they started."""
+    script = f"echo checking; exit {code}" if code is not None else "echo checking; sleep 600 & wait"
+    checks = quick.Checks(("sh", "-c", script))
+    assert checks.end(time.monotonic() + patience_s) == (expected, "checking\n")
 
 
 def test_this_tree() -> None:

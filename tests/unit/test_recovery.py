@@ -482,9 +482,10 @@ def test_what_passes_by_itself_waits_longer_each_time() -> None:
 def test_more_memory_for_a_group_that_ran_out_of_it() -> None:
     """Its next nodes ask for a fifth more, and so does every node of the group from then on."""
     drive = Drive(nodes_max=2, nproc=1)
-    spec = JobSpec("j", (GroupSpec(nodes_min=2, nodes_max=2, nproc=1, memory_mib=10_000),))
+    spec = JobSpec("j", (GroupSpec(nodes_min=2, nodes_max=2, nproc=1, memory_mib=10_000, cpu_m=1500, gpus=8),))
     drive.do(job.CreateJob("run-2", spec.to_json()))
     assert {one.memory_mib for one in desired(drive.state).launch} == {10_000}
+    assert {(one.cpu_m, one.gpus) for one in desired(drive.state).launch} == {(1500, 8)}
     names = sorted(drive.state.nodes.nodes)
     for name in names:
         drive.observe(name, "running")
@@ -652,7 +653,7 @@ def test_a_charge_that_a_later_verdict_cannot_pay_stops_the_job() -> None:
         known = {"signature": "exception.KeyError", "place": "KeyError at a.py:9"}
         drive.exit(f"worker-{rank}-0", rank, 1, "KeyError: 1", generation=2, **known)
     assert drive.incident.signature == "exception.KeyError"
-    assert (drive.incident.held, drive.state.incidents.restarts) == (True, 1)
+    assert (drive.incident.end_pending, drive.state.incidents.restarts) == (True, 1)
 
 
 def test_restarts_on_the_systems_account_come_back_after_an_hour() -> None:

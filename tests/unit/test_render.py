@@ -9,11 +9,12 @@ import pytest
 from tests.unit.life import Life, three_deaths
 
 from dlrover_core.history import render
-from dlrover_core.history.explain import explanation_of
-from dlrover_core.history.phrases import duration, exit_of, key_values, one_line, safe, say
-from dlrover_core.history.plain import explanation_values, plain, record_of, report_values
-from dlrover_core.history.report import report_of
+from dlrover_core.history.explain import explanation_of, explanation_values
+from dlrover_core.history.phrases import duration, exit_of, key_values, one_line, safe
+from dlrover_core.history.plain import plain, record_of
+from dlrover_core.history.report import report_of, report_values
 from dlrover_core.history.status import status_of
+from dlrover_core.history.words import say
 from dlrover_core.job import incidents, job, operations, progress, world
 from dlrover_core.kernel.events import Record
 from dlrover_core.rules.model import MODEL
@@ -72,7 +73,7 @@ def sample(hint: Any) -> object:
     inner = get_args(hint)
     if inner:
         return tuple(sample(one) for one in inner if one is not Ellipsis)
-    return {str: NASTY, int: 1, bool: True, float: 0.5}[hint]
+    return {str: NASTY, int: 1, bool: True, float: 0.5, bytes: b"\xc1"}[hint]
 
 
 @pytest.mark.parametrize("cls", MODEL.events, ids=lambda cls: cls.__name__)
@@ -245,10 +246,10 @@ def test_what_people_asked_for() -> None:
     assert told.goodput.by_class["suspended"] == us(100)
     for line in (
         "asked for while it ran",
-        "#N   +12.000 s  somebody suspended the job: lunch",
-        "#N  +112.000 s  somebody let the job go on: back",
+        "#N   +12.000 s  the job was suspended: lunch",
+        "#N  +112.000 s  the job was resumed: back",
         "#N  +120.000 s  worker is to have 1 to 3 nodes (a new machine)",
-        "#N  +120.000 s  somebody wants host-worker-1-0 free of worker-1-0: a bad one",
+        "#N  +120.000 s  host-worker-1-0 is wanted free of worker-1-0: a bad one",
     ):
         assert line in text, text
     assert "2 nodes (wanted: 1 to 3 nodes), 4 ranks" in render.status(status_of(life.state, life.records[-1]))

@@ -49,7 +49,7 @@ class Folder:
         self.events = [
             self.event("JobCreated"),
             self.event("NodePlanned", node="worker-0-0", incarnation=0),
-            self.event("WorldFormed", generation=1, reason="everybody expected is there"),
+            self.event("WorldFormed", generation=1, reason="all expected nodes are there"),
             self.event("WorldFormed", generation=2, reason="incident 1", seen=self.killed_at + 0.2),
             self.event("JobSucceeded", seen=BEGAN_S + 20),
         ]

@@ -44,3 +44,13 @@ def test_the_line_says_state_step_rate_generation_and_what_is_wrong() -> None:
         {**status, "degraded": "the log is full", "last_incident": "1: exit.sigkill -> RESTART_PROCESSES"}, 2.0
     )
     assert told.endswith("control plane degraded: the log is full  incident 1: exit.sigkill -> RESTART_PROCESSES")
+
+
+@pytest.mark.parametrize(
+    ("about", "epochs", "text"), [(80, 3, "epoch 1/3 80%"), (300, 3, "epoch 3/3 100%"), (1205, 0, "epoch 13 5%")]
+)
+def test_the_line_says_how_far_the_data_are(about: int, epochs: int, text: str) -> None:
+    """By the newest step, behind the generation."""
+    status = {"state": "running", "step": 7, "generation": 2, "degraded": "", "last_incident": ""}
+    data = [{"dataset": "train", "size": 100, "epochs": epochs, "about": about}]
+    assert Line("job").text({**status, "data": data}, 1.0).endswith(f"generation 2  train {text}")

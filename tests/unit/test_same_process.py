@@ -15,7 +15,7 @@ import pytest
 from dlrover_adapters.agent import leftovers, process
 from dlrover_adapters.agent.children import Child
 from dlrover_adapters.cli import doctor_workers
-from dlrover_backends.local import orphans
+from dlrover_backends.shared import orphans
 from dlrover_core.host import procfs
 from dlrover_core.testing import guard
 

@@ -12,9 +12,11 @@ from test_histories import saved_and_restored
 from tests.unit.life import Life
 
 from dlrover_core.history import explanation_of, incident_of, render, render_story, report_of, status_of
-from dlrover_core.history.phrases import key_values, say, size
-from dlrover_core.history.plain import plain, report_values
+from dlrover_core.history.phrases import key_values, size
+from dlrover_core.history.plain import plain
+from dlrover_core.history.report import report_values
 from dlrover_core.history.saves import Restores, Saves, SavesBuilder
+from dlrover_core.history.words import say
 from dlrover_core.job import checkpoints, progress, world
 from dlrover_core.job.checkpoints import CheckpointCommitted, Restored, StepsHeld, StorageBack, StorageFailed
 from dlrover_core.kernel.events import Event, Record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -179,3 +180,11 @@ def test_a_master_that_begins_none_leaves_another_run_alone() -> None:
         assert (await log.head("many"), await log.leader("many")) == (head, None)
 
     asyncio.run(scenario())
+
+
+def test_a_spec_of_an_earlier_release_differs_in_nothing() -> None:
+    """Settings that a release did not know have their defaults: a master of the next one goes on with the job."""
+    ours = JobSpec("a").to_json()
+    raw = json.loads(ours)
+    del raw["groups"][0]["coupling"], raw["check_fresh_s"]
+    assert settle.differences(json.dumps(raw), ours) == []

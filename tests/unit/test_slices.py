@@ -36,7 +36,7 @@ def planned() -> JobState:
     for node in ("worker-0-0", "worker-1-0"):
         drive.do(checkpoints.ReportArmed(node, 1))
     drive.do(checkpoints.ReportHeld("worker-0-0", 1, (7,), 1))
-    assert list(drive.state.plans.by_group["worker"].held) == ["worker-0-0"]
+    assert list(drive.state.plans.by_group["worker"].at_boundary) == ["worker-0-0"]
     return drive.state
 
 
@@ -185,7 +185,9 @@ SPOILT = (
         _both,
         f"verdict: ['{ONE}'] are good and unclear",
     ),
-    Spoilt("checks", checked, lambda state: state.checks.held.update(worker=0), "verdict: counted are {'worker': 0}"),
+    Spoilt(
+        "checks", checked, lambda state: state.checks.since_world.update(worker=0), "verdict: counted are {'worker': 0}"
+    ),
     Spoilt("checkpoints", saved, _kept(committed=[(1, 20), (1, 10)]), "worker: commits: K = [(1, 20), (1, 10)]"),
     Spoilt("checkpoints", saved, _held(ended_at=0), "worker: life: (generation, has ended) of e and n = [(1, False), "),
     Spoilt("checkpoints", saved, _kept(formed=1), "worker: life: (generation, has ended) of e and n = "),

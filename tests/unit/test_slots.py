@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from dlrover_core.checkpoint.slots import NOTHING, Kept, choose, slots_for
+from dlrover_core.checkpoint.slots import NOTHING, SlotContent, choose, slots_for
 
 COLLECTIVE, SETTLE, LOOK, SAVE = range(4)
 
@@ -116,7 +116,7 @@ def saved(world: World, rank: Rank, rules: Rules, became: object) -> World:
     after = rank._replace(call=rank.call + 1, at=COLLECTIVE, seen=frozenset())
     if rank.call % rules.every:
         return became(after)  # type: ignore[operator, no-any-return]
-    kept = [Kept(slot.step, slot.step, pinned=slot.pinned) for slot in rank.slots]
+    kept = [SlotContent(slot.step, slot.step, pinned=slot.pinned) for slot in rank.slots]
     at = choose(kept, call=rank.call, missed=rank.seen, whole=rank.whole, coupled=rules.coupled, lag=rules.lag)
     if at is None or rank.flying is not None:
         missed = world.missed | {rank.call} if rules.told else world.missed
@@ -194,7 +194,7 @@ def test_each_of_the_rules_is_needed(rules: Rules, how: str) -> None:
 
 def test_jobs_without_a_collective_per_step_lose_everything_by_the_rule_for_those_with_one() -> None:
     """A rank that runs ahead overwrites what the other has, unless it waits for the word that something newer is whole."""
-    slots = [Kept(2, 2), Kept(4, 4)]
+    slots = [SlotContent(2, 2), SlotContent(4, 4)]
     assert choose(slots, call=6) == 0
     assert choose(slots, call=6, coupled=False) is None
     assert choose(slots, call=6, coupled=False, whole=4) == 0
@@ -202,26 +202,26 @@ def test_jobs_without_a_collective_per_step_lose_everything_by_the_rule_for_thos
 
 def test_free_slots_come_first_then_what_is_of_no_use_then_the_oldest() -> None:
     """A state that some rank has not saved helps nobody, however new it is."""
-    assert choose([Kept(2, 2), Kept()], call=4) == 1
-    assert choose([Kept(6, 6), Kept(2, 2), Kept(4, 4)], call=8, missed={6}) == 0
-    assert choose([Kept(6, 6), Kept(2, 2), Kept(4, 4)], call=8) == 1
+    assert choose([SlotContent(2, 2), SlotContent()], call=4) == 1
+    assert choose([SlotContent(6, 6), SlotContent(2, 2), SlotContent(4, 4)], call=8, missed={6}) == 0
+    assert choose([SlotContent(6, 6), SlotContent(2, 2), SlotContent(4, 4)], call=8) == 1
 
 
 def test_what_is_read_or_needed_is_not_overwritten() -> None:
     """A pinned slot, the newest proven one, and newer ones that may still be proven; then the save is left out."""
-    assert choose([Kept(2, 2, pinned=True), Kept(4, 4)], call=6) is None
-    assert choose([Kept(2, 2), Kept(3, 3)], call=4) is None
-    assert choose([Kept(2, 2), Kept(3, 3)], call=5) == 0
-    assert choose([Kept(2, 2, pinned=True), Kept(4, 4), Kept(6, 6)], call=8) == 1
+    assert choose([SlotContent(2, 2, pinned=True), SlotContent(4, 4)], call=6) is None
+    assert choose([SlotContent(2, 2), SlotContent(3, 3)], call=4) is None
+    assert choose([SlotContent(2, 2), SlotContent(3, 3)], call=5) == 0
+    assert choose([SlotContent(2, 2, pinned=True), SlotContent(4, 4), SlotContent(6, 6)], call=8) == 1
 
 
 def test_what_a_generation_began_from_is_kept_until_something_newer_is_proven() -> None:
     """The restored state is whole by the ranks' agreement, however old the slot is."""
-    assert choose([Kept(40, 0, base=True), Kept(42, 1)], call=2) is None
-    assert choose([Kept(40, 0, base=True), Kept(42, 1)], call=3) == 0
+    assert choose([SlotContent(40, 0, base=True), SlotContent(42, 1)], call=2) is None
+    assert choose([SlotContent(40, 0, base=True), SlotContent(42, 1)], call=3) == 0
 
 
 def test_one_rank_alone_needs_no_proof() -> None:
     """What it has published is whole."""
-    assert choose([Kept(1, 1), Kept(2, 2)], call=3, alone=True) == 0
+    assert choose([SlotContent(1, 1), SlotContent(2, 2)], call=3, alone=True) == 0
     assert (slots_for(1, 1), slots_for(1, 2), slots_for(2, 2)) == (2, 3, 2)

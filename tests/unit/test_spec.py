@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover_core.errors import CoreError, SpecError
-from dlrover_core.spec import NODES_MAX, GroupSpec, JobSpec, us
+from dlrover_core.spec import NODES_MAX, GroupSpec, JobSpec, Policy, us
 
 DURATIONS = [one.name for one in dataclasses.fields(JobSpec) if one.name.endswith("_s")]
 
@@ -53,6 +54,18 @@ def test_bad_names(name: str) -> None:
         ({"name": "Worker"}, "group.name"),
         ({"name": "a-b"}, "group.name"),
         ({"name": ""}, "group.name"),
+        ({"cpu_m": -1}, "cpu_m"),
+        ({"gpus": -1}, "gpus"),
+        ({"set": "Train"}, "group.set"),
+        ({"set": "train", "coupling": "each"}, "group.set"),
+        ({"coupling": "alone"}, "group.coupling"),
+        ({"coupling": "each", "unit": 2, "nodes_max": 2}, "unit"),
+        ({"precheck": "some"}, "group.precheck"),
+        ({"on_join": "maybe"}, "group.on_join"),
+        ({"slow_action": "kill"}, "group.slow_action"),
+        ({"hang_s": -1.0}, "group.hang_s"),
+        ({"finish_s": math.nan}, "group.finish_s"),
+        ({"max_restarts": -1}, "group.max_restarts"),
     ],
 )
 def test_bad_groups(group: dict[str, object], field: str) -> None:
@@ -78,6 +91,45 @@ def test_bad_settings(settings: dict[str, object], field: str) -> None:
     with pytest.raises(SpecError) as caught:
         JobSpec("a", **settings)  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+CHIEF, WORKER, ROLLOUT = GroupSpec("chief", set="train"), GroupSpec(set="train"), GroupSpec("rollout", coupling="each")
+
+
+@pytest.mark.parametrize(
+    ("groups", "field", "words"),
+    [
+        ((GroupSpec(uses=("ps",)),), "group.uses", "group 'worker' uses 'ps', and the groups are worker"),
+        ((GroupSpec(ends=False), GroupSpec("ps", ends=False)), "group.ends", "no group of worker, ps both ends"),
+        ((GroupSpec(critical=False),), "group.ends", "set ends and critical of one group to true"),
+        ((GroupSpec(set="ps"), GroupSpec("ps", set="other")), "group.set", "'ps' of group 'worker' is the name of a group"),
+        ((GroupSpec(set="ps"), replace(ROLLOUT, name="ps")), "group.set", "outside that set"),
+        ((CHIEF, replace(WORKER, max_restarts=5)), "group.max_restarts", "'chief' (3) and 'worker' (5) share the set 'train'"),
+        ((CHIEF, replace(WORKER, store=False)), "group.store", "'chief' (True) and 'worker' (False) share"),
+        ((CHIEF, replace(WORKER, critical=False)), "group.critical", "must agree"),
+        ((GroupSpec(precheck="full", store=False),), "group.precheck", "'basic' or 'off'"),
+    ],
+)  # fmt: skip
+def test_groups_that_do_not_fit_together(groups: tuple[GroupSpec, ...], field: str, words: str) -> None:
+    """Groups that contradict each other are refused: the message names the field, the values, and what would do."""
+    with pytest.raises(SpecError) as caught:
+        JobSpec("a", groups)
+    assert caught.value.field == field
+    assert words in str(caught.value)
+
+
+def test_sets_of_a_job() -> None:
+    """Groups that name the same set share it, a group of its own is one, and nodes that are sets of their own are in none."""
+    spec = JobSpec("a", (CHIEF, GroupSpec("ps"), WORKER, ROLLOUT))
+    assert spec.sets == {"train": (CHIEF, WORKER), "ps": (GroupSpec("ps"),)}
+    assert JobSpec("a", (GroupSpec("chief", set="worker"), GroupSpec())).sets.keys() == {"worker"}
+
+
+def test_the_policy_in_force() -> None:
+    """A group's own setting holds for it, and the job's where it has none; 0 is a setting."""
+    spec = JobSpec("a", (GroupSpec(), GroupSpec("ps", hang_s=0.0, max_restarts=9)), hang_s=40.0, precheck="basic")
+    assert spec.in_force("worker") == Policy("basic", "restart", 40.0, "report", 3600.0, 3)
+    assert spec.in_force("ps") == Policy("basic", "restart", 0.0, "report", 3600.0, 9)
 
 
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, "1", None, 10**9])
@@ -131,7 +183,7 @@ def test_group_by_name() -> None:
 def test_json_round_trip(least: int, more: int, unit: int, launch_s: float, on_join: str) -> None:
     """A spec comes back from the log's first event as it went in."""
     group = GroupSpec(nodes_min=least, nodes_max=(least + more) * unit, unit=unit)
-    spec = JobSpec("a", (group, GroupSpec("ps")), launch_s=launch_s, on_join=on_join)
+    spec = JobSpec("a", (group, GroupSpec("ps", uses=("worker", "ps"))), launch_s=launch_s, on_join=on_join)
     assert JobSpec.from_json(spec.to_json()) == spec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dlrover_core.job import silence
 from dlrover_core.job.state import JobState
-from dlrover_core.kernel.state import digest, pack, schema, unpack
+from dlrover_core.kernel.state import digest, lasting, pack, reset, schema, unpack
 from dlrover_core.rules.model import MODEL
 
 HERE = Path(__file__).parent
@@ -52,6 +52,15 @@ class Whole:
     spots: tuple[Spot, ...] = ()
     names: tuple[str, ...] = ()
     maybe: Optional[Part] = None  # noqa: UP045  # both spellings of an optional are read
+
+
+@dataclass(slots=True)
+class Run:
+    """A slice of which one field outlives a run."""
+
+    count: int = lasting(int)
+    limit: int = 7
+    names: list[str] = field(default_factory=list)
 
 
 _spots = st.builds(Spot, st.text(max_size=5), st.lists(st.integers(0, 9), max_size=3).map(tuple))
@@ -172,3 +181,36 @@ def test_the_digest_does_not_depend_on_hash_seeds() -> None:
         told.append(done.stdout)
     assert told[0] == told[1]
     assert len(told[0]) > 50
+
+
+def test_a_new_run_keeps_what_lasts() -> None:
+    """All other fields are what they are at first; no two runs share a list."""
+    one = Run()
+    one.count, one.limit = 3, 1
+    one.names.append("a")
+    names = one.names
+    reset(one)
+    assert (one.count, one.limit, one.names, names) == (3, 7, [], ["a"])
+
+
+def test_what_lasts() -> None:
+    """What a job remembers of its earlier runs is chosen with care: whoever adds to it says so here."""
+    slices = {spot.name: spot.default_factory for spot in fields(JobState) if "facts" in spot.metadata}
+    assert {
+        f"{name}.{spot.name}" for name, cls in slices.items() for spot in fields(cls) if "lasts" in spot.metadata
+    } == {
+        "job.state",
+        "job.archived",
+        "nodes.slots",
+        "hosts.hosts",
+        "world.worlds",
+        "incidents.number",
+        "incidents.history",
+        "stragglers.recoveries",
+        "hangs.number",
+        "checks.number",
+        "checks.changes",
+        "plans.number",
+        "checkpoints.offered",
+        *(f"clusters.{name}" for name in ("version", "changed", "offers", "holders", "vacant")),
+    }

@@ -102,7 +102,7 @@ class Here(Site):
 
     def own(self, state: State) -> list[tuple[Arena, int]]:
         """As `Site`."""
-        return [(SimpleNamespace(id=1), 0)] if state in self.has else []  # type: ignore[list-item]
+        return [(SimpleNamespace(id=1, cut=lambda _slot: b""), 0)] if state in self.has else []  # type: ignore[list-item]
 
     def is_due(self, state: State) -> bool:
         """As `Site`."""

@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dlrover_adapters.agent.config import NON_TEMPORAL_BYTES  # noqa: E402
 from dlrover_adapters.torch.checkpoint.streaming import BATCH_BYTES, SMALL_BYTES, Blocks, Copy, batches  # noqa: E402
+from dlrover_adapters.torch.environment import NON_TEMPORAL_BYTES  # noqa: E402
 
 MIB = 1024 * 1024
 

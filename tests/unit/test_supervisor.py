@@ -17,6 +17,20 @@ from dlrover_adapters.cli.settings import EX_AGAIN, EX_OVER
 from dlrover_adapters.cli.supervisor import MastersFailed, NoNodes, Supervisor
 
 
+def settings_of(**more: Any) -> Any:
+    """Settings of a job whose log is shared by hosts, as far as a supervisor reads them."""
+    return SimpleNamespace(
+        directory="",
+        shared=True,
+        nodes_elsewhere=True,
+        mark="",
+        in_memory=lambda: os.memfd_create("settings"),
+        job=SimpleNamespace(job="j", hung_s=0.0),
+        holder=lambda pid, number: f"host-{pid}-{number}",
+        **more,
+    )
+
+
 async def told_of_the_dead(monkeypatch: pytest.MonkeyPatch, codes: list[int], lives: list[float]) -> list[list[str]]:
     """Which dead masters each one is told of; ``codes`` they end with, after ``lives`` seconds by the loop's clock."""
     told: list[list[str]] = []
@@ -38,14 +52,7 @@ async def told_of_the_dead(monkeypatch: pytest.MonkeyPatch, codes: list[int], li
     monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
     monkeypatch.setattr(supervisor, "BACK_OFF_S", 0.0)
     with socket.socket() as port:
-        settings: Any = SimpleNamespace(
-            directory="",
-            shared=True,
-            mark="",
-            in_memory=lambda: os.memfd_create("settings"),
-            job=SimpleNamespace(job="j", hung_s=0.0),
-            holder=lambda pid, number: f"host-{pid}-{number}",
-        )
+        settings = settings_of()
         await asyncio.wait_for(Supervisor(settings, "t", port, NoNodes()).run(), 10_000)
     return told
 
@@ -61,6 +68,39 @@ def test_of_too_many_those_that_lived_longest_are_named(monkeypatch: pytest.Monk
     monkeypatch.setattr(supervisor, "DEAD_MAX", 2)
     told = asyncio.run(told_of_the_dead(monkeypatch, [-9, *[EX_AGAIN] * 4, EX_OVER], [60.0, *[1.0] * 5]))
     assert [("host-101-1" in one, len(one)) for one in told] == [(False, 0), (True, 1), *[(True, 2)] * 4]
+
+
+def test_a_doubt_about_the_leader_brings_a_second_master_that_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a shared log there is one master here, until it leads and does not answer; the second leaves its port to it."""
+
+    async def story() -> list[bool]:
+        quiet: list[bool] = []
+        over, first, second = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def started(*words: str, **_: Any) -> Any:
+            quiet.append("--quiet" in words)
+            (first if len(quiet) == 1 else second).set()
+
+            async def wait() -> int:
+                await over.wait()
+                return EX_OVER
+
+            return SimpleNamespace(pid=100 + len(quiet), wait=wait, returncode=EX_OVER)
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+        with socket.socket() as port:
+            settings = settings_of()
+            made = Supervisor(settings, "t", port, NoNodes())
+            running = asyncio.ensure_future(made.run())
+            await asyncio.wait_for(first.wait(), 10)
+            assert quiet == [False]
+            made._doubt.set()
+            await asyncio.wait_for(second.wait(), 10)
+            over.set()
+            await asyncio.wait_for(running, 10)
+        return quiet
+
+    assert asyncio.run(story()) == [False, True]
 
 
 def supervised(monkeypatch: pytest.MonkeyPatch, tries: list[int]) -> list[float]:
@@ -83,15 +123,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch, tries: list[int]) -> list[float]
     async def run() -> None:
         monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
         with socket.socket() as port:
-            job = SimpleNamespace(job="j", hung_s=0.0)
-            settings: Any = SimpleNamespace(
-                directory="",
-                shared=True,
-                mark="",
-                job=job,
-                holder=lambda pid, number: f"{pid}-{number}",
-                control_log="control.log",
-            )
+            settings = settings_of(control_log="control.log")
             made = Supervisor(settings, "t", port, NoNodes())
             monkeypatch.setattr(asyncio, "sleep", sleep)
             await made._keep_one()

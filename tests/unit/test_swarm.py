@@ -12,7 +12,7 @@ import pytest
 from dlrover_core.errors import PlanError
 from dlrover_core.sim.faults import ENGINE, LEVELS, LOCAL, kinds
 from dlrover_core.sim.scenario import Scenario, plan_of
-from dlrover_core.testing.swarm import FAULTS_MAX, KINDS_MAX, draw, draw_scenario
+from dlrover_core.testing.swarm import FAULTS_MAX, KINDS_MAX, PLATFORM, draw, draw_scenario
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -51,10 +51,12 @@ def test_the_scenario_does_not_move_the_world() -> None:
 
 
 def test_all_kinds_come() -> None:
-    """Over some hundred seeds each kind of the level is drawn, and so are all sorts of moments."""
+    """Over some hundred seeds each kind of the level is drawn, what platforms say if it is named, and all sorts of moments."""
     plans = [draw(seed) for seed in range(500)]
     many = Counter(fault.kind for plan in plans for fault in plan.faults)
-    assert set(many) == set(kinds(ENGINE))
+    assert set(many) == set(kinds(ENGINE)) - set(PLATFORM)
+    said = [draw(seed, kinds=PLATFORM) for seed in range(50)]
+    assert {fault.kind for plan in said for fault in plan.faults} == set(PLATFORM)
     moments = {fault.at.partition(" ")[0] for plan in plans for fault in plan.faults}
     assert {"step", "event", "WorldFormed", "LeaderStarted", "incident", "all"} <= moments
     assert any(fault.at.endswith(" s") for plan in plans for fault in plan.faults)

@@ -1,48 +1,49 @@
 """A concern is three files and three lines: one is added here from outside, and no file of core knows of it.
 
-"Profile one node for so many steps". In core it would be ``job/profiles.py``, ``rules/profiles.py`` and the words for people in
-``history``; and a line each in ``job/state.py`` (the slice), ``rules/model.py`` (``RULES``) and ``runtime/operations.py``
-(the verb).
+"Profile one node for so many steps". The three files lie in ``toy_concern`` as they would in core: ``job/profiles.py``,
+``rules/profiles.py`` and ``history/words/profiles.py``. The lines are those of ``job/state.py`` (the slice), ``rules/model.py``
+(``RULES``) and ``runtime/operations.py`` (the verb).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from pathlib import Path
+from typing import Any
 
 import drive
 import pytest
 from drive import Drive
+from toy_concern.job import profiles
+from toy_concern.job.profiles import Profile, ProfileAsked, ProfileNode, ProfileSlice, ProfileTaken, ReportProfile
+from toy_concern.rules import profiles as asked_profiles
 
-from dlrover_core.errors import Refused
+from dlrover_adapters.cli.main import main
+from dlrover_core.errors import MalformedMessage
 from dlrover_core.job import world
 from dlrover_core.job.checkpoints import Keep
-from dlrover_core.job.names import group_of
+from dlrover_core.job.job import CreateJob
 from dlrover_core.job.orders import Order
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.engine import (
     Accepted,
     CommandRefused,
-    Facts,
     Fold,
     Model,
     NotDone,
-    Rules,
-    always,
     kept,
-    to_named,
 )
-from dlrover_core.kernel.events import Event, Record, Registry, event
+from dlrover_core.kernel.events import Registry
+from dlrover_core.kernel.log import Appended
 from dlrover_core.kernel.state import digest, pack, unpack
-from dlrover_core.kernel.wire import COMMANDS, PARTS, command, part
-from dlrover_core.rules import slots
+from dlrover_core.kernel.wire import COMMANDS, PARTS
+from dlrover_core.logs import open_log
 from dlrover_core.rules.desired import desired
 from dlrover_core.rules.model import MODEL
-from dlrover_core.runtime import messages
+from dlrover_core.runtime import messages, operations
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.duties import Desk, Orders
 from dlrover_core.runtime.messages import Answer, Hello, Level, Numbered, Welcome
@@ -54,115 +55,21 @@ from dlrover_core.testing.invariants import check
 from dlrover_core.testing.network import Network
 from dlrover_core.testing.training import MemoryLauncher, Training
 
-# ---- job/profiles.py: what is known
-
-
-@event(9001)
-class ProfileAsked(NamedTuple):
-    """A node is to be profiled."""
-
-    node: str
-    number: int
-    steps: int
-
-
-@event(9002)
-class ProfileTaken(NamedTuple):
-    """It was, and the profile lies there."""
-
-    node: str
-    number: int
-    path: str
-
-
-class ProfileNode(NamedTuple):
-    """A person: profile this node."""
-
-    node: str
-    steps: int
-
-
-@command(9001, since=5)
-class ReportProfile(NamedTuple):
-    """An agent: the profile lies there."""
-
-    node: str
-    number: int
-    path: str
-
-
-@part(9001)
-class Profile(NamedTuple):
-    """To a node: profile so many steps; ``number`` 0: none."""
-
-    number: int = 0
-    steps: int = 0
-
-
-@dataclass(slots=True)
-class ProfileSlice:
-    """The profiles that are asked for, by node, and how many ever were."""
-
-    open: dict[str, ProfileAsked] = field(default_factory=dict)
-    number: int = 0
-
-
-def _on_asked(slice_: ProfileSlice, fact: ProfileAsked, record: Record) -> None:
-    slice_.open[fact.node], slice_.number = fact, fact.number
-
-
-def _on_over(slice_: ProfileSlice, fact: Any, record: Record) -> None:
-    slice_.open.pop(fact.node, None)
-
-
-FACTS = Facts(
-    kinds=(ProfileAsked, ProfileTaken),
-    evolve={ProfileAsked: _on_asked, ProfileTaken: _on_over, **dict.fromkeys(get_args(world.Ended), _on_over)},
-)
-
-
-# ---- rules/profiles.py: what is decided
-
-
-def _ask(state: ToyState, command: ProfileNode, now: int) -> Iterator[Event]:
-    if slots.present(state, command.node).node in state.profiles.open:
-        raise Refused(f"{command.node} is profiled already")
-    yield ProfileAsked(command.node, state.profiles.number + 1, command.steps)
-
-
-def _report(state: ToyState, command: ReportProfile, now: int) -> Iterator[Event]:
-    asked = state.profiles.open.get(command.node)
-    if asked is None or asked.number != command.number:
-        raise Refused(f"profile {command.number} is over")
-    yield ProfileTaken(*command)
-
-
-def _told(state: ToyState, group: str) -> Mapping[str, Profile]:
-    return {
-        one.node: Profile(one.number, one.steps) for one in state.profiles.open.values() if group_of(one.node) == group
-    }
-
-
-RULES = Rules(
-    decide={ProfileNode: _ask, ReportProfile: _report},
-    levels=dict.fromkeys((ProfileAsked, ProfileTaken), always),
-    tells=to_named(_told),
-)
-
-
-# ---- the lines of job/state.py and rules/model.py
+# ---- the lines of job/state.py, rules/model.py and runtime/operations.py
 
 
 @dataclass(slots=True)
 class ToyState(JobState):
     """Everything that core knows, and profiles."""
 
-    profiles: ProfileSlice = kept(ProfileSlice, FACTS)
+    profiles: ProfileSlice = kept(ProfileSlice, profiles.FACTS)
 
 
 FOLD = Fold(ToyState)
 CODEC = Codec(Registry(FOLD.events))
-TOY: Model[Any] = Model(FOLD, (*MODEL.rules, RULES))
+TOY: Model[Any] = Model(FOLD, (*MODEL.rules, asked_profiles.RULES))
+
+VERBS = {**operations.COMMANDS, "profile": ProfileNode}
 
 NODE, OTHER = "worker-0-0", "worker-1-0"
 
@@ -221,6 +128,54 @@ def test_it_folds_and_its_snapshot_keeps_it(job: Drive) -> None:
     job.observe(NODE, "failed", -9)
     state: Any = job.state
     assert (state.profiles.open, state.profiles.number) == ({}, 1)
+
+
+def test_a_new_run_resets_it(job: Drive) -> None:
+    """What is asked of one run is not asked of the next; numbers go on, as the slice says. No handler does that."""
+    job.do(ProfileNode(NODE, 20))
+    job.do(CreateJob("run-2", job.spec.to_json()))
+    state: Any = job.state
+    assert (state.job.run, state.profiles) == ("run-2", ProfileSlice(number=1))
+    job.up()
+    job.do(ProfileNode("worker-0-1", 5))
+    assert job.new[-1].event == ProfileAsked("worker-0-1", 2, 5)
+
+
+def test_people_read_of_it(
+    job: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`dlrover events` prints it, `dlrover explain` says it in its own words and knows what a profile answers."""
+    job.do(ProfileNode(NODE, 20))
+    job.do(ReportProfile(NODE, 1, "/profiles/20"))
+    monkeypatch.setattr("dlrover_core.job.state.CODEC", CODEC)
+    monkeypatch.setattr("dlrover_core.job.state.FOLD", FOLD)
+    url = f"sqlite:{tmp_path / 'log.db'}"
+
+    async def write() -> None:
+        async with open_log(url, CODEC) as log:
+            lead = await log.lead("j", "m", 60.0)
+            for batch in job.batches:
+                assert isinstance(await lead.append(batch), Appended)
+
+    asyncio.run(write())
+    assert main(["events", "j", "--log", url]) == 0
+    assert f"ProfileAsked    node={NODE} number=1 steps=20" in capsys.readouterr().out
+    assert main(["explain", "j", str(job.records[-1].seq), "--log", url]) == 0
+    said = capsys.readouterr().out
+    assert f"ProfileAsked    {NODE} is to be profiled for 20 steps" in said
+    assert f"profile 1 of {NODE} lies at /profiles/20 <- #{job.records[-2].seq}" in said, "and what it answers"
+
+
+def test_people_ask_for_it(job: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its verb is understood, and what is wrong in it is said, as of any other."""
+    asked = {"command": "profile", "node": NODE, "steps": 20}
+    with pytest.raises(MalformedMessage, match="there is no command 'profile'"):
+        operations.command_of(asked)
+    monkeypatch.setattr(operations, "COMMANDS", VERBS)
+    job.do(operations.command_of(asked))
+    assert job.new[-1].event == ProfileAsked(NODE, 1, 20)
+    with pytest.raises(MalformedMessage, match="profile takes node, steps; steps is missing"):
+        operations.command_of({"command": "profile", "node": NODE})
 
 
 def test_its_node_is_told_and_no_other(job: Drive, monkeypatch: pytest.MonkeyPatch) -> None:

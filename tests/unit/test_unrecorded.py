@@ -7,54 +7,66 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from drive import Drive
 
 from dlrover_adapters.cli import master
 from dlrover_adapters.cli.settings import EX_UNRECORDED, EX_UNRESTARTED, EX_UNSTORED
+from dlrover_core.job.checkpoints import GroupCheckpoints
 from dlrover_core.job.incidents import ActionChosen, Incident, IncidentOpened, ReportExit
 from dlrover_core.job.nodes import Observed, ObserveNodes
-from dlrover_core.job.ranges import Member
-from dlrover_core.job.state import JobState
 from dlrover_core.job.world import ReportFinished, World, WorldFormed
 from dlrover_core.runtime.unrecorded import failure, has_ended_well, owed
+from dlrover_core.spec import GroupSpec
 
 
 def test_all_members_have_ended_well_recorded_or_not() -> None:
     """What is recorded and what waits for the log count alike; of another generation, or of a dissolved world, nothing does."""
-    state: Any = SimpleNamespace(
-        job=SimpleNamespace(state="running", spec=SimpleNamespace(groups=(SimpleNamespace(name="worker"),))),
-        world=SimpleNamespace(worlds={}),
-    )
-    told: JobState = state
-    assert not has_ended_well(told, ())
-    world = World(generation=3, active=True, members=(Member("a", 1, 0), Member("b", 1, 1)), finished=["a"])
-    state.world.worlds["worker"] = world
-    assert not has_ended_well(told, ())
-    assert not has_ended_well(told, [ReportFinished("b", 2)])
-    assert has_ended_well(told, [ReportFinished("b", 3)])
-    world.active = False
-    assert not has_ended_well(told, [ReportFinished("b", 3)])
-    state.job.state = "succeeded"
-    assert has_ended_well(told, ())
+    drive = Drive(nodes_min=2, nodes_max=2, nproc=1)
+    state = drive.state
+    assert not has_ended_well(state, ())
+    drive.up()
+    drive.do(ReportFinished("worker-0-0", 1))
+    assert not has_ended_well(state, ())
+    assert not has_ended_well(state, [ReportFinished("worker-1-0", 2)])
+    last = ReportFinished("worker-1-0", 1)
+    assert has_ended_well(state, [last])
+    drive.world.active = False
+    assert not has_ended_well(state, [last])
+    drive.world.active = True
+    drive.do(last)
+    assert has_ended_well(state, ())
+
+
+def test_the_sets_count_that_the_jobs_end_waits_for() -> None:
+    """Chief and worker are one set; evaluators' end is nobody's."""
+    chief, worker = GroupSpec("chief", set="train"), GroupSpec("worker", set="train")
+    drive = Drive(groups=(chief, worker, GroupSpec("evaluator", ends=False)))
+    for node in ("chief-0-0", "worker-0-0", "evaluator-0-0"):
+        drive.join(node)
+    told = [ReportFinished("chief-0-0", 1), ReportFinished("worker-0-0", 1, 20, "step 20 is not on storage", 20)]
+    assert not has_ended_well(drive.state, told[:1])
+    assert has_ended_well(drive.state, told)
+    assert owed(drive.state, told) == "worker-0-0: step 20 is not on storage"
+    assert owed(drive.state, [ReportFinished("evaluator-0-0", 1, 20, "lost", -1)]) == ""
 
 
 def test_a_last_state_that_no_log_can_commit_is_owed() -> None:
     """As with a log that can be written: by what nodes said, recorded or not, unless the step is committed."""
-    kept = SimpleNamespace(newest=(3, 10))
-    state: Any = SimpleNamespace(
-        job=SimpleNamespace(state="running", spec=SimpleNamespace(groups=(SimpleNamespace(name="worker"),))),
-        world=SimpleNamespace(worlds={"worker": World(generation=3, active=True)}),
-        checkpoints=SimpleNamespace(of=lambda _: kept),
-    )
-    finished = [ReportFinished("a", 3), ReportFinished("b", 3, 20, "step 20 is not on storage", 20)]
+    drive = Drive(nodes_min=2, nodes_max=2, nproc=1).up()
+    state, unstored = drive.state, drive.world.unstored
+    finished = [
+        ReportFinished("worker-0-0", 1),
+        ReportFinished("worker-1-0", 1, 20, "step 20 is not on storage", 20),
+    ]
     assert owed(state, finished[:1]) == ""
-    assert owed(state, finished) == "b: step 20 is not on storage"
-    state.world.worlds["worker"].unstored["a"] = -1, "lost"
-    assert owed(state, ()) == "a: lost"
-    state.world.worlds["worker"].unstored["a"] = 20, "others"
-    kept.newest = 3, 20
+    assert owed(state, finished) == "worker-1-0: step 20 is not on storage"
+    unstored["worker-0-0"] = -1, "lost"
+    assert owed(state, ()) == "worker-0-0: lost"
+    unstored["worker-0-0"] = 20, "others"
+    state.checkpoints.groups["worker"] = GroupCheckpoints(committed=[(1, 20)])
     assert owed(state, finished) == ""
     state.job.state = "succeeded"
-    assert owed(state, [ReportFinished("b", 3, 20, "lost", -1)]) == ""
+    assert owed(state, [ReportFinished("worker-1-0", 1, 20, "lost", -1)]) == ""
 
 
 @pytest.mark.parametrize(("owes", "ends"), [("", EX_UNRECORDED), ("b: step 20 is not on storage", EX_UNSTORED)])

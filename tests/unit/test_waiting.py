@@ -31,6 +31,7 @@ from dlrover_core.kernel.log import LeaderInfo
 from dlrover_core.logs.sqlite import SqliteLog
 from dlrover_core.rules import membership
 from dlrover_core.rules.model import MODEL
+from dlrover_core.rules.reasons import reasons
 
 
 def why(drive: Drive) -> Wait | None:
@@ -193,11 +194,11 @@ def test_a_world_waits_for_nothing() -> None:
     """Nor does a job that has ended show anything."""
     drive = Drive().up()
     assert why(drive) is None
-    assert membership.reasons(drive.state) == ()
+    assert reasons(drive.state) == ()
     for node in ("worker-0-0", "worker-1-0"):
         drive.do(world.ReportFinished(node, 1))
     assert drive.state.job.state == "succeeded"
-    assert membership.reasons(drive.state) == ()
+    assert reasons(drive.state) == ()
 
 
 def test_nodes_that_leave_are_named_so() -> None:
@@ -228,7 +229,7 @@ def test_what_a_planned_change_waits_for() -> None:
     drive.do(checkpoints.ReportArmed("worker-1-0", 1))
     drive.do(checkpoints.ReportHeld("worker-1-0", 1, (7,), 1))
     waits("worker-0-0 to reach its boundary", "worker-0-0")
-    (line,) = render.waiting(membership.reasons(drive.state), deadline)
+    (line,) = render.waiting(reasons(drive.state), deadline)
     assert line == f"worker: {begins}worker-0-0 to reach its boundary"
     drive.do(checkpoints.ReportHeld("worker-0-0", 1, (7,), 1))
     assert drive.members == ["worker-0-0", "worker-1-1"]
@@ -301,7 +302,7 @@ def test_a_leader_that_cannot_be_asked_is_said(
 
 def asked(monkeypatch: pytest.MonkeyPatch, leader: str) -> list[str]:
     """Masters of which one leads `called`, with an hour left; the addresses that are asked."""
-    (wait,) = membership.reasons(called().state)
+    (wait,) = reasons(called().state)
     answer = {
         "job": "j",
         "role": "leader",
@@ -337,14 +338,14 @@ def test_reading_loads_no_rule(url: str, command: str) -> None:
 def test_people_read_it() -> None:
     """In the status, for people and for programs; and of a leader whose log is out of reach."""
     drive = called()
-    reasons = membership.reasons(drive.state, drive.now)
-    told = status_of(drive.state, drive.records[-1])._replace(waits=reasons)
+    waits = reasons(drive.state, drive.now)
+    told = status_of(drive.state, drive.records[-1])._replace(waits=waits)
     words = "2 of 3 nodes are there; missed: worker-2-0 (planned)"
     assert f"  worker has no world: {words}, 29.0 s left" in render.status(told, drive.now + SECOND)
     assert json.loads(json.dumps(plain(told)))["waits"] == [
         {"group": "worker", "why": "last call", "words": words, "until": 1_030 * SECOND, "nodes": ["worker-2-0"]}
     ]
-    said = {"waits": [one._asdict() for one in reasons]}
+    said = {"waits": [one._asdict() for one in waits]}
     assert f"  worker has no world: {words}" in list(live.lines(live.Told("here:1", said)))
     status = {"state": "created", "step": -1, "generation": 0, "degraded": "", "last_incident": "", **said}
     assert Line("j").text(status, 1.0).endswith(f"generation 0  worker has no world: {words}")
@@ -352,7 +353,7 @@ def test_people_read_it() -> None:
 
 def line_of(drive: Drive) -> str:
     """What `dlrover-run` shows of a job."""
-    waits = [one._asdict() for one in membership.reasons(drive.state, drive.now)]
+    waits = [one._asdict() for one in reasons(drive.state, drive.now)]
     status = {"state": drive.state.job.state, "step": -1, "generation": 1, "degraded": "", "last_incident": ""}
     return Line("j").text({**status, "waits": waits}, 1.0)
 
@@ -373,5 +374,5 @@ def test_the_live_line_of_a_planned_change() -> None:
     drive = Drive(nodes_max=2, nproc=1, on_join="planned").up()
     drive.do(checkpoints.ReportKeeping("worker-0-0", 1, "file:///c", 2, 10, 3, True, 1 << 30, 2))
     drive.do(operations.DrainNode("worker-1-0", "a bad one"))
-    assert [one.why for one in membership.reasons(drive.state)] == [waiting.PLAN]
+    assert [one.why for one in reasons(drive.state)] == [waiting.PLAN]
     assert line_of(drive) == "[j] running  step 0  0.0/s  generation 1"

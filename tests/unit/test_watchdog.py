@@ -15,7 +15,7 @@ import pytest
 from dlrover_adapters.agent import looks
 from dlrover_adapters.cli import asking
 from dlrover_core.errors import SpecError
-from dlrover_core.runtime.watchdog import BUSY_TIMES, START_S, Seen, Verdict, Watch, Watchdog
+from dlrover_core.runtime.watchdog import BUSY_TIMES, DOUBT_SHARE, START_S, Seen, Verdict, Watch, Watchdog
 from dlrover_core.spec import JobSpec
 from dlrover_core.testing import virtual_loop
 
@@ -47,6 +47,18 @@ def test_a_stopped_child_hangs_after_exactly_its_bound() -> None:
     at_s, verdict = looked(watched(), 60.0, lambda _: STOPPED)
     assert at_s == pytest.approx(HUNG_S)
     assert verdict == Verdict(True, pytest.approx(HUNG_S), "it is stopped, as by SIGSTOP")
+
+
+def test_a_doubt_comes_before_the_verdict_and_ends_with_an_answer() -> None:
+    """A pause of 3 s of 5 is none; at 3.5 s there are 1.5 s left to make a successor ready."""
+    dog, at_s = watched(), 0.0
+    while not dog.in_doubt:
+        at_s += dog.wait_s
+        assert dog.look(at_s, lambda: STOPPED) is None
+    assert at_s == pytest.approx(DOUBT_SHARE * HUNG_S)
+    assert at_s > 3.0
+    dog.answered(at_s)
+    assert not dog.in_doubt
 
 
 def test_a_child_that_sleeps_for_ever_hangs_too() -> None:
@@ -213,7 +225,7 @@ async def _asked(
 ) -> tuple[list[str], int]:
     """What people are told within a second about a master that has answered once, and how often it was killed."""
     monkeypatch.setattr(looks, "seen", see)
-    said, killed = list[str](), list[int]()
+    said, killed, doubts = list[str](), list[int](), list[bool]()
     told = asyncio.Event()
 
     def say(words: str) -> None:
@@ -222,7 +234,11 @@ async def _asked(
 
     loop = asyncio.get_running_loop()
     one = asking.Asking(
-        "j", 0.5, say, lambda leading: "the one in reserve leads" if leading else "another one takes its place"
+        "j",
+        0.5,
+        say,
+        lambda leading: "the one in reserve leads" if leading else "another one takes its place",
+        lambda: doubts.append(bool(said)),
     )
     with socket.socket(fileno=os.dup(one.theirs.fileno())) as master:
         one.begin(123, lambda: killed.append(1))
@@ -238,6 +254,8 @@ async def _asked(
             assert answers
         one.close()
         await asyncio.sleep(0.01)  # the master sees the end of its socket
+    # A successor is made ready before people hear of it, and for no master that answers.
+    assert doubts[:1] == ([] if answers else [False])
     return said, len(killed)
 
 

@@ -167,8 +167,11 @@ def test_a_witness_answers_and_records(
 
 def test_a_process_is_seen_from_outside() -> None:
     """Whether it is stopped, and whether it works, with all that it started."""
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) as child:
+    line = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    with subprocess.Popen(line, start_new_session=True, stdout=subprocess.PIPE) as child:
         try:
+            assert child.stdout is not None
+            child.stdout.readline()  # it has read all that it imports
             first, until = looks.look(child.pid), time.monotonic() + 10
             while (second := looks.look(child.pid)).cpu_s < first.cpu_s + 0.1 and time.monotonic() < until:
                 pass

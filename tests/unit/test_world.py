@@ -424,7 +424,7 @@ def test_ranges_round_trip(rows: list[tuple[int, int, int]]) -> None:
 def test_a_large_world_is_a_short_event() -> None:
     """16,384 nodes in order are one range; the event does not grow with the world."""
     ordered = [_node(one, nproc=8) for one in range(16_384)]
-    assert ranges.to_ranges(ordered) == ((0, 16_384, 0, 8),)
+    assert ranges.to_ranges(ordered) == (("worker", 0, 16_384, 0, 8),)
     assert ranges.from_ranges("worker", ranges.to_ranges(ordered))[-1].first_rank == 16_383 * 8
 
 

@@ -135,7 +135,7 @@ _VALUES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("authority of hosts", (*SEVERAL, "--tls-cert", "words", "--tls-ca"), ("words",)),
     ("policy", ("--policy",), ("missing", "folder", "words", "unknown.toml -> nope", "negative.toml -> -1", "latin")),
     ("signatures", ("--signatures",), ("missing", "folder", "words", "unknown.toml")),
-    ("own check", ("--check-script",), ("no-such-command", "'", " -> name an executable")),
+    ("own check", ("--check-script",), ("no-such-command", "'", " -> its value is empty")),
     (
         "preload",
         ("--preload",),

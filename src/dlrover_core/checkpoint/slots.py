@@ -25,7 +25,7 @@ LAG = 2
 NOTHING = -1
 
 
-class Kept(NamedTuple):
+class SlotContent(NamedTuple):
     """One slot: the state after ``step`` (`NOTHING`: none that anybody may need), saved in ``call``.
 
     ``base``: it is what all ranks began from in this generation. ``pinned``: somebody is reading it.
@@ -43,7 +43,7 @@ def slots_for(every: int, world: int, lag: int = LAG) -> int:
 
 
 def choose(
-    slots: Sequence[Kept],
+    slots: Sequence[SlotContent],
     *,
     call: int,
     missed: Container[int] = (),
@@ -59,7 +59,7 @@ def choose(
     oldest.
     """
 
-    def proven(one: Kept) -> bool:
+    def proven(one: SlotContent) -> bool:
         by_collectives = coupled and call - one.call >= lag and one.step not in missed
         return one.step != NOTHING and (alone or one.base or one.step == whole or by_collectives)
 

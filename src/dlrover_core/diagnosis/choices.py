@@ -24,7 +24,7 @@ class Context(NamedTuple):
     this run, or may have been without a sign. ``repeats``: how often in a row the same failed at the same place with no step
     between, or at the same step; ``tried``: restarts in place in a row after which no step was made; ``stale``: cycles in a row
     that reached no new step. ``retries``: retries in a row. ``leave``: why its host is to be left, by what is remembered of it
-    (`job.hosts`); empty: it is not.
+    (`job.hosts`); empty: it is not. ``serves``: its group works for others, each node by itself, as parameter servers do.
     """
 
     restarts: int
@@ -43,8 +43,9 @@ class Context(NamedTuple):
     stale_max: int = 0
     retries: int = 0
     memory_mib: int = 0
-    group: str = "worker"
+    group: str = ""
     leave: str = ""
+    serves: bool = False
 
 
 class Choice(NamedTuple):

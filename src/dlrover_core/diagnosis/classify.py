@@ -2,7 +2,8 @@
 
 Words come before codes: a process that says why it ends is believed, one that is killed says nothing. Of a worker's words the
 exception that ended it comes first, then whatever else in its last lines the table knows; an exception that came earlier was
-handled. Everything is a function of the table and the texts, so that the same end is judged once (`_CACHE`).
+handled. Of exceptions that hang together the innermost that tells is meant (`exceptions`). Everything is a function of the
+table and the texts, so that the same end is judged once (`_CACHE`).
 """
 
 from __future__ import annotations
@@ -13,16 +14,22 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dlrover_core.diagnosis import signatures
+from dlrover_core.diagnosis import exceptions, signatures, who
 from dlrover_core.diagnosis.evidence import CASC, ERROR, LOG, PLATFORM, Evidence
-from dlrover_core.diagnosis.matching import Hit, Matcher, matcher
-from dlrover_core.diagnosis.signatures import PRIORITY_CASC, Signature, Table
+from dlrover_core.diagnosis.exceptions import Chain, Raised
+from dlrover_core.diagnosis.matching import MISTAKES, Hit, Matcher, matcher
+from dlrover_core.diagnosis.signatures import PRIORITY, PRIORITY_CASC, Signature, Table
 
 # How a backend's final refusal of a node begins, and its signature.
 REFUSED_WORD = "refused for good"
 REFUSED = "node.refused"
 
 _CACHE = 1024
+# Exceptions' types have priorities below this in the table, general ones at most the other.
+_TYPE_PRIORITY_MAX, _GENERAL_PRIORITY_MAX = 25, 18
+_GENERAL_NAMES = frozenset(("RuntimeError", "Exception", "OSError", "IOError", "Error", "EOFError"))
+# Of a message so many lines say what it is.
+_RAISED_LINES = 12
 _WORDS_MAX = 16 * 1024
 _PLACE_MAX = 200
 _UNSAID = (-signal.SIGKILL, -signal.SIGTERM)
@@ -30,7 +37,7 @@ _TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
 # So many lines may follow the exception that ended a process: of other threads, of what is run at exit.
 ENDS = 3
 # What a process says of its own end after that: a watchdog, an abort, an interpreter that finishes.
-_DYING = re.compile(
+DYING = re.compile(
     r"ProcessGroup|NCCL|\bc10|C10|terminate called|what\(\)|^frame #|Fatal Python error|^(?:Current t|T)hread 0x"
     r"|Extension modules|Exception raised from|resource_tracker|Exception ignored|destroy_process_group|core dumped"
     r"|torch\.distributed|Aborted"
@@ -71,7 +78,7 @@ def of_exit(table: Table, exit_code: int, error: str, tail: str) -> Found:
     said = of_exception(table, error) if error else None
     if said is not None and said.verdict != CASC:
         return said._replace(place=said.place or place_of(tail))
-    hit = _last_words(matcher(table), exit_code, tail, raised=said is None) if tail else None
+    hit = _last_words(table, exit_code, tail, raised=said is None) if tail else None
     if hit is not None and (said is None or hit.signature.verdict != CASC):
         return _found(hit.signature, place_of(tail) if _raised(hit) else "", hit)
     if said is not None:
@@ -86,6 +93,14 @@ def of_exception(table: Table, text: str) -> Found | None:
     """An exception, by its message or its whole traceback; None where ``text`` is empty."""
     if not text.strip():
         return None
+    chain = _last_chain(text)
+    if chain is not None:
+        raised = telling(table, chain)
+        hit = _of_raised(table, raised)
+        if hit is not None and (raised is chain.links[-1] or hit.signature.verdict != CASC or not _raised(hit)):
+            return _found(hit.signature, _place(raised, chain), hit)
+        if hit is None and raised.frames and not exceptions.wraps(raised):
+            return _named(table, raised.name, _place(raised, chain), raised.text)
     last = _last_traceback(text)
     hit = _telling(matcher(table).scan(last, ERROR), 0)
     if hit is None and last is not text:
@@ -120,6 +135,11 @@ def place_of(text: str) -> str:
 
     Empty where there is no traceback. A line number stays: the same place is the same line of the same code.
     """
+    chain = _last_chain(text)
+    if chain is not None:
+        place = _place(exceptions.telling(chain, plainly), chain)
+        if place:
+            return place
     last = _last_traceback(text)
     frames: Sequence[tuple[str, str, str]] = _FRAME.findall(last) or _FRAME.findall(text)
     if not frames:
@@ -140,6 +160,11 @@ def exception_name(text: str) -> str:
         if found and not line.strip().startswith("File "):
             return found.group(1).rsplit(".", 1)[-1]
     return "unknown"
+
+
+def telling(table: Table, chain: Chain) -> Raised:
+    """The exception of a chain that says what went wrong."""
+    return exceptions.telling(chain, lambda one: _weight(table, one))
 
 
 def signal_name(number: int) -> str:
@@ -176,15 +201,15 @@ def describe(death: Evidence) -> str:
     return f"{who}: {what} ({death.signature})"
 
 
-def _last_words(known: Matcher, exit_code: int, tail: str, *, raised: bool) -> Hit | None:
+def _last_words(table: Table, exit_code: int, tail: str, *, raised: bool) -> Hit | None:
     """What the tail tells: the exception that ended the process, else whatever is no handled exception.
 
     ``raised``: an exception may be why it ended. One that a kill came after was not, and its words must be a failure's own.
     """
-    least = PRIORITY_CASC if exit_code in _UNSAID else 0
+    least, known = PRIORITY_CASC if exit_code in _UNSAID else 0, matcher(table)
     last = _last_traceback(tail) if _TRACEBACK.search(tail) else ""
     after = _lines_after(last) if last else 0
-    ending = _telling(known.scan(last, LOG), least) if last and raised else None
+    ending = _ending(table, tail, last, least) if last and raised else None
     if ending is not None and after <= ENDS and ending.signature.verdict != CASC:
         return ending
     others = known.scan(tail, LOG)
@@ -199,6 +224,17 @@ def _last_words(known: Matcher, exit_code: int, tail: str, *, raised: bool) -> H
         told = _telling(others, least)
         return told if told is not None and told.signature.verdict != CASC else ending
     return _telling(others, least) or ending
+
+
+def _ending(table: Table, tail: str, last: str, least: int) -> Hit | None:
+    """What the last exception means, or the one in its chain that tells more."""
+    chain = _last_chain(tail)
+    raised = telling(table, chain) if chain is not None else None
+    if chain is not None and raised is not None and raised.first != chain.links[-1].first:
+        hit = _of_raised(table, raised)
+        if hit is not None and hit.signature.priority >= least:
+            return hit
+    return _telling(matcher(table).scan(last, LOG), least)
 
 
 def _handled(exit_code: int, after: int) -> bool:
@@ -219,7 +255,7 @@ def _lines_after(last: str) -> int:
     """How many lines a process went on to write after its last traceback; what it says when it dies is not counted."""
     lines = last.splitlines()
     rest = lines[_said_until(lines) :]
-    return sum(bool(line.strip()) and not line.startswith((" ", "\t")) and _DYING.search(line) is None for line in rest)
+    return sum(bool(line.strip()) and not line.startswith((" ", "\t")) and DYING.search(line) is None for line in rest)
 
 
 def _telling(hits: Sequence[Hit], least: int) -> Hit | None:
@@ -230,6 +266,69 @@ def _telling(hits: Sequence[Hit], least: int) -> Hit | None:
     if best is not None and _raised(best):
         return [hit for hit in failures if hit.signature.rank == best.signature.rank][-1]
     return best
+
+
+def _of_raised(table: Table, raised: Raised) -> Hit | None:
+    """What an exception's own words mean, type and message together."""
+    text = "\n".join(raised.text.split("\n")[:_RAISED_LINES])
+    hit = _telling(matcher(table).scan(text, ERROR), 0)
+    named = table.get(f"exception.{raised.name}") if hit is not None and hit.signature.id.startswith(MISTAKES) else None
+    if hit is None or named is None:
+        return hit
+    # The program's mistake is called by the exception that it raised, on whichever line its words stand.
+    known = hit.signature
+    return hit._replace(
+        signature=named._replace(
+            confidence=known.confidence, priority=known.priority, action=known.action, general=False
+        )
+    )
+
+
+def _weight(table: Table, raised: Raised) -> int:
+    """How much an exception tells: 0 a wrapper, 1 a general type or symptom, 2 a type, 3 words that are known."""
+    hit = _of_raised(table, raised)
+    known = hit.signature if hit is not None else table.coded("exception", raised.name)
+    if known is None:
+        return 2
+    if known.verdict == CASC and known.id.startswith("exception."):
+        return 0 if exceptions.wraps(raised) else 1
+    if known.id.startswith("exception.") or known.priority < _TYPE_PRIORITY_MAX:
+        return 2 if known.priority > _GENERAL_PRIORITY_MAX else 1
+    # Of known words those that would count in one line count in one chain.
+    return 2 if known.general else 3 + max(0, known.priority - PRIORITY)
+
+
+def plainly(raised: Raised) -> int:
+    """As `_weight`, by the type alone."""
+    return 0 if exceptions.wraps(raised) else 1 if raised.name in _GENERAL_NAMES else 2
+
+
+def _place(raised: Raised, chain: Chain) -> str:
+    """Where it was raised: the last frame of the user's own, of its traceback or of another one of its chain."""
+    for frames in (raised.frames, *(one.frames for one in chain.links)):
+        own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
+        if own:
+            return _spot(raised.name, own[-1])
+    return _spot(raised.name, raised.frames[-1]) if raised.frames else ""
+
+
+def _spot(name: str, frame: tuple[str, str, str]) -> str:
+    path, line, function = frame
+    short = "/".join(path.replace("\\", "/").split("/")[-2:])
+    where = f"{short}:{line} in {function}" if function else f"{short}:{line}"
+    return f"{name} at {where}"[:_PLACE_MAX]
+
+
+@functools.lru_cache(maxsize=64)
+def _last_chain(text: str) -> Chain | None:
+    """The last exception with all that hangs together with it, from text with any launcher's prefixes.
+
+    None without a traceback.
+    """
+    if not _TRACEBACK.search(text) and "\tat " not in text and "RayTaskError(" not in text:
+        return None
+    found = exceptions.chains([who.peel(line).body for line in text.splitlines()])
+    return found[-1] if found else None
 
 
 def _raised(hit: Hit) -> bool:
@@ -244,10 +343,15 @@ def _last_traceback(text: str) -> str:
 
 def _of_name(table: Table, text: str) -> Found:
     """An exception of whose words the table knows none: by its type."""
-    name = exception_name(text)
-    known = table.coded("exception", name) or table.get(f"exception.{name}") or _row(table, "exception")
+    chain = _last_chain(text)
+    name = chain.links[-1].name if chain is not None else exception_name(text)
     last = text.strip().splitlines()[-1:]
-    return _found(known)._replace(place=place_of(text), subject=name, line=last[0][:500] if last else "")
+    return _named(table, name, place_of(text), last[0] if last else "")
+
+
+def _named(table: Table, name: str, place: str, line: str) -> Found:
+    known = table.coded("exception", name) or table.get(f"exception.{name}") or _row(table, "exception")
+    return _found(known)._replace(place=place, subject=name, line=line.split("\n", maxsplit=1)[0][:500])
 
 
 def _by_code(table: Table, exit_code: int) -> Signature:

@@ -18,11 +18,12 @@ from typing import NamedTuple
 from dlrover_core.diagnosis import flight, stacks
 from dlrover_core.diagnosis.flight import Newest
 from dlrover_core.diagnosis.stacks import Frame
+from dlrover_core.words import first_few
 
 FACTS_BYTES_MAX = 4096
 SOURCE_CHARS_MAX = 120
 PATH_CHARS_MAX = 80
-NAMED_MAX = 4
+ALSO_NAMED_MAX = 4
 
 STOPPED = ("T", "t")
 RANK, STOPPED_RANK, GLOBAL = "hang.rank", "hang.stopped", "hang.global"
@@ -225,7 +226,7 @@ def sentence(named: Named, node: str, facts: Facts | None, idle_us: int, path: s
         waiting = f"; ranks wait in {named.others}" if named.others else ""
         return f"the job hangs, {idle}: {named.rule}{waiting}{stored}"
     also = [str(rank) for rank in named.ranks[1:]]
-    more = f" (also {', '.join(also[:NAMED_MAX])}{', ...' if len(also) > NAMED_MAX else ''})" if also else ""
+    more = f" (also {first_few(also, ALSO_NAMED_MAX)})" if also else ""
     place = f" in {named.where}" if named.where else f" in the kernel ({facts.wchan})" if facts and facts.wchan else ""
     others = f"; the others wait in {named.others}" if named.others else ""
     return f"rank {named.rank}{more} hangs on {node.rpartition('-')[0] or node}{place}, {idle}: {named.rule}{others}{stored}"

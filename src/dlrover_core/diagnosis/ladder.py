@@ -26,12 +26,16 @@ SUSPECTS = "SUSPECTS"
 GO_ON_SMALLER = "GO_ON_SMALLER"
 AWAIT_EVIDENCE = "AWAIT_EVIDENCE"
 FAIL_JOB = "FAIL_JOB"
+GIVE_UP_SET = "GIVE_UP_SET"
 
 # A new world of the same nodes; a new node in a place.
 IN_PLACE = (RETRY, RESTART_PROCESSES)
 RELAUNCHES = (RELAUNCH_NODE, RELAUNCH_MORE_MEMORY, ISOLATE_HOST)
 # What a dead node is answered with: these take the place of a restart that was charged before the death was known.
 FOR_NODES = (*RELAUNCHES, GO_ON_SMALLER)
+# The end, once all evidence is in: of the job, or of a coupling set that may fail. Logs from before `GIVE_UP_SET` have
+# `FAIL_JOB` for both.
+ENDINGS = (FAIL_JOB, GIVE_UP_SET)
 
 # What passes by itself, by what usually suffices.
 PASSES = ("retry", "wait")
@@ -96,6 +100,8 @@ def _hopeless(case: Case, context: Context, policy: Policy) -> str:
     kind = case.signature.removeprefix("exception.")
     if case.verdict == USER and kind in policy.fail_at_once and not context.stepped and case.place:
         return f"user.at_once: {kind} before the first step ever; it cannot run"
+    if case.hint == "fail" and case.signature in policy.fail_signatures and not context.stepped:
+        return f"user.at_once: {case.signature} before the first step ever; no time cures it"
     known = bool(case.place) or case.hint == "fail"
     if case.verdict == USER and known and policy.user_repeats and context.repeats >= policy.user_repeats:
         return f"user.repeats: the same at the same place {context.repeats + 1} times, with nothing gained between"
@@ -185,7 +191,7 @@ def _smaller(rule: str) -> Choice:
 def _more_memory(context: Context, policy: Policy) -> Choice:
     """A parameter server's memory grows with its share of the model, a worker's hardly."""
     now = context.memory_mib
-    if context.group == "ps":
+    if context.serves:
         wanted = now * (policy.ps_memory_first if not context.relaunched else policy.ps_memory_then)
     else:
         wanted = max(now * policy.memory_factor, now + policy.memory_step_mib)

@@ -21,6 +21,9 @@ LINE_BYTES_MAX = 4096
 BLOCK_BYTES = 16 * 1024
 HITS_MAX = 64
 SAME_MAX = 8
+SIEVED_MAX = 256
+# Signatures of a mistake of the program's own, told by an exception's words.
+MISTAKES = "mistake."
 SUBJECT_MAX = 200
 ASKED_MAX = 20_000
 
@@ -99,6 +102,11 @@ class Matcher:
             self._rules.append(coded)
             patterns.append(coded.pattern)
         self._patterns = patterns
+        # Codes first, for their rank is known only once they are read; then signatures by rank.
+        self._order = [
+            (1, -rule.priority, -rule.confidence, index) if isinstance(rule, Signature) else (0, 0, 0.0, index)
+            for index, rule in enumerate(self._rules)
+        ]
         self._set = (engine or fastest())(patterns)
 
     @property
@@ -138,14 +146,24 @@ class Matcher:
 
     def _line(self, line: bytes, number: int, source: str) -> Hit | None:
         best: tuple[Signature, str] | None = None
-        for index in sorted(self._set.match(line)):
+        named: tuple[Signature, str] | None = None
+        # From the strongest on: of what cannot be better than the best nothing need be looked at.
+        for index in sorted(self._set.match(line), key=self._order.__getitem__):
+            rule = self._rules[index]
+            if best is not None and isinstance(rule, Signature) and rule.rank <= best[0].rank:
+                break
             claim = self._claim(index, line, source)
             if claim is None or (source and source not in claim[0].sources) or _excused(claim[0], line):
                 continue
+            if claim[0].id.startswith("exception.") and claim[1]:
+                named = claim
             if best is None or claim[0].rank > best[0].rank:
                 best = claim
         if best is None:
             return None
+        if best[0].id.startswith(MISTAKES) and named is not None:
+            # The program's mistake is called by the exception that it raised; its words make that surer.
+            best = named[0]._replace(confidence=best[0].confidence, priority=best[0].priority, general=False), named[1]
         subject = best[1] or _subject(best[0], line)
         return Hit(best[0], line.decode(errors="replace"), number, subject[:SUBJECT_MAX])
 
@@ -167,6 +185,43 @@ class Matcher:
             if signature is not None:
                 return signature, code if rule.kind == "exception" else ""
         return None
+
+
+class Sieve:
+    """Finds the lines of a long text that are worth reading: where any of a table's patterns, or a mark, may match."""
+
+    def __init__(self, table: Table, marks: Sequence[str], engine: type[SetMatcher] | None = None) -> None:
+        patterns = [pattern for one in table.by_id.values() for pattern in one.patterns if one.verdict]
+        patterns += [one.pattern for one in table.code_patterns]
+        self._set = (engine or fastest())([*patterns, *marks])
+
+    def lines(self, data: bytes) -> list[int]:
+        """Numbers of such lines, from 0. Of one pattern at most `SAME_MAX` and of all `SIEVED_MAX` in one text."""
+        found: list[int] = []
+        counted: Counter[int] = Counter()
+        number = 0
+        begin = 0
+        while begin < len(data) and len(found) < SIEVED_MAX:
+            end = data.find(b"\n", begin + BLOCK_BYTES)
+            end = len(data) if end < 0 else end
+            block = data[begin:end]
+            lines = (_COLOUR.sub(b"", block) if b"\x1b" in block else block).split(b"\n")
+            self._look(lines, number, counted, found)
+            number += len(lines)
+            begin = end + 1
+        return found
+
+    def _look(self, lines: Sequence[bytes], first: int, counted: Counter[int], found: list[int]) -> None:
+        matched = self._set.match(b"\n".join(line[:LINE_BYTES_MAX] for line in lines if line.strip()))
+        if not matched or all(counted[index] >= SAME_MAX for index in matched):
+            return
+        if len(lines) == 1:
+            counted.update(matched)
+            found.append(first)
+            return
+        half = len(lines) // 2
+        self._look(lines[:half], first, counted, found)
+        self._look(lines[half:], first + half, counted, found)
 
 
 @functools.lru_cache(maxsize=8)
@@ -201,10 +256,10 @@ def _compiled(pattern: str) -> re.Pattern[bytes]:
 
 # Before an exception's name: its package, a level that is no warning, a name with a colon; or times, ranks, hosts and brackets.
 _LEADS = re.compile(
-    rb"(?i)[\w.]+\.|[\w.]*RayTaskError\([\w.]*|(?:error|critical|fatal)\b\S*|(?:\S+:)?(?:error|critical|fatal|stderr|stdout|err|[EFP])[\]:|-]*|\S*[:|>][\"\x27]?(?:[\w.]+\.)?|[\[(<]\S*|\S*\d\S*|\W+"
+    rb"(?i)un(?:caught|handled)\b:?|exception:?|[\w.]+\.|[\w.]*RayTaskError\([\w.]*|(?:error|critical|fatal)\b\S*|(?:\S+:)?(?:error|critical|fatal|stderr|stdout|err|[EFP])[\]:|-]*|\S*[:|>][\"\x27]?(?:[\w.]+\.)?|[\[(<]\S*|\S*\d\S*|\W+"
 )
 _DENIES = re.compile(
-    rb"(?i)\b(?:warn(?:ing)?|info|debug|trace|caught|except|ignor\w+|handl\w+|retry\w*|skip\w*|suppress\w*|raises?|no)\b"
+    rb"(?i)\b(?:warn(?:ing)?|info|debug|trace|caught|except|ignor\w+|handl\w+|retry\w*|skip\w*|suppress\w*|raises?|no|reason|status)\b"
 )
 _POD, _CONTAINER = re.compile(rb"[a-z][\w.]*(?:-[\w.]+)+"), re.compile(rb"[a-z][a-z-]+")
 _LEAD_BYTES_MAX = 200
@@ -213,6 +268,7 @@ _LEAD_BYTES_MAX = 200
 def opens(before: bytes) -> bool:
     """Is what stands before an exception's name only what logs put there, so that it was raised and not talked about?"""
     before = before.rpartition(b"\\n")[2]  # a line break within JSON
+    before = before.rpartition(b"Internal: ")[2]  # a server's status, around what a backend of its raised
     if len(before) > _LEAD_BYTES_MAX or _DENIES.search(before):
         return False
     words = before.split()

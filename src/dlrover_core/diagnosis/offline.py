@@ -42,14 +42,18 @@ def diagnose(observations: Sequence[Observation], extra: str = "") -> Judgement:
 
     Raises ValueError where nothing in it is known.
     """
+    return judge(told(observations, extra), signatures.table(extra))
+
+
+def told(observations: Sequence[Observation], extra: str = "") -> list[Evidence]:
+    """What the observations tell, numbered from 1 in their order."""
     table = signatures.table(extra)
     homes = _homes(observations)
-    seen = [
+    return [
         one
         for number, observation in enumerate(observations, 1)
         for one in evidence(table, _at_home(observation, homes), number)
     ]
-    return judge(seen, table)
 
 
 def evidence(table: Table, seen: Observation, number: int) -> Iterator[Evidence]:

@@ -40,6 +40,26 @@ class Policy:
         default=("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "NameError"),
         metadata={"doc": "exceptions that end the job at once if they come before its first step ever"},
     )
+    fail_signatures: tuple[str, ...] = field(
+        default=(
+            "auth.refused",
+            "hub.denied",
+            "hub.missing",
+            "storage.denied",
+            "net.tls",
+            "net.proxy",
+            "checkpoint.mismatch",
+            "compile.failed",
+            "native.python_setup",
+            "slurm.config",
+            "mpi.setup",
+            "cuda.fork",
+            "rocm.binary",
+        ),
+        metadata={
+            "doc": "signatures that no time cures: they end the job at once if they come before its first step ever"
+        },
+    )
     no_progress_cycles: int = field(
         default=0,
         metadata={

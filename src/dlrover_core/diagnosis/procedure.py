@@ -10,6 +10,8 @@ observations. Its invariant, stage by stage, each of which only ever sets observ
 3. *Last words.* An exit code says how a rank ended; where the rank said why, the code adds nothing. A line of its output counts
    as that only if the rank died of it within seconds (`watched`); what was handled stands behind every death. A SIGTERM
    after somebody else's death is a sweep.
+   So are a launcher's closing signals, and the cancelling of a step in which something failed before. A bare end of which
+   no rank is known says nothing where the same log has words (`sweeps`).
 4. *Copies.* The same from the same node within five seconds is one observation, however many ranks say it.
 5. *Pre-emption wins* inside its failure domain, and over the errors that it causes elsewhere; not over a hardware fault of
    another node, and not over what broke well before it.
@@ -17,21 +19,23 @@ observations. Its invariant, stage by stage, each of which only ever sets observ
 7. Of what is left the strongest source decides: kernel's word on hardware > platform's reason > the host's resources > a node
    that vanished > what a rank says > a bare exit code; and within one source the earliest. One exception: an error of the
    program that several nodes raise at the same place is no single node's hardware.
+   A general symptom (`Signature.general`) gives way to whatever tells more of the same rank within half a minute.
 8. *Counting.* The same place on several nodes speaks for the program, several times on one node for its hardware.
 9. *Only cascades left:* the rank they name, or that is behind the others, or that nobody has heard of is blamed, if it is at
    most two; else nobody.
 
 No stage compares by order of arrival: sequence numbers break ties between observations that are alike in everything else.
-And no eviction ever follows from a symptom that is global (`_EVICTS`).
+And no eviction ever follows from a symptom that is global (`EVICTS`), nor from less than `SURE` confidence.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from dlrover_core.diagnosis import cascades
+from dlrover_core.diagnosis import cascades, who
 from dlrover_core.diagnosis.cascades import Member
 from dlrover_core.diagnosis.evidence import (
     CASC,
@@ -51,7 +55,9 @@ from dlrover_core.diagnosis.evidence import (
     Evidence,
 )
 from dlrover_core.diagnosis.signatures import Table
-from dlrover_core.diagnosis.watched import Lines, watched
+from dlrover_core.diagnosis.sweeps import BURST_S, bare, swept
+from dlrover_core.diagnosis.watched import Lines, watched, where
+from dlrover_core.spec import us
 
 # Meta's RSC study joins what lies ten minutes before and five after a death ("Revisiting Reliability", arXiv 2410.21680). A
 # minute more, because a collective waits for exactly ten, by NCCL's default in torch, and whoever waited dies a moment later.
@@ -65,9 +71,9 @@ SWEEP_S = 15.0
 # A vanished node explains errors of others only if they did not come long before it.
 VANISHED_S = 30.0
 SUSPECTS_MAX = 2
+# Less sure than this, no host is left and no living node is replaced; less than that, the cause counts as unknown.
+SURE, KNOWN = 0.75, 0.5
 
-# What an exit code alone says.
-_BARE = re.compile(r"exit\.(sig(kill|term|segv|bus|abrt)|silent|signal\d*|code\d*)$")
 # A node's end that nobody explains.
 VANISHED = ("node.gone", "node.failed", "node.silent", "node.sigkill")
 # Not the program's own for sure: any layer raises these.
@@ -88,8 +94,20 @@ _ONE_OR_ALL = frozenset(
         "exception.FileNotFoundError", "exception.PermissionError",
     )
 )  # fmt: skip
+# How a launcher ends those that it stops.
+_SWEEPS = ("exit.sigterm", "exit.sigkill")
 # What takes a node or a host out of the job.
-_EVICTS = ("isolate", "reset")
+EVICTS = ("isolate", "reset")
+_TAKES_OUT = (*EVICTS, "relaunch")
+# A launcher's own exception says no more than the exit codes that it passes on.
+_REPORTS = frozenset(
+    f"exception.{one}" for one in ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
+)
+# A path that one host may lack and another have.
+_PATH = re.compile(r"['\" ](?:/[\w.-]|\w+://)")
+_LOCAL_PATH = re.compile(
+    r"['\" ](?:/(?:tmp|var|usr|opt|etc|dev|proc|sys|run|scratch|local|mnt/(?:local|nvme|ssd)|raid|nvme)\b|\w+\.so\b)"
+)
 # What a class asks for where its signature is not in the table.
 _BY_CLASS = {PLAT: "relaunch", HW: "isolate", CASC: "proc"}
 
@@ -113,6 +131,11 @@ class Judgement(NamedTuple):
     rule: str = ""
     action: str = "proc"
     suspects: tuple[str, ...] = ()
+
+    @property
+    def unknown(self) -> bool:
+        """Is the cause as good as unknown? What is named is then only the likeliest."""
+        return self.confidence < KNOWN
 
 
 class _Case:
@@ -143,19 +166,26 @@ class _Case:
         known = self.table.get(one.signature)
         return known.action if known is not None else _BY_CLASS.get(one.verdict, "proc")
 
+    def general(self, one: Evidence) -> bool:
+        """Is it a symptom of many causes?"""
+        known = self.table.get(one.signature)
+        if known is None or one.confidence > known.confidence:  # its words say more than its type
+            return False
+        return one.signature in _GENERIC or known.general
+
     def nodes(self) -> set[str]:
         """Everybody who took part, as far as is known."""
         if not self._nodes:
-            self._nodes = {member.node for member in self.members} or {_where(one) for one in self.seen}
+            self._nodes = {member.node for member in self.members} or {where(one) for one in self.seen}
         return self._nodes - {""}
 
     def listen(self) -> None:
         """Note which nodes' ranks said why they failed, when the first did, and how many nodes vanished."""
-        said = [one for one in self.live if one.source in (ERROR, LOG, EXIT) and not _bare(one)]
+        said = [one for one in self.live if one.source in (ERROR, LOG, EXIT) and not bare(one)]
         words = [one for one in said if one not in self.lines.handled]
-        self.said_on = {_where(one) for one in words}
+        self.said_on = {where(one) for one in words}
         self.said_at = min((one.at for one in words), default=_NEVER)
-        self.vanished = len({_where(one) for one in self.seen if one.signature in VANISHED})
+        self.vanished = len({where(one) for one in self.seen if one.signature in VANISHED})
 
 
 def judge(
@@ -183,13 +213,14 @@ def judge(
     case.lines = Lines(case.live, table, complete=complete)
     _copied(case)
     _last_words(case)
+    swept(case)
     handled = case.lines.behind(case.live)
     case.drop(lambda one: one in handled, "handled: whoever wrote it lived on, or died of something else")
     _copies(case)
     _preemption(case)
     if all(one.verdict == CASC for one in case.live):
         return _only_cascades(case, complete=complete)
-    case.drop(lambda one: one.verdict == CASC, "a consequence: somebody says a cause")
+    case.drop(lambda one: one.verdict == CASC, "a consequence: other evidence names a cause")
     case.listen()
     root, rule = _strongest(case)
     _weaker(case, root)
@@ -201,13 +232,22 @@ def judge(
 
 def _window(case: _Case) -> None:
     deaths = [one.at for one in case.live if one.source in (EXIT, ERROR, PLATFORM, NODE, *OPENING)]
-    first = min(deaths, default=case.live[0].at)
-    case.drop(lambda one: one.at < first - _us(BEFORE_S), f"more than {BEFORE_S / 60:g} min before the first death")
-    late = first + _us(AFTER_S)
+    first = min(deaths, default=_newest_burst(case.live))
+    case.drop(lambda one: one.at < first - us(BEFORE_S), f"more than {BEFORE_S / 60:g} min before the first death")
+    late = first + us(AFTER_S)
     case.drop(
         lambda one: one.at > late and one.source not in (NODE, PLATFORM),
         f"more than {AFTER_S / 60:g} min after the first death",
     )
+
+
+def _newest_burst(live: Sequence[Evidence]) -> int:
+    """When the last burst of what was seen began, where nobody's end is known: older ones are other stories."""
+    begin = live[0].at
+    for before, after in itertools.pairwise(live):
+        if after.at - before.at > us(BEFORE_S):
+            begin = after.at
+    return begin
 
 
 def _copied(case: _Case) -> None:
@@ -224,10 +264,10 @@ def _copies(case: _Case) -> None:
     newest: dict[tuple[str, str, str, str], Evidence] = {}
     kept = []
     for one in case.live:
-        key = (_where(one), one.signature, one.place, one.subject if one.source == KERNEL else "")
+        key = (where(one), one.signature, one.place, one.subject if one.source == KERNEL else "")
         before = newest.get(key)
         newest[key] = one
-        if before is not None and one.at - before.at <= _us(SAME_S):
+        if before is not None and one.at - before.at <= us(SAME_S):
             case.dropped[one.seq] = "a copy: the same was seen on that node a moment before"
         else:
             kept.append(one)
@@ -235,15 +275,15 @@ def _copies(case: _Case) -> None:
 
 
 def _last_words(case: _Case) -> None:
-    telling = [one for one in case.seen if not _bare(one) and case.lines.counts(one)]
-    words = {(_where(one), one.rank) for one in telling if case.action(one) != "obs" or one.verdict == CASC}
+    telling = [one for one in case.seen if not bare(one) and one.signature not in _REPORTS and case.lines.counts(one)]
+    words = {(where(one), one.rank) for one in telling if case.action(one) != "obs" or one.verdict == CASC}
     case.drop(
-        lambda one: _bare(one) and one.rank >= 0 and (_where(one), one.rank) in words,
+        lambda one: bare(one) and one.rank >= 0 and (where(one), one.rank) in words,
         "only how it ended: the rank says why",
     )
-    placed = {(_where(one), one.rank, one.signature) for one in case.seen if one.place and not watched(one)}
+    placed = {(where(one), one.rank, one.signature) for one in case.seen if one.place and not watched(one)}
     case.drop(
-        lambda one: not one.place and (_where(one), one.rank, one.signature) in placed,
+        lambda one: not one.place and (where(one), one.rank, one.signature) in placed,
         "a copy: the same rank says the same, and where",
     )
     swept = ("exit.sigterm", "exit.sigkill")
@@ -255,11 +295,11 @@ def _last_words(case: _Case) -> None:
         return
     case.drop(
         lambda one: one.signature == "exit.sigterm" and one.rank >= 0 and (causes or one.at > first),
-        "swept: SIGTERM after somebody else's end",
+        "swept: SIGTERM after another end",
     )
     case.drop(
-        lambda one: one.signature == "exit.sigkill" and one.rank >= 0 and one.at > first + _us(SWEEP_S),
-        "swept: SIGKILL after somebody else's end",
+        lambda one: one.signature == "exit.sigkill" and one.rank >= 0 and one.at > first + us(SWEEP_S),
+        "swept: SIGKILL after another end",
     )
 
 
@@ -268,15 +308,15 @@ def _preemption(case: _Case) -> None:
     taken = [one for one in case.live if _taken(one)]
     if not taken:
         return
-    domains = {_where(one) for one in taken} | {one.host for one in taken if one.host}
+    domains = {where(one) for one in taken} | {one.host for one in taken if one.host}
     at = min(one.at for one in taken)
 
     def collateral(one: Evidence) -> bool:
         if _taken(one):
             return False
-        if _where(one) in domains or (one.host and one.host in domains):
+        if where(one) in domains or (one.host and one.host in domains):
             return True
-        return _tier(one) > _HARDWARE and one.at >= at - _us(NOTICE_S)
+        return _tier(one) > _HARDWARE and one.at >= at - us(NOTICE_S)
 
     case.drop(collateral, "collateral: the platform took a node of this job")
 
@@ -285,7 +325,11 @@ def _only_cascades(case: _Case, *, complete: bool) -> Judgement:
     """Everybody complains about somebody else. Who is named, behind, or silent?"""
     root = case.live[0]
     for blame, rule, confidence in (
-        (cascades.named(case.seen, case.members), "cascades.named: the ranks that the others wait for", 0.8),
+        (
+            cascades.named(case.seen, case.members),
+            "cascades.named: the ranks that the others wait for",
+            0.8 if len({(one.rank, one.node) for one in case.seen if one.verdict == CASC}) > 1 else 0.7,
+        ),
         (
             cascades.behind(case.seen, case.members),
             "cascades.behind: the rank that has enqueued fewest collectives",
@@ -313,7 +357,7 @@ def _only_cascades(case: _Case, *, complete: bool) -> Judgement:
 def _telling(case: _Case, rank: int, node: str) -> list[Evidence]:
     """What tells best of the one to blame: its own words, else those that name it. How it was swept away tells nothing."""
     own = [one for one in case.seen if one.rank == rank >= 0]
-    words = [one for one in own if one.seq not in case.dropped or not _bare(one)]
+    words = [one for one in own if one.seq not in case.dropped or not bare(one)]
     named = [
         one for one in case.live if any((rank, node) == who[:2] for who in cascades.whom(case.seen, case.members, one))
     ]
@@ -325,9 +369,18 @@ def _strongest(case: _Case) -> tuple[Evidence, str]:
     if everywhere and not any(_taken(one) and _tier(one, case) == _REASON for one in case.live):
         return min(everywhere, key=_order), "everywhere: the same place on several nodes is the program's"
     root = min(case.live, key=lambda one: (_tier(one, case), _vague(one), _order(one)))
+    if case.general(root):
+        root = min((one for one in case.live if _explains(case, one, root)), key=_order, default=root)
     if _taken(root):
         return root, "preemption: the platform's word wins over what it causes"
     return root, f"strongest: {_TIERS[_tier(root, case)]}"
+
+
+def _explains(case: _Case, one: Evidence, symptom: Evidence) -> bool:
+    """Does it tell more of the same burst of the same rank?"""
+    if case.general(one) or bare(one) or _tier(one, case) != _tier(symptom, case) or where(one) != where(symptom):
+        return False
+    return (one.rank == symptom.rank or -1 in (one.rank, symptom.rank)) and abs(one.at - symptom.at) <= us(BURST_S)
 
 
 def _everywhere(case: _Case) -> list[Evidence]:
@@ -343,7 +396,7 @@ def _everywhere(case: _Case) -> list[Evidence]:
     ]
     on: dict[tuple[str, str], set[str]] = {}
     for one in errors:
-        on.setdefault(_print(one), set()).add(_where(one))
+        on.setdefault(_print(one), set()).add(where(one))
     return [one for one in errors if len(on[_print(one)]) > 1]
 
 
@@ -358,18 +411,21 @@ def _weaker(case: _Case, root: Evidence) -> None:
 def _counted(case: _Case, root: Evidence, rule: str, history: Sequence[Evidence]) -> Judgement:
     """Fingerprints by node: what repeats where?"""
     same = [one for one in case.seen if _print(one) == _print(root)]
-    on = {_where(one) for one in same}
+    on = {where(one) for one in same}
     verdict, confidence, action = root.verdict, root.confidence, case.action(root)
-    either = root.signature in _EITHER and (root.place or not _bare(root))
+    either = root.signature in _EITHER and (root.place or not bare(root))
     if len(on) > 1 and (either or (root.signature.startswith("exception.") and root.place)):
         verdict, rule = USER, f"{rule}; on {len(on)} nodes: the program"
+    elif root.signature == "loss.nan" and root.source in (LOG, ERROR):
+        # A program that checks its loss says so on whichever rank checks first: that speaks of no machine.
+        verdict = USER
     elif root.signature in _ONE_OR_ALL:
         verdict, action, rule = _one_or_all(case, root, same, rule)
     elif root.signature in TWICE and _compared(case) and (times := _times(case, root, history)) > 1:
         verdict, action, confidence, rule = HW, "isolate", max(confidence, 0.8), f"{rule}; {times} times on this node"
-    elif any(root.place and _print(one) == _print(root) and _where(one) != _where(root) for one in history):
+    elif any(root.place and _print(one) == _print(root) and where(one) != where(root) for one in history):
         verdict, action, rule = USER, "fail", f"{rule}; before at the same place on another node"
-    if action in _EVICTS and _global(case, root):
+    if action in EVICTS and _global(case, root):
         return _made(
             case, root, verdict, min(confidence, 0.5), "", "", -1, f"{rule}; everywhere: nobody is evicted", "check"
         )
@@ -390,19 +446,45 @@ def _counted(case: _Case, root: Evidence, rule: str, history: Sequence[Evidence]
 
 def _one_or_all(case: _Case, root: Evidence, same: list[Evidence], rule: str) -> tuple[str, str, str]:
     """Missing on one node of several, that node lacks it; missing everywhere, the image does."""
-    others = case.nodes() - {_where(root)}
-    alone = len({_where(one) for one in same}) == 1 and bool(others)
+    others = case.nodes() - {where(root)}
+    alone = len({where(one) for one in same}) == 1 and bool(_passed(case, others))
     # One rank may do what no other does, such as writing checkpoints: a file is missing *on a node* if all its ranks say so.
-    whole = not root.signature.startswith("exception.") or len({one.rank for one in same}) > 1
+    # And what it names is local: what all hosts share is missing for all of them.
+    said = {one.rank for one in same}
+    shared = _PATH.search(root.text) is not None and _LOCAL_PATH.search(root.text) is None
+    whole = not root.signature.startswith("exception.") or (len(said) > 1 and not shared)
+    if _beyond(case, root):
+        return USER, "fail", f"{rule}; it asks for a device that a host of this job has not"
     if alone and whole:
         return (HW if root.verdict == HW else PLAT), "isolate", f"{rule}; on one of {len(others) + 1} nodes only"
-    everywhere = not alone and len(others) > 0
-    return (USER if everywhere else root.verdict), ("fail" if everywhere else case.action(root)), rule
+    everywhere = len({where(one) for one in same}) > 1
+    if not everywhere and others:
+        return root.verdict, "check" if case.action(root) in EVICTS else case.action(root), rule
+    verdict = root.verdict if root.verdict == PLAT or not everywhere else USER
+    return verdict, ("fail" if everywhere else case.action(root)), rule
+
+
+def _beyond(case: _Case, root: Evidence) -> bool:
+    """Does it name a device whose index is beyond what the hosts of this job have, by the ranks that the others run?"""
+    index = who.device_named(root.text)
+    ranks: dict[str, set[int]] = {}
+    for one in case.seen:
+        if one.rank >= 0 and where(one) != where(root):
+            ranks.setdefault(where(one), set()).add(one.rank)
+    counts = [member.nproc for member in case.members] or [len(of) for of in ranks.values() if len(of) > 1]
+    return bool(counts) and index >= max(counts)
+
+
+def _passed(case: _Case, others: set[str]) -> set[str]:
+    """Of these nodes those that went past the point of failure: a node that was only swept away may not have come to it."""
+    seen = {where(one) for one in case.seen}
+    spoke = {where(one) for one in case.seen if one.signature not in _SWEEPS and not one.signature.endswith(".sweep")}
+    return {node for node in others if node in spoke or node not in seen}
 
 
 def _times(case: _Case, root: Evidence, history: Sequence[Evidence]) -> int:
     """How often this was seen on the root's node or host, repeats within seconds apart."""
-    here = [one for one in case.live if one.signature == root.signature and _where(one) == _where(root)]
+    here = [one for one in case.live if one.signature == root.signature and where(one) == where(root)]
     past = [
         one
         for one in history
@@ -418,7 +500,7 @@ def _compared(case: _Case) -> bool:
 
 def _global(case: _Case, root: Evidence) -> bool:
     """Is it seen on more than a few, or on all of several nodes? Evicting them would cure nothing."""
-    on = {_where(one) for one in case.seen if one.signature == root.signature}
+    on = {where(one) for one in case.seen if one.signature == root.signature}
     many = len(on) > SUSPECTS_MAX and root.source != CHECK
     return many or (len(on) > 1 and len(on) >= len(case.nodes()))
 
@@ -435,6 +517,7 @@ _TIERS = (
     "what the first rank to fail says",
     "a node that ended with its ranks",
     "a bare exit code",
+    "a closing signal",
 )
 
 
@@ -443,12 +526,12 @@ def _tier(one: Evidence, case: _Case | None = None) -> int:
     hardware = one.verdict == HW or one.signature.startswith(("xid.", "nvswitch."))
     if one.source == CHECK or (one.source == KERNEL and hardware and one.verdict != USER):
         return _HARDWARE
-    if _bare(one):
-        return 6
+    if bare(one):
+        return 7 if one.signature == "exit.sigterm" else 6
     if one.signature in VANISHED:
         return 3 if case is None or _by_itself(one, case) else _LATE
     if one.source in (PLATFORM, NODE):
-        late = case is not None and _taken(one) and case.said_at < one.at - _us(NOTICE_S)
+        late = case is not None and _taken(one) and case.said_at < one.at - us(NOTICE_S)
         return _LATE if late else _REASON
     if one.source in (KERNEL, CGROUP) and one.verdict != USER:
         return 2
@@ -457,7 +540,7 @@ def _tier(one: Evidence, case: _Case | None = None) -> int:
 
 def _by_itself(node: Evidence, case: _Case) -> bool:
     """Did this node vanish by itself? Not where its own ranks said why, or others long before, or most nodes went at once."""
-    if _where(node) in case.said_on or case.said_at < node.at - _us(VANISHED_S):
+    if where(node) in case.said_on or case.said_at < node.at - us(VANISHED_S):
         return False
     return case.vanished <= 1 or case.vanished * 2 <= len(case.nodes()) or not case.said_on
 
@@ -472,10 +555,6 @@ def _vague(one: Evidence) -> bool:
     return one.signature in _GENERIC
 
 
-def _bare(one: Evidence) -> bool:
-    return _BARE.match(one.signature) is not None
-
-
 def _ended(one: Evidence) -> bool:
     """Does it tell of an end or of its cause, on whatever node?"""
     return one.source in (EXIT, ERROR, LOG, KERNEL, CGROUP, PLATFORM, NODE, *OPENING)
@@ -484,10 +563,6 @@ def _ended(one: Evidence) -> bool:
 def _print(one: Evidence) -> tuple[str, str]:
     """The fingerprint."""
     return one.signature, one.place
-
-
-def _where(one: Evidence) -> str:
-    return one.node or one.host
 
 
 def _order(one: Evidence) -> tuple[object, ...]:
@@ -509,9 +584,7 @@ def _made(
     rule: str,
     action: str,
 ) -> Judgement:
+    if action in _TAKES_OUT and confidence < SURE and root.source not in (NODE, PLATFORM, CHECK):
+        action, rule = ("check" if action in EVICTS else "proc"), f"{rule}; too unsure to take a node out"
     discarded = tuple(sorted((seq, why) for seq, why in case.dropped.items() if seq != root.seq))
     return Judgement(root, verdict, root.signature, confidence, node, host, rank, discarded, rule, action)
-
-
-def _us(seconds: float) -> int:
-    return round(seconds * 1_000_000)

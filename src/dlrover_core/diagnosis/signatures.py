@@ -43,7 +43,7 @@ class Signature(NamedTuple):
 
     ``sources``: where it may be seen; ``codes``: exit codes, Xids or reasons that mean it; ``priority``: of several signatures
     in one text the highest counts; ``unless``: a line in which one of these matches is not it; ``subject``: a pattern whose
-    group is what else the line names.
+    group is what else the line names; ``general``: a symptom of many causes, which any more telling words explain.
     """
 
     id: str
@@ -59,6 +59,7 @@ class Signature(NamedTuple):
     priority: int = PRIORITY
     unless: tuple[str, ...] = ()
     subject: str = ""
+    general: bool = False
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -104,9 +105,14 @@ class Table:
 @functools.lru_cache(maxsize=8)
 def table(extra: str = "") -> Table:
     """The table; ``extra``: a user's own signatures, as `JobSpec.signatures` holds them (JSON, a list of tables)."""
-    text = resources.files(__package__).joinpath("signatures.toml").read_text(encoding="utf-8")
-    told = tomllib.loads(text)
-    rows = [*_exceptions(told["exceptions"]), *told["signature"], *(json.loads(extra) if extra else ())]
+    files = [resources.files(__package__).joinpath(f"{name}.toml") for name in ("signatures", "families")]
+    told, families = (tomllib.loads(file.read_text(encoding="utf-8")) for file in files)
+    rows = [
+        *_exceptions(told["exceptions"]),
+        *told["signature"],
+        *families["signature"],
+        *(json.loads(extra) if extra else ()),
+    ]
     return Table(tuple(map(_signature, rows)), tuple(CodePattern(**row) for row in told["code"]))
 
 
@@ -141,9 +147,9 @@ _LISTS = ("sources", "patterns", "unless", "codes")
 
 def _wrong(row: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
     """What is wrong with a user's signature."""
-    unknown = sorted(set(row) - {*_TEXTS, *_LISTS, "confidence", "priority"})
+    unknown = sorted(set(row) - {*_TEXTS, *_LISTS, "confidence", "general", "priority"})
     if unknown:
-        yield f"there is no field {unknown[0]!r}; there are {', '.join((*_TEXTS, *_LISTS, 'confidence', 'priority'))}"
+        yield f"there is no field {unknown[0]!r}; there are {', '.join((*_TEXTS, *_LISTS, 'confidence', 'priority', 'general'))}"
     missing = [field for field in ("id", "title", "class", "action", "sources") if not row.get(field)]
     if missing:
         yield f"{missing[0]!r} is missing"
@@ -153,6 +159,8 @@ def _wrong(row: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
     for field in _LISTS:
         if not isinstance(row.get(field, []), list) or not all(isinstance(one, str) for one in row.get(field, [])):
             yield f"{field}: a list of texts, not {row[field]!r}"
+    if not isinstance(row.get("general", False), bool):
+        yield f"general: true or false, not {row['general']!r}"
     if row["id"] in seen:
         yield "there are two of this id"
     if len(row["id"]) > 64 or not all(part.replace("_", "a").isalnum() for part in row["id"].split(".")):
@@ -227,4 +235,5 @@ def _signature(row: Mapping[str, Any]) -> Signature:
         priority=row.get("priority", PRIORITY_CASC if row["class"] == CASC else PRIORITY),
         unless=tuple(row.get("unless", ())),
         subject=row.get("subject", ""),
+        general=bool(row.get("general", False)),
     )

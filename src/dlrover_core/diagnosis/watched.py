@@ -55,7 +55,7 @@ class Lines:
             if dead(one):
                 self._deaths.setdefault(one.rank, []).append(one)
             elif one.source in (NODE, PLATFORM):
-                self._ends.setdefault(_where(one), []).append(one)
+                self._ends.setdefault(where(one), []).append(one)
         self._first = min((one.at for its in self._deaths.values() for one in its), default=None)
         self.last: set[Evidence] = set()
         self.handled: set[Evidence] = set()
@@ -77,7 +77,7 @@ class Lines:
             # What stands still, or computes nonsense, may well do so because of what was said; a traceback is too little.
             opened = any(one.source in OPENING for one in known)
             return {one for one in self.handled if opened and _raised(one)}
-        homes = {_where(one) for one in ends}
+        homes = {where(one) for one in ends}
         return {one for one in self.handled if one.verdict != CASC and not self._machine(one, homes)}
 
     def _sort(self, one: Evidence) -> None:
@@ -104,8 +104,8 @@ class Lines:
         """The ends of its rank; of a line that names none those on its node."""
         if one.rank >= 0:
             return self._deaths.get(one.rank, [])
-        where = _where(one)
-        return [death for its in self._deaths.values() for death in its if not where or _where(death) == where]
+        place = where(one)
+        return [death for its in self._deaths.values() for death in its if not place or where(death) == place]
 
     def _fits(self, one: Evidence, death: Evidence) -> bool:
         """Can such words explain such an end?"""
@@ -119,7 +119,7 @@ class Lines:
         """Did its whole node end soon after? A rank of which nothing else will be heard may have died of it."""
         if own or (_raised(one) and not self._complete):
             return False
-        return any(-LATE_S <= (end.at - one.at) / 1e6 <= NODE_S for end in self._ends.get(_where(one), ()))
+        return any(-LATE_S <= (end.at - one.at) / 1e6 <= NODE_S for end in self._ends.get(where(one), ()))
 
     def _machine(self, one: Evidence, homes: set[str]) -> bool:
         """Does it speak of more than its process: of the machine that somebody died on, or of any just before the first death?
@@ -130,7 +130,7 @@ class Lines:
         if known is None or known.scope == "process":
             return False
         near = self._first is not None and abs(one.at - self._first) <= WORDS_S * 1e6
-        return one.verdict in (HW, NET, RES, PLAT) and (near or _where(one) in homes)
+        return one.verdict in (HW, NET, RES, PLAT) and (near or where(one) in homes)
 
 
 def dead(one: Evidence) -> bool:
@@ -151,5 +151,6 @@ def _raised(one: Evidence) -> bool:
     return one.signature.split(".", maxsplit=1)[0] == "exception"
 
 
-def _where(one: Evidence) -> str:
+def where(one: Evidence) -> str:
+    """The node, or else the host, that a piece of evidence is about."""
     return one.node or one.host

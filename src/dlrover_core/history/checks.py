@@ -1,23 +1,23 @@
-"""Node checks as they go, in lines for whoever started the job: who is checked, who failed with whom, what is concluded."""
+"""Node checks as they go, in lines for people: which nodes are checked, which failed with which partners, the verdict."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from dlrover_core.diagnosis.pairing import FAULTY, SLOWER
-from dlrover_core.history.phrases import count, duration, one_line
+from dlrover_core.history.phrases import duration, one_line
 from dlrover_core.job.checks import CheckJudged, CheckReported, CheckStarted
 from dlrover_core.job.ranges import from_ranges
 from dlrover_core.kernel.events import Record
+from dlrover_core.words import count, first_few
 
-# A check that is over sooner needs no word about how far it is.
+# A check that takes less time prints no progress.
 LONG_US, AGAIN_US = 2_000_000, 10_000_000
-NAMED_MAX, WHY_MAX = 8, 160
-TELLING = (CheckStarted, CheckReported, CheckJudged)
+NODES_NAMED_MAX, WHY_MAX = 8, 160
 
 
 class _Running:
-    """One group's check: who works with whom, and what they have said."""
+    """One group's check: which nodes work together, and their reports."""
 
     def __init__(self, fact: CheckStarted, began_at: int) -> None:
         self.began_at = self.told_at = began_at
@@ -31,7 +31,7 @@ class _Running:
         self.failed: dict[str, CheckReported] = {}
 
     def failures(self) -> str:
-        """Who failed in this round, with whom, and why."""
+        """The nodes that failed in this round, with their partners, and why."""
         told = []
         for group in self.groups:
             words = [self.failed[name] for name in group if name in self.failed]
@@ -42,8 +42,7 @@ class _Running:
                 others = [name for name in group if name != words[0].node]
                 with_whom = f" with {', '.join(others)}" if others else ""
                 told.append(f"{words[0].node} failed{with_whom} ({one_line(words[0].what, WHY_MAX)})")
-        left_out = len(told) - NAMED_MAX
-        return "; ".join([*told[:NAMED_MAX], *([f"and {left_out} more"] if left_out > 0 else [])])
+        return first_few(told, between="; ")
 
 
 class CheckNews:
@@ -53,7 +52,7 @@ class CheckNews:
         self._running: dict[str, _Running] = {}
 
     def feed(self, record: Record) -> Iterator[str]:
-        """The lines to say now."""
+        """The lines to print now."""
         match record.event:
             case CheckStarted():
                 yield from self._started(record.event, record.at)
@@ -68,7 +67,7 @@ class CheckNews:
         running = self._running.get(fact.group)
         if running is None or fact.round == 1:
             running = self._running[fact.group] = _Running(fact, at)
-            helpers = sum(many for _, many, _, _ in fact.partners)
+            helpers = sum(many for _, _, many, _, _ in fact.partners)
             help_ = f", with {count(helpers, 'partner')}" if helpers else ""
             yield f"node check ({fact.kind}): {count(len(running.waited_for) - helpers, 'node')}{help_}, {fact.why}"
             return
@@ -77,11 +76,11 @@ class CheckNews:
         failed_in = running.round
         running.begin(fact)
         others = " with other partners" if before != {frozenset(one) for one in running.groups} else " with the same"
-        yield f"node check, round {failed_in}: {failures or 'somebody is slow'}; round {fact.round}{others}"
+        yield f"node check, round {failed_in}: {failures or 'a node is slow'}; round {fact.round}{others}"
 
     def _reported(self, fact: CheckReported, at: int) -> Iterator[str]:
         running = self._running.get(fact.node.rsplit("-", 2)[0])
-        if running is None:  # its beginning was another master's to tell
+        if running is None:  # another master printed its beginning
             return
         running.waited_for.discard(fact.node)
         if not fact.ok:
@@ -90,8 +89,7 @@ class CheckNews:
             running.told_at = at
             all_ = sum(len(group) for group in running.groups)
             rest = sorted(running.waited_for)
-            more = f" and {len(rest) - NAMED_MAX} more" if len(rest) > NAMED_MAX else ""
-            waits = f"waiting for {', '.join(rest[:NAMED_MAX])}{more}"
+            waits = f"waiting for {first_few(rest)}"
             yield f"node check, round {running.round}: {all_ - len(rest)} of {all_} nodes have answered; {waits}"
 
     def _judged(self, fact: CheckJudged, at: int) -> Iterator[str]:
@@ -99,10 +97,10 @@ class CheckNews:
         failures = running.failures() if running is not None else ""
         if failures:
             yield f"node check, round {fact.rounds}: {failures}"
-        for node, kind, why in fact.found[:NAMED_MAX]:
+        for node, kind, why in fact.found[:NODES_NAMED_MAX]:
             words = {FAULTY: "is faulty", SLOWER: "is slow"}.get(kind, "cannot be told apart from its partners")
             yield f"node check: {node} {words}: {one_line(why, WHY_MAX)}"
-        if len(fact.found) > NAMED_MAX:
-            yield f"node check: and {len(fact.found) - NAMED_MAX} more"
+        if len(fact.found) > NODES_NAMED_MAX:
+            yield f"node check: and {len(fact.found) - NODES_NAMED_MAX} more"
         took = f" in {duration(at - running.began_at)}" if running is not None else ""
-        yield f"node check: {count(sum(many for _, many, _, _ in fact.passed), 'node')} passed{took}"
+        yield f"node check: {count(sum(many for _, _, many, _, _ in fact.passed), 'node')} passed{took}"

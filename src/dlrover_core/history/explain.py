@@ -1,20 +1,22 @@
-"""Why something happened, and what came of it: the links between records, followed both ways.
+"""Why something happened, and what followed from it: the links between records, in both directions.
 
-`Record.cause` links what the engine decided to what it decided upon. Observations from outside have no cause in the log; yet
-they answer something: a node joins because it was planned, a first step is made by a world that was formed. Those links are
-added here by name, and so are the evidence of a diagnosis, the diagnosis that it revises, and the action that a later one of
-the same incident continues. Links lead only backwards in the log, so there is no loop to be caught in.
+`Record.cause` links a decision to the record that it answers. Observations from outside have no cause in the log, yet they
+answer something: a node joins because it was planned, and a world makes its first step because it was formed. Such links
+are added here by name. So are the evidence of a diagnosis, the diagnosis that it revises, and the earlier action of the
+same incident. Links lead only backwards in the log, so they form no loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
 
 from dlrover_core.history.incidents import is_death
-from dlrover_core.job import checkpoints, incidents, job, nodes, plans, progress, world
-from dlrover_core.job.names import group_of
-from dlrover_core.kernel.events import Event, Record
+from dlrover_core.history.plain import plain, record_of
+from dlrover_core.history.words import about
+from dlrover_core.job import incidents, job
+from dlrover_core.job.sets import NO_SETS, sets_of
+from dlrover_core.kernel.events import Record
 
 BEFORE_MAX = 200
 AFTER_MAX = 40
@@ -22,14 +24,22 @@ ENDS = (job.JobSucceeded, job.JobFailed, job.JobStopped, job.JobAbandoned)
 
 
 class Fact(NamedTuple):
-    """One record of an explanation, and the seqs of those it follows from."""
+    """One record of an explanation, and the numbers of the records that it follows from."""
 
     record: Record
     follows: tuple[int, ...]
 
 
 class Explanation(NamedTuple):
-    """Why ``target`` happened. ``before`` ends with the target; ``left_out`` counts what followed beyond ``after``."""
+    """Why a record happened.
+
+    began:    when the run began, microseconds by the leader's clock
+    target:   the record
+    before:   what it follows from, oldest first; ends with the target
+    after:    what followed from it
+    left_out: number of later records that followed too
+    end:      the end of the run; None: it has not ended
+    """
 
     job: str
     began: int
@@ -40,99 +50,41 @@ class Explanation(NamedTuple):
     end: Record | None
 
 
+def explanation_values(told: Explanation) -> dict[str, Any]:
+    """An explanation: the target, what it follows from, what followed; ``follows`` holds each record's links."""
+    return {
+        "job": told.job,
+        "target": told.target.seq,
+        "before": [{**record_of(fact.record), "follows": list(fact.follows)} for fact in told.before],
+        "after": [{**record_of(fact.record), "follows": list(fact.follows)} for fact in told.after],
+        "left_out": told.left_out,
+        "end": plain(told.end),
+    }
+
+
 class _Links:
-    """What each record follows from, found in one pass."""
+    """The records that each record follows from, found in one pass."""
 
     def __init__(self) -> None:
+        self.sets, self.cause = NO_SETS, 0
         self.follows: dict[int, tuple[int, ...]] = {}
-        self._planned: dict[str, int] = {}
-        self._released: dict[str, int] = {}
-        self._formed: dict[tuple[str, int], int] = {}
-        self._dissolved: dict[str, int] = {}
-        self._change: dict[str, int] = {}
-        self._opened: dict[int, int] = {}
-        self._judged: dict[int, int] = {}
-        self._acted: dict[int, int] = {}
-        self._ordered: dict[tuple[str, int, int], int] = {}
-        self._failing: dict[str, int] = {}
-        self._stopping = self._suspended = 0
+        self._newest: dict[tuple[type, Hashable], int] = {}
+
+    def newest(self, kind: type, key: Hashable = None) -> int:
+        return self._newest.get((kind, key), 0)
 
     def add(self, record: Record) -> None:
-        found = (record.cause, *self._named(record.event, record))
+        fact, self.cause = record.event, record.cause
+        if isinstance(fact, job.JobCreated):
+            self.sets = sets_of(fact.spec)
+        said = about(type(fact))
+        found = (record.cause, *(said.follows(fact, self) if said.follows is not None else ()))
         self.follows[record.seq] = tuple(sorted({seq for seq in found if 0 < seq < record.seq}))
-        self._remember(record.event, record.seq)
-
-    def _named(self, fact: Event, record: Record) -> Iterable[int]:
-        """The links that the engine did not write down."""
-        if isinstance(fact, incidents.Diagnosed):
-            return (*fact.evidence, fact.revises)
-        if isinstance(fact, incidents.ActionChosen) and record.cause != self._judged.get(fact.incident):
-            # A final action that was held: time, or the last rank's word, released it.
-            return (self._acted.get(fact.incident, 0), self._judged.get(fact.incident, 0))
-        if isinstance(fact, incidents.IncidentClosed):
-            return (self._opened.get(fact.incident, 0),)
-        if isinstance(fact, (nodes.NodePending, nodes.NodeRunning, nodes.NodeJoined)):
-            return (self._planned.get(fact.node, 0),)
-        if isinstance(fact, nodes.NodeLeft) or (isinstance(fact, nodes.NodeGone) and fact.expected):
-            return (self._released.get(fact.node, 0),)
-        if isinstance(fact, (progress.FirstStep, world.WorkersStarted)):
-            return (self._formed.get((group_of(fact.node), fact.generation), 0),)
-        if isinstance(fact, checkpoints.Restored):
-            return (self._formed.get((group_of(fact.node), fact.generation), 0),)
-        if isinstance(fact, checkpoints.KeepingStarted):
-            return (self._formed.get((fact.group, fact.generation), 0),)
-        if isinstance(fact, checkpoints.StepsHeld):
-            group = group_of(fact.node)
-            return (self._dissolved.get(group) or self._formed.get((group, fact.generation + 1), 0),)
-        if isinstance(fact, checkpoints.CheckpointCommitted):
-            return (self._ordered.get((fact.group, fact.generation, fact.step), 0),)
-        if isinstance(fact, checkpoints.StorageBack):
-            return (self._failing.get(fact.node, 0),)
-        if isinstance(fact, world.WorkersStopped):
-            return (self._dissolved.get(group_of(fact.node), 0),)
-        if isinstance(fact, world.WorldFormed):
-            return (self._dissolved.get(fact.group, 0),)
-        if isinstance(fact, (plans.BoundaryAsked, plans.WorldPlanDropped)) or (
-            isinstance(fact, world.WorldDissolved) and fact.planned
-        ):
-            return (self._change.get(fact.group, 0),)
-        if isinstance(fact, (checkpoints.RanksArmed, checkpoints.StepsHeld)) and fact.plan:
-            return (self._change.get(group_of(fact.node), 0),)
-        if isinstance(fact, job.JobStopped):
-            return (self._stopping,)
-        if isinstance(fact, job.JobResumed):
-            return (self._suspended,)
-        return ()
-
-    def _remember(self, fact: Event, seq: int) -> None:
-        if isinstance(fact, nodes.NodePlanned):
-            self._planned[fact.node] = seq
-        elif isinstance(fact, nodes.NodeReleased):
-            self._released[fact.node] = seq
-        elif isinstance(fact, world.WorldFormed):
-            self._formed[fact.group, fact.generation] = seq
-            self._dissolved.pop(fact.group, None)
-        elif isinstance(fact, world.WorldDissolved):
-            self._dissolved[fact.group] = seq
-            self._change.pop(fact.group, None)
-        elif isinstance(fact, plans.WorldPlanned):
-            self._change[fact.group] = seq
-        elif isinstance(fact, plans.WorldPlanDropped):
-            self._change.pop(fact.group, None)
-        elif isinstance(fact, incidents.IncidentOpened):
-            self._opened[fact.incident] = seq
-        elif isinstance(fact, incidents.Diagnosed):
-            self._judged[fact.incident] = seq
-        elif isinstance(fact, incidents.ActionChosen):
-            self._acted[fact.incident] = seq
-        elif isinstance(fact, checkpoints.SaveOrdered):
-            self._ordered[fact.group, fact.generation, fact.step] = seq
-        elif isinstance(fact, checkpoints.StorageFailed):
-            self._failing[fact.node] = seq
-        elif isinstance(fact, job.JobStopping):
-            self._stopping = seq
-        elif isinstance(fact, job.JobSuspended):
-            self._suspended = seq
+        if said.ends is not None:
+            kind, key_of = said.ends
+            self._newest.pop((kind, key_of(fact)), None)
+        if said.key is not None:
+            self._newest[type(fact), said.key(fact)] = record.seq
 
 
 class _Run(NamedTuple):
@@ -187,7 +139,7 @@ def _worth_explaining(known: dict[int, Record], runs: list[_Run]) -> Record | No
 
 
 def _ancestors(links: _Links, seq: int) -> list[int]:
-    """The record and everything that it follows from, oldest first; the nearest `BEFORE_MAX`."""
+    """The record and all that it follows from, oldest first; the nearest `BEFORE_MAX`."""
     found, edge = {seq}, [seq]
     while edge and len(found) < BEFORE_MAX:
         edge = sorted({one for later in edge for one in links.follows.get(later, ())} - found, reverse=True)
@@ -196,7 +148,7 @@ def _ancestors(links: _Links, seq: int) -> list[int]:
 
 
 def _descendants(links: _Links, known: dict[int, Record], seq: int) -> list[int]:
-    """Everything that followed from the record, oldest first. Another death is a story of its own and is left out."""
+    """All that followed from the record, oldest first. Another death is another story and is left out."""
     found = {seq}
     for later in sorted(links.follows):
         if later > seq and found.intersection(links.follows[later]) and not is_death(known[later].event):

@@ -1,9 +1,10 @@
-"""An incident in one line: who failed, of what, what was done about it, and how long it took.
+"""An incident in one line: which node or rank failed, the cause, the action, and the time it took.
 
-``worker-3: CUDA uncorrectable ECC error (signature cuda.ecc) -> isolate host gpu-17, relaunch as worker-3-1; back in 41.0 s``
+``worker-3: CUDA uncorrectable ECC error (signature cuda.ecc) -> isolate host gpu-17, relaunch as worker-3-1; back in 41.0
+s``
 
-`Headlines` is fed records in order together with the state they fold to. It has a line when something is decided, another one
-when that changes, and one at the end.
+`Headlines` is fed the records in order, each with the state that they fold to. It returns a line when a decision is made,
+another one when the decision changes, and one at the end.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 from typing import NamedTuple, TypeVar
 
 from dlrover_core.diagnosis import ladder, signatures
-from dlrover_core.history.phrases import action, duration, one_line
+from dlrover_core.history.phrases import duration, one_line
+from dlrover_core.history.words.incidents import action
 from dlrover_core.job import incidents, job
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
@@ -19,12 +21,12 @@ from dlrover_core.kernel.events import Record
 T = TypeVar("T")
 
 KEPT = 16
-# What is done to a node as a whole: which of its ranks was first does not matter.
+# Actions on a whole node: which of its ranks failed first does not matter.
 _NODES = (ladder.RELAUNCH_NODE, ladder.ISOLATE_HOST, ladder.GO_ON_SMALLER)
 
 
 class Headline(NamedTuple):
-    """One incident's line. ``down_us`` -1: it is not over."""
+    """One incident's line. ``down_us`` -1: the incident is not over, or ended with its coupling set."""
 
     incident: int
     text: str
@@ -40,7 +42,7 @@ class Headlines:
         self._chosen: dict[int, incidents.ActionChosen] = {}
 
     def feed(self, state: JobState, record: Record) -> Headline | None:
-        """Take in the next record; ``state`` is the fold up to and including it. The line that is news, mostly none."""
+        """Take in the next record; ``state`` is the fold up to and including it. Returns a new line, mostly None."""
         fact = record.event
         if isinstance(fact, job.JobCreated):
             self.lines.clear()
@@ -48,13 +50,13 @@ class Headlines:
             _keep(self._judged, fact.incident, fact)
         elif isinstance(fact, incidents.ActionChosen) and fact.action != ladder.SUSPECTS:
             _keep(self._chosen, fact.incident, fact)
-            return self._news(state, fact.incident, -1)
+            return self._news(state, fact.incident)
         elif isinstance(fact, incidents.IncidentClosed):
-            return self._news(state, fact.incident, fact.down_us)
+            return self._news(state, fact.incident, fact.down_us, over=True)
         return None
 
-    def _news(self, state: JobState, number: int, down_us: int) -> Headline | None:
-        """The line of an incident; None where it says nothing new, or all that was known of it is forgotten."""
+    def _news(self, state: JobState, number: int, down_us: int = -1, *, over: bool = False) -> Headline | None:
+        """The line of an incident; None: there is nothing new, or the incident is forgotten."""
         judged, chosen = self._judged.get(number), self._chosen.get(number)
         known = state.incidents.by_number.get(number)
         if chosen is None and (known is None or not known.actions):
@@ -67,8 +69,11 @@ class Headlines:
             f"{_who(judged.blamed if judged is not None and judged.blamed else node, rank)}: "
             f"{named(state, signature)} -> {_done(state, done, node, chosen.host if chosen is not None else '')}"
         )
+        if over and state.set_of(node) in state.job.given_up:
+            # Logs from before `GIVE_UP_SET` have the time until the set was given up; nothing was back then.
+            text, down_us = text if done in ladder.ENDINGS else f"{text}; its set is given up", -1
         if down_us >= 0:
-            # Where no world was broken, a filled place is all that there is to say.
+            # If no world was broken, the incident ends when the place is filled.
             aside = known is not None and known.generation == incidents.ASIDE
             text += f"; {'filled again after' if aside else 'back in'} {duration(down_us)}"
         told = Headline(number, one_line(text, 400), down_us)
@@ -78,7 +83,7 @@ class Headlines:
 
 
 def named(state: JobState, signature: str) -> str:
-    """What a signature means and its id, or the id alone where nobody has given it a title."""
+    """A signature's title and id, or the id alone if it has no title."""
     extra = state.job.spec.signatures if state.job.state != "new" else ""
     known = signatures.table(extra).get(signature)
     return f"{known.title} (signature {signature})" if known is not None else f"signature {signature or 'unknown'}"
@@ -92,7 +97,7 @@ def _who(node: str, rank: int) -> str:
 def _done(state: JobState, name: str, node: str, host: str) -> str:
     place, _, incarnation = node.rpartition("-")
     slot = state.nodes.slots.get(place)
-    # Its successor may have been planned by the same batch, and may not be in the state yet.
+    # The same batch may plan the successor, and then the state does not have it yet.
     number = max(slot.incarnation if slot is not None else 0, int(incarnation) + 1) if incarnation.isdigit() else 0
     if name == ladder.ISOLATE_HOST:
         where = host or state.hosts.host_of(node)
@@ -101,11 +106,12 @@ def _done(state: JobState, name: str, node: str, host: str) -> str:
         return f"relaunch as {place}-{number}"
     if name == ladder.GO_ON_SMALLER:
         return f"go on without {place}"
-    return action(name)
+    name_of_set = state.set_of(node)
+    return action(name, "" if state.sets.critical(name_of_set) else name_of_set)
 
 
 def _keep(kept: dict[int, T], number: int, one: T) -> None:
-    """Remember the newest of them."""
+    """Keep the newest lines."""
     kept.pop(number, None)
     kept[number] = one
     while len(kept) > KEPT:

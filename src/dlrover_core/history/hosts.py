@@ -1,4 +1,4 @@
-"""What is known of the hosts: who runs where, what failed there, and which of them are kept off, why and until when."""
+"""What is known of the hosts: the nodes there, the failures there, and which hosts are quarantined, why and until when."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ from dlrover_core.job.state import JobState
 
 
 class HostRow(NamedTuple):
-    """One host. ``failures_24h``: those that speak against it, by class; times are microseconds by the leader's clock, 0: never.
+    """One host. Times are microseconds by the leader's clock; 0: never.
 
-    ``quarantined_until`` is 0 where it is not in quarantine now; ``times``: quarantines in a row; ``why``: the newest one.
+    rack:                    its failure domain
+    nodes:                   nodes that run there
+    failures_24h:            failures that speak against it, in 24 hours
+    by_class:                the same by class
+    last_signature, last_at: the newest of them
+    quarantined_until:       end of its quarantine; 0: it is not in quarantine now
+    asked:                   a person asked for the quarantine
+    times:                   quarantines in a row
+    why:                     reason of the newest quarantine
     """
 
     host: str
@@ -31,9 +39,10 @@ class HostRow(NamedTuple):
 
 
 class HostsTold(NamedTuple):
-    """All hosts that are known, those with most against them first; failures by rack.
+    """All known hosts, those with most against them first.
 
-    ``places``: where failures of one place were seen on several hosts, how many and on how many.
+    racks:  failures by rack
+    places: places that failed on several hosts, each with the number of failures and of hosts
     """
 
     job: str
@@ -44,7 +53,7 @@ class HostsTold(NamedTuple):
 
 
 def hosts_of(state: JobState, now: int | None = None) -> HostsTold:
-    """The hosts of a folded history, as they stand at ``now``; without it, at the last record."""
+    """The hosts of a folded history, as of ``now``; by default, as of the last record."""
     at = max(state.at, now or 0)
     there = sorted(state.hosts.seen())
     rows = [_row(state, host, at) for host in there]

@@ -1,26 +1,24 @@
-"""Incidents told end to end: what died, what it was taken for, what was done by which rule, and how long each part took.
+"""Incidents told end to end: what died, the verdicts, the actions with their rules, and the duration of each part.
 
-`IncidentsBuilder` is fed the records in order together with the state they fold to, so that the cause it names is the one
-the engine decided by, and not a second opinion.
+`IncidentsBuilder` is fed the records in order, each with the state that they fold to. So the cause that it names is the one
+that the engine decided by, and not a second opinion.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dlrover_core.diagnosis.classify import describe
+from dlrover_core.history.plain import plain
 from dlrover_core.job import checkpoints, evidence, incidents, job, nodes, progress, world
-from dlrover_core.job.names import group_of
+from dlrover_core.job.sets import NO_SETS
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 
 
 class Judgement(NamedTuple):
-    """One `Diagnosed`. ``revises`` is the seq of the one that it replaces, 0 for the first.
-
-    ``rank`` and ``host``: whose fault, as far as known; ``discarded``: evidence that is no cause; ``why``: by which rule.
-    """
+    """One `Diagnosed`, with its fields. ``revises``: number of the verdict that it replaces; 0: it is the first."""
 
     seq: int
     at: int
@@ -37,7 +35,7 @@ class Judgement(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """One `ActionChosen`: what was done to which node, by which rule; the budget's name, what was left of it after and before."""
+    """One `ActionChosen`, with its fields."""
 
     seq: int
     at: int
@@ -52,13 +50,23 @@ class Measure(NamedTuple):
 
 @dataclass(slots=True)
 class Story:
-    """One incident. ``ranks``: all that died unasked. Times are microseconds by the leader's clock; 0: not come to that.
+    """One incident. Times are microseconds by the leader's clock; 0: not yet.
 
-    ``steps_lost`` is what the engine counted from the dead workers' own words, or, where that is more, the distance from the
-    highest step that anybody reported to the one that training resumed from: a dead node takes its count along. -1: unknown.
-    ``paused_us``: how long the job was suspended meanwhile, which is no time down. ``restores``: from where its nodes went on, as
-    far as that was told: one speaks for all that simply found their own memory. ``imports_us``: of the time down, what the worker
-    that stepped first spent on imports.
+    seq:                          record that opened it
+    cause, cause_seq:             the root cause in words, and its record
+    ranks:                        all ranks that died without being asked to
+    formed_at, formed_generation: the next world
+    started_at:                   when that world's workers ran
+    stepped_at:                   when it made its first step
+    imports_us:                   part of the down time that the first worker to step spent on imports
+    steps_lost:                   as counted by the engine, or, if that is more, the distance from the highest reported step
+                                  to the step that training resumed from (a dead node takes its count along); -1: unknown
+    paused_us:                    how long the job was suspended meanwhile; not part of the down time
+    restores:                     where its nodes resumed from, as far as reported; one node reports for all that found
+                                  their own memory
+    set:                          the coupling set whose world broke
+    without:                      ``set`` if the job goes on without it where it fails; empty: the job fails with it
+    given_up:                     the set was given up over this incident, or while it was open
     """
 
     number: int
@@ -81,36 +89,46 @@ class Story:
     steps_lost: int = -1
     paused_us: int = 0
     restores: list[checkpoints.Restored] = field(default_factory=list)
-
-    @property
-    def group(self) -> str:
-        """The group whose world broke."""
-        return group_of(self.node)
+    set: str = ""
+    without: str = ""
+    given_up: bool = False
 
     @property
     def verdict(self) -> str:
-        """The class of failure that it was last taken for."""
+        """The class of the newest verdict."""
         return self.judgements[-1].verdict if self.judgements else ""
 
     @property
     def signature(self) -> str:
-        """What it was last recognised as."""
+        """The signature of the newest verdict."""
         return self.judgements[-1].signature if self.judgements else ""
 
     @property
     def action(self) -> str:
-        """What was done last."""
+        """The newest action."""
         return self.measures[-1].action if self.measures else ""
 
     @property
     def restored(self) -> checkpoints.Restored | None:
-        """The slowest of its restores: what all waited for."""
+        """The slowest restore, which all nodes waited for."""
         return max(self.restores, key=lambda one: (checkpoints.TIERS.index(one.tier), one.took_us), default=None)
 
     @property
     def down_us(self) -> int | None:
-        """From the death to the next step, while the job was not suspended; None: no step has come."""
+        """Time from the death to the next step, without suspension; None: there was no step yet."""
         return self.stepped_at - self.died_at - self.paused_us if self.stepped_at else None
+
+
+def story_values(story: Story) -> dict[str, Any]:
+    """A story, with what follows from its parts."""
+    derived = {
+        "verdict": story.verdict,
+        "signature": story.signature,
+        "action": story.action,
+        "down_us": story.down_us,
+        "restored": plain(story.restored),
+    }
+    return {**plain(story), **derived}
 
 
 class IncidentsBuilder:
@@ -118,14 +136,15 @@ class IncidentsBuilder:
 
     def __init__(self) -> None:
         self.stories: dict[int, Story] = {}
+        self._sets = NO_SETS
         self._open: dict[int, Story] = {}
-        # By group, where the script tells its step numbers: the newest generation that made steps, and the highest one known.
+        # By group whose script tells step numbers: the newest generation that made steps, and its highest known step.
         self._reach: dict[str, tuple[int, int]] = {}
         self._paused_at = 0
 
     def feed(self, state: JobState, record: Record) -> None:
         """Take in the next record; ``state`` is the fold up to and including it."""
-        fact = record.event
+        fact, self._sets = record.event, state.sets
         self._note_reach(fact)
         if isinstance(fact, incidents.IncidentOpened):
             self._opened(state, fact, record)
@@ -151,6 +170,8 @@ class IncidentsBuilder:
         cause = state.incidents.by_number[fact.incident].cause
         story = Story(fact.incident, record.seq, fact.node, fact.generation, cause.at, record.at, "", cause.seq)
         story.ranks.extend(fact.ranks)
+        story.set = state.set_of(fact.node)
+        story.without = "" if state.sets.critical(story.set) else story.set
         self.stories[fact.incident] = self._open[fact.incident] = story
 
     def _paused(self, begins: bool, at: int) -> None:
@@ -160,7 +181,7 @@ class IncidentsBuilder:
 
     def _another(self, fact: incidents.WorkerExited) -> None:
         for story in self._open.values():
-            ours = (story.group, story.generation) == (group_of(fact.node), fact.generation)
+            ours = (story.set, story.generation) == (self._sets.of(fact.node), fact.generation)
             if ours and not fact.asked and fact.rank not in story.ranks:
                 story.ranks.append(fact.rank)
 
@@ -170,21 +191,24 @@ class IncidentsBuilder:
                 story.formed_at, story.formed_generation, story.started_at = at, fact.generation, 0
                 story.restores.clear()
         elif isinstance(fact, world.WorkersStarted):
-            for story in self._broken_before(group_of(fact.node), fact.generation):
-                story.started_at = at  # of all nodes the last
+            for story in self._broken_before(self._sets.of(fact.node), fact.generation):
+                story.started_at = at  # the last of all nodes
         elif isinstance(fact, checkpoints.Restored):
-            for story in self._broken_before(group_of(fact.node), fact.generation):
+            for story in self._broken_before(self._sets.of(fact.node), fact.generation):
                 story.restores.append(fact)
         elif isinstance(fact, progress.FirstStep):
             self._stepped(fact, at)
+        elif isinstance(fact, job.SetGivenUp):
+            for story in self._open.values():
+                story.given_up = story.given_up or story.set == fact.set
 
     def _stepped(self, fact: progress.FirstStep, at: int) -> None:
-        group = group_of(fact.node)
+        group = self._sets.of(fact.node)
         mended = self._broken_before(group, fact.generation)
         for story in mended:
             story.stepped_at, story.imports_us = at, fact.imports_us
         if fact.told:
-            # The first one broke what was running; those after it found nothing to lose.
+            # The first incident broke the running world; later ones lost no steps.
             lost = max(0, self._reach[group][1] - (fact.step - 1)) if group in self._reach else -1
             for place, story in enumerate(mended):
                 story.steps_lost = 0 if place else lost
@@ -194,11 +218,11 @@ class IncidentsBuilder:
 
     def _note_reach(self, fact: object) -> None:
         if isinstance(fact, (incidents.WorkerExited, world.WorkersStopped, evidence.EvidenceSeen)):
-            self._reached(group_of(fact.node), fact.generation, fact.step)
+            self._reached(self._sets.of(fact.node), fact.generation, fact.step)
         elif isinstance(fact, (progress.Progressed, checkpoints.CheckpointCommitted)):
             self._reached(fact.group, fact.generation, fact.step)
         elif isinstance(fact, checkpoints.StepsHeld) and fact.steps:
-            self._reached(group_of(fact.node), fact.generation, fact.steps[-1])
+            self._reached(self._sets.of(fact.node), fact.generation, fact.steps[-1])
 
     def _reached(self, group: str, generation: int, step: int) -> None:
         known = self._reach.get(group)
@@ -206,8 +230,8 @@ class IncidentsBuilder:
             self._reach[group] = (generation, max(known[1], step))
 
     def _broken_before(self, group: str, generation: int) -> list[Story]:
-        """The open incidents of a group that this generation may mend; not those that broke nothing anybody trained in."""
-        stories = [story for story in self._open.values() if story.group == group and story.generation < generation]
+        """The open incidents of a group that this generation may mend: those that broke a world."""
+        stories = [story for story in self._open.values() if story.set == group and story.generation < generation]
         return [story for story in stories if story.generation != incidents.ASIDE or group not in self._reach]
 
     @staticmethod

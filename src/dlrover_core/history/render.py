@@ -1,6 +1,6 @@
-"""Histories as text for a terminal: compact, aligned, plain ASCII of our own, nothing from outside that could steer a terminal.
+"""Histories as text for a terminal: compact, aligned, plain ASCII, and without control characters from outside.
 
-Every function takes values of this package and returns lines or text; where and when is printed is the caller's business.
+Every function takes values of this package and returns lines or text; the caller prints them.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, tzinfo
 
-from dlrover_core.history import render_saves
+from dlrover_core.history import render_ledger, render_saves
 from dlrover_core.history.explain import Explanation, Fact
 from dlrover_core.history.headline import Headline
 from dlrover_core.history.incidents import Story
-from dlrover_core.history.phrases import action, count, duration, key_values, one_line, safe, say, verdict
+from dlrover_core.history.phrases import duration, key_values, one_line, safe
 from dlrover_core.history.plain import name_of
 from dlrover_core.history.report import Report
 from dlrover_core.history.status import Status
@@ -22,6 +22,7 @@ from dlrover_core.history.timeline import (
     DETECTING,
     FINISHING,
     FORMING,
+    QUEUED,
     RESTARTING,
     REWORK,
     RUNNING,
@@ -32,15 +33,18 @@ from dlrover_core.history.timeline import (
     WAITING,
     Timeline,
 )
+from dlrover_core.history.words import say
+from dlrover_core.history.words.incidents import action, verdict
 from dlrover_core.job import incidents, operations
-from dlrover_core.job.waiting import PLAN, Wait
+from dlrover_core.job.waiting import OF_RUNNING, Wait
 from dlrover_core.kernel.events import Record
+from dlrover_core.words import count
 
 TAIL_LINES_MAX = 20
 NODE_ROWS_MAX = 64
 HEADLINES_MAX = 5
 IMPORTS_US, IMPORTS_SHARE = 500_000, 0.3
-"""Imports that took so long, and so much of the time down, are worth a word."""
+"""Imports are mentioned if they took at least so long, and this share of the down time."""
 
 MEANINGS = {
     STARTING: "from creation to the first step",
@@ -52,6 +56,7 @@ MEANINGS = {
     FORMING: "from the decision to a new world; waiting for nodes",
     RESTARTING: "from a new world to its first step",
     WAITING: "no world, and nothing had failed",
+    QUEUED: "no world, and the platform had no place for a node",
     FINISHING: "some workers done, others not yet",
     SUSPENDED: "suspended, as asked",
     STOPPING: "stopping, as asked",
@@ -128,7 +133,7 @@ def _fact(fact: Fact, began: int, mark: str) -> Iterator[str]:
 
 
 def _last_words(fact: incidents.WorkerExited) -> Iterator[str]:
-    """What the worker said: its error file's message, else its last lines."""
+    """What the worker wrote last: its error file's message, else its last lines."""
     said = [line.rstrip() for line in safe(fact.error or fact.tail).splitlines() if line.strip()]
     if len(said) > TAIL_LINES_MAX:
         yield f"{'':24}| ... {count(len(said) - TAIL_LINES_MAX, 'line')} before"
@@ -146,12 +151,20 @@ def _ending(told: Explanation) -> str:
 
 
 def report(told: Report, zone: tzinfo | None = None) -> str:
-    """The whole report. What made a job fail stands above everything else."""
+    """The whole report. The cause of a failed job stands first."""
     lines = _headline(told, zone)
     lines += ["", *_incidents(told)]
     lines += ["", *_goodput(told)]
     if told.saves.any:
         lines += ["", *render_saves.lines(told.saves)]
+    if told.data:
+        lines += ["", *render_ledger.row(told.data)]
+    if told.given_up:
+        lines += ["", "given up, the job went on without"]
+        lines += table(
+            [(f"#{one.seq}", offset(one.at, told.created_at) + " s", say(one.event)) for one in told.given_up],
+            right=(0, 1),
+        )
     if told.asked:
         lines += ["", "asked for while it ran"]
         lines += table(
@@ -229,7 +242,7 @@ def _incidents(told: Report) -> list[str]:
 
 
 def _imports(told: Report) -> Iterator[str]:
-    """What of the time down were imports, where that is worth a word, and what to do about it."""
+    """The part of the down time that imports took, if it is worth mentioning, and what to do about it."""
     slow = [one for one in told.incidents if one.down_us and IMPORTS_US <= one.imports_us <= one.down_us]
     slow = [one for one in slow if one.imports_us >= IMPORTS_SHARE * (one.down_us or 0)]
     if slow:
@@ -241,6 +254,7 @@ def _imports(told: Report) -> Iterator[str]:
 
 def _incident_row(story: Story, told: Report) -> tuple[str, ...]:
     down = duration(story.down_us) if story.down_us is not None else "ended" if told.over else "open"
+    down = "given up" if story.given_up and story.down_us is None else down
     return (
         str(story.number),
         offset(story.died_at, told.created_at) + " s",
@@ -253,7 +267,7 @@ def _incident_row(story: Story, told: Report) -> tuple[str, ...]:
 
 
 def _turns(story: Story, began: int) -> list[str]:
-    """How the view of an incident changed."""
+    """How the verdict on an incident changed."""
     lines = [f"  incident {story.number} in turns:"]
     rows = [
         (
@@ -269,7 +283,7 @@ def _turns(story: Story, began: int) -> list[str]:
             measure.seq,
             measure.at,
             "done",
-            f"{action(measure.action)} ({measure.rule}; budget left {measure.budget_left})",
+            f"{action(measure.action, story.without)} ({measure.rule}; budget left {measure.budget_left})",
         )
         for measure in story.measures
     ]
@@ -299,7 +313,7 @@ def _goodput(told: Report) -> list[str]:
         return ["goodput unknown: no step was reported", *table(rows, right=(1, 2))]
     lines = [f"goodput {sums.ratio * 100:.2f} % of wall-clock time", *table(rows, right=(1, 2))]
     if not told.timeline.told and told.incidents:
-        # Said rather than left out: a goodput that hides lost steps would be too good.
+        # Unknown lost steps are mentioned, because a goodput without them would be too good.
         lines.append("  the script does not tell its step numbers, so steps made again are counted as training;")
         lines.append("  dlrover_adapters.torch.step(n) in its loop would tell them")
     return lines
@@ -311,7 +325,7 @@ def _goodput(told: Report) -> list[str]:
 def status(
     told: Status, now: int | None = None, zone: tzinfo | None = None, live: Mapping[str, int] | None = None
 ) -> str:
-    """How the job stands. ``live``: what its leader says of its steps, from heartbeats (`runtime.stalls.Stalls.live`)."""
+    """The job's status. ``live``: the steps by its leader, from heartbeats (`runtime.stalls.Stalls.live`)."""
     lines = []
     if told.failed:
         lines += [f"FAILED: {one_line(told.root, 1000)}", f"  because {one_line(told.reason, 1000)}"]
@@ -322,8 +336,9 @@ def status(
     step = progress(live) if live is not None and live["step"] >= 0 else step
     lines.append(f"  {step}; {'lasted' if told.over else 'for'} {duration(max(0, end - told.created_at))}")
     lines += [f"  {one}" for one in _worlds(told)]
+    lines += [f"  {name} is given up, the job goes on without it: {one_line(why)}" for name, why in told.given_up]
     lines += [f"  {one}" for one in waiting(told.waits, end)]
-    lines += [f"  {one}" for one in _kept(told)]
+    lines += [f"  {one}" for one in (*_kept(told), *render_ledger.row(told.data))]
     lines += ["", *_nodes(told)]
     if told.incidents:
         lines += ["", "unmended incidents"]
@@ -342,15 +357,15 @@ def status(
 
 
 def waiting(waits: Iterable[Wait], now: int) -> Iterator[str]:
-    """Why groups have no world, and what planned changes wait for: a line each, with the time after which it ends by itself."""
+    """Why groups have no world, and what running worlds wait for: a line each, with the end of the wait, if it has one."""
     for wait in waits:
         left = f", {duration(wait.until - now)} left" if wait.until > now else ""
-        what = wait.group if wait.why == PLAN else f"{wait.group} has no world"
+        what = wait.group if wait.why in OF_RUNNING else f"{wait.group} has no world"
         yield f"{what}: {one_line(wait.words, 500)}{left}"
 
 
 def progress(live: Mapping[str, int]) -> str:
-    """The step, the rate and the time left, and how old that is."""
+    """The step, the rate, the time left, and the age of these figures."""
     words = [f"step {live['step']} {duration(live['age_us'])} ago"]
     if live["step_us"]:
         words.append(f"{1e6 / live['step_us']:.3g} steps/s")
@@ -361,7 +376,10 @@ def progress(live: Mapping[str, int]) -> str:
 
 
 def _worlds(told: Status) -> Iterator[str]:
+    given_up = dict(told.given_up)
     for world in told.worlds:
+        if world.group in given_up:  # a line of its own says so
+            continue
         if world.generation == 0:
             yield f"{world.group}: no world yet"
             continue
@@ -407,4 +425,5 @@ def _nodes(told: Status) -> list[str]:
 
 def _budgets(told: Status) -> str:
     places = "".join(f", {left} relaunches of {place}" for place, left in told.relaunches_left.items())
-    return f"budgets left: {count(told.restarts_left, 'restart')} of the processes{places}"
+    sets = "".join(f", {count(left, 'restart')} of {name}" for name, left in told.restarts_left_of)
+    return f"budgets left: {count(told.restarts_left, 'restart')} of the processes{sets}{places}"

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from datetime import tzinfo
 
 from dlrover_core.history.hosts import HostRow, HostsTold
-from dlrover_core.history.phrases import count, duration, one_line
+from dlrover_core.history.phrases import duration, one_line
 from dlrover_core.history.render import clock, table
+from dlrover_core.words import count
 
 ROWS_MAX = 64
 
 
 def hosts(told: HostsTold, zone: tzinfo | None = None) -> str:
-    """Every host in a line, those that are kept off first; then what racks and places have to say."""
+    """Every host in a line, quarantined ones first; then racks and places with several failures."""
     if not told.hosts:
         return f"job {told.job}: no host is known yet"
     head = ("host", "rack", "failures in 24 h", "state", "nodes", "why")
@@ -45,7 +46,7 @@ def _state(row: HostRow, at: int) -> str:
 
 
 def _beyond(told: HostsTold) -> Iterator[str]:
-    """A switch fails for a whole rack, a program for the same rank wherever it runs."""
+    """Failures of a whole rack, which suggest a switch, and of one place on several hosts, which suggest the program."""
     for rack, number in told.racks.items():
         struck = sum(row.rack == rack and row.failures_24h > 0 for row in told.hosts)
         if struck > 1:

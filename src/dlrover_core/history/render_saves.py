@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dlrover_core.history.phrases import count, duration, size, tier
+from dlrover_core.history.phrases import duration, size
 from dlrover_core.history.saves import Saves
+from dlrover_core.history.words.checkpoints import tier
+from dlrover_core.words import count
 
 
 def lines(told: Saves) -> Iterator[str]:

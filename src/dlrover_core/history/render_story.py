@@ -8,12 +8,15 @@ from datetime import tzinfo
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import OPENING
 from dlrover_core.history.incidents import Judgement, Measure, Story
-from dlrover_core.history.phrases import action, count, duration, one_line, say, verdict
+from dlrover_core.history.phrases import duration, one_line
 from dlrover_core.history.plain import name_of
 from dlrover_core.history.render import clock, offset, table
 from dlrover_core.history.story import IncidentTold, Seen
+from dlrover_core.history.words import say
+from dlrover_core.history.words.incidents import action, verdict
 from dlrover_core.job import job
 from dlrover_core.job.incidents import ASIDE
+from dlrover_core.words import count
 
 EVIDENCE_MAX = 40
 TEXT_MAX = 300
@@ -35,7 +38,7 @@ def _headline(told: IncidentTold, zone: tzinfo | None) -> Iterator[str]:
 
 
 def _who(told: IncidentTold) -> str:
-    """Who died; or what was seen, where nobody had."""
+    """The node or rank that died; or the observation, if none had."""
     one = told.story
     seen = next((piece for piece in told.evidence if piece.seq == one.cause_seq), None)
     if seen is not None and seen.source in OPENING:
@@ -124,9 +127,10 @@ def _actions(told: IncidentTold) -> Iterator[str]:
 
 def _action(one: Measure, told: IncidentTold) -> Iterator[str]:
     where = f" of host {one_line(one.host, 64)}" if one.host else ""
-    yield f"    {f'#{one.seq}':>6} {_at(one.at, told):>12}  {one.action}: {action(one.action)}, for {one.node}{where}"
+    what = f"{one.action}: {action(one.action, told.story.without)}"
+    yield f"    {f'#{one.seq}':>6} {_at(one.at, told):>12}  {what}, for {one.node}{where}"
     yield f"{'':26}rule: {one_line(one.rule, TEXT_MAX)}"
-    if one.budget or one.action not in (ladder.FAIL_JOB, ladder.AWAIT_EVIDENCE, ladder.SUSPECTS):
+    if one.budget or one.action not in (*ladder.ENDINGS, ladder.AWAIT_EVIDENCE, ladder.SUSPECTS):
         yield f"{'':26}{_budget(one)}"
     later = [other for other in told.story.measures if other.seq > one.seq and other.action in ladder.FOR_NODES]
     if one.action in ladder.IN_PLACE and later:
@@ -146,7 +150,8 @@ def _budget(one: Measure) -> str:
 
 def _cost(told: IncidentTold) -> Iterator[str]:
     one = told.story
-    down = f"{duration(one.down_us)} down" if one.down_us is not None else "no step since"
+    never = "its set was given up" if one.given_up else "no step since"
+    down = f"{duration(one.down_us)} down" if one.down_us is not None else never
     lost = "how many steps were lost is not known" if one.steps_lost < 0 else f"{count(one.steps_lost, 'step')} lost"
     yield f"cost: {down}; {lost}"
     rows = [(name, duration(us)) for name, us in _parts(one)]

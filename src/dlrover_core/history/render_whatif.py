@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dlrover_core.history.phrases import count, one_line
+from dlrover_core.history.phrases import one_line
 from dlrover_core.history.render import table
 from dlrover_core.history.whatif import Decision, WhatIf
 from dlrover_core.job.incidents import ActionChosen, Diagnosed
+from dlrover_core.words import count
 
 
 def lines(found: WhatIf, *, asked: bool) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The whole story of a run in one value: how it ended, its incidents, where the time went, who was master.
+"""The whole story of a run in one value: its end, its incidents, where the time went, its masters.
 
 A log may hold several runs of a job, one after the other; the story is the last one's.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.history.goodput import Goodput, goodput_of
-from dlrover_core.history.incidents import IncidentsBuilder, Story
+from dlrover_core.history.incidents import IncidentsBuilder, Story, story_values
+from dlrover_core.history.ledger import DataRow, ledger_of
+from dlrover_core.history.plain import plain
 from dlrover_core.history.saves import Saves, SavesBuilder
 from dlrover_core.history.timeline import Timeline, TimelineBuilder
 from dlrover_core.job import job, nodes, plans
@@ -23,7 +25,7 @@ ASKED = (job.GroupScaled, plans.NodeDrained, job.JobSuspended, job.JobResumed, j
 
 
 class TakeOver(NamedTuple):
-    """Another master took over. ``silent_us``: since the last record before; decisions waited no longer than that."""
+    """Another master took over. ``silent_us``: time since the record before; decisions waited no longer than that."""
 
     seq: int
     at: int
@@ -33,9 +35,20 @@ class TakeOver(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A job's history, told. Times are microseconds by the leader's clock; ``ended_at`` is 0 while the job lives.
+    """The history of a run. Times are microseconds by the leader's clock.
 
-    ``asked``: what people asked of the job while it ran.
+    state, reason, root:  how it ended or stands, why, and the root cause of a failure
+    ended_at:             0: it still runs
+    last_at:              time of the last record
+    records:              number of records of all runs
+    earlier_runs:         number of runs before it
+    restarts, relaunches: actions of either kind
+    generations:          number of worlds
+    steps_lost:           steps made again; -1: unknown
+    alarms:               number of alarms
+    asked:                what people asked of the job
+    given_up:             coupling sets that it continued without (`SetGivenUp`)
+    data:                 how far each dataset is
     """
 
     job: str
@@ -58,7 +71,9 @@ class Report:
     steps_lost: int
     alarms: int
     asked: tuple[Record, ...] = ()
+    given_up: tuple[Record, ...] = ()
     saves: Saves = Saves()  # noqa: RUF009  # immutable
+    data: tuple[DataRow, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -77,6 +92,15 @@ class Report:
         return sum(known) // len(known) if known else None
 
 
+def report_values(told: Report) -> dict[str, Any]:
+    """A report, with what follows from its parts: the goodput ratio, each incident's verdict, action and time down."""
+    values: dict[str, Any] = plain(told)
+    values["goodput"]["ratio"] = told.goodput.ratio
+    values["mean_down_us"] = told.mean_down_us
+    values["incidents"] = [story_values(story) for story in told.incidents]
+    return values
+
+
 class ReportBuilder:
     """Feed it every record in order; ask for the `report` at any time."""
 
@@ -86,6 +110,7 @@ class ReportBuilder:
         self._incidents, self._saves = IncidentsBuilder(), SavesBuilder()
         self._take_overs: list[TakeOver] = []
         self._asked: list[Record] = []
+        self._given_up: list[Record] = []
         self._alarms = 0
         self._runs = 0
         self._led = False
@@ -101,20 +126,23 @@ class ReportBuilder:
         self._saves.feed(record)
         self._led = self._led or not isinstance(fact, (job.JobCreated, nodes.NodePlanned, job.LeaderStarted))
         if isinstance(fact, job.LeaderStarted):
-            # The first leader of a run creates it and says no more, or is the first one after a launcher that did no more.
+            # The first leader of a run is no take-over; it created the run, or a launcher did before it.
             if self._led and not self.state.job.over:
                 self._take_overs.append(TakeOver(record.seq, record.at, fact.holder, record.at - before))
             self._led = True
         elif isinstance(fact, ASKED):
             self._asked.append(record)
+        elif isinstance(fact, job.SetGivenUp):
+            self._given_up.append(record)
         elif isinstance(fact, CommandFailed):
             self._alarms += 1
 
     def _new_run(self) -> None:
-        """What was told so far is an earlier run's."""
+        """Forget the earlier run."""
         self._timeline, self._incidents, self._saves = TimelineBuilder(), IncidentsBuilder(), SavesBuilder()
         self._take_overs.clear()
         self._asked.clear()
+        self._given_up.clear()
         self._alarms = 0
         self._runs += 1
         self._led = False
@@ -145,12 +173,14 @@ class ReportBuilder:
             steps_lost=sum(max(0, story.steps_lost) for story in stories),
             alarms=self._alarms,
             asked=tuple(self._asked),
+            given_up=tuple(self._given_up),
             saves=self._saves.saves(now if not state.job.over else None),
+            data=ledger_of(state),
         )
 
 
 def report_of(records: Iterable[Record], now: int | None = None) -> Report:
-    """The report of a history. ``now``: where the time of a job that still lives ends; by default at its last record."""
+    """The report of a history. ``now``: where the time of a running job ends; by default at its last record."""
     builder = ReportBuilder()
     for record in records:
         builder.feed(record)

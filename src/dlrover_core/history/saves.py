@@ -1,15 +1,16 @@
-"""Checkpoints of a run, summed up: how many, how often storage was down, and from where generations went on."""
+"""Checkpoints of a run, summed up: how many there were, storage outages, and where generations resumed from."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from dlrover_core.job import checkpoints, names, nodes
+from dlrover_core.job import checkpoints, job, nodes
+from dlrover_core.job.sets import NO_SETS, sets_of
 from dlrover_core.kernel.events import Record
 
 
 class Restores(NamedTuple):
-    """How many generations went on from one tier: ``total_us`` that took in sum, ``longest_us`` at most."""
+    """How many generations resumed from one tier; ``total_us``: time that took in sum; ``longest_us``: at most."""
 
     tier: str
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls on it
@@ -18,10 +19,16 @@ class Restores(NamedTuple):
 
 
 class Saves(NamedTuple):
-    """A run's checkpoints. ``ordered``: of the ``committed`` those written because a generation had ended.
+    """A run's checkpoints.
 
-    ``outages`` of storage lasted ``outage_us`` in all, seen from whichever nodes saw them; ``down``: nodes that cannot write now.
-    ``fell``: how often a tier was tried that was not good.
+    committed:          number of checkpoints
+    ordered:            number of those written because a generation had ended
+    newest:             step of the newest; -1: none
+    written_bytes:      their size
+    outages, outage_us: storage outages of at least one node, and their time in all
+    down:               nodes that cannot write now
+    restores:           where generations resumed from
+    fell:               how often a tier was tried and failed
     """
 
     committed: int = 0
@@ -36,7 +43,7 @@ class Saves(NamedTuple):
 
     @property
     def any(self) -> bool:
-        """Is there something to tell?"""
+        """Is there something to report?"""
         return bool(self.committed or self.outages or self.restores)
 
 
@@ -44,18 +51,21 @@ class SavesBuilder:
     """Feed it every record of a run in order."""
 
     def __init__(self) -> None:
+        self._sets = NO_SETS
         self._committed: list[checkpoints.CheckpointCommitted] = []
         self._down: dict[str, int] = {}
-        # Outages of several nodes at once are one.
+        # Outages of several nodes at once count as one.
         self._down_since = self._outages = self._outage_us = self._last = 0
-        # Of every group and generation the slowest restore.
+        # The slowest restore of every set and generation.
         self._restores: dict[tuple[str, int], checkpoints.Restored] = {}
         self._fell = 0
 
     def feed(self, record: Record) -> None:
         """Take in the next record."""
         fact, self._last = record.event, record.at
-        if isinstance(fact, checkpoints.CheckpointCommitted):
+        if isinstance(fact, job.JobCreated):
+            self._sets = sets_of(fact.spec)
+        elif isinstance(fact, checkpoints.CheckpointCommitted):
             self._committed.append(fact)
         elif isinstance(fact, checkpoints.StorageFailed):
             if not self._down:
@@ -64,7 +74,7 @@ class SavesBuilder:
         elif isinstance(fact, (checkpoints.StorageBack, *_ENDED)):
             self._back(fact.node, record.at)
         elif isinstance(fact, checkpoints.Restored):
-            key = (names.group_of(fact.node), fact.generation)
+            key = (self._sets.of(fact.node), fact.generation)
             self._restores[key] = max(self._restores.get(key, fact), fact, key=_slowness)
             self._fell += len(fact.fell)
 

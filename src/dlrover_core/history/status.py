@@ -1,4 +1,4 @@
-"""How a job stands now: a view of its state for people and for `--json`."""
+"""The present status of a job: a view of its state for people and for `--json`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from typing import NamedTuple
 
 from dlrover_core.diagnosis.classify import describe
 from dlrover_core.history.headline import Headline, Headlines
+from dlrover_core.history.ledger import DataRow, ledger_of
+from dlrover_core.history.words.notices import announced
 from dlrover_core.job.checkpoints import MEMORY
-from dlrover_core.job.names import group_of
+from dlrover_core.job.sets import Sets
 from dlrover_core.job.state import JobState
 from dlrover_core.job.waiting import Wait
 from dlrover_core.kernel.events import Record
+from dlrover_core.spec import JobSpec
 
 
 class NodeRow(NamedTuple):
-    """One node. ``place`` is its rank among the nodes of its world, -1 outside; ``note`` says what is special about it."""
+    """One node. ``place``: its rank among the nodes of its world, -1: it is no member; ``note``: what is special about it."""
 
     node: str
     group: str
@@ -26,7 +29,13 @@ class NodeRow(NamedTuple):
 
 
 class WorldRow(NamedTuple):
-    """The newest generation of a group, and the sizes that the group is to have."""
+    """The newest generation of a set, and the sizes that the set should have.
+
+    active:       it runs
+    nodes, ranks: its size
+    started:      number of nodes whose workers run
+    formed_at:    microseconds
+    """
 
     group: str
     generation: int
@@ -40,8 +49,13 @@ class WorldRow(NamedTuple):
 
 
 class KeptRow(NamedTuple):
-    """A group's checkpoints: the newest ``committed`` step, the newest ``whole`` in the memory of nodes that wait, the one that
-    was ``ordered`` to be written; -1: none is, or is known. ``failing``: nodes that cannot write.
+    """A group's checkpoints. A step of -1: none, or unknown.
+
+    url, every, store_every: as in `KeepingStarted`
+    committed:               newest step on storage
+    whole:                   newest step complete in the memory of waiting nodes
+    ordered:                 step that is ordered to be written
+    failing:                 nodes that cannot write
     """
 
     group: str
@@ -55,7 +69,7 @@ class KeptRow(NamedTuple):
 
 
 class IncidentRow(NamedTuple):
-    """An incident that is not mended yet."""
+    """An open incident."""
 
     number: int
     cause: str
@@ -66,10 +80,20 @@ class IncidentRow(NamedTuple):
 
 
 class Status(NamedTuple):
-    """Everything that `dlrover status` shows. Times are microseconds by the leader's clock; ``step`` -1: none known.
+    """Everything that `dlrover status` shows. Times are microseconds by the leader's clock.
 
-    ``headlines``: the newest incidents in a line each, those that are over with the time that they took. ``waits``: why groups
-    have no world, or why a planned change is not made yet; the leader knows that, not the log, so it is empty until it is asked.
+    state, reason, root: how the job stands or ended, why, and the root cause of a failure
+    step, step_at:       newest known step (-1: none) and its time
+    restarts_left:       restarts left of `max_restarts`
+    relaunches_left:     relaunches left, by place that has used any
+    last:                the newest record
+    headlines:           one line for each of the newest incidents
+    kept:                checkpoints by group
+    waits:               why sets have no world, or why a planned change waits; only the leader knows, so it is empty until
+                         the leader is asked
+    given_up:            coupling sets that the job continues without, each with the reason
+    restarts_left_of:    ``restarts_left`` of sets that have used any; empty in a job of one set
+    data:                how far each dataset is
     """
 
     job: str
@@ -90,6 +114,9 @@ class Status(NamedTuple):
     headlines: tuple[Headline, ...] = ()
     kept: tuple[KeptRow, ...] = ()
     waits: tuple[Wait, ...] = ()
+    given_up: tuple[tuple[str, str], ...] = ()
+    restarts_left_of: tuple[tuple[str, int], ...] = ()
+    data: tuple[DataRow, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -98,12 +125,12 @@ class Status(NamedTuple):
 
     @property
     def over(self) -> bool:
-        """Has it ended, one way or another?"""
+        """Has the job ended?"""
         return self.ended_at > 0
 
 
 def status_of(state: JobState, last: Record | None = None, headlines: Headlines | None = None) -> Status:
-    """The status of a folded history; ``last`` is its newest record, ``headlines`` have been fed all of them."""
+    """The status of a folded history. ``last``: its newest record; ``headlines``: fed with all records."""
     known = state.job.state != "new"
     return Status(
         job=state.job.name,
@@ -118,12 +145,26 @@ def status_of(state: JobState, last: Record | None = None, headlines: Headlines 
         worlds=_worlds(state),
         nodes=_nodes(state),
         incidents=_incidents(state),
-        restarts_left=state.job.spec.max_restarts - state.incidents.restarts if known else 0,
+        restarts_left=_restarts_left(state) if known else 0,
         relaunches_left=_relaunches_left(state) if known else {},
         last=last,
         headlines=tuple(headlines.lines.values()) if headlines is not None else (),
         kept=_kept(state),
+        given_up=tuple(state.job.given_up.items()),
+        restarts_left_of=tuple(
+            (name, state.job.policy(name).max_restarts - one.restarts)
+            for name, one in state.incidents.by_set.items()
+            if one.restarts
+        ),
+        data=ledger_of(state),
     )
+
+
+def _restarts_left(state: JobState) -> int:
+    """Restarts left of the only set; in a job of several sets, of a set that has used none and has no limit of its own."""
+    if state.sets.several:
+        return state.job.spec.max_restarts
+    return state.job.policy(next(state.sets.all(state.job.spec))).max_restarts - state.incidents.restarts
 
 
 def _kept(state: JobState) -> tuple[KeptRow, ...]:
@@ -137,7 +178,7 @@ def _kept(state: JobState) -> tuple[KeptRow, ...]:
             kept.newest[1],
             kept.resume()[0] if kept.resume()[1] == MEMORY else -1,
             kept.order.step if kept.order is not None else -1,
-            tuple(node for node in failing if group_of(node) == group),
+            tuple(node for node in failing if state.set_of(node) == group),
         )
         for group, kept in state.checkpoints.groups.items()
         if kept.generation
@@ -145,7 +186,8 @@ def _kept(state: JobState) -> tuple[KeptRow, ...]:
 
 
 def _worlds(state: JobState) -> tuple[WorldRow, ...]:
-    sizes = {group.name: (group.nodes_min, group.nodes_max) for group in state.job.spec.groups} if state.seq else {}
+    spec = state.job.spec if state.job.run else None
+    sizes = {name: _sizes(state.sets, spec, name) for name in state.sets.all(spec)} if spec is not None else {}
     return tuple(
         WorldRow(
             group,
@@ -159,6 +201,14 @@ def _worlds(state: JobState) -> tuple[WorldRow, ...]:
         )
         for group, one in state.world.worlds.items()
     )
+
+
+def _sizes(sets: Sets, spec: JobSpec, name: str) -> tuple[int, int]:
+    """The fewest and the most nodes of a set."""
+    if sets.place(name) >= 0:
+        return 1, 1
+    groups = [spec.group(group) for group in sets.groups(name)]
+    return sum(group.nodes_min for group in groups), sum(group.nodes_max for group in groups)
 
 
 def _nodes(state: JobState) -> tuple[NodeRow, ...]:
@@ -177,6 +227,8 @@ def _nodes(state: JobState) -> tuple[NodeRow, ...]:
             node.host,
             places.get(node.node, -1),
             node.released
+            or (f"waits: {node.waits}" if node.waits else "")
+            or announced(state.notices, node.node)
             or ("" if node.joined or node.state not in ("running", "suspect") else "its agent has not joined"),
         )
         for node in state.nodes.nodes.values()
@@ -195,7 +247,7 @@ def _incidents(state: JobState) -> tuple[IncidentRow, ...]:
 
 
 def _relaunches_left(state: JobState) -> dict[str, int]:
-    """Relaunches left per place, for the places that have used any."""
+    """Relaunches left, by place that has used any."""
     return {
         place: state.job.spec.group(place.rsplit("-", 1)[0]).relaunch_max - state.incidents.relaunched(place, state.at)
         for place in sorted(state.incidents.relaunches)

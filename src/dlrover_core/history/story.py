@@ -1,8 +1,7 @@
-"""One incident as a story: what was seen, in the order in which it happened; what of it is no cause and why; the verdicts; what
-was done by which rule and at whose expense; what followed; what it cost.
+"""One incident as a story: evidence in order of time, discarded evidence with reasons, verdicts, actions, cost.
 
-Everything is from the log. Of evidence that was set aside the log holds the numbers; why it was is said by the same procedure
-that set it aside, from the same evidence, or, where that is another one today, in general words.
+Everything comes from the log. Of discarded evidence the log holds the numbers. The reasons come from the procedure that
+discarded it, run again on the same evidence; where the procedure differs today, they are given in general words.
 """
 
 from __future__ import annotations
@@ -14,22 +13,32 @@ from dlrover_core.diagnosis import evidence as kinds
 from dlrover_core.diagnosis import signatures
 from dlrover_core.diagnosis.procedure import judge
 from dlrover_core.history.headline import Headlines
-from dlrover_core.history.incidents import IncidentsBuilder, Story
+from dlrover_core.history.incidents import IncidentsBuilder, Story, story_values
 from dlrover_core.history.phrases import exit_of
-from dlrover_core.history.plain import plain, story_values
+from dlrover_core.history.plain import plain
 from dlrover_core.job import evidence, hosts, incidents, job, nodes, world
 from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.events import Record
 
 WORDS_MAX = 20
 _SEEN = (incidents.WorkerExited, nodes.NodeFailed, nodes.NodeGone, nodes.NodeLost, evidence.EvidenceSeen)
-_FOLLOWS = (hosts.HostQuarantined, hosts.HostReleased, nodes.NodePlanned, world.WorldFormed, job.JobFailed)
+_FOLLOWS = (
+    hosts.HostQuarantined,
+    hosts.HostReleased,
+    nodes.NodePlanned,
+    world.WorldFormed,
+    job.JobFailed,
+    job.SetGivenUp,
+)
 
 
 class Seen(NamedTuple):
-    """One piece of evidence. ``at``: when it happened, microseconds by the leader's clock; ``rank`` -1: of a node.
+    """One piece of evidence.
 
-    ``words``: the last lines of the dead; ``aside``: why it is no cause, empty where it may be one.
+    at:    when it happened, microseconds by the leader's clock
+    rank:  global rank; -1: the node as a whole
+    words: the last lines of a dead worker
+    aside: why it is no cause; empty: it may be the cause
     """
 
     seq: int
@@ -45,7 +54,13 @@ class Seen(NamedTuple):
 
 
 class IncidentTold(NamedTuple):
-    """A whole incident. ``titles``: of the signatures that occur; ``follows``: what its verdicts and actions led to at once."""
+    """A whole incident.
+
+    began:   when the run began, microseconds
+    titles:  titles of the signatures in it
+    follows: records that followed from its verdicts and actions at once
+    end:     the end of the run; None: it has not ended
+    """
 
     job: str
     began: int
@@ -58,9 +73,9 @@ class IncidentTold(NamedTuple):
 
 
 def incident_of(records: Iterable[Record], number: int = 0) -> IncidentTold | None:
-    """The story of an incident; None where the log has none of that number.
+    """The story of an incident; None: the log has no incident of that number.
 
-    Without a ``number``: the incident that the last run failed over, else its newest; None where it ended without either.
+    Without a ``number``: the incident that the last run failed over, else its newest; None: it ended without either.
     """
     teller = _Teller()
     for record in records:
@@ -78,7 +93,7 @@ class _Teller:
         self._seen: dict[int, Record] = {}
         self._hosts: dict[int, str] = {}
         self._evidence: dict[int, kinds.Evidence] = {}
-        # What joined an incident after its last verdict, and changed nothing: by the time that the engine forgets it.
+        # Evidence that joined an incident after its last verdict and changed nothing, kept as long as the engine keeps it.
         self._later: dict[int, tuple[int, ...]] = {}
         self._runs: dict[int, tuple[str, int]] = {}
         self._run: tuple[str, int] = ("", 0)
@@ -91,7 +106,7 @@ class _Teller:
         """Take in the next record."""
         fact = record.event
         if isinstance(fact, _SEEN):
-            # Before it is applied: a node that is gone is nowhere any more.
+            # Read before the record is applied, because a node that is gone has no host any more.
             self._seen[record.seq] = record
             self._hosts[record.seq] = self._state.hosts.host_of(fact.node)
         FOLD.apply(self._state, record)
@@ -115,7 +130,7 @@ class _Teller:
             self._follows.setdefault(record.cause, []).append(record)
 
     def _note(self, fact: object, record: Record) -> None:
-        """Keep what the engine made of it, so that nothing is judged by other evidence than it was."""
+        """Keep what the engine judged by, so that this story judges by the same evidence."""
         death = self._state.incidents.deaths.get(record.seq)
         if isinstance(fact, evidence.EvidenceSeen):
             self._evidence[record.seq] = evidence.of(fact, record)
@@ -123,13 +138,13 @@ class _Teller:
             self._evidence[record.seq] = death
 
     def newest(self) -> int:
-        """What is worth explaining: an end for another reason than an incident is not."""
+        """The incident that is worth explaining; a run that ended for another reason has none."""
         if self._end is not None and isinstance(self._end.event, job.JobFailed):
             return self._end.event.incident
         return self._last
 
     def told(self, number: int) -> IncidentTold | None:
-        """The story of that number."""
+        """The story of the incident of that number."""
         story = self._builder.stories.get(number)
         if story is None:
             return None
@@ -157,7 +172,7 @@ class _Teller:
         return {name: one.title for name, one in found.items() if one is not None}
 
     def _aside(self, story: Story, seqs: Sequence[int]) -> Mapping[int, str]:
-        """Why each piece of evidence that the newest verdict set aside is no cause."""
+        """Why each piece of evidence was discarded by the newest verdict."""
         dropped = story.judgements[-1].discarded if story.judgements else ()
         said: Mapping[int, str] = {}
         known = [self._evidence[seq] for seq in seqs if seq in self._evidence]
@@ -168,7 +183,7 @@ class _Teller:
     def _in_general(self, seq: int, story: Story) -> str:
         one = self._evidence.get(seq)
         if one is not None and one.verdict == kinds.CASC:
-            return "a consequence of somebody else's end"
+            return "a consequence of another end"
         return f"weaker evidence than #{story.cause_seq}"
 
     def _piece(self, record: Record, aside: str) -> Seen:
@@ -185,7 +200,7 @@ class _Teller:
 
 
 def _exit(fact: incidents.WorkerExited, record: Record, host: str) -> Seen:
-    """A death and what the dead had to say: its error file's message, else its last lines."""
+    """A death and the worker's last words: its error file's message, else its last lines."""
     lines = [line.rstrip() for line in (fact.error or fact.tail).splitlines() if line.strip()]
     last = f": {lines[-1].strip()}" if lines and (fact.error or fact.exit_code > 0) else ""
     step = f" at step {fact.step}" if fact.step >= 0 else ""

@@ -1,16 +1,17 @@
 """Where the time went: the life of a job as segments of wall-clock time, each of one class.
 
-The segments tile the time from `JobCreated` to the job's end (or to now) without gap or overlap, in integer microseconds; so
-whatever is summed over them sums to wall-clock time exactly. They are built in a single pass over the records.
+The segments cover the time from `JobCreated` to the job's end (or to now) without gap or overlap, in integer microseconds.
+So every sum over them equals wall-clock time exactly. One pass over the records builds them.
 
-Every group of nodes has a *lane* of its own, because a group's failure stops that group alone. A lane begins with the group's
-first step; where lanes disagree the worst class wins, so that two incidents at once are counted once. A group that never
-reports a step (parameter servers) has no lane: what its failures cost shows as steps that do not come. A job in which nobody
-does is `RUNNING` while its workers are: nobody can say whether that is training. From the moment at which somebody suspends the
-job until somebody resumes it, all lanes are `SUSPENDED`, whatever happens meanwhile.
+Every coupling set has a *lane* of its own, because a set's failure stops that set alone. A lane begins with the set's first
+step. Where lanes disagree, the worst class wins, so two incidents at once count once. A set that reports no step (parameter
+servers) has no lane: its failures show as missing steps of others. Sets that the job's end does not wait for do not count,
+unless no other set makes steps. A job without any steps is `RUNNING` while its workers run, because nothing tells whether
+that is training. While a person has suspended the job, all lanes are `SUSPENDED`. While a set that the job's end waits for
+has no world, and its platform has no place for one of its nodes, or it has given its nodes back, the time is `QUEUED`.
 
-Two things are known only afterwards. A death is older than the report of it: the lane is cut back to the moment of death,
-though never beyond its last change. And a generation that resumes from an earlier step first makes old steps again; see
+Two things are known only later. A death is older than its report: the lane is cut back to the moment of death, but never
+beyond its last change. And a generation that resumes from an earlier step first repeats old steps; see
 `Stretch.rework_end`.
 """
 
@@ -21,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_core.diagnosis.ladder import AWAIT_EVIDENCE
-from dlrover_core.job import checkpoints, incidents, job, nodes, progress, silence, world
-from dlrover_core.job.names import group_of
+from dlrover_core.job import checkpoints, incidents, job, nodes, progress, queueing, silence, world
+from dlrover_core.job.sets import NO_SETS, sets_of
 from dlrover_core.kernel.events import Record
 
 STARTING = "starting"
@@ -34,15 +35,17 @@ DECIDING = "deciding"
 FORMING = "forming"
 RESTARTING = "restarting"
 WAITING = "waiting"
+QUEUED = "queued"
 FINISHING = "finishing"
 SUSPENDED = "suspended"
 STOPPING = "stopping"
 
-# In the order in which people read them.
+# In reading order.
 CLASSES = (
-    STARTING, RUNNING, TRAINING, REWORK, DETECTING, DECIDING, FORMING, RESTARTING, WAITING, FINISHING, SUSPENDED, STOPPING,
+    STARTING, RUNNING, TRAINING, REWORK, DETECTING, DECIDING, FORMING, RESTARTING, WAITING, QUEUED, FINISHING,
+    SUSPENDED, STOPPING,
 )  # fmt: skip
-# Of two lanes the one further right decides.
+# Of two lanes, the class further right wins.
 _SEVERITY = {
     name: place
     for place, name in enumerate((TRAINING, REWORK, FINISHING, WAITING, RESTARTING, FORMING, DECIDING, DETECTING))
@@ -65,9 +68,13 @@ class Segment(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A job's segments in order, what ended it ('' while it lives), and the steps known from the log (-1: none).
+    """A job's segments in order, and its steps.
 
-    Unless ``told``, the script does not number its steps: ``last_step`` counts from the last restart, and rework is not known.
+    ended_by:              name of the event that ended the job; empty: it still runs
+    first_step, last_step: known from the log; -1: none
+    step_us:               mean time of a step; 0: unknown
+    told:                  the script tells its own step numbers; else ``last_step`` counts from the last restart, and
+                           rework is unknown
     """
 
     begin: int
@@ -87,10 +94,15 @@ class Timeline(NamedTuple):
 
 @dataclass(slots=True)
 class Stretch:
-    """The steps of one generation, as far as the log tells: ``goal`` is the highest step that was reached before it.
+    """The steps of one generation, as far as the log tells. Times are microseconds by the leader's clock.
 
-    Only where the script tells its own numbers (``told``) do they go on after a restart. Others count from the start of the
-    processes: what was made again cannot be known from them, and the goal is none.
+    told:         the script tells its own step numbers, which continue after a restart; else steps count from the start of
+                  the processes, and rework is unknown
+    goal:         the highest step reached before this generation; -1: unknown
+    begin, first: time and number of its first step
+    at, step:     time and number of its newest known step
+    below:        time and number of the last known step before the goal
+    reached:      time and number of the first known step from the goal on; None: not yet
     """
 
     generation: int
@@ -100,18 +112,18 @@ class Stretch:
     first: int
     at: int
     step: int
-    # The last point below the goal, and the first one that is not.
+    # (time, step) of the last known step below the goal, and of the first one that is not below.
     below: tuple[int, int]
     reached: tuple[int, int] | None = None
 
     @classmethod
     def starting(cls, generation: int, at: int, step: int, goal: int, *, told: bool = True) -> Stretch:
-        """The stretch that a first step opens."""
+        """The stretch that begins with this first step."""
         goal = goal if told else -1
         return cls(generation, told, goal, at, step, at, step, (at, step), (at, step) if step >= goal else None)
 
     def note(self, at: int, step: int) -> None:
-        """Another step known of this generation."""
+        """Take in another step of this generation."""
         if step <= self.step or at < self.at:
             return
         self.at, self.step = at, step
@@ -122,19 +134,19 @@ class Stretch:
                 self.below = (at, step)
 
     def raise_goal(self, step: int) -> None:
-        """A late word from an older generation: it had come further than was known."""
+        """A late report: an older generation had come further than was known."""
         if self.told and step > self.goal:
             self.goal = step
             if step > self.step:
                 self.below, self.reached = (self.at, self.step), None
 
     def rework_end(self, mean_step_us: int) -> int:
-        """When the step reached before the failure was reached again.
+        """When the step reached before the failure was reached again. This is a lower bound.
 
-        Between two reported steps the pace is taken to be even, so the moment is interpolated where a report from beyond
-        the goal exists. Otherwise the steps still missing after the last report are charged at ``mean_step_us``, the job's
-        mean. The first step made again ends with `FirstStep` and so lies in the restart, not here. A lower bound: steps that
-        nobody reported before the failure (a dead node takes its count along) are not known to be lost.
+        Steps between two reports are taken as evenly spaced, so the moment is interpolated if a report from beyond the goal
+        exists. Otherwise the missing steps after the last report are charged at ``mean_step_us``, the job's mean. The first
+        repeated step ends with `FirstStep` and so belongs to the restart. Steps that were never reported before the failure
+        (a dead node takes its count along) are not known to be lost.
         """
         if self.goal <= self.first:
             return self.begin
@@ -147,7 +159,7 @@ class Stretch:
 
 @dataclass(slots=True)
 class Lane:
-    """One group since its first step: when it entered which class, and its stretches of training."""
+    """One set since its first step: its class from which time on, and its stretches of training."""
 
     marks: list[tuple[int, str]] = field(default_factory=list)
     stretches: list[Stretch] = field(default_factory=list)
@@ -160,7 +172,7 @@ class Lane:
         return self.marks[-1][1] if self.marks else ""
 
     def enter(self, kind: str, at: int) -> None:
-        """From ``at`` on it is of this class. Never before the present class began."""
+        """It is of this class from ``at`` on, but never from before the present class began."""
         if kind != self.kind:
             self.marks.append((max(at, self.marks[-1][0]) if self.marks else at, kind))
 
@@ -193,14 +205,14 @@ class Lane:
         return self.kind in (*_MAKES_STEPS, RESTARTING)
 
     def broke(self, died: int, at: int) -> None:
-        """An incident opens at ``at`` over a death at ``died``."""
+        """An incident opened at ``at`` over a death at ``died``."""
         if self.kind in _MAKES_STEPS:
             self.enter(DETECTING, died)
         if self.marks:
             self.enter(DECIDING, at)
 
     def acted(self, action: str, at: int) -> None:
-        """An action was chosen. A world that has formed meanwhile is further than the action."""
+        """An action was chosen. It changes nothing if the next world has already formed."""
         if self.kind in _DOWN:
             self.enter(DECIDING if action == AWAIT_EVIDENCE else FORMING, at)
 
@@ -220,7 +232,7 @@ class Lane:
             self.enter(FINISHING, at)
 
     def with_rework(self, end: int, mean_step_us: int) -> Iterator[tuple[int, str]]:
-        """The marks, with the beginning of each stretch marked as rework where old steps were made again."""
+        """The marks, with the beginning of each stretch marked as rework where it repeats steps."""
         stretches = iter(self.stretches)
         for place, (at, kind) in enumerate(self.marks):
             if kind != TRAINING:
@@ -233,21 +245,67 @@ class Lane:
             yield max(again, at), TRAINING
 
 
+class _Queue:
+    """When sets without a world waited for their platform: ``spans``; the end of the last one is 0 while it lasts."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[int, int]] = []
+        self._sets = NO_SETS
+        self._waits: dict[str, set[str]] = {}
+        self._back: set[str] = set()
+        self._active: set[str] = set()
+
+    def feed(self, record: Record) -> None:
+        """Take in the next record."""
+        fact = record.event
+        if isinstance(fact, job.JobCreated):
+            self._sets = sets_of(fact.spec)
+        elif isinstance(fact, nodes.NodePending):
+            here = self._waits.setdefault(self._sets.of(fact.node), set())
+            (here.add if fact.waits else here.discard)(fact.node)
+        elif isinstance(fact, _PLACED):
+            self._waits.get(self._sets.of(fact.node), set()).discard(fact.node)
+        elif isinstance(fact, queueing.GivenBack):
+            self._back.add(fact.group)
+        elif isinstance(fact, queueing.AskedAgain):
+            self._back.discard(fact.group)
+        elif isinstance(fact, world.WorldFormed):
+            self._active.add(fact.group)
+        elif isinstance(fact, world.WorldDissolved):
+            self._active.discard(fact.group)
+        else:
+            return
+        named = {*(group for group, here in self._waits.items() if here), *self._back} - self._active
+        waiting = any(map(self._sets.ends, named))
+        if waiting and not (self.spans and not self.spans[-1][1]):
+            self.spans.append((record.at, 0))
+        elif not waiting and self.spans and not self.spans[-1][1]:
+            self.spans[-1] = (self.spans[-1][0], record.at)
+
+
+_PLACED = (
+    nodes.NodeRunning, nodes.NodeJoined, nodes.NodeFailed, nodes.NodeSucceeded, nodes.NodeGone, nodes.NodeLost,
+    nodes.NodeReleased,
+)  # fmt: skip
+
+
 class TimelineBuilder:
-    """Feed it every record of a run in order, then ask for the `timeline`: as often as you like."""
+    """Feed it every record of a run in order, then ask for the `timeline` as often as you like."""
 
     def __init__(self) -> None:
         self.begin: int | None = None
         self.stopping_at: int | None = None
         self.ended_by = ""
         self.last = 0
+        self._sets = NO_SETS
         self._lanes: dict[str, Lane] = {}
         self._death: tuple[int, int] = (0, 0)
         self._heard: dict[str, int] = {}
         self._groups: dict[int, str] = {}
         self._stepless: list[tuple[int, str]] = []
-        # When it was suspended, and when resumed; 0: it still is.
+        # When the job was suspended, and when resumed; 0: it still is.
         self._pauses: list[tuple[int, int]] = []
+        self._queue = _Queue()
 
     def feed(self, record: Record) -> None:
         """Take in the next record. What follows the job's end is no time of the job's."""
@@ -255,12 +313,12 @@ class TimelineBuilder:
         if self.ended_by:
             return
         if isinstance(fact, job.JobAbandoned):
-            # Nobody saw the run end; all that is known is when its log fell silent.
+            # No master saw the run end: only the time of its last record is known.
             self.ended_by = type(fact).__name__
             return
         self.last = record.at
         if isinstance(fact, job.JobCreated):
-            self.begin = record.at
+            self.begin, self._sets = record.at, sets_of(fact.spec)
         elif isinstance(fact, job.JobStopping):
             self.stopping_at = record.at
         elif isinstance(fact, job.JobSuspended):
@@ -270,6 +328,7 @@ class TimelineBuilder:
         elif isinstance(fact, (job.JobSucceeded, job.JobFailed, job.JobStopped)):
             self.ended_by = type(fact).__name__
         elif self.stopping_at is None:
+            self._queue.feed(record)
             self._death_of(record)
             self._failure(record)
             self._world(record)
@@ -283,10 +342,10 @@ class TimelineBuilder:
             died = record.at - fact.age_us
             self._death = (record.seq, died)
             if fact.step >= 0:
-                self._lane(group_of(fact.node)).reached(died, fact.generation, fact.step)
+                self._lane(self._sets.of(fact.node)).reached(died, fact.generation, fact.step)
         elif isinstance(fact, (nodes.NodeFailed, nodes.NodeGone, nodes.NodeLost)):
-            # A node that fell silent first was of no use since, unless its group reported a step later.
-            lane = self._lane(group_of(fact.node))
+            # A node that was silent before it was lost did no work since, unless its group reported a later step.
+            lane = self._lane(self._sets.of(fact.node))
             seen = lane.stretches[-1].at if lane.stretches else record.at
             self._death = (record.seq, min(max(self._heard.pop(fact.node, record.at), seen), record.at))
         elif isinstance(fact, silence.NodeSuspected):
@@ -297,9 +356,9 @@ class TimelineBuilder:
     def _failure(self, record: Record) -> None:
         fact = record.event
         if isinstance(fact, incidents.IncidentOpened):
-            if fact.generation == incidents.ASIDE and self._lane(group_of(fact.node)).running:
-                return  # it broke no world: training goes on
-            group = self._groups[fact.incident] = group_of(fact.node)
+            if fact.generation == incidents.ASIDE and self._lane(self._sets.of(fact.node)).running:
+                return  # no world was broken, and training goes on
+            group = self._groups[fact.incident] = self._sets.of(fact.node)
             self._lane(group).broken.add(fact.incident)
             self._lane(group).broke(self._death[1] if self._death[0] == record.cause else record.at, record.at)
         elif isinstance(fact, incidents.ActionChosen) and fact.incident in self._groups:
@@ -310,7 +369,7 @@ class TimelineBuilder:
     def _world(self, record: Record) -> None:
         fact = record.event
         if isinstance(fact, world.WorkersStopped) and fact.step >= 0:
-            self._lane(group_of(fact.node)).heard_of(fact.generation, fact.step)
+            self._lane(self._sets.of(fact.node)).heard_of(fact.generation, fact.step)
         elif isinstance(fact, world.WorldFormed):
             self._lane(fact.group).formed(record.at)
             self._stepless.append((record.at, STARTING))
@@ -320,55 +379,66 @@ class TimelineBuilder:
         elif isinstance(fact, world.WorkersStarted):
             self._stepless.append((record.at, RUNNING))
         elif isinstance(fact, world.WorkersFinished):
-            lane = self._lane(group_of(fact.node))
+            lane = self._lane(self._sets.of(fact.node))
             if fact.step >= 0:
                 lane.reached(record.at, fact.generation, fact.step)
             lane.finishing(record.at)
         elif isinstance(fact, progress.FirstStep):
-            self._lane(group_of(fact.node)).first_step(record.at, fact)
+            self._lane(self._sets.of(fact.node)).first_step(record.at, fact)
         elif isinstance(fact, progress.Progressed):
             self._lane(fact.group).reached(record.at, fact.generation, fact.step)
         elif isinstance(fact, checkpoints.CheckpointCommitted):
             self._lane(fact.group).heard_of(fact.generation, fact.step)
         elif isinstance(fact, checkpoints.StepsHeld) and fact.steps:
-            self._lane(group_of(fact.node)).heard_of(fact.generation, fact.steps[-1])
+            self._lane(self._sets.of(fact.node)).heard_of(fact.generation, fact.steps[-1])
+
+    def _counted(self) -> list[Lane]:
+        """The lanes of sets that the job's end waits for; of all sets, if none of those makes steps."""
+        ending = [lane for name, lane in self._lanes.items() if lane.marks and self._sets.ends(name)]
+        return ending or list(self._lanes.values())
 
     def timeline(self, now: int | None = None) -> Timeline:
-        """The timeline so far. ``now`` is where the time of a job that still lives ends; by default at its last record."""
+        """The timeline so far. ``now``: where the time of a running job ends; by default at its last record."""
         if self.begin is None:
             return Timeline(self.last, self.last, "", (), -1, -1, 0, told=False)
         end = self.last if self.ended_by or now is None else max(now, self.last)
-        stretches = [one for lane in self._lanes.values() for one in lane.stretches]
+        stretches = [one for lane in self._counted() for one in lane.stretches]
         mean = _mean_step_us(stretches)
         return Timeline(
             begin=self.begin,
             end=end,
             ended_by=self.ended_by,
-            segments=tuple(_paused(_tiles(self._marks(end, mean), end), self._until_stop(end))),
+            segments=tuple(self._cut(end, mean)),
             first_step=stretches[0].first if stretches else -1,
             last_step=_last_step(stretches),
             step_us=mean,
             told=all(one.told for one in stretches),
         )
 
-    def _until_stop(self, end: int) -> list[tuple[int, int]]:
-        """The pauses, each with its end: nobody waits for the resumption of a job that is being stopped."""
+    def _cut(self, end: int, mean: int) -> list[Segment]:
+        """The segments, without the times in a queue and the suspensions."""
+        tiles = _tiles(self._marks(end, mean), end)
+        tiles = _without(tiles, self._until_stop(end, self._queue.spans), QUEUED)
+        return _without(tiles, self._until_stop(end, self._pauses), SUSPENDED)
+
+    def _until_stop(self, end: int, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The suspensions, each with its end: a stopping job is no longer suspended."""
         last = end if self.stopping_at is None else self.stopping_at
-        return [(begin, resumed or last) for begin, resumed in self._pauses]
+        return [(begin, over or last) for begin, over in spans]
 
     def _marks(self, end: int, mean: int) -> Iterator[tuple[int, str]]:
         assert self.begin is not None
         until = end if self.stopping_at is None else self.stopping_at
         yield self.begin, STARTING
-        if not any(lane.marks for lane in self._lanes.values()):
+        if not any(lane.marks for lane in self._counted()):
             yield from (mark for mark in self._stepless if mark[0] < until)
-        yield from _worst([list(lane.with_rework(until, mean)) for lane in self._lanes.values()])
+        yield from _worst([list(lane.with_rework(until, mean)) for lane in self._counted()])
         if self.stopping_at is not None:
             yield self.stopping_at, STOPPING
 
 
 def _last_step(stretches: Sequence[Stretch]) -> int:
-    """The highest step, or the count of the newest generation where numbers do not go on; -1: none."""
+    """The highest step, or the newest generation's count where the script tells no numbers; -1: none."""
     if not stretches:
         return -1
     newest = max(stretches, key=lambda one: one.begin)
@@ -383,7 +453,7 @@ def _mean_step_us(stretches: Iterable[Stretch]) -> int:
 
 
 def _worst(lanes: list[list[tuple[int, str]]]) -> Iterator[tuple[int, str]]:
-    """The lanes' marks as one: at every moment the worst class of all lanes that have begun."""
+    """All lanes as one: at every moment, the worst class of the lanes that have begun."""
     merged = sorted(
         (at, place, order, kind) for place, lane in enumerate(lanes) for order, (at, kind) in enumerate(lane)
     )
@@ -393,8 +463,8 @@ def _worst(lanes: list[list[tuple[int, str]]]) -> Iterator[tuple[int, str]]:
         yield at, max(present.values(), key=_SEVERITY.__getitem__)
 
 
-def _paused(tiles: Iterable[Segment], pauses: Sequence[tuple[int, int]]) -> list[Segment]:
-    """The same time, with the pauses cut out of whatever it would have been."""
+def _without(tiles: Iterable[Segment], pauses: Sequence[tuple[int, int]], kind: str) -> list[Segment]:
+    """The same time, with segments of that class cut out of whatever they were."""
     marks: list[tuple[int, str]] = []
     end = 0
     for tile in tiles:
@@ -402,14 +472,14 @@ def _paused(tiles: Iterable[Segment], pauses: Sequence[tuple[int, int]]) -> list
         for begin, until in pauses:
             if begin < tile.end and until > at:
                 marks += [(at, tile.kind)] if begin > at else []
-                marks.append((max(begin, at), SUSPENDED))
+                marks.append((max(begin, at), kind))
                 at = min(until, tile.end)
         marks += [(at, tile.kind)] if at < tile.end else []
     return _tiles(marks, end)
 
 
 def _tiles(marks: Iterable[tuple[int, str]], end: int) -> list[Segment]:
-    """The segments between the marks: none empty, no two neighbours of one class."""
+    """The segments between the marks: none empty, and no two neighbours of one class."""
     tiles: list[Segment] = []
     begin, kind = 0, ""
     for at, next_kind in (*marks, (end, "")):

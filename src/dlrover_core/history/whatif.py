@@ -1,10 +1,10 @@
-"""What would have been decided: the same recorded observations under another policy, decisions side by side.
+"""What-if: the same recorded observations under another policy, with the decisions side by side.
 
-The log is folded again with another spec. Wherever it holds a verdict, the ladder is asked anew, and its answer takes the place
-of the recorded action: budgets run on as they would have. What the world then did is only known for what was really done, so
-the comparison ends where the other policy would have ended the job, and what was observed later is taken as it was.
+The log is folded again with another spec. Wherever it holds a verdict, the ladder is asked again, and its answer replaces
+the recorded action, so budgets change as they would have. The comparison ends where the other policy would have ended the
+job, because the log knows what followed only for the real decisions. Later observations are taken as they were.
 
-Under the job's own policy every decision must come out as it was recorded: that is how a log is checked.
+Under the job's own policy, every decision must come out as it was recorded: that checks a log.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Decision(NamedTuple):
-    """One verdict and what was done about it; then the verdict and the action under the other policy. None: nothing."""
+    """One verdict and its action, as recorded, and both under the other policy. None: no action."""
 
     incident: int
     seq: int
@@ -40,12 +40,12 @@ class Decision(NamedTuple):
 
     @property
     def same(self) -> bool:
-        """Was the same found, and the same done?"""
+        """Are class and action the same?"""
         return self.same_verdict and _what(self.done) == _what(self.done_instead)
 
     @property
     def same_verdict(self) -> bool:
-        """Was the same found?"""
+        """Are the verdicts the same?"""
         return _found(self.judged) == _found(self.judged_instead)
 
     @property
@@ -55,10 +55,11 @@ class Decision(NamedTuple):
 
 
 class WhatIf(NamedTuple):
-    """The decisions in order. ``ended``: the one by which the other policy would have ended a job that went on; or None.
+    """All decisions, in order.
 
-    ``left_out``: how many decisions were recorded after that. ``outlived``: the recorded end (seq of a `JobFailed`) that the
-    other policy would not have decided; 0: none.
+    ended:    the decision by which the other policy would have ended a job that went on; None: there is none
+    left_out: number of decisions recorded after that
+    outlived: record of the `JobFailed` that the other policy would not have decided; 0: there is none
     """
 
     job: str
@@ -95,7 +96,7 @@ def whatif(
 ) -> WhatIf:
     """Decide again with the spec that ``change`` makes of the recorded one.
 
-    ``anew``: recorded exits are matched against the changed spec's signatures; without it what was recognised stands.
+    ``anew``: match recorded exits against the changed spec's signatures; without it, recorded signatures stand.
     """
     return _Replay(records, change, hook, anew=anew).run()
 
@@ -108,10 +109,10 @@ class _Replay:
         self._react: Any = rules(hook).react
         self._state: JobState = FOLD.new()
         self._done = {record.cause: record for record in records if _chosen_now(record)}
-        # Verdicts whose recorded answer has not come yet, by its seq.
+        # Verdicts whose recorded action has not come yet, by record.
         self._open: dict[int, tuple[Diagnosed, Diagnosed, Record]] = {}
         self._decisions: list[Decision] = []
-        # The decisions by which incidents would have ended the job, unless a later one revises them.
+        # Decisions that would have ended the job, unless a later one revises them.
         self._held: dict[int, Decision] = {}
         self._outlived = 0
         self._job = ""
@@ -150,7 +151,7 @@ class _Replay:
         self._apply(record._replace(event=fact))
 
     def _doomed(self, number: int) -> bool:
-        """Does this incident end the job under the other policy too? A job may also fail without any."""
+        """Does this incident end the job under the other policy too? A job may also fail without any incident."""
         incident = self._state.incidents.by_number.get(number)
         return incident is None or incident.state == "fatal"
 
@@ -168,7 +169,10 @@ class _Replay:
         )
 
     def _judged(self, fact: Diagnosed, record: Record) -> None:
-        """A verdict: judged again where texts are. It is answered where the record's answer stands, for others speak before."""
+        """A verdict, judged again where texts are.
+
+        Its action follows where the recorded action does, because other records may come between.
+        """
         instead = self._judged_instead(fact, record) if self._anew else fact
         self._apply(record._replace(event=instead))
         done = self._done.get(record.seq)
@@ -179,7 +183,9 @@ class _Replay:
 
     def _answer(self, fact: Diagnosed, instead: Diagnosed, record: Record, done: Record | None) -> None:
         answers = self._react[Diagnosed](self._state, instead, record)
-        other = next((one for one in answers if isinstance(one, ActionChosen) and one.action != ladder.FAIL_JOB), None)
+        other = next(
+            (one for one in answers if isinstance(one, ActionChosen) and one.action not in ladder.ENDINGS), None
+        )
         was = cast("ActionChosen", done.event) if done is not None else None
         cause = describe(self._state.incidents.by_number[fact.incident].cause)
         decision = Decision(fact.incident, record.seq, record.at, cause, fact, was, instead, other)
@@ -188,11 +194,12 @@ class _Replay:
         if other is not None:
             self._apply((done or record)._replace(event=other))
             self._held.pop(fact.incident, None)
-            if other.action == ladder.AWAIT_EVIDENCE:
+            critical = self._state.sets.critical(self._state.set_of(other.node))
+            if other.action == ladder.AWAIT_EVIDENCE and critical:
                 self._held[fact.incident] = decision
 
     def _judged_instead(self, fact: Diagnosed, record: Record) -> Diagnosed:
-        """By the changed table, from the same evidence; the recorded verdict where it cannot be told apart."""
+        """The verdict by the changed table, from the same evidence; the recorded verdict where the evidence does not tell."""
         known = self._state.incidents.by_number.get(fact.incident)
         if known is None:
             return fact
@@ -203,13 +210,13 @@ class _Replay:
         return found._replace(revises=fact.revises, blamed=dead)
 
     def _chosen(self, fact: ActionChosen, record: Record) -> None:
-        """An action that no verdict led to at once: a held end that is carried out, or a report."""
+        """An action that no verdict led to at once: a pending end that is carried out, or a report."""
         incident = self._state.incidents.by_number.get(fact.incident)
-        if incident is not None and (fact.action != ladder.FAIL_JOB or incident.held):
+        if incident is not None and (fact.action not in ladder.ENDINGS or incident.end_pending):
             self._apply(record)
 
     def _ended(self, record: Record) -> Decision | None:
-        """Training went on after what would have ended the job."""
+        """Training went on after a decision that would have ended the job."""
         fact = record.event
         if isinstance(fact, incidents.IncidentClosed) and fact.incident in self._held:
             return self._held[fact.incident]
@@ -222,7 +229,7 @@ def _living(state: JobState) -> set[str]:
 
 def _chosen_now(record: Record) -> bool:
     fact = record.event
-    return isinstance(fact, ActionChosen) and fact.action not in (ladder.FAIL_JOB, ladder.SUSPECTS)
+    return isinstance(fact, ActionChosen) and fact.action not in (*ladder.ENDINGS, ladder.SUSPECTS)
 
 
 def changed(

@@ -1,8 +1,9 @@
-"""Restarts that somebody else counts.
+"""Restart budgets that another launcher keeps.
 
-Torch's own elastic agent, under ``torchrun --rdzv-backend dlrover``, restarts workers as often as *its* ``--max-restarts`` says,
-and its nodes join with a spec that grants any number. When it has none left it says so: the exit that it reports next ends
-the job as one beyond our own budget would, and its node, once it has gone, is not waited for.
+Under ``torchrun --rdzv-backend dlrover``, torch's own elastic agent restarts the workers, as often as its
+``--max-restarts`` allows. Its nodes join with a spec that grants any number of restarts. When torch's budget is used up,
+the agent says so: the exit that it reports next ends the job, as an exit beyond our own budget would. The job does not wait
+for that agent's node.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dlrover_core.job import job
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
 from dlrover_core.kernel.wire import command
@@ -18,7 +18,7 @@ from dlrover_core.kernel.wire import command
 
 @event(65)
 class RestartsSpent(NamedTuple):
-    """Whoever restarts this node's workers will not do so again, now that they fail in this generation."""
+    """The launcher of this node's workers has no restarts left: after a failure of this generation it starts none."""
 
     node: str
     generation: int
@@ -26,7 +26,7 @@ class RestartsSpent(NamedTuple):
 
 @command(12)
 class SpendRestarts(NamedTuple):
-    """An agent's workers are about to be reported dead, and nobody will start them again."""
+    """An agent is about to report dead workers that its launcher will not start again."""
 
     node: str
     generation: int
@@ -34,13 +34,9 @@ class SpendRestarts(NamedTuple):
 
 @dataclass(slots=True)
 class BudgetSlice:
-    """The nodes that have no restarts left."""
+    """The nodes whose launcher has no restarts left."""
 
     spent: list[str] = field(default_factory=list)
-
-
-def _on_created(slice_: BudgetSlice, fact: job.JobCreated, record: Record) -> None:
-    slice_.spent.clear()
 
 
 def _on_spent(slice_: BudgetSlice, fact: RestartsSpent, record: Record) -> None:
@@ -49,5 +45,5 @@ def _on_spent(slice_: BudgetSlice, fact: RestartsSpent, record: Record) -> None:
 
 FACTS = Facts(
     kinds=(RestartsSpent,),
-    evolve={job.JobCreated: _on_created, RestartsSpent: _on_spent},
+    evolve={RestartsSpent: _on_spent},
 )

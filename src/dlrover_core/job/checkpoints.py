@@ -1,24 +1,25 @@
-"""Checkpoints: which steps are whole on storage, what became of restores, and what is saved when a world ends.
+"""Checkpoints: which steps are on storage, where a generation resumed from, and what is saved when a world ends.
 
-What lies in memory is a level: it changes with every step, so agents tell it with their beats (`runtime.keeping`) and it is not
-in the log. Here are the edges: that a generation's script saves with us at all, that a step is whole on storage (one event,
-whoever wrote the parts: no barrier on a shared file system), what the ranks hold when a generation ends, from which tier a
-generation was restored, and a storage that fails or is back.
+What lies in memory changes with every step. Agents report it with their heartbeats (`runtime.keeping`), and the log does
+not hold it. The log holds the rare changes: a generation's script saves with FlashCheckpoint; a step is complete on storage
+(one event, whichever nodes wrote its parts, so a shared file system needs no barrier); what the nodes hold in memory when a
+generation ends; from which tier a generation was restored; and a storage that fails or works again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from dlrover_core.job import job, nodes, world
 from dlrover_core.job.holdings import NO_STEP, Holdings, SaveOrder
 from dlrover_core.job.incidents import ASIDE, IncidentOpened
-from dlrover_core.job.names import group_of
-from dlrover_core.job.ranges import Ranges
+from dlrover_core.job.ranges import Brief, brief
+from dlrover_core.job.sets import Coupled
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.state import LATER, lasting
 from dlrover_core.kernel.wire import command, part
 
 MEMORY, PEER, DISK, STORAGE, NOTHING = "memory", "peer", "disk", "storage", "nothing"
@@ -34,11 +35,15 @@ CALM_S, CALM_MAX_S = 600, 4800
 
 @event(70)
 class KeepingStarted(NamedTuple):
-    """The ranks of a generation save with us, to ``url``: every ``every`` steps in memory, every ``store_every`` on storage.
+    """The ranks of a generation save with FlashCheckpoint. The node of rank 0 says so, once.
 
-    ``planned``: they can agree on a step boundary, so a planned change of the world loses no step. ``node_bytes`` is what the
-    arenas of one node take. ``spread``: over how many nodes the tensors of one state are; 0: over all. Said once by the node of
-    rank 0.
+    url:         the storage
+    every:       steps between two saves in memory
+    store_every: steps between two saves on storage
+    keep:        how many checkpoints stay on storage
+    planned:     the ranks can agree on a step boundary, so a planned change of the world loses no step
+    node_bytes:  size of one node's staging memory
+    spread:      number of nodes that one state's tensors are spread over; 0: all
     """
 
     group: str
@@ -52,9 +57,21 @@ class KeepingStarted(NamedTuple):
     spread: int = 0
 
 
-@event(71)
+def _without_cut(fields: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Version 1 of an event says nothing of data."""
+    return (*fields, b"")
+
+
+@event(71, version=2, upcast={1: _without_cut})
 class CheckpointCommitted(NamedTuple):
-    """Every part of ``step`` is on storage, durably: from here on it is a checkpoint. ``size`` in bytes, ``why`` it was saved."""
+    """Every part of a step is on storage, durably: the step is a checkpoint from now on.
+
+    parts:   how many parts it has
+    size:    bytes of all parts
+    took_us: time to write it
+    why:     why it was saved; `DUE`: its interval was over
+    cut:     what it has consumed of each dataset (`data.cut`), packed; empty: it says nothing
+    """
 
     group: str
     generation: int
@@ -64,11 +81,12 @@ class CheckpointCommitted(NamedTuple):
     size: int
     took_us: int
     why: str
+    cut: bytes = b""
 
 
 @event(72)
 class StorageFailed(NamedTuple):
-    """A node cannot write its parts to ``url``; training goes on, tries go on. Once until `StorageBack`."""
+    """A node cannot write its parts to ``url``. Training goes on, and so do tries. Recorded once until `StorageBack`."""
 
     node: str
     url: str
@@ -77,7 +95,7 @@ class StorageFailed(NamedTuple):
 
 @event(73)
 class StorageBack(NamedTuple):
-    """It can again."""
+    """The node can write to ``url`` again."""
 
     node: str
     url: str
@@ -85,17 +103,18 @@ class StorageBack(NamedTuple):
 
 @event(74)
 class ReplicaOffered(NamedTuple):
-    """The node keeps copies of other nodes' states, sent to ``address``, and serves what it keeps from there."""
+    """A node accepts replicas of other nodes' states at ``address``, and serves them from there."""
 
     node: str
     address: str
 
 
-@event(75)
+@event(75, version=2, upcast={1: _without_cut})
 class StepsHeld(NamedTuple):
-    """What is whole in the memory of a node when its ``generation`` ends, or at the boundary of ``plan``: steps, ascending.
+    """The steps that are complete in a node's memory when its ``generation`` ends, or at the boundary of ``plan``; ascending.
 
-    ``copies``: of which other places it keeps the parts, each with the step.
+    copies: the replicas that the node holds, as (place of the owner in the world, step)
+    cut:    what the newest of the steps has consumed of each dataset, packed; empty: it says nothing
     """
 
     node: str
@@ -103,11 +122,12 @@ class StepsHeld(NamedTuple):
     steps: tuple[int, ...]
     plan: int = 0
     copies: tuple[tuple[int, int], ...] = ()
+    cut: bytes = b""
 
 
 @event(76)
 class SaveOrdered(NamedTuple):
-    """Whoever holds ``step`` of ``generation`` is to write its parts to storage now: all ranks hold it, and they were stopped."""
+    """The nodes that hold ``step`` of an ended ``generation`` must write its parts to storage now."""
 
     group: str
     generation: int
@@ -115,11 +135,21 @@ class SaveOrdered(NamedTuple):
     why: str
 
 
-@event(77)
-class Restored(NamedTuple):
-    """The ranks of a generation began from ``step`` (0: from nothing), read from ``tier`` in ``took_us``.
+def _without_origin(fields: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Version 1 of a restore names the step alone."""
+    return (*fields, 0, b"")
 
-    ``fell``: the tiers that were tried before, each with what was wrong with it.
+
+@event(77, version=2, upcast={1: _without_origin})
+class Restored(NamedTuple):
+    """The ranks of a node resumed a generation.
+
+    step:    the step that they resumed from; 0: they began anew
+    tier:    where the state was read from
+    took_us: time to read it
+    fell:    tiers that were tried before and failed, each with the reason
+    of:      the generation that had made the step; 0: it is not told, or they began anew
+    cut:     what they have consumed of each dataset, as they say, packed; empty: they say nothing
     """
 
     node: str
@@ -128,11 +158,13 @@ class Restored(NamedTuple):
     tier: str
     took_us: int
     fell: tuple[tuple[str, str], ...] = ()
+    of: int = 0
+    cut: bytes = b""
 
 
 @event(78)
 class RanksArmed(NamedTuple):
-    """All ranks of a node know that ``plan`` is coming and look for its boundary between any two steps."""
+    """All ranks of a node know of ``plan`` and look for its boundary between any two steps."""
 
     node: str
     plan: int
@@ -140,7 +172,7 @@ class RanksArmed(NamedTuple):
 
 @command(17)
 class ReportKeeping(NamedTuple):
-    """The node of rank 0: its ranks save with us."""
+    """The node of rank 0: its ranks save with FlashCheckpoint. Fields as in `KeepingStarted`."""
 
     node: str
     generation: int
@@ -155,9 +187,10 @@ class ReportKeeping(NamedTuple):
 
 @command(18)
 class ReportHeld(NamedTuple):
-    """A node: what its memory holds whole, now that its workers have ended, or wait at the boundary of ``plan``.
+    """A node: the steps that are complete in its memory, now that its workers have ended or wait at the boundary of ``plan``.
 
-    To be sent at every end of a generation, empty too where nothing is held: what all hold is saved once nobody is waited for.
+    Every node sends it at every end of a generation, with no steps where it holds none. Once the leader waits for no
+    further node, it has the newest step saved that is complete over all nodes. Fields as in `StepsHeld`.
     """
 
     node: str
@@ -165,11 +198,12 @@ class ReportHeld(NamedTuple):
     steps: tuple[int, ...]
     plan: int = 0
     copies: tuple[tuple[int, int], ...] = ()
+    cut: bytes = b""
 
 
 @command(19)
 class ReportStorage(NamedTuple):
-    """A node: parts cannot be written (``reason``), or can again (empty)."""
+    """A node cannot write its parts, for this ``reason``; empty: it can again."""
 
     node: str
     url: str
@@ -178,7 +212,7 @@ class ReportStorage(NamedTuple):
 
 @command(20)
 class OfferReplica(NamedTuple):
-    """A node takes copies at ``address`` (``host:port``)."""
+    """A node accepts replicas at ``address`` (``host:port``)."""
 
     node: str
     address: str
@@ -186,7 +220,7 @@ class OfferReplica(NamedTuple):
 
 @command(21)
 class ReportRestored(NamedTuple):
-    """A node: from where its ranks began. The slowest tier of its ranks, and the longest time."""
+    """A node: where its ranks resumed from, with the slowest tier and longest time of its ranks. Fields as in `Restored`."""
 
     node: str
     generation: int
@@ -194,6 +228,8 @@ class ReportRestored(NamedTuple):
     tier: str
     took_us: int
     fell: tuple[tuple[str, str], ...] = ()
+    of: int = 0
+    cut: bytes = b""
 
 
 @command(22)
@@ -206,15 +242,15 @@ class ReportArmed(NamedTuple):
 
 @part(3)
 class Keep(NamedTuple):
-    """To all: what is known of the group's states.
+    """To every agent: what the leader knows of its group's checkpoints.
 
-    committed:  the newest step that is whole on storage, by the log (-1: none), of generation ``committed_of``: a step of that
-                number of another generation is another state
-    replica_to: where copies of this node's states go; empty: nowhere
-    mtbf_s:     seconds between failures to be expected; 0: unknown
-    lenders:    nodes that have left this world at the boundary ``resume_step``, from where what they held there can be had: the
-                address, the first rank of theirs in the world before, and how many
-    decided:    of generations up to this one the leader will order nothing to be written beside `Persist`
+    committed:    the newest step that is complete on storage; -1: none
+    committed_of: the generation of that step; the same number in another generation is another state
+    replica_to:   the address that this node sends its replica to; empty: none
+    mtbf_s:       expected seconds between failures; 0: unknown
+    lenders:      nodes that left this world at the boundary ``resume_step`` and still serve their memory: address, first
+                  rank in the world before, number of ranks
+    decided:      the leader orders no save of this generation or earlier ones, except by `Persist`
     """
 
     committed: int = NO_STEP
@@ -227,9 +263,11 @@ class Keep(NamedTuple):
 
 @part(4)
 class Persist(NamedTuple):
-    """To a node that holds it: write this ``step`` (-1: none) of generation ``of``, which has ended, to storage now.
+    """To a node that holds the state: write one step of an ended generation to storage now.
 
-    ``places``: whose parts: its own place in that world, or those of others that it keeps copies of.
+    step:   the step; -1: none
+    of:     the generation
+    places: owners of the parts to write, by place in that world: the node itself, or owners of its replicas
     """
 
     step: int = NO_STEP
@@ -238,7 +276,10 @@ class Persist(NamedTuple):
 
 
 class CommitCheckpoint(NamedTuple):
-    """The leader: all parts of a step are there, as the agents' beats say."""
+    """The leader: all parts of a step are on storage, by the agents' heartbeats.
+
+    ``cuts``: what its writers say that it has consumed, packed, each once.
+    """
 
     group: str
     generation: int
@@ -246,13 +287,14 @@ class CommitCheckpoint(NamedTuple):
     parts: int
     size: int
     took_us: int
+    cuts: tuple[bytes, ...] = ()
 
 
-# What holds of checkpoints after every event, beside what `holdings` says; `CheckpointSlice.check` says what does not.
+# Invariants of checkpoints, after every event, beside those of `holdings`; `CheckpointSlice.check` yields the broken ones.
 #
-#   K        `committed`: the steps that are whole on storage, as (generation, step)
-#   n, e     `now`, `ended`: what the nodes of the generation that saves hold, and those of one before
-#   o        `order`: the step of an ended generation that is to be written
+#   K        `committed`: the steps that are complete on storage, as (generation, step)
+#   n, e     `now`, `ended`: holdings of the running generation and of an ended one
+#   o        `order`: the step of an ended generation that is to be written to storage
 #
 #   commits  K ascends, and has at most `COMMITTED_KEPT` steps
 #   life     n has not ended, e has; both are of generations up to `formed`, e of an earlier one than n
@@ -260,11 +302,18 @@ class CommitCheckpoint(NamedTuple):
 
 
 @dataclass(slots=True)
-class Kept:
-    """One group's checkpoints. ``generation``: the newest that saves with us; ``committed``: (generation, step), newest last.
+class GroupCheckpoints:
+    """Checkpoints of one coupling set.
 
-    ``formed`` and ``members``: the newest world. ``now``: what is told of the generation that saves, ``ended``: of the one
-    before. ``order``: what is to be written of one that has ended; ``restored``: the nodes that told from where they began.
+    generation:              the newest generation that saves with FlashCheckpoint
+    url, every, store_every: as in `KeepingStarted`
+    committed:               steps on storage as (generation, step), newest last
+    formed:                  generation of the newest world
+    members:                 nodes of the newest world
+    now:                     what the nodes of the running generation have reported; None: it does not save
+    ended:                   what the nodes of the generation before have reported
+    order:                   a step of an ended generation that is to be written; None: none
+    restored:                nodes that have reported where they resumed from
     """
 
     generation: int = 0
@@ -273,7 +322,7 @@ class Kept:
     store_every: int = 0
     committed: list[tuple[int, int]] = field(default_factory=list)
     formed: int = 0
-    members: Ranges = ()
+    members: Brief = ()
     now: Holdings | None = None
     ended: Holdings | None = None
     order: SaveOrder | None = None
@@ -281,18 +330,18 @@ class Kept:
 
     @property
     def newest(self) -> tuple[int, int]:
-        """The newest committed generation and step; (0, -1): none is."""
+        """Generation and step of the newest checkpoint; (0, -1): there is none."""
         return self.committed[-1] if self.committed else (0, NO_STEP)
 
     def holdings(self, generation: int) -> Holdings | None:
-        """What is told of a generation, if it is remembered."""
+        """What the nodes of a generation have reported; None: it is not remembered."""
         return next((one for one in (self.now, self.ended) if one is not None and one.generation == generation), None)
 
     def resume(self) -> tuple[int, str]:
-        """The newest step that is whole as far as the leader knows, and where; (-1, ""): none is.
+        """The newest complete step that the leader knows of, and its tier; (-1, ""): it knows none.
 
-        A floor: memory tells what it holds only after its workers have ended, often when the next world has formed already.
-        Ranks find out what there is by themselves, and decide among themselves.
+        This is a lower bound. Nodes report their memory after their workers have ended, and by then the next world has
+        often formed. The ranks compare what they hold among themselves and choose the step to resume from.
         """
         held = self.ended.whole if self.ended is not None else NO_STEP
         if self.ended is not None and held >= 0 and (self.ended.generation, held) > self.newest:
@@ -300,7 +349,7 @@ class Kept:
         return (self.newest[1], STORAGE) if self.committed else (NO_STEP, "")
 
     def check(self) -> Iterator[str]:
-        """What of the formula above does not hold."""
+        """Yields what breaks the invariants above."""
         if self.committed != sorted(set(self.committed)) or len(self.committed) > COMMITTED_KEPT:
             yield f"commits: K = {self.committed}"
         told = [(one.generation, bool(one.ended_at)) for one in (self.ended, self.now) if one is not None]
@@ -317,41 +366,54 @@ class Kept:
 
 
 @dataclass(slots=True)
-class CheckpointSlice:
-    """Every group's checkpoints, where nodes take copies, and which cannot write, with the url.
+class CheckpointSlice(Coupled):
+    """Checkpoints of all sets, and the nodes' storage and replicas.
 
-    ``outages``: how often a node's storage has failed, and when last. ``offered``: how often what nodes offer has changed.
-    ``failures``: how many broke a world since ``began_at``; ``mtbf_s``: seconds between them.
+    groups:   checkpoints by set
+    replicas: the address where a node accepts replicas, by node
+    failing:  the url that a node cannot write to, by node
+    outages:  how often a node's storage has failed and when last, by node
+    offered:  number of changes of ``replicas``
+    began_at: when the run began
+    failures: failures since then that broke a world
+    mtbf_s:   seconds between two of them; 0: unknown
+    broken:   ``failures`` and ``mtbf_s`` by set; empty in a job of one set
     """
 
-    groups: dict[str, Kept] = field(default_factory=dict)
+    groups: dict[str, GroupCheckpoints] = field(default_factory=dict)
     replicas: dict[str, str] = field(default_factory=dict)
     failing: dict[str, str] = field(default_factory=dict)
     outages: dict[str, tuple[int, int]] = field(default_factory=dict)
-    offered: int = 0
+    offered: int = lasting(int)
     began_at: int = 0
     failures: int = 0
     mtbf_s: int = 0
+    broken: dict[str, tuple[int, int]] = field(default_factory=dict, metadata=LATER)
 
-    def of(self, group: str) -> Kept:
-        """A group's checkpoints; of one that has none, an empty one."""
-        return self.groups.get(group) or Kept()
+    def mtbf(self, name: str) -> int:
+        """Expected seconds between failures of a set; 0: unknown."""
+        return self.broken.get(name, (0, 0))[1] if self.sets.several else self.mtbf_s
+
+    def of(self, group: str) -> GroupCheckpoints:
+        """A set's checkpoints; empty ones for a set that has none."""
+        return self.groups.get(group) or GroupCheckpoints()
 
     def check(self) -> Iterator[str]:
-        """What of the formulas above `Kept` and `Holdings` does not hold."""
+        """Yields what breaks the invariants above `GroupCheckpoints` and `Holdings`."""
         for group, kept in self.groups.items():
             yield from (f"{group}: {wrong}" for wrong in kept.check())
 
 
 def worth_telling(tier: str, fell: tuple[tuple[str, str], ...], *, rank_0: bool) -> bool:
-    """Does a `ReportRestored` say something? One node speaks for those that found their own memory, or nothing anywhere."""
+    """Should a node send `ReportRestored`? Only rank 0's node does when the ranks found their own memory, or nothing anywhere."""
     return rank_0 or tier not in (MEMORY, NOTHING) or bool(fell)
 
 
 def storage_calm_s(failures: int) -> int:
-    """How long after it has told of a failure, its ``failures``-th, a node tells at the earliest that its storage is back.
+    """Seconds that a storage must work before a node reports it as back; ``failures``: how often it has failed.
 
-    The first end of a failure is told at once. A storage that comes and goes is one that fails: 42 words per node and day.
+    A node reports the end of the first failure at once. For a storage that comes and goes, this bounds the log to 42 events
+    per node and day.
     """
     return min(CALM_MAX_S, CALM_S << min(failures - 2, 8)) if failures > 1 else 0
 
@@ -360,18 +422,14 @@ def storage_calm_s(failures: int) -> int:
 
 
 def _on_created(slice_: CheckpointSlice, fact: job.JobCreated, record: Record) -> None:
-    """A new run finds on storage what an earlier one left, by looking there."""
-    slice_.groups.clear()
-    slice_.replicas.clear()
-    slice_.failing.clear()
-    slice_.outages.clear()
-    slice_.began_at, slice_.failures, slice_.mtbf_s = record.at, 0, 0
+    """A new run reads from storage which checkpoints earlier runs left."""
+    slice_.began_at = record.at
 
 
 def _on_formed(slice_: CheckpointSlice, fact: world.WorldFormed, record: Record) -> None:
-    kept = slice_.groups.setdefault(fact.group, Kept())
+    kept = slice_.groups.setdefault(fact.group, GroupCheckpoints())
     _end(kept, record.at, planned=False, why=fact.reason)
-    kept.formed, kept.members, kept.restored = fact.generation, fact.members, []
+    kept.formed, kept.members, kept.restored = fact.generation, brief(fact.group, fact.members), []
 
 
 def _on_dissolved(slice_: CheckpointSlice, fact: world.WorldDissolved, record: Record) -> None:
@@ -379,12 +437,12 @@ def _on_dissolved(slice_: CheckpointSlice, fact: world.WorldDissolved, record: R
 
 
 def _on_farewell(slice_: CheckpointSlice, fact: job.JobStopping | job.JobFailed, record: Record) -> None:
-    """Agents go, each with what it has in memory."""
+    """Agents leave, and what their nodes hold in memory ends with them."""
     for kept in slice_.groups.values():
         _end(kept, record.at, planned=isinstance(fact, job.JobStopping), why=fact.reason)
 
 
-def _end(kept: Kept, at: int, *, planned: bool, why: str) -> None:
+def _end(kept: GroupCheckpoints, at: int, *, planned: bool, why: str) -> None:
     if kept.now is not None:
         kept.now.ended_at, kept.now.planned, kept.now.why = at, planned, why
         kept.ended, kept.now = kept.now, None
@@ -405,25 +463,34 @@ def _on_committed(slice_: CheckpointSlice, fact: CheckpointCommitted, record: Re
 
 
 def _expect(slice_: CheckpointSlice, at: int) -> None:
-    """Time over failures, their maximum-likelihood estimate where they come at a constant rate, to two digits.
+    """The mean time between failures: the maximum-likelihood estimate for a constant failure rate, to two digits.
 
-    NIST/SEMATECH e-Handbook of Statistical Methods, 8.4.5.1. It is worked out when something happens, so that it is the same
-    number for everybody; two digits, so that it is so for a while.
+    NIST/SEMATECH e-Handbook of Statistical Methods, 8.4.5.1. It is computed on events, so that every node gets the same
+    number, and rounded to two digits, so that the number seldom changes.
     """
     if slice_.failures:
-        exact = max(1, min((at - slice_.began_at) // (slice_.failures * 1_000_000), MTBF_MAX_S))
-        unit = 10 ** max(0, len(str(exact)) - 2)
-        slice_.mtbf_s = exact // unit * unit
+        slice_.mtbf_s = _between(at - slice_.began_at, slice_.failures)
+    for name, (failures, _) in slice_.broken.items():
+        slice_.broken[name] = failures, _between(at - slice_.began_at, failures)
+
+
+def _between(us: int, failures: int) -> int:
+    exact = max(1, min(us // (failures * 1_000_000), MTBF_MAX_S))
+    unit: int = 10 ** max(0, len(str(exact)) - 2)
+    return exact // unit * unit
 
 
 def _on_incident(slice_: CheckpointSlice, fact: IncidentOpened, record: Record) -> None:
     if fact.generation != ASIDE:
         slice_.failures += 1
+        if slice_.sets.several:
+            name = slice_.set_of(fact.node)
+            slice_.broken[name] = slice_.broken.get(name, (0, 0))[0] + 1, 0
         _expect(slice_, record.at)
 
 
 def _on_held(slice_: CheckpointSlice, fact: StepsHeld, record: Record) -> None:
-    held = slice_.groups[group_of(fact.node)].holdings(fact.generation)
+    held = slice_.groups[slice_.set_of(fact.node)].holdings(fact.generation)
     if held is not None and not fact.plan:
         held.heard_at = held.heard_at or record.at
         held.held[fact.node] = fact.steps
@@ -440,7 +507,7 @@ def _on_ordered(slice_: CheckpointSlice, fact: SaveOrdered, record: Record) -> N
 
 
 def _on_restored(slice_: CheckpointSlice, fact: Restored, record: Record) -> None:
-    slice_.groups[group_of(fact.node)].restored.append(fact.node)
+    slice_.groups[slice_.set_of(fact.node)].restored.append(fact.node)
 
 
 def _on_failed(slice_: CheckpointSlice, fact: StorageFailed, record: Record) -> None:
@@ -458,11 +525,11 @@ def _on_offered(slice_: CheckpointSlice, fact: ReplicaOffered, record: Record) -
 
 
 def _forget(slice_: CheckpointSlice, fact: world.Ended, record: Record) -> None:
-    """Its memory goes with it. Who is released is still there: it stops its workers, tells what they leave, and may write it."""
+    """A node's memory is lost with the node. A released node still exists, reports its steps, and may write them."""
     if slice_.replicas.pop(fact.node, None) is not None:
         slice_.offered += 1
     slice_.failing.pop(fact.node, None)
-    kept = slice_.groups.get(group_of(fact.node))
+    kept = slice_.groups.get(slice_.set_of(fact.node))
     if kept is None or isinstance(fact, nodes.NodeReleased):
         return
     slice_.outages.pop(fact.node, None)

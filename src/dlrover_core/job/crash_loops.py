@@ -1,14 +1,14 @@
-"""Crash loops: generations that make no step, or none that is new; and how long the next one waits.
+"""Crash loops: generations that make no step, or no new one, and the back-off before the next generation.
 
-A cycle is one generation, from its first worker to what broke it. An action has worked when steps are completed after it; a
-cycle has gained something when it reaches a step that none before it had reached. A script that does not tell its own step
-numbers has gained nobody knows what: an unknown step is never taken for none. So it is with one that signals no steps at all:
-that a generation has made none is known where its group has signalled steps before, or where it ran shorter than `EARLY_S`.
+A cycle is one generation, from the start of its first worker to the failure that broke it. A cycle made progress if it
+reached a step beyond all earlier cycles. Where a script does not tell its own step numbers, progress is unknown, and
+unknown never counts as none. "No step at all" is certain in two cases: earlier generations of the group signalled steps and
+this one did not, or the generation lived shorter than `EARLY_S`.
 
-A restart costs a fraction of a second, so a script with a typo could burn a thousand of them in a minute. The first restarts
-come at once all the same, because most early failures are a port or a mount that was not ready. From the third early failure
-in a row on there is a pause before the next world forms, twice as long each time, up to `restart_pause_s`. Such a failure is
-not the platform's doing, and is of a generation that has made no step within `EARLY_S` of its start.
+A restart costs a fraction of a second, so a script with a typo could burn a thousand restarts in a minute. The first
+restarts come at once all the same, because most early failures are a port or a mount that was not ready. From the third
+early failure in a row on, the next world waits, twice as long each time, up to `restart_pause_s`. A failure is early if its
+generation made no step within `EARLY_S` of its start and the platform did not cause it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,24 @@ from dataclasses import dataclass, field
 from dlrover_core.spec import us
 
 EARLY_S = 10.0
-"""Of who lived shorter it is known that it made no step, even in a job that never signals one."""
+"""A generation that lived shorter, in seconds, made no step for certain, even where the script never signals one."""
 AT_STEP = "step "
-"""How the place of a broken loss begins (`stragglers`)."""
+"""The place of a broken loss begins with this word (`stragglers`)."""
 AT_ONCE = 2
-"""Early failures in a row that are answered at once."""
+"""So many early failures in a row are answered without a pause."""
 FIRST_PAUSE_S = 0.5
 
 
 @dataclass(slots=True)
 class Failure:
-    """What an incident was, as far as the next one is compared with it. ``early``: it is known that no step was made."""
+    """What the next failure of the set is compared with.
+
+    incident: number of the incident
+    place:    location in the user's program
+    step:     step at the failure; -1: unknown
+    early:    the generation certainly made no step
+    repeats:  how many failures before it, in a row, were the same
+    """
 
     incident: int = 0
     signature: str = ""
@@ -38,24 +45,35 @@ class Failure:
     repeats: int = 0
 
     def same(self, other: Failure) -> bool:
-        """Is it the same once more, with nothing gained between: both before any step, or at one and the same step?"""
+        """Is this the same failure once more, without progress: both before any step, or both at the same step?"""
         alike = (self.signature, self.place) == (other.signature, other.place)
-        # A broken loss has no place in the program; its place is the step.
+        # A broken loss has no location in the program: its place is the step.
         at_step = self.place.startswith(AT_STEP) or self.step == other.step >= 0
         return alike and ((self.early and other.early) or at_step)
 
 
 @dataclass(slots=True)
 class Cycles:
-    """One group. ``stepped``: the newest generation that made a step; ``told``: its step numbers are the script's own.
+    """Progress and restarts of one coupling set. Times are microseconds by the leader's clock.
 
-    ``began_at``: when the newest generation formed, 0: it is over; ``started_at``: when its first workers ran. ``perhaps``: a
-    step may have been made in this run, as far as anybody knows. ``mark``: the highest told; ``gained``: it has grown in this
-    cycle; ``stale``: cycles in a row in which it has not; ``idle``: the newest was one; ``counted``: it is among them.
-    ``tried``: restarts in place since the last step, by node; ``renewed``: places that got a new node since.
-    ``retries`` in a row. ``before`` is the failure before the newest one.
-    ``formed_at``: when the newest world formed; ``early``: early failures in a row; ``failed_at``: when the processes were last
-    started again; ``pause_us``: how long the action of then asks the next world to wait.
+    stepped:         newest generation that made a step
+    told:            the script tells its own step numbers
+    began_at:        when the newest generation formed; 0: it is over
+    started_at:      when its first workers ran; 0: not yet
+    perhaps:         a step may have been made in this run
+    mark:            highest step told; -1: none
+    gained:          ``mark`` has grown in this cycle
+    stale:           cycles in a row without progress
+    idle:            the newest cycle ended without progress, by a failure of its workers
+    counted:         ``stale`` counts the newest cycle
+    tried:           restarts in place since the last step, by node
+    renewed:         places that got a new node since the last step
+    retries:         retries in a row
+    failure, before: the newest failure, and the one before it
+    formed_at:       when the newest world formed
+    early:           early failures in a row
+    failed_at:       when the processes were last started again
+    pause_us:        pause that the newest action asks of the next world
     """
 
     stepped: int = 0
@@ -79,7 +97,7 @@ class Cycles:
     pause_us: int = 0
 
     def formed(self, at: int) -> None:
-        """The next generation begins, whether or not anything has broken the one before."""
+        """The next generation begins, whether or not a failure broke the one before."""
         self._over(at)
         self.began_at = self.formed_at = at
 
@@ -88,8 +106,8 @@ class Cycles:
         self.started_at = self.started_at or at
 
     def _over(self, at: int) -> bool:
-        """The newest generation has ended: may it have made steps that nobody knows of?"""
-        # A start that was told after the death says nothing of how long it lived: then it is as old as its world.
+        """The newest generation has ended. Returns whether it may have made unreported steps."""
+        # A start reported after the death does not tell how long the worker lived: the time then counts from its world.
         since = self.started_at if self.started_at <= at else 0
         unknown = not self.stepped and self.began_at > 0 and at - (since or self.began_at) >= us(EARLY_S)
         self.perhaps = self.perhaps or unknown
@@ -111,7 +129,7 @@ class Cycles:
             self.idle = self.counted = False
 
     def broke(self, incident: int, generation: int, at: int, *, counts: bool) -> None:
-        """A cycle has ended. ``counts``: by a failure of its workers."""
+        """A cycle has ended. ``counts``: a failure of its workers ended it."""
         unknown = self._over(at)
         self.idle = self.counted = counts and self.told and not self.gained
         self.stale += self.counted
@@ -120,7 +138,7 @@ class Cycles:
         self.failure = Failure(incident, early=self.stepped < generation and not unknown)
 
     def judge(self, incident: int, signature: str, place: str, step: int, *, free: bool) -> None:
-        """What it was is known, or known better. ``free``: it is nobody's failure."""
+        """The newest failure's verdict is known, or was revised. ``free``: the program did not cause it."""
         if incident != self.failure.incident:
             return
         self.failure.signature, self.failure.place, self.failure.step = signature, place, step
@@ -129,17 +147,17 @@ class Cycles:
         self.stale, self.counted = self.stale + counts - self.counted, counts
 
     def restart(self, node: str, *, retry: bool) -> None:
-        """The processes are started again, because of this node's."""
+        """The processes are started again because of a failure on this node."""
         self.tried[node] = self.tried.get(node, 0) + 1
         self.retries = self.retries + 1 if retry else 0
 
     def back_off(self, generation: int, at: int, *, free: bool, pause_us: int) -> None:
-        """A generation is started again now: count it if it failed early. ``free``: it is nobody's failure."""
+        """A generation is started again now: count its failure if it was early. ``free``: the program did not cause it."""
         early = self.stepped < generation and not free and at - self.formed_at < us(EARLY_S)
         self.early, self.failed_at, self.pause_us = (self.early + 1 if early else 0), at, pause_us
 
     def not_before(self, pause_max_s: float) -> int:
-        """When the next world may form, in microseconds; 0 where nothing has to wait."""
+        """When the next world may form, in microseconds; 0: at once."""
         doublings = self.early - AT_ONCE - 1
         early = us(min(FIRST_PAUSE_S * 2.0 ** min(doublings, 30), pause_max_s)) if doublings >= 0 else 0
         pause = max(early, self.pause_us)

@@ -1,8 +1,8 @@
-"""What is seen about a failure beside the deaths themselves: lines of logs, the kernel's words, a hang, a failed check.
+"""Evidence beside the deaths themselves: log lines, kernel messages, hangs, failed checks.
 
-An observation is one event with everything that judging needs, so that no later table of signatures changes an old verdict.
-What is seen waits, bounded in number and for `WINDOW_S`, for a death that it may explain; sources in `OPENING` are a failure
-by themselves.
+One event holds everything that judging needs, so a later table of signatures changes no old verdict. Evidence waits for
+`WINDOW_S`, in bounded number, for a death that it may explain. Evidence from a source in `OPENING` opens an incident by
+itself.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_core.diagnosis.evidence import KERNEL, Evidence
-from dlrover_core.job import job
-from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
 from dlrover_core.kernel.wire import command
 from dlrover_core.spec import us
 
-# The generation of an incident that broke no world.
+# The `generation` of an incident that broke no world.
 ASIDE = 0
 WINDOW_S = 660.0
 KEPT_MAX = 256
@@ -28,9 +26,12 @@ SUBJECT_MAX = 200
 
 @event(66)
 class EvidenceSeen(NamedTuple):
-    """Something was observed on a node, ``age_us`` before this record. The fields are those of `Evidence`; ``rank`` -1: the node.
+    """A node observed something, ``age_us`` before this record. Fields as in `Evidence`, and:
 
-    ``generation`` 0: not of one generation; ``step``: how far its ranks had come, -1 where that is not known.
+    rank:       global rank; -1: the node as a whole
+    generation: 0: of no generation
+    subject:    what it names beside: a GPU, a network port, a process, lagging ranks
+    step:       step of the node's ranks; -1: unknown
     """
 
     node: str
@@ -50,7 +51,7 @@ class EvidenceSeen(NamedTuple):
 
 @command(14)
 class ReportEvidence(NamedTuple):
-    """An agent saw something, ``age_us`` ago, that its table of signatures knows."""
+    """An agent observed something, ``age_us`` ago, that its table of signatures knows. Fields as in `EvidenceSeen`."""
 
     node: str
     source: str
@@ -64,9 +65,12 @@ class ReportEvidence(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """An incident that is over: evidence up to ``until`` is used up and must not explain a later one.
+    """Evidence that a finished incident has used up: it must not explain a later incident.
 
-    ``node``: where the incident opened; ``blamed`` and ``host``: the root's. What the kernel said of other hosts is not used up.
+    group:        the coupling set of the incident
+    until:        end of the time that is used up, microseconds
+    node:         where the incident opened
+    blamed, host: node and host of the root cause; kernel messages of other hosts are not used up
     """
 
     incident: int
@@ -77,29 +81,25 @@ class Spent(NamedTuple):
     blamed: str
     host: str
 
-    def takes(self, one: Evidence) -> bool:
-        """Was this seen in its time, and of what it was about?"""
-        if not self.until or one.at > self.until or group_of(one.node) != self.group:
+    def takes(self, one: Evidence, name: str) -> bool:
+        """Has the incident used up this evidence, observed in the set of that ``name``?"""
+        if not self.until or one.at > self.until or name != self.group:
             return False
         if self.generation == ASIDE:
             return one.node == self.node
         return one.generation in (0, self.generation)
 
     def leaves(self, one: Evidence) -> bool:
-        """Does it speak of another machine than the root's, by that machine's own kernel?"""
+        """Is this a kernel message of another host than the root cause's?"""
         elsewhere = one.host != self.host if one.host and self.host else one.node != self.blamed
         return one.source == KERNEL and elsewhere
 
 
 @dataclass(slots=True)
 class EvidenceSlice:
-    """The newest observations, oldest first."""
+    """The newest evidence, oldest first."""
 
     recent: list[Evidence] = field(default_factory=list)
-
-
-def _on_created(slice_: EvidenceSlice, fact: job.JobCreated, record: Record) -> None:
-    slice_.recent.clear()
 
 
 def _on_seen(slice_: EvidenceSlice, fact: EvidenceSeen, record: Record) -> None:
@@ -108,7 +108,7 @@ def _on_seen(slice_: EvidenceSlice, fact: EvidenceSeen, record: Record) -> None:
 
 
 def of(fact: EvidenceSeen, record: Record) -> Evidence:
-    """What a record of an observation says."""
+    """The `Evidence` in a record of `EvidenceSeen`."""
     return Evidence(
         record.seq,
         record.at - fact.age_us,
@@ -130,5 +130,5 @@ def of(fact: EvidenceSeen, record: Record) -> Evidence:
 
 FACTS = Facts(
     kinds=(EvidenceSeen,),
-    evolve={job.JobCreated: _on_created, EvidenceSeen: _on_seen},
+    evolve={EvidenceSeen: _on_seen},
 )

@@ -1,11 +1,12 @@
-"""Hangs: nobody makes steps, so everybody is looked at, and whoever holds up the others is named.
+"""Hangs: no rank makes a step, so every rank is inspected, and the rank that holds up the others is named.
 
-The leader finds that a world stands still (`runtime.stalls`, by the rule in `diagnosis.stall`) and says so; from then on the
-orders of that world carry the number of the hang, every agent shows what its ranks are at, and once all have, or time is over,
-one rank is named (`diagnosis.hanging`). That is evidence, and what follows from it is recovery's. A step that comes in between,
-or a rank that is busy, ends the suspicion; for the busy one with patience that doubles, up to a bound.
+The leader finds that a world stands still (`runtime.stalls`, by the rule in `diagnosis.stall`) and records it. From then on
+the orders of that world carry the number of the hang, and every agent reports what its ranks execute. Once all agents have,
+or the time is over, one rank is named (`diagnosis.hanging`). That is evidence, and recovery follows from it. A step made
+meanwhile, or a rank that is busy, ends the suspicion. After a busy rank, the patience for the same standstill doubles, up
+to a bound.
 
-Nothing of a suspicion outlives its world. What was learnt about legal pauses does, and a change of leaders too.
+A suspicion ends with its world. The pauses that were learned as legal outlive it, and changes of the leader too.
 """
 
 from __future__ import annotations
@@ -14,17 +15,23 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_core.diagnosis import stall
-from dlrover_core.job import job, world
-from dlrover_core.job.names import group_of
+from dlrover_core.job import world
+from dlrover_core.job.sets import Coupled
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.state import lasting
 from dlrover_core.kernel.wire import command, part
 from dlrover_core.spec import JobSpec, us
 
 
 @event(110)
 class HangSuspected(NamedTuple):
-    """No rank of a generation has made a step since ``step`` for ``idle_us``; ``threshold_us`` is of that ``budget``."""
+    """No rank of a generation has made a step since ``step``.
+
+    idle_us:      time since then
+    threshold_us: time after which that is suspicious
+    budget:       what the threshold follows from
+    """
 
     hang: int
     group: str
@@ -37,7 +44,7 @@ class HangSuspected(NamedTuple):
 
 @event(111)
 class StacksSeen(NamedTuple):
-    """What the ranks of a node were at, each as `hanging.to_text` writes it; all of it lies at ``path`` on its host."""
+    """What the ranks of a node execute, each as `hanging.to_text` writes it. ``path``: the full stacks, on the node's host."""
 
     hang: int
     node: str
@@ -47,7 +54,7 @@ class StacksSeen(NamedTuple):
 
 @event(112)
 class HangDismissed(NamedTuple):
-    """It was none, or is none yet: with ``patience_us`` the same standstill is looked at again once it has lasted so long."""
+    """The suspicion was wrong, or early: the same standstill is inspected again once it has lasted for ``patience_us``."""
 
     hang: int
     group: str
@@ -57,7 +64,14 @@ class HangDismissed(NamedTuple):
 
 @event(113)
 class HangNamed(NamedTuple):
-    """Who hangs: ``ranks``, the first of them on ``node``; none where nobody stands out. ``rule`` is what told."""
+    """The ranks that hang.
+
+    signature: of the hang
+    node:      node of the first of ``ranks``
+    ranks:     global ranks; empty: no rank stands out
+    rule:      the rule of `diagnosis.hanging` that named them
+    place:     location in the user's program
+    """
 
     hang: int
     group: str
@@ -71,7 +85,7 @@ class HangNamed(NamedTuple):
 
 @event(114)
 class PauseLearned(NamedTuple):
-    """A pause in this phase (`stall.PHASES`) ended by itself after so long: such a one is legal."""
+    """A pause in this phase (`stall.PHASES`) ended by itself after this time, so a pause of this length is legal from now on."""
 
     group: str
     phase: int
@@ -79,7 +93,7 @@ class PauseLearned(NamedTuple):
 
 
 class NoteStall(NamedTuple):
-    """The leader: by heartbeats nobody makes steps."""
+    """The leader: by heartbeats no rank makes steps. Fields as in `HangSuspected`."""
 
     group: str
     generation: int
@@ -90,14 +104,14 @@ class NoteStall(NamedTuple):
 
 
 class NoteMoving(NamedTuple):
-    """The leader: after the suspicion somebody has made a step."""
+    """The leader: a rank made a step after the suspicion."""
 
     group: str
     hang: int
 
 
 class NotePauseLegal(NamedTuple):
-    """The leader: a longer pause than ever has ended by itself."""
+    """The leader: a pause longer than any before ended by itself."""
 
     group: str
     phase: int
@@ -106,7 +120,7 @@ class NotePauseLegal(NamedTuple):
 
 @command(15)
 class ReportStacks(NamedTuple):
-    """An agent: what its ranks are at."""
+    """An agent: what its ranks execute."""
 
     node: str
     hang: int
@@ -116,14 +130,22 @@ class ReportStacks(NamedTuple):
 
 @part(1)
 class Probe(NamedTuple):
-    """To members: show what your ranks are at. ``hang``: the number of the hang; 0: there is none."""
+    """To members: report what your ranks execute. ``hang``: number of the hang; 0: there is none."""
 
     hang: int = 0
 
 
 @dataclass(slots=True)
 class Hang:
-    """The newest standstill of a world. ``state``: suspected, named, or dismissed; then ``patience_us`` of it are legal."""
+    """The newest standstill of a world.
+
+    at:                    when it was suspected, microseconds
+    idle_us, threshold_us: as in `HangSuspected`
+    state:                 suspected, named or dismissed
+    patience_us:           time without a step that is legal, once it is dismissed
+    facts:                 what ranks execute, by node
+    paths:                 where the full stacks are, by node
+    """
 
     number: int
     group: str
@@ -139,25 +161,25 @@ class Hang:
 
 
 @dataclass(slots=True)
-class HangSlice:
-    """The newest hang of every group's world, how many there were, and the longest legal pauses by group and phase."""
+class HangSlice(Coupled):
+    """The newest hang of every set's world, how many hangs there were, and the longest legal pauses by set and phase."""
 
     hangs: dict[str, Hang] = field(default_factory=dict)
-    number: int = 0
+    number: int = lasting(int)
     pauses: dict[str, list[int]] = field(default_factory=dict)
 
     def suspected(self, group: str) -> Hang | None:
-        """The hang about which ranks are being asked now."""
+        """The hang that ranks are inspected for now; None: none."""
         found = self.hangs.get(group)
         return found if found is not None and found.state == "suspected" else None
 
     def probe(self, group: str) -> int:
-        """What a group's orders carry: the number of the hang that is looked at; 0: none."""
+        """What orders carry: the number of the hang that is inspected; 0: none."""
         found = self.suspected(group)
         return found.number if found is not None else 0
 
     def patience_us(self, group: str, generation: int, step: int) -> int:
-        """How long this standstill may last before it is looked at (again); -1: it was judged."""
+        """How long this standstill may last before ranks are inspected (again); -1: it was judged."""
         found = self.hangs.get(group)
         if found is None or found.generation != generation:
             return 0
@@ -171,17 +193,12 @@ class HangSlice:
         return known[phase] if phase < len(known) else 0
 
 
-def limits(spec: JobSpec) -> stall.Limits:
-    """What the job's spec says about standing still."""
-    return stall.Limits(us(spec.hang_s), us(spec.hang_first_step_s), us(spec.hang_phase_s))
+def limits(spec: JobSpec, hang_s: float) -> stall.Limits:
+    """The spec's limits for a standstill. ``hang_s``: the set's (`job.JobSlice.policy`)."""
+    return stall.Limits(us(hang_s), us(spec.hang_first_step_s), us(spec.hang_phase_s))
 
 
 # ---- evolve
-
-
-def _on_created(slice_: HangSlice, fact: job.JobCreated, record: Record) -> None:
-    slice_.hangs.clear()
-    slice_.pauses.clear()
 
 
 def _on_world(slice_: HangSlice, fact: world.WorldFormed | world.WorldDissolved, record: Record) -> None:
@@ -196,7 +213,7 @@ def _on_suspected(slice_: HangSlice, fact: HangSuspected, record: Record) -> Non
 
 
 def _on_stacks(slice_: HangSlice, fact: StacksSeen, record: Record) -> None:
-    found = slice_.hangs[group_of(fact.node)]
+    found = slice_.hangs[slice_.set_of(fact.node)]
     found.facts[fact.node], found.paths[fact.node] = fact.facts, fact.path
 
 
@@ -220,7 +237,6 @@ def _on_learned(slice_: HangSlice, fact: PauseLearned, record: Record) -> None:
 FACTS = Facts(
     kinds=(HangSuspected, StacksSeen, HangDismissed, HangNamed, PauseLearned),
     evolve={
-        job.JobCreated: _on_created,
         world.WorldFormed: _on_world,
         world.WorldDissolved: _on_world,
         HangSuspected: _on_suspected,

@@ -1,8 +1,8 @@
-"""What the nodes of a generation hold in memory when it ends, and who of them writes it to storage.
+"""Holdings: the steps that the nodes of an ended generation hold in memory, and which node writes which part to storage.
 
-Every node has a part of its own in each state. With plain data parallelism all nodes hold the same tensors, and yet each rank
-has random numbers and a position in the data that no other rank has. So a step is whole where the nodes that are still there can
-write the part of every place: a node its own part, or that of another place of which it keeps a copy.
+Every node has a part of its own in each state. With plain data parallelism all nodes hold the same tensors, yet each rank
+has random numbers and a position in the data of its own. So a step is complete if the nodes that are left can write the
+part of every place. A node can write its own part, and the parts that it holds replicas of.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from dlrover_core.job.memo import Remembering
-from dlrover_core.job.ranges import Ranges, from_ranges
+from dlrover_core.job.ranges import Brief, from_ranges
 
 Copies = tuple[tuple[int, int], ...]
-"""Whose parts are kept beside one's own: the place in that world, and the step."""
+"""The replicas that a node holds, as (place of the owner in the world, step)."""
 NO_STEP = -1
 
 
-# What holds of holdings after every event; `check` says what does not.
+# Invariants of holdings, after every event; `check` yields the broken ones.
 #
-#   M        `members`: the nodes of the generation; |M| is the number of its parts too
-#   H, C     `held`: the nodes that have told which steps they hold; `copies`: whose parts beside their own
-#   X        `gone`: the nodes that hold nothing any more
-#   e, t     `ended_at`: when the generation ended, 0: it runs; `heard_at`: when the first node told, 0: none has
-#   p        `parts`: the number of parts that an order needs; W(n) of them are node n's to write, able(n) it could write
+#   M        `members`: the nodes of the generation; |M| is also the number of parts
+#   H, C     `held`: the nodes that have reported their steps; `copies`: the nodes that have reported replicas
+#   X        `gone`: the nodes whose memory is lost
+#   e, t     `ended_at`: when the generation ended, 0: it runs; `heard_at`: when the first node reported, 0: none has
+#   p        `parts`: the number of parts of an order; node n must write the parts W(n), and could write able(n)
 #
 #   members  H and X are subsets of M without a node in common; C is of nodes of H
 #   heard    t is set if H is not empty
@@ -33,14 +33,22 @@ NO_STEP = -1
 
 @dataclass(slots=True)
 class Holdings(Remembering):
-    """One generation's. ``ended_at``: 0 while it runs; ``planned``: its end was. ``gone``: members that hold nothing any more.
+    """What the nodes of one generation hold in memory.
 
-    ``heard_at``: when the first node told what it holds; ``saved``: that was decided upon.
+    members:  the nodes in rank order
+    ended_at: when the generation ended; 0: it runs
+    planned:  it ended by plan
+    why:      the reason of its end
+    heard_at: when the first node reported its steps; 0: none has
+    saved:    the leader has decided what is written of it
+    held:     complete steps, by node that has reported
+    copies:   replicas, by node
+    gone:     members whose memory is lost
     """
 
     group: str
     generation: int
-    members: Ranges
+    members: Brief
     ended_at: int = 0
     planned: bool = False
     why: str = ""
@@ -52,19 +60,19 @@ class Holdings(Remembering):
 
     @property
     def places(self) -> Mapping[str, int]:
-        """Each member's place in rank order."""
+        """The place of each member in rank order."""
         return self.recall(
             "places", lambda: {one.node: place for place, one in enumerate(from_ranges(self.group, self.members))}
         )
 
     @property
     def waiting(self) -> int:
-        """How many members have not told what they hold."""
+        """How many members have not reported."""
         return len(self.places) - len(self.held) - len(self.gone)
 
     @property
     def whole(self) -> int:
-        """The newest step of which every part is there; -1: there is none."""
+        """The newest step of which every part is held; -1: there is none."""
         key = f"whole {len(self.held)} {len(self.gone)}"
         return self.recall(key, self._whole)
 
@@ -78,7 +86,7 @@ class Holdings(Remembering):
         return max((step for step, have in found.items() if have >= set(places.values())), default=NO_STEP)
 
     def able(self, step: int) -> dict[str, tuple[int, ...]]:
-        """Who can write which places' parts of a step: its own first."""
+        """The parts of a step that each node can write, by place: its own first."""
         places, able = self.places, {}
         for node, steps in self.held.items():
             own = (places[node],) if step in steps else ()
@@ -88,7 +96,7 @@ class Holdings(Remembering):
         return able
 
     def check(self) -> Iterator[str]:
-        """What of the formula above does not hold."""
+        """Yields what breaks the invariants above."""
         held, gone = self.held.keys(), set(self.gone)
         if held & gone or len(gone) < len(self.gone) or not held | gone <= self.places.keys():
             yield f"members: H = {list(held)}, X = {self.gone}, M = {list(self.places)}"
@@ -98,7 +106,7 @@ class Holdings(Remembering):
             yield f"heard: t = 0, H = {list(held)}"
 
     def lose(self, node: str) -> None:
-        """It holds nothing any more, whatever it has told."""
+        """A node's memory is lost, whatever the node has reported."""
         if node in self.places and node not in self.gone:
             self.gone.append(node)
             self.held.pop(node, None)
@@ -107,9 +115,13 @@ class Holdings(Remembering):
 
 @dataclass(slots=True)
 class SaveOrder:
-    """A step of a generation that has ended is to be written: by whom, of which places the parts.
+    """A step of an ended generation that is to be written to storage.
 
-    ``able``: who could, in rank order; ``places``: the place of each of them itself.
+    why:     why it is saved
+    parts:   number of parts
+    able:    the places whose part a node can write, by node in rank order
+    places:  each node's own place
+    writers: the places whose part a node must write, by node
     """
 
     generation: int
@@ -122,7 +134,7 @@ class SaveOrder:
 
     @classmethod
     def of(cls, holdings: Holdings, step: int, why: str) -> SaveOrder:
-        """From what the nodes have told."""
+        """The order that follows from what the nodes have reported."""
         able, places = holdings.able(step), holdings.places
         ordered = dict(sorted(able.items(), key=lambda one: places[one[0]]))
         order = cls(holdings.generation, step, why, len(places), ordered, {node: places[node] for node in ordered})
@@ -130,7 +142,7 @@ class SaveOrder:
         return order
 
     def share_out(self) -> bool:
-        """Each part is written once: by the first that holds it as its own, else by the first with a copy. False: none can."""
+        """Assign each part to its owner if that holds the step, else to the first node with a replica. False: a part has none."""
         offers = sorted(
             (place != self.places[node], self.places[node], place, node)
             for node, places in self.able.items()
@@ -146,7 +158,7 @@ class SaveOrder:
         return len(taken) == self.parts
 
     def check(self) -> Iterator[str]:
-        """What of the formula above `Holdings` does not hold."""
+        """Yields what breaks the invariants above `Holdings`."""
         shared = [part for parts in self.writers.values() for part in parts]
         if sorted(shared) != list(range(self.parts)):
             yield f"parts: W = {self.writers}, p = {self.parts}"
@@ -154,7 +166,7 @@ class SaveOrder:
             yield f"parts: W = {self.writers}, able = {self.able}"
 
     def lose(self, node: str) -> bool:
-        """A node is gone: others take over what was its to write. False: nobody can."""
+        """A node is gone: other nodes write its parts. False: no other node can."""
         if self.able.pop(node, None) is None:
             return True
         return self.share_out() if node in self.writers else True

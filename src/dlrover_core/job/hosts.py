@@ -1,16 +1,19 @@
-"""Hosts: what is remembered of the machines that nodes ran on, and which of them are kept off.
+"""Hosts: what is known against the machines that nodes ran on, and which machines are quarantined.
 
-A verdict that speaks against a machine is a *strike* at its host: hardware, failed checks, hangs, and deaths that nobody can
-explain. What the program did and what the platform took is none. Strikes count for `WINDOW_S`; a revised verdict takes its
-strike along. A host is put in *quarantine* when the ladder isolates it, when its node failed a check, or when it is a *lemon*:
-struck `LEMON` times, not by kills of workers alone, and no other host more than a third as often. (RSC found 40 lemons among
-thousands of nodes; without them its large jobs failed in 4 % of cases, not in 14 %.) Whoever was in quarantine is on *probation*
-afterwards: the first strike puts it back, for twice as long, until a node has served on it for `SERVED_S` and the job made steps
-at the end of that.
+A verdict that speaks against a machine is a *strike* at its host: hardware faults, failed checks, hangs, and deaths without
+an explanation. Faults of the program and pre-emptions by the platform are no strikes. A strike counts for `WINDOW_S`. A
+revised verdict takes its strike back.
 
-Quarantine is passed to backends as a wish (`NodeLaunch.avoid`): one without another host starts the node there all the same.
-So that a sick judgement cannot empty a cluster, we keep at most a quarter of the hosts seen in quarantine, of which the one that
-ends first makes room for the newest; what people ask for does not count. All of it survives relaunches, masters and runs.
+A host is put in *quarantine* in three cases: the ladder isolates it; its node failed a check; or it is a *lemon*. A lemon
+has `LEMON` strikes, not all from killed workers, and no other host has more than a third as many. (RSC found 40 lemons
+among thousands of nodes. Without them, 4 % of its large jobs failed instead of 14 %.) After quarantine a host is on
+*probation*: the first strike puts it back for twice as long. Probation ends when a node has served there for `SERVED_S` and
+the job made steps at the end of that time.
+
+Backends learn of quarantines as `NodeLaunch.avoid`. A backend that has no other host starts the node there all the same. So
+that wrong verdicts cannot empty a cluster, at most a quarter of the known hosts is in quarantine: the quarantine that ends
+first gives way to the newest. Quarantines that a person asked for do not count. All of this survives relaunches, masters
+and runs.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ from typing import NamedTuple
 
 from dlrover_core.diagnosis import ladder
 from dlrover_core.diagnosis.evidence import HW
-from dlrover_core.job import incidents, job, nodes, progress, world
+from dlrover_core.job import incidents, nodes, notices, observing, progress, world
 from dlrover_core.job.memo import unanswered
 from dlrover_core.job.names import group_of
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.state import lasting
 from dlrover_core.spec import us
 
 WINDOW_S = 86_400.0
@@ -33,7 +37,7 @@ FORGIVEN_S = 7 * 86_400.0
 HOSTS_MAX = 1024
 STRIKES_MAX, TAKEN_MAX = 16, 64
 
-# Deaths without an explanation, and what one machine may do to any program; of these only repetition on one host tells.
+# Deaths without an explanation, and faults that one machine may cause in any program: they count only if one host repeats them.
 UNEXPLAINED = frozenset(
     {
         "exit.sigkill", "exit.sigsegv", "exit.sigbus", "exit.sigabrt", "exit.silent", "exit.signal",
@@ -42,20 +46,23 @@ UNEXPLAINED = frozenset(
         "peermem.context", "nccl.system", "nccl.segfault", "ib.retry_exceeded", "net.link_down",
     }
 )  # fmt: skip
-# How people end workers; nothing else is known of such a death.
+# Signals by which people end workers; nothing else is known of such a death.
 KILLED = ("exit.sigkill", "exit.sigterm")
-# A platform says with one of these that it took a node, for reasons of its own.
+# Words in a platform's reason that say that it took the node for reasons of its own.
 TAKEN = ("preempt", "pre-empt", "evict", "reclaim", "drain", "maintenance", "shutdown", "scaled down", "spot ")
-# One failed check, and one rank that hangs, speak against its host whatever class they are given.
+# A failed check and a hanging rank speak against the host whatever their class is.
 AGAINST_HOST = ("check.", "hang.rank", "hang.stopped")
 
-# How a quarantine ends before its time.
+# Values of `HostReleased.how`.
 ASKED, REVISED, GIVES_WAY = "asked", "revised", "gives way"
 
 
 @event(34, version=2, upcast={1: lambda fields: (*fields, False)})
 class HostQuarantined(NamedTuple):
-    """Nothing of ours is launched on ``host`` until ``until`` (microseconds, leader's clock). ``asked``: by a person."""
+    """No node is launched on ``host`` before ``until``.
+
+    ``until``: microseconds by the leader's clock; ``asked``: a person asked for it.
+    """
 
     host: str
     until: int
@@ -67,8 +74,8 @@ class HostQuarantined(NamedTuple):
 class HostReleased(NamedTuple):
     """A quarantine ends before its time.
 
-    ``how``: ``asked`` by a person, who thereby forgives all that was known; ``revised``, the verdict that it came from is another
-    now; ``gives way`` to another host.
+    how: `ASKED`: by a person, which also forgives all strikes; `REVISED`: the verdict behind it was revised; `GIVES_WAY`:
+         to the quarantine of another host
     """
 
     host: str
@@ -77,7 +84,7 @@ class HostReleased(NamedTuple):
 
 
 class QuarantineHost(NamedTuple):
-    """A person wants nothing launched on this host for so many seconds. Nodes that run there are left alone: drain them."""
+    """A person: launch no node on this host for ``for_s`` seconds. Nodes that run there stay; drain them."""
 
     host: str
     for_s: int
@@ -85,17 +92,21 @@ class QuarantineHost(NamedTuple):
 
 
 class ReleaseHost(NamedTuple):
-    """A person says that this host is well: its quarantine and its strikes are forgotten."""
+    """A person: this host is well. Its quarantine and its strikes are forgotten."""
 
     host: str
     reason: str
 
 
 class Strike(NamedTuple):
-    """One failure that speaks against a host. ``place``: of the node that ran there; ``incident`` numbers are a log's own.
+    """One failure that speaks against a host.
 
-    ``bare``: a worker was killed and its node lives, as when a person does it. ``asked_by``: the record of the verdict that
-    struck the host, or of the action that isolates it; a quarantine whose cause is that record comes from this incident.
+    at:       when it happened, microseconds
+    place:    the place of the node that ran there
+    incident: number of the incident
+    bare:     a worker was killed and its node lives on, as when a person kills it
+    asked_by: record of the verdict that struck the host, or of the action that isolates it; a quarantine caused by that
+              record belongs to this incident
     """
 
     at: int
@@ -109,9 +120,16 @@ class Strike(NamedTuple):
 
 @dataclass(slots=True)
 class HostMemory:
-    """What is known against one host. ``times``: quarantines in a row; ``incident``: the one that the last came from, or 0.
+    """What is known against one host.
 
-    ``trial``: the node that serves there during probation, since ``trial_at``.
+    rack:      its failure domain
+    until:     when its quarantine ends or ended, microseconds
+    times:     quarantines in a row
+    why:       reason of the newest quarantine
+    asked:     a person asked for it
+    probation: the host is on probation
+    incident:  the incident behind the newest quarantine; 0: none
+    trial:     the node that serves there during probation, since ``trial_at``
     """
 
     rack: str = ""
@@ -131,7 +149,7 @@ class HostMemory:
 
     @property
     def news(self) -> int:
-        """When it was last heard of."""
+        """When the host was last in quarantine or struck."""
         return max(self.until, self.strikes[-1].at if self.strikes else 0)
 
 
@@ -146,39 +164,40 @@ class Seat:
 
 @dataclass(slots=True)
 class HostSlice:
-    """Hosts with anything against them, by name; where each place's node is.
+    """Hosts with something against them, by name, and the host of each place's newest node.
 
-    ``opened``: the nodes of the incidents of the newest moment, by the record that opened them: a verdict's cause.
-    ``taken``: the newest nodes that the platform says it took.
+    ``opened``: the node of each incident that the newest batch opened, by record. ``taken``: the newest nodes that the
+    platform says it took away.
     """
 
-    hosts: dict[str, HostMemory] = field(default_factory=dict)
+    # A bad host stays bad, whatever runs there.
+    hosts: dict[str, HostMemory] = lasting(dict)
     seats: dict[str, Seat] = field(default_factory=dict)
     opened: dict[int, str] = field(default_factory=dict)
     taken: list[str] = field(default_factory=list)
 
     def quarantined(self, now: int) -> list[str]:
-        """Hosts that nothing is launched on."""
+        """Hosts in quarantine."""
         return [host for host, one in self.hosts.items() if one.until > now]
 
     def host_of(self, node: str) -> str:
-        """Where a node runs or last ran; empty: not known, or long ago."""
+        """Where a node runs or last ran; empty: unknown, or long ago."""
         seat = self.seats.get(node.rpartition("-")[0])
         return seat.host if seat is not None and seat.node == node else ""
 
     def rack_of(self, host: str) -> str:
-        """The failure domain of a host; empty: not known."""
+        """The failure domain of a host; empty: unknown."""
         known = self.hosts.get(host)
         if known is not None and known.rack:
             return known.rack
         return next((seat.rack for seat in self.seats.values() if seat.host == host and seat.rack), "")
 
     def struck_by(self, verdict: int) -> str:
-        """The host that a verdict speaks against, by its record, and no earlier one of its incident did; empty: none."""
+        """The host whose strike this verdict (by its record) added; empty: it added none, or only moved one."""
         return next((host for host, one in self.hosts.items() if any(verdict == s.asked_by for s in one.strikes)), "")
 
     def seen(self) -> set[str]:
-        """Every host that is known; for counting, not for iterating."""
+        """Every known host; for counting, not for iterating."""
         return {*self.hosts, *(seat.host for seat in self.seats.values() if seat.host)}
 
 
@@ -192,7 +211,7 @@ class HostRecord(NamedTuple):
 
 
 def counts(verdict: str, signature: str) -> bool:
-    """Does such a verdict speak against the host that it happened on?"""
+    """Does such a verdict speak against the host on which it happened?"""
     return verdict == HW or signature in UNEXPLAINED or signature.startswith(AGAINST_HOST)
 
 
@@ -204,21 +223,20 @@ def again(known: HostMemory, now: int) -> bool:
 # ---- evolve
 
 
-def _on_created(slice_: HostSlice, fact: job.JobCreated, record: Record) -> None:
-    """A new run: its nodes are others, bad hosts stay bad."""
-    slice_.seats.clear()
-    slice_.taken.clear()
-    slice_.opened.clear()
-
-
-def _on_running(slice_: HostSlice, fact: nodes.NodeRunning, record: Record) -> None:
+def _on_running(slice_: HostSlice, fact: nodes.NodeRunning | observing.NodePlaced, record: Record) -> None:
     _seat(slice_, fact.node, fact.host, fact.rack)
 
 
 def _on_joined(slice_: HostSlice, fact: nodes.NodeJoined, record: Record) -> None:
-    """The backend's name of a host is the one that it can keep off; an agent in a pod knows the pod's."""
+    """The backend's name of a host wins, because the backend can avoid that name; an agent in a pod knows only the pod's."""
     if not slice_.host_of(fact.node):
         _seat(slice_, fact.node, fact.host, "")
+
+
+def _on_withdrawn(slice_: HostSlice, fact: notices.NoticeWithdrawn, record: Record) -> None:
+    """The successor was the newest of the place; the node that stays is it again."""
+    if fact.host and not slice_.host_of(fact.node):
+        _seat(slice_, fact.node, fact.host, slice_.rack_of(fact.host))
 
 
 def _seat(slice_: HostSlice, node: str, host: str, rack: str) -> None:
@@ -241,7 +259,7 @@ def _on_diagnosed(slice_: HostSlice, fact: incidents.Diagnosed, record: Record) 
     # One failure is one strike, however often it is judged.
     at = since if before == host else record.at
     known.strikes = known.recent(record.at)[-STRIKES_MAX + 1 :]
-    # The node that a bare exit code blames is one that is dead.
+    # With nothing but an exit code, the blamed node is a dead one.
     bare = fact.signature in KILLED and not fact.blamed
     new = before != host
     known.strikes.append(Strike(at, place, fact.verdict, fact.signature, fact.incident, bare, record.seq if new else 0))
@@ -258,7 +276,7 @@ def _on_chosen(slice_: HostSlice, fact: incidents.ActionChosen, record: Record) 
 
 
 def _withdrawn(slice_: HostSlice, incident: int) -> tuple[str, int, str]:
-    """Take the strike of an incident back; at which host was it, when, and of which place's node?"""
+    """Take the strike of an incident back; returns its host, its time and the place of its node."""
     for host, known in slice_.hosts.items():
         for strike in known.strikes:
             if strike.incident == incident:
@@ -273,7 +291,7 @@ def _memory(slice_: HostSlice, host: str, now: int) -> HostMemory:
     known = slice_.hosts.get(host)
     if known is None:
         if len(slice_.hosts) >= HOSTS_MAX:
-            # Whoever is in quarantine last: of the others the one that was not heard of for longest.
+            # Forget hosts out of quarantine first, and of those the host with the oldest news.
             del slice_.hosts[min(slice_.hosts, key=lambda one: (slice_.hosts[one].until > now, slice_.hosts[one].news))]
         known = slice_.hosts[host] = HostMemory(slice_.rack_of(host))
     return known
@@ -317,7 +335,7 @@ def _on_ended(
 
 
 def _on_progress(slice_: HostSlice, fact: progress.Progressed, record: Record) -> None:
-    """Whoever has served is on probation no longer."""
+    """Probation of hosts whose node has served long enough ends."""
     for known in slice_.hosts.values():
         if known.trial and group_of(known.trial) == fact.group and record.at - known.trial_at >= us(SERVED_S):
             known.probation, known.times, known.trial = False, 0, ""
@@ -326,7 +344,7 @@ def _on_progress(slice_: HostSlice, fact: progress.Progressed, record: Record) -
 FACTS = Facts(
     kinds=(HostQuarantined, HostReleased),
     evolve={
-        job.JobCreated: _on_created,
+        observing.NodePlaced: _on_running,
         nodes.NodeRunning: _on_running,
         nodes.NodeJoined: _on_joined,
         nodes.NodeFailed: _on_ended,
@@ -336,6 +354,7 @@ FACTS = Facts(
         incidents.IncidentOpened: _on_opened,
         incidents.Diagnosed: _on_diagnosed,
         incidents.ActionChosen: _on_chosen,
+        notices.NoticeWithdrawn: _on_withdrawn,
         HostQuarantined: _on_quarantined,
         HostReleased: _on_released,
         world.WorkersStarted: _on_started,

@@ -1,4 +1,4 @@
-"""An incident and an action, and the lives of both as data."""
+"""`Incident` and `Action`, and their lifecycles as data."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 from dlrover_core.diagnosis.evidence import CASC, Evidence
 from dlrover_core.job.evidence import Spent
-from dlrover_core.job.names import group_of
 from dlrover_core.kernel.lifecycle import Lifecycle
 from dlrover_core.spec import us
 
-# A node's kernel and its platform tell of a death a moment after it.
+# Kernel and platform report a death up to this many seconds after it.
 LATE_S = 5.0
 
 INCIDENT = Lifecycle(
@@ -22,15 +21,15 @@ INCIDENT = Lifecycle(
         {"trigger": "act", "source": ["diagnosed", "acting", "held"], "dest": "acting"},
         {"trigger": "hold", "source": ["diagnosed", "acting"], "dest": "held"},
         {"trigger": "fail", "source": "held", "dest": "fatal"},
-        {"trigger": "close", "source": ["diagnosed", "acting", "held"], "dest": "closed"},
+        # From "fatal": it ended a set that the job continues without.
+        {"trigger": "close", "source": ["diagnosed", "acting", "held", "fatal"], "dest": "closed"},
     ],
     ignored=[
-        # A verdict is revised as long as anybody looks; only an action that follows moves the incident.
+        # A verdict may be revised in any state; only an action moves the incident.
         *[(state, "diagnose") for state in ("diagnosed", "acting", "held", "closed", "fatal")],
         ("held", "hold"),
-        ("fatal", "close"),
     ],
-    terminal=["closed", "fatal"],
+    terminal=["closed"],
 )
 
 ACTION = Lifecycle(
@@ -43,7 +42,7 @@ ACTION = Lifecycle(
         {"trigger": "supersede", "source": ["in_force", "waiting"], "dest": "superseded"},
         {"trigger": "finish", "source": ["in_force", "waiting"], "dest": "done"},
     ],
-    # The end of an incident ends what is still in force; what was superseded stays so.
+    # The end of an incident finishes the actions in force; superseded ones stay superseded.
     ignored=[("superseded", "finish"), ("superseded", "supersede"), ("done", "finish"), ("done", "supersede")],
     terminal=["superseded", "done"],
 )
@@ -51,7 +50,7 @@ ACTION = Lifecycle(
 
 @dataclass(slots=True)
 class Action:
-    """One thing done about an incident, on ``node``; ``state`` by `ACTION`; ``budget``: what it is charged to."""
+    """One action for an incident, on ``node``. ``state``: by `ACTION`; ``budget``: what the action is charged to."""
 
     action: str
     node: str
@@ -59,16 +58,24 @@ class Action:
     budget: str = ""
 
     def fire(self, trigger: str) -> None:
-        """Move by `ACTION`."""
+        """Take a trigger of `ACTION`."""
         self.state = ACTION.fire(f"{self.action} on {self.node}", self.state, trigger)
 
 
 @dataclass(slots=True)
 class Incident:
-    """An incident as far as decisions need it; ``state`` by `INCIDENT`.
+    """An incident, as far as decisions need it. Fields without a line here are the newest verdict's, as in `Diagnosed`.
 
-    ``known``: what was seen of it, to be judged again; ``evidence``: the numbers of all of it, as far as they are remembered.
-    ``over_at``: when the next world formed, 0: it has not. The rest is the newest verdict's.
+    opened_at:     microseconds
+    cause:         the death or observation that opened it
+    evidence:      records of its evidence, as far as they are remembered
+    step:          the step that its generation had reached; -1: unknown
+    diagnosed_seq: record of the newest verdict; 0: none
+    state:         by `INCIDENT`
+    actions:       oldest first
+    rule:          the rule that chose the newest action
+    known:         evidence that is kept to be judged again
+    over_at:       when the next world formed; 0: not yet
     """
 
     number: int
@@ -99,8 +106,8 @@ class Incident:
         return self.actions[-1].action if self.actions else ""
 
     @property
-    def held(self) -> bool:
-        """Does a final action wait for the rest of the evidence?"""
+    def end_pending(self) -> bool:
+        """Does the action that ends the job wait for the rest of the evidence?"""
         return self.state == "held"
 
     @property
@@ -109,15 +116,18 @@ class Incident:
         return self.state == "closed"
 
     def covers(self, one: Evidence) -> bool:
-        """May this be about it? What happens once the next world has formed, and `LATE_S` later, is about the next failure."""
+        """Can this evidence belong to the incident?
+
+        Evidence from after the next world formed belongs to the next failure; of a whole node, evidence from `LATE_S`
+        later.
+        """
         return not self.over_at or one.at <= self.over_at + (us(LATE_S) if one.rank < 0 else 0)
 
-    @property
-    def spent(self) -> Spent:
-        """What was seen until it was over, as far as it is its own."""
+    def spent(self, name: str) -> Spent:
+        """The evidence that the incident has used up. ``name``: the coupling set whose world broke."""
         return Spent(
             self.number,
-            self.group,
+            name,
             self.generation,
             self.over_at,
             self.node,
@@ -126,15 +136,10 @@ class Incident:
         )
 
     def tells(self, seq: int) -> bool:
-        """May this newest observation change the verdict? Not one that was no news, nor a cascade where a cause is known."""
+        """Can this newest evidence change the verdict? Not evidence that was not news, nor a cascade where a cause is known."""
         newest = self.known[-1] if self.known else None
         return newest is not None and newest.seq == seq and (newest.verdict != CASC or self.verdict in ("", CASC))
 
     def fire(self, trigger: str) -> None:
-        """Move by `INCIDENT`."""
+        """Take a trigger of `INCIDENT`."""
         self.state = INCIDENT.fire(f"incident {self.number}", self.state, trigger)
-
-    @property
-    def group(self) -> str:
-        """The group whose world broke."""
-        return group_of(self.node)

@@ -1,29 +1,25 @@
-"""Laggards: nodes that still run when others of their world have ended well.
+"""Finish time-out: nodes that still run after other nodes of their world have finished.
 
-They may take their time: the last rank often writes a checkpoint, or evaluates. But ``finish_s`` (an hour, unless set) sets
-a bound, counted from the first node that is done, those that still run after it count as failed, and the ladder goes on
-from there. (Ranks of one node are bounded by its agent's launcher, which alone knows them.)
+They may need the time: the last rank often writes a checkpoint, or evaluates. But ``finish_s`` (an hour, unless set) after
+the first node of the world has finished, nodes that still run count as failed, and recovery goes on from there. (Ranks of
+one node are bounded by the agent's launcher, which alone knows them.)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dlrover_core.job import job, world
-from dlrover_core.job.names import group_of
+from dlrover_core.job import world
+from dlrover_core.job.sets import Coupled
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record
 
 
 @dataclass(slots=True)
-class LaggardSlice:
-    """When the first node of each group's world was done, in microseconds."""
+class LaggardSlice(Coupled):
+    """When the first node of each set's world finished, in microseconds."""
 
     since: dict[str, int] = field(default_factory=dict)
-
-
-def _on_created(slice_: LaggardSlice, fact: job.JobCreated, record: Record) -> None:
-    slice_.since.clear()
 
 
 def _on_changed(slice_: LaggardSlice, fact: world.WorldFormed | world.WorldDissolved, record: Record) -> None:
@@ -31,12 +27,11 @@ def _on_changed(slice_: LaggardSlice, fact: world.WorldFormed | world.WorldDisso
 
 
 def _on_finished(slice_: LaggardSlice, fact: world.WorkersFinished, record: Record) -> None:
-    slice_.since.setdefault(group_of(fact.node), record.at)
+    slice_.since.setdefault(slice_.set_of(fact.node), record.at)
 
 
 FACTS = Facts(
     evolve={
-        job.JobCreated: _on_created,
         world.WorldFormed: _on_changed,
         world.WorldDissolved: _on_changed,
         world.WorkersFinished: _on_finished,

@@ -1,4 +1,4 @@
-"""Values that follow from a part of the state and are no part of it: worked out once, never packed."""
+"""Caches of values that follow from a part of the state: computed once, never packed into snapshots."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ T = TypeVar("T")
 
 
 def unanswered(told: Mapping[int, T], cause: int) -> dict[int, T]:
-    """What was told by records whose reactions may still come, seen from a record that reacts to ``cause`` (0: to none).
+    """The entries whose reactions may still come, as seen from a record that reacts to ``cause`` (0: to none).
 
-    Reactions come in the order of their causes, and a command's next event only after all reactions to the one before.
+    Reactions come in the order of their causes. A command's next event comes only after all reactions to the event before.
     """
     return {seq: one for seq, one in told.items() if 0 < cause <= seq}
 
 
 class Remembering:
-    """A part of the state that is made once and never replaced piecemeal: what follows from it is worked out once."""
+    """Base of a part of the state that is never replaced field by field; it keeps values that follow from it."""
 
     __slots__ = ("_memory",)
     _memory: dict[str, Any]
 
     def recall(self, what: str, work_out: Callable[[], T]) -> T:
-        """What ``work_out`` gave when it was first asked."""
+        """The value that ``work_out`` returned when it was first asked for."""
         try:
             return cast(T, self._memory[what])
         except AttributeError:

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def group_of(node: str) -> str:
-    """``worker`` of ``worker-1-0``."""
+    """The group in a node's name: ``worker`` of ``worker-1-0``."""
     return node.rsplit("-", 2)[0]

@@ -1,6 +1,6 @@
-"""The states of a node, and what may happen in each: DLRover's status flow with its holes closed.
+"""The lifecycle of a node: DLRover's status flow with its gaps closed.
 
-Every observation has a row, because any may come at any time: repeated, late, or overtaken by another.
+Every observation has a transition from every state, because it may come at any time: repeated, late, or out of order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ LIFECYCLE = Lifecycle(
     states=["planned", "pending", "running", "suspect", "lost", "succeeded", "failed", "gone"],
     initial="planned",
     transitions=[
-        {"trigger": "pend", "source": "planned", "dest": "pending"},
+        {"trigger": "pend", "source": ["planned", "pending"], "dest": "pending"},
         {"trigger": "run", "source": ["planned", "pending"], "dest": "running"},
         {"trigger": "silence", "source": "running", "dest": "suspect"},
         {"trigger": "hear", "source": "suspect", "dest": "running"},
@@ -27,7 +27,7 @@ LIFECYCLE = Lifecycle(
     ],
     ignored=[
         # Repeated and late observations: a level said again, or one that a later level has overtaken.
-        *[(state, "pend") for state in ("pending", "running", "suspect", "lost", "succeeded", "failed", "gone")],
+        *[(state, "pend") for state in ("running", "suspect", "lost", "succeeded", "failed", "gone")],
         *[(state, "run") for state in ("running", "suspect", "lost", "succeeded", "failed", "gone")],
         *[(state, "silence") for state in ("planned", "pending", "suspect", "lost", "succeeded", "failed", "gone")],
         *[(state, "hear") for state in ("planned", "pending", "running", "lost", "succeeded", "failed", "gone")],

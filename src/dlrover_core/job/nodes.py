@@ -1,8 +1,8 @@
-"""Nodes: who should exist, who does, and what became of each.
+"""Nodes: which should exist, which do, and what became of each.
 
 A node's identity is ``(group, index, incarnation)``, written ``worker-1-0``. A relaunch keeps group and index and takes the
-next incarnation, which never goes back. The lifecycle is DLRover's status flow with its holes closed: every observation
-has a row, a deletion counts whatever phase it carries, and a node that is only silent is *suspect*, not dead.
+next incarnation, which never goes back. The lifecycle is DLRover's status flow with its gaps closed: every observation has
+a transition from every state; a deletion counts whatever phase it carries; and a silent node is *suspect*, not dead.
 """
 
 from __future__ import annotations
@@ -13,28 +13,37 @@ from typing import Any, NamedTuple, cast
 
 from dlrover_core.job import job
 from dlrover_core.job.node_lifecycle import ALIVE, LIFECYCLE
+from dlrover_core.job.sets import Coupled
 from dlrover_core.kernel.engine import Evolve, Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.state import lasting
 from dlrover_core.kernel.wire import command
 
 
 @dataclass(slots=True)
 class Tally:
-    """Of the nodes: how many of each group are ``ready``, how many have a living agent, how many of those are silent.
+    """Counts over all nodes, kept beside the nodes' slice.
 
-    ``loose`` are those that do not simply run: only of them something may be due. ``given_up`` holds the indexes of each
-    group's places that are not wanted any more. ``changes`` grows with every node that becomes ready or ceases to be;
-    ``seats`` is who would sit where, as long as neither that nor the world changes.
+    ready:    nodes that could be members of a world, by group
+    waits:    nodes that the platform has no place for yet, by group
+    alive:    nodes with a living agent
+    suspects: nodes with a silent agent
+    shunned:  nodes whose host is avoided
+    loose:    nodes that do not simply run: only these can have a deadline
+    given_up: indexes of the places that are no longer wanted, by group
+    changes:  number of times that a node became ready or ceased to be
+    seats:    the layout of the next world, by set, valid until ``changes`` or the world changes
     """
 
     ready: dict[str, int] = field(default_factory=dict)
+    waits: dict[str, int] = field(default_factory=dict)
     alive: int = 0
     suspects: int = 0
     shunned: int = 0
     loose: set[str] = field(default_factory=set)
     given_up: dict[str, set[int]] = field(default_factory=dict)
     changes: int = 0
-    seats: dict[str, tuple[tuple[int, int, int], list[Node]]] = field(default_factory=dict)
+    seats: dict[str, tuple[tuple[object, int, int], list[Node]]] = field(default_factory=dict)
 
     def count(self, node: Node, by: int) -> None:
         """Count a node in (1) or out (-1)."""
@@ -44,6 +53,8 @@ class Tally:
         if node.joined and node.state in ALIVE:
             self.alive += by
             self.suspects += by * (node.state == "suspect")
+        if node.waiting:
+            self.waits[node.group] = self.waits.get(node.group, 0) + by
         self.shunned += by * node.shunned
         if by > 0 and not (node.ready and node.state == "running"):
             self.loose.add(node.node)
@@ -51,27 +62,27 @@ class Tally:
             self.loose.discard(node.node)
 
     def note_place(self, group: str, index: int, *, given_up: bool) -> None:
-        """A place is wanted, or is not."""
+        """A place is wanted, or no longer wanted."""
         places = self.given_up.setdefault(group, set())
         (places.add if given_up else places.discard)(index)
 
 
-class Tallied:
-    """What a `NodeSlice` is besides its fields."""
+class Tallied(Coupled):
+    """The cache beside a `NodeSlice`: its `Tally`."""
 
     __slots__ = ("_tally",)
     _tally: Tally | None
 
     @property
     def tally(self) -> Tally:
-        """The counts of now."""
+        """The present counts."""
         found = getattr(self, "_tally", None)
         if found is None:
             found = self._tally = _counted(cast("NodeSlice", self))
         return found
 
     def recount(self) -> None:
-        """Count anew when next asked."""
+        """Count all nodes anew when next asked."""
         self._tally = None
 
 
@@ -85,7 +96,7 @@ def _counted(slice_: NodeSlice) -> Tally:
 
 
 def tallied(evolve: Mapping[type, Evolve]) -> dict[type, Evolve]:
-    """The same functions, each of which keeps the tally right: event by event where it is about one node, else anew."""
+    """The same fold functions, which also keep the tally: of one node where the event names one, else by a new count."""
     return {cls: (_one if "node" in cast(Any, cls)._fields else _all)(function) for cls, function in evolve.items()}
 
 
@@ -118,9 +129,20 @@ def _all(function: Evolve) -> Evolve:
     return evolve
 
 
-# Why a node is released that has done nothing wrong: its workers have the grace of a planned stop.
+# Reasons of releases that are not the node's fault: its workers have the grace of a planned stop.
 DRAINED, SCALED_DOWN, LEAVING = "drained", "scaled down", "leaving"
-BY_PLAN = (DRAINED, SCALED_DOWN, LEAVING)
+SET_GIVEN_UP = "its set is given up"
+"""The node's coupling set was given up; the node itself has done nothing wrong."""
+GIVEN_BACK = "given back"
+"""The node's set could not be placed whole, and other jobs may use its room meanwhile. The node is asked for again."""
+SPARED = "not needed: the node that it was to replace stays"
+"""The node was the successor of a leaving node, and that node stays after all."""
+SUSPENDED = "suspended"
+"""The node's job is suspended without nodes. What the node held is on storage; the job asks for a new node when it is resumed."""
+UNNEEDED = "not needed: its set has finished, and another one of the job waits for room"
+"""The node has nothing left to do, and what it holds is on storage."""
+_PARTICIPLES = (DRAINED, SCALED_DOWN, LEAVING, GIVEN_BACK, SUSPENDED, "given up", "replaced", "lost")
+BY_PLAN = (DRAINED, SCALED_DOWN, LEAVING, SET_GIVEN_UP, SUSPENDED, GIVEN_BACK, SPARED, UNNEEDED)
 TEXT_MAX = 500
 NAME_MAX, NPROC_MAX = 255, 65_536
 # Exit reasons that speak against the host rather than against the program.
@@ -129,7 +151,11 @@ HOST_REASONS = ("check_failed", "hardware")
 
 @event(20, version=2, upcast={1: lambda fields: (*fields, 0)})
 class NodePlanned(NamedTuple):
-    """This node should exist. ``avoid`` names hosts it must not run on; ``memory_mib`` is what it needs, 0: what there is."""
+    """A node should exist.
+
+    avoid:      hosts that it must not run on
+    memory_mib: memory that it needs; 0: what there is
+    """
 
     node: str
     group: str
@@ -139,16 +165,22 @@ class NodePlanned(NamedTuple):
     memory_mib: int = 0
 
 
-@event(21)
+@event(21, version=2, upcast={1: lambda fields: (*fields, "", True)})
 class NodePending(NamedTuple):
-    """Its backend has accepted it; it does not run yet."""
+    """A node does not run yet: its backend starts it, or has no place for it now.
+
+    waits:    why the platform has not placed it, in the platform's words; empty: nothing is in its way
+    accepted: the backend has taken it; else it refuses the node for now, and is asked again
+    """
 
     node: str
+    waits: str = ""
+    accepted: bool = True
 
 
 @event(22, version=2, upcast={1: lambda fields: (*fields, "")})
 class NodeRunning(NamedTuple):
-    """Its backend says it runs. ``rack``: its host's failure domain, where the backend knows it."""
+    """The backend says that a node runs. ``rack``: failure domain of its host; empty: unknown."""
 
     node: str
     host: str
@@ -157,7 +189,7 @@ class NodeRunning(NamedTuple):
 
 @event(23, version=2, upcast={1: lambda fields: (*fields, "")})
 class NodeJoined(NamedTuple):
-    """Its agent has reported: from here on it can be a member of a world.
+    """A node's agent has reported: from here on the node can be a member of a world.
 
     ``seat``: the place on its host that at most one living agent holds.
     """
@@ -171,16 +203,17 @@ class NodeJoined(NamedTuple):
 
 @event(26)
 class NodeSucceeded(NamedTuple):
-    """It ended by itself, well."""
+    """A node ended by itself, without an error."""
 
     node: str
 
 
 @event(27)
 class NodeFailed(NamedTuple):
-    """It ended, or says of itself that it is no good. ``reason`` is the platform's or the agent's word.
+    """A node ended with an error, or its agent says that it is unusable.
 
-    ``seen``: its backend saw it end. Where not, it may still run, and its place is not free before it is seen gone.
+    reason: the platform's or the agent's word
+    seen:   the backend saw it end; else it may still run, and its place stays taken until it is seen gone
     """
 
     node: str
@@ -191,7 +224,7 @@ class NodeFailed(NamedTuple):
 
 @event(28)
 class NodeGone(NamedTuple):
-    """Its backend no longer has it. ``expected``: it had ended before, or we wanted it gone."""
+    """The backend no longer has a node. ``expected``: it had ended before, or was no longer wanted."""
 
     node: str
     reason: str
@@ -200,7 +233,7 @@ class NodeGone(NamedTuple):
 
 @event(29)
 class NodeLost(NamedTuple):
-    """Given up without having been seen dead: silent for ``unreachable_s``, or never joined. It is replaced on another host."""
+    """A node is given up though nobody saw it end: silent for ``unreachable_s``, or never joined. Its place avoids the host."""
 
     node: str
     reason: str
@@ -208,7 +241,7 @@ class NodeLost(NamedTuple):
 
 @event(30)
 class NodeReleased(NamedTuple):
-    """It should no longer exist."""
+    """A node should no longer exist."""
 
     node: str
     reason: str
@@ -216,21 +249,30 @@ class NodeReleased(NamedTuple):
 
 @event(31)
 class NodeLeft(NamedTuple):
-    """Its agent has stopped its workers, as told, and is leaving."""
+    """A node's agent has stopped its workers, as ordered, and is leaving."""
 
     node: str
 
 
 @event(36)
 class PlaceReopened(NamedTuple):
-    """A place of a joining job that was given up is wanted again, its budget whole: another host may have come since."""
+    """A place that was given up is wanted again, with a full budget: there is room, or another host may have come."""
 
     group: str
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on an event
 
 
 class Observed(NamedTuple):
-    """What a backend sees of one node. ``phase``: pending, running, succeeded, failed or gone; ``rack``: its failure domain."""
+    """A backend's observation of one node.
+
+    phase:  one of a backend's, `REFUSED` or `UNREACHED`
+    reason: the platform's word for the phase
+    age_us: time from the observation to this command
+    rack:   failure domain of its host
+    waits:  why the platform has not placed it yet; empty: nothing is in its way
+    notice: why the platform will take the node away; empty: it will not
+    notice_us: time from this command to that moment; 0: the platform does not say
+    """
 
     node: str
     phase: str
@@ -239,10 +281,26 @@ class Observed(NamedTuple):
     host: str = ""
     age_us: int = 0
     rack: str = ""
+    waits: str = ""
+    notice: str = ""
+    notice_us: int = 0
+
+
+AVOIDED = "avoided hosts"
+"""The reason of a node begins with these words if there is room only on hosts that it must avoid."""
+REFUSED = "refused"
+"""The phase of a node that its backend refuses for now."""
+UNREACHED = "lost"
+"""The phase of a node whose host the platform cannot reach."""
+
+
+def off_avoided(waits: str) -> bool:
+    """Does a node wait, by these words, because there is room on hosts alone that it is to avoid?"""
+    return waits.startswith(AVOIDED)
 
 
 class ObserveNodes(NamedTuple):
-    """What a backend sees; with ``complete`` it is everything there is, and what it lacks is gone."""
+    """A backend's observations. ``complete``: they are all nodes of the job, and a node that is missing is gone."""
 
     nodes: tuple[Observed, ...]
     complete: bool = False
@@ -250,7 +308,7 @@ class ObserveNodes(NamedTuple):
 
 @command(1)
 class ReportJoined(NamedTuple):
-    """An agent's first word: it lives and can run workers. ``nproc`` workers, reachable at ``address``."""
+    """An agent's first report: it runs, and can start ``nproc`` workers. Peers reach it at ``address``."""
 
     node: str
     host: str
@@ -261,14 +319,14 @@ class ReportJoined(NamedTuple):
 
 @command(2)
 class ReportLeft(NamedTuple):
-    """An agent's last word: its workers are stopped."""
+    """An agent's last report: its workers are stopped."""
 
     node: str
 
 
 @command(3)
 class ReportFault(NamedTuple):
-    """An agent says that its node is no good: workers cannot be started, or cannot be killed."""
+    """An agent says that its node is unusable: workers cannot be started, or cannot be killed."""
 
     node: str
     reason: str
@@ -276,7 +334,22 @@ class ReportFault(NamedTuple):
 
 @dataclass(slots=True)
 class Node:
-    """One incarnation. ``released`` says why desired no longer names it; empty: it should exist."""
+    """One incarnation of a place. Times are microseconds by the leader's clock; 0: not yet.
+
+    state:      by `LIFECYCLE`
+    address:    where peers reach its workers
+    joined:     its agent has reported
+    ended:      the backend saw it end
+    released:   why it should no longer exist; empty: it should
+    suspect_at: when its agent fell silent; 0: it is not silent
+    avoid:      hosts that it must not run on
+    seat:       the place on its host that at most one living agent holds
+    memory_mib: memory that it needs; 0: what there is
+    waits:      why the platform has not placed it, in force since ``waits_at``, in these words since ``said_at``; empty: it
+                does not wait
+    waited_us:  how long it waited before
+    placed_at:  when it was seen to run
+    """
 
     node: str
     group: str
@@ -294,21 +367,38 @@ class Node:
     avoid: tuple[str, ...] = ()
     seat: str = ""
     memory_mib: int = 0
+    waits: str = ""
+    waits_at: int = 0
+    said_at: int = 0
+    waited_us: int = 0
+    placed_at: int = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Is the node wanted, and has the platform no place for it? No world counts on it, and its time-outs stand still."""
+        return bool(self.waits) and not self.released
+
+    def stands(self, adverb: str = "") -> str:
+        """How it stands, in words that follow its name: "is running", "is drained already", "is released: SENTENCE"."""
+        adverb = adverb and f" {adverb}"
+        if self.released and self.released not in _PARTICIPLES:
+            return f"is released{adverb}: {self.released}"
+        return f"is {self.released or self.state}{adverb}"
 
     @property
     def ready(self) -> bool:
-        """Can it be a member of a world?"""
+        """Can the node be a member of a world?"""
         return self.joined and not self.released and self.state in ALIVE
 
     @property
     def shunned(self) -> bool:
-        """Is its host avoided? A lost one may run on unreached, a drained one is leaving."""
+        """Is the node's host avoided? A lost node may still run there, and a drained node is about to leave."""
         return bool(self.host) and (self.state == "lost" or self.released == DRAINED)
 
 
 @dataclass(slots=True)
 class Slot:
-    """One place of a group: what was its last incarnation, and is the place still wanted; if not, since when?"""
+    """A place of a group, its last incarnation (-1: none yet), and whether and since when it is given up."""
 
     group: str
     index: int
@@ -319,18 +409,32 @@ class Slot:
 
 @dataclass(slots=True)
 class NodeSlice(Tallied):
-    """Nodes that are not gone, by name; places by ``group-index``."""
+    """Nodes that are not gone, by name; places, by ``group-index``.
+
+    ``mass_at``: when most nodes fell silent at once; 0: they have not.
+    """
 
     nodes: dict[str, Node] = field(default_factory=dict)
-    slots: dict[str, Slot] = field(default_factory=dict)
+    slots: dict[str, Slot] = lasting(dict)
     mass_at: int = 0
 
     def of(self, group: str) -> list[Node]:
-        """The present nodes of a group, by index and incarnation."""
+        """The nodes of a group, by index and incarnation."""
         return [node for node in self.nodes.values() if node.group == group]
 
+    def in_set(self, name: str) -> list[Node]:
+        """The nodes of a coupling set, by index and incarnation."""
+        slot = self.slots.get(name) if self.sets.place(name) >= 0 else None
+        if slot is not None:
+            names = (f"{name}-{incarnation}" for incarnation in range(slot.incarnation + 1))
+            return [self.nodes[one] for one in names if one in self.nodes]
+        groups = self.sets.groups(name)
+        if len(groups) == 1:
+            return self.of(groups[0])
+        return [node for node in self.nodes.values() if node.group in groups]
+
     def latest(self, group: str, index: int) -> Node | None:
-        """The newest incarnation in a place, unless it is gone."""
+        """The newest incarnation of a place; None: it is gone."""
         slot = self.slots.get(f"{group}-{index}")
         return self.nodes.get(f"{group}-{index}-{slot.incarnation}") if slot else None
 
@@ -347,8 +451,6 @@ def move(slice_: NodeSlice, name: str, trigger: str) -> Node:
 
 def _on_created(slice_: NodeSlice, fact: job.JobCreated, record: Record) -> None:
     """A new run: earlier nodes are strangers, but incarnations never go back."""
-    slice_.nodes.clear()
-    slice_.mass_at = 0
     for slot in slice_.slots.values():
         slot.given_up = False
 
@@ -362,27 +464,50 @@ def _on_planned(slice_: NodeSlice, fact: NodePlanned, record: Record) -> None:
 
 
 def _on_pending(slice_: NodeSlice, fact: NodePending, record: Record) -> None:
-    move(slice_, fact.node, "pend")
+    node = move(slice_, fact.node, "pend") if fact.accepted else slice_.nodes[fact.node]
+    _note_wait(node, fact.waits, record.at)
+
+
+def _note_wait(node: Node, waits: str, at: int) -> None:
+    """The node waits for this from now on; empty: it no longer waits. Its own time-outs leave out the time it waited.
+
+    A wait for hosts that need not be avoided counts from its own beginning: it lasts `last_call_s` at most.
+    """
+    if node.waits and (not waits or off_avoided(waits) != off_avoided(node.waits)):
+        node.waited_us, node.waits_at = node.waited_us + at - node.waits_at, at if waits else 0
+    elif waits and not node.waits:
+        node.waits_at = at
+    node.waits, node.said_at = waits, at if waits else 0
+
+
+def _note_placed(node: Node, at: int) -> None:
+    _note_wait(node, "", at)
+    node.placed_at = node.placed_at or at
 
 
 def _on_running(slice_: NodeSlice, fact: NodeRunning, record: Record) -> None:
-    move(slice_, fact.node, "run").host = fact.host
+    node = move(slice_, fact.node, "run")
+    node.host = fact.host
+    _note_placed(node, record.at)
 
 
 def _on_joined(slice_: NodeSlice, fact: NodeJoined, record: Record) -> None:
     node = move(slice_, fact.node, "run")
+    _note_placed(node, record.at)
     node.joined, node.host, node.address, node.nproc = True, fact.host, fact.address, fact.nproc
     node.seat = fact.seat
 
 
 def _on_failed(slice_: NodeSlice, fact: NodeFailed, record: Record) -> None:
     node = move(slice_, fact.node, "fail")
+    _note_wait(node, "", record.at)
     node.joined, node.ended = False, fact.seen
     node.suspect_at = record.at
 
 
 def _on_succeeded(slice_: NodeSlice, fact: NodeSucceeded, record: Record) -> None:
     node = move(slice_, fact.node, "succeed")
+    _note_wait(node, "", record.at)
     node.joined, node.ended = False, True
 
 
@@ -393,6 +518,7 @@ def _on_gone(slice_: NodeSlice, fact: NodeGone, record: Record) -> None:
 
 def _on_lost(slice_: NodeSlice, fact: NodeLost, record: Record) -> None:
     node = move(slice_, fact.node, "lose")
+    _note_wait(node, "", record.at)
     node.joined = False
     node.released = node.released or "lost"
 
@@ -424,7 +550,7 @@ def _on_left(slice_: NodeSlice, fact: NodeLeft, record: Record) -> None:
 
 
 def _await_end(node: Node, record: Record) -> None:
-    """From now on its backend should see it end. One that is silent has been waited for since it fell silent."""
+    """The backend should see this node end from now on. For a silent node, that time counts from when it fell silent."""
     if node.state != "suspect":
         node.suspect_at = record.at
 

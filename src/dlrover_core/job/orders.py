@@ -1,4 +1,4 @@
-"""What agents and backends are told: orders, launches, both together as `Desired`. Orders' parts stand with their concerns."""
+"""What agents and backends are told: orders, launches, and both as `Desired`. Each concern defines its own order parts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from dlrover_core.kernel.wire import P, Part, find, number_of
 
 
 class NodeLaunch(NamedTuple):
-    """A node that should exist and does not yet. ``name`` is the backend's name for it, unique for ever.
+    """A node that should exist and does not yet.
 
-    ``avoid`` names hosts that it should not run on while there are others. Which there are only the backend knows: one with a
-    single host starts the node there all the same, or draining a one-host job would end it. ``memory_mib`` is what it needs, 0:
-    what there is; a backend that cannot give memory leaves it out of account.
+    name:                    the backend's name for it, never used twice
+    nproc:                   workers that it runs
+    avoid:                   hosts that it must not run on
+    memory_mib, cpu_m, gpus: what it needs (cpu_m: thousandths of a CPU); 0: what there is; a backend that cannot grant one
+                             of these ignores it
+
+    A backend that can choose hosts lets the node wait rather than start it on an avoided host, and says so (`AVOIDED`); the
+    leader may then drop ``avoid``. A backend with a single host starts the node there all the same, or draining a job of
+    one host would end the job.
     """
 
     name: str
@@ -24,18 +30,23 @@ class NodeLaunch(NamedTuple):
     nproc: int
     avoid: tuple[str, ...]
     memory_mib: int = 0
+    cpu_m: int = 0
+    gpus: int = 0
 
 
 class Work(NamedTuple):
     """The workers that a node should run.
 
     generation:  the world's number
-    first_rank:  the node's first rank in it; ``nproc`` ranks, of ``world_size``
-    node_rank:   the node's place among the ``nodes`` of the world
+    first_rank:  the node's first rank
+    nproc:       ranks of this node
+    world_size:  ranks of the world
+    node_rank:   the node's place in the world
+    nodes:       nodes of the world
     store:       the address of the world's store
-    resume_step: the newest step that is whole as far as the leader knows; -1: none is
-    restarts:    generations of this run before this one. Scripts are told, and torch's store keys contain it, so all ranks must
-                 be told the same
+    resume_step: the newest complete step that the leader knows of; -1: none
+    restarts:    generations of this run before this one; scripts are told, and torch's store keys contain it, so all ranks
+                 of a world must be told the same number
     """
 
     generation: int = 0
@@ -57,13 +68,13 @@ class Order(NamedTuple):
 
     leave:     stop the workers and go
     reason:    why, for people
-    grace_us:  how long workers that are to be stopped have to end
-    over:      the generation whose end on this node the leader wants to hear of; 0: none
-    linger_us: for so long workers that are to be stopped may end by themselves
-    outcome:   what to ``leave`` means: the job is over (succeeded, failed, stopped), or why this node alone is released
+    grace_us:  how long workers that are stopped have to end
+    over:      the generation whose end on this node the leader waits to hear of; 0: none
+    linger_us: how long workers that are stopped may first end by themselves
+    outcome:   what ``leave`` means: the job is over (succeeded, failed, stopped), or why this node alone is released
     root:      the root cause of a job that has failed
     work:      the workers that it should run; `NO_WORK`: none
-    parts:     what concerns tell beside, at most one part of a class
+    parts:     parts of other concerns, at most one of a class
     """
 
     leave: bool
@@ -78,22 +89,22 @@ class Order(NamedTuple):
 
     @property
     def generation(self) -> int:
-        """That of the workers that should run; 0: none should."""
+        """The generation of the workers that should run; 0: none should."""
         return self.work.generation
 
     def part(self, cls: type[P]) -> P:
-        """What a concern tells; what says nothing, if it tells nothing."""
+        """The part of this class; its empty value, if the order has none."""
         return find(self.parts, cls)
 
     def telling(self, *parts: Part) -> Order:
-        """The same order with these parts, in place of those of the same class."""
+        """The same order with these parts, which replace parts of the same class."""
         told = {type(one): one for one in (*self.parts, *parts)}
         said = [one for one in told.values() if one != type(one)()]
         return self._replace(parts=tuple(sorted(said, key=lambda one: number_of(type(one)))))
 
 
 class Desired(NamedTuple):
-    """What should be true now. Whatever a backend lists that is not in ``names`` is deleted."""
+    """What should exist now. A node that a backend lists and that is not in ``names`` is deleted."""
 
     names: frozenset[str]
     launch: tuple[NodeLaunch, ...]

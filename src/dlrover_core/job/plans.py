@@ -1,12 +1,14 @@
-"""Planned changes of a world, as facts: which is prepared, who joins and who leaves, and how far it has come.
+"""Planned changes of a world, as facts: the plan that is prepared, which nodes join and leave, and how far it has come.
 
-A generation whose ranks save with us can agree on a step boundary: all of them save there and wait. A world that is changed then
-goes on from that very step, so growth, shrinking, drain and migration lose none. `rules.plans` decides; this is what it knows.
+Ranks that save with FlashCheckpoint can agree on a step boundary: all of them save there and wait. A world that is changed
+at a boundary resumes from that very step, so growth, shrinking, drain and migration lose no step. `rules.plans` decides;
+this module is what it knows.
 
-A plan goes from `WorldPlanned` (whoever joins gets warm, training goes on) over `BoundaryAsked` (members' ranks are armed: they
-look for the boundary between any two steps; once all do, it may be chosen) and what every member holds there, to `WorldFormed`
-with the boundary's step; or it ends with `WorldPlanDropped`, and ranks go on. Its number never comes back: ranks that were told
-of it, and told that it is off, are never taken for armed.
+A plan begins with `WorldPlanned`: joining nodes start while training goes on. `BoundaryAsked` asks the members' ranks to
+look for the boundary between any two steps (they are then *armed*). Once all ranks are armed, a second `BoundaryAsked` lets
+rank 0 choose the boundary. When every member has reported what it holds there, `WorldFormed` names the boundary's step. Or
+the plan ends with `WorldPlanDropped`, and the ranks go on. Plan numbers are never used twice, so that a late report for a
+dropped plan is not counted for the next one.
 """
 
 from __future__ import annotations
@@ -17,21 +19,26 @@ from typing import NamedTuple, get_args
 
 from dlrover_core.job import nodes, ranges, world
 from dlrover_core.job.checkpoints import KeepingStarted, RanksArmed, StepsHeld
-from dlrover_core.job.job import GroupScaled, JobCreated
+from dlrover_core.job.job import GroupScaled, JobSuspended
 from dlrover_core.job.names import group_of
+from dlrover_core.job.sets import Coupled
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.state import lasting
 from dlrover_core.kernel.wire import part
+from dlrover_core.words import first_few
 
+NODES_NAMED_MAX = 4
 NONE = -1  # no step
-NAMED_MAX = 4
 
 
 @event(42)
 class WorldPlanned(NamedTuple):
-    """A change is prepared while training goes on. ``deadline`` in microseconds: a drain is then forced, a growth dropped.
+    """A change is prepared while training goes on.
 
-    ``joining`` are those who were known to join then; whoever else is there at the boundary is taken in too.
+    joining:  nodes known to join so far; other nodes that are there at the boundary join too
+    leaving:  nodes that leave; with no node joining or leaving, the job is suspended at the boundary
+    deadline: microseconds; at that time a drain is forced, and a growth is dropped
     """
 
     group: str
@@ -43,7 +50,7 @@ class WorldPlanned(NamedTuple):
 
 @event(43)
 class WorldPlanDropped(NamedTuple):
-    """A planned change will not happen, or not as this plan: its ranks go on."""
+    """A planned change will not happen, or not by this plan. Its ranks go on."""
 
     group: str
     plan: int
@@ -52,7 +59,7 @@ class WorldPlanDropped(NamedTuple):
 
 @event(49)
 class BoundaryAsked(NamedTuple):
-    """Members' ranks are to look for the boundary of a plan; with ``go`` all of them look, and it may be chosen."""
+    """Members' ranks must look for the boundary of a plan. ``go``: all of them look, and rank 0 may choose it."""
 
     group: str
     plan: int
@@ -61,10 +68,11 @@ class BoundaryAsked(NamedTuple):
 
 @event(93, version=2, upcast={1: lambda fields: (*fields, 0)})
 class NodeDrained(NamedTuple):
-    """A person, or the platform, wants the node's ``host`` free: its workers stop with their grace, a successor keeps off it.
+    """A person or the platform wants a node's ``host`` free: its workers stop with their grace, its successor avoids it.
 
-    Without a host nobody does: the node leaves by itself, and whoever comes next may be on the same one. With a ``deadline``, in
-    microseconds, it goes at a step boundary, its successor being there, and at that time at the latest; 0: at once.
+    host:     empty: the node leaves by itself, and its successor may use the same host
+    deadline: the node leaves at a step boundary with its successor ready, and at this time (microseconds) at the latest; 0:
+              at once
     """
 
     node: str
@@ -75,7 +83,7 @@ class NodeDrained(NamedTuple):
 
 @part(5)
 class Boundary(NamedTuple):
-    """To members: get ready for this planned change (0: none); ``go``: its boundary may be chosen."""
+    """To members: prepare for this planned change (0: none). ``go``: rank 0 may choose its boundary."""
 
     plan: int = 0
     go: bool = False
@@ -83,7 +91,10 @@ class Boundary(NamedTuple):
 
 @dataclass(slots=True)
 class Leaving:
-    """A node that is to go once its world has changed. ``why``: as its release will say; ``out``: the world is without it."""
+    """A node that must leave once its world has changed.
+
+    ``why``: reason of its release; ``out``: the present world is without it.
+    """
 
     why: str
     since: int
@@ -91,29 +102,37 @@ class Leaving:
     out: bool = False
 
 
-# What holds of every planned change after every event; `PlanSlice.check` says what does not.
+# Invariants of planned changes, after every event; `PlanSlice.check` yields the broken ones.
 #
 #   N        `number`: the number of the newest plan
 #   P        `by_group`: the open plan of a group; p is its number
 #   K        `keeping`: the newest generation of a group whose ranks can agree on a boundary
 #   J, L     `joining`, `leaving`: the nodes that join and leave by P
-#   a, g, h  `asked_at`, `go_at`, `held_at`: when ranks were asked to look for the boundary, when it could be chosen, and when
-#            the first node waited there; 0: not yet
-#   A, H     `armed`, `held`: the nodes whose ranks all look for the boundary, and the nodes that wait there
+#   a, g, h  `asked_at`, `go_at`, `held_at`: when ranks were asked to look for the boundary, when rank 0 was allowed to choose
+#            it, and when the first node waited there; 0: not yet
+#   A, H     `armed`, `at_boundary`: the nodes whose ranks all look for the boundary, and the nodes that wait there
 #   W        `leaving` of the slice: the nodes that leave; each since `since`, at its `deadline` at the latest
 #
 #   number   1 <= p <= N, and no two plans have one number
-#   aim      P changes generation K of its group; J and L have no node in common, and one of them has a node
+#   aim      P changes generation K of its group; no node is in J and L, and both are empty where the job will be suspended
 #   stages   a is set before g, g before h; A is empty before a, H is empty exactly before h
 #   leave    since <= deadline in W
 
 
 @dataclass(slots=True)
 class Plan:
-    """A change of ``generation`` that is being prepared.
+    """A change of one generation that is being prepared. Times are microseconds by the leader's clock.
 
-    ``asked_at``: since when members' ranks are to look for its boundary; ``go_at``: since when it may be chosen; ``armed``: the
-    nodes whose ranks all look, and since when; ``held``: what is whole in the memory of those that wait there, since ``held_at``.
+    number:      counts the plans of the job
+    generation:  the generation that it changes
+    joining:     nodes that the next generation gains
+    leaving:     nodes that the next generation loses
+    deadline:    when the plan is carried out, or dropped, at the latest
+    asked_at:    when the members' ranks were asked to look for a step boundary; 0: not yet
+    go_at:       when rank 0 was allowed to choose that boundary, because all ranks looked for it; 0: not yet
+    held_at:     when the first node reached the boundary; 0: none has
+    armed:       nodes whose ranks all look for the boundary, and since when
+    at_boundary: nodes that wait at the boundary, and the steps that are complete in their memory
     """
 
     number: int
@@ -125,28 +144,33 @@ class Plan:
     go_at: int = 0
     held_at: int = 0
     armed: dict[str, int] = field(default_factory=dict)
-    held: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    at_boundary: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def pauses(self) -> bool:
+        """Is the job suspended at the boundary of this plan?"""
+        return not (self.joining or self.leaving)
 
     def awaited(self, members: int) -> int:
-        """How many members' ranks have not done yet what they were asked: to look for the boundary, or to reach it."""
-        return members - len(self.held if self.go_at else self.armed)
+        """How many members' ranks have not done yet what they were asked: look for the boundary, or reach it."""
+        return members - len(self.at_boundary if self.go_at else self.armed)
 
     def check(self) -> Iterator[str]:
-        """What of the formula above does not hold of this plan by itself."""
-        if set(self.joining) & set(self.leaving) or not (self.joining or self.leaving):
+        """Yields what breaks the invariants above, as far as one plan shows it."""
+        if set(self.joining) & set(self.leaving):
             yield f"aim: J = {self.joining}, L = {self.leaving}"
         set_at = [at for at in (self.asked_at, self.go_at, self.held_at) if at]
         stages = f"a = {self.asked_at}, g = {self.go_at}, h = {self.held_at}"
         if set_at != sorted(set_at) or (self.go_at and not self.asked_at) or (self.held_at and not self.go_at):
             yield f"stages: {stages}"
-        if (self.armed and not self.asked_at) or bool(self.held) != bool(self.held_at):
-            yield f"stages: {stages}, A = {list(self.armed)}, H = {list(self.held)}"
+        if (self.armed and not self.asked_at) or bool(self.at_boundary) != bool(self.held_at):
+            yield f"stages: {stages}, A = {list(self.armed)}, H = {list(self.at_boundary)}"
 
     def boundary(self, members: Iterable[str]) -> int:
-        """The step that all members hold there; -1: they do not all wait yet, or have none in common."""
+        """The step that all members hold at the boundary; -1: not all wait there yet, or they have no step in common."""
         common: set[int] | None = None
         for name in members:
-            steps = self.held.get(name)
+            steps = self.at_boundary.get(name)
             if steps is None:
                 return NONE
             common = set(steps) if common is None else common & set(steps)
@@ -155,34 +179,41 @@ class Plan:
 
 @dataclass(slots=True)
 class Drops:
-    """How many plans of a generation came to nothing once its ranks had been told, and when the newest was dropped."""
+    """How many plans of a generation were dropped after its ranks were asked, and when the newest was."""
 
     count: int = 0
     at: int = 0
 
 
 @dataclass(slots=True)
-class PlanSlice:
-    """What is planned. ``keeping``: each group's newest generation whose ranks can agree on a boundary; ``leaving`` by node."""
+class PlanSlice(Coupled):
+    """All planned changes.
 
-    number: int = 0
+    number:   of the newest plan
+    keeping:  newest generation whose ranks can agree on a boundary, by set
+    by_group: the open plan, by set
+    leaving:  nodes that must leave, by name
+    drops:    dropped plans of the present generation, by set
+    """
+
+    number: int = lasting(int)
     keeping: dict[str, int] = field(default_factory=dict)
     by_group: dict[str, Plan] = field(default_factory=dict)
     leaving: dict[str, Leaving] = field(default_factory=dict)
     drops: dict[str, Drops] = field(default_factory=dict)
 
     def asked(self, group: str) -> tuple[int, bool]:
-        """What members are told: the plan whose boundary their ranks look for (0: none), and may it be chosen?"""
+        """What orders tell members: the plan whose boundary their ranks look for (0: none), and whether rank 0 may choose it."""
         plan = self.by_group.get(group)
         return (plan.number, plan.go_at > 0) if plan is not None and plan.asked_at else (0, False)
 
     def waits(self, group: str) -> bool:
-        """Do ranks of a group stand at a boundary, as they were told to?"""
+        """Do ranks of a set wait at a boundary, as they were asked to?"""
         plan = self.by_group.get(group)
-        return plan is not None and bool(plan.held)
+        return plan is not None and bool(plan.at_boundary)
 
     def check(self) -> Iterator[str]:
-        """What of the formula above `Plan` does not hold."""
+        """Yields what breaks the invariants above `Plan`."""
         numbers = [plan.number for plan in self.by_group.values()]
         if len(set(numbers)) < len(numbers) or not all(1 <= number <= self.number for number in numbers):
             yield f"number: p = {numbers}, N = {self.number}"
@@ -196,25 +227,14 @@ class PlanSlice:
 
 
 def in_words(joining: Sequence[str], leaving: Sequence[str]) -> str:
-    """Who joins and who leaves: 'worker-1-1 joins, worker-1-0 leaves'."""
+    """Which nodes join and leave, in words: 'worker-1-1 joins, worker-1-0 leaves'."""
     said = ((joining, "join"), (leaving, "leave"))
-    return ", ".join(f"{named(who)} {verb}{'s' if len(who) == 1 else ''}" for who, verb in said if who)
-
-
-def named(names: Sequence[str]) -> str:
-    """The first few."""
-    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
-    return f"{', '.join(names[:NAMED_MAX])}{more}"
+    return ", ".join(
+        f"{first_few(who, NODES_NAMED_MAX)} {verb}{'s' if len(who) == 1 else ''}" for who, verb in said if who
+    )
 
 
 # ---- evolve
-
-
-def _on_created(slice_: PlanSlice, fact: JobCreated, record: Record) -> None:
-    slice_.keeping.clear()
-    slice_.by_group.clear()
-    slice_.leaving.clear()
-    slice_.drops.clear()
 
 
 def _on_keeping(slice_: PlanSlice, fact: KeepingStarted, record: Record) -> None:
@@ -231,12 +251,12 @@ def _on_drained(slice_: PlanSlice, fact: NodeDrained, record: Record) -> None:
         why = nodes.DRAINED if fact.host else nodes.LEAVING
         slice_.leaving[fact.node] = Leaving(why, record.at, fact.deadline)
     elif fact.deadline < known.deadline:
-        # It is in a hurry now.
+        # The new deadline is too near to wait for a plan.
         known.since, known.deadline = record.at, fact.deadline
 
 
 def _on_scaled(slice_: PlanSlice, fact: GroupScaled, record: Record) -> None:
-    """Places that were to go and are wanted again keep their nodes."""
+    """Places that were to leave and are wanted again keep their nodes."""
     for name, leaving in list(slice_.leaving.items()):
         wanted = group_of(name) == fact.group and int(name.rsplit("-", 2)[1]) < fact.nodes_max
         if wanted and leaving.why == nodes.SCALED_DOWN and not leaving.out:
@@ -268,27 +288,33 @@ def _on_asked(slice_: PlanSlice, fact: BoundaryAsked, record: Record) -> None:
 
 
 def _on_armed(slice_: PlanSlice, fact: RanksArmed, record: Record) -> None:
-    plan = slice_.by_group.get(group_of(fact.node))
+    plan = slice_.by_group.get(slice_.set_of(fact.node))
     if plan is not None and plan.number == fact.plan:
         plan.armed[fact.node] = record.at
 
 
 def _on_held(slice_: PlanSlice, fact: StepsHeld, record: Record) -> None:
-    plan = slice_.by_group.get(group_of(fact.node))
+    plan = slice_.by_group.get(slice_.set_of(fact.node))
     if plan is not None and fact.plan == plan.number and fact.generation == plan.generation and plan.go_at:
-        plan.held[fact.node] = fact.steps
+        plan.at_boundary[fact.node] = fact.steps
         plan.held_at = plan.held_at or record.at
 
 
 def _on_formed(slice_: PlanSlice, fact: world.WorldFormed, record: Record) -> None:
-    """Planned or not: what was prepared was a change of the generation before."""
+    """Whatever was planned was a change of the generation before."""
     slice_.by_group.pop(fact.group, None)
     slice_.keeping.pop(fact.group, None)
     slice_.drops.pop(fact.group, None)
     members = {member.node for member in ranges.from_ranges(fact.group, fact.members)} if slice_.leaving else set()
     for name, leaving in slice_.leaving.items():
-        if group_of(name) == fact.group and name not in members:
+        if slice_.set_of(name) == fact.group and name not in members:
             leaving.out = True
+
+
+def _on_suspended(slice_: PlanSlice, fact: JobSuspended, record: Record) -> None:
+    """The plan of a suspension is over. Nodes that wait at its boundary report what they hold when their workers stop."""
+    for group in [group for group, plan in slice_.by_group.items() if plan.pauses]:
+        del slice_.by_group[group]
 
 
 def _on_left(slice_: PlanSlice, fact: world.Ended, record: Record) -> None:
@@ -300,8 +326,8 @@ EVENTS = (WorldPlanned, WorldPlanDropped, BoundaryAsked, NodeDrained)
 FACTS = Facts(
     kinds=EVENTS,
     evolve={
-        JobCreated: _on_created,
         GroupScaled: _on_scaled,
+        JobSuspended: _on_suspended,
         KeepingStarted: _on_keeping,
         NodeDrained: _on_drained,
         WorldPlanned: _on_planned,

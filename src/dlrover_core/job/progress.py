@@ -1,12 +1,12 @@
-"""Progress: the first step of every generation at once, then the step reached now and again. Edges, not levels."""
+"""Progress: the first step of every generation, recorded at once, and the step reached, recorded now and then."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dlrover_core.job import job, world
-from dlrover_core.job.names import group_of
+from dlrover_core.job import world
+from dlrover_core.job.sets import Coupled
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
 from dlrover_core.kernel.wire import command
@@ -14,10 +14,12 @@ from dlrover_core.kernel.wire import command
 
 @event(80, version=2, upcast={1: lambda fields: (*fields, 0)})
 class FirstStep(NamedTuple):
-    """A generation has made its first step: whatever broke before is mended.
+    """A generation has made its first step, which mends the failure before it.
 
-    ``told``: ``step`` is the script's own number, which goes on after a restart; else a count that began anew with the processes.
-    ``imports_us``: what that worker spent on imports from its start to this step; 0: not measured.
+    told:       ``step`` is the script's own number, which continues after a restart; else it counts optimizer calls since
+                the start of the processes
+    age_us:     time from the step to this record
+    imports_us: time that the worker spent on imports between its start and this step; 0: not measured
     """
 
     generation: int
@@ -30,7 +32,7 @@ class FirstStep(NamedTuple):
 
 @event(81)
 class Progressed(NamedTuple):
-    """The step that a group has reached, at most once in ``progress_s``."""
+    """The step that a group has reached, recorded at most once in ``progress_s``."""
 
     group: str
     generation: int
@@ -39,7 +41,7 @@ class Progressed(NamedTuple):
 
 @command(10)
 class ReportFirstStep(NamedTuple):
-    """An agent saw the first step of its workers' generation, ``age_us`` ago."""
+    """An agent's workers have made the first step of their generation. Fields as in `FirstStep`."""
 
     node: str
     generation: int
@@ -50,7 +52,7 @@ class ReportFirstStep(NamedTuple):
 
 
 class NoteProgress(NamedTuple):
-    """The step that a group has reached, as the heartbeats tell."""
+    """The leader: the step that a group has reached, by heartbeats."""
 
     group: str
     generation: int
@@ -59,7 +61,7 @@ class NoteProgress(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """Where one group is, as far as the log needs to know."""
+    """The newest recorded step of one group."""
 
     generation: int = 0
     step: int = -1
@@ -67,28 +69,24 @@ class Progress:
 
 
 @dataclass(slots=True)
-class ProgressSlice:
+class ProgressSlice(Coupled):
     """The progress of every group that makes steps."""
 
     groups: dict[str, Progress] = field(default_factory=dict)
 
     def of(self, group: str) -> Progress:
-        """Where a group is; nowhere, if it has made no step."""
+        """The progress of a group; an empty one, if it has made no step."""
         return self.groups.get(group) or Progress()
 
     @property
     def newest(self) -> Progress:
-        """Where the group is that was heard of last."""
-        return max(self.groups.values(), key=lambda one: one.at, default=Progress())
-
-
-def _on_created(slice_: ProgressSlice, fact: job.JobCreated, record: Record) -> None:
-    """A new run has made no step."""
-    slice_.groups.clear()
+        """The newest progress among the sets that the job's end waits for; among all sets, if none of those makes steps."""
+        ending = [one for name, one in self.groups.items() if self.sets.ends(name)]
+        return max(ending or self.groups.values(), key=lambda one: one.at, default=Progress())
 
 
 def _on_first(slice_: ProgressSlice, fact: FirstStep, record: Record) -> None:
-    slice_.groups[group_of(fact.node)] = Progress(fact.generation, fact.step, record.at - fact.age_us)
+    slice_.groups[slice_.set_of(fact.node)] = Progress(fact.generation, fact.step, record.at - fact.age_us)
 
 
 def _on_progressed(slice_: ProgressSlice, fact: Progressed, record: Record) -> None:
@@ -97,7 +95,7 @@ def _on_progressed(slice_: ProgressSlice, fact: Progressed, record: Record) -> N
 
 
 def _on_finished(slice_: ProgressSlice, fact: world.WorkersFinished, record: Record) -> None:
-    seen = slice_.groups.get(group_of(fact.node))
+    seen = slice_.groups.get(slice_.set_of(fact.node))
     if seen is not None and fact.step > seen.step:
         seen.step, seen.at = fact.step, record.at
 
@@ -105,7 +103,6 @@ def _on_finished(slice_: ProgressSlice, fact: world.WorkersFinished, record: Rec
 FACTS = Facts(
     kinds=(FirstStep, Progressed),
     evolve={
-        job.JobCreated: _on_created,
         FirstStep: _on_first,
         Progressed: _on_progressed,
         world.WorkersFinished: _on_finished,

@@ -1,6 +1,6 @@
-"""Silence: which nodes are only silent, since when; and whether most fell silent at once. It folds into the nodes' slice.
+"""Silence: which nodes are silent, since when, and whether most fell silent at once. It folds into the nodes' slice.
 
-Silence is not death. A silent node is *suspect*. What follows: `rules.silence`.
+A silent node is *suspect*, not dead. What follows from silence is decided in `rules.silence`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dlrover_core.kernel.events import Record, event
 
 @event(24)
 class NodeSuspected(NamedTuple):
-    """Its agent has been silent for too long. Silence is not death."""
+    """A node's agent has been silent for too long. That does not mean that it is dead."""
 
     node: str
     silent_us: int
@@ -24,30 +24,37 @@ class NodeSuspected(NamedTuple):
 
 @event(25)
 class NodeHeard(NamedTuple):
-    """A suspect spoke again."""
+    """The agent of a suspect node spoke again."""
 
     node: str
 
 
 @event(35)
 class MassSilence(NamedTuple):
-    """More than half of the nodes are suspect at once: the master suspects itself and replaces nobody for silence yet."""
+    """More than half of the nodes are suspect at once: the fault may be the master's, which replaces no node for silence yet."""
 
     suspects: int
     nodes: int
 
 
 class NoteSilence(NamedTuple):
-    """The master has not heard from this agent for so long."""
+    """The master has not heard from this node's agent for so long."""
 
     node: str
     silent_us: int
 
 
 class NoteHeard(NamedTuple):
-    """The master hears the suspect again."""
+    """The master hears from a suspect node again."""
 
     node: str
+
+
+class NoteDead(NamedTuple):
+    """The agent of a launched node has died: its kernel ended the connection, and it did not come back."""
+
+    node: str
+    why: str
 
 
 # ---- evolve

@@ -1,4 +1,8 @@
-"""Ranks that compute slower than they did, and losses that are no numbers. What is done about them: `rules.stragglers`."""
+"""Stragglers (ranks that compute slower than they did) and broken losses. What follows is decided in `rules.stragglers`.
+
+Both are in one module because one order of reading finds them: agents sample them from the same step slots, send them in
+the same heartbeats, and the leader compares ranks for both (`runtime.paces`).
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,26 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import evidence, incidents, job, nodes, world
+from dlrover_core.job import evidence, incidents, nodes, world
 from dlrover_core.job.crash_loops import AT_STEP
-from dlrover_core.job.names import group_of
+from dlrover_core.job.sets import Coupled
 from dlrover_core.kernel.engine import Facts
 from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.state import lasting
 
 SPIKE = "loss.spike"
 PARTS = 10_000
 RECOVERIES_KEPT = 16
 STEP_DIGITS_MAX = 18
-RANKS_SHOWN = 8
 
 
 @event(140)
 class SlowRank(NamedTuple):
-    """A rank takes ``now_us`` to compute a step, where it took ``before_us``, over the ``steps`` up to ``step``.
+    """A rank became slower than it was.
 
-    ``peers``: what the others' costs did meanwhile, in parts of 10,000 of what they were.
+    before_us, now_us: median time to compute a step, before and now
+    steps:             steps that ``now_us`` was measured over, up to ``step``
+    peers:             change of the other ranks' time meanwhile, in parts of 10,000
     """
 
     node: str
@@ -38,7 +44,7 @@ class SlowRank(NamedTuple):
 
 @event(141)
 class SlowEnded(NamedTuple):
-    """A rank computes as it did, after ``slow_us``."""
+    """A slow rank computes as fast as before again, after ``slow_us``."""
 
     node: str
     rank: int
@@ -47,7 +53,12 @@ class SlowEnded(NamedTuple):
 
 @event(142)
 class SlowReplaced(NamedTuple):
-    """A node is replaced: its slow rank has cost ``lost_us``, replacing it costs ``cost_us``; ``measured``, or by the spec."""
+    """A node is replaced because of its slow rank.
+
+    lost_us:  time that the slow rank has cost
+    cost_us:  time that a replacement costs
+    measured: ``cost_us`` was measured in this job; else it is the spec's
+    """
 
     node: str
     rank: int
@@ -58,7 +69,12 @@ class SlowReplaced(NamedTuple):
 
 @event(143)
 class LossBroken(NamedTuple):
-    """No finite loss from ``step`` on: ``ranks`` had it first, of ``reporting`` that tell theirs. ``how``: as in `slots`."""
+    """The loss is not finite from ``step`` on.
+
+    how:       as in `slots`
+    ranks:     number of ranks that had it first
+    reporting: number of ranks that report their loss
+    """
 
     node: str
     generation: int
@@ -70,7 +86,7 @@ class LossBroken(NamedTuple):
 
 
 class NoteSlow(NamedTuple):
-    """Beats tell that a rank became slower, by itself; the fields are those of `SlowRank`."""
+    """The leader: a rank became slower than the others, by heartbeats. Fields as in `SlowRank`."""
 
     node: str
     generation: int
@@ -83,7 +99,7 @@ class NoteSlow(NamedTuple):
 
 
 class NoteRecovered(NamedTuple):
-    """Beats tell that a slow rank computes as it did."""
+    """The leader: a slow rank computes as fast as before again, by heartbeats."""
 
     node: str
     generation: int
@@ -91,7 +107,7 @@ class NoteRecovered(NamedTuple):
 
 
 class NoteLoss(NamedTuple):
-    """Beats tell that there is no finite loss any more; the fields are those of `LossBroken`."""
+    """The leader: the loss is not finite any more, by heartbeats. Fields as in `LossBroken`."""
 
     node: str
     generation: int
@@ -103,7 +119,7 @@ class NoteLoss(NamedTuple):
 
 
 class NoteLossJump(NamedTuple):
-    """Beats tell that a rank's loss is ``times`` thousandths of what it was."""
+    """The leader: the loss of a rank is ``times`` thousandths of what it was, by heartbeats."""
 
     node: str
     generation: int
@@ -114,7 +130,11 @@ class NoteLossJump(NamedTuple):
 
 @dataclass(slots=True)
 class Slow:
-    """One slow rank, since when, and how slow."""
+    """One slow rank.
+
+    since:             when it became slow, microseconds
+    before_us, now_us: time to compute a step, before and now
+    """
 
     node: str
     rank: int
@@ -123,7 +143,7 @@ class Slow:
     now_us: int
 
     def lost_us(self, now: int) -> int:
-        """What it has cost: of every step the part that it takes longer."""
+        """The time that it has cost: the extra part of every step."""
         return (now - self.since) * (self.now_us - self.before_us) // max(1, self.now_us)
 
     def costs_at(self, cost_us: int) -> int:
@@ -132,37 +152,34 @@ class Slow:
 
 
 @dataclass(slots=True)
-class StragglerSlice:
-    """Slow ranks by node and rank; what replacements took; the generation whose loss was told to be broken, by group.
+class StragglerSlice(Coupled):
+    """Slow ranks and broken losses.
 
-    ``jumps``: generation and step of the newest jump of a loss that was told, by group.
+    slow:       slow ranks, by node and rank (`rank_key`)
+    replacing:  incidents of replacements under way
+    recoveries: microseconds that replacements took
+    broken:     generation whose loss was last recorded as broken, by set
+    jumps:      generation and step of the newest recorded jump of a loss, by set
     """
 
     slow: dict[str, Slow] = field(default_factory=dict)
     replacing: list[int] = field(default_factory=list)
-    recoveries: list[int] = field(default_factory=list)
+    # What a recovery costs is true of the next run, too.
+    recoveries: list[int] = lasting(list)
     broken: dict[str, int] = field(default_factory=dict)
     jumps: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def standing(self) -> set[tuple[str, int]]:
-        """Node and rank of every slow one."""
+        """Node and rank of every slow rank."""
         return {(one.node, one.rank) for one in self.slow.values()}
 
 
 def rank_key(node: str, rank: int) -> str:
-    """How a slow rank is found: by its node and its number."""
+    """The key of a slow rank: node and rank."""
     return f"{node}:{rank}"
 
 
 # ---- evolve
-
-
-def _on_created(slice_: StragglerSlice, fact: job.JobCreated, record: Record) -> None:
-    """Of an earlier run's recoveries the costs stay true."""
-    slice_.slow.clear()
-    slice_.replacing.clear()
-    slice_.broken.clear()
-    slice_.jumps.clear()
 
 
 def _on_slow(slice_: StragglerSlice, fact: SlowRank, record: Record) -> None:
@@ -181,13 +198,13 @@ def _forget(slice_: StragglerSlice, fact: world.Ended, record: Record) -> None:
 
 
 def _on_broken(slice_: StragglerSlice, fact: LossBroken, record: Record) -> None:
-    slice_.broken[group_of(fact.node)] = fact.generation
+    slice_.broken[slice_.set_of(fact.node)] = fact.generation
 
 
 def _on_evidence(slice_: StragglerSlice, fact: evidence.EvidenceSeen, record: Record) -> None:
     told = fact.place.removeprefix(AT_STEP)
     if fact.signature == SPIKE and told.isdecimal() and len(told) <= STEP_DIGITS_MAX:
-        slice_.jumps[group_of(fact.node)] = (fact.generation, int(told))
+        slice_.jumps[slice_.set_of(fact.node)] = (fact.generation, int(told))
 
 
 def _on_chosen(slice_: StragglerSlice, fact: incidents.ActionChosen, record: Record) -> None:
@@ -196,16 +213,16 @@ def _on_chosen(slice_: StragglerSlice, fact: incidents.ActionChosen, record: Rec
 
 
 def _on_closed(slice_: StragglerSlice, fact: incidents.IncidentClosed, record: Record) -> None:
-    """What a replacement took, and the steps it lost are not even in it."""
+    """Measure what a replacement took. The steps that it lost are not included."""
     if fact.incident in slice_.replacing:
         slice_.replacing.remove(fact.incident)
-        slice_.recoveries = [*slice_.recoveries[-RECOVERIES_KEPT + 1 :], fact.down_us]
+        if fact.down_us >= 0:
+            slice_.recoveries = [*slice_.recoveries[-RECOVERIES_KEPT + 1 :], fact.down_us]
 
 
 FACTS = Facts(
     kinds=(SlowRank, SlowEnded, SlowReplaced, LossBroken),
     evolve={
-        job.JobCreated: _on_created,
         SlowRank: _on_slow,
         SlowEnded: _on_ended,
         LossBroken: _on_broken,

@@ -1,7 +1,7 @@
-"""How records of earlier versions are read: what was known of a death then follows from its code and words alone.
+"""Upcasts of deaths in old records, which have only an exit code and text.
 
-Frozen: whatever today's table of signatures says, an old log folds to the state that it folded to. `diagnosis.classify` is
-today's.
+This module is frozen: whatever today's table of signatures says, an old log folds to the same state. Today's judgement is
+`diagnosis.classify`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dlrover_core.diagnosis.evidence import CASC, PLAT, RES, SOFT, USER, Evidenc
 
 
 class Verdict(NamedTuple):
-    """What it was."""
+    """Class, signature and confidence of a death."""
 
     verdict: str
     signature: str
@@ -42,7 +42,7 @@ _BY_SIGNAL = {
 
 
 def exit_1(fields: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A `WorkerExited` of version 1 as one of version 2: judged as it was then."""
+    """A `WorkerExited` of version 1 as one of version 2, judged as it was then."""
     exit_code, asked, tail, error = fields[3], fields[4], fields[7], fields[8]
     found = worker_death(1 if asked else exit_code, error, tail)
     return (*fields, found.signature, "", found.verdict, found.confidence)
@@ -78,7 +78,7 @@ def _exception(text: str) -> str:
 
 
 def node_death(how: str, exit_code: int, reason: str) -> Verdict:
-    """What a node's end is, before anybody has asked the table: ``how`` is failed, gone or lost."""
+    """The verdict on a node's end without its evidence. ``how``: failed, gone or lost."""
     if reason.startswith("refused for good"):
         return Verdict(USER, "node.refused", 0.9)
     if how == "lost":
@@ -91,5 +91,5 @@ def node_death(how: str, exit_code: int, reason: str) -> Verdict:
 
 
 def root(deaths: Sequence[Evidence]) -> Evidence:
-    """What stood for the cause before anything was judged: a node's death, a cascade last, then the earliest."""
+    """The root cause as it was chosen before evidence was judged: a node's death first, cascades last, else the earliest."""
     return min(deaths, key=lambda death: (death.verdict == CASC, death.rank >= 0, death.at, death.seq))

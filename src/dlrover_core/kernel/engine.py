@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar, Union
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, Union
 
 from dlrover_core.errors import Refused
 from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.events import BATCH_BYTES_MAX, Batch, Event, Origin, Record, event
-from dlrover_core.kernel.state import digest, pack, schema, unpack
+from dlrover_core.kernel.state import LATER, digest, pack, reset, schema, unpack
 from dlrover_core.kernel.wire import Part, Unknown
 
 Command = tuple[object, ...]
@@ -64,7 +64,12 @@ class Sender:
 
 @dataclass(slots=True)
 class BaseState:
-    """What every state has: its place in the log, and the senders."""
+    """What every state has: its place in the log, and the senders.
+
+    With an event of the type ``NEW_RUN`` a new run begins: all slices forget what is not `lasting`, before the event is folded.
+    """
+
+    NEW_RUN: ClassVar[type | None] = None
 
     seq: int = 0
     at: int = 0
@@ -120,9 +125,12 @@ class Facts:
     forgets: Mapping[type, Callable[[Any], str | None]] = dataclasses.field(default_factory=dict)
 
 
-def kept(cls: type[S], *facts: Facts) -> S:
-    """A field of the state: a slice, and the facts that are folded into it, in this order."""
-    return dataclasses.field(default_factory=cls, metadata={"facts": facts})
+def kept(cls: type[S], *facts: Facts, later: bool = False) -> S:
+    """A field of the state: a slice, and the facts that are folded into it, in this order.
+
+    ``later``: histories were recorded before the state had this slice (`kernel.state.LATER`). Its class says whether it is empty.
+    """
+    return dataclasses.field(default_factory=cls, metadata={"facts": facts, **(LATER if later else {})})
 
 
 class Telling(NamedTuple):
@@ -176,9 +184,12 @@ class Fold(Generic[St]):
         self._evolve: dict[type, tuple[tuple[Callable[[Any], Any], Evolve], ...]] = {}
         self._forgets: dict[type, Callable[[Any], str | None]] = {}
         kinds: list[type] = [CommandRefused, CommandFailed]
-        for field in dataclasses.fields(state):
+        slices = [field for field in dataclasses.fields(state) if "facts" in field.metadata]
+        if state.NEW_RUN is not None:
+            self._evolve[state.NEW_RUN] = tuple((attrgetter(field.name), _forget) for field in slices)
+        for field in slices:
             slice_of = attrgetter(field.name)
-            for facts in field.metadata.get("facts", ()):
+            for facts in field.metadata["facts"]:
                 kinds += facts.kinds
                 self._forgets.update(facts.forgets)
                 for cls, evolve in facts.evolve.items():
@@ -277,6 +288,11 @@ class Model(Fold[St]):
         """The earliest deadline of all rules, or None."""
         dues = [rules.due(state) for rules in self.rules if rules.due is not None]
         return min((due for due in dues if due is not None), default=None)
+
+
+def _forget(slice_: Any, _fact: Any, _record: Record) -> None:
+    """A new run begins."""
+    reset(slice_)
 
 
 def _remember(state: BaseState, record: Record, origin: Origin) -> None:

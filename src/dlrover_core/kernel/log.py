@@ -135,6 +135,23 @@ class Archiving(Protocol):
         ...
 
 
+class Page(NamedTuple):
+    """Batches as they lie, undecoded and in order. ``last`` is their last sequence number; ``more``: there may be more."""
+
+    payloads: Sequence[bytes]
+    last: int
+    more: bool
+
+
+@runtime_checkable
+class Paging(Protocol):
+    """A log that hands out batches undecoded. One that cannot is read through `EventLog.batches`, which costs more."""
+
+    async def page(self, job: str, after: int, bytes_max: int) -> Page:
+        """The next batches beyond ``after``: at most ``bytes_max`` together, or one. Raises as `EventLog.batches` does."""
+        ...
+
+
 class EventLog(Protocol):
     """All jobs' logs at one URL."""
 

@@ -3,6 +3,9 @@
 State classes are slotted dataclasses of plain values, tuples, lists, dicts and one another. Packing follows the declared
 order of fields, so that a state's hash depends on nothing but its values, and the schema hash on nothing but the shape: a
 snapshot of another shape is ignored, never misread. A class that moves to another module keeps its shape.
+
+Fields that a class gained `LATER` stand at its end and are packed only where one of them, or of those after it, is not empty: a
+history that knows nothing of them folds to the bytes that it always did.
 """
 
 from __future__ import annotations
@@ -19,7 +22,36 @@ from typing import Any, TypeVar, cast
 import msgpack
 
 S = TypeVar("S")
+T = TypeVar("T")
 Unplain = Callable[[Any], Any]
+
+
+LATER = {"later": True}
+"""The metadata of a field that a class has gained since histories were recorded with it: its default is empty."""
+
+
+def lasting(made_by: Callable[[], T]) -> T:
+    """A field of a slice that outlives a run. The fold sets all other fields of a slice back when a new run begins."""
+    return dataclasses.field(default_factory=made_by, metadata={"lasts": True})
+
+
+def reset(slice_: object) -> None:
+    """Set all fields of a slice but the `lasting` ones back to what they are at first."""
+    cls: Any = type(slice_)
+    for name, made_by in _passing(cls):
+        setattr(slice_, name, made_by())
+
+
+@cache
+def _passing(cls: type) -> tuple[tuple[str, Callable[[], Any]], ...]:
+    """The fields that do not outlast a run, each with what makes its first value."""
+    return tuple((field.name, _first(field)) for field in dataclasses.fields(cls) if "lasts" not in field.metadata)
+
+
+def _first(field: dataclasses.Field[Any]) -> Callable[[], Any]:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory
+    return lambda: field.default
 
 
 def pack(state: object) -> bytes:
@@ -36,7 +68,19 @@ def _values(value: Any) -> Any:
 @lru_cache(maxsize=256)
 def _values_of(cls: type) -> Callable[[Any], Any]:
     names = [field.name for field in dataclasses.fields(cls)]
+    late = [field.name for field in dataclasses.fields(cls) if "later" in field.metadata]
+    if late:
+        return lambda value: _filled(value, names, len(late))
     return attrgetter(*names) if len(names) > 1 else lambda value: [getattr(value, name) for name in names]
+
+
+def _filled(value: Any, names: list[str], late: int) -> list[Any]:
+    """The fields, without empty ones of those at the end that came later."""
+    found = [getattr(value, name) for name in names]
+    while late and not found[-1]:
+        found.pop()
+        late -= 1
+    return found
 
 
 def unpack(cls: type[S], data: bytes) -> S:
@@ -113,16 +157,30 @@ def _unplainer(hint: Any) -> Unplain:
     return _same
 
 
+def _default(field: dataclasses.Field[Any]) -> Callable[[], Any]:
+    """What makes the default value of a field."""
+    if field.default_factory is dataclasses.MISSING:
+        return lambda: field.default
+    return field.default_factory
+
+
 @cache
 def _unplain_class(cls: type) -> Unplain:
     hints = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]
     inner = [_unplainer(hints[name]) for name in names]
 
+    late = {field.name: _default(field) for field in dataclasses.fields(cls) if "later" in field.metadata}
+    finish = getattr(cls, "__post_init__", None)
+
     def build(raw: Any) -> Any:
         made: Any = object.__new__(cls)
-        for name, unplain, value in zip(names, inner, raw, strict=True):
+        for name, unplain, value in zip(names, inner, raw, strict=not late):
             setattr(made, name, unplain(value))
+        for name in names[len(raw) :]:
+            setattr(made, name, late[name]())
+        if finish is not None:
+            finish(made)
         return made
 
     return build

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar, Union
 
 from dlrover_core.errors import LogCorrupt
+from dlrover_core.kernel import log
 from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.events import Batch
 from dlrover_core.logs import tables
@@ -107,6 +108,21 @@ class Reader:
                 job, after, mark, f"events up to {mark.seq} were acknowledged, but are not in the database"
             )
         return []
+
+    def payloads(self, job: str, after: int, bytes_max: int) -> log.Page:
+        """The same undecoded: as many batches as have ``bytes_max`` together, or one. Raises `LogCorrupt`."""
+        payloads, last, size = list[bytes](), after, 0
+        while size < bytes_max or not payloads:
+            found = self.page(job, last)
+            if not found:
+                return log.Page(payloads, last, more=False)
+            for one in found:
+                size += len(one.payload)
+                if payloads and size > bytes_max:
+                    return log.Page(payloads, last, more=True)
+                payloads.append(one.payload)
+                last = one.last_seq
+        return log.Page(payloads, last, more=True)
 
     def batch(self, found: tables.Row | Batch) -> Batch:
         """What a page holds, decoded. Raises `SchemaTooNew`."""

@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from dlrover_core.errors import LogCorrupt, LogError, LogFull, LogUnavailable, NotLeading, SpecError
 from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.events import Batch, Record
-from dlrover_core.kernel.log import AlreadyAppended, Appended, Fenced, LeaderInfo, Outcome, Segment, Snapshot
+from dlrover_core.kernel.log import AlreadyAppended, Appended, Fenced, LeaderInfo, Outcome, Page, Segment, Snapshot
 from dlrover_core.logs import tables
 from dlrover_core.logs.archive import SEGMENT_EVENTS, Archive, open_store
 from dlrover_core.logs.doorbell import Doorbell
@@ -199,14 +199,16 @@ class SqliteLog:
                 yield self._reader.batch(found)
             after = page[-1].last_seq
 
+    async def page(self, job: str, after: int, bytes_max: int) -> Page:
+        """The next batches beyond ``after`` as they lie, read in a reader thread."""
+        return await self._read(self._reader.payloads, job, after, bytes_max)
+
     async def read(self, job: str, after: int = 0) -> AsyncIterator[Record]:
         """Every record beyond ``after``, in order."""
-        while page := await self._read(self._reader.page, job, after):
-            for found in page:
-                for record in self._reader.batch(found).records:
-                    if record.seq > after:
-                        yield record
-            after = page[-1].last_seq
+        async for batch in self.batches(job, after):
+            for record in batch.records:
+                if record.seq > after:
+                    yield record
 
     async def follow(self, job: str, after: int = 0) -> AsyncIterator[Record]:
         """`read`, then whatever is appended here or by another process, until cancelled."""
@@ -538,9 +540,8 @@ class SqliteLeadership:
         try:
             self._log.with_room(self.job, functools.partial(self._log.put_back, self.job, self._token))
         except LogUnavailable as error:
-            if (
-                not isinstance(error, NotOurTurn) and inode_of(self._log.path) != NO_INODE
-            ):  # somebody's who knows nothing of us
+            # A file is there all the same: somebody's who knows nothing of us.
+            if not isinstance(error, NotOurTurn) and inode_of(self._log.path) != NO_INODE:
                 self.let_go()
             raise
         self._db = self._log.connection

@@ -1,1 +1,1 @@
-"""What is decided: rules read the whole state and write none of it. Reading a log needs none of them."""
+"""Decisions: rules read the whole state and change none of it. Reading a log needs no rule."""

@@ -1,4 +1,4 @@
-"""Restarts that somebody else counts are spent."""
+"""The restart budget of another launcher is used up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what agents report of them, what is committed, and what orders say of it."""
+"""Checkpoints: which reports of agents become facts, when a step is committed, and what orders say of it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 from dlrover_core.checkpoint.partners import ALONE, partners
 from dlrover_core.errors import Refused
 from dlrover_core.job import checkpoints, incidents, nodes, world
-from dlrover_core.job.names import group_of
+from dlrover_core.job.lineage import readable
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Rules, Telling, Tells, always
 from dlrover_core.kernel.events import Event
-from dlrover_core.rules import plans, save_on_failure, slots
+from dlrover_core.rules import plans, save_on_failure, shards, slots
 from dlrover_core.spec import us
 
 
 class _Known(NamedTuple):
-    """What `Keep` says of a group follows from this, beside its world. ``offered``: how often nodes' addresses have changed."""
+    """Cache key of a set's `Keep`, beside its world. ``offered``: number of changes of the nodes' replica addresses."""
 
     committed_of: int
     committed: int
@@ -29,11 +29,11 @@ class _Known(NamedTuple):
 
 def _known(state: JobState, group: str) -> _Known:
     slice_, decided = state.checkpoints, save_on_failure.decided(state, group)
-    return _Known(*slice_.of(group).newest, slice_.mtbf_s, slice_.offered, plans.lenders(state, group), decided)
+    return _Known(*slice_.of(group).newest, slice_.mtbf(group), slice_.offered, plans.lenders(state, group), decided)
 
 
 def _keep(state: JobState, group: str, known: _Known) -> Telling:
-    """Members hear where their copies go, and who lends; the others what is committed."""
+    """Members get the address for their replica, and the lenders. Other nodes get the newest checkpoint alone."""
     keep = checkpoints.Keep(known.committed, known.committed_of, "", known.mtbf_s, (), known.decided)
     current, replicas = state.world.worlds[group], state.checkpoints.replicas
     to_all = keep if keep != checkpoints.Keep() else None
@@ -45,7 +45,7 @@ def _keep(state: JobState, group: str, known: _Known) -> Telling:
 
 
 def _partner(state: JobState, group: str, place: int) -> str:
-    """The node that keeps a copy of what the node at a place of the world that runs holds; empty: nobody can."""
+    """The node that holds the replica of the node at this place of the running world; empty: no node can."""
     current = state.world.worlds[group]
 
     def chosen() -> tuple[int, ...]:
@@ -75,8 +75,13 @@ def _bounded(*numbers: int) -> None:
         raise Refused(f"{numbers}: not all are from 0 to {checkpoints.NUMBER_MAX}")
 
 
+def _readable(cut: bytes) -> None:
+    if cut and not readable(cut):
+        raise Refused(f"{len(cut)} bytes are no position in data")
+
+
 def _keeping(state: JobState, command: checkpoints.ReportKeeping, now: int) -> Iterator[Event]:
-    current, group = _member(state, command.node, command.generation), group_of(command.node)
+    current, group = _member(state, command.node, command.generation), state.set_of(command.node)
     if current.places[command.node] != 0:
         raise Refused(f"{command.node} does not run rank 0, which speaks for all")
     if state.checkpoints.of(group).generation >= command.generation:
@@ -88,16 +93,19 @@ def _keeping(state: JobState, command: checkpoints.ReportKeeping, now: int) -> I
 
 
 def _commit(state: JobState, command: checkpoints.CommitCheckpoint, now: int) -> Iterator[Event]:
-    """The leader says it again until it is so: what is so already leaves no record."""
+    """Commit a step. The leader repeats the command until the log has the step; a repetition leaves no record."""
     kept, this = state.checkpoints.of(command.group), (command.generation, command.step)
-    # Also while agents bring to safety what they have, as the job ends.
+    # Steps are committed too while the job ends and agents still write.
     if this <= kept.newest or command.generation > kept.generation:
         return
     ordered = kept.order is not None and (kept.order.generation, kept.order.step) == this
     why = kept.order.why if ordered and kept.order is not None else checkpoints.DUE
+    cuts = [one for one in command.cuts if one and readable(one)]
     yield checkpoints.CheckpointCommitted(
-        command.group, *this, kept.url, command.parts, max(0, command.size), max(0, command.took_us), why
+        command.group, *this, kept.url, command.parts, max(0, command.size), max(0, command.took_us), why, *cuts[:1]
     )
+    for other in cuts[1:]:
+        yield from shards.unlike(command.group, this, cuts[0], other)
 
 
 def _storage(state: JobState, command: checkpoints.ReportStorage, now: int) -> Iterator[Event]:
@@ -106,7 +114,7 @@ def _storage(state: JobState, command: checkpoints.ReportStorage, now: int) -> I
     if failing == bool(command.reason):
         raise Refused(f"the storage of {command.node} is known to {'fail' if failing else 'work'}")
     count, at = state.checkpoints.outages.get(command.node, (0, 0))
-    # Half of what its agent waits for: its word of the failure may have been on its way for long.
+    # Half of the time that its agent waits: the agent's report of the failure may have been under way for long.
     if failing and now < at + us(checkpoints.storage_calm_s(count) / 2):
         raise Refused(f"the storage of {command.node} comes and goes: it failed {(now - at) // us(1)} s ago")
     yield (
@@ -127,7 +135,7 @@ def _offer(state: JobState, command: checkpoints.OfferReplica, now: int) -> Iter
 
 def _held(state: JobState, command: checkpoints.ReportHeld, now: int) -> Iterator[Event]:
     slots.present(state, command.node)
-    held = state.checkpoints.of(group_of(command.node)).holdings(command.generation)
+    held = state.checkpoints.of(state.set_of(command.node)).holdings(command.generation)
     if held is None or command.node not in held.places or command.node in held.gone:
         raise Refused(f"{command.node} is no member of a generation {command.generation} that saves")
     if len(command.steps) > checkpoints.STEPS_MAX or len(command.copies) > checkpoints.COPIES_MAX:
@@ -138,7 +146,8 @@ def _held(state: JobState, command: checkpoints.ReportHeld, now: int) -> Iterato
     elif command.node in held.held or held.saved:
         raise Refused(f"what {command.node} holds of generation {command.generation} is known, or decided upon")
     steps, copies = tuple(sorted(set(command.steps))), tuple(sorted(set(command.copies)))
-    yield checkpoints.StepsHeld(command.node, command.generation, steps, command.plan, copies)
+    _readable(command.cut)
+    yield checkpoints.StepsHeld(command.node, command.generation, steps, command.plan, copies, command.cut)
 
 
 def _restored(state: JobState, command: checkpoints.ReportRestored, now: int) -> Iterator[Event]:
@@ -149,14 +158,16 @@ def _restored(state: JobState, command: checkpoints.ReportRestored, now: int) ->
         or len(command.fell) > checkpoints.FELL_MAX
         or command.step < 0
         or command.took_us < 0
+        or not 0 <= command.of < command.generation
     ):
         raise Refused(f"no restore is like this: step {command.step} from {command.tier[: checkpoints.TEXT_MAX]!r}")
-    if command.node in state.checkpoints.of(group_of(command.node)).restored:
+    _readable(command.cut)
+    if command.node in state.checkpoints.of(state.set_of(command.node)).restored:
         raise Refused(f"{command.node} has told from where generation {command.generation} began")
     if not checkpoints.worth_telling(command.tier, command.fell, rank_0=rank_0):
         raise Refused(f"{command.node} found its own memory, or nothing, like everybody")
     fell = tuple((tier[: checkpoints.TEXT_MAX], why[: checkpoints.TEXT_MAX]) for tier, why in command.fell)
-    yield checkpoints.Restored(*command[:5], fell)
+    yield checkpoints.Restored(*command[:5], fell, command.of, command.cut)
 
 
 RULES = Rules(

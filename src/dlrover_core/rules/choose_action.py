@@ -1,4 +1,4 @@
-"""From a verdict to an action: what the ladder is told of the job, and what it and a user's hook answer."""
+"""From a verdict to an action: what the ladder is told of the job, and what it, or a user's hook, answers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dlrover_core.job.incidents import ActionChosen, Incident
 from dlrover_core.job.names import group_of
 from dlrover_core.job.node_lifecycle import ALIVE
 from dlrover_core.job.state import JobState
-from dlrover_core.rules import hosts, slots
+from dlrover_core.rules import coupling, hosts, slots
 from dlrover_core.spec import us
 
-# How the rule says that a hook broke.
+# Words in a rule that say that a hook failed.
 UNHEARD = "the policy's hook failed and was not heard"
-# Three cycles without a new step end a job, or as many as restarts were granted.
+# So many cycles in a row without a new step end a job, or as many as restarts were granted, if that is more.
 CYCLES = 3
 # From weak to strong: an action in force gives way to stronger ones only.
 _RUNGS = (
@@ -26,7 +26,7 @@ _RUNGS = (
 def action(
     state: JobState, incident: Incident, node: str, hook: Hook | None = None, *, dead: bool = False
 ) -> ActionChosen:
-    """What is done about this node's part in an incident. ``dead``: about its end."""
+    """The action for this node's part in an incident. ``dead``: the action answers the node's end."""
     choice = choice_of(state, incident, node, hook=hook, dead=dead)
     isolates = choice.action == ladder.ISOLATE_HOST
     if not dead and choice.action not in ladder.FOR_NODES:
@@ -54,7 +54,7 @@ def choice_of(
     hook: Hook | None = None,
     dead: bool = False,
 ) -> Choice:
-    """The rung for an incident's verdict. ``by``: another policy than the job's own: what it would have chosen."""
+    """The rung for an incident's verdict. ``by``: a policy to ask in place of the job's own."""
     rules = by or policy.parsed(state.job.spec.policy)
     here = dead or (alive(state, node) and node in (incident.blamed, incident.cause.node))
     case = case_of(incident, node if here else "", dead=dead)
@@ -64,42 +64,44 @@ def choice_of(
 
 
 def case_of(incident: Incident, node: str, *, dead: bool = False) -> Case:
-    """The verdict, as the ladder takes it. It speaks of the node where it began: another one that ends meanwhile is replaced."""
+    """The verdict as input of the ladder. It speaks of the node where it began; another node that ends meanwhile is replaced."""
     hint = "relaunch" if dead and node != incident.cause.node else incident.hint
     return Case(incident.verdict, incident.signature, incident.confidence, hint, incident.place, node, incident.host)
 
 
 def context_of(state: JobState, incident: Incident, node: str, rules: Policy, *, dead: bool = False) -> Context:
-    """What the ladder knows of the job."""
+    """What the ladder is told of the job."""
     spec, known, place = state.job.spec, state.incidents, node.rsplit("-", 1)[0]
-    group = spec.group(group_of(node))
-    cycles, spent = known.of(group.name), not {node, incident.node}.isdisjoint(state.budgets.spent)
+    group, name = spec.group(group_of(node)), state.set_of(node)
+    granted, charged = state.job.policy(name).max_restarts, known.charged(name)
+    cycles, spent = known.of(name), not {node, incident.node}.isdisjoint(state.budgets.spent)
     if dead:
         spent = node in state.budgets.spent
     return Context(
-        restarts=0 if spent else spec.max_restarts - known.restarts,
-        software=rules.software_per_hour - known.software_used(state.at),
+        restarts=0 if spent else granted - charged.restarts,
+        software=rules.software_per_hour - known.software_used(name, state.at),
         relaunches=0 if spent else group.relaunch_max - known.relaunched(place, state.at),
         others=slots.wanted(state, group.name) - 1,
         floor=group.floor,
         alive=not dead,
         joining=spec.joining,
-        granted=not spent and (spec.max_restarts > 0 or dead),
+        granted=not spent and (granted > 0 or dead),
         stepped=cycles.perhaps,
         repeats=cycles.failure.repeats if cycles.failure.incident == incident.number else 0,
         tried=cycles.tried.get(incident.cause.node, 0),
         relaunched=place in cycles.renewed,
         stale=cycles.stale,
-        stale_max=rules.no_progress_cycles if rules.no_progress_cycles > 0 else max(CYCLES, spec.max_restarts),
+        stale_max=rules.no_progress_cycles if rules.no_progress_cycles > 0 else max(CYCLES, granted),
         retries=cycles.retries,
         memory_mib=known.memory.get(group.name, group.memory_mib),
         group=group.name,
+        serves=coupling.serves(state, group),
         leave=hosts.leave(state, node, incident.number),
     )
 
 
 def _heard(hook: Hook, case: Case, choice: Choice, context: Context, rules: Policy) -> Choice:
-    """The hook's own choice, or the ladder's, with a word on why. A hook that breaks has no say."""
+    """The hook's choice, or the ladder's if the hook has none. A hook that fails is ignored, and the rule says so."""
     try:
         other = hook.choose(case, choice, context)
         if other is None:
@@ -123,7 +125,7 @@ def _words(error: BaseException) -> str:
 
 
 def _clean(text: str) -> str:
-    """A user's text as the log can take it."""
+    """A user's text, cut and cleaned for the log."""
     return text[: policy.RULE_MAX].encode(errors="replace").decode()
 
 
@@ -144,7 +146,7 @@ def _check(other: object, context: Context) -> None:
 
 
 def _check_numbers(other: Choice, context: Context, rules: Policy) -> None:
-    """What goes into the log, and from there into plans and clocks, must be what they can take."""
+    """Raises if a number of the hook's choice does not fit into the log, or into plans and clocks."""
     for name in ("budget_left", "budget_before", "memory_mib", "pause_us"):
         value = getattr(other, name)
         if type(value) is not int:
@@ -158,7 +160,10 @@ def _check_numbers(other: Choice, context: Context, rules: Policy) -> None:
 
 
 def _afforded(other: Choice, context: Context) -> Choice:
-    """On the budget that such an action draws on: a hook chooses the rung, not the price. What no rung takes is left out."""
+    """The hook's choice, charged to the budget of its action: a hook chooses the rung, not the price.
+
+    Fields that the rung does not use are reset.
+    """
     if other.action in ladder.IN_PLACE:
         left = context.restarts
         return other._replace(budget=ladder.RESTARTS, budget_before=left, budget_left=left - 1, memory_mib=0)
@@ -168,37 +173,38 @@ def _afforded(other: Choice, context: Context) -> Choice:
     return other._replace(budget="", budget_before=-1, budget_left=0, memory_mib=0, pause_us=0)
 
 
-# ---- who, and whether at all
+# ---- which node, and whether anything is done
 
 
 def alive(state: JobState, name: str) -> bool:
-    """Does the node run, and do we want it to?"""
+    """Does the node run, and is it wanted?"""
     node = state.nodes.nodes.get(name)
     return node is not None and node.state in ALIVE and not node.released
 
 
 def target(state: JobState, incident: Incident, blamed: str) -> str:
-    """Which living node a verdict is about: the one at fault, or the one where it began."""
+    """The living node that a verdict is about: the node at fault, else the node where it began."""
     return next((one for one in (blamed, incident.cause.node) if one and alive(state, one)), incident.node)
 
 
 def settled(incident: Incident, node: str) -> bool:
-    """Has this incident replaced that node, or done without it, already?"""
+    """Has this incident already replaced that node, or given its place up?"""
     return any(one.node == node and one.action in ladder.FOR_NODES for one in incident.actions)
 
 
-def overdrawn(state: JobState) -> bool:
-    """Has a revised verdict charged a restart to the program that had none left?"""
-    return state.incidents.restarts > state.job.spec.max_restarts
+def overdrawn(state: JobState, incident: Incident) -> bool:
+    """Has a revised verdict charged a restart to the program's budget beyond its end?"""
+    name = state.set_of(incident.node)
+    return state.incidents.charged(name).restarts > state.job.policy(name).max_restarts
 
 
 def stronger(state: JobState, incident: Incident, chosen: ActionChosen) -> bool:
-    """Does a revised verdict ask for more than what is in force? What is held is let go where anything else may help."""
-    if incident.held:
+    """Does a revised verdict ask for more than the action in force? A pending end of the job yields to any other action."""
+    if incident.end_pending:
         return chosen.action != ladder.AWAIT_EVIDENCE
     if chosen.action == ladder.AWAIT_EVIDENCE:
-        # The program's own end is told by whoever speaks last; what was started again meanwhile would end alike.
-        ends = chosen.rule.startswith(ladder.ENDS) or overdrawn(state)
+        # The last evidence may show that the program itself ended the job; processes started meanwhile would end alike.
+        ends = chosen.rule.startswith(ladder.ENDS) or overdrawn(state, incident)
         return ends and incident.action in ladder.IN_PLACE
     if settled(incident, chosen.node) or chosen.action not in _RUNGS or incident.action not in _RUNGS:
         return False
@@ -206,7 +212,7 @@ def stronger(state: JobState, incident: Incident, chosen: ActionChosen) -> bool:
 
 
 def doomed(state: JobState, incident: Incident, blamed: str) -> bool:
-    """Does the end wait because of another node that is dead and cannot be replaced? Nothing done for this one would help."""
+    """Does the pending end come from another dead node without a replacement? Then no action for this node helps."""
     waiting = next((one.node for one in incident.actions if one.state == "waiting"), blamed)
     node = state.nodes.nodes.get(waiting)
     return waiting != blamed and (node is None or node.state not in ALIVE)

@@ -1,8 +1,8 @@
-"""What should be true now: names, launches and orders, from everybody's parts."""
+"""Desired state: names, launches and orders, put together from the parts of all concerns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dlrover_core.diagnosis import ladder
@@ -19,7 +19,7 @@ from dlrover_core.spec import us
 
 DELETION_S = 1.0
 CLOSING_S = 30.0
-"""An agent that goes by itself says its last words and lets the memory go that it kept: a second for every few GiB."""
+"""Seconds that a leaving agent needs to report its end and free its staging memory: one for every few GiB."""
 
 
 def deletion_grace_s(state: JobState, name: str) -> float:
@@ -28,7 +28,7 @@ def deletion_grace_s(state: JobState, name: str) -> float:
     if state.job.state == "stopping":
         return spec.stop_grace_s
     if node is not None and node.released in nodes.BY_PLAN:
-        # Its agent gives the workers their grace, and then needs a while itself.
+        # Its agent gives the workers their grace, and then needs time itself.
         return spec.stop_grace_s + CLOSING_S
     if node is not None and node.released == "left":
         return CLOSING_S
@@ -41,62 +41,73 @@ def full_name(state: JobState, node: str) -> str:
 
 
 def desired(state: JobState, model: Model[Any] = MODEL) -> Desired:
-    """What should be true now, derived from the state and from nothing else."""
+    """The desired state. It follows from the state and from nothing else."""
     if not state.job.live:
-        # Nodes whose agents are still stopping their workers stay until they have left.
+        # A released node stays until its agent has stopped its workers and left.
         staying = [node for node in state.nodes.nodes.values() if node.joined and not node.released]
         return Desired(frozenset(full_name(state, node.node) for node in staying), (), _orders(state, model.tells))
     wanted = [node for node in state.nodes.nodes.values() if not node.released and node.state in COMING]
     taken = _taken(state)
-    # Since they were planned others may have been lost, and may run on where nobody can reach them; or been quarantined.
-    avoid = [*state.hosts.quarantined(state.at), *slots.shunned(state)]
     launch = [
-        _launch(state, node, avoid)
+        _launch(state, node)
         for node in wanted
         if node.state == "planned" and taken.get((node.group, node.index), node.incarnation) >= node.incarnation
     ]
-    return Desired(
-        frozenset(full_name(state, node.node) for node in wanted), tuple(launch), _orders(state, model.tells)
-    )
+    begins = full_name(state, "")
+    return Desired(frozenset([begins + node.node for node in wanted]), tuple(launch), _orders(state, model.tells))
 
 
 def _taken(state: JobState) -> dict[tuple[str, int], int]:
     """Places that are not free, with the oldest incarnation that may run there.
 
-    Free are places whose nodes were seen to end; those of a lost one, whose host is avoided; and of one that leaves by plan.
+    Free are the places of nodes that were seen to end, of lost nodes (their host is avoided), and of nodes that leave by
+    plan.
     """
     taken: dict[tuple[str, int], int] = {}
     for node in state.nodes.nodes.values():
-        # Whoever leaves at a boundary has its successor beside it until then.
+        # A node that leaves at a boundary has its successor beside it until then.
         if not node.ended and node.state != "lost" and node.node not in state.plans.leaving:
             place = (node.group, node.index)
             taken[place] = min(node.incarnation, taken.get(place, node.incarnation))
     return taken
 
 
-def _launch(state: JobState, node: nodes.Node, avoid: Iterable[str]) -> NodeLaunch:
-    nproc = state.job.spec.group(node.group).nproc
-    off = tuple(dict.fromkeys([*node.avoid, *avoid]))
+def _launch(state: JobState, node: nodes.Node) -> NodeLaunch:
+    group = state.job.spec.group(node.group)
+    # Since the node was planned, other nodes may have been lost, and may run on unreached; hosts may have been quarantined.
+    off = tuple(dict.fromkeys([*node.avoid, *slots.avoided(state, node.group, node.index)]))
     return NodeLaunch(
-        full_name(state, node.node), node.node, node.group, node.index, node.incarnation, nproc, off, node.memory_mib
+        name=full_name(state, node.node),
+        node=node.node,
+        group=node.group,
+        index=node.index,
+        incarnation=node.incarnation,
+        nproc=group.nproc,
+        avoid=off,
+        memory_mib=node.memory_mib,
+        cpu_m=group.cpu_m,
+        gpus=group.gpus,
     )
 
 
 class OrderBook:
-    """The orders of one world's members, each made once for as long as it stays the same; and what concerns tell of it.
+    """The orders of one world's members, each made once and kept until its contents change.
 
-    It lies with the world (`memo`), so another world begins with an empty one.
+    The book is cached with the world (`memo`), so another world begins with an empty book.
     """
 
     def __init__(self) -> None:
         self._keys: list[Any] = []
         self._told: list[Telling] = []
+        # What most nodes are told alike, and what is told apart to those who work.
+        self._alike: tuple[Part, ...] = ()
+        self._working: list[Mapping[str, Part]] = []
         self.named: frozenset[str] = frozenset()
         self.working: dict[str, Order] = {}
         self._before: dict[str, Order] = {}
 
     def read(self, state: JobState, group: str, tells: Sequence[Tells]) -> None:
-        """Hear what there is to tell now. Orders that bear something else by now are made anew when they are asked for."""
+        """Read the concerns' parts. Orders whose parts have changed are made anew when they are asked for."""
         keys = [one.key(state, group) for one in tells]
         if keys == self._keys:
             return
@@ -106,11 +117,15 @@ class OrderBook:
             for at, (one, key) in enumerate(zip(tells, keys, strict=True))
         ]
         self._keys, self.named = keys, frozenset(name for one in self._told for name in one.named)
+        self._alike = tuple(one.to_all for one in self._told if one.to_all)
+        self._working = [one.working for one in self._told if one.working]
         self._before.update(self.working)
         self.working = {}
 
     def parts(self, node: str, *, works: bool) -> tuple[Part, ...]:
-        """What a node is told."""
+        """The parts of a node's order."""
+        if node not in self.named and not (works and any(node in one for one in self._working)):
+            return self._alike
         found = (one.named.get(node) or (works and one.working.get(node)) or one.to_all for one in self._told)
         return tuple(part for part in found if part)
 
@@ -130,8 +145,8 @@ def _orders(state: JobState, tells: Sequence[Tells]) -> Mapping[str, Order]:
         book.read(state, group, tells)
         runs = state.job.live and current.active
         alike: dict[object, Order] = {}
-        for node in state.nodes.of(group):
-            # Who is released must hear it even where nobody counts on it any more: given up as lost, and back again.
+        for node in state.nodes.in_set(group):
+            # A released node must be told even if it was given up as lost and has come back.
             if not (node.joined or node.released):
                 continue
             name = node.node
@@ -149,23 +164,23 @@ def _orders(state: JobState, tells: Sequence[Tells]) -> Mapping[str, Order]:
 
 
 def _idle(state: JobState, node: nodes.Node, current: world.World, place: int) -> Order:
-    """The order of a node that is to have no workers."""
+    """The order of a node that should have no workers."""
     spec = state.job.spec
     if not state.job.live:
-        # Who goes writes what it has, and seals what is committed.
+        # A leaving node still writes its states, and needs to know what is committed.
         return farewell(state)
     if node.released:
         grace = spec.stop_grace_s if node.released in nodes.BY_PLAN else spec.broken_grace_s
-        return Order(True, f"the node is {node.released}", us(grace), outcome=node.released)
+        return Order(True, f"the node {node.stands()}", us(grace), outcome=node.released)
     polite = current.planned_stop or node.node in state.plans.leaving
     grace = spec.stop_grace_s if polite else spec.broken_grace_s
     over = current.generation if place >= 0 else 0
     waits = "the job is suspended" if state.job.state == "suspended" else "waiting for a world"
-    return Order(False, waits, us(grace), over=over, linger_us=_linger_us(state, node.group))
+    return Order(False, waits, us(grace), over=over, linger_us=_linger_us(state, state.set_of(node.node)))
 
 
 def _works(state: JobState, current: world.World, place: int) -> Order:
-    """The order of a member of the world that runs."""
+    """The order of a member of the running world."""
     spec, member = state.job.spec, current.members[place]
     work = Work(
         generation=current.generation,
@@ -182,20 +197,22 @@ def _works(state: JobState, current: world.World, place: int) -> Order:
 
 
 def farewell(state: JobState) -> Order:
-    """What everybody hears of a job that has ended, or is stopping; waiting standbys too."""
+    """The order for all agents, standbys too, of a job that has ended or is stopping."""
     grace = 0.0 if state.job.state == "failed" else state.job.spec.stop_grace_s
     outcome = "stopped" if state.job.state == "stopping" else state.job.state
     root = state.job.root or state.job.reason
-    # A launcher's exit code tells this end from others.
+    # A launcher's exit code distinguishes this end from others.
     why = f": {state.job.reason}" if state.job.reason.startswith(ladder.NO_PROGRESS) else ""
     return Order(True, f"the job is {state.job.state}{why}", us(grace), outcome=outcome, root=root)
 
 
 def _linger_us(state: JobState, group: str) -> int:
-    """A job that is about to fail and knows only of cascades gives the one who knows why a moment to say so.
+    """Time for workers to end by themselves, where a job is about to fail and only cascades are known.
 
-    Torch's elastic agent sums up the failures of its own workers only where they died by themselves: it too gets the moment.
+    The rank that caused the failure may report later than the others.
+
+    Torch's elastic agent sums up the failures of its own workers only if they died by themselves, so it gets this time too.
     """
     incident = state.incidents.unmended(group)
-    knows = incident is None or not incident.held or (incident.cause.verdict != CASC and not state.budgets.spent)
+    knows = incident is None or not incident.end_pending or (incident.cause.verdict != CASC and not state.budgets.spent)
     return 0 if knows else us(state.job.spec.linger_s)

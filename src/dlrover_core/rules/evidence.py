@@ -1,4 +1,4 @@
-"""What agents saw is taken in as evidence."""
+"""Observations of agents are recorded as evidence."""
 
 from __future__ import annotations
 

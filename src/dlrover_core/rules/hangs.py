@@ -1,4 +1,4 @@
-"""Hangs: a standstill is suspected, ranks are asked, one is named."""
+"""Hangs: a standstill is suspected, ranks are inspected, and one is named."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dlrover_core.diagnosis import hanging, signatures, stall
 from dlrover_core.diagnosis.evidence import HANG
 from dlrover_core.errors import Refused
 from dlrover_core.job import evidence, hangs
-from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Rules, Telling, Tells, always
 from dlrover_core.kernel.events import Event, Record
@@ -24,17 +23,17 @@ FACTS_MAX = 64
 
 
 def _stall(state: JobState, command: hangs.NoteStall, now: int) -> Iterator[Event]:
-    current = state.world.worlds.get(command.group)
-    if not state.job.live or not state.job.spec.hang_s or current is None or not current.active:
+    current = state.world.at(command.group)
+    if not state.job.live or not current.active or not state.job.policy(command.group).hang_s:
         return
     if state.plans.waits(command.group):
-        return  # they stand at the boundary of a planned change, as they were told to: that has a bound of its own
+        return  # ranks wait at the boundary of a planned change, as ordered; that has a time-out of its own
     patience = state.hangs.patience_us(command.group, command.generation, command.step)
     if (
         command.generation == current.generation
         and state.hangs.suspected(command.group) is None
         and 0 <= patience <= command.idle_us
-        # A pause of everything, or a change of leaders, may have been recorded since the leader looked.
+        # A pause of the master, or a change of leaders, may have been recorded since the leader looked.
         and now - state.job.calm_at >= command.threshold_us
     ):
         yield hangs.HangSuspected(state.hangs.number + 1, *command)
@@ -55,7 +54,7 @@ def _pause(state: JobState, command: hangs.NotePauseLegal, now: int) -> Iterator
 
 def _stacks(state: JobState, command: hangs.ReportStacks, now: int) -> Iterator[Event]:
     slots.present(state, command.node)
-    found = state.hangs.suspected(group_of(command.node))
+    found = state.hangs.suspected(state.set_of(command.node))
     if found is None or found.number != command.hang:
         raise Refused(f"hang {command.hang} is not looked at any more")
     if command.node in found.facts:
@@ -67,7 +66,7 @@ def _stacks(state: JobState, command: hangs.ReportStacks, now: int) -> Iterator[
 
 
 def _since(state: JobState, found: hangs.Hang) -> int:
-    """From when on ranks could show what they are at: without a leader nobody asked them."""
+    """When ranks could first report what they execute: without a leader, no agent was asked."""
     return max(found.at, state.job.calm_at)
 
 
@@ -91,7 +90,7 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
 
 
 def _seen(state: JobState, fact: hangs.StacksSeen, record: Record) -> Iterator[Event]:
-    found = state.hangs.suspected(group_of(fact.node))
+    found = state.hangs.suspected(state.set_of(fact.node))
     if found is None:
         return
     current = state.world.worlds[found.group]
@@ -100,7 +99,7 @@ def _seen(state: JobState, fact: hangs.StacksSeen, record: Record) -> Iterator[E
 
 
 def _judge(state: JobState, found: hangs.Hang, now: int) -> Iterator[Event]:
-    """Name one, or let it be."""
+    """Name the rank that hangs, or dismiss the suspicion."""
     current = state.world.worlds[found.group]
     ranks: dict[int, str] = {}
     for member in current.members:
@@ -108,13 +107,14 @@ def _judge(state: JobState, found: hangs.Hang, now: int) -> Iterator[Event]:
             ranks |= dict.fromkeys(range(member.first_rank, member.first_rank + member.nproc), member.node)
     told = [hanging.from_text(text) for texts in found.facts.values() for text in texts]
     seen = {one.rank: one for one in told if one is not None and one.rank in ranks}
-    # Of a time without a leader nobody knows whether steps were made in it.
+    # Nothing is known about steps made while there was no leader.
     idle_us = found.idle_us + now - _since(state, found)
     if any(0 <= one.idle_us < min(found.threshold_us, idle_us // 2) for one in seen.values()):
         yield hangs.HangDismissed(found.number, found.group, "a step was made meanwhile")
         return
     named = hanging.name(seen, list(ranks))
-    patience = stall.patience_us(hangs.limits(state.job.spec), found.idle_us, found.threshold_us) if named.busy else 0
+    limits = hangs.limits(state.job.spec, state.job.policy(found.group).hang_s)
+    patience = stall.patience_us(limits, found.idle_us, found.threshold_us) if named.busy else 0
     if patience:
         who = f"rank {named.rank} is busy in {named.where}" if named.rank >= 0 else "ranks are busy"
         yield hangs.HangDismissed(found.number, found.group, who, patience)
@@ -141,7 +141,7 @@ def _named(state: JobState, fact: hangs.HangNamed, record: Record) -> Iterator[E
             text=fact.text[: evidence.TEXT_MAX],
             rank=fact.ranks[0] if fact.ranks else -1,
             generation=found.generation,
-            # It began with the last step.
+            # The standstill began with the last step.
             age_us=min(record.at, found.idle_us + record.at - found.at),
             place=fact.place[: evidence.TEXT_MAX] if fact.ranks else "",
             subject=",".join(map(str, fact.ranks))[: evidence.SUBJECT_MAX],

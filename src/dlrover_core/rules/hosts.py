@@ -1,4 +1,4 @@
-"""Hosts: strikes are weighed, lemons and sick hosts are kept off, people are obeyed."""
+"""Hosts: strikes are weighed, lemons and faulty hosts are quarantined, and a person's quarantines are carried out."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Rules, always
 from dlrover_core.kernel.events import Event, Record
 from dlrover_core.spec import us
+from dlrover_core.words import first_few
 
 LEMON = 3
 SHARE = 4
-NAME_MAX, NAMED_MAX = 255, 20
+NAME_MAX, HOSTS_NAMED_MAX = 255, 20
 
 
 def record(state: JobState, host: str) -> HostRecord:
-    """What is known against a host; nothing, of one that nothing is known of."""
+    """What is known against a host; an empty record for an unknown one."""
     known = state.hosts.hosts.get(host)
     if known is None:
         return HostRecord()
@@ -44,10 +45,10 @@ def record(state: JobState, host: str) -> HostRecord:
 
 
 def leave(state: JobState, node: str, incident: int) -> str:
-    """Why this incident's node should go to another host rather than be mended where it is; empty: it need not.
+    """Why this incident's node should move to another host rather than be restarted in place; empty: it need not.
 
-    So it is where its host was struck by this incident and is in quarantine, unless the node had been told to keep off that very
-    host: then its backend has no other.
+    It should move if this incident struck its host and the host is in quarantine. It stays if it was told to avoid that
+    very host: then its backend has no other.
     """
     host = state.hosts.host_of(node)
     known, present = state.hosts.hosts.get(host), state.nodes.nodes.get(node)
@@ -74,7 +75,7 @@ def _release(state: JobState, command: ReleaseHost, now: int) -> Iterator[Event]
     _refuse(state, command.host)
     if command.host not in state.hosts.hosts:
         there = sorted(state.hosts.hosts)
-        named = f"; there are: {', '.join(there[:NAMED_MAX])}" if there else ""
+        named = f"; there are: {first_few(there, HOSTS_NAMED_MAX)}" if there else ""
         raise Refused(f"nothing is known against a host {command.host!r}{named}")
     yield HostReleased(command.host, ASKED, command.reason[: nodes.TEXT_MAX])
 
@@ -90,7 +91,7 @@ def _refuse(state: JobState, host: str) -> None:
 
 
 def _blame(state: JobState, fact: nodes.NodeFailed, record: Record) -> Iterator[Event]:
-    """What a backend or an agent says of the host itself needs no further judging."""
+    """Quarantine a host that its backend or agent calls faulty, without further judging."""
     host = state.hosts.host_of(fact.node)
     if fact.reason.split(":")[0] in nodes.HOST_REASONS and host:
         yield from keep_off(state, host, fact.reason, record.at)
@@ -103,7 +104,7 @@ def _weigh(state: JobState, fact: incidents.Diagnosed, record: Record) -> Iterat
     if not host or not state.job.live:
         return
     known = state.hosts.hosts[host]
-    # A verdict that is only revised on probation is of a failure from before.
+    # A verdict that is merely revised during probation is about an earlier failure.
     incident = state.incidents.by_number.get(fact.incident)
     if known.probation and known.until <= (incident.cause.at if incident is not None else record.at):
         yield from keep_off(state, host, f"on probation, and again {fact.signature}", record.at)
@@ -115,7 +116,7 @@ def _weigh(state: JobState, fact: incidents.Diagnosed, record: Record) -> Iterat
 
 
 def _take_back(state: JobState, incident: int) -> Iterator[Event]:
-    """A host that was kept off because of an incident which is now somebody else's doing."""
+    """End the quarantine of a host once a revised verdict blames another host or the program."""
     for host, known in state.hosts.hosts.items():
         blamed = any(strike.incident == incident for strike in known.strikes)
         if known.incident == incident and known.until > state.at and not known.asked and not blamed:
@@ -130,7 +131,7 @@ def _isolate(state: JobState, fact: incidents.ActionChosen, record: Record) -> I
 
 
 def keep_off(state: JobState, host: str, reason: str, now: int) -> Iterator[Event]:
-    """Put a host in quarantine, unless it is there; where that would be too many, the one that ends first gives way."""
+    """Quarantine a host. Where that makes too many, the quarantine that ends first gives way."""
     slice_ = state.hosts
     if host in slice_.quarantined(now):
         return
@@ -146,16 +147,16 @@ def keep_off(state: JobState, host: str, reason: str, now: int) -> Iterator[Even
 
 
 def _length(state: JobState, host: str, now: int) -> int:
-    """Twice the last one for whoever comes back from probation, up to ``quarantine_max_s``."""
+    """How long: after probation twice the last quarantine, up to ``quarantine_max_s``."""
     spec, known = state.job.spec, state.hosts.hosts.get(host)
     times = known.times if known is not None and again(known, now) else 0
     return us(max(spec.quarantine_s, min(spec.quarantine_s * 2 ** min(times, 16), spec.quarantine_max_s)))
 
 
 def _lemon(slice_: HostSlice, host: str, now: int) -> bool:
-    """Does it fail more often than chance and the program explain? With one host there is nothing to compare it with.
+    """Does the host fail more often than chance and the program explain? A single host has nothing to be compared with.
 
-    Whoever kills workers by hand does so where they are logged in: kills alone condemn nobody.
+    People kill workers on the host where they are logged in, so killed workers alone make no lemon.
     """
     strikes = slice_.hosts[host].recent(now)
     mine = len(strikes)

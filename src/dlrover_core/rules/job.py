@@ -1,4 +1,4 @@
-"""The job: created, stopped, suspended, resumed, archived."""
+"""The job: created, stopped, archived."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dlrover_core.job import job
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Rules, always
 from dlrover_core.kernel.events import Event
-from dlrover_core.rules import membership, slots
+from dlrover_core.rules import slots
 from dlrover_core.spec import JobSpec
 
 
@@ -26,19 +26,6 @@ def _stop(state: JobState, command: job.StopJob, now: int) -> Iterator[Event]:
     if not state.job.live:
         raise Refused(f"the job is {state.job.state}")
     yield job.JobStopping(command.reason)
-
-
-def _suspend(state: JobState, command: job.SuspendJob, now: int) -> Iterator[Event]:
-    if not state.job.forms:
-        raise Refused(f"the job is {state.job.state}{' already' if state.job.state == 'suspended' else ''}")
-    membership.refuse_while_failing(state)
-    yield job.JobSuspended(command.reason)
-
-
-def _resume(state: JobState, command: job.ResumeJob, now: int) -> Iterator[Event]:
-    if state.job.state != "suspended":
-        raise Refused(f"the job is {state.job.state}; only a suspended one can be resumed")
-    yield job.JobResumed(command.reason)
 
 
 def _take_over(state: JobState, command: job.TakeOver, now: int) -> Iterator[Event]:
@@ -59,8 +46,6 @@ RULES = Rules(
     decide={
         job.CreateJob: _create,
         job.StopJob: _stop,
-        job.SuspendJob: _suspend,
-        job.ResumeJob: _resume,
         job.TakeOver: _take_over,
         job.NotePause: _pause,
         job.NoteArchived: _archived,

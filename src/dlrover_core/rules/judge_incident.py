@@ -1,6 +1,7 @@
-"""From what the log has of an incident to the judgement on it: which evidence is its own, who took part, what was before.
+"""From the log's facts on an incident to its judgement: its own evidence, the members, and earlier root causes.
 
-Judging happens when something is decided. What it gave is in the log (`incidents.Diagnosed`), and no reader of the log judges.
+An incident is judged when a decision is made. The judgement is recorded (`incidents.Diagnosed`), so readers of a log judge
+nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from dlrover_core.diagnosis.procedure import Judgement
 from dlrover_core.diagnosis.signatures import Table
 from dlrover_core.diagnosis.watched import watched
 from dlrover_core.job import incidents
-from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
 from dlrover_core.spec import us
 
 
 def judge(state: JobState, incident: incidents.Incident) -> Judgement:
-    """The judgement on all that is known of an incident now."""
+    """The judgement on all evidence of an incident so far."""
     table = signatures.table(state.job.spec.signatures)
     seen = [_asked(one, table, state) for one in _belonging(state, incident)]
     found = procedure.judge(
@@ -30,13 +30,17 @@ def judge(state: JobState, incident: incidents.Incident) -> Judgement:
 
 
 def _unplaced(found: Judgement) -> Judgement:
-    """A line that was written while its rank lived may have been handled: it ends no job, however often it comes back."""
+    """The judgement without its code location, for a root cause that is a line of a rank that lived on.
+
+    The program may have handled that error, so the line must never count as "repeats at the same place", which ends the
+    job.
+    """
     action = "proc" if found.action == "fail" else found.action
     return found._replace(root=found.root._replace(place=""), action=action)
 
 
 def _belonging(state: JobState, incident: incidents.Incident) -> Iterator[Evidence]:
-    """Its own evidence, and what was seen before it opened and belongs to no other incident and no other generation."""
+    """The incident's own evidence, and earlier evidence that belongs to no other incident and no other generation."""
     yield from incident.known
     own = {one.seq for one in incident.known}
     others = [one for one in state.incidents.by_number.values() if one.number != incident.number]
@@ -44,22 +48,23 @@ def _belonging(state: JobState, incident: incidents.Incident) -> Iterator[Eviden
     for other in others:
         for seq in other.evidence:
             listed.setdefault(seq, []).append(other)
-    over = [one.spent for one in others if one.over_at and one.number < incident.number]
+    of, name = state.set_of, state.set_of(incident.node)
+    over = [one.spent(of(one.node)) for one in others if one.over_at and one.number < incident.number]
     over += [one for one in state.incidents.spent if one.incident < incident.number]
-    current = state.world.worlds.get(incident.group)
-    here = {member.node for member in current.members} if current is not None else set()
+    here = {member.node for member in state.world.of(incident.node).members}
     for one in state.evidence.recent:
-        ours = group_of(one.node) == incident.group and incident.covers(one)
+        ours = of(one.node) == name and incident.covers(one)
         if not ours or one.seq in own or one.generation not in (0, incident.generation):
             continue
-        takers = [past for past in over if past.takes(one)] + [other.spent for other in listed.get(one.seq, ())]
-        # Of two broken machines one was the root: the other's kernel is heard again as long as that machine takes part.
+        takers = [past for past in over if past.takes(one, name)]
+        takers += [other.spent(of(other.node)) for other in listed.get(one.seq, ())]
+        # Of two faulty machines one was the earlier root cause. The other's kernel messages count again while it is a member.
         if all(past.leaves(one) and one.node in here for past in takers):
             yield one
 
 
 def _asked(one: Evidence, table: Table, state: JobState) -> Evidence:
-    """With its host; and of a node's end what the table knows of the platform's reason."""
+    """The evidence with its host; a node's end also with what the table says about the platform's reason."""
     host = one.host or state.hosts.host_of(one.node)
     if one.source != NODE:
         return one._replace(host=host)
@@ -77,10 +82,9 @@ def _asked(one: Evidence, table: Table, state: JobState) -> Evidence:
 
 
 def _members(state: JobState, incident: incidents.Incident) -> list[Member]:
-    current = state.world.worlds.get(incident.group)
     return [
         Member(one.node, state.hosts.host_of(one.node), one.first_rank, one.nproc)
-        for one in (current.members if current is not None else ())
+        for one in state.world.of(incident.node).members
     ]
 
 
@@ -92,7 +96,7 @@ def _history(state: JobState, incident: incidents.Incident) -> Iterator[Evidence
 
 
 def changes(incident: incidents.Incident, found: Judgement) -> bool:
-    """Is this another verdict than the one that stands?"""
+    """Does this judgement differ from the incident's verdict?"""
     known = incident.verdict, incident.signature, incident.place, incident.hint
     return (found.verdict, found.signature, found.root.place, found.action) != known
 
@@ -100,13 +104,13 @@ def changes(incident: incidents.Incident, found: Judgement) -> bool:
 def diagnosis(
     state: JobState, incident: incidents.Incident, found: Judgement, *, revises: int = 0, dead: str = ""
 ) -> incidents.Diagnosed:
-    """The verdict as the log has it. ``dead``: the node whose end asks for an action, whoever is at fault.
+    """The verdict as it is recorded. ``dead``: the node whose end asks for an action, whichever node is at fault.
 
-    A node that is gone by now is not blamed: there is nothing left to do about it.
+    A node that is gone is not blamed, because no action for it is left.
     """
     root = found.root
     dropped = dict(found.discarded)
-    here = [node.node for node in state.nodes.of(incident.group) if node.ready]
+    here = [node.node for node in state.nodes.in_set(state.set_of(incident.node)) if node.ready]
     evidence = dict.fromkeys([root.seq, *(seq for seq in dropped if seq not in incident.evidence), *incident.evidence])
     kept = tuple(evidence)[: incidents.EVIDENCE_MAX]
     known = any(one.seq == root.seq for one in incident.known)
@@ -133,6 +137,6 @@ def diagnosis(
 
 
 def suspicion(incident: incidents.Incident, found: Judgement) -> incidents.ActionChosen:
-    """A set of suspects is reported, and nobody is evicted before pairs have been checked."""
+    """Several suspects are reported only. None is evicted before a check in pairs confirms it."""
     rule = f"suspects: {', '.join(found.suspects)}; reported only, until a check in pairs confirms it"
     return incidents.ActionChosen(incident.number, ladder.SUSPECTS, found.suspects[0], rule, 0)

@@ -1,17 +1,18 @@
-"""Who goes where in a world: survivors stay, newcomers take what was vacated."""
+"""Layout of a world: survivors keep their places, newcomers take vacated places."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from dlrover_core.job import nodes
+from dlrover_core.job.names import group_of
 
 
 def layout(before: Sequence[str], ready: Sequence[nodes.Node], count: int) -> list[nodes.Node]:
-    """``count`` of the ready nodes in rank order: survivors stay where they were, newcomers take what was vacated.
+    """The chosen ``count`` of the ready nodes in rank order: survivors keep their places, newcomers take vacated ones.
 
-    ``before`` is the last world's nodes in rank order. A place beyond the new size moves into the first hole. A relaunched
-    node finds its predecessor's place if it is still free. Nobody is named twice, nobody is lost.
+    ``before``: the last world's nodes in rank order. A survivor beyond the new size moves into the first vacated place. A
+    relaunched node gets its predecessor's place if that is still free. No node is named twice, and none is lost.
     """
     here = {node.node: node for node in ready}
     survivors = [name for name in before if name in here][:count]
@@ -38,3 +39,15 @@ def layout(before: Sequence[str], ready: Sequence[nodes.Node], count: int) -> li
             late.append(node)
     fill = iter([*moved, *late])
     return [node if node is not None else next(fill) for node in places]
+
+
+def by_group(before: Sequence[str], ready: Sequence[nodes.Node], counts: Sequence[tuple[str, int]]) -> list[nodes.Node]:
+    """The layout of a set of several groups: so many nodes of each group, group by group."""
+    if len(counts) == 1:
+        return layout(before, ready, counts[0][1])
+    found: list[nodes.Node] = []
+    for group, count in counts:
+        found += layout(
+            [name for name in before if group_of(name) == group], [node for node in ready if node.group == group], count
+        )
+    return found

@@ -1,4 +1,4 @@
-"""The rules in the order in which they react; the model that decides by them."""
+"""All rules, in the order in which they react, and the model that decides by them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from dlrover_core.rules import (
     budgets,
     checkpoints,
     checks,
+    clusters,
     evidence,
+    freeing,
     hangs,
     hosts,
     incidents,
     job,
     laggards,
     nodes,
+    notices,
     operations,
     plans,
     progress,
+    queueing,
     save_on_failure,
+    shards,
     silence,
     stragglers,
+    suspension,
     worlds,
 )
 
@@ -30,7 +36,8 @@ _RULES = (
     job.RULES,
     nodes.RULES,
     silence.RULES,
-    # Before recovery: where a host is kept off because of a failure, whoever is planned in answer to it keeps off already.
+    queueing.RULES,
+    # Before incidents: a node planned in answer to a failure already avoids the host that the failure quarantines.
     hosts.RULES,
     evidence.RULES,
     incidents.RULES,
@@ -40,16 +47,22 @@ _RULES = (
     hangs.RULES,
     operations.RULES,
     plans.RULES,
+    notices.RULES,
     budgets.RULES,
     checks.RULES,
     laggards.RULES,
     checkpoints.RULES,
     save_on_failure.RULES,
+    # After the rules that order states to be written.
+    freeing.RULES,
+    suspension.RULES,
+    clusters.RULES,
+    shards.RULES,
 )
 
 
 def model(hook: Hook | None = None) -> Model[JobState]:
-    """The rules. With a ``hook``, a user's say in what is done about failures, they may decide otherwise, and fold alike."""
+    """The model. A user's ``hook`` may change what it decides about failures, never how it folds events."""
     return Model(
         FOLD, [incidents.rules(hook) if hook is not None and one is incidents.RULES else one for one in _RULES]
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dlrover_core.errors import Refused
-from dlrover_core.job.names import group_of
 from dlrover_core.job.progress import FirstStep, NoteProgress, Progressed, ReportFirstStep
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Rules
@@ -17,9 +16,9 @@ def _first(state: JobState, command: ReportFirstStep, now: int) -> Iterator[Even
     newest = state.world.of(command.node)
     if command.generation != newest.generation or not newest.active:
         raise Refused(f"generation {command.generation} is over: generation {newest.generation} is the newest")
-    if state.progress.of(group_of(command.node)).generation >= command.generation:
+    if state.progress.of(state.set_of(command.node)).generation >= command.generation:
         raise Refused(f"generation {command.generation} has made its first step already")
-    # It cannot have happened before its world was there, whatever clock its agent has.
+    # The agent's clock may be wrong, but no step is older than its world.
     age_us = min(max(command.age_us, 0), now - newest.formed_at)
     yield FirstStep(command.generation, command.step, command.node, command.told, age_us, max(0, command.imports_us))
 

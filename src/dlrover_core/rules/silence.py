@@ -1,27 +1,26 @@
 """Silence: when a silent node counts as lost, and when a joining job has waited long enough.
 
-Silence is not death. A silent node is *suspect*; while its backend calls it running it is replaced after ``unreachable_s`` only.
-Where more than half fall silent at once the master suspects itself, and replaces nobody before ``mass_silence_s``.
+A silent node is *suspect*, not dead. While its backend calls it running, it is replaced only after ``unreachable_s``. If
+more than half of the nodes fall silent at once, the fault may be the master's, and no node is replaced before
+``mass_silence_s``.
 
-In a job whose nodes come by themselves nobody is to blame for a node that has not come. There a group that cannot form a
-world for want of nodes waits ``launch_s`` for them, counted anew from the last one that came, and then fails the job. And
-there a place that was given up, because whoever took it died again and again, is open to others after a while.
+In a job whose nodes come by themselves, no one is to blame for a node that has not come. A group that cannot form a world
+for want of nodes waits ``launch_s`` for them, counted from the last node that came, and then fails the job. A place that
+was given up there, because its nodes died again and again, is open to other nodes after a while.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from dlrover_core.job import incidents, job, nodes, silence, world
+from dlrover_core.job import incidents, nodes, silence
 from dlrover_core.job.node_lifecycle import ALIVE, LIFECYCLE
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Rules
 from dlrover_core.kernel.events import Event, Record
-from dlrover_core.rules import membership, slots
-from dlrover_core.spec import GroupSpec, us
-
-NAMED_MAX = 8
-
+from dlrover_core.rules import coupling, membership, slots
+from dlrover_core.spec import us
+from dlrover_core.words import first_few
 
 # ---- decide
 
@@ -40,27 +39,36 @@ def _heard(state: JobState, command: silence.NoteHeard, now: int) -> Iterator[Ev
     yield silence.NodeHeard(node.node)
 
 
+def _dead(state: JobState, command: silence.NoteDead, now: int) -> Iterator[Event]:
+    node = state.nodes.nodes.get(command.node)
+    if node is not None and node.joined and not node.released and node.state in ALIVE and state.job.live:
+        yield nodes.NodeFailed(node.node, 0, command.why, seen=False)
+
+
 # ---- time
 
 
 def _patience(state: JobState, node: nodes.Node) -> int | None:
-    """When this node's silence ends in its being given up; None: it is not silent."""
+    """When this node is given up for its silence; None: it is not silent."""
+    if node.state == "running" and node.joined and not node.released:
+        return None
     spec = state.job.spec
     if node.state == "failed" and not node.ended:
-        # No good by its own word, and its backend never saw it end: its host is avoided from then on.
+        # The node called itself unusable, and its backend never saw it end: its host is avoided from now on.
         return max(node.suspect_at, state.job.calm_at) + us(spec.unreachable_s)
     if node.released and not node.joined and node.state in ("pending", *ALIVE):
-        # It has left, or was let go before it had joined: its backend should have seen it end by then.
+        # The node has left, or was released before it joined: its backend should have seen it end by then.
         wait_s = spec.stop_grace_s + spec.kill_wait_s + spec.unreachable_s
         return max(node.suspect_at, state.job.calm_at) + us(wait_s)
     if node.released and node.state != "suspect":
         return None
     if node.state in ("planned", "pending") or (node.state == "running" and not node.joined):
-        if spec.joining:
+        # While the platform has no place for the node, it is not late.
+        if spec.joining or node.waiting:
             return None
-        return max(node.planned_at, state.job.calm_at) + us(spec.launch_s)
+        return max(node.planned_at + node.waited_us, state.job.calm_at) + us(spec.launch_s)
     if node.state == "suspect" and state.job.state == "stopping":
-        # It was told to stop, or cannot hear: it gets what a reachable one gets.
+        # The node was told to stop, or cannot hear: it gets as long as a reachable node.
         return max(node.suspect_at, state.job.calm_at) + us(spec.stop_grace_s + spec.kill_wait_s)
     if node.state == "suspect":
         by_silence = max(node.suspect_at, state.job.calm_at) + us(spec.unreachable_s)
@@ -70,7 +78,7 @@ def _patience(state: JobState, node: nodes.Node) -> int | None:
 
 
 def _waited_for(state: JobState, names: Iterable[str]) -> list[nodes.Node]:
-    """Those of these nodes whose silence matters. A stopping job waits for those alone that should say that they have left."""
+    """The nodes whose silence matters. A stopping job waits only for nodes that should report that they have left."""
     here = state.nodes.nodes
     if state.job.live:
         return [here[name] for name in names]
@@ -79,34 +87,36 @@ def _waited_for(state: JobState, names: Iterable[str]) -> list[nodes.Node]:
     return []
 
 
-def _short(state: JobState) -> Iterator[tuple[GroupSpec, int]]:
-    """Groups of a joining job that have no world for want of nodes, and when that fails it."""
+def _short(state: JobState) -> Iterator[tuple[str, int]]:
+    """Sets of a joining job without a world for want of nodes, and when that fails the job."""
     if state.job.spec.joining and state.job.forms:
-        for group in state.job.spec.groups:
-            current = state.world.worlds.get(group.name) or world.World()
-            ready = state.nodes.tally.ready.get(group.name, 0)
-            if ready < group.floor and not current.active and not membership.end_pending(state, group.name):
-                yield group, max(current.changed_at, state.job.calm_at) + us(state.job.spec.launch_s)
+        for name in coupling.sets(state):
+            current = state.world.at(name)
+            here = coupling.ready_by_group(state, name)
+            short = not current.active and any(ready < coupling.floor_of(state, name, one) for one, ready in here)
+            if short and not membership.end_pending(state, name):
+                yield name, max(current.changed_at, state.job.calm_at) + us(state.job.spec.launch_s)
 
 
-def _give_up_waiting(state: JobState, group: GroupSpec) -> Event:
-    here = membership.ready_nodes(state, group.name)
-    there = [f"{node.node} on {node.host}" for node in here[:NAMED_MAX]]
-    if len(here) > NAMED_MAX:
-        there.append(f"{len(here) - NAMED_MAX} more")
-    missing = group.floor - len(here)
+def _give_up_waiting(state: JobState, name: str) -> Event:
+    here, floor = membership.ready_nodes(state, name), coupling.floor(state, name)
+    there = first_few([f"{node.node} on {node.host}" for node in here])
+    missing = max(1, floor - len(here))
     root = (
-        f"only {len(here)} of {group.floor} nodes joined within {state.job.spec.launch_s:g} s: "
-        f"{', '.join(there) or 'nobody'} came; {missing} more {'host' if missing == 1 else 'hosts'} must run dlrover-run"
+        f"only {len(here)} of {floor} nodes joined within {state.job.spec.launch_s:g} s: "
+        f"{there or 'nobody'} came; {missing} more {'host' if missing == 1 else 'hosts'} must run dlrover-run"
     )
-    return job.JobFailed(f"joining: a world of {group.name} needs {group.floor} nodes", 0, root)
+    nodes_needed = f"{floor} node{'' if floor == 1 and state.sets.several else 's'}"
+    return coupling.failed(state, name, f"joining: a world of {name} needs {nodes_needed}", 0, root)
 
 
 def _closed_places(state: JobState) -> Iterator[tuple[str, int, int]]:
-    """Places of a joining job that were given up, and when others may have them."""
-    for group in state.job.spec.groups if state.job.spec.joining and state.job.live else ():
+    """Places that were given up, and when other nodes may have them: where hosts come by themselves, or there is room."""
+    for group in state.job.spec.groups if state.job.live else ():
+        if not state.job.spec.joining and state.queueing.room(group.name) <= 0:
+            continue
         for index in sorted(state.nodes.tally.given_up.get(group.name, ())):
-            if index < group.nodes_max:
+            if index < group.nodes_max and state.sets.at(group.name, index) not in state.job.given_up:
                 slot = state.nodes.slots[f"{group.name}-{index}"]
                 yield group.name, index, slot.given_up_at + us(incidents.SERVED_S)
 
@@ -119,7 +129,7 @@ def _due(state: JobState) -> int | None:
 
 
 def _tick(state: JobState, now: int) -> Iterator[Event]:
-    short = next((group for group, deadline in _short(state) if deadline <= now), None)
+    short = next((name for name, deadline in _short(state) if deadline <= now), None)
     if short is not None:
         yield _give_up_waiting(state, short)
         return
@@ -158,7 +168,7 @@ def _fill(state: JobState, fact: nodes.PlaceReopened, record: Record) -> Iterato
 
 
 RULES = Rules(
-    decide={silence.NoteSilence: _silent, silence.NoteHeard: _heard},
+    decide={silence.NoteSilence: _silent, silence.NoteHeard: _heard, silence.NoteDead: _dead},
     react={silence.NodeSuspected: _note_mass, nodes.PlaceReopened: _fill},
     due=_due,
     tick=_tick,

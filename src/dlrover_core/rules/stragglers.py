@@ -1,15 +1,15 @@
-"""Stragglers and broken losses: told at once; a slow node is replaced when that pays.
+"""Stragglers and broken losses: both are reported at once; a slow node is replaced when that pays.
 
-A straggler slows everybody: synchronous steps are as long as the slowest rank's. It is told at once (`SlowRank`, and as evidence,
-so that it stands in every story), and it ends as an event, too. With ``slow_action`` ``replace`` its node is replaced once what
-it has cost so far is as much as replacing it costs: the rule of whoever rents skis and does not know for how long. At worst that
-costs twice what the best choice in hindsight would have. What it has cost is counted as if the job computed all the time; what
-replacing costs is what the job's own replacements took, and ``slow_replace_s`` before there was one. Where half of the world or
-more is slow nobody is replaced: that is no machine's fault.
+A straggler slows all ranks: a synchronous step takes as long as the slowest rank's. It is recorded at once (`SlowRank`, and
+as evidence, so that every incident's story shows it), and so is its end. With ``slow_action`` ``replace``, its node is
+replaced once the straggler has cost as much time as a replacement does. This is the break-even rule of the ski-rental
+problem: it costs at most twice what the best choice in hindsight would have. The cost is counted as if the job computed all
+the time. A replacement costs what earlier ones in this job took; before the first, ``slow_replace_s``. If half of the world
+or more is slow, no node is replaced: the machines are not the cause.
 
-A broken loss becomes evidence once per generation, for the ladder to answer with a restart. Where some of the ranks that report
-had it first, it may be theirs; where all had it in the same step it is the run's, and no node is to blame. So is one that a
-single rank reports of many: the others may have had it as well.
+A broken loss becomes evidence once per generation, and the ladder answers it with a restart. If only some of the reporting
+ranks had it first, they may be at fault. If all had it in the same step, or a single rank reports for many, no node is
+blamed.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from dlrover_core.diagnosis.slots import GRADIENT, INFINITE
 from dlrover_core.errors import Refused
 from dlrover_core.job import evidence, ranges, stragglers
 from dlrover_core.job.crash_loops import AT_STEP
-from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Rules
 from dlrover_core.kernel.events import Event
 from dlrover_core.rules import hosts, plans, slots
 from dlrover_core.spec import us
 
-REPORT, REPLACE = "report", "replace"
+REPLACE = "replace"
 SLOW_MAX = 4096
 SECOND_US = 1_000_000
 
 
 def _member(state: JobState, node: str, generation: int, rank: int) -> ranges.Member:
-    """The place of a rank in the world that runs. Raises `Refused`."""
+    """The place of a rank in the running world. Raises `Refused`."""
     slots.present(state, node)
     current = state.world.of(node)
     member = current.member(node)
@@ -105,7 +104,7 @@ def _recovered(state: JobState, command: stragglers.NoteRecovered, now: int) -> 
 
 def _loss(state: JobState, command: stragglers.NoteLoss, now: int) -> Iterator[Event]:
     member = _member(state, command.node, command.generation, command.rank)
-    group = group_of(command.node)
+    group = state.set_of(command.node)
     if state.stragglers.broken.get(group) == command.generation:
         raise Refused(f"generation {command.generation} is known to have no finite loss")
     yield stragglers.LossBroken(*command)
@@ -129,9 +128,9 @@ def _loss(state: JobState, command: stragglers.NoteLoss, now: int) -> Iterator[E
 
 def _jump(state: JobState, command: stragglers.NoteLossJump, now: int) -> Iterator[Event]:
     _member(state, command.node, command.generation, command.rank)
-    generation, step = state.stragglers.jumps.get(group_of(command.node), (0, 0))
+    generation, step = state.stragglers.jumps.get(state.set_of(command.node), (0, 0))
     if generation == command.generation and command.step <= step:
-        # Beats repeat it, and a new leader has not heard that it was told.
+        # Heartbeats repeat it, and a new leader does not know that it was recorded.
         raise Refused(f"a jump of the loss in step {step} is known")
     text = f"the loss of rank {command.rank} on {command.node} is {command.times / 1000:.1f}x what it was, in step {command.step}"
     yield _evidence(state, command.node, command.generation, command.rank, LOSS, stragglers.SPIKE, text, command.step)
@@ -161,19 +160,22 @@ def _evidence(
 
 
 def cost_us(state: JobState) -> int:
-    """What it takes to replace a node."""
+    """The time that a replacement of a node costs."""
     measured = state.stragglers.recoveries
     return round(median(measured)) if measured else us(state.job.spec.slow_replace_s)
 
 
 def _candidates(state: JobState) -> Iterator[tuple[int, stragglers.Slow]]:
-    """Whose node may be replaced, and from when on that pays."""
-    if state.job.spec.slow_action != REPLACE or not state.job.live:
+    """Slow ranks whose node may be replaced, each with the time from which that pays."""
+    if not state.job.live:
         return
     cost = cost_us(state)
     for slow in state.stragglers.slow.values():
+        name = state.set_of(slow.node)
+        if state.job.policy(name).slow_action != REPLACE:
+            continue
         current, node = state.world.of(slow.node), state.nodes.nodes.get(slow.node)
-        ill = {one.node for one in state.stragglers.slow.values() if group_of(one.node) == group_of(slow.node)}
+        ill = {one.node for one in state.stragglers.slow.values() if state.set_of(one.node) == name}
         here = node is not None and not node.released and slow.node not in state.plans.leaving
         if current.active and here and 2 * len(ill) < len(current.members):
             yield slow.costs_at(cost), slow
@@ -184,7 +186,7 @@ def _due(state: JobState) -> int | None:
 
 
 def _tick(state: JobState, now: int) -> Iterator[Event]:
-    """One at a time: with the next world it is seen what that has brought."""
+    """Replace one node at a time: the next world shows what it has brought."""
     for at, slow in sorted(_candidates(state), key=lambda one: (one[0], one[1].node, one[1].rank)):
         if now < at:
             return
@@ -195,7 +197,7 @@ def _tick(state: JobState, now: int) -> Iterator[Event]:
         yield from hosts.keep_off(state, node.host, why, now)
         leave = plans.drained(state, node, node.host, why, now, us(state.job.spec.plan_s))
         if leave.deadline:
-            yield leave  # where that can be without loss: once its successor is there
+            yield leave  # without loss where possible: once the successor is ready
         else:
             yield from slots.replace(state, slow.node)
         return

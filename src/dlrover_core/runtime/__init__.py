@@ -1,1 +1,1 @@
-"""The master and the agent, over ports: transport, launcher, backend, log. asyncio and stdlib; structlog for logs."""
+"""The master and the agent, over the ports transport, launcher, backend and log. asyncio and stdlib only; structlog for logs."""

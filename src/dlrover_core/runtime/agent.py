@@ -1,11 +1,11 @@
-"""The agent of one node: makes its workers match what the leader desires, and reports what happens to them.
+"""The agent of one node: makes its workers match the leader's order, and reports what happens to them.
 
-Levelled state, outbox, reconnect, stop policy: all of it logic over two ports, no process and no socket in sight. The agent
-keeps its workers running while no master answers; only without a master *and* without steps does it, after half the time
-in which it would itself be given up, stop them.
+Everything here is logic over two ports, without a process or a socket. The agent keeps its workers running while no master
+answers. Only without a master *and* without steps does it stop them, after half the time in which it would itself be given
+up.
 
-An agent may start without a node, as a *standby*: it makes everything warm, waits, and becomes the node that a master assigns
-to it (or that whoever keeps it names), without a new connection.
+An agent may start without a node, as a *standby*: it prepares everything, waits, and becomes the node that a master, or the
+process that started it, assigns to it. It needs no new connection for that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from dlrover_core.errors import ConnectionLost, LaunchFailed, MalformedMessage, TokenRefused
-from dlrover_core.job import budgets, incidents, nodes, operations, progress, world
+from dlrover_core.job import budgets, incidents, nodes, notices, operations, progress, world
 from dlrover_core.job.orders import Order
 from dlrover_core.kernel.wire import since
 from dlrover_core.runtime import messages
@@ -55,11 +55,11 @@ log = structlog.get_logger("dlrover.agent")
 
 
 class Agent:
-    """One node's agent. ``boot`` is drawn once per process by whoever starts it; ``address`` is where peers reach this host.
+    """One node's agent. ``boot``: a number drawn once per process; ``address``: where peers reach this host.
 
-    Without a ``node`` it is a standby: it dials at once and waits to be assigned one, or, unless it is to
-    ``dial_before_name``, stays away from every master until `name` is called. ``seat`` and ``place`` as in `Hello`. Where no
-    ``steps_told``, that there are none says nothing, and workers without a master are left alone.
+    Without a ``node`` it is a standby: it dials and waits for a node, or, without ``dial_before_name``, dials no master
+    before `name` is called. ``seat`` and ``place`` as in `Hello`. ``steps_told``: workers report their steps; if not, a
+    standstill says nothing, and workers without a master run on.
     """
 
     def __init__(
@@ -116,25 +116,29 @@ class Agent:
 
     @property
     def leaving(self) -> str:
-        """Why it is going; empty: it is not."""
+        """Why it is leaving; empty: it is not."""
         return self.ending.reason
 
     @property
     def working(self) -> bool:
-        """Are there workers? ``result`` says how they ended, heard by a master or not; None: they have not."""
+        """Are there workers? ``result`` says how they ended, reported to a master or not; None: they have not."""
         return self._generation > 0
 
     @property
     def unmastered_s(self) -> float:
-        """Seconds since a master was heard last, or since the start."""
+        """Seconds since a master was last heard, or since the start."""
         return asyncio.get_running_loop().time() - self._mastered_at
 
     def name(self, node: str) -> None:
-        """Be this node. For agents that wait with dialling; the others are named by their master."""
+        """Become this node. For agents that dial no master before; the others get a name from their master."""
         if self.node:
             raise ValueError(f"this agent is {self.node} already, and cannot be {node}")
         self.node = node
         self._named.set()
+
+    def masters_are(self, addresses: Sequence[str]) -> None:
+        """Take these masters in place of the known ones. Raises `SpecError`, and then nothing has changed."""
+        self._masters.name(addresses, served=self._connected)
 
     async def run(self) -> str:
         """Serve until told to leave; returns why. Raises `LaunchFailed` when workers could never run here, `TokenRefused`."""
@@ -167,7 +171,7 @@ class Agent:
             await self._dialer.close()
 
     async def _join(self, tasks: list[asyncio.Future[Any]]) -> None:
-        """Make everything warm, and once there is a node to be, join under its name."""
+        """Prepare everything, and once there is a node, join under its name."""
         await self._launcher.open()
         await self._named.wait()
         joined = nodes.ReportJoined(self.node, self._host, self._address, self._launcher.nproc, self._seat)
@@ -187,7 +191,7 @@ class Agent:
             self._outbox.add(command)
 
     async def _last_word(self, talking: asyncio.Future[Any], reason: str) -> None:
-        """Let the outbox empty and say goodbye, for a bounded time: nobody may be listening any more."""
+        """Let the outbox empty and say goodbye, for a bounded time: there may be no master."""
 
         async def emptied() -> None:
             while not self._outbox.empty and not talking.done() and not self._stranger:
@@ -203,13 +207,14 @@ class Agent:
                 await within(PART_S, connection.send(parting))
 
     def leave(self, reason: str) -> None:
-        """Stop the workers with the grace of a planned stop and go, whatever the master says."""
+        """Stop the workers with the grace of a planned stop and leave, whatever the master orders."""
         self._end(Ending("", reason))
 
     def part(self, reason: str) -> None:
-        """Ask the master to be drained, and go when it says so: what a signal to the agent means.
+        """Ask the master to be drained, and leave when it orders that. A signal to the agent ends up here.
 
-        So the others' workers get their grace too, and no failure is recorded. Without an answer, or refused, it is `leave`.
+        So other nodes' workers get their grace too, and no failure is recorded. Without an answer, or refused, it is
+        `leave`.
         """
         if self._parting or not (self._connected and self.node):
             self.leave(reason)
@@ -220,9 +225,11 @@ class Agent:
 
     def _part_unanswered(self, *, waits: bool = True) -> None:
         if waits and self._parting_number < 0:
-            # Heard: it leaves after a change at a step boundary. It has no work before that: others need what it holds.
+            # `LeaveNode` is accepted: stay until the planned change is done (peers may read this memory), then use force. The
+            # platform's deadline may be later than the own one.
             later = partial(self._part_unanswered, waits=False)
-            asyncio.get_running_loop().call_later(self._settings.stop_grace_s, later)
+            departs_s = self._order.part(notices.Departure).within_us / SECOND_US - LAST_WORD_S
+            asyncio.get_running_loop().call_later(max(self._settings.stop_grace_s, departs_s), later)
         elif not self._order.leave:
             self.leave(self._parting)
 
@@ -253,14 +260,14 @@ class Agent:
                 await self._change(order)
 
     def _ending_of(self, order: Order) -> Ending:
-        """What an order to leave means; who asked for it goes for its own reason."""
+        """The ending that an order to leave means. An agent that asked for it gives its own reason."""
         if self._parting and order.outcome in (nodes.DRAINED, nodes.LEAVING):
             return Ending("", self._parting)
         return Ending(order.outcome, order.reason, order.root)
 
     async def _change(self, order: Order) -> None:
         if order.linger_us:
-            # They may end by themselves, unless something else is ordered meanwhile: the one who knows why may be slow.
+            # Workers may end by themselves unless a newer order comes: the rank that caused the failure may report late.
             await any_within(order.linger_us / SECOND_US, self._gone, self._levelled)
         if order is not self._order:
             self._levelled.set()
@@ -268,10 +275,10 @@ class Agent:
         if not await self._stop(order):
             return
         if order is not self._order:
-            # Overtaken while stopping: the newest order is levelled next.
+            # A newer order came while stopping: it is levelled next.
             self._levelled.set()
         if order.over > self._told_over:
-            # Whoever hears that we have stopped must have heard every exit before.
+            # The report that the workers have stopped must come after every exit.
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(LAST_WORD_S, self._gone.wait())
             self._told_over = order.over
@@ -340,7 +347,7 @@ class Agent:
                 if len(self._finished) == self._living:
                     self._finishing = asyncio.ensure_future(self._finish(gone.generation))
             return
-        # One that we killed while it told its own error had failed before: that is evidence.
+        # A worker that was killed while it wrote its error file had failed before: that is evidence.
         if gone.asked and not gone.error:
             return
         if gone.last:
@@ -375,19 +382,19 @@ class Agent:
             return
         self._step = max(self._step, step.step)
         self._stepped_at = asyncio.get_running_loop().time()
-        # One node speaks for all ranks of a step: the one with rank 0.
+        # Rank 0's node reports for all ranks of a step.
         if self._order.work.node_rank == 0 and self._reported_first < step.generation:
             self._reported_first = first = step.generation
             age = max(0, int(self._stepped_at * SECOND_US) - step.at_us)
             self._outbox.add(progress.ReportFirstStep(self.node, first, step.step, age, step.told, step.imports_us))
 
     async def _mind_silence(self) -> None:
-        """Without a master and without steps there is nothing to wait for: stop, before we are replaced elsewhere."""
+        """Without a master and without steps, stop the workers before another node replaces this one."""
         loop = asyncio.get_running_loop()
         while True:
             patience = self._settings.unreachable_s / 2
             since = max(self._stepped_at, self._mastered_at)
-            # Looked at again and again: a master may grant another patience meanwhile.
+            # Checked repeatedly, because a master may change the setting meanwhile.
             await asyncio.sleep(min(max(0.01, since + patience - loop.time()), self._settings.heartbeat_s))
             since = max(self._stepped_at, self._mastered_at)
             if self._generation > self._gave_up and loop.time() - since >= patience:
@@ -400,7 +407,7 @@ class Agent:
             self._outbox.add(
                 nodes.ReportFault(self.node, f"workers survived SIGKILL for {self._settings.kill_wait_s:g} s")
             )
-        # Whoever leads later must not believe that this generation runs.
+        # A later leader must not believe that this generation runs.
         rank, why = self._order.work.first_rank, "stopped by its agent: no master and no steps"
         told = incidents.ReportExit(self.node, generation, rank, -9, False, self._step, 0, "", why)
         self.result = self.result or told
@@ -426,12 +433,12 @@ class Agent:
                     closing = asyncio.ensure_future(connection.close())
                     self._closing.add(closing)
                     closing.add_done_callback(self._closing.discard)
-                    if found is None:  # a master that is stopped is not waited for where another one has us
+                    if found is None:  # another master has this agent, so a stopped one is not waited for
                         await closing
             except TokenRefused as refused:
                 if not self._token or len(masters.known) == 1:
                     raise
-                # One master was started with another token. Those that took us in know us.
+                # One master was started with another token. Masters that took this agent in before know it.
                 log.warning("a master refuses our token, the others are asked", address=address, reason=str(refused))
             except (ConnectionLost, MalformedMessage) as lost:
                 log.debug("no master", address=address, reason=str(lost))
@@ -443,15 +450,14 @@ class Agent:
             away, jitter_of = self._parted(), self.node or str(self._boot)
             silent = self._unanswered().wait_s <= 0
             pause_s = masters.lost(loop.time(), steady=steady, away=away, jitter_of=jitter_of, silent=silent)
-            if pause_s:
-                await asyncio.sleep(pause_s)
+            await masters.rest(pause_s)
 
     def _parted(self) -> Goodbye | None:
-        """The goodbye that ended the last conversation, if one did."""
+        """The goodbye that ended the last conversation, if there was one."""
         return self._sent_away
 
     async def _converse(self, connection: Connection, first: Welcome | None) -> Greeted | None:
-        """Until the connection is over; returns the master that took us in meanwhile, where this one was silent."""
+        """Talk until the connection ends; returns another master that took the agent in, because this one was silent."""
         said = first or await self._greeter.greet(connection, self._hello(self.node), self._settings.silence_s)
         if isinstance(said, Goodbye):
             self._turned_away(said)
@@ -487,7 +493,7 @@ class Agent:
         log.info("turned away", reason=goodbye.reason, leave=goodbye.leave, address=goodbye.address)
         self._sent_away = goodbye
         if goodbye.leave:
-            # Nobody here takes the word of a stranger: there is nothing to wait for.
+            # No master here listens to a stranger, so there is nothing to wait for.
             self._stranger = True
             self._outbox.changed.set()
             self._end(Ending(goodbye.outcome, goodbye.reason))
@@ -555,7 +561,7 @@ class Agent:
                     raise MalformedMessage(f"{type(message).__name__} is not for agents")
 
     async def _take_name(self, connection: Connection, node: str) -> None:
-        """Greet again under the new name; only when that is out does the name hold, and what waits for it begins."""
+        """Say hello under the new name. Once that is sent, the name is in force, and what waits for it begins."""
         if self.node:
             raise MalformedMessage(f"{self.node} cannot become {node}")
         await connection.send(messages.encode(self._hello(node)._replace(version=self._peer_version)))
@@ -576,7 +582,7 @@ class Agent:
         self._levelled.set()
 
     def _count_worlds(self, order: Order) -> None:
-        """Worlds that came and went unheard of may have used our stores: offer others, or one day none would be left."""
+        """Offer further stores: worlds formed while no master was heard may have used this node's stores."""
         seen, newest = self._seen, max(order.generation, order.over)
         self._seen = max(seen, newest)
         if (newest > seen + 1 and seen) or (newest > seen and not order.generation):
@@ -586,7 +592,7 @@ class Agent:
             self._stores = []
 
     def _fence(self, token: int) -> None:
-        """An order of a leader older than the newest seen must not be obeyed."""
+        """Raises for an order of a leader that is older than the newest known one."""
         if token < self._token:
             raise ConnectionLost(f"orders under token {token} are refused: {self._token} is newer")
         self._token = token

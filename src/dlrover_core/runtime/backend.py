@@ -1,4 +1,4 @@
-"""The `Backend` port: a scheduler that can start and delete nodes, and says what it sees.
+"""The `Backend` port: a scheduler that starts and deletes nodes, and reports what it observes.
 
 A backend translates and never decides. Everything else (ladders, budgets, worlds, bounded concurrency, back-off) is core.
 """
@@ -8,13 +8,30 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol, Union
 
+from dlrover_core.job import nodes
 from dlrover_core.job.orders import NodeLaunch
 
-PHASES = ("pending", "running", "succeeded", "failed", "gone")
+AVOIDED = nodes.AVOIDED
+
+PHASES = ("pending", "running", "lost", "succeeded", "failed", "gone")
 
 
 class Observation(NamedTuple):
-    """What a backend sees of one node. ``age_us``: how long ago; ``notice``: a drain or pre-emption that was announced."""
+    """What a backend sees of one node.
+
+    name:      the node's, as it was launched
+    phase:     one of `PHASES`; ``lost``: the platform cannot reach its host. A node whose agent is silent then is replaced at
+               once, on another host; one whose agent is heard is not. A backend says it again with every `Listed`
+    exit_code: of one that has ended
+    reason:    the platform's word for its phase
+    host:      the platform's name of the host that it is on; empty: on none yet, or not known
+    domain:    that host's failure domain (a rack, a zone); empty: not known
+    notice:    why the platform will take the node away, a drain or a pre-emption; empty: it will not, or no longer
+    notice_us: how long after this was said it will; 0: it does not say
+    age_us:    how long ago this was so
+    waits:     of a pending one why the platform has not placed it yet: no room, a quota, an image; empty: nothing is in its way.
+               It begins with `AVOIDED` where there is room on hosts alone that the node must not run on
+    """
 
     name: str
     phase: str
@@ -25,32 +42,33 @@ class Observation(NamedTuple):
     notice: str = ""
     notice_us: int = 0
     age_us: int = 0
+    waits: str = ""
 
 
 class Listed(NamedTuple):
-    """All nodes of the job. What it lacks is gone."""
+    """All nodes of the job. A node that is missing is gone."""
 
     nodes: tuple[Observation, ...]
 
 
 class Changed(NamedTuple):
-    """One node changed."""
+    """One node has changed."""
 
     node: Observation
 
 
 class Backend(Protocol):
-    """What a scheduler must offer. `dlrover_core.testing.BackendConformance` is the contract as tests."""
+    """What a scheduler must offer. `dlrover_core.testing.BackendConformance` is this contract as tests."""
 
     async def launch(self, node: NodeLaunch, token: int) -> None:
         """Start a node. Idempotent by ``node.name``.
 
-        Raises `LaunchRefused`; any other error means unknown, and it is asked again.
+        Raises `LaunchRefused`. After any other error the outcome is unknown, and the leader calls again.
         """
         ...
 
     async def delete(self, name: str, token: int, grace_s: float) -> None:
-        """Delete a node; an unknown name is fine. Returns when accepted, not when gone."""
+        """Delete a node; an unknown name is no error. Returns when the request is accepted, not when the node is gone."""
         ...
 
     def observe(self) -> AsyncIterator[Union[Listed, Changed]]:

@@ -1,4 +1,4 @@
-"""An agent's heartbeats: when they go out, and what they tell."""
+"""An agent's heartbeats: when they are sent, and what they report."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.levels import Beat
 
 LEAST_S = 0.05
-"""Between two beats, however much they are hurried: a master hears many agents."""
+"""Seconds between two heartbeats at least, however urgent: a master hears many agents."""
 SECOND_US = 1_000_000
 
 
 class Beats:
-    """The clock of one agent's beats. ``lag_us``: how late its loop was when the newest was due."""
+    """The clock of one agent's heartbeats. ``lag_us``: how late its loop was at the newest one."""
 
     def __init__(self) -> None:
         self.lag_us = 0
 
     async def due(self, every_s: float, desk: Desk | None) -> None:
-        """Wait until the next beat: at most ``every_s``, and less where a duty hurries."""
+        """Wait until the next heartbeat: at most ``every_s``, and less where a duty is in a hurry."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         due = began + every_s
         if desk is None:
             await asyncio.sleep(every_s)
         else:
-            # One timer and no task: there are thousands of beats where many agents share a loop.
+            # One timer and no task: many agents may share a loop, with thousands of heartbeats.
             timer = loop.call_at(due, desk.hurried.set)
             try:
                 await desk.hurried.wait()
@@ -42,7 +42,7 @@ class Beats:
 
 
 def beat_of(generation: int, step: int, lag_us: int, pulse: Pulse | None, desk: Desk | None) -> Beat:
-    """What one beat tells."""
+    """The contents of one heartbeat."""
     parts = tuple(desk.told.values()) if desk is not None else ()
     if pulse is None:
         return Beat(generation, step, lag_us, parts)

@@ -1,4 +1,4 @@
-"""Untrusted fields become the class that they claim to be, or `MalformedMessage` names the field that cannot."""
+"""Turns untrusted fields into the class that they claim to be. `MalformedMessage` names the field that does not fit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class _Reader(NamedTuple):
-    """How the fields of one class are read: worked out once, for messages come by thousands a second.
+    """How the fields of one class are read: worked out once, because thousands of messages come every second.
 
-    checks: of each field its name, and what its value must pass
-    width:  how many fields there are
-    least:  how many of them have no default
-    ints:   are all of them integers?
-    rows:   fields that are tuples of NamedTuples: their places, and the class of their members
+    checks: of each field its name, and the check that its value must pass
+    width:  number of fields
+    least:  number of fields without a default
+    ints:   all fields are integers
+    rows:   places of fields that are tuples of NamedTuples, each with the class of its members
     """
 
     checks: tuple[tuple[str, Callable[[Any], bool]], ...]
@@ -46,7 +46,7 @@ def checked(cls: type[T], fields: tuple[Any, ...]) -> T:
 
 
 def known(cls: type[T], fields: tuple[Any, ...]) -> T:
-    """``cls`` from untrusted fields of a peer that may be newer: fields behind ours are skipped, in its rows, too."""
+    """``cls`` from untrusted fields of a peer that may be newer: additional fields at the end are skipped, in rows too."""
     reader = _READERS.get(cls) or _reader(cls)
     if len(fields) > reader.width:
         fields = fields[: reader.width]
@@ -64,7 +64,7 @@ def _rows(cls: Any, place: int, row: type, said: Any) -> tuple[Any, ...]:
 
 def _integers(fields: tuple[Any, ...]) -> bool:
     for one in fields:  # noqa: SIM110 - a generator takes three times as long
-        # bool is an int to Python, not to us; the bound leaves room to add and subtract in what msgpack and SQLite can hold.
+        # A bool is no integer here. The bound leaves room for sums within the range of msgpack and SQLite.
         if type(one) is not int or not -INTEGER_MAX <= one <= INTEGER_MAX:
             return False
     return True
@@ -93,7 +93,7 @@ def _reader(cls: Any) -> _Reader:
 
 
 def _row_of(hint: Any) -> type | None:
-    """The NamedTuple of which a field has a tuple; None: it is no such field."""
+    """The NamedTuple class of a field that holds a tuple of them; None: it holds something else."""
     args = typing.get_args(hint)
     several = typing.get_origin(hint) is tuple and len(args) == 2 and args[1] is Ellipsis
     return args[0] if several and isinstance(args[0], type) and hasattr(args[0], "_fields") else None

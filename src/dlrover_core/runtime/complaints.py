@@ -1,4 +1,4 @@
-"""Log lines about what strangers do, bounded: a flood of them costs a few lines and a count, never a line each."""
+"""Bounded log lines about what strangers do: a flood of them costs a few lines and a count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEXT_MAX = 300
 
 @dataclass(slots=True)
 class _Kind:
-    """One event's lines in the present interval."""
+    """The lines of one kind of event in the present interval."""
 
     method: str
     timer: asyncio.TimerHandle
@@ -22,10 +22,10 @@ class _Kind:
 
 
 class Complaints:
-    """A logger whose every event is told ``first`` times at once in ``every_s`` seconds; the rest is one line with their number.
+    """A logger that writes the first ``first`` events of a kind in ``every_s`` seconds; one line counts the rest.
 
-    That line says ``suppressed`` and shows the newest one. A kind of event is its text, so texts must be constants; words may
-    be the stranger's own: they are cut, and shown without what a terminal would obey.
+    That line says ``suppressed`` and shows the newest event. A kind is identified by its text, so texts must be constants.
+    Words of a stranger are cut, and shown without characters that control a terminal.
     """
 
     def __init__(self, log: Any, *, first: int = FIRST, every_s: float = EVERY_S) -> None:
@@ -33,19 +33,19 @@ class Complaints:
         self._kinds: dict[str, _Kind] = {}
 
     def info(self, event: str, **words: Any) -> None:
-        """What is in order, if it does not come too often."""
+        """Log something ordinary."""
         self._tell("info", event, words)
 
     def warning(self, event: str, **words: Any) -> None:
-        """What no peer of ours does."""
+        """Log something that no correct peer does."""
         self._tell("warning", event, words)
 
     def error(self, event: str, **words: Any) -> None:
-        """What ought not to be."""
+        """Log something that should not happen."""
         self._tell("error", event, words)
 
     def close(self) -> None:
-        """Tell what is suppressed so far. Idempotent; whoever complains afterwards is heard."""
+        """Log what is suppressed so far. Idempotent; later complaints are logged."""
         for event in list(self._kinds):
             kind = self._kinds.pop(event)
             kind.timer.cancel()
@@ -70,7 +70,7 @@ class Complaints:
         kind = self._kinds.pop(event)
         if kind.suppressed:
             self._sum(event, kind)
-            # The flood may go on: its next lines are counted, not told, for as long as it lasts.
+            # The flood may go on: its next lines are only counted as long as it lasts.
             self._kinds[event] = _Kind(kind.method, self._arm(event), told=self._first)
 
     def _sum(self, event: str, kind: _Kind) -> None:

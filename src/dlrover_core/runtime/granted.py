@@ -1,4 +1,4 @@
-"""What a master tells its agents about times and limits, in seconds; until one has, the defaults."""
+"""Times and limits that a master gives to its agents, in seconds; the defaults hold until a master answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECOND_US = 1_000_000
 
 @dataclass(slots=True)
 class Granted:
-    """The job's settings that an agent lives by, and the ``run`` that it is an agent of."""
+    """The job's settings for an agent, and the ``run`` that the agent belongs to. Times are in seconds."""
 
     run: str = ""
     heartbeat_s: float = 1.0
@@ -25,7 +25,7 @@ class Granted:
 
     @classmethod
     def by(cls, welcome: Welcome) -> Granted:
-        """As a master's greeting says."""
+        """The settings in a master's greeting."""
         return cls(
             welcome.run,
             welcome.heartbeat_us / SECOND_US,
@@ -38,7 +38,7 @@ class Granted:
 
 
 def launch_of(node: str, order: Order, settings: Granted) -> WorkersLaunch:
-    """What an order means for a launcher."""
+    """The launch that an order asks of a launcher."""
     work = order.work
     return WorkersLaunch(
         run=settings.run,

@@ -1,8 +1,8 @@
-"""How an agent reaches a master: it dials, greets, and waits for the first word, each for a bounded time.
+"""How an agent reaches a master: it dials, greets and waits for the first answer, each with a time-out.
 
-A master that is stopped keeps its connections, and another one may lead long before its agents have lost patience with it. So
-an agent whose master leaves its beats unanswered asks the other masters that it knows, each over a connection of its own, and
-keeps the one that it has: a master that only paused goes on, and nothing was lost.
+A stopped master keeps its connections, and another master may lead long before the agents have lost patience. So an agent
+whose master leaves its heartbeats unanswered asks the other known masters, each over a connection of its own, and keeps the
+present connection: a master that only paused goes on, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from dlrover_core.runtime import messages
 from dlrover_core.runtime.masters import Masters, pause_s
 from dlrover_core.runtime.messages import Goodbye, Hello, Welcome
 from dlrover_core.runtime.transport import Connection, Dialer, receive_within
-from dlrover_core.runtime.within import within
 
 UNANSWERED_BEATS = 2
-"""So many heartbeats after its last word a master is silent enough for others to be asked."""
+"""After so many unanswered heartbeats, other masters are asked."""
 LOOK_S = 1.0
-"""An agent that knows of one master looks this often whether it has learnt of another."""
+"""Seconds after which an agent that knows one master checks whether it has learned of another."""
 
 _NOT_SERVED = re.compile(r"an agent that speaks protocol \d+ is not served here: \d+ to (\d+) are")
-"""The words in which a master refuses a version. `Sessions` says them, too; masters of protocol 4 are read by them."""
+"""The words by which a master refuses a version. `Sessions` uses them, and masters of protocol 4 are recognised by them."""
 
 log = structlog.get_logger("dlrover.agent")
 
@@ -42,7 +41,7 @@ class Greeted(NamedTuple):
 
 
 def _older(refusal: Goodbye) -> int:
-    """The version that a master speaks which is too old for ours, if we speak that one, too; 0: it is not that."""
+    """The version of a master that is too old for ours but that we speak; 0: there is none."""
     found = _NOT_SERVED.match(refusal.reason)
     newest = int(found[1]) if found is not None else 0
     return newest if messages.OLDEST_VERSION <= newest < messages.VERSION else 0
@@ -52,7 +51,7 @@ class Unanswered(NamedTuple):
     """What an agent says to other masters while its own is silent."""
 
     wait_s: float
-    """The present master may be silent for so long yet before others are asked; 0 or less: they are asked now."""
+    """Seconds that the present master may still be silent before others are asked; 0 or less: ask now."""
     hello: Hello
     """The greeting."""
     token: int
@@ -62,7 +61,7 @@ class Unanswered(NamedTuple):
 
 
 class Greeter:
-    """Dials and greets the ``masters`` of one agent. Where there are several, each has less time to answer."""
+    """Dials and greets the ``masters`` of one agent. With several masters, each has less time to answer."""
 
     def __init__(self, dialer: Dialer, masters: Masters) -> None:
         self._dialer, self._masters = dialer, masters
@@ -70,16 +69,27 @@ class Greeter:
         self._older: dict[str, int] = {}
 
     async def dial(self, address: str, silence_s: float) -> Connection:
-        """A connection to the master at ``address``. Raises `ConnectionLost` and `TokenRefused`."""
+        """A connection to the master at ``address``. Raises `ConnectionLost` and `TokenRefused`.
+
+        Dialling ends when other masters are named: a host that is gone may not answer for long.
+        """
         wait_s = self._masters.answer_s(silence_s)
+        connecting = asyncio.ensure_future(self._dialer.connect(address))
+        naming = asyncio.ensure_future(self._masters.named.wait())
         try:
-            return await within(wait_s, self._dialer.connect(address))
-        except asyncio.TimeoutError as error:
-            raise ConnectionLost(f"{address} did not answer within {wait_s:g} s") from error
+            await asyncio.wait({connecting, naming}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if connecting.done():
+                return connecting.result()
+            why = "other masters are named" if naming.done() else f"within {wait_s:g} s"
+            raise ConnectionLost(f"{address} did not answer: {why}")
+        finally:
+            for task in (connecting, naming):
+                task.cancel()
+            await asyncio.gather(connecting, naming, return_exceptions=True)
 
     async def greet(self, connection: Connection, hello: Hello, silence_s: float) -> Welcome | Goodbye:
-        """Say ``hello``, and hear what the master answers. Raises `ConnectionLost` and `MalformedMessage`."""
-        # Once: it may have been upgraded when it is met again.
+        """Say ``hello``, and return the master's answer. Raises `ConnectionLost` and `MalformedMessage`."""
+        # Only this once: the master may have been upgraded by the next time.
         version = self._older.pop(connection.peer, hello.version)
         await connection.send(messages.encode(hello._replace(version=version)))
         first = messages.decode(await receive_within(connection, self._masters.answer_s(silence_s)))
@@ -93,9 +103,9 @@ class Greeter:
     # ---- beside a conversation with a master that is silent
 
     async def elsewhere(self, unanswered: Callable[[], Unanswered]) -> Greeted:
-        """Whenever the present master is silent, ask all others, until one of them leads under a newer token.
+        """While the present master is silent, ask all others, until one of them leads under a newer token.
 
-        A standby keeps who asks it, so the agent is served the moment that it leads. The connection is the caller's to close.
+        A standby keeps the connection, so it serves the agent the moment that it leads. The caller closes the connection.
         """
         while True:
             wait_s = unanswered().wait_s if len(self._masters.known) > 1 else LOOK_S
@@ -108,7 +118,7 @@ class Greeter:
                 return found
 
     async def _ask_all(self, unanswered: Callable[[], Unanswered]) -> Greeted | None:
-        """Whoever has the agent first; None: the present master speaks again."""
+        """The first master that takes the agent in; None: the present master speaks again."""
         present = self._masters.address
         others = [one for one in self._masters.known if one != present]
         asks = [asyncio.ensure_future(self._ask_until(one, present, unanswered)) for one in others]
@@ -133,7 +143,7 @@ class Greeter:
         loop, attempt = asyncio.get_running_loop(), 0
         while (now := unanswered()).wait_s <= 0:
             began, asked = loop.time(), address
-            for _ in range(2):  # whom it is sent to is asked at once, but not whoever that one names
+            for _ in range(2):  # ask the named master at once, but not the one that this one names
                 said: Greeted | Goodbye | None = None
                 with contextlib.suppress(ConnectionLost, MalformedMessage, TokenRefused):
                     said = await self._ask(asked, now.hello, now.silence_s)

@@ -1,10 +1,10 @@
 """The `Launcher` port: how an agent starts, stops and watches the workers of its node.
 
-The agent's logic is core and knows no process, signal or file; whoever implements this port does. The Linux one lives in
-`dlrover_adapters.agent`, the in-memory one in `dlrover_core.testing`. Both obey the same promises:
+The agent's logic knows no process, signal or file; an implementation of this port does. The Linux one is in
+`dlrover_adapters.agent`, the in-memory one in `dlrover_core.testing`. Both keep these promises:
 
-* At most one generation of workers lives on a node. `start` is called only after `stop` returned True (or before any start).
-* `notices` yields every exit exactly once, as soon as it happened, never polled; exits that `stop` asked for too (`asked`).
+* At most one generation of workers lives on a node. `start` is called only after `stop` returned True, or before any start.
+* `notices` yields every exit exactly once, at once and without polling, including exits that `stop` asked for (`asked`).
 * Nothing outlives `close`: no process, socket, shared memory or file descriptor of the launcher's own.
 """
 
@@ -19,11 +19,18 @@ TAIL_BYTES_MAX = 4096
 
 
 class WorkersLaunch(NamedTuple):
-    """The workers of one generation on this node, as its world orders them.
+    """The workers of one generation on this node.
 
-    Ranks are global: local rank ``i`` is rank ``first_rank + i`` of ``world_size``. ``store`` is the ``host:port`` of the
-    TCPStore opened for this generation alone, on the node that holds rank 0. ``restart_count``: this run's earlier generations.
-    ``node`` is this node's name.
+    first_rank:    global rank of local rank 0; local rank ``i`` is rank ``first_rank + i``
+    nproc:         workers of this node
+    world_size:    ranks of the world
+    node_rank:     this node's place in the world
+    nodes:         nodes of the world
+    store:         ``host:port`` of the TCPStore of this generation, on rank 0's node
+    restart_count: earlier generations of this run
+    max_restarts:  restarts that the job may use
+    resume_step:   newest complete step that the leader knows of; -1: none
+    node:          this node's name
     """
 
     run: str
@@ -41,10 +48,16 @@ class WorkersLaunch(NamedTuple):
 
 
 class WorkerExit(NamedTuple):
-    """One worker is dead and reaped. ``exit_code`` is negative for a signal. ``died_us`` is the launcher's monotonic clock.
+    """One worker is dead and reaped.
 
-    ``last``: whoever starts workers here will not do so again after this death, whatever is ordered. ``signature`` and
-    ``place``: what the launcher knows the death by, as `Evidence` has them; empty: nothing.
+    exit_code:          negative: killed by that signal
+    asked:              `stop` had asked for it
+    died_us:            time of death, by the launcher's monotonic clock
+    step:               last step it had made; -1: unknown
+    tail:               its last lines
+    error, error_at_us: message and time of its error file
+    last:               the launcher will not start workers again after this death, whatever is ordered
+    signature, place:   how the launcher recognised the death, as in `Evidence`; empty: not
     """
 
     generation: int
@@ -63,10 +76,12 @@ class WorkerExit(NamedTuple):
 
 
 class WorkerStep(NamedTuple):
-    """A worker finished step ``step``.
+    """A worker has finished a step.
 
-    ``told``: that is the script's own number; else optimizer calls of this process, counted.
-    ``imports_us``: what imports took until its first step; 0: not measured, or no first step.
+    first:      the first one of its generation
+    at_us:      when, by the launcher's monotonic clock
+    told:       ``step`` is the script's own number; else it counts optimizer calls of this process
+    imports_us: time spent on imports until the first step; 0: not measured, or not the first step
     """
 
     generation: int
@@ -79,25 +94,25 @@ class WorkerStep(NamedTuple):
 
 
 class StoreReady(NamedTuple):
-    """An unused TCPStore listens at ``address`` (``host:port``), ready to serve one generation."""
+    """An unused TCPStore listens at ``address`` (``host:port``), for one generation."""
 
     address: str
 
 
 class StoreGone(NamedTuple):
-    """A store that was ready is not any more (its keeper died): it must not be named."""
+    """A ready store has ended, because its process died: no world may use it."""
 
     address: str
 
 
 class WorkersGone(NamedTuple):
-    """Every worker of ``generation`` is dead, and its exit was among the notices before this one."""
+    """Every worker of ``generation`` is dead, and all exits came among the notices before this one."""
 
     generation: int
 
 
 class WorkersStuck(NamedTuple):
-    """Workers of ``generation`` did not die within the kill wait (D state, broken driver): the node is no good."""
+    """Workers of ``generation`` survived the kill (D state, broken driver): the node is unusable."""
 
     generation: int
     pids: tuple[int, ...]
@@ -107,7 +122,7 @@ Notice = Union[WorkerExit, WorkerStep, StoreReady, StoreGone, WorkersGone, Worke
 
 
 class Launcher(Protocol):
-    """Start, stop, watch. Methods are called from the agent's loop and must not block it."""
+    """Starts, stops and watches workers. Methods are called from the agent's loop and must not block it."""
 
     @property
     def nproc(self) -> int:
@@ -115,17 +130,17 @@ class Launcher(Protocol):
         ...
 
     async def open(self) -> None:
-        """Make everything warm (zygote, stores). Raises `LaunchFailed` when workers could never be started here."""
+        """Prepare everything (zygote, stores). Raises `LaunchFailed` when workers could never be started here."""
         ...
 
     async def start(self, launch: WorkersLaunch) -> None:
-        """Start every worker of ``launch``; return when all of them exist. Raises `LaunchFailed`; then none of them lives."""
+        """Start every worker of ``launch``; return when all exist. Raises `LaunchFailed`; then none of them lives."""
         ...
 
     def spend_store(self, address: str) -> None:
-        """A world has named this store. If it is ours it serves that generation alone, and a new one is offered. Idempotent.
+        """A world uses this store. If it is this node's, it serves that generation alone, and a new store is offered. Idempotent.
 
-        Also called for a world that is superseded before it starts here, or nothing would ever be offered again.
+        Also called for a world that is superseded before it starts here; else this node would never offer a store again.
         """
         ...
 
@@ -137,7 +152,7 @@ class Launcher(Protocol):
         ...
 
     def notices(self) -> AsyncIterator[Notice]:
-        """Everything that happens, in order. One consumer."""
+        """Everything that happens, in order, for one reader."""
         ...
 
     async def close(self) -> None:
@@ -147,8 +162,8 @@ class Launcher(Protocol):
 
 @runtime_checkable
 class Pulsing(Protocol):
-    """What a launcher may have beside the port: it knows at any moment how long its workers have made no step."""
+    """An optional method of a launcher that knows at any moment how long its workers have made no step."""
 
     def pulse(self) -> Pulse | None:
-        """Of all living workers together; None where nobody can say."""
+        """The pulse of all living workers together; None: unknown."""
         ...

@@ -1,4 +1,4 @@
-"""What the parts of a master see of it: the state, what should be true, whether orders may be given, and how to say something."""
+"""What the parts of a master see of it: the state, the desired state, whether orders may be given, and how to submit commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dlrover_core.runtime.messages import Goodbye, Hello
 
 
 class Leader(Protocol):
-    """A `Master`, as its sessions, stalls, leveller and rendezvous need it."""
+    """A `Master`, as its sessions, stalls, leveller and rendezvous see it."""
 
     version: str
     desired: Desired
@@ -23,7 +23,7 @@ class Leader(Protocol):
 
     @property
     def state(self) -> JobState:
-        """The committed state, while nothing is being decided."""
+        """The committed state, while no decision is under way."""
         ...
 
     @property
@@ -33,11 +33,11 @@ class Leader(Protocol):
 
     @property
     def orders(self) -> Mapping[str, Order]:
-        """What every agent should be doing."""
+        """The orders of all agents."""
         ...
 
     def may_order(self) -> bool:
-        """May something new be said to agents or backends now?"""
+        """May new orders go to agents or backends now?"""
         ...
 
     def now(self) -> int:
@@ -45,11 +45,11 @@ class Leader(Protocol):
         ...
 
     def submit(self, command: Command, origin: Origin | None = None) -> asyncio.Future[Reply]:
-        """Hand in a command; the future is done when its outcome is durable."""
+        """Submit a command; the future is done when its outcome is durable."""
         ...
 
     def tell(self, command: Command) -> None:
-        """Submit an observation whose reply nobody waits for."""
+        """Submit an observation whose reply is not needed."""
         ...
 
     def delete_grace_s(self, name: str) -> float:
@@ -57,9 +57,9 @@ class Leader(Protocol):
         ...
 
     def look_soon(self) -> None:
-        """Agents told something that is not to wait for the next look."""
+        """An agent's report must not wait for the next look."""
         ...
 
     async def sent_on(self, hello: Hello) -> Goodbye | None:
-        """Where an agent finds who leads; None: it is served here."""
+        """The goodbye that tells an agent where the leader is; None: this master serves it."""
         ...

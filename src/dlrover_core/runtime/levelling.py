@@ -1,7 +1,7 @@
-"""Levelling: a scheduler's nodes are made to match desired, again and again.
+"""Levelling: a scheduler's nodes are made to match the desired state, again and again.
 
-Nothing here remembers half-done effects. Every pass compares what the backend last listed with what desired says: what is
-missing is launched, what is not named is deleted. A new master levels as the old one did.
+No half-done effect is remembered. Every pass compares what the backend last listed with the desired state: missing nodes
+are launched, unnamed nodes are deleted. A new master levels as the old one did.
 """
 
 from __future__ import annotations
@@ -15,28 +15,30 @@ import structlog
 
 from dlrover_core.diagnosis.classify import REFUSED_WORD
 from dlrover_core.errors import LaunchRefused
-from dlrover_core.job.nodes import Observed, ObserveNodes
-from dlrover_core.job.operations import NoticeNode
+from dlrover_core.job import notices
+from dlrover_core.job.nodes import REFUSED, Observed, ObserveNodes
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.backend import Backend, Changed, Listed, Observation
 from dlrover_core.runtime.leader import Leader
+from dlrover_core.runtime.rooms import Rooms
 
 CONCURRENT_MAX = 16
 BACK_OFF_S = (0.2, 1.0, 5.0, 15.0, 30.0)
 RELEVEL_S = 30.0
+WORDS_EVERY_S = 60.0
 
 log = structlog.get_logger("dlrover.master")
 
 
 class Call(NamedTuple):
-    """One thing asked of a backend."""
+    """One request to a backend."""
 
     verb: str
     name: str
 
 
 class Leveller:
-    """One backend, levelled to one master's desired."""
+    """Levels one backend to one master's desired state."""
 
     def __init__(self, master: Leader, backend: Backend) -> None:
         self._master, self._backend = master, backend
@@ -49,6 +51,8 @@ class Leveller:
         self._not_before: dict[Call, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._limit = asyncio.Semaphore(CONCURRENT_MAX)
+        self._words_at = 0.0
+        self._rooms = Rooms(master, backend, self._room_found)
 
     @property
     def empty(self) -> bool:
@@ -61,21 +65,27 @@ class Leveller:
         self._wake.set()
 
     def wake(self) -> None:
-        """Desired has changed."""
+        """The desired state has changed."""
         self._wake.set()
 
     async def run(self) -> None:
         """Observe and level until cancelled."""
-        observing = asyncio.ensure_future(self._observe())
+        observing, asking = asyncio.ensure_future(self._observe()), asyncio.ensure_future(self._rooms.run())
         try:
             while True:
                 self._pass()
                 await self._wait()
         finally:
-            observing.cancel()
-            for task in self._tasks:
+            for task in (observing, asking, *self._tasks):
                 task.cancel()
-            await asyncio.gather(observing, *self._tasks, return_exceptions=True)
+            await asyncio.gather(observing, asking, *self._tasks, return_exceptions=True)
+
+    def _room_found(self) -> None:
+        """Launch at once what was refused for want of room."""
+        for table in (self._not_before, self._failures):
+            for call in [call for call in table if call.verb == "launch" and call.name not in self._accepted]:
+                del table[call]
+        self._wake.set()
 
     async def _wait(self) -> None:
         loop = asyncio.get_running_loop()
@@ -112,30 +122,51 @@ class Leveller:
         nodes = seen.nodes if isinstance(seen, Listed) else (seen.node,)
         observed = tuple(self._translate(node) for node in nodes)
         self._master.tell(ObserveNodes(observed, isinstance(seen, Listed)))
-        for node, known in zip(nodes, observed, strict=True):
-            if node.notice:
-                left_us = max(1, node.notice_us - node.age_us) if node.notice_us else 0
-                self._master.tell(NoticeNode(known.node, node.notice, left_us))
+        for command in notices.told(self._master.state.notices, observed):
+            self._master.tell(command)
+        self._rooms.news()
         self._wake.set()
         self._master.left.set()
 
     def _translate(self, seen: Observation) -> Observed:
         prefix = f"{self._master.state.job.name}-"
+        name = seen.name.removeprefix(prefix)
+        left_us = max(1, seen.notice_us - seen.age_us) if seen.notice_us else 0
         return Observed(
-            seen.name.removeprefix(prefix), seen.phase, seen.exit_code, seen.reason, seen.host, seen.age_us, seen.domain
+            name,
+            seen.phase,
+            seen.exit_code,
+            seen.reason,
+            seen.host,
+            seen.age_us,
+            seen.domain,
+            seen.waits,
+            seen.notice,
+            left_us,
         )
 
     def _pass(self) -> None:
-        """One levelling pass, begun by asking the local clock whether this master still leads."""
+        """One levelling pass. It first asks the local clock whether this master still leads."""
         if not self._known or not self._master.may_order():
             return
         desired, now = self._master.desired, asyncio.get_running_loop().time()
+        if now >= self._words_at:
+            self._words_at = now + WORDS_EVERY_S
+            self._tell_words()
         for node in desired.launch:
             if node.name not in self._listed and node.name not in self._accepted:
                 self._start(Call("launch", node.name), partial(self._launch, node), now)
         for name in list(self._listed):
             if name not in desired.names or self._clearing:
                 self._start(Call("delete", name), partial(self._delete, name), now)
+
+    def _tell_words(self) -> None:
+        """Record why nodes wait in the present words: changes that came too soon after others were not recorded."""
+        here = self._master.state.nodes.nodes
+        said = [self._translate(seen) for seen in self._listed.values() if seen.phase == "pending" and seen.waits]
+        news = tuple(one for one in said if one.node in here and here[one.node].waits != one.waits)
+        if news:
+            self._master.tell(ObserveNodes(news))
 
     def _start(self, call: Call, action: Callable[[], Awaitable[None]], now: float) -> None:
         if call.name in self._busy or self._not_before.get(call, 0.0) > now:
@@ -150,11 +181,11 @@ class Leveller:
         try:
             async with self._limit:
                 if not self._master.may_order():
-                    # It waited for its turn too long.
+                    # The call waited too long for its turn.
                     return
                 await action()
             self._failures.pop(call, None)
-            # Accepted is not done: if nothing comes of it, it is asked again.
+            # Accepted does not mean done: without an observation, the call is repeated.
             self._not_before[call] = loop.time() + BACK_OFF_S[-1]
         except Exception as error:  # noqa: BLE001  # unknown: level again
             failures = self._failures.get(call, 0)
@@ -173,7 +204,7 @@ class Leveller:
 
     def _prune(self) -> None:
         if self._busy:
-            # The last of them does it for all.
+            # The last call does it for all.
             return
         alive = set(self._listed) | {node.name for node in self._master.desired.launch} | self._busy
         for table in (self._not_before, self._failures):
@@ -185,6 +216,9 @@ class Leveller:
             await self._backend.launch(node, self._master.token)
         except LaunchRefused as refused:
             if not refused.permanent:
+                # The node waits and is asked for again. This is no failure.
+                waits = refused.reason or "its backend refuses it for now"
+                self._master.tell(ObserveNodes((Observed(node.node, REFUSED, waits=waits),)))
                 raise
             log.error("backend refuses a node for good", node=node.name, reason=refused.reason)
             self._master.tell(ObserveNodes((Observed(node.node, "failed", -1, f"{REFUSED_WORD}: {refused.reason}"),)))

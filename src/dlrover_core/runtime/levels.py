@@ -1,7 +1,7 @@
-"""What agents tell with every heartbeat and no log holds: the port of those who listen.
+"""What agents report with every heartbeat and no log holds (levels), and the port of the concerns that listen.
 
-A new leader begins without any of it and hears it again. What follows from it becomes commands (`findings`), which are said again
-until the log has them.
+A new leader starts without levels and hears them again. Decisions that follow from them become commands (`findings`),
+repeated until the log has them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from dlrover_core.kernel.wire import Part
 
 
 class Beat(NamedTuple):
-    """An agent lives. ``step`` is the highest its workers have made (-1 unknown), ``lag_us`` its loop's lag.
+    """An agent's heartbeat.
 
-    ``parts``: what concerns tell: `diagnosis.stall.Pulse`, `runtime.paces`, `runtime.keeping`.
+    step:   highest step of its workers; -1: unknown
+    lag_us: how late its event loop was
+    parts:  parts of concerns: `diagnosis.stall.Pulse`, `runtime.paces`, `runtime.keeping`
     """
 
     generation: int
@@ -27,28 +29,28 @@ class Beat(NamedTuple):
 
 
 class BeatSeen(NamedTuple):
-    """The leader lives. ``parts``: what concerns tell: `runtime.keeping`."""
+    """The leader's answer to a heartbeat. ``parts``: of concerns, as in `runtime.keeping`."""
 
     token: int
     parts: tuple[Part, ...] = ()
 
 
 class Levels:
-    """Base class of a concern that takes in heartbeats. It ignores all of them itself."""
+    """Base class of a concern that listens to heartbeats. This one ignores them."""
 
     def heard(self, state: JobState, node: str, beat: Beat) -> bool:
-        """A heartbeat of a node. True: what follows from it is not to wait for the next look."""
+        """Take in a node's heartbeat. True: a finding must not wait for the next look."""
         return False
 
     def forget(self, node: str) -> None:
         """The node is gone."""
 
     def findings(self, state: JobState, now_us: int) -> Iterable[Command]:
-        """What is to be decided upon now, by the leader's clock; asked about once per heartbeat."""
+        """Commands to submit now, by the leader's clock; asked for once per heartbeat interval."""
         return ()
 
     def answer(self, state: JobState, node: str) -> Part | None:
-        """What the node is told with the answer to its heartbeat."""
+        """This concern's part of the answer to the node's heartbeat."""
         return None
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from dlrover_core.job.orders import Desired, Order
 from dlrover_core.job.state import CODEC, JobState
 from dlrover_core.kernel.engine import Accepted, Command, Engine, Model, NotDone, Reply, Resend, Tick
 from dlrover_core.kernel.events import Batch, Origin, Record
-from dlrover_core.kernel.log import Archiving, EventLog, Leadership, Snapshot
+from dlrover_core.kernel.log import Archiving, EventLog, LeaderInfo, Leadership, Snapshot
 from dlrover_core.rules.desired import deletion_grace_s, desired
 from dlrover_core.rules.model import MODEL
 from dlrover_core.runtime import operations
@@ -31,6 +31,7 @@ from dlrover_core.runtime.backend import Backend
 from dlrover_core.runtime.levelling import Leveller
 from dlrover_core.runtime.messages import Goodbye, Hello
 from dlrover_core.runtime.pipeline import Deposed, Pipeline
+from dlrover_core.runtime.records import Records
 from dlrover_core.runtime.rendezvous import Rendezvous
 from dlrover_core.runtime.sessions import Sessions
 from dlrover_core.runtime.shown import shown
@@ -47,10 +48,10 @@ TICK_S = 1.0
 SOON_S = 0.02
 LEAVE_S = 10.0
 FLUSH_S = 5.0
-# Of a hand-over: the log's part, and the agents' to hang up by themselves.
+# Seconds of a hand-over: for the log, and for the agents to hang up by themselves.
 RESIGN_S = 2.0
 FAREWELL_S = 1.0
-KEEP_S = 300.0  # an archive may be far away; one that hangs must not keep the next snapshot from being taken
+KEEP_S = 300.0  # an archive may be far away, and one that hangs must not delay the next snapshot
 SECOND_US = 1_000_000
 
 log = structlog.get_logger("dlrover.master")
@@ -66,17 +67,18 @@ class Outcome:
 
 
 class Master:
-    """One candidate for leading one job. ``wall`` gives microseconds since the epoch; without a ``backend`` nobody launches
-    nodes: those of a `JobSpec.joining` job come by themselves, and the master's own `Rendezvous` gives them their names.
+    """A candidate for leading one job.
 
-    ``run_id`` names the run that this master serves: it begins it where the log does not have it yet, unless it ``begins`` none.
-    Masters of one run bear the same; an empty one serves whatever run is live.
-
-    One that ``answers`` serves its listener from the beginning: while another one leads it says so, and where. Where several
-    masters share one listening socket, none of them may. ``dead`` are the holders of masters that are known to be so.
-    ``watch`` is given every batch that this master has committed, with the state at its end; it must not wait, nor raise.
-    ``model`` decides; another than the usual one is `job.state.model` with a user's hook. The first failure would load the table
-    of signatures, 30 to 70 ms: `diagnosis.matching.prepare` does that ahead.
+    spec:      of the job; in a `JobSpec.joining` job without a ``backend``, the master's own `Rendezvous` names the nodes
+    wall:      the clock, in microseconds since the epoch
+    holder:    names this master in its lease
+    run_id:    the run that it serves, the same for all its masters; empty: whatever run is live
+    begins:    it begins that run, if the log does not have it yet
+    answers:   it serves its listener while another master leads, and tells agents where; not for a shared socket
+    dead:      holders of masters that are known to be dead
+    watch:     gets every committed batch, with the state at its end; must neither wait nor raise
+    model:     decides; `rules.model.model` makes one with a user's hook. (The first failure would load the table of
+               signatures, 30 to 70 ms; `diagnosis.matching.prepare` does that beforehand.)
     """
 
     version = VERSION
@@ -103,7 +105,9 @@ class Master:
         self._spec, self._log, self._listener, self._wall = spec, event_log, listener, wall
         self._holder, self._run_id, self._ttl_s, self._dead = holder, run_id, ttl_s, dead
         self._begins, self._answers = begins, answers
+        self._records = Records(event_log, spec.job, self._who_leads)
         self._standby = Standby(event_log, spec.job, holder=holder, address=listener.address, wall=wall, looks=answers)
+        self._standby.folded = self._records.ring
         self.sessions = Sessions(self)
         if backend is None and spec.joining:
             backend = Rendezvous(self, self.sessions)
@@ -125,7 +129,7 @@ class Master:
         self._serving = False
         self._asked_to_go = asyncio.Event()
         self._why_go = ""
-        # Since when it is not known whether this master still leads; has anything been held back meanwhile?
+        # Since when it is unknown whether this master still leads, and whether an order was held back meanwhile.
         self._unsure_since: float | None = None
         self._held_back = self._dismissed = False
         self.led = asyncio.Event()
@@ -135,7 +139,7 @@ class Master:
 
     @property
     def state(self) -> JobState:
-        """The committed state, while nothing is being decided."""
+        """The committed state, while no decision is under way."""
         return self._engine.state if self._engine is not None else self._model.new()
 
     @property
@@ -145,33 +149,33 @@ class Master:
 
     @property
     def address(self) -> str:
-        """Where agents and people reach it."""
+        """Where agents and people reach this master."""
         return self._listener.address
 
     @property
     def leading(self) -> bool:
-        """May orders be given? By the local clock alone."""
+        """May orders be given, by the local clock alone?"""
         return self._lead is not None and self._engine is not None and self._lead.valid()
 
     def stuck(self) -> tuple[str, bool, str, str]:
-        """Why decisions wait, empty: they do not; and as `Pipeline.unrecorded_end`."""
+        """Why decisions wait (empty: they do not), and `Pipeline.unrecorded_end`."""
         pipeline = self._pipeline
         return (pipeline.degraded, *pipeline.unrecorded_end()) if pipeline and self._serving else ("", False, "", "")
 
     def may_order(self) -> bool:
-        """May something new be said to agents or backends now? Whoever asks in vain is levelled again when it may."""
+        """May new orders go to agents or backends now? If not, levelling follows as soon as they may."""
         if self.leading:
             return True
         self._held_back = True
         return False
 
     async def sent_on(self, hello: Hello) -> Goodbye | None:
-        """Where an agent finds who leads; None: it is served here."""
+        """The goodbye that tells an agent where the leader is; None: this master serves it."""
         return None if self._serving else await self._standby.sent_on(hello.boot)
 
     @property
     def orders(self) -> Mapping[str, Order]:
-        """What every agent should be doing."""
+        """The orders of all agents."""
         return self.desired.orders
 
     def delete_grace_s(self, name: str) -> float:
@@ -186,7 +190,7 @@ class Master:
         return self._offset + int(asyncio.get_running_loop().time() * SECOND_US)
 
     def submit(self, command: Command, origin: Origin | None = None) -> asyncio.Future[Reply]:
-        """Hand in a command; the future is done when its outcome is durable. Cancelled when this master stops first."""
+        """Submit a command; the future is done when its outcome is durable. Cancelled when this master stops first."""
         if self._pipeline is None:
             future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
             future.cancel()
@@ -194,7 +198,7 @@ class Master:
         return self._pipeline.submit(command, origin)
 
     def tell(self, command: Command) -> None:
-        """Submit an observation whose reply nobody waits for."""
+        """Submit an observation whose reply is not needed."""
         self.submit(command).add_done_callback(_swallow)
 
     # ---- life
@@ -207,7 +211,7 @@ class Master:
         asked = asyncio.ensure_future(self._until_asked_to_go())
         try:
             if self._answers:
-                await self._listener.serve(self.sessions.accept, self.status, self.obey)
+                await self._listen()
             lead = await self._stand_by(asked)
             await _while(self._take_over(lead), [asked])
             return await self._serve(lead, asked)
@@ -217,10 +221,14 @@ class Master:
             for timer in (self._timer, self._soon):
                 if timer is not None:
                     timer.cancel()
+            self._records.close()
             await self._listener.close()
             self.sessions.close()
             if self._lead is not None:
                 await self._lead.resign()
+
+    async def _listen(self) -> None:
+        await self._listener.serve(self.sessions.accept, self.status, self.obey, self._records.hand_out)
 
     def hand_over(self, reason: str) -> None:
         """Finish what is queued, leave the job to the next master, send the agents there, and end `run`. Idempotent."""
@@ -262,7 +270,7 @@ class Master:
             self._serving = True
             self._standby.over()
             if not self._answers:
-                await self._listener.serve(self.sessions.accept, self.status, self.obey)
+                await self._listen()
             address = self._listener.address
             await _while(patiently(lambda: lead.announce(address)), watched)
             watched.append(asyncio.ensure_future(self._listen_to_silence(lead)))
@@ -271,7 +279,7 @@ class Master:
             self.led.set()
             log.info("leading", job=self._spec.job, token=self.token, seq=self.state.seq, address=address)
             await _while(self._until_over(), watched)
-            # The last words about who has gone belong into the log too; a log that is down does not keep us.
+            # The agents' last reports belong into the log too; a log that is down delays nothing.
             self._pipeline.stop()
             last = {deciding} if self._snapshot_task is None else {deciding, self._snapshot_task}
             await asyncio.wait(last, timeout=FLUSH_S)
@@ -287,9 +295,9 @@ class Master:
             await asyncio.gather(*watched, return_exceptions=True)
 
     async def _go(self, lead: Leadership, deciding: asyncio.Future[None], reason: str) -> None:
-        """Hand over: nothing new is taken, what is queued gets done, then the next master may lead, and agents go and look.
+        """Hand over: accept nothing new, finish the queue, let the next master lead, and send the agents away to find it.
 
-        What could not be committed is cancelled; agents say it again to whoever leads.
+        Commands that could not be committed are cancelled; agents repeat them to the next leader.
         """
         assert self._pipeline is not None
         log.info("handing over", job=self._spec.job, token=self.token, seq=self.state.seq, reason=reason)
@@ -307,9 +315,9 @@ class Master:
             await self.left.wait()
 
     async def _opened(self) -> None:
-        """The first words of this leadership; for a new log, the first of the job."""
+        """The first records of this leadership; in a new log, the first of the job."""
         if self.state.job.over and self.state.job.run == self._run_id:
-            # The run ended under the last leader: there is nothing to lead, only leavings to wait for.
+            # The run ended under the last leader: nothing is left to lead, and only agents are waited for.
             self._over.set()
             return
         if self._run_id not in ("", self.state.job.run) and not self._begins:
@@ -320,7 +328,7 @@ class Master:
             await self.submit(job.CreateJob(self._run_id, self._spec.to_json()))
 
     async def _until_over(self) -> None:
-        """Until the job has ended, every agent has left and the backend has nothing of it; who does not leave is deleted."""
+        """Until the job has ended, every agent has left and the backend has nothing left. Nodes that do not leave are deleted."""
         await self._over.wait()
         spec = self.state.job.spec
         with contextlib.suppress(asyncio.TimeoutError):
@@ -340,6 +348,7 @@ class Master:
 
     def _committed(self, batch: Batch) -> None:
         state = self.state
+        self._records.committed(batch)
         if self._watch is not None:
             self._watch(state, batch.records)
         for record in batch.records:
@@ -353,7 +362,7 @@ class Master:
             self._level()
             self.sessions.forget_absent()
         if state.job.over and self._run_id in ("", state.job.run):
-            # The end of an earlier run of this name is not ours: we are about to begin the next one.
+            # This end is an earlier run's; this master is about to begin the next run.
             self._over.set()
         self._schedule()
         self._since_snapshot += len(batch.records)
@@ -367,7 +376,7 @@ class Master:
             self._leveller.wake()
 
     def _derive(self, state: JobState) -> None:
-        """What others may see. While an append is in flight the state runs ahead of the log, and this does not."""
+        """What others may see. While an append is in flight, the engine's state is ahead of the log, and this is not."""
         self.desired = desired(state, self._model)
         self.present = frozenset(state.nodes.nodes)
 
@@ -379,19 +388,19 @@ class Master:
         due = self._model.due(self.state)
         if due is not None:
             delay = max(at_least_s, (due - self.now()) / SECOND_US)
-            # A microsecond more than due, or rounding would tick just before it.
+            # A microsecond more, or rounding would tick just before the deadline.
             loop = asyncio.get_running_loop()
             at = loop.time() + delay + 1e-6
             self._timer = loop.call_at(at, self._tick, at)
 
     def _tick(self, due: float) -> None:
-        """Time has passed. If this process was stopped meanwhile, that comes first: its own silence is not the others'."""
+        """Time has passed. If this process was stopped meanwhile, that is recorded first: its own silence is not the agents'."""
         self._timer = None
         self._note_lateness(asyncio.get_running_loop().time() - due)
         self.submit(Tick()).add_done_callback(self._ticked)
 
     def _ticked(self, done: asyncio.Future[Reply]) -> None:
-        """A tick that decides nothing commits nothing: the next deadline is set all the same."""
+        """Set the next deadline, even if the tick has decided nothing and so commits nothing."""
         _swallow(done)
         if not done.cancelled() and self._timer is None:
             self._schedule(at_least_s=TICK_S)
@@ -414,14 +423,14 @@ class Master:
         self._snapshot_task = asyncio.ensure_future(self._keep(self._lead, taken))
 
     async def _keep(self, lead: Leadership, snapshot: Snapshot) -> None:
-        """A snapshot is a cache and an archive a copy: without them the next take-over folds more, and nothing is lost."""
+        """Snapshot and archive. Both are copies: without them the next take-over folds more, and nothing is lost."""
         try:
             await within(KEEP_S, self._keep_all(lead, snapshot))
         except (CoreError, asyncio.TimeoutError) as error:
             log.warning("snapshot or archive failed, the next one tries again", seq=snapshot.seq, error=str(error))
 
     async def _keep_all(self, lead: Leadership, snapshot: Snapshot) -> None:
-        """Snapshot; archive what came before it; say so in the log; and only then delete what the log need not keep."""
+        """Take a snapshot, archive the records before it, record that, and only then delete what the log no longer needs."""
         await lead.snapshot(snapshot)
         if not isinstance(self._log, Archiving):
             return
@@ -430,7 +439,7 @@ class Master:
             reply = self.submit(job.NoteArchived(segment.first, segment.last, segment.digest))
             await asyncio.wait({reply})
             if reply.cancelled():
-                return  # whoever leads next finds the file
+                return  # the next leader finds the file
             match reply.result():
                 case Accepted():
                     noted = segment.last
@@ -476,7 +485,7 @@ class Master:
             self.tell(silence.NoteHeard(node.node))
 
     def _mind_lease(self, *, sure: bool) -> None:
-        """Where it is not known whether this master still leads nothing new is said; before long, agents are to look around."""
+        """Give no new orders while it is unknown whether this master still leads; before long, send the agents away to look."""
         now = asyncio.get_running_loop().time()
         if sure:
             if self._held_back:
@@ -488,7 +497,7 @@ class Master:
         if self._unsure_since is None:
             self._unsure_since = now
         if now - self._unsure_since >= self._ttl_s and not self._dismissed:
-            # Cut off from the log alone, it would keep them from whoever leads by now.
+            # A master cut off from the log alone would keep the agents from the new leader.
             self._dismissed = True
             self.sessions.dismiss(f"{self._holder} does not know whether it still leads")
 
@@ -496,12 +505,12 @@ class Master:
         return (node.suspect_at - self._offset) / SECOND_US
 
     def look_soon(self) -> None:
-        """Agents told something that is not to wait: look, once for all who say so at about the same time."""
+        """An agent's report must not wait: look once for all that come at about the same time."""
         if self._soon is None:
             self._soon = asyncio.get_running_loop().call_later(SOON_S, self._look)
 
     def _look(self, *, pressing: bool = True) -> None:
-        """What follows from what agents tell."""
+        """Submit the commands that follow from heartbeats."""
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None
@@ -514,7 +523,7 @@ class Master:
     async def obey(self, asked: object) -> int:
         """Do what a person asks, in plain values (`operations`); returns the record of it, once that is durable.
 
-        Raises `MalformedMessage`, `Refused`, `StandsBy` where whoever leads must be asked, and `NotLeading` where it is not
+        Raises `MalformedMessage`, `Refused`, `StandsBy` if another master must be asked, and `NotLeading` if it is not
         known, and will not be, whether it was done.
         """
         command, name = operations.command_of(asked), operations.job_of(asked)
@@ -527,7 +536,7 @@ class Master:
         reply = self.submit(command)
         await asyncio.wait({reply})
         if reply.cancelled():
-            raise NotLeading(self._spec.job, remedy="ask whoever leads now whether it was done")
+            raise NotLeading(self._spec.job, remedy="ask the present leader whether it was done")
         match reply.result():
             case Accepted(seq):
                 return seq
@@ -536,12 +545,18 @@ class Master:
             case Resend():
                 raise AssertionError("only numbered commands are asked for again")
 
+    def _who_leads(self) -> LeaderInfo | None:
+        """The leader, as far as this master knows."""
+        if self._serving:
+            return LeaderInfo(self.token, self._holder, self._listener.address)
+        return self._standby.leader
+
     def status(self) -> Mapping[str, Any]:
-        """What is so right now, levels included, as plain values; of a standby, as far as it has followed."""
+        """The present status, levels included, as plain values; of a standby, as far as it has followed the log."""
         if not self._serving:
             return shown(self._standby.state or self._model.new(), self.sessions) | self._standby.status()
         if self._pipeline is not None:
-            # One that was stopped for longer than its lease says so at once.
+            # A master that was stopped for longer than its lease says so at once.
             self._pipeline.look()
         degraded, since = (self._pipeline.degraded, self._pipeline.degraded_since) if self._pipeline else ("", 0)
         return shown(self.state, self.sessions, self.now()) | {

@@ -1,9 +1,9 @@
-"""What agents and masters say to each other: msgpack arrays ``[kind, fields]``, every field checked on the way in.
+"""What agents and masters say to each other: msgpack arrays ``[kind, fields]``, every field checked on arrival.
 
-Kinds are integers in an append-only table. Orders, heartbeats and their answers bear parts (`kernel.wire`). A peer skips parts
-that it does not know, and refuses a command that it does not know by its name, so a new concern needs no version. Peers of the
-previous version are served (`version_4`). Nothing pickled is ever decoded. Bytes that are not a message raise `MalformedMessage`.
-Any text can be encoded, and what agents report arrives as plain text (`words`).
+Kinds are integers in an append-only table. Orders, heartbeats and their answers carry parts (`kernel.wire`). A peer skips
+unknown parts, and refuses an unknown command by its name, so a new concern needs no protocol version. Peers of the previous
+version are served (`version_4`). Nothing pickled is ever decoded. Bytes that are no message raise `MalformedMessage`. Any
+text can be encoded, and what agents report arrives as plain text (`words`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,26 @@ from dlrover_core.words import plain, plain_fields
 
 VERSION = 5
 OLDEST_VERSION = 4
-# No message has more fields, and none has maps or extensions: what announces them costs nothing to refuse.
+# No message has more fields, or any map or extension. A frame that announces more is refused before it is decoded.
 FIELDS_MAX = 64
 NAME_MAX = 60
 Message = tuple[object, ...]
 
 
 class Hello(NamedTuple):
-    """An agent's first frame. ``token`` is the highest fencing token it has seen; ``generation`` what its workers run.
+    """An agent's first frame.
 
-    An empty ``node`` is a standby: it can run ``nproc`` workers on ``host`` and waits to be assigned a node. ``seat`` names the
-    one place on its host that at most one living agent holds (proven by a lock there): a second agent in a seat is the proof
-    that the first one is dead. ``place``: the index that it must have in its group; -1: any.
+    version:    of the protocol
+    run:        the run that it belongs to; empty: any
+    node:       its node; empty: it is a standby, and waits for a node
+    boot:       a number drawn once per process
+    generation: of its workers; 0: none
+    token:      the highest fencing token that it has seen
+    host:       its host
+    nproc:      workers that it can run
+    seat:       the place on its host that at most one living agent holds, by a file lock; a second agent in a seat proves
+                that the first one is dead
+    place:      the index that its node must have; -1: any
     """
 
     version: int
@@ -51,7 +59,7 @@ class Hello(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """The leader's answer: its token, the run, and the settings an agent needs, in microseconds."""
+    """The leader's answer: its fencing token, the run, and the settings of an agent. Times are in microseconds."""
 
     version: int
     run: str
@@ -65,9 +73,12 @@ class Welcome(NamedTuple):
 
 
 class Goodbye(NamedTuple):
-    """Not welcome here. ``leave``: stop the workers and go; else try ``address``, or again later.
+    """The agent is turned away, or, from an agent: its process ends by itself.
 
-    ``outcome`` as in an `Order`: what became of the job or of this node. From an agent: its process ends now, by itself.
+    reason:  in words
+    leave:   stop the workers and leave; else try ``address``, or the same master later
+    address: the leader's; empty: unknown
+    outcome: as in an `Order`: what became of the job or of the node
     """
 
     reason: str
@@ -77,7 +88,7 @@ class Goodbye(NamedTuple):
 
 
 class Numbered(NamedTuple):
-    """A command with its number: kind and fields of the command; its name, where a master may not know the kind."""
+    """A command with its number: kind and fields of the command, and its name, for a master that may not know the kind."""
 
     number: int
     kind: int
@@ -86,7 +97,7 @@ class Numbered(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The command ``number`` is durable at ``seq``; with a ``reason`` it was refused."""
+    """The command ``number`` is durable at ``seq``; with a ``reason``, it was refused."""
 
     number: int
     seq: int
@@ -94,20 +105,20 @@ class Answer(NamedTuple):
 
 
 class Again(NamedTuple):
-    """Send again from ``expected`` on."""
+    """Send the commands from ``expected`` on again."""
 
     expected: int
 
 
 class Level(NamedTuple):
-    """What the agent should be doing, by the leader with ``token``."""
+    """An order, by the leader with ``token``."""
 
     token: int
     order: tuple[Any, ...]
 
 
 class Assigned(NamedTuple):
-    """To a standby: be this node. It says `Hello` again, under that name, on the same connection."""
+    """To a standby: become this node. It says `Hello` again, under that name, on the same connection."""
 
     token: int
     node: str
@@ -126,17 +137,17 @@ _FRAMES: dict[int, type] = {
     10: Assigned,
 }
 
-# Frames with words of the peer's own. The fields of a command are cleaned by `command_of`.
+# Frames with text of the peer. `command_of` cleans the fields of a command.
 _WORDY = frozenset({Hello, Goodbye})
 _FRAME_KIND = {cls: kind for kind, cls in _FRAMES.items()}
 
 
 def encode(message: Message, version: int = VERSION) -> bytes:
-    """A message as a frame for a peer of ``version``; to one that is not served only a `Goodbye` is said."""
+    """A message as a frame for a peer of ``version``; for a version that is not served, only a `Goodbye`."""
     # A host greets under the same plain name that it joins by.
     said = plain_fields(message) if isinstance(message, Hello) else message
     fields = _fields(said) if version >= VERSION else _old_fields(said, version)
-    # Half characters may be in any word: a host's name, an exception's text.
+    # Any text may hold half a character: a host's name, an exception's message.
     frame = cast(bytes, msgpack.packb((_FRAME_KIND[type(message)], fields), unicode_errors="backslashreplace"))
     if len(frame) > FRAME_BYTES_MAX:
         raise MalformedMessage(
@@ -153,7 +164,7 @@ def _fields(message: Message) -> Message:
 
 def _old_fields(message: Message, version: int) -> Message:
     if version < OLDEST_VERSION or isinstance(message, Numbered):
-        return message[:3]  # all that these had, a Goodbye in any version
+        return message[:3]  # all fields that these versions had; a Goodbye has them in every version
     if isinstance(message, Beat):
         return version_4.beat(*message)
     return (message.token, *version_4.seen(message.parts)) if isinstance(message, BeatSeen) else message
@@ -164,7 +175,7 @@ def _told(parts: tuple[Part, ...]) -> tuple[tuple[int, Part], ...]:
 
 
 def type_of(frame: bytes) -> type | None:
-    """The class of the message in a frame of ours, which need not be looked into."""
+    """The class of the message in a frame of our version, without decoding the fields."""
     return _FRAMES.get(frame[1])
 
 
@@ -194,7 +205,7 @@ def decode(frame: bytes, version: int = VERSION) -> Message:
 
 
 def _parts_of(told: tuple[Any, ...]) -> tuple[Part, ...]:
-    """The parts that are known here. Raises `MalformedMessage`."""
+    """The known parts. Raises `MalformedMessage`."""
     parts: list[Part] = []
     for one in told:
         if not (len(one) == 2 and type(one[0]) is int and isinstance(one[1], tuple)):
@@ -206,10 +217,10 @@ def _parts_of(told: tuple[Any, ...]) -> tuple[Part, ...]:
 
 
 def numbered(number: int, command: Message, version: int = VERSION) -> Numbered:
-    """A command under its number, for a master of ``version``.
+    """A command with its number, for a master of ``version``.
 
-    One that such a master does not know may have been queued for another: numbers must not be left out, so it gets one that it
-    refuses. From version 5 on a master refuses what it does not know by itself, by its name.
+    A command that such a master does not know may already have a number, and numbers must have no gaps. So it is replaced
+    by a command that the master refuses. From version 5 on, a master refuses an unknown command by its name.
     """
     cls = type(command)
     if version < since(cls):
@@ -220,7 +231,7 @@ def numbered(number: int, command: Message, version: int = VERSION) -> Numbered:
 
 
 def command_of(message: Numbered) -> Message:
-    """The command that `numbered` wrapped; `Unknown` for one that is not known here. Raises `MalformedMessage`."""
+    """The command in a `Numbered`; `Unknown`, if it is not known here. Raises `MalformedMessage`."""
     cls = COMMANDS.get(message.kind)
     if cls is None:
         return Unknown(plain(message.name, NAME_MAX) or f"command {message.kind}")

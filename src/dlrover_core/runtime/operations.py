@@ -1,7 +1,7 @@
-"""What people may ask of a running job, as plain values: one object with the ``command`` and its arguments by name.
+"""Commands of people for a running job, as plain values: one object with the ``command`` and its arguments by name.
 
-Transports hand over whatever they were sent; nothing of it is trusted. What is no command raises `MalformedMessage`, and is
-never recorded; what the job's state forbids is refused by whoever decides, and is.
+Transports pass on whatever they receive, and nothing of it is trusted. An unknown command raises `MalformedMessage` and is
+never recorded. A command that the job's state forbids is refused by the engine, and recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ COMMANDS: Mapping[str, type] = {
     "quarantine": hosts.QuarantineHost,
     "release": hosts.ReleaseHost,
 }
-_DEFAULTS: Mapping[str, object] = {"group": "worker", "nodes_min": 0, "reason": "asked over HTTP"}
+# Without a word on nodes, the command means what it meant before nodes could be released.
+_DEFAULTS: Mapping[str, object] = {
+    "group": "",
+    "nodes_min": 0,
+    "reason": "asked over HTTP",
+    "keep_nodes": True,
+    "lose": False,
+}
 
 
 def command_of(asked: object) -> Message:
@@ -49,13 +56,13 @@ def command_of(asked: object) -> Message:
 
 
 def job_of(asked: object) -> str:
-    """The job that the asker means; empty where it does not say."""
+    """The job that the sender means; empty: it does not say."""
     name = asked.get("job", "") if isinstance(asked, Mapping) else ""
     return name if isinstance(name, str) else _shown(name)
 
 
 def _clean(value: object) -> object:
-    """Text that can be written down and shown."""
+    """Text that can be recorded and shown."""
     return plain(value, TEXT_CHARS_MAX) if isinstance(value, str) else value
 
 

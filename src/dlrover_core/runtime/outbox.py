@@ -1,4 +1,4 @@
-"""An agent's outbox: what it has to report, numbered, and kept until the leader has it for good."""
+"""An agent's outbox: its numbered commands, each kept until the leader has recorded it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECOND_US = 1_000_000
 
 
 class Outbox:
-    """Commands with their numbers: contiguous, at most 16 unanswered on the wire, sent again in order to whoever leads."""
+    """Numbered commands without gaps, at most 16 unanswered on the wire, sent again in order after every reconnect."""
 
     def __init__(self) -> None:
         self._next = 1
@@ -24,7 +24,7 @@ class Outbox:
         self.changed = asyncio.Event()
 
     def add(self, command: Message) -> int:
-        """Number a command and queue it, with plain texts: each command can be encoded, whatever its words came from."""
+        """Number a command and queue it, with its texts cleaned, so that every command can be encoded."""
         number = self._next
         self._next += 1
         self._unanswered.append((number, plain_fields(command), asyncio.get_running_loop().time()))
@@ -32,12 +32,12 @@ class Outbox:
         return number
 
     def rewind(self) -> None:
-        """A new connection: everything unanswered goes out again."""
+        """A new connection: all unanswered commands are sent again."""
         self._sent = 0
         self.changed.set()
 
     def expected(self, number: int) -> None:
-        """The leader asks again from ``number`` on. Raises `ConnectionLost` where that was answered: it forgot this node."""
+        """The leader wants all from ``number`` on. Raises `ConnectionLost` if that was answered: it forgot this node."""
         if self._unanswered and number < self._unanswered[0][0]:
             raise ConnectionLost(
                 f"command {number} was answered long ago; a leader that asks for it does not know this node"
@@ -53,7 +53,7 @@ class Outbox:
         self.changed.set()
 
     def next(self) -> tuple[int, Message] | None:
-        """The next command to put on the wire, if one may go. What bears an age has grown older by its wait here."""
+        """The next command to send, if one may be sent. The ages in it grow by its wait here."""
         if self._sent >= min(len(self._unanswered), UNANSWERED_MAX):
             return None
         self._sent += 1
@@ -65,5 +65,5 @@ class Outbox:
 
     @property
     def empty(self) -> bool:
-        """Is everything answered?"""
+        """Is every command answered?"""
         return not self._unanswered

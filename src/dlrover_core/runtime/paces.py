@@ -1,11 +1,11 @@
-"""What ranks compute and what their losses do: summed up by agents, sent with their beats, compared by whoever leads.
+"""Computing times and losses of ranks: summed up by agents, sent with heartbeats, compared by the leader.
 
-All of it is levels. An agent follows its ranks (`NodePace`, `NodeLoss`) and repeats with every beat what stands; the leader
-(`Paces`) makes facts of it once, by comparing ranks with one another, and a new leader hears it all again.
+All of it is repeated with every heartbeat. An agent follows its ranks (`NodePace`, `NodeLoss`) and reports what stands. The
+leader (`Paces`) compares ranks with one another and records a finding once. A new leader hears everything again.
 
-A rank that became slower *by itself* is a straggler; one that became slower with the others has more work to do, or it is the
-time of day. So a change is held against what the others' costs did up to the same step, and only what goes beyond it counts.
-A loss is waited for, for a moment: which ranks had no finite one first says whether a machine or the run is ill.
+A rank that became slower *by itself* is a straggler. A rank that became slower together with the others has more work to
+do, or the cause is common. So a change is compared with the others' change up to the same step, and only the excess counts.
+A broken loss is held back for a moment, because the ranks that had it first tell whether a machine or the run is at fault.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from dlrover_core.diagnosis.changepoint import LINE, ChangePoint
 from dlrover_core.diagnosis.slots import FINITE, NEVER
-from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
 from dlrover_core.job.stragglers import NoteLoss, NoteLossJump, NoteRecovered, NoteSlow
 from dlrover_core.job.world import World
@@ -29,13 +28,20 @@ PARTS = 10_000  # ratios travel as integers
 SLOW_MAX = 10  # of one node; a message's array has 64 places
 LOSSES_MAX = 12
 LATE_S = 10.0
-"""How long a change waits for the others' beats of the same step, at most."""
+"""Seconds that a change waits at most for the others' heartbeats of the same step."""
 LOSS_WAIT_S = 3.0
 SECOND_US = 1_000_000
 
 
 class SlowRank(NamedTuple):
-    """A standing change, as a beat tells it; ``jump``: the newest change alone, in parts of `PARTS`, 0 once it is an old one."""
+    """A slow rank, as a heartbeat reports it.
+
+    rank:              global rank
+    step:              the step up to which it was measured
+    steps:             steps that ``now_us`` was measured over
+    before_us, now_us: time to compute a step, before and now
+    jump:              the newest change alone, in parts of `PARTS`; 0: it is an old one
+    """
 
     rank: int
     step: int
@@ -46,7 +52,14 @@ class SlowRank(NamedTuple):
 
 
 class RankLoss(NamedTuple):
-    """What one rank's loss does, as a beat tells it: the first step without a finite one, how, and the newest jump."""
+    """One rank's loss, as a heartbeat reports it.
+
+    rank:   global rank
+    broken: first step without a finite loss
+    how:    what was not finite, as in `slots`
+    jumped: step of the newest jump
+    times:  size of that jump, in thousandths
+    """
 
     rank: int
     broken: int
@@ -57,10 +70,13 @@ class RankLoss(NamedTuple):
 
 @part(7)
 class PaceBeat(NamedTuple):
-    """``common``: the median rank's cost over its baseline, ``others``: that of the ranks not slow, or where all are, of all;
-    0: not known yet.
+    """Computing times of one node's ranks, in parts of `PARTS` of their baseline; 0: unknown.
 
-    All of it up to ``step``, which may be a second ago. ``slower``: how many are slow, ``slow`` may be cut short.
+    step:   the step up to which all of this holds, which may be a second ago
+    common: the median rank's
+    others: the median of the ranks that are not slow, or of all, if all are slow
+    slower: number of slow ranks
+    slow:   slow ranks; may be cut short
     """
 
     step: int = -1
@@ -72,7 +88,10 @@ class PaceBeat(NamedTuple):
 
 @part(8)
 class LossBeat(NamedTuple):
-    """``reporting``: how many ranks of the node report their loss; ``ranks``: those of which there is something to say."""
+    """Losses of one node's ranks.
+
+    ``reporting``: number of ranks that report theirs; ``ranks``: those with a broken loss or a jump.
+    """
 
     reporting: int = 0
     ranks: tuple[RankLoss, ...] = ()
@@ -88,21 +107,21 @@ class _Rank:
 
 
 class NodePace:
-    """Follows the ranks of one node, by local rank: what was slow stays so when its process begins anew."""
+    """Follows the ranks of one node, by local rank. A slow rank stays slow when its process starts anew."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
         self._step = -1
 
     def restarted(self) -> None:
-        """Another generation: other processes, the same machine."""
+        """Another generation: new processes on the same machine."""
         self._step = -1
         for one in self._ranks.values():
             one.blocks = 0
             one.changes.begin_again()
 
     def read(self, local_rank: int, measure: int, costs: Sequence[float], step: int, at_s: float) -> None:
-        """The costs of the newest blocks of a rank that has made ``step``."""
+        """Take in the costs of the newest blocks of a rank that has made ``step``."""
         one = self._ranks.setdefault(local_rank, _Rank())
         if measure != one.measure:
             one.measure, one.changes = measure, ChangePoint()
@@ -112,11 +131,11 @@ class NodePace:
                 one.step = step
 
     def beat(self, first_rank: int) -> PaceBeat:
-        """What stands now."""
+        """The present report."""
         ratios = [one.changes.ratio for one in self._ranks.values()]
         others = [one.changes.ratio for one in self._ranks.values() if one.changes.slow is None]
         if not others and sum(one > 0 for one in ratios) > 1:
-            # All are slow, a little perhaps and for what all suffer: one may be far slower still, by itself.
+            # All ranks are slow, perhaps a little and for a common cause; one may still be far slower by itself.
             others = ratios
         slow = [
             SlowRank(
@@ -151,7 +170,7 @@ class _Heard(NamedTuple):
 
 @dataclass(slots=True)
 class _Waiting:
-    """A change that waits to be compared, or has been ``judged``."""
+    """A change that waits to be compared, or was ``judged``."""
 
     slow: SlowRank
     since_s: float
@@ -160,7 +179,7 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False)
 class Paces(Levels):
-    """What the beats say of paces and losses, by node; each finding is told once."""
+    """All nodes' reports; each finding is returned once."""
 
     _heard: dict[str, _Heard] = field(default_factory=dict)
     _waiting: dict[tuple[str, int], _Waiting] = field(default_factory=dict)
@@ -168,37 +187,37 @@ class Paces(Levels):
     _told: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def heard(self, state: JobState, node: str, beat: Beat) -> bool:
-        """A node's beat."""
+        """Take in a node's heartbeat."""
         self.take(node, beat.generation, find(beat.parts, PaceBeat), find(beat.parts, LossBeat))
         return False
 
     def take(self, node: str, generation: int, pace: PaceBeat, loss: LossBeat) -> None:
-        """What a node's beat tells."""
+        """Take in a node's report."""
         if pace != _NO_PACE or loss.reporting or node in self._heard:
             self._heard[node] = _Heard(generation, pace, loss)
 
     def forget(self, node: str) -> None:
-        """It is gone."""
+        """The node is gone."""
         self._heard.pop(node, None)
         for key in [key for key in self._waiting if key[0] == node]:
             del self._waiting[key]
 
     def findings(self, state: JobState, now_us: int) -> Iterator[NoteSlow | NoteRecovered | NoteLoss | NoteLossJump]:
-        """What is to be told now."""
+        """The findings of now."""
         if state.job.live:
             yield from self.compared(state.world.worlds, state.stragglers.standing(), now_us / SECOND_US)
 
     def compared(
         self, worlds: Mapping[str, World], standing: Collection[tuple[str, int]], now_s: float
     ) -> Iterator[NoteSlow | NoteRecovered | NoteLoss | NoteLossJump]:
-        """What is to be told now; ``standing``: the ranks that the log calls slow."""
+        """The findings of now. ``standing``: the ranks that the log calls slow."""
         if not self._heard:
             return
         for group, world in worlds.items():
             current = {
                 node: heard
                 for node, heard in self._heard.items()
-                if group_of(node) == group and world.active and heard.generation == world.generation
+                if world.active and node in world.places and heard.generation == world.generation
             }
             yield from self._slow(current, standing, now_s)
             yield from self._losses(group, world.generation, current, now_s)
@@ -213,7 +232,7 @@ class Paces(Levels):
             for rank, one in slow.items():
                 waiting = self._waiting.get((node, rank))
                 if waiting is None or waiting.slow.step != one.step:
-                    # Of an old one, the others hold themselves against what they are by now: nothing can be compared.
+                    # For an old change, the others' baselines have moved since: nothing can be compared.
                     waiting = self._waiting[node, rank] = _Waiting(one, now_s, judged=not one.jump)
                 if not waiting.judged:
                     yield from self._judged(node, heard, waiting, current, now_s)
@@ -227,7 +246,7 @@ class Paces(Levels):
     def _judged(
         self, node: str, heard: _Heard, waiting: _Waiting, current: Mapping[str, _Heard], now_s: float
     ) -> Iterator[NoteSlow]:
-        """Once half of the others have made that step too, or for want of them after a while."""
+        """Judge the change once half of the other ranks have made that step too, or after a while without them."""
         slow = waiting.slow
         others = [one for name, one in current.items() if name != node and one.pace.common]
         there = [one for one in others if one.pace.step >= slow.step]
@@ -235,7 +254,7 @@ class Paces(Levels):
             return
         waiting.judged = True
         peers = median(one.pace.common for one in there) if there else heard.pace.others
-        # Without anybody to compare with, nothing tells a slow machine from more work.
+        # Without another rank to compare with, a slow machine looks like more work.
         if peers and beyond(slow.jump, peers):
             yield NoteSlow(
                 node, heard.generation, slow.rank, slow.before_us, slow.now_us, slow.steps, round(peers), slow.step
@@ -271,5 +290,5 @@ class Paces(Levels):
 
 
 def beyond(jump: int, peers: float) -> bool:
-    """Does a change go beyond what the others' costs did?"""
+    """Does a change exceed the change of the others' costs?"""
     return math.log(jump / peers) > LINE if jump > 0 and peers > 0 else False

@@ -1,8 +1,8 @@
 """The pipeline: commands in, one append at a time, replies out after the commit.
 
-While an append is in flight nothing is decided and nothing released; what queued meanwhile becomes the next batch. So
-latency is one append, and throughput scales itself without a timer. The log's own thread does the commit: with it on the
-loop, groups would never form.
+While an append is in flight, nothing is decided and no reply is sent; commands queued meanwhile become the next batch. So
+latency is one append, and throughput adapts without a timer. The commit runs in the log's own thread: on the event loop,
+batches would never form.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dlrover_core.runtime.trouble import Trouble
 from dlrover_core.runtime.unrecorded import failure, has_ended_well, owed
 
 QUEUE_MAX = 65_536
-# Deciding holds the loop: in between it is the heartbeats' turn.
+# Deciding blocks the event loop: heartbeats get their turn in between.
 GROUP_COMMANDS_MAX = 512
-# Decisions that waited for longer than this were away, as a master is whose process was stopped.
+# If decisions waited longer than this, the master counts as having been away.
 PAUSE_US = 2_000_000
-# An append that is found to last too long is given so long to end: a process that was stopped finds every append so.
+# An append that seems to hang gets so much more time: to a process that was stopped, every append seems to hang.
 OVERDUE_US = 500_000
 RETRY_S = (0.05, 0.2, 0.5, 1.0, 2.0)
 
@@ -36,7 +36,7 @@ class Deposed(CoreError):
 
 
 class Overloaded(CoreError):
-    """Too many commands wait for the log. Send again later."""
+    """Too many commands wait for the log. Send the command again later."""
 
 
 class _Waiting(NamedTuple):
@@ -46,7 +46,7 @@ class _Waiting(NamedTuple):
 
 
 class Pipeline:
-    """One engine, one leadership, one append in flight. ``calm`` is called when decisions were possible again after a while."""
+    """One engine, one leadership, one append in flight. ``calm`` is called when decisions are possible again after a while."""
 
     def __init__(
         self,
@@ -77,9 +77,10 @@ class Pipeline:
         return self._trouble.since
 
     def unrecorded_end(self) -> tuple[bool, str, str]:
-        """Have all workers ended well, whether the log takes it or not? Why is their last state not on storage; or empty.
+        """How the job has ended while the log takes no records.
 
-        And what has failed that nobody can restart while the log takes nothing; or empty.
+        Returns whether all workers have ended well; why their last state is not on storage (empty: it is); and what has
+        failed for good (empty: nothing).
         """
         state, waiting = self._engine.state, [one.command for one in self._queue]
         return has_ended_well(state, waiting), owed(state, waiting), failure(state, waiting, self._unwritten)
@@ -111,17 +112,17 @@ class Pipeline:
             self._fail_rest()
 
     def stop(self, *, taking: bool = True) -> None:
-        """Finish what is queued, then end `run`; unless ``taking``, whatever is submitted from now on is for the next leader."""
+        """Finish the queue, then end `run`. ``taking`` False: later commands are for the next leader."""
         self._stopping, self._closed = True, not taking
         self._wake.set()
 
     def look(self) -> None:
-        """Notice by what the leadership knows, though nothing is appended, that decisions would wait, or no longer."""
+        """Check by the leadership's clock, without an append, whether decisions have begun or ceased to wait."""
         wrong = self._lead.trouble() or (
             "" if self._lead.valid() else "it is not known whether this master still leads"
         )
         hangs = self._hangs()
-        # An append that fails again and again knows better.
+        # A failing append gives the better reason.
         if self._failing:
             return
         if wrong:
@@ -132,7 +133,7 @@ class Pipeline:
             self._resume(self._trouble.end())
 
     def _hangs(self) -> str:
-        """Why an append is taken to hang, which has not failed; empty: it is not."""
+        """Why an append is taken to hang, although it has not failed; empty: it does not."""
         now, hung_s, since = self._now(), self._engine.state.job.spec.hung_s, self._append_since
         if since is None or hung_s <= 0 or now - since < hung_s * 1_000_000:
             self._overdue_since = None
@@ -145,7 +146,7 @@ class Pipeline:
         return f"the log has not answered for {lasts_s} s: look at the disk or network that it is on, and at `dmesg`"
 
     def _resume(self, lasted_us: int) -> None:
-        """Nobody's silence counts while nothing could be recorded: that is decided before whatever has queued up since."""
+        """Record that silence did not count while the log took no records, before what has queued up since."""
         if lasted_us < PAUSE_US:
             return
         self._calm()

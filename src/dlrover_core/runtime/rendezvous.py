@@ -1,18 +1,21 @@
 """The rendezvous: a scheduler for jobs whose hosts come by themselves.
 
-Every host keeps one agent that dials the master and waits as a *standby*. To launch a node is to tell a standby that it is
-that node; what a scheduler would see of its machines is read off the agents' sessions:
+Every host runs one agent that dials the master and waits as a *standby*. To launch a node is to assign it to a standby.
+What a scheduler would observe of its machines follows from the agents' sessions:
 
-* A goodbye, or a connection that the agent's kernel ended and that is not back within ``gone_s``: its process is dead, the
-  node is gone. A living agent reconnects at once. Where more than half of all nodes go at one moment (the only one, too) it is
-  rather the network or this master, and they get as long as an agent that tries again needs at most; counted anew from when
-  somebody is connected again, where nobody was left, not even a standby.
-* A second agent in the same seat proves that the first one is dead; across masters and restarts of whole hosts too.
-* Everything else is silence, and silence is not death: `dlrover_core.rules.silence` judges it.
+* A goodbye ends a node. So does a connection that the agent's kernel ended and that is not back within ``gone_s``, because
+  a living
+  agent reconnects at once. If more than half of all nodes (or the only one) lose their connections at one moment, a network
+  fault or
+  a fault of this master is assumed, and agents get ``gone_s`` plus one retry period. If no agent is left, not even a
+  standby, that
+  time counts from the first that reconnects.
+* A second agent in the same seat proves that the first one is dead, across masters and restarts of whole hosts too.
+* Everything else is silence, which does not mean death: `dlrover_core.rules.silence` judges it.
 
-Which standby: one whose place is asked for by index first, then the one that has waited longest, for it is the warmest; those
-that have fallen silent, and those on hosts to be avoided, come last. A standby on an avoided host is taken only after the node
-has been wanted for ``last_call_s``: better a doubtful host than no world, better a good one than a doubtful one at once.
+The standby for a node is, in this order: one that asks for the node's index; the one that has waited longest, because it is
+the warmest. Silent standbys and standbys on avoided hosts come last. A standby on an avoided host is taken only after the
+node has been wanted for ``last_call_s``.
 """
 
 from __future__ import annotations
@@ -27,29 +30,25 @@ from dlrover_core.job.node_lifecycle import COMING
 from dlrover_core.job.orders import STRANGER, Desired, NodeLaunch
 from dlrover_core.rules.desired import farewell, full_name
 from dlrover_core.runtime.backend import Changed, Listed, Observation
+from dlrover_core.runtime.departures import LATE_S, RETURN_S, Departures
 from dlrover_core.runtime.leader import Leader
-from dlrover_core.runtime.masters import RETRY_MAX_S
 from dlrover_core.runtime.messages import Assigned, Goodbye, Hello
 from dlrover_core.runtime.sessions import GREETING_S, Session, Sessions
 
-# An agent that lost its master is back within this: its longest pause, and half as long again for dialling.
-RETURN_S = RETRY_MAX_S * 1.5
 FRESH_BEATS = 3
-# A timer that is later than this was held up with the whole master.
-LATE_S = 0.2
 
 log = structlog.get_logger("dlrover.master")
 
 
 class Seat(NamedTuple):
-    """Where at most one living agent is: a lock on its host says so."""
+    """A place on a host that at most one living agent holds, by a file lock."""
 
     host: str
     seat: str
 
 
 class Sitter(NamedTuple):
-    """Who was last seen in a seat; a standby has no ``node``."""
+    """The agent last seen in a seat; a standby has no ``node``."""
 
     boot: int
     node: str
@@ -62,24 +61,20 @@ class Rendezvous:
         self._master = master
         self._sessions = sessions
         self._sessions.reception = self
-        # Nodes that wait for a standby, since when by the loop's clock.
+        # Nodes that wait for a standby, and since when, by the loop's clock.
         self._wishes: dict[str, float] = {}
-        # Standbys without a promise, by the place they ask for and by boot, the oldest first.
+        # Standbys without a promised node, by the index they ask for, then by boot, oldest first.
         self._waiting: dict[int, dict[int, Session]] = {}
         self._promises: dict[str, Session] = {}
         self._promised_to: dict[int, str] = {}
         self._known_of: Desired | None = None
         self._known: Mapping[str, NodeLaunch] = {}
-        # Nodes whose agent this master has seen, by the boot of that agent.
+        # The boot of the agent that this master has seen, by node.
         self._holders: dict[str, int] = {}
         self._seats: dict[Seat, Sitter] = {}
         self._seated_from_log = False
-        self._leaving: dict[str, asyncio.TimerHandle] = {}
-        # Who is to go, and why, once it is known again that this master leads.
-        self._held_back: dict[str, str] = {}
-        # When somebody came though nobody else was connected, and some were missed.
-        self._found_at = -RETURN_S
-        # Said to be gone, and not yet out of the state.
+        self._away = Departures(master, sessions, self._part)
+        # Nodes reported as gone that are still in the state.
         self._gone: set[str] = set()
         self._news: asyncio.Queue[Changed] = asyncio.Queue()
         self._again: asyncio.TimerHandle | None = None
@@ -88,38 +83,38 @@ class Rendezvous:
     # ---- the backend
 
     async def launch(self, node: NodeLaunch, token: int) -> None:
-        """Assign the node to a standby, now or as soon as one comes. Never refused: hosts may come at any time."""
+        """Assign the node to a standby, now or as soon as one comes. Never refused, because hosts may come at any time."""
         self._fence(token, f"launch {node.node}")
         if node.node in self._promises or node.node in self._holders or node.node in self._wishes:
             return
         self._wish(node, asyncio.get_running_loop().time())
 
     async def delete(self, name: str, token: int, grace_s: float) -> None:
-        """Tell the agent to leave. One that cannot be told is gone for us: it hears it when it comes back."""
+        """Tell the agent to leave. An agent that cannot be told counts as gone, and is told when it comes back."""
         self._fence(token, f"delete {name}")
         node = name.removeprefix(f"{self._master.state.job.name}-")
         self._wishes.pop(node, None)
         session = self._sessions.of(node)
         if session is not None:
             state = self._master.state
-            # Its own order, if it has one, knows of more grace.
+            # The node's own order, if it has one, may grant more grace.
             order = self._master.orders.get(node) or (STRANGER if state.job.live else farewell(state))
             session.tell(token, order)
-        if node not in self._leaving:
+        if node not in self._away:
             wait_s = grace_s + self._master.state.job.spec.kill_wait_s + GREETING_S if session else RETURN_S
-            self._part_in(node, wait_s, "it did not answer when it was told to leave")
+            self._away.part_in(node, wait_s, "it did not answer when it was told to leave")
 
     async def observe(self) -> AsyncIterator[Listed | Changed]:
-        """`Listed` at once; joined nodes whose agents have not come back to this master run, for all that is known.
+        """`Listed` at once: a joined node whose agent has not come back to this master counts as running. Then each change.
 
-        What happened before comes after it: nobody may have listened yet, and of a planned node its absence says nothing.
+        Earlier changes come after the list: the reader may not have been there, and a planned node's absence says nothing.
         """
         yield Listed(tuple(self._listing()))
         while True:
             yield await self._news.get()
 
     async def room(self, group: str) -> int | None:
-        """How many standbys wait that could be nodes of the group."""
+        """How many waiting standbys could be nodes of the group."""
         nproc = self._master.state.job.spec.group(group).nproc
         return sum(one.hello.nproc == nproc for waiting in self._waiting.values() for one in waiting.values())
 
@@ -134,10 +129,10 @@ class Rendezvous:
             if node.node in self._gone or not (here or node.state != "planned"):
                 continue
             if not here and (node.state in ("lost", "succeeded") or (node.released and not node.joined)):
-                # It has left, or was given up, before this master came; if it lives it will be told to leave.
+                # The node left, or was given up, before this master led; if its agent lives, it will be told to leave.
                 continue
             if not here and not (node.joined and node.state in COMING):
-                self._part_in(node.node, RETURN_S, "its agent did not come back to the new master")
+                self._away.part_in(node.node, RETURN_S, "its agent did not come back to the new master")
             yield self._seen(node.node, "running" if node.state not in ("planned", "pending") else "pending")
 
     def _seen(self, node: str, phase: str, reason: str = "") -> Observation:
@@ -151,7 +146,7 @@ class Rendezvous:
     # ---- the reception
 
     def refusal(self, hello: Hello) -> Goodbye | None:
-        """Standbys that no group can use are told why; so is an agent whose name is another's by now."""
+        """Why an agent is turned away: no group can use this standby, or another agent has the node's name; None: it is not."""
         if not hello.node:
             return self._useless(hello)
         promised, session = self._promises.get(hello.node), self._sessions.of(hello.node)
@@ -183,8 +178,7 @@ class Rendezvous:
 
     def came(self, session: Session) -> None:
         """A standby waits for a node, or a node's agent is there."""
-        if self._leaving and len(self._sessions) == 1:
-            self._found_at = asyncio.get_running_loop().time()
+        self._away.came()
         self._sit(session)
         node = session.node
         if not node:
@@ -193,14 +187,14 @@ class Rendezvous:
         self._promises.pop(node, None)
         self._promised_to.pop(session.boot, None)
         self._wishes.pop(node, None)
-        self._stay(node)
+        self._away.stay(node)
         self._holders[node] = session.boot
         known = self._master.state.nodes.nodes.get(node)
         if known is not None and known.state == "planned":
             self._say(node, "pending")
 
     def went(self, session: Session, ended: bool) -> None:
-        """A connection is over: what that means, or for how long we wait before it means it."""
+        """A connection has ended: draw the conclusion, or wait before drawing it."""
         node = session.node
         if not node:
             self._withdraw(session)
@@ -211,59 +205,15 @@ class Rendezvous:
         if session.parted:
             self._part(node, f"its agent left: {session.parted}")
         elif ended:
-            why = "its agent died: the kernel ended its connection"
-            self._part_in(node, self._master.state.job.spec.gone_s, why, doubt=True)
+            self._away.died(node)
         elif known is None or known.released or known.state not in COMING or not known.joined:
-            self._part_in(node, RETURN_S, "its agent is away, and nothing is expected of it")
+            self._away.part_in(node, RETURN_S, "its agent is away, and nothing is expected of it")
 
     # ---- who goes
 
-    def _part_in(self, node: str, seconds: float, why: str, *, doubt: bool = False) -> None:
-        """Unless its agent is back by then, the node is gone; with ``doubt`` only where it is likely that it died."""
-        loop = asyncio.get_running_loop()
-        self._stay(node)
-        self._leaving[node] = loop.call_later(seconds, self._due, node, why, loop.time(), seconds, doubt)
-
-    def _due(self, node: str, why: str, since: float, seconds: float, doubt: bool) -> None:
-        waited = asyncio.get_running_loop().time() - since
-        doubt = doubt and self._expected(node)
-        if not self._master.may_order():
-            self._stay(node)
-            self._held_back[node] = why
-        elif waited > seconds + LATE_S:
-            # This master was stopped meanwhile: whoever came back then is still waiting at the door.
-            self._part_in(node, RETURN_S, why, doubt=doubt)
-        elif doubt and self._deserted():
-            self._part_in(node, RETURN_S, why, doubt=True)
-        elif doubt and seconds < RETURN_S and self._too_many():
-            self._part_in(node, RETURN_S, f"{why}; so did most others", doubt=True)
-        else:
-            self._part(node, why)
-
-    def _expected(self, node: str) -> bool:
-        """Is it, for all that the log knows, at work?"""
-        known = self._master.state.nodes.nodes.get(node)
-        return self._master.state.job.live and known is not None and known.joined and not known.released
-
-    def _deserted(self) -> bool:
-        """Is nobody connected, or was nobody a moment ago? Then who is away says nothing of who is dead: silence will."""
-        return not len(self._sessions) or asyncio.get_running_loop().time() - self._found_at < RETURN_S
-
-    def _too_many(self) -> bool:
-        """Are more than half of all nodes going at once?"""
-        joined = [node.node for node in self._master.state.nodes.nodes.values() if node.joined]
-        going = sum(node in self._leaving and self._sessions.of(node) is None for node in joined)
-        return going * 2 > len(joined)
-
-    def _stay(self, node: str) -> None:
-        self._held_back.pop(node, None)
-        timer = self._leaving.pop(node, None)
-        if timer is not None:
-            timer.cancel()
-
     def _part(self, node: str, why: str) -> None:
-        """It is gone: whoever comes back under its name is a stranger."""
-        self._stay(node)
+        """The node is gone: an agent that comes back under its name is a stranger."""
+        self._away.stay(node)
         self._holders.pop(node, None)
         present = self._master.state.nodes.nodes
         self._gone = {one for one in self._gone if one in present}
@@ -280,7 +230,7 @@ class Rendezvous:
     # ---- seats
 
     def _sit_down(self) -> None:
-        """Who sat where when the last master led."""
+        """Read from the log which agents sat where when the last master led."""
         state = self._master.state
         for node in state.nodes.nodes.values():
             sender = state.senders.get(node.node)
@@ -288,7 +238,7 @@ class Rendezvous:
                 self._seats.setdefault(Seat(node.host, node.seat), Sitter(sender.boot, node.node))
 
     def _sit(self, session: Session) -> None:
-        """Take a seat. Whoever was seen in it before is dead, whatever its connection looks like."""
+        """Take a seat. The agent seen in it before is dead, whatever its connection looks like."""
         if not session.hello.seat:
             return
         if not self._seated_from_log:
@@ -308,7 +258,7 @@ class Rendezvous:
     # ---- who becomes what
 
     def _wait(self, session: Session) -> None:
-        """A standby is there: it gets what it was promised on a connection that it has lost, or what is wished for, or waits."""
+        """A standby is there: it gets the node promised on its lost connection, or a wanted node, or waits."""
         if not self._master.state.job.live:
             return
         self._waiting.setdefault(session.hello.place, {})[session.boot] = session
@@ -319,7 +269,7 @@ class Rendezvous:
             self._offer(session)
 
     def _wish(self, launch: NodeLaunch, at: float) -> None:
-        """Give the node to the best standby there is, or remember it."""
+        """Assign the node to the best standby, or remember that it is wanted."""
         now = asyncio.get_running_loop().time()
         best, fits = None, False
         for session in self._fitting(launch):
@@ -345,12 +295,12 @@ class Rendezvous:
                     yield session
 
     def _merit(self, session: Session, launch: NodeLaunch, now: float) -> tuple[bool, bool]:
-        """Smaller is better; of equals the first."""
+        """Sort key of a standby: smaller is better, and of equals the first."""
         silent = now - session.heard_at > FRESH_BEATS * self._master.state.job.spec.heartbeat_s
         return session.hello.host in launch.avoid, silent
 
     def _offer(self, session: Session) -> None:
-        """A standby is free: give it the first node that waits and that it can be."""
+        """A standby is free: assign it the first wanted node that it can be."""
         now, last_call_s = asyncio.get_running_loop().time(), self._master.state.job.spec.last_call_s
         wanted, chosen, stale = self._launchable(), "", []
         for node, at in self._wishes.items():
@@ -369,22 +319,21 @@ class Rendezvous:
             self._assign(chosen, session)
 
     def _launchable(self) -> Mapping[str, NodeLaunch]:
-        """The nodes that should exist and do not, by name; worked out once for what is desired."""
+        """The nodes that should exist and do not, by name; cached for the present desired state."""
         desired = self._master.desired
         if self._known_of is not desired:
             self._known_of, self._known = desired, {launch.node: launch for launch in desired.launch}
         return self._known
 
     def _look_again(self, at: float) -> None:
-        """Hosts to be avoided may be taken once the wish is so old."""
+        """Assign wanted nodes to avoided hosts once they have been wanted long enough."""
         if self._again is None:
             loop = asyncio.get_running_loop()
             self._again = loop.call_at(at + self._master.state.job.spec.last_call_s + 1e-6, self._retry)
 
     def resumed(self) -> None:
-        """What was held back comes due: who is to go gets the time to come back once more, wishes meet who waits."""
-        for node, why in list(self._held_back.items()):
-            self._part_in(node, RETURN_S, why, doubt=True)
+        """Orders may be given again: missing nodes get their time once more, and wanted nodes meet waiting standbys."""
+        self._away.resumed()
         self._retry()
 
     def _retry(self) -> None:
@@ -414,7 +363,7 @@ class Rendezvous:
             self._withdraw(session)
 
     def _withdraw(self, session: Session) -> None:
-        """A standby is gone: the node it was told to be is the next one's, at once."""
+        """A standby is gone: the node that it was assigned goes to the next one at once."""
         waiting = self._waiting.get(session.hello.place, {})
         if waiting.get(session.boot) is session:
             del waiting[session.boot]

@@ -1,4 +1,4 @@
-"""The state of a job, out of its log."""
+"""The state of a job, read from its log."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ log = structlog.get_logger("dlrover.master")
 
 
 async def restored(event_log: EventLog, name: str) -> JobState:
-    """The state of a job: the newest snapshot that this version understands, and what came after it."""
+    """The state of a job: the newest snapshot that this version understands, and the records after it."""
     return await caught_up(event_log, name, await snapshotted(event_log, name))
 
 
 async def snapshotted(event_log: EventLog, name: str) -> JobState:
-    """The state in the newest snapshot of this schema; without one, that before the first event."""
+    """The state in the newest snapshot of this schema; without one, the empty state."""
     snapshot = await event_log.latest_snapshot(name)
     if snapshot is None:
         return FOLD.new()
@@ -28,7 +28,7 @@ async def snapshotted(event_log: EventLog, name: str) -> JobState:
 
 
 async def caught_up(event_log: EventLog, name: str, state: JobState) -> JobState:
-    """The same state with what the log has beyond it. After an error it stands where the log could be read to."""
+    """The state with the log's later records. After an error, it stands where the log could be read to."""
     async for batch in event_log.batches(name, state.seq):
         FOLD.fold((record for record in batch.records if record.seq > state.seq), state)
     return state

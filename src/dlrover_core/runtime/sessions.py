@@ -1,8 +1,8 @@
-"""Agents' sessions, as the master sees them: who is connected, who is silent, and what each was last told.
+"""Agents' sessions, as the master sees them: connections, silence, and the order that each agent was last told.
 
-What is here are levels: heartbeats, steps, connections. None of it is in the log; a new master starts without it and gives
-everybody the full time to be heard. Agents without a node, standbys, are parked here; what becomes of them, and what the end
-of a connection means, is the `Reception`'s to say.
+All of this are levels (heartbeats, steps, connections). None of it is in the log: a new master starts without it, and gives
+every agent the full time to be heard. Agents without a node, standbys, wait here; the `Reception` decides what becomes of
+them, and what the end of a connection means.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from typing import Protocol
 import structlog
 
 from dlrover_core.errors import ConnectionLost, MalformedMessage
+from dlrover_core.job.names import group_of
 from dlrover_core.job.orders import STRANGER, Order
+from dlrover_core.job.silence import NoteDead
 from dlrover_core.kernel.engine import Accepted, Command, NotDone, Reply, Resend
 from dlrover_core.kernel.events import Origin
 from dlrover_core.kernel.wire import Part
 from dlrover_core.rules.desired import farewell
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.complaints import Complaints
+from dlrover_core.runtime.departures import RETURN_S, Departures
 from dlrover_core.runtime.keeping import Keeping
 from dlrover_core.runtime.leader import Leader
 from dlrover_core.runtime.levels import Beat, BeatSeen, Levels
@@ -41,9 +44,9 @@ log = structlog.get_logger("dlrover.master")
 
 
 class Session:
-    """One agent's connection: an outbox drained by a task of its own, so that one slow reader stalls nobody else.
+    """One agent's connection, with a queue that a task of its own sends, so that one slow reader delays no other.
 
-    ``node`` is empty while it is a standby. ``parted`` is its own goodbye: its process ends by itself.
+    ``node`` is empty while it is a standby. ``parted``: the agent has said goodbye, and its process ends by itself.
     """
 
     def __init__(self, connection: Connection, hello: Hello) -> None:
@@ -53,13 +56,13 @@ class Session:
         self.heard_at = 0.0
         self.parted = ""
         self._outbox: deque[Message] = deque()
-        # What a transport may have beside the port.
+        # An optional method of a transport.
         self._send_now: Callable[[bytes], bool] | None = getattr(connection, "send_now", None)
         self._wake = asyncio.Event()
         self._over = ""
 
     def push(self, message: Message) -> None:
-        """Queue a message. A peer that leaves too many unread loses its connection; it will ask again."""
+        """Queue a message. A peer that leaves too many unread loses its connection, and will ask again."""
         if len(self._outbox) >= OUTBOX_MAX:
             self.end(f"it left {OUTBOX_MAX} messages unread")
         else:
@@ -67,24 +70,24 @@ class Session:
         self._wake.set()
 
     def seen(self, token: int, *parts: Part) -> None:
-        """Answer a beat: at once where the transport can and nothing else waits, for there are many."""
+        """Answer a heartbeat: at once if the transport can and nothing else waits, because there are many."""
         message = BeatSeen(token, parts)
         if self._outbox or self._send_now is None or not self._send_now(messages.encode(message, self.version)):
             self.push(message)
 
     def tell(self, token: int, order: Order) -> None:
-        """Say what the agent should be doing, if it was not told so already."""
+        """Send the order, if the agent was not told the same already."""
         if order != self.told:
             self.told = order
             self.push(messages.level(token, order, self.version))
 
     def end(self, reason: str) -> None:
-        """Cut the connection, once what is queued has been sent."""
+        """Cut the connection, once the queue has been sent."""
         self._over = self._over or reason
         self._wake.set()
 
     async def drain(self) -> None:
-        """Send what is queued, in order, until cancelled. Raises `ConnectionLost`."""
+        """Send the queue, in order, until cancelled. Raises `ConnectionLost`."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -95,10 +98,10 @@ class Session:
 
 
 class Reception(Protocol):
-    """Who takes in agents without a node, and draws conclusions from how connections end."""
+    """Takes in agents without a node, and draws conclusions from the ends of connections."""
 
     def refusal(self, hello: Hello) -> Goodbye | None:
-        """Why this agent, whose run and node are right, is turned away all the same; None: it is not."""
+        """Why an agent is turned away although its run and node are right; None: it is not."""
         ...
 
     def came(self, session: Session) -> None:
@@ -106,16 +109,24 @@ class Reception(Protocol):
         ...
 
     def went(self, session: Session, ended: bool) -> None:
-        """Its connection is over; ``ended``: its kernel ended it."""
+        """An agent's connection is over; ``ended``: its kernel ended it."""
         ...
 
     def resumed(self) -> None:
-        """Orders may be given again, after a while in which it was not known whether this master still leads."""
+        """Orders may be given again, after a time in which it was unknown whether this master still leads."""
         ...
 
 
 class NoStandbys:
-    """The reception of a job whose scheduler launches its nodes: it tells of deaths by itself."""
+    """The reception of a job whose nodes are launched by its scheduler.
+
+    The scheduler tells how nodes end. A connection that the agent's kernel ended, and that is not back within the longest pause
+    of an agent that tries again, tells it where the scheduler is slow.
+    """
+
+    def __init__(self, master: Leader, sessions: Sessions) -> None:
+        self._master, self._sessions = master, sessions
+        self._away = Departures(master, sessions, self._gone)
 
     def refusal(self, hello: Hello) -> Goodbye | None:
         """An agent without a node has nothing to wait for."""
@@ -126,21 +137,34 @@ class NoStandbys:
         )
 
     def came(self, session: Session) -> None:
-        """Nothing follows."""
+        """A node's agent is there."""
+        self._away.came()
+        self._away.stay(session.node)
 
     def went(self, session: Session, ended: bool) -> None:
-        """Nothing follows."""
+        """A connection has ended: if its kernel ended it, the agent has died, unless it is back at once."""
+        node = self._master.state.nodes.nodes.get(session.node)
+        at_work = node is not None and node.joined and not node.released
+        if ended and at_work and not session.parted and self._sessions.of(session.node) is None:
+            # The scheduler is about to say that the node ended, if it has. A link may have been cut for a while, too: an agent
+            # that lives is back within its longest pause.
+            self._away.died(session.node, max(RETURN_S, self._master.state.job.spec.gone_s))
+
+    def _gone(self, node: str, why: str) -> None:
+        log.info("agent gone", node=node, reason=why)
+        self._master.tell(NoteDead(node, why))
 
     def resumed(self) -> None:
-        """Nothing was held back."""
+        """Orders may be given again, after a time in which this master might have lost the lead."""
+        self._away.resumed()
 
 
 class Sessions:
-    """All sessions of one master: by node, the newest connection of a node is its session; standbys by boot, oldest first."""
+    """All sessions of one master: the newest connection of each node, and standbys by boot, oldest first."""
 
     def __init__(self, master: Leader) -> None:
         self._master = master
-        self.reception: Reception = NoStandbys()
+        self.reception: Reception = NoStandbys(master, self)
         self._by_node: dict[str, Session] = {}
         self.standbys: dict[int, Session] = {}
         self._heard: dict[str, float] = {}
@@ -155,7 +179,7 @@ class Sessions:
         return len(self._by_node) + len(self.standbys)
 
     def of(self, node: str) -> Session | None:
-        """The session of a node's agent, if it is connected."""
+        """The session of a node's agent; None: it is not connected."""
         return self._by_node.get(node)
 
     async def accept(self, connection: Connection) -> None:
@@ -230,7 +254,7 @@ class Sessions:
         return self.reception.refusal(hello)
 
     def estranged(self, node: str) -> Goodbye:
-        """To an agent whose node is no more: how its job ended, or that its identity alone is over."""
+        """The order for an agent whose node is no more: how its job ended, or that its identity alone is over."""
         state = self._master.state
         outcome = STRANGER.outcome if state.job.live else farewell(state).outcome
         return Goodbye(f"{node} is {STRANGER.reason}", True, outcome=outcome)
@@ -251,7 +275,7 @@ class Sessions:
                 us(spec.silence_s),
                 us(spec.unreachable_s),
                 us(spec.kill_wait_s),
-                spec.max_restarts,
+                state.job.policy(group_of(session.node)).max_restarts if session.node else spec.max_restarts,
                 us(spec.stop_grace_s),
             )
         )
@@ -263,7 +287,7 @@ class Sessions:
         self.reception.came(session)
 
     def _rename(self, session: Session, hello: Hello) -> None:
-        """A standby says that it is a node now: whatever is asked of a new connection is asked again."""
+        """A standby has become a node: the questions asked of a new connection are asked again."""
         if session.node or not hello.node or hello.boot != session.boot:
             raise MalformedMessage(f"{session.node or 'a standby'} cannot become {hello.node or 'a standby'}")
         refusal = self._refusal(hello)
@@ -287,13 +311,13 @@ class Sessions:
             await asyncio.gather(drain, listen, return_exceptions=True)
 
     async def _listen(self, session: Session) -> None:
-        # One task for as long as the connection lasts: a task for every frame costs more than the frame.
+        # One task per connection: a task for every frame costs more than the frame.
         for number in count(1):
             self._take(session, messages.decode(await session.connection.receive(), session.version))
             if session.parted:
                 return
             if number % TURN_FRAMES == 0:
-                # Whoever says more than it waits for answers does not keep the others from being heard.
+                # A peer that sends without waiting for answers must not keep others from being heard.
                 await asyncio.sleep(0)
 
     def _take(self, session: Session, message: Message) -> None:
@@ -311,7 +335,7 @@ class Sessions:
                 raise MalformedMessage(f"{type(message).__name__} is not for masters")
 
     def _heard_of(self, session: Session, beat: Beat) -> list[Part]:
-        """Hand a node's beat to all who listen; what they answer."""
+        """Hand a node's heartbeat to all listeners; returns their answers."""
         state, node = self._master.state, session.node
         for one in self._levels:
             if one.heard(state, node, beat):
@@ -321,14 +345,14 @@ class Sessions:
         return [part for one in self._levels if (part := one.answer(state, node)) is not None]
 
     def findings(self, now_us: int, *, pressing: bool = False) -> Iterator[Command]:
-        """What follows from what agents tell; of those alone where it is ``pressing``, or of all."""
+        """The commands that follow from heartbeats: of listeners with ``pressing`` news alone, or of all."""
         asked = [one for one in self._levels if one in self._pressing or not pressing]
         self._pressing.clear()
         for one in asked:
             yield from one.findings(self._master.state, now_us)
 
     def _remind(self, session: Session) -> None:
-        """The answer to a beat says what is desired, where that is not what the agent was told last."""
+        """Send the order with the answer to a heartbeat, if the agent was last told another one."""
         order = self._master.orders.get(session.node)
         if order is not None and order is not session.told and self._master.may_order():
             session.tell(self._master.token, order)
@@ -337,7 +361,7 @@ class Sessions:
         if not session.node:
             raise MalformedMessage("a standby has nothing to report")
         if session.node not in self._master.present:
-            # Gone meanwhile: nothing it reports counts.
+            # The node has gone meanwhile: its reports no longer count.
             session.push(self.estranged(session.node))
             return
         command = messages.command_of(message)
@@ -348,13 +372,13 @@ class Sessions:
         future = self._master.submit(command, origin)
 
         def answer(done: asyncio.Future[Reply]) -> None:
-            # Cancelled: not durable; the agent will send it again to whoever leads.
+            # Cancelled, so not durable: the agent sends it again to the next leader.
             if done.cancelled():
                 return
             if done.exception() is None:
                 session.push(_reply(message.number, done.result()))
             else:
-                # Too much waits for the log: it is asked for again, or it would wait for the next word of this agent.
+                # Too many commands wait for the log: ask the agent to send this one again.
                 asyncio.get_running_loop().call_later(OVERLOAD_S, session.push, Again(message.number))
 
         future.add_done_callback(answer)
@@ -365,20 +389,20 @@ class Sessions:
             self._heard[session.node] = session.heard_at
 
     def calm(self) -> None:
-        """Everybody's silence starts afresh: the master itself was away."""
+        """Silence of all agents starts anew: the master itself was away."""
         self._calm = asyncio.get_running_loop().time()
 
     def silence(self, node: str) -> float:
-        """Seconds since a node spoke, or since silence was last forgiven."""
+        """Seconds since a node was heard, or since silence last started anew."""
         return asyncio.get_running_loop().time() - max(self._heard.get(node, self._calm), self._calm)
 
     def heard_since(self, node: str, at: float) -> bool:
-        """Has it spoken since that moment of the loop's clock?"""
+        """Has the node been heard since that moment of the loop's clock?"""
         heard = self._heard.get(node)
         return heard is not None and heard >= at
 
     def level(self, token: int, orders: Mapping[str, Order]) -> None:
-        """Tell everybody connected what they should be doing now; later, where it is not known whether we still lead."""
+        """Send all connected agents their present orders; later, if it is unknown whether this master still leads."""
         if not self._master.may_order():
             return
         state = self._master.state
@@ -394,19 +418,19 @@ class Sessions:
             session.tell(token, farewell(state))
 
     def dismiss(self, reason: str) -> None:
-        """Send everybody away, to look for whoever leads."""
+        """Send all agents away to look for the leader."""
         for session in [*self._by_node.values(), *self.standbys.values()]:
             session.push(Goodbye(reason, False))
             session.end(reason)
 
     def close(self) -> None:
-        """Nobody comes any more: tell how many complaints were not told."""
+        """No agent comes any more: log the number of suppressed complaints."""
         for one in self._levels:
             one.close()
         self._complaints.close()
 
     def forget_absent(self) -> None:
-        """Drop what is remembered of nodes that are gone."""
+        """Forget what is remembered of nodes that are gone."""
         present = self._master.state.nodes.nodes
         for node in [node for node in self._heard if node not in present and node not in self._by_node]:
             del self._heard[node]

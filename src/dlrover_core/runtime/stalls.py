@@ -1,10 +1,10 @@
-"""Worlds that stand still, as the leader finds them: heartbeats tell how long nobody has made a step, here that becomes an edge.
+"""Worlds that stand still: heartbeats report how long no rank has made a step, and the leader makes events of it.
 
-What is here are levels, like everything that heartbeats tell: exact at its source, where workers note the instant of each step in
-memory that their agent reads. The rule is `diagnosis.stall`'s, and what follows from it is decided in `rules.hangs`.
+Heartbeats report exact times, because workers note the instant of each step in memory that their agent reads. The rule is
+in `diagnosis.stall`; what follows is decided in `rules.hangs`.
 
-Steps that nobody could make do not count: after a job was stopped as a whole (SIGSTOP, a paused container, a frozen machine) and
-goes on, or its nodes were not heard of, or its leader changed, a standstill counts from there.
+Time in which no step could be made does not count. If a job was stopped as a whole (SIGSTOP, a paused container, a frozen
+machine), its nodes were not heard, or its leader changed, a standstill counts from the end of that.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from typing import NamedTuple
 from dlrover_core.diagnosis import stall
 from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.job import hangs, world
-from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.wire import find
 from dlrover_core.runtime.leader import Leader
 from dlrover_core.runtime.levels import Beat, Levels
-from dlrover_core.spec import JobSpec, us
+from dlrover_core.spec import us
 
 SECOND_US = 1_000_000
 FRESH_BEATS = 2.5
@@ -35,7 +34,7 @@ class _Heard(NamedTuple):
 
 
 class Stalls(Levels):
-    """What the agents of one master's job said last of their workers' steps."""
+    """The newest reports of steps, from the agents of one master's job."""
 
     def __init__(self, master: Leader) -> None:
         self._master = master
@@ -45,28 +44,29 @@ class Stalls(Levels):
         self._again: dict[str, float] = {}
 
     def heard(self, state: JobState, node: str, beat: Beat) -> bool:
-        """A heartbeat has come."""
-        self._note(state.job.spec, node, beat)
+        """Take in a heartbeat."""
+        self._note(state, node, beat)
         return False
 
-    def _note(self, spec: JobSpec, node: str, beat: Beat) -> None:
+    def _note(self, state: JobState, node: str, beat: Beat) -> None:
         pulse = find(beat.parts, Pulse)
         if pulse.idle_us < 0:
             return
-        group, now = group_of(node), asyncio.get_running_loop().time()
+        group, now = state.set_of(node), asyncio.get_running_loop().time()
         last = self._heard.get(node)
         if last is not None and now - last.at > self._fresh_s():
-            # It was stopped, or cut off: what its ranks did meanwhile, or could not do, nobody knows.
+            # The node was stopped or cut off: what its ranks did meanwhile is unknown.
             self._again[group] = now
         self._heard[node] = _Heard(beat.generation, pulse, now)
-        if not spec.hang_s:
+        spec, hang_s = state.job.spec, state.job.policy(group).hang_s
+        if not hang_s:
             return
         self._mind_moves(group, beat.generation, pulse.idle_us)
         if group not in self._lessons and self._worth_keeping(group, pulse):
-            # The others will have seen it too by then, or it was none.
+            # If it is a standstill, the other nodes have seen it too by then.
             self._lessons[group] = asyncio.get_running_loop().call_later(spec.heartbeat_s, self._learn, group)
-        # Most beats end here: somebody has just made a step.
-        soon_us = us(spec.hang_s) - us(spec.heartbeat_s)
+        # Most heartbeats end here: a rank has just made a step.
+        soon_us = us(hang_s) - us(spec.heartbeat_s)
         if pulse.idle_us >= soon_us and group not in self._looks:
             self._look_in(group, LOOK_S)
 
@@ -75,15 +75,16 @@ class Stalls(Levels):
         self._heard.pop(node, None)
 
     def live(self, group: str) -> dict[str, int] | None:
-        """How far a group is by its newest heartbeats; None where none of its world was heard of.
+        """How far a group is by its newest heartbeats; None: none of its world was heard.
 
-        ``age_us``: since its last step; ``heard_us``: since the newest heartbeat; ``step_us``: the usual time of a step, 0 before
-        two were made; ``total``: the steps that the script means to make, 0: it has not said.
+        age_us:   since its last step
+        heard_us: since the newest heartbeat
+        step_us:  the usual time of a step; 0: fewer than two were made
+        total:    the steps that the script will make; 0: it has not said
         """
-        current, now = self._master.state.world.worlds.get(group), asyncio.get_running_loop().time()
-        members = current.members if current is not None else ()
-        found = [self._heard[one.node] for one in members if one.node in self._heard]
-        found = [one for one in found if current is not None and one.generation == current.generation]
+        current, now = self._master.state.world.at(group), asyncio.get_running_loop().time()
+        found = [self._heard[one.node] for one in current.members if one.node in self._heard]
+        found = [one for one in found if one.generation == current.generation]
         if not found:
             return None
         ages = [int((now - one.at) * SECOND_US) for one in found]
@@ -102,14 +103,18 @@ class Stalls(Levels):
     def _mind_moves(self, group: str, generation: int, idle_us: int) -> None:
         found = self._master.state.hangs.suspected(group)
         if found is not None and generation == found.generation:
-            # An instant before is not a step after.
+            # A step from before this instant does not count.
             since = self._master.now() - found.at
             if idle_us < since - us(LOOK_S) and idle_us < found.threshold_us:
                 self._master.tell(hangs.NoteMoving(group, found.number))
 
     def _worth_keeping(self, group: str, pulse: Pulse) -> bool:
         state = self._master.state
-        return stall.worth_keeping(hangs.limits(state.job.spec), pulse, state.hangs.learnt_us(group, pulse.phase))
+        return stall.worth_keeping(self._limits(group), pulse, state.hangs.learnt_us(group, pulse.phase))
+
+    def _limits(self, group: str) -> stall.Limits:
+        slice_ = self._master.state.job
+        return hangs.limits(slice_.spec, slice_.policy(group).hang_s)
 
     def _learn(self, group: str) -> None:
         del self._lessons[group]
@@ -123,18 +128,18 @@ class Stalls(Levels):
         self._looks[group] = loop.call_later(after_s, self._look, group)
 
     def _look(self, group: str) -> None:
-        """Is it a hang by now? If not: when could it be one?"""
+        """Record a hang, if it is one by now; else return when it could be one."""
         del self._looks[group]
         state = self._master.state
         current = state.world.worlds.get(group)
         if current is None or current.finished or not state.job.live or not self._master.may_order():
-            # Who is done says that the others are about to be: how long that may take is `finish_s`.
+            # A finished node says that the others are about to finish; `finish_s` bounds that.
             return
         pulse = self._together(current)
         if pulse is None or (pulse.step < 0 and not state.progress.of(group).generation):
-            # Somebody was not heard of, which is another matter; or this job makes no steps that anybody could see.
+            # A node was not heard, which silence handles; or this job reports no steps.
             return
-        limit = stall.threshold(hangs.limits(state.job.spec), pulse, state.hangs.learnt_us(group, pulse.phase))
+        limit = stall.threshold(self._limits(group), pulse, state.hangs.learnt_us(group, pulse.phase))
         patience = state.hangs.patience_us(group, current.generation, pulse.step)
         if patience < 0 or state.hangs.suspected(group) is not None:
             return
@@ -142,11 +147,11 @@ class Stalls(Levels):
         if idle_us >= due_us:
             self._master.tell(hangs.NoteStall(group, current.generation, pulse.step, idle_us, limit.us, limit.budget))
         elif due_us - idle_us <= us(state.job.spec.heartbeat_s):
-            # The next beat would be too late by as much as it takes to come.
+            # Waiting for the next heartbeat would be too late by the time that it takes.
             self._look_in(group, (due_us - idle_us) / SECOND_US + LOOK_S)
 
     def _calm_us(self, group: str) -> int:
-        """For how long steps could have been made, and been seen."""
+        """For how long steps could have been made and been seen."""
         heard_s = asyncio.get_running_loop().time() - self._again.get(group, -math.inf)
         calm_us = self._master.now() - self._master.state.job.calm_at
         return int(min(calm_us, heard_s * SECOND_US))
@@ -155,7 +160,7 @@ class Stalls(Levels):
         return FRESH_BEATS * self._master.state.job.spec.heartbeat_s
 
     def _together(self, current: world.World) -> Pulse | None:
-        """All members as one, as of now; None where one of them was not heard of lately."""
+        """The pulse of all members together, as of now; None: one of them was not heard lately."""
         now, fresh_s = asyncio.get_running_loop().time(), self._fresh_s()
         found = []
         for member in current.members:

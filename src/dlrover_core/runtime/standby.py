@@ -1,12 +1,12 @@
-"""What a master does while another one leads: it folds the log along, and sends agents to whoever leads.
+"""A master while another one leads: it follows the log and sends agents to the leader.
 
-On taking over it goes on from the very state that it has folded, and reads only what came since. A standby that cannot fold
-(an event of a newer version, a damaged log) says so once, stays, and tries again now and then: should it lead before that
-helps, it reads from the beginning, and whatever is wrong then rises.
+When it takes over, it continues from the state that it has folded, and reads only the newer records. A standby that cannot
+fold (an event of a newer version, a damaged log) says so once, remains a standby, and tries again now and then. If it must
+lead before that succeeds, it reads the log from the beginning, and any error rises.
 
-Agents that ask a standby are told who leads. Whoever comes back after that has not found the leader: it is kept for a moment,
-for the next leader may be about to come, and may be this very master. So an agent waits at a standby instead of in a pause of
-its own, and is served the moment somebody leads.
+A standby tells agents the leader's address. An agent that comes back has not found the leader there, so the standby keeps
+it for a moment: the next leader may be about to come, and may be this very master. So the agent waits at a standby instead
+of pausing by itself, and is served the moment that a master leads.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from dlrover_core.runtime.restoring import caught_up, snapshotted
 from dlrover_core.runtime.trouble import Trouble
 from dlrover_core.runtime.within import within
 
-# So many records are folded before it is the loop's turn.
+# So many records are folded before the event loop gets its turn.
 TURN_RECORDS = 256
-# What it could not read it tries again this much later: the log may have been repaired.
+# After a failed read, it tries again this much later: the log may have been repaired.
 COLD_S = 30.0
 LOOK_S, LOOK_LIMIT_S = 0.25, 2.0
-# An agent's longest pause between two tries: kept here, it tries no less often.
+# An agent's longest pause between two tries, so that an agent kept here tries no less often.
 KEEP_S = 2.0
 TOLD_S = 10.0
 TOLD_MAX = 16_384
@@ -42,7 +42,7 @@ log = structlog.get_logger("dlrover.master")
 
 
 class _Told(NamedTuple):
-    """Whom an agent was sent to, and when by the loop's clock."""
+    """The leader that an agent was sent to, and when, by the loop's clock."""
 
     token: int
     address: str
@@ -50,12 +50,16 @@ class _Told(NamedTuple):
 
 
 class Standby:
-    """One master's standing by, of ``holder`` at ``address``. With ``looks`` it keeps looking who leads, for those who ask."""
+    """One master's standing by, of ``holder`` at ``address``. ``looks``: it keeps the leader's address up to date for agents.
+
+    ``folded`` is called with the number of every record that was folded.
+    """
 
     def __init__(
         self, event_log: EventLog, job: str, *, holder: str, address: str, wall: Callable[[], int], looks: bool
     ) -> None:
         self._log, self._job, self._holder, self._address, self._looks = event_log, job, holder, address, looks
+        self.folded: Callable[[int], None] = lambda _seq: None
         self.state: JobState | None = None
         self.trouble = Trouble(wall)
         self._leader: LeaderInfo | None = None
@@ -65,12 +69,12 @@ class Standby:
 
     @property
     def leader(self) -> LeaderInfo | None:
-        """Who else leads, as far as is known. One that led at this master's own address is gone: here is somebody else now."""
+        """The other leader, as far as is known. A leader that had this master's own address is gone."""
         found = self._leader
         return None if found is None or found.holder == self._holder or found.address == self._address else found
 
     async def run(self) -> None:
-        """Fold, and look who leads, until cancelled."""
+        """Fold, and follow which master leads, until cancelled."""
         tasks = [asyncio.ensure_future(self._follow())]
         if self._looks:
             tasks.append(asyncio.ensure_future(self._look()))
@@ -84,7 +88,7 @@ class Standby:
     # ---- the state
 
     async def restored(self) -> JobState:
-        """The job's state now, for who leads: what was folded, and what came since. Can be called again where it raised."""
+        """The job's present state, for a new leader: what was folded, and later records. May be called again after an error."""
         if self.state is None:
             self.state = await snapshotted(self._log, self._job)
         return await caught_up(self._log, self._job, self.state)
@@ -99,8 +103,8 @@ class Standby:
             except LogUnavailable as error:
                 if not attempt:
                     log.warning("standing by without the log", reason=str(error))
-            except Exception as error:  # noqa: BLE001  # a leader that knows less may still be better than none
-                # What was being folded may be half done.
+            except Exception as error:  # noqa: BLE001  # a leader that knows less is better than none
+                # The record under way may be half folded.
                 self.state = None
                 if not cold:
                     log.warning("standing by cold", error=f"{type(error).__name__}: {error}")
@@ -115,6 +119,7 @@ class Standby:
             folded = 0
             async for record in records:
                 FOLD.apply(state, record)
+                self.folded(record.seq)
                 folded += 1
                 if folded % TURN_RECORDS == 0:
                     await asyncio.sleep(0)
@@ -141,7 +146,7 @@ class Standby:
             await asyncio.sleep(LOOK_S)
 
     def over(self) -> None:
-        """This master leads now: whoever is kept here is its own."""
+        """This master leads now: agents that it keeps are its own."""
         self._over = True
         self._told.clear()
         self._ring()
@@ -153,7 +158,7 @@ class Standby:
     # ---- who asks
 
     def status(self) -> dict[str, Any]:
-        """This standby's own words about itself, beside the state that it has folded."""
+        """This standby's own status, beside the state that it has folded."""
         leader = self.leader
         return {
             "job": self._job,
@@ -167,14 +172,14 @@ class Standby:
         }
 
     def refuse(self) -> NoReturn:
-        """Whoever leads does what people ask. Raises `StandsBy`, which says who that is."""
+        """Refuse a person's command. Raises `StandsBy`, which names the leader."""
         leader = self.leader
         if leader is None:
             raise StandsBy(self._job, self._shown("nobody now"), remedy="ask again")
         raise StandsBy(self._job, leader.holder, leader.address, remedy="ask there")
 
     async def sent_on(self, boot: int) -> Goodbye | None:
-        """Where an agent finds who leads; None: here, by now."""
+        """The goodbye that names the leader to an agent; None: by now, this master leads."""
         loop = asyncio.get_running_loop()
         until = loop.time() + KEEP_S
         while not self._over and loop.time() < until and not self._is_news(boot, loop.time()):
@@ -206,7 +211,7 @@ class Standby:
 
 
 async def patiently(call: Callable[[], Awaitable[T]]) -> T:
-    """What the log answers, once it can be reached: taking over waits for it, as decisions do."""
+    """The log's answer, once the log can be reached: taking over waits for it, as decisions do."""
     attempt = 0
     while True:
         try:

@@ -1,8 +1,8 @@
 """The `Transport` port: frames between agents and masters.
 
-A connection carries whole frames of at most `FRAME_BYTES_MAX`, in order, or is lost. Authentication is the transport's: a
-connection that reaches `accept` has shown the job's token. Lost, repeated and reordered connections are the agent's to
-survive; a transport retries nothing by itself.
+A connection carries whole frames of at most `FRAME_BYTES_MAX`, in order, until it is lost. Authentication is the
+transport's: a connection that reaches `accept` has shown the job's token. The agent copes with lost, repeated and reordered
+connections; a transport retries nothing by itself.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ FRAME_BYTES_MAX = 1024 * 1024
 
 
 class Connection(Protocol):
-    """One live connection, either end."""
+    """One live connection, at either end."""
 
     @property
     def peer(self) -> str:
-        """Who is at the other end, for logs."""
+        """The other end, for logs."""
         ...
 
     async def send(self, frame: bytes) -> None:
-        """Send one frame. Raises `ConnectionLost`; waits while the peer reads slowly, within a bound of the transport's own."""
+        """Send one frame. Raises `ConnectionLost`. Waits while the peer reads slowly, within a bound of the transport's own."""
         ...
 
     async def receive(self) -> bytes:
@@ -34,12 +34,12 @@ class Connection(Protocol):
         ...
 
     async def close(self) -> None:
-        """End it. Idempotent, never raises."""
+        """End the connection. Idempotent, never raises."""
         ...
 
 
 async def receive_within(connection: Connection, seconds: float) -> bytes:
-    """The next frame, if it comes in time. Raises `ConnectionLost`: a stopped process takes connections and says nothing."""
+    """The next frame. Raises `ConnectionLost` if none comes in time: a stopped process accepts connections, and is silent."""
     try:
         return await within(seconds, connection.receive())
     except asyncio.TimeoutError as error:
@@ -48,8 +48,10 @@ async def receive_within(connection: Connection, seconds: float) -> bytes:
 
 Accept = Callable[[Connection], Awaitable[None]]
 Status = Callable[[], Mapping[str, Any]]
-# What a person asks, as plain values, to the record it led to. Raises `MalformedMessage`, `Refused`, `NotLeading`.
+# From a person's command, as plain values, to its record. Raises `MalformedMessage`, `Refused`, `NotLeading`.
 Obey = Callable[[object], Awaitable[int]]
+# A packed page of records (`records`): after a number, of at most so many bytes, waiting for at most so many seconds.
+HandOut = Callable[[int, int, float], Awaitable[bytes]]
 
 
 class Dialer(Protocol):
@@ -72,10 +74,12 @@ class Listener(Protocol):
         """Where agents reach it, ``host:port``."""
         ...
 
-    async def serve(self, accept: Accept, status: Status, obey: Obey | None = None) -> None:
-        """Begin to take connections, each in a task of its own that runs ``accept``; answer status queries from ``status``.
+    async def serve(
+        self, accept: Accept, status: Status, obey: Obey | None = None, hand_out: HandOut | None = None
+    ) -> None:
+        """Accept connections, each in a task of its own that runs ``accept``; answer status queries from ``status``.
 
-        Commands of people, where the transport takes any, are for ``obey``.
+        ``obey`` carries out commands of people, where the transport takes any. ``hand_out`` serves readers of the log.
         """
         ...
 

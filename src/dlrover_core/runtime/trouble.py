@@ -1,4 +1,4 @@
-"""Why decisions wait, and since when: told once as it begins and once as it ends, whoever notices it."""
+"""Why decisions wait, and since when: logged once as it begins and once as it ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ log = structlog.get_logger("dlrover.master")
 
 
 class Trouble:
-    """What is wrong with the log now. ``reason`` is empty while nothing is; ``since`` is in microseconds by ``now``, or 0."""
+    """The present trouble with the log. ``reason``: empty: none; ``since``: microseconds by ``now``; 0: none."""
 
     def __init__(self, now: Callable[[], int]) -> None:
         self._now = now
@@ -18,14 +18,14 @@ class Trouble:
         self.since = 0
 
     def begin(self, reason: str, since: int | None = None) -> None:
-        """Something is wrong, or still is, if in other words; ``since`` then, or since now."""
+        """There is trouble, or there still is with other words; ``since`` then, or since now."""
         if not self.reason:
             self.since = self._now() if since is None else since
             log.error("control plane degraded", reason=reason, remedy="training goes on; decisions wait for the log")
         self.reason = reason
 
     def end(self) -> int:
-        """All is well; returns the microseconds for which it was not."""
+        """The trouble is over; returns how long it lasted, in microseconds."""
         if not self.reason:
             return 0
         lasted = self._now() - self.since

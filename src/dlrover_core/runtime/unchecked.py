@@ -1,4 +1,4 @@
-"""For agents that cannot be checked: workers are another launcher's, as torch's own elastic agent's are."""
+"""Node checks for agents that cannot be checked, because another launcher, such as torch's elastic agent, owns the workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dlrover_core.runtime.duties import Desk, Orders
 
 
 class Unchecked(Orders):
-    """Says at once that all is well, so that nobody waits for a check, or takes the silence for a failure."""
+    """Reports at once that all is well, so that no check waits for this node or takes its silence for a failure."""
 
     async def run(self, desk: Desk) -> None:
         """Until cancelled."""

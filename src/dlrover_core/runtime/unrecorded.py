@@ -1,4 +1,4 @@
-"""An end that the log cannot take: workers have ended, well or not, and a log of this host alone takes no more, perhaps ever."""
+"""The end of a job whose log takes no records: all workers have ended, and the log may be unwritable for ever."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ from dlrover_core.job.state import JobState
 from dlrover_core.job.world import ReportFinished, World, WorldFormed
 from dlrover_core.kernel.engine import Command
 from dlrover_core.kernel.events import Record
+from dlrover_core.rules.coupling import over
 
 
 def has_ended_well(state: JobState, waiting: Iterable[Command]) -> bool:
-    """Have all workers ended well, by what was decided, recorded or not, and by what ``waiting`` commands say?"""
+    """Have all workers ended well, by decisions recorded or not, and by the ``waiting`` commands?"""
     if state.job.state == "succeeded":
         return True
     said = {(one.node, one.generation) for one in waiting if isinstance(one, ReportFinished)}
-    worlds = [state.world.worlds.get(group.name) for group in state.job.spec.groups]
-    return bool(worlds) and all(
-        world is not None
-        and world.active
-        and world.members
+    names = state.sets.ending(state.job.spec)
+    return bool(names) and all(over(state, name) or _all_said(state.world.at(name), said) for name in names)
+
+
+def _all_said(world: World, said: set[tuple[str, int]]) -> bool:
+    """Has every member of a world that runs ended well, by what is recorded or what it said?"""
+    return (
+        world.active
+        and bool(world.members)
         and all(world.done(one.node) or (one.node, world.generation) in said for one in world.members)
-        for world in worlds
     )
 
 
 def failure(state: JobState, waiting: Iterable[Command], unwritten: Iterable[Record]) -> str:
-    """What failed that nobody restarts while the log takes nothing; empty: nothing.
+    """What failed and cannot be restarted while the log takes no records; empty: nothing.
 
-    What is decided but ``unwritten`` is in ``state``, and was ordered of nobody.
+    Decisions that are ``unwritten`` are in ``state``, and no agent was ordered to carry them out.
     """
     incidents = state.incidents.by_number
     for record in unwritten:
@@ -56,17 +60,18 @@ def failure(state: JobState, waiting: Iterable[Command], unwritten: Iterable[Rec
 
 
 def owed(state: JobState, waiting: Iterable[Command]) -> str:
-    """Why the last state of a job that `has_ended_well` is not a checkpoint on storage, as its nodes said; empty: it is one.
+    """Why the last state of a job that `has_ended_well` is not on storage, by its nodes' reports; empty: it is.
 
-    A log that takes nothing keeps checkpoints from being committed, too.
+    A log that takes no records keeps checkpoints from being committed, too.
     """
     if state.job.state == "succeeded":
         return ""
     said = [(one.node, one.generation, one.due, one.unstored) for one in waiting if isinstance(one, ReportFinished)]
-    for group in state.job.spec.groups:
-        world = state.world.worlds.get(group.name) or World()
+    for name in state.sets.ending(state.job.spec):
+        world = state.world.at(name)
         known = [(node, world.generation, due, why) for node, (due, why) in world.unstored.items()]
-        for node, generation, due, why in [*known, *said]:
-            if why and (due < 0 or (generation, due) > state.checkpoints.of(group.name).newest):
+        own = [one for one in said if state.set_of(one[0]) == name]
+        for node, generation, due, why in [*known, *own]:
+            if why and (due < 0 or (generation, due) > state.checkpoints.of(name).newest):
                 return f"{node}: {why}"
     return ""

@@ -1,7 +1,7 @@
-"""Version 4 of the protocol, for peers that still speak it: orders, heartbeats and their answers as flat fields. It is frozen.
+"""Version 4 of the protocol, for older peers: orders, heartbeats and their answers as flat fields. This module is frozen.
 
-What came later is left out: of `Keep` what is decided, of `Pulse` the total, and the commands' newest fields. It goes once agents
-of version 5 are a release old.
+Newer fields are left out: `Keep.decided`, `Pulse.total`, and the commands' newest fields. The module goes once agents of
+version 5 are a release old.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dlrover_core.diagnosis.stall import Pulse
 from dlrover_core.errors import MalformedMessage
-from dlrover_core.job.checkpoints import Keep, Persist
+from dlrover_core.job.checkpoints import Keep, Persist, ReportHeld, ReportRestored
 from dlrover_core.job.checks import CheckWork
 from dlrover_core.job.hangs import Probe
 from dlrover_core.job.orders import Order, Work
@@ -44,9 +44,9 @@ _ORDER: tuple[tuple[type, str], ...] = tuple(
     )
     for name in names.split()
 )
-"""The fields of an order: of which class which field."""
-_WIDTHS = {ReportFinished: 3, ReportFirstStep: 5}
-"""How many fields the commands had that have grown since."""
+"""The fields of an order: class and field of each."""
+_WIDTHS = {ReportFinished: 3, ReportFirstStep: 5, ReportHeld: 5, ReportRestored: 6}
+"""How many fields commands had in version 4 that have grown since."""
 
 
 class _Beat(NamedTuple):
@@ -79,7 +79,7 @@ def _piece(told: Order, cls: Any) -> Any:
 
 
 def order_of(fields: tuple[Any, ...]) -> Order:
-    """The order of flat fields; missing ones at the end say nothing. Raises `MalformedMessage`."""
+    """The order in flat fields; fields missing at the end are empty. Raises `MalformedMessage`."""
     if not 3 <= len(fields) <= len(_ORDER):
         raise MalformedMessage(f"an order has {len(_ORDER)} fields in version 4, got {len(fields)}")
     said: dict[Any, dict[str, Any]] = {}
@@ -92,7 +92,7 @@ def order_of(fields: tuple[Any, ...]) -> Order:
 
 
 def pace(told: PaceBeat) -> Ints:
-    """The integers of what a node's ranks compute; none where nothing is known."""
+    """What a node's ranks compute, as integers; empty: unknown."""
     if told == PaceBeat():
         return ()
     flat = [value for one in told.slow[:SLOW_MAX] for value in one[:6]]
@@ -100,7 +100,7 @@ def pace(told: PaceBeat) -> Ints:
 
 
 def pace_of(told: Ints) -> PaceBeat:
-    """From a beat's integers; those that make no sense say nothing, here and below."""
+    """The same from a heartbeat's integers. Here and below, integers without meaning are ignored."""
     if len(told) < 4 or (len(told) - 4) % 6:
         return PaceBeat()
     slow = tuple(SlowRank(*told[at : at + 6]) for at in range(4, len(told), 6))
@@ -108,20 +108,20 @@ def pace_of(told: Ints) -> PaceBeat:
 
 
 def losses(told: LossBeat) -> Ints:
-    """The integers of what a node's losses do; none where no rank reports."""
+    """A node's losses, as integers; empty: no rank reports."""
     flat = (value for one in told.ranks[:LOSSES_MAX] for value in one[:5])
     return (told.reporting, *flat) if told.reporting else ()
 
 
 def losses_of(told: Ints) -> LossBeat:
-    """From a beat's integers."""
+    """The same from a heartbeat's integers."""
     if not told or (len(told) - 1) % 5:
         return LossBeat()
     return LossBeat(told[0], tuple(RankLoss(*told[at : at + 5]) for at in range(1, len(told), 5)))
 
 
 def kept(told: KeptBeat) -> Ints:
-    """The integers of what a node keeps; none where nothing is kept."""
+    """What a node holds in memory, as integers; empty: nothing."""
     if not told.generation:
         return ()
     held, flat = told.held[-HELD_MAX:], [value for one in told.written[-WRITTEN_MAX:] for value in one[:5]]
@@ -130,12 +130,15 @@ def kept(told: KeptBeat) -> Ints:
 
 
 def kept_of(told: Ints) -> KeptBeat:
-    """From a beat's integers."""
+    """The same from a heartbeat's integers."""
     count = told[7] if len(told) >= 8 else -1
     if not 0 <= count <= min(HELD_MAX, len(told) - 8) or (len(told) - 8 - count) % 5:
         return KeptBeat()
     held, flat = told[8 : 8 + count], told[8 + count :]
-    written = tuple(Written(*flat[at : at + 5]) for at in range(0, len(flat), 5))
+    written = tuple(
+        Written(step, size, took_us, generation, places)
+        for step, size, took_us, generation, places in (flat[at : at + 5] for at in range(0, len(flat), 5))
+    )
     return KeptBeat(told[0], bool(told[1]), told[2], held, written, told[3], told[4], told[5], bool(told[6]))
 
 
@@ -155,7 +158,7 @@ def beat_of(fields: tuple[Any, ...]) -> tuple[int, int, int, tuple[Part, ...]]:
 
 
 def seen(parts: Iterable[Part]) -> tuple[int, ...]:
-    """The flat fields of the answer to a heartbeat, behind the token."""
+    """The flat fields of the answer to a heartbeat, after the token."""
     return tuple(find(parts, Everywhere))
 
 

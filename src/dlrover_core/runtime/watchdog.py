@@ -1,12 +1,12 @@
-"""Whether a process that does not answer hangs, and asking it again and again.
+"""Does a process hang that does not answer? And how it is asked again and again.
 
-A parent asks its child a question that the child's main loop answers within milliseconds. `Watchdog` judges the silence by the
-parent's own clock: what the kernel says of the child tells a stopped child and a deadlock from one that computes, waits for a
-disk or is held by a debugger. Time in which the parent itself was not running (a suspended machine, a paused container) does
-not count, or a whole machine that stands still for a while would cost every child on it. `Watch` asks, on asyncio.
+A parent asks its child a question that the child's main loop answers within milliseconds. `Watchdog` judges silence by the
+parent's own clock. The kernel's view of the child distinguishes a stopped child and a deadlock from a child that computes,
+waits for a disk or is held by a debugger. Time in which the parent itself did not run (a suspended machine, a paused
+container) does not count, so a machine that stood still costs no child. `Watch` asks, on asyncio.
 
-Silence is counted from the last answer, not from the question after it: a child that hangs is known ``hung_s`` later, however
-rarely it is asked.
+Silence counts from the last answer, not from the question after it. So a hanging child is known ``hung_s`` after its last
+answer, however rarely it is asked.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 START_S = 300.0
-"""A child may take this long to its first answer: it has to import what it needs, perhaps from a slow network file system."""
+"""Seconds that a child may take to its first answer: it imports what it needs, perhaps from a slow network file system."""
 PERIOD_MAX_S, PERIODS = 1.0, 8
-"""A child is asked this many times in ``hung_s``, and at least once in so many seconds."""
+"""A child is asked at least every so many seconds, and so many times in ``hung_s``."""
 LATE_PERIODS = 2
-"""Of the time between two looks, what is more than so many periods is time in which the parent itself did not run."""
+"""Of the time between two looks, the part beyond so many periods is time in which the parent itself did not run."""
 BUSY_TIMES = 4
 """A child that computes, or waits for a disk or a processor, has so many times ``hung_s``."""
+DOUBT_SHARE = 0.7
+"""A child is in doubt once it has been silent for this share of the time after which it hangs."""
 BUSY_SHARE = 0.1
 """A child computes if it uses this share of one processor while it is silent."""
 
 
 class Seen(NamedTuple):
-    """What the kernel says of a process."""
+    """The kernel's view of a process."""
 
     state: str = ""
     """Its main thread's, as ps shows it: R runs, S sleeps, D waits for a disk, T is stopped; empty: the process is gone."""
@@ -63,9 +65,15 @@ class Watchdog:
 
     @property
     def wait_s(self) -> float:
-        """Until the next `look`: one period, or less where the silence is about to be too long."""
-        left_s = self._limit_s - self._silent_s
+        """Until the next `look`: one period, or less where the silence is about to be a doubt, or too long."""
+        bound_s = self._limit_s if self.in_doubt else DOUBT_SHARE * self._limit_s
+        left_s = bound_s - self._silent_s
         return min(self.period_s, left_s) if left_s > 0 else self.period_s
+
+    @property
+    def in_doubt(self) -> bool:
+        """At the last `look` the silence was so long that a successor should be made ready."""
+        return self._silent_s >= DOUBT_SHARE * self._limit_s
 
     def answered(self, now_s: float) -> None:
         """The child has answered: it does not hang."""
@@ -76,14 +84,14 @@ class Watchdog:
         self._looked_at, self._silent_s, self._earlier = now_s, 0.0, None
 
     def look(self, now_s: float, see: Callable[[], Seen]) -> Verdict | None:
-        """Judge the silence now; None: wait on. ``see`` is called where the silence is already long."""
+        """Judge the silence now; None: wait on. ``see`` is called only when the silence is already long."""
         self._silent_s += min(now_s - self._looked_at, LATE_PERIODS * self.period_s)
         self._looked_at = now_s
         if self._silent_s < self._limit_s / 2:
             return None
         seen = see()
         if seen.state in ("", "Z", "X"):
-            return None  # it is dead, and whoever waits for it is about to be told
+            return None  # the process is dead, and the parent is about to learn that by itself
         if self._earlier is None:
             self._earlier = seen.cpu_s, self._silent_s
         if self._silent_s < self._limit_s:
@@ -97,7 +105,7 @@ class Watchdog:
         return Verdict(True, self._silent_s, _why(seen.state, used_s if works else 0.0))
 
     def _traced(self, seen: Seen, now_s: float) -> Verdict | None:
-        """A debugger's victim is left alone, and counted anew when the debugger has gone."""
+        """Leave a debugged child alone, and count its silence anew when the debugger has gone."""
         silent_s, said, self._said_traced = self._silent_s, self._said_traced, True
         self._begin(now_s)
         return None if said else Verdict(False, silent_s, f"process {seen.tracer} debugs it")
@@ -114,11 +122,11 @@ def _why(state: str, used_s: float) -> str:
 
 
 class Watch:
-    """Asks one child, by ``ask``, from `open` to `close` or until it hangs; then ``judged`` is called, once for each verdict.
+    """Asks one child, by ``ask``, from `open` until `close` or until it hangs; ``judged`` is called once for each verdict.
 
-    ``ask`` returns whether the question is on its way; if not, it is asked again at the next turn. After a verdict to kill
-    nothing more is asked. ``see`` looks at the child in the kernel. A ``hung_s`` of 0: nothing is asked. The first answer may
-    take ``start_s``.
+    ``ask`` returns whether the question was sent; if not, the next turn asks again. After a verdict to kill, no more
+    questions are asked. ``see`` reads the kernel's view of the child. ``hung_s`` 0: no questions are asked. The first
+    answer may take ``start_s``.
     """
 
     def __init__(
@@ -129,9 +137,10 @@ class Watch:
         see: Callable[[], Seen],
         judged: Callable[[Verdict], None],
         start_s: float = START_S,
+        doubted: Callable[[], None] = lambda: None,
     ) -> None:
         self._hung_s, self._start_s = hung_s, start_s
-        self._ask, self._see, self._judged = ask, see, judged
+        self._ask, self._see, self._judged, self._doubted = ask, see, judged, doubted
         self._dog: Watchdog | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._asked = False
@@ -163,8 +172,10 @@ class Watch:
             self._judged(verdict)
             if verdict.kill:
                 self.close()
+        elif dog.in_doubt:
+            self._doubted()
         if self._dog is not dog:
-            return  # closed, here or by whoever judged
+            return  # closed, here or by `judged`
         if not self._asked:
             # One question at a time: a child that is stopped for hours must not find thousands of them.
             self._asked = self._ask()

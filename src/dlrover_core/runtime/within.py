@@ -1,4 +1,4 @@
-"""A bound on waiting that loses no cancellation."""
+"""Waiting with a time-out that loses no cancellation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def within(seconds: float, work: Awaitable[T]) -> T:
-    """What ``work`` yields, if it does in time; else it is cancelled. Raises `asyncio.TimeoutError`."""
+    """The result of ``work``, if it comes in time; else ``work`` is cancelled. Raises `asyncio.TimeoutError`."""
     # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the result (bpo-37658).
     task = asyncio.ensure_future(work)
     try:

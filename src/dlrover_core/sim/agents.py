@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from dlrover_core.job import checks, hangs, incidents, nodes, progress, world
+from dlrover_core.job import checks, clusters, hangs, incidents, nodes, progress, world
 from dlrover_core.job.orders import NodeLaunch, Order
 from dlrover_core.kernel.engine import Command
 from dlrover_core.sim.clock import SECOND_US, Clock, key_of
@@ -27,6 +27,7 @@ LAST_WORD_S = 5.0
 STORES = 2
 SHOW_S = 0.45
 CHECK_S = 1.0
+FIRST_PORT, PORTS_EACH, AGENTS = 10_000, 16, 3_000
 
 NOTHING = Order(leave=False, reason="no master has spoken yet", grace_us=0)
 SICK = "RuntimeError: CUDA error: an illegal memory access was encountered"
@@ -45,9 +46,8 @@ class Site(Protocol):
     stop_us: int
     exit_us: int
 
-    @property
-    def training(self) -> Training[Agent]:
-        """Their workers."""
+    def training_of(self, node: str) -> Training[Agent]:
+        """The workers of a node's coupling set."""
         ...
 
     @property
@@ -94,6 +94,7 @@ class Agent:
     """
 
     __slots__ = (
+        "_called",
         "_checked",
         "_clock",
         "_exits_by",
@@ -110,6 +111,7 @@ class Agent:
         "_stores",
         "_stores_made",
         "_told_over",
+        "_training",
         "_watching",
         "asked",
         "boot",
@@ -133,6 +135,7 @@ class Agent:
         "node",
         "nproc",
         "order",
+        "peers",
         "running",
         "seen",
         "token",
@@ -141,7 +144,8 @@ class Agent:
     def __init__(self, sim: Site, launch: NodeLaunch, host: Host, boot: int) -> None:
         self._sim, self._clock, self.launch, self.host, self.boot = sim, sim.clock, launch, host, boot
         self.node, self.name, self.nproc, self.key = launch.node, launch.name, launch.nproc, key_of(launch.node)
-        self.link = sim.network.link(launch.node)
+        self.link, self._training = sim.network.link(launch.node), sim.training_of(launch.node)
+        self._called, self.peers = False, 0
         self.order, self.token = NOTHING, 0
         self.generation = self.first_rank = 0
         self.running = self.asked = self.ended = self.frozen = self.leaving = self.dialling = False
@@ -185,8 +189,8 @@ class Agent:
             return
         self.ended = True
         if self.running:
-            self._sim.training.died(self, self.generation, cascades=noisy)
-            self._sim.training.left(self, self.generation)
+            self._training.died(self, self.generation, cascades=noisy)
+            self._training.left(self, self.generation)
         if self.leader is not None:
             self.leader.unheard(self.node)
         self.running = False
@@ -239,6 +243,7 @@ class Agent:
             self._offer()
         if order.parts:
             self._told(order.part(hangs.Probe).hang, order.part(checks.CheckWork))
+            self._hear(order.part(clusters.Cluster))
         if not self.busy or self.busy == "lingering":
             self.level()
 
@@ -249,6 +254,15 @@ class Agent:
         if check[:2] > self._checked:
             self._checked = (check.number, check.round)
             self._clock.later(us(CHECK_S), self.key, self._check, check)
+
+    def _hear(self, cluster: clusters.Cluster) -> None:
+        """Where others are called; and where it is called itself, once."""
+        self.peers = max(self.peers, cluster.version)
+        if cluster.ports and not self._called and not self.order.leave:
+            self._called = True
+            again = cluster.first if cluster.address == self.host.name else 0
+            first = again or FIRST_PORT + PORTS_EACH * (self.boot % AGENTS)
+            self.add(clusters.OfferPorts(self.node, self.host.name, first, cluster.ports))
 
     def _check(self, check: checks.CheckWork) -> None:
         """Its part of a node check: a sick host shows alone, and drags its partners down."""
@@ -263,7 +277,7 @@ class Agent:
     def _show(self, hang: int) -> None:
         """What its ranks are at, because the leader suspects a hang."""
         if not self._stopped_by_signal(self._show, hang) and self.running:
-            self.add(hangs.ReportStacks(self.node, hang, self._sim.training.shown(self)))
+            self.add(hangs.ReportStacks(self.node, hang, self._training.shown(self)))
 
     def _count_worlds(self, order: Order) -> None:
         seen, newest = self.seen, max(order.generation, order.over)
@@ -306,7 +320,7 @@ class Agent:
             self._stopped(order)
             return
         self.busy, self.asked = "stopping", True
-        self._sim.training.left(self, self.generation)
+        self._training.left(self, self.generation)
         self._sim.meter.stopping(self.node, busy=True)
         # Whoever hears that we have stopped must have heard every exit before.
         told_us = max(0, self._exits_by - self._clock.now)
@@ -326,7 +340,7 @@ class Agent:
             return
         if order.over > self._told_over:
             self._told_over = order.over
-            self.add(world.ReportStopped(self.node, order.over, self._sim.training.made))
+            self.add(world.ReportStopped(self.node, order.over, self._training.made))
         if order is not self.order:
             self.level()
         elif order.generation:
@@ -345,7 +359,7 @@ class Agent:
             return
         self.busy, self.running = "", True
         self.add(world.ReportStarted(self.node, order.generation))
-        self._sim.training.joined(self, order.generation, order.work.nodes)
+        self._training.joined(self, order.generation, order.work.nodes)
         if self.host.sick_until > self._clock.now:
             self._clock.later(SICK_AFTER_US, self.key, self.sicken, order.generation)
         if order is not self.order:
@@ -370,9 +384,9 @@ class Agent:
             return 0
         one = alive[local % len(alive)]
         self.dead.add(one)
-        step = self._sim.training.step_now()
+        step = self._training.step_now()
         cascades = "closed by peer" not in error and error != TIMED_OUT
-        self._sim.training.died(self, generation, cascades=cascades)
+        self._training.died(self, generation, cascades=cascades)
         exit_us = self._sim.exit_us
         self._exits_by = self._clock.now + exit_us
         self._clock.later(exit_us, self.key, self._exited, generation, self.first_rank + one, code, step, error)
@@ -423,7 +437,7 @@ class Agent:
         self._watching = False
         if self.connection or not self.running or self.generation <= self._gave_up:
             return
-        training = self._sim.training
+        training = self._training
         if training.stepping and training.world is not None and training.world.generation == self.generation:
             self._stepped_at = self._clock.now
         patience = us(self._sim.spec.unreachable_s / 2)
@@ -526,7 +540,7 @@ class Agent:
             self._outbox.clear()
             self.order = Order(leave=True, reason=outcome, grace_us=0, outcome=outcome)
             if self.running:
-                self._sim.training.left(self, self.generation)
+                self._training.left(self, self.generation)
             self._clock.later(self._sim.stop_us if self.running else 0, self.key, self._end)
 
     def disconnected(self, connection: int) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dlrover_core.errors import PlanError
+from dlrover_core.job.nodes import AVOIDED
 from dlrover_core.sim.clock import Clock, key_of
 from dlrover_core.sim.scenario import Scenario
+from dlrover_core.spec import us
 
+NO_ROOM = "no room: every host is taken"
 SICK_AFTER_US = 10_000_000
 """Workers on a sick host die this long after their start: a bad GPU shows as soon as it computes."""
 
@@ -33,8 +36,10 @@ class Hosts:
     def __init__(self, scenario: Scenario, clock: Clock) -> None:
         self._clock = clock
         self.back: Callable[[], None] = lambda: None
-        count = scenario.nodes + scenario.spares
+        count = scenario.hosts
         self.hosts = [Host(f"host-{one}", one, one // scenario.hosts_per_rack) for one in range(count)]
+        for host in self.hosts[count - scenario.short :] if scenario.short else ():
+            self.take_down(host, us(scenario.room_s))
         self._by_name = {host.name: host for host in self.hosts}
         self.racks = self.hosts[-1].rack + 1
         # The numbers of those that nobody runs on, up or down, in order.
@@ -47,16 +52,18 @@ class Hosts:
         return self._by_name[name]
 
     def find(self, avoid: tuple[str, ...]) -> Host | None:
-        """The lowest free host that is up and need not be avoided. Where all others are taken, one to be avoided serves."""
-        now, shunned = self._clock.now, set(avoid)
-        second: Host | None = None
-        for number in self._free:
-            host = self.hosts[number]
-            if host.down_until <= now and host.name not in shunned:
-                return host
-            if host.down_until <= now and second is None:
-                second = host
-        return second
+        """The lowest free host that is up and is not to be avoided."""
+        shunned = set(avoid)
+        return next((host for host in self._up_and_free() if host.name not in shunned), None)
+
+    def why_not(self) -> str:
+        """Why a node that was not placed has no host."""
+        free = [host.name for host in self._up_and_free()]
+        return f"{AVOIDED}: {', '.join(free)}" if free else NO_ROOM
+
+    def _up_and_free(self) -> Iterator[Host]:
+        now = self._clock.now
+        return (self.hosts[number] for number in self._free if self.hosts[number].down_until <= now)
 
     def take(self, host: Host, node: str) -> None:
         """A node runs on it from now on."""

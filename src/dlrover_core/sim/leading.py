@@ -51,10 +51,9 @@ class Site(Protocol):
     clock: Clock
     spec: JobSpec
     scenario: Scenario
-    group: str
     network: Network
     scheduler: Scheduler
-    training: Training
+    trainings: dict[str, Training]
     meter: Meter
     log: Log
     inputs: list[Input] | None
@@ -96,7 +95,7 @@ class Leader:
         self._minding = False
         self._calm = self._clock.now
         self._since_snapshot = self._bytes_since_snapshot = 0
-        self._progress_at = -1
+        self._progress_at: dict[str, int] = {}
         self._over = self._going = False
         self._prefix = f"{sim.spec.job}-"
         self.leveller = Leveller(sim, self)
@@ -134,7 +133,8 @@ class Leader:
         self._begins, self.serving = False, True
         self.leveller.observe()
         self._sim.network.leads()
-        self.await_progress()
+        for name in self._sim.trainings:
+            self.await_progress(name)
         if self.state.job.over:
             self._is_over()
 
@@ -307,7 +307,9 @@ class Leader:
             self._level()
             self.leveller.wake()
         if progress.FirstStep in kinds:
-            self.await_progress()
+            for record in batch.records:
+                if isinstance(record.event, progress.FirstStep):
+                    self.await_progress(state.set_of(record.event.node))
         if state.job.over and not self._over:
             self._is_over()
         self._schedule()
@@ -475,42 +477,44 @@ class Leader:
             self.submit(silence.NoteSilence(name, silent))
         return True
 
-    def stalled(self, world: World, step: int, idle_us: int, limit: Threshold) -> None:
+    def stalled(self, name: str, world: World, step: int, idle_us: int, limit: Threshold) -> None:
         """Nobody makes steps: a hang, if everybody is heard of and nobody is asked already."""
         if self.paused or not self.serving or self._troubled_since >= 0:
             return
         heard = all(node in self._sessions and self._mind.get(node, -1) < 0 for node in world.members)
-        if heard and self.state.hangs.suspected(self._sim.group) is None:
-            self.submit(hangs.NoteStall(self._sim.group, world.generation, step, idle_us, limit.us, limit.budget))
+        if heard and self.state.hangs.suspected(name) is None:
+            self.submit(hangs.NoteStall(name, world.generation, step, idle_us, limit.us, limit.budget))
 
-    def await_progress(self) -> None:
-        """Steps are made: the next word about them is due in a while."""
-        seen = self.state.progress.of(self._sim.group)
-        self._progress_in(max(0, seen.at + us(self._sim.spec.progress_s) - self.now()))
+    def await_progress(self, name: str) -> None:
+        """A set makes steps: the next word about them is due in a while."""
+        seen = self.state.progress.of(name)
+        self._progress_in(name, max(0, seen.at + us(self._sim.spec.progress_s) - self.now()))
 
-    def _progress_in(self, after_us: int) -> None:
+    def _progress_in(self, name: str, after_us: int) -> None:
         beat = us(self._sim.spec.heartbeat_s)
         at = self._clock.now + -(-max(1, after_us) // beat) * beat
-        if at != self._progress_at:
-            self._progress_at = at
-            self._clock.at(at, 0, self._note_progress, at)
+        if at != self._progress_at.get(name, -1):
+            self._progress_at[name] = at
+            self._clock.at(at, 0, self._note_progress, name, at)
 
-    def _note_progress(self, at: int) -> None:
-        if at != self._progress_at or self.held(self._note_progress, at):
+    def _note_progress(self, name: str, at: int) -> None:
+        if at != self._progress_at.get(name, -1) or self.held(self._note_progress, name, at):
             return
-        self._progress_at = -1
-        training, state = self._sim.training, self.state
-        seen = state.progress.of(self._sim.group)
+        self._progress_at[name] = -1
+        training, state = self._sim.trainings[name], self.state
+        seen = state.progress.of(name)
         world = training.world
         if not state.job.live or world is None or world.generation != seen.generation or not training.stepping:
             # The next generation's first step begins this anew.
             return
         step = training.step_now()
         if self._sessions and step > seen.step and self._troubled_since < 0:
-            self.submit(progress.NoteProgress(self._sim.group, seen.generation, step))
-            self._progress_in(us(self._sim.spec.progress_s))
+            self.submit(progress.NoteProgress(name, seen.generation, step))
+            self._progress_in(name, us(self._sim.spec.progress_s))
         else:
-            self._progress_in(max(us(self._sim.spec.heartbeat_s), (training.when(step + 1) or 0) - self._clock.now))
+            self._progress_in(
+                name, max(us(self._sim.spec.heartbeat_s), (training.when(step + 1) or 0) - self._clock.now)
+            )
 
     # ---- the scheduler
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from dlrover_core.job.nodes import Observed, ObserveNodes
+from dlrover_core.errors import LaunchRefused
+from dlrover_core.job import notices
+from dlrover_core.job.nodes import REFUSED, Observed, ObserveNodes
 from dlrover_core.job.orders import Desired, NodeLaunch
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import Command
@@ -76,6 +78,7 @@ class Leveller:
         self._listed = {name(seen.node): seen for seen in nodes}
         self._accepted &= set(self._listed)
         self._leader.submit(ObserveNodes(nodes, complete=True))
+        self._tell_notices(nodes)
         self.wake()
 
     def changed(self, seen: Observed) -> None:
@@ -91,7 +94,12 @@ class Leveller:
         else:
             self._listed[name] = seen
         self._leader.submit(ObserveNodes((seen,)))
+        self._tell_notices((seen,))
         self.wake()
+
+    def _tell_notices(self, nodes: tuple[Observed, ...]) -> None:
+        for command in notices.told(self._leader.state.notices, nodes):
+            self._leader.submit(command)
 
     def clear(self) -> None:
         """The job is over and has waited long enough: delete whatever is left."""
@@ -132,7 +140,9 @@ class Leveller:
                 self._sim.scheduler.delete(call[1], token, grace_s)
             self._failures.pop(call, None)
             self._not_before[call] = now + round(BACK_OFF_S[-1] * SECOND_US)
-        except Exception:  # noqa: BLE001  # a scheduler may raise anything; it is asked again
+        except Exception as error:  # noqa: BLE001  # a scheduler may raise anything; it is asked again
+            if node is not None and isinstance(error, LaunchRefused) and not error.permanent:
+                self._leader.submit(ObserveNodes((Observed(node.node, REFUSED, waits=error.reason),)))
             failures = self._failures.get(call, 0)
             self._failures[call] = failures + 1
             self._not_before[call] = now + round(BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)] * SECOND_US)

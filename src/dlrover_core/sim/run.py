@@ -30,7 +30,7 @@ CLASSES = {
     WAIT: "for nodes",
     FORM: "from then until all workers are started",
     LOAD: "from there until the first step is begun",
-    SUSPENDED: "somebody wanted the job to pause",
+    SUSPENDED: "the job was suspended by a person",
     FINISH: "from the last step to the end of the job",
 }
 

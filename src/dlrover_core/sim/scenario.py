@@ -21,11 +21,12 @@ TOKEN_BYTES_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One job of one group, its hosts, and what everything takes. Durations in seconds, all virtual.
+    """One job, its hosts, and what everything takes. Durations in seconds, all virtual.
 
-    ``spares`` are hosts beyond those that the job needs. ``checkpoint_steps`` is every how many steps a state is kept that a new
-    generation can resume from; what was made since is made again. ``step_s`` holds for a world of all ``nodes``; with
-    ``fixed_batch`` a smaller one takes proportionally longer.
+    A job has one group of ``nodes``, or the ``groups`` that are named. The first of these is that of the fields, but for its own
+    settings, and its steps are the job's. ``spares`` are hosts beyond those that all groups need. ``checkpoint_steps`` is every
+    how many steps a state is kept that a new generation can resume from; what was made since is made again. ``step_s`` holds for
+    a world of all ``nodes``; with ``fixed_batch`` a smaller one takes proportionally longer.
     """
 
     nodes: int = field(default=4, metadata={"doc": "nodes of the job"})
@@ -70,6 +71,13 @@ class Scenario:
     settings: tuple[tuple[str, Any], ...] = field(
         default=(), metadata={"doc": "further settings of the JobSpec, by name"}
     )
+    groups: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = field(
+        default=(),
+        metadata={"doc": "the job's groups: name, and settings of the GroupSpec by name; (): one, of the fields above"},
+    )
+    quiet: tuple[str, ...] = field(default=(), metadata={"doc": "groups whose workers tell no steps"})
+    short: int = field(default=0, metadata={"doc": "so many of the hosts are not there before `room_s`"})
+    room_s: float = field(default=0.0, metadata={"doc": "when all hosts are there"})
 
     def __post_init__(self) -> None:
         """Refuse what could never run. Raises `PlanError`."""
@@ -85,9 +93,14 @@ class Scenario:
         if min(self.steps, self.hosts_per_rack, self.checkpoint_steps, self.snapshot_events) < 1 or self.step_s <= 0:
             raise PlanError("steps, step_s, hosts_per_rack, checkpoint_steps and snapshot_events must be more than 0")
         try:
-            self.spec()
+            spec = self.spec()
         except (CoreError, TypeError) as error:
             raise PlanError(f"no such job: {error}") from error
+        first, *_ = spec.groups
+        if not first.ends:
+            raise PlanError(f"the steps of the first group are the job's: {first.name!r} must end it")
+        if self.short > self.hosts:
+            raise PlanError(f"short {self.short}: there are {self.hosts} hosts")
 
     @classmethod
     def smoke(cls) -> Scenario:
@@ -96,10 +109,34 @@ class Scenario:
 
     def spec(self, job: str = "sim") -> JobSpec:
         """The job's spec."""
-        group = GroupSpec(
-            "worker", self.nodes_min or self.nodes, self.nodes, self.workers_per_node, self.unit, self.relaunch_max
+        own: dict[str, Any] = {
+            "nodes_min": self.nodes_min or self.nodes,
+            "nodes_max": self.nodes,
+            "nproc": self.workers_per_node,
+            "unit": self.unit,
+            "relaunch_max": self.relaunch_max,
+        }
+        groups = tuple(
+            GroupSpec(name, **{**(own if not number else {}), **dict(settings)})
+            for number, (name, settings) in enumerate(self.groups)
         )
-        return JobSpec(job, (group,), max_restarts=self.max_restarts, on_join=self.on_join, **dict(self.settings))
+        return JobSpec(
+            job,
+            groups or (GroupSpec(**own),),
+            max_restarts=self.max_restarts,
+            on_join=self.on_join,
+            **dict(self.settings),
+        )
+
+    @property
+    def wanted(self) -> int:
+        """How many nodes the job wants, of all groups."""
+        return sum(group.nodes_max for group in self.spec().groups) if self.groups else self.nodes
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts there are in the end."""
+        return self.wanted + self.spares
 
 
 class Plan(NamedTuple):

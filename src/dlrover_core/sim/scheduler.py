@@ -20,11 +20,17 @@ from dlrover_core.sim.scenario import Plan, Scenario
 from dlrover_core.spec import us
 
 JOURNAL_US = 3600 * SECOND_US
+HELD = "the queue is held"
 
 
 @dataclass(slots=True)
 class Pod:
-    """A node as the scheduler knows it. ``stuck``: it will never be placed. ``flaps``: it is shown as gone."""
+    """A node as the scheduler knows it.
+
+    ``stuck``: it will never be placed. ``flaps``: it is shown as gone. ``lost``: its host cannot be reached, so nothing new is
+    seen of it; ``unseen`` is how it has ended meanwhile. ``waits``: why it is on no host. ``notice``: why it will be taken away,
+    at ``goes_at``.
+    """
 
     launch: NodeLaunch
     key: int
@@ -36,22 +42,41 @@ class Pod:
     stuck: bool = False
     flaps: bool = False
     deleting: bool = False
+    lost: bool = False
+    unseen: tuple[int, str] | None = None
+    waits: str = ""
+    notice: str = ""
+    goes_at: int = 0
 
-    def seen(self) -> Observed:
+    def seen(self, now: int) -> Observed:
         """As an observer is told."""
         host, rack = (self.host.name, f"rack-{self.host.rack}") if self.host is not None else ("", "")
-        return Observed(self.launch.node, self.phase, self.exit_code, self.reason, host, rack=rack)
+        phase = "lost" if self.lost and self.phase == "running" else self.phase
+        reason = "its host does not answer" if phase == "lost" else self.reason
+        left_us = max(1, self.goes_at - now) if self.notice else 0
+        return Observed(
+            self.launch.node,
+            phase,
+            self.exit_code,
+            reason,
+            host,
+            rack=rack,
+            waits=self.waits,
+            notice=self.notice,
+            notice_us=left_us,
+        )
 
 
 @dataclass(slots=True)
 class Lies:
     """What is wrong with the scheduler's word: the next launches that fail though they succeed, or never start; until when
-    there is no quota.
+    there is no quota, and until when nobody is placed.
     """
 
     errors: int = 0
     stuck: int = 0
     no_quota_until: int = -1
+    held_until: int = -1
 
 
 class Site(Protocol):
@@ -113,13 +138,30 @@ class Scheduler:
             self._place(pod)
 
     def _place(self, pod: Pod) -> None:
-        host = self._sim.hosts.find(pod.launch.avoid)
+        host = self._sim.hosts.find(pod.launch.avoid) if not self._held else None
         if host is None:
             self._waiting.append(pod)
+            self._wait(pod, HELD if self._held else self._sim.hosts.why_not())
             return
+        self._wait(pod, "")
         pod.host = host
         self._sim.hosts.take(host, pod.launch.node)
         self._sim.clock.later(us(self._sim.scenario.boot_s), pod.key, self._boot, pod, host)
+
+    @property
+    def _held(self) -> bool:
+        return self._sim.clock.now < self.lies.held_until
+
+    def _wait(self, pod: Pod, why: str) -> None:
+        if pod.waits != why:
+            before = self._seen(pod)
+            pod.waits = why
+            self._changed(pod, before)
+
+    def hold(self, for_us: int) -> None:
+        """Place nobody for so long."""
+        self.lies.held_until = max(self.lies.held_until, self._sim.clock.now + for_us)
+        self._sim.clock.at(self.lies.held_until, key_of(HELD), self._place_waiting)
 
     def _place_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -130,7 +172,7 @@ class Scheduler:
     def _boot(self, pod: Pod, host: Host) -> None:
         if pod.phase != "pending" or pod.host is not host:
             return
-        before = pod.seen()
+        before = self._seen(pod)
         pod.phase = "running"
         pod.agent = self._sim.agents.begin(pod.launch, host)
         self._changed(pod, before)
@@ -151,7 +193,7 @@ class Scheduler:
             self._sim.clock.later(us(grace_s), pod.key, self._kill, pod)
 
     def _kill(self, pod: Pod) -> None:
-        if self.pods.get(pod.launch.name) is not pod:
+        if self.pods.get(pod.launch.name) is not pod or pod.lost:
             return
         if pod.agent is not None and not pod.agent.ended:
             if pod.host is not None and pod.host.down_until > self._sim.clock.now:
@@ -177,7 +219,10 @@ class Scheduler:
     def _end_seen(self, pod: Pod, code: int, reason: str) -> None:
         if self.pods.get(pod.launch.name) is not pod or pod.phase not in ("pending", "running"):
             return
-        before = pod.seen()
+        if pod.lost:
+            pod.unseen = code, reason
+            return
+        before = self._seen(pod)
         pod.phase, pod.exit_code, pod.reason = "failed" if code else "succeeded", code, reason
         pod.flaps = False
         self._changed(pod, before)
@@ -190,24 +235,49 @@ class Scheduler:
             self._sim.clock.later(0, pod.key, self._place_waiting)
 
     def _gone(self, pod: Pod) -> None:
-        if self.pods.get(pod.launch.name) is not pod:
+        if self.pods.get(pod.launch.name) is not pod or pod.lost:
             return
-        before = pod.seen()
+        before = self._seen(pod)
         pod.phase = "gone"
         del self.pods[pod.launch.name]
         self._changed(pod, before)
         self._sim.look()
 
+    def lose(self, pod: Pod) -> None:
+        """The host of a running node cannot be reached: what becomes of the node is not seen, and it cannot be ended."""
+        if self.pods.get(pod.launch.name) is pod and pod.phase == "running" and not pod.lost:
+            before = self._seen(pod)
+            pod.lost = True
+            self._changed(pod, before)
+
+    def reach(self, pod: Pod) -> None:
+        """Its host can be reached again."""
+        if self.pods.get(pod.launch.name) is not pod or not pod.lost:
+            return
+        before, pod.lost = self._seen(pod), False
+        self._changed(pod, before)
+        if pod.unseen is not None:
+            self._end_seen(pod, *pod.unseen)
+        elif pod.deleting:
+            self._kill(pod)
+
+    def warn(self, pod: Pod, notice: str, goes_at: int = 0) -> None:
+        """Say that a node will be taken away then; without a notice that it will not."""
+        if self.pods.get(pod.launch.name) is pod and pod.phase == "running":
+            before = self._seen(pod)
+            pod.notice, pod.goes_at = notice, goes_at
+            self._changed(pod, before)
+
     def flap(self, pod: Pod, for_us: int) -> None:
         """Call a running node gone, and running again after so long."""
         pod.flaps = True
-        self._say(pod.seen()._replace(phase="gone", reason="lost"))
+        self._say(self._seen(pod)._replace(phase="gone", reason="lost"))
         self._sim.clock.later(for_us, pod.key, self._flapped, pod)
 
     def _flapped(self, pod: Pod) -> None:
         if pod.flaps and self.pods.get(pod.launch.name) is pod:
             pod.flaps = False
-            self._say(pod.seen())
+            self._say(self._seen(pod))
 
     # ---- what is told
 
@@ -217,7 +287,10 @@ class Scheduler:
             while self._journal and self._journal[0][0] < now - JOURNAL_US:
                 self._journal.popleft()
             self._journal.append((now, pod.launch.node, before))
-        self._say(pod.seen())
+        self._say(self._seen(pod))
+
+    def _seen(self, pod: Pod) -> Observed:
+        return pod.seen(self._sim.clock.now)
 
     def _say(self, seen: Observed) -> None:
         if self.tell is not None:
@@ -225,7 +298,7 @@ class Scheduler:
 
     def listed(self, ago_us: int = 0) -> tuple[Observed, ...]:
         """Everything there is, or was a while ago."""
-        there = {pod.launch.node: pod.seen() for pod in self.pods.values() if not pod.flaps}
+        there = {pod.launch.node: self._seen(pod) for pod in self.pods.values() if not pod.flaps}
         for at, node, before in reversed(self._journal or ()) if ago_us else ():
             if at < self._sim.clock.now - ago_us:
                 break

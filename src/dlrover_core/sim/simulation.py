@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from dlrover_core.errors import PlanError
 from dlrover_core.job import progress
+from dlrover_core.job.sets import Sets
 from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.state import digest
@@ -80,7 +81,8 @@ class Simulation:
             raise PlanError(f"a plan for the level {plan.level!r} is not simulated: ask for {ENGINE!r}")
         self.plan, self.scenario = plan, plan.scenario
         self.spec = plan.scenario.spec()
-        self.group = self.spec.groups[0].name
+        self.sets = Sets(self.spec.groups)
+        self.first = next(self.sets.all(self.spec))
         self.clock = Clock(plan.seed)
         self.inputs: list[Input] | None = [] if inputs else None
         self.stop_us, self.start_us = us(plan.scenario.stop_s), us(plan.scenario.start_s)
@@ -91,7 +93,8 @@ class Simulation:
         self.over = False
         self.strikes = Strikes(self)
         self.meter = Meter(self)
-        self.training = Training(self)
+        self.training = Training(self, self.first, first=True)
+        self.trainings = {self.first: self.training}
         self.hosts = Hosts(plan.scenario, self.clock)
         self.network = Network(self)
         self.agents = Agents(self)
@@ -183,11 +186,20 @@ class Simulation:
             self.over = True
             self.look()
 
-    def steps_again(self) -> None:
-        """Training makes steps again."""
-        self.strikes.look()
+    def training_of(self, node: str) -> Training:
+        """The workers of a node's coupling set."""
+        name = self.sets.of(node)
+        known = self.trainings.get(name)
+        if known is None:
+            known = self.trainings[name] = Training(self, name, first=False)
+        return known
+
+    def steps_again(self, name: str) -> None:
+        """The training of a set makes steps again."""
+        if name == self.first:
+            self.strikes.look()
         if self.leader is not None and self.leader.serving:
-            self.leader.await_progress()
+            self.leader.await_progress(name)
 
     def look(self) -> None:
         """Is it over?"""
@@ -200,14 +212,14 @@ class Simulation:
         if leader is None or not leader.serving:
             return "leaderless"
         state = leader.state
-        world = state.world.worlds.get(self.group)
+        world = state.world.at(self.first)
         if not state.job.forms:
             return state.job.state
-        if world is None or not world.active:
-            return "waiting" if world is not None and world.generation else "created"
+        if not world.active:
+            return "waiting" if world.generation else "created"
         if len(world.started) < len(world.members):
             return "starting"
-        if state.progress.of(self.group).generation < world.generation:
+        if state.progress.of(self.first).generation < world.generation:
             return "loading"
         return "finishing" if world.finished else "training"
 
@@ -223,7 +235,7 @@ class Simulation:
         waits = leader is not None and leader.state.job.state == "suspended"
         since = max(self._moved_at, self.strikes.healed_at)
         patience = us(STALLED_S) + 3 * us(self.scenario.step_s)
-        enough = self.hosts.usable() >= self.spec.groups[0].floor and not self.scheduler.stuck
+        enough = self.hosts.usable() >= self._needed() and not self.scheduler.stuck
         if waits or not enough:
             self._moved_at = self.clock.now
         elif self.clock.now - since > patience:
@@ -232,11 +244,16 @@ class Simulation:
             )
         self.clock.later(patience // 4, 0, self._watch)
 
+    def _needed(self) -> int:
+        """How many hosts the first set needs, whatever the others hold."""
+        ours = self.sets.groups(self.first)
+        return sum(group.floor if group.name in ours else group.nodes_max for group in self.spec.groups)
+
     def _stalled(self, why: str) -> Stalled:
         state = self.leader.state if self.leader is not None else None
         told = [why, f"at {self.clock.now_s:g} s, record {self.log.seq}", f"the job is at {self.phase()!r}"]
         if state is not None:
-            world = state.world.worlds.get(self.group)
+            world = state.world.worlds.get(self.first)
             told.append(f"job {state.job.state}")
             if world is not None:
                 told.append(

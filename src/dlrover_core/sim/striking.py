@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from dlrover_core.job import job, operations
+from dlrover_core.job.sets import Sets
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.sim import triggers
@@ -23,13 +24,14 @@ from dlrover_core.sim.network import Network
 from dlrover_core.sim.scenario import Plan, Scenario
 from dlrover_core.sim.scheduler import Pod, Scheduler
 from dlrover_core.sim.training import Training
-from dlrover_core.spec import us
+from dlrover_core.spec import JobSpec, us
 
 SIGKILL, SIGTERM = -9, -15
 DELAYED_S = 60.0
 REPAIR_S = 3600.0
 ASK_AGAIN_S = 1.0
 FAILED = "RuntimeError: chaos"
+PREEMPTION = "preemption"
 # Faults that wait for each other strike in the order of the plan, whatever the seed.
 _KEY = key_of("faults")
 _T = TypeVar("_T")
@@ -41,13 +43,15 @@ class Site(Protocol):
     clock: Clock
     plan: Plan
     scenario: Scenario
-    group: str
+    spec: JobSpec
+    sets: Sets
     agents: Agents
     hosts: Hosts
     log: Log
     network: Network
     scheduler: Scheduler
     training: Training
+    trainings: dict[str, Training]
     leader: Leader | None
     standbys: int
     skew_us: int
@@ -55,6 +59,10 @@ class Site(Protocol):
 
     def phase(self) -> str:
         """What the job is at, in a word."""
+        ...
+
+    def training_of(self, node: str) -> Training:
+        """The workers of a node's coupling set."""
         ...
 
     def crash(self, after_us: int) -> bool:
@@ -193,7 +201,8 @@ class Strikes:
         if isinstance(target, str):
             agent = _chosen(agents, target, lambda agent: agent.node)
             return None if agent is None else (agent, 0)
-        agents.sort(key=lambda agent: (agent.generation, agent.first_rank))
+        order = list(self._sim.trainings)
+        agents.sort(key=lambda one: (order.index(self._sim.sets.of(one.node)), one.generation, one.first_rank))
         total = sum(agent.nproc - len(agent.dead) for agent in agents)
         if not total:
             return None
@@ -299,14 +308,41 @@ class Strikes:
         if found is None:
             return False
         agent, local = found
-        return self._sim.training.hang(agent.generation, us(fault.amount), agent.first_rank + local)
+        return self._sim.training_of(agent.node).hang(agent.generation, us(fault.amount), agent.first_rank + local)
 
     def _slow_worker(self, fault: Fault) -> bool:
         found = self._worker(fault.target)
         if found is None:
             return False
         agent, index = found
-        return self._sim.training.slow(agent.generation, amount(fault), agent.node, agent.first_rank + index)
+        return self._sim.training_of(agent.node).slow(
+            agent.generation, amount(fault), agent.node, agent.first_rank + index
+        )
+
+    def _unreach_node(self, fault: Fault) -> bool:
+        agent = self._agent(fault.target)
+        pod = self._pod_of(agent) if agent is not None else None
+        if pod is not None:
+            self._sim.scheduler.lose(pod)
+            self._clock.later(us(amount(fault)), pod.key, self._sim.scheduler.reach, pod)
+        return pod is not None
+
+    def _dark_host(self, fault: Fault) -> bool:
+        host = self._host_of(fault.target)
+        if host is None:
+            return False
+        self._sim.hosts.take_down(host, us(amount(fault) + REPAIR_S))
+        for agent in [one for one in self._sim.agents.living() if one.host is host]:
+            pod = self._pod_of(agent)
+            agent.lost()
+            if pod is not None:
+                self._clock.later(self._notice_us, pod.key, self._sim.scheduler.lose, pod)
+                self._clock.later(us(amount(fault)), pod.key, self._dark_seen, pod)
+        return True
+
+    def _dark_seen(self, pod: Pod) -> None:
+        self._sim.scheduler.reach(pod)
+        self._sim.scheduler.ended(pod, SIGKILL, "its host had no power", 0)
 
     def _flap_node(self, fault: Fault) -> bool:
         agent = self._agent(fault.target)
@@ -439,11 +475,54 @@ class Strikes:
         self._sim.scheduler.lies.no_quota_until = self._clock.now + us(amount(fault))
         return True
 
+    def _hold_queue(self, fault: Fault) -> bool:
+        self._sim.scheduler.hold(us(amount(fault)))
+        return True
+
     def _preempt(self, fault: Fault) -> bool:
+        return self._announced(fault) is not None
+
+    def _preempt_sooner(self, fault: Fault) -> bool:
+        return self._moved(fault, 0.25, 0.5)
+
+    def _preempt_later(self, fault: Fault) -> bool:
+        return self._moved(fault, 0.5, 2.0)
+
+    def _preempt_withdrawn(self, fault: Fault) -> bool:
+        agent = self._announced(fault)
+        if agent is not None:
+            self._clock.later(us(amount(fault) / 2), agent.key, self._withdraw, agent)
+        return agent is not None
+
+    def _moved(self, fault: Fault, when: float, to: float) -> bool:
+        """Its end is announced; after such a part of the time another one is, of such a part."""
+        agent = self._announced(fault)
+        if agent is not None:
+            goes_at = self._clock.now + us(amount(fault) * to)
+            self._clock.later(us(amount(fault) * when), agent.key, self._announce, agent, goes_at)
+        return agent is not None
+
+    def _announced(self, fault: Fault) -> Agent | None:
         agent = self._agent(fault.target)
         if agent is not None:
-            self._clock.later(us(amount(fault)), agent.key, self._preempted, agent)
-        return agent is not None
+            self._announce(agent, self._clock.now + us(amount(fault)))
+        return agent
+
+    def _announce(self, agent: Agent, goes_at: int) -> None:
+        pod = self._pod_of(agent)
+        if pod is not None and not agent.ended:
+            self._sim.scheduler.warn(pod, PREEMPTION, goes_at)
+            self._clock.at(goes_at, agent.key, self._taken, agent, pod, goes_at)
+
+    def _taken(self, agent: Agent, pod: Pod, goes_at: int) -> None:
+        """Unless it was said later that it stays, or goes at another time."""
+        if pod.goes_at == goes_at:
+            self._preempted(agent)
+
+    def _withdraw(self, agent: Agent) -> None:
+        pod = self._pod_of(agent)
+        if pod is not None and not agent.ended:
+            self._sim.scheduler.warn(pod, "")
 
     def _preempted(self, agent: Agent) -> None:
         if not agent.ended:
@@ -459,7 +538,9 @@ class Strikes:
 
     def _scale(self, fault: Fault) -> bool:
         to = int(amount(fault))
-        self._ask(operations.ScaleGroup(self._sim.group, 0, to, fault.cause or "somebody asked"))
+        groups = [group.name for group in self._sim.spec.groups]
+        group = fault.target if isinstance(fault.target, str) else groups[fault.target % len(groups)]
+        self._ask(operations.ScaleGroup(group, 0, to, fault.cause or "somebody asked"))
         return True
 
     def _drain(self, fault: Fault) -> bool:
@@ -469,7 +550,9 @@ class Strikes:
         return agent is not None
 
     def _suspend(self, fault: Fault) -> bool:
-        self._ask(job.SuspendJob(fault.cause or "somebody asked"))
+        # Every other time, by its length, the nodes are given back.
+        keeps = round(amount(fault)) % 2 == 0
+        self._ask(job.SuspendJob(fault.cause or "somebody asked", keep_nodes=keeps, lose=True))
         self._clock.later(us(amount(fault)), 0, self._ask, job.ResumeJob("somebody asked"))
         return True
 

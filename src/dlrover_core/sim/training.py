@@ -15,6 +15,7 @@ from dlrover_core.diagnosis.changepoint import BLOCK_STEPS, BLOCKS, SOUGHT, WIND
 from dlrover_core.diagnosis.hanging import Facts
 from dlrover_core.diagnosis.stacks import Frame
 from dlrover_core.job import hangs, stragglers
+from dlrover_core.job.sets import Sets
 from dlrover_core.kernel.engine import Command
 from dlrover_core.sim.agents import TIMED_OUT, Agent
 from dlrover_core.sim.clock import SECOND_US, Clock
@@ -24,6 +25,8 @@ from dlrover_core.spec import JobSpec, us
 CASCADE = "RuntimeError: [gloo] Connection closed by peer"
 # Torch's own default for NCCL: peers of a rank that neither dies nor comes raise after it.
 COLLECTIVE_S = 600.0
+NEVER = 10**9
+"""So many steps are never made."""
 SLOW_S = 60.0
 # What the agents' detector needs: steps before it knows what is normal, and steps of evidence (`diagnosis.changepoint`).
 BASELINE_STEPS, EVIDENCE_STEPS = 400, 53
@@ -113,8 +116,8 @@ class World:
 class Leader(Protocol):
     """Who is told of standstills."""
 
-    def stalled(self, world: World, step: int, idle_us: int, limit: stall.Threshold) -> None:
-        """Nobody has made a step for so long."""
+    def stalled(self, name: str, world: World, step: int, idle_us: int, limit: stall.Threshold) -> None:
+        """Nobody of a set has made a step for so long."""
         ...
 
     def submit(self, command: Command) -> None:
@@ -188,16 +191,57 @@ class Site(Protocol):
         """Who waits for steps."""
         ...
 
-    def steps_again(self) -> None:
-        """Training makes steps again."""
+    def steps_again(self, name: str) -> None:
+        """The training of a set makes steps again."""
         ...
 
 
-class Training:
-    """All worlds of one job, of which one at most makes steps."""
+class _Unmeasured:
+    """A meter of what is not the job's time."""
 
-    def __init__(self, sim: Site) -> None:
-        self._sim, self._clock, self._scenario = sim, sim.clock, sim.scenario
+    def made(self, new: float, again: float, step_us: int, checkpoint_us: float) -> None:
+        """Nothing."""
+
+    def cut_short(self, part: float, step_us: int) -> None:
+        """Nothing."""
+
+    def loading(self) -> None:
+        """Nothing."""
+
+    def trains(self, again_us: float = 0.0) -> None:
+        """Nothing."""
+
+    def hung(self) -> None:
+        """Nothing."""
+
+    def broke(self) -> None:
+        """Nothing."""
+
+    def halted(self) -> None:
+        """Nothing."""
+
+    def done(self) -> None:
+        """Nothing."""
+
+
+_UNMEASURED = _Unmeasured()
+
+
+class Training:
+    """All worlds of one coupling set, of which one at most makes steps; ``steps`` are made in all.
+
+    Those of the set whose steps are the job's are measured and waited for (``first``); those of a ``quiet`` one are never told.
+    """
+
+    def __init__(self, sim: Site, name: str, *, first: bool) -> None:
+        self._sim, self._clock, self._scenario, self.name = sim, sim.clock, sim.scenario, name
+        sets = Sets(sim.spec.groups)
+        groups = [sim.spec.group(group) for group in sets.groups(name)]
+        self.steps = sim.scenario.steps if sets.ends(name) else NEVER
+        self._quiet = any(group.name in sim.scenario.quiet for group in groups)
+        self._nodes = sum(group.nodes_max if group.coupled else 1 for group in groups)
+        self._hang_s = sim.spec.in_force(groups[0].name).hang_s
+        self._meter: Meter = sim.meter if first else _UNMEASURED
         self.made = 0
         self.saved = 0
         self.reached = 0
@@ -222,7 +266,7 @@ class Training:
         world.members[agent.node] = agent
         if len(world.members) == world.nodes:
             world.full = True
-            self._sim.meter.loading()
+            self._meter.loading()
             self._clock.later(us(self._scenario.load_s), 0, self._begin, world, world.epoch)
 
     def left(self, agent: Agent, generation: int) -> None:
@@ -240,7 +284,7 @@ class Training:
             return
         first, scenario = not world.broken, self._scenario
         if first:
-            self._sim.meter.broke()
+            self._meter.broke()
         self.halt(world)
         if world.full and cascades and scenario.cascade_s >= 0 and not world.cascaded:
             world.cascaded = True
@@ -263,13 +307,13 @@ class Training:
         if world is self.world and world.epoch == epoch and not world.broken:
             world.begun = True
             again = self.made - self.saved
-            self._sim.meter.trains(again * self._rate_us(world))
+            self._meter.trains(again * self._rate_us(world))
             self.lost += again
             self.made = world.began = self.saved
             self._go(world)
 
     def _rate_us(self, world: World) -> int:
-        share = self._scenario.nodes / world.nodes if self._scenario.fixed_batch else 1.0
+        share = self._nodes / world.nodes if self._scenario.fixed_batch else 1.0
         return max(1, round(self._full_us * share * world.slowed))
 
     def _go(self, world: World) -> None:
@@ -283,11 +327,11 @@ class Training:
             world.stretch = Stretch(base, since, step_us, scenario.checkpoint_steps, us(scenario.checkpoint_s))
         world.epoch += 1
         self._settled = world.stretch.at(self._clock.now)
-        if not world.first_told:
+        if not world.first_told and not self._quiet:
             self._clock.at(world.stretch.when(self.made + 1), 0, self._first, world, world.epoch)
-        self._clock.at(world.stretch.when(scenario.steps), 0, self._finish, world, world.epoch)
+        self._clock.at(world.stretch.when(self.steps), 0, self._finish, world, world.epoch)
         self._await_step(world)
-        self._sim.steps_again()
+        self._sim.steps_again(self.name)
 
     def _first(self, world: World, epoch: int) -> None:
         if world is self.world and world.epoch == epoch:
@@ -303,7 +347,7 @@ class Training:
         self.settle()
         world.done, world.stretch, self._settled = True, None, None
         world.epoch += 1
-        self._sim.meter.done()
+        self._meter.done()
         for agent in list(world.members.values()):
             agent.finish(world.generation, self.made)
 
@@ -313,14 +357,14 @@ class Training:
         self._cut_short(world)
         if not world.broken and not world.done:
             world.broken = True
-            self._sim.meter.halted()
+            self._meter.halted()
         world.stretch, self._settled = None, None
         world.epoch += 1
 
     def _cut_short(self, world: World) -> None:
         """The step in the making is not made. One that would have been made again is accounted for as that already."""
         if world.stretch is not None and self.made >= self.reached:
-            self._sim.meter.cut_short(world.stretch.at(self._clock.now).part, world.stretch.step_us)
+            self._meter.cut_short(world.stretch.at(self._clock.now).part, world.stretch.step_us)
 
     def settle(self) -> None:
         """Account for all time until now."""
@@ -331,7 +375,7 @@ class Training:
         self._settled = here
         steps = here.made - before.made + here.part - before.part
         again = max(0.0, min(self.reached, here.made + here.part) - (before.made + before.part))
-        self._sim.meter.made(steps - again, again, world.stretch.step_us, here.checkpoint_us - before.checkpoint_us)
+        self._meter.made(steps - again, again, world.stretch.step_us, here.checkpoint_us - before.checkpoint_us)
         self.made, self.saved = here.made, max(self.saved, here.saved)
         self.reached = max(self.reached, here.made)
 
@@ -380,7 +424,7 @@ class Training:
         self._mind_stall(world)
         world.stretch, self._settled = None, None
         world.epoch += 1
-        self._sim.meter.hung()
+        self._meter.hung()
         self._clock.later(us(COLLECTIVE_S), 0, self._weary, world, world.hung)
         if for_us:
             self._clock.later(for_us, 0, self._unhang, world, world.hung)
@@ -389,10 +433,10 @@ class Training:
     def _mind_stall(self, world: World) -> None:
         """When nobody making steps is a hang, by the rule of the real leader: what heartbeats would tell it is known here."""
         spec = self._sim.spec
-        if spec.hang_s:
+        if self._hang_s and not self._quiet:
             step_us = self._rate_us(world) if world.first_told else 0
             pulse = stall.Pulse(self.made, 0, step_us, us(self._scenario.checkpoint_s) + step_us)
-            limit = stall.threshold(hangs.limits(spec), pulse, 0)
+            limit = stall.threshold(hangs.limits(spec, self._hang_s), pulse, 0)
             self._clock.later(limit.us, 0, self._stalled, world, world.hung, limit)
 
     def _stalled(self, world: World, hung: int, limit: stall.Threshold) -> None:
@@ -400,7 +444,7 @@ class Training:
             return
         leader = self._sim.leader
         if leader is not None:
-            leader.stalled(world, self.made, self._clock.now - world.hung_at, limit)
+            leader.stalled(self.name, world, self.made, self._clock.now - world.hung_at, limit)
         # It may not lead yet, or not hear everybody.
         self._clock.later(us(self._sim.spec.heartbeat_s), 0, self._stalled, world, hung, limit)
 
@@ -422,7 +466,7 @@ class Training:
         if world is self.world and world.hung == hung and not world.broken:
             world.hung += 1
             if world.begun:
-                self._sim.meter.trains()
+                self._meter.trains()
                 self._go(world)
             else:
                 self._clock.later(us(self._scenario.load_s), 0, self._begin, world, world.epoch)

@@ -85,14 +85,18 @@ class Trigger(NamedTuple):
             return False
         if self.name == "job over":
             return state.job.over
-        worlds = [state.world.worlds.get(group.name) for group in state.job.spec.groups] if state.job.live else []
-        return bool(worlds) and all(
-            one is not None
-            and one.active
-            and len(one.started) == len(one.members)
-            and state.progress.of(group.name).generation == one.generation
-            for one, group in zip(worlds, state.job.spec.groups, strict=True)
-        )
+        live = state.job.live
+        sets = [name for name in state.sets.all(state.job.spec) if name not in state.job.given_up] if live else []
+        return bool(sets) and all(_runs(state, name) for name in sets)
+
+
+def _runs(state: JobState, name: str) -> bool:
+    """Do all workers of a set run, and has one of them made a step? Whom the job's end does not wait for may make none."""
+    current = state.world.at(name)
+    if not current.active or len(current.started) < len(current.members):
+        return False
+    silent = name not in state.progress.groups and not state.sets.ends(name)
+    return silent or state.progress.of(name).generation == current.generation
 
 
 def parse(text: str) -> Trigger:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from dlrover_core.sim.scenario import Plan as Plan
     from dlrover_core.sim.scenario import Scenario as Scenario
     from dlrover_core.testing.backend_conformance import BackendConformance as BackendConformance
-    from dlrover_core.testing.backend_conformance import Stand as Stand
+    from dlrover_core.testing.backend_stand import Abilities as Abilities
+    from dlrover_core.testing.backend_stand import Stand as Stand
     from dlrover_core.testing.chaos import Chaos as Chaos
     from dlrover_core.testing.cluster import Cluster as Cluster
     from dlrover_core.testing.crashes import Crashes as Crashes
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from dlrover_core.testing.training import Training as Training
 
 _HOME = {
+    "Abilities": "backend_stand",
     "BackendConformance": "backend_conformance",
     "Broken": ".sim.run",
     "Chaos": "chaos",
@@ -59,7 +61,7 @@ _HOME = {
     "RoomError": "platform",
     "Run": ".sim.run",
     "Scenario": ".sim.scenario",
-    "Stand": "backend_conformance",
+    "Stand": "backend_stand",
     "Story": "story",
     "Together": "promises",
     "Training": "training",

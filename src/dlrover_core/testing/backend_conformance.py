@@ -9,129 +9,34 @@ class TestMyBackend(BackendConformance):
 ```
 
 The program of a node must live until it is deleted or killed. Tests are plain functions; each tells its story in an event
-loop of its own (`run`), so no plugin is needed. What cannot be tried raises `unittest.SkipTest`, which pytest knows too.
+loop of its own (`run`), so no plugin is needed. What cannot be tried raises `unittest.SkipTest`, which pytest knows too. What a
+platform announces (queues, lost hosts, notices) is in `platform_stories`: a `Stand` says what its platform can be made to do.
 From the shell: ``dlrover conformance``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple
 from unittest import SkipTest
 
 from dlrover_core.errors import LaunchRefused
 from dlrover_core.job.orders import NodeLaunch
-from dlrover_core.runtime.backend import PHASES, Backend, Changed, Listed, Observation
+from dlrover_core.runtime.backend import Backend, Listed
+from dlrover_core.spec import DEFAULT_GROUP
+from dlrover_core.testing.backend_stand import Stand, make_launch, watching
+from dlrover_core.testing.platform_stories import PlatformStories
 from dlrover_core.testing.stories import story
 
-JOB = "conformance"
 # A bound on every story: a backend that hangs fails its test by name.
 STORY_S = 60.0
 MANY = 20
 
-Seen = dict[str, Observation]
-
-
-class Stand(NamedTuple):
-    """A backend with no nodes, and a way to do something to its nodes that it did not order."""
-
-    backend: Backend
-    kill: Callable[[str], Awaitable[None]]
-
-
 Story = Callable[[Stand], Awaitable[None]]
 
 
-def make_launch(index: int = 0, incarnation: int = 0, *, job: str = JOB) -> NodeLaunch:
-    """The order to launch a worker node."""
-    node = f"worker-{index}-{incarnation}"
-    return NodeLaunch(f"{job}-{node}", node, "worker", index, incarnation, nproc=1, avoid=())
-
-
-class Watch:
-    """One consumer of `observe`: what it was told, and what follows from that."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._news = asyncio.Condition()
-        self._error: Exception | None = None
-        self.told: list[Listed | Changed] = []
-        self.nodes: Seen = {}
-
-    def __repr__(self) -> str:
-        """What it was told last, for whoever reads why a promise was not kept."""
-        return ", ".join(f"{name} {node.phase}" for name, node in self.nodes.items()) or "no nodes"
-
-    async def run(self) -> None:
-        """Observe until cancelled."""
-        try:
-            async for seen in self._backend.observe():
-                async with self._news:
-                    self._note(seen)
-                    self._news.notify_all()
-        except Exception as error:  # noqa: BLE001  # shown by whoever waits
-            async with self._news:
-                self._error = error
-                self._news.notify_all()
-
-    def _note(self, seen: Listed | Changed) -> None:
-        assert isinstance(seen, Listed) or self.told, "the first thing told must be Listed"
-        self.told.append(seen)
-        if isinstance(seen, Listed):
-            self.nodes = {node.name: node for node in seen.nodes}
-            assert len(self.nodes) == len(seen.nodes), "a name is listed twice"
-        elif seen.node.phase == "gone":
-            self.nodes.pop(seen.node.name, None)
-        else:
-            self.nodes[seen.node.name] = seen.node
-        for node in seen.nodes if isinstance(seen, Listed) else (seen.node,):
-            assert node.phase in PHASES, node
-            assert node.age_us >= 0, node
-
-    async def until(self, condition: Callable[[Seen], bool]) -> Seen:
-        """Wait until the nodes are so; what they are."""
-        async with self._news:
-            await self._news.wait_for(lambda: self._error is not None or (bool(self.told) and condition(self.nodes)))
-            if self._error is not None:
-                raise self._error
-            return dict(self.nodes)
-
-    async def running(self, *names: str) -> Seen:
-        """Wait until all of these run."""
-        return await self.until(lambda seen: all(name in seen and seen[name].phase == "running" for name in names))
-
-    async def over(self, name: str) -> Observation:
-        """Wait until a node has ended; how."""
-        seen = await self.until(lambda seen: name in seen and seen[name].phase in ("succeeded", "failed"))
-        return seen[name]
-
-    async def gone(self, *names: str) -> Seen:
-        """Wait until none of these is left."""
-        return await self.until(lambda seen: not any(name in seen for name in names))
-
-    def phases(self, name: str) -> list[str]:
-        """Every phase this consumer was told of a node, in order."""
-        nodes = [node for seen in self.told for node in (seen.nodes if isinstance(seen, Listed) else (seen.node,))]
-        return [node.phase for node in nodes if node.name == name]
-
-
-@contextlib.asynccontextmanager
-async def watching(backend: Backend) -> AsyncIterator[Watch]:
-    """A consumer that observes meanwhile, and has been told the first list."""
-    watch = Watch(backend)
-    task = asyncio.ensure_future(watch.run())
-    try:
-        await watch.until(lambda _: True)
-        yield watch
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-class BackendConformance:
+class BackendConformance(PlatformStories):
     """The contract of `Backend`. Every test begins without nodes."""
 
     token = 7
@@ -323,7 +228,7 @@ class BackendConformance:
 
     @story
     async def test_observing_again_begins_with_a_list(self, stand: Stand) -> None:
-        """Whoever observes anew, after being cancelled too, is first told all there is."""
+        """A new observation, after a cancelled one too, begins with a list of all nodes."""
         node = make_launch()
         await stand.backend.launch(node, self.token)
         for _ in range(3):
@@ -344,8 +249,8 @@ class BackendConformance:
 
     @story
     async def test_room(self, stand: Stand) -> None:
-        """Room is a number of nodes, or None where nobody knows."""
-        room = await stand.backend.room("worker")
+        """Room is a number of nodes, or None where it is unknown."""
+        room = await stand.backend.room(DEFAULT_GROUP)
         assert room is None or (type(room) is int and room >= 0), room
 
     # ---- fencing

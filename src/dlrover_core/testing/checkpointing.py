@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dlrover_core.job import checkpoints, job, nodes, world
-from dlrover_core.job.names import group_of
 from dlrover_core.job.ranges import Ranges, from_ranges
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
@@ -67,8 +66,8 @@ class Checkpoints(Promise):
         assert kept.newest == this, f"{record.seq}: {this} is not remembered"
         assert len(kept.committed) <= checkpoints.COMMITTED_KEPT, f"{record.seq}: {len(kept.committed)} are remembered"
 
-    def _holds(self, _state: JobState, fact: checkpoints.StepsHeld, record: Record) -> None:
-        this = group_of(fact.node), fact.generation
+    def _holds(self, state: JobState, fact: checkpoints.StepsHeld, record: Record) -> None:
+        this = state.set_of(fact.node), fact.generation
         assert fact.node in self._places(this), f"{record.seq}: {fact.node} is no member of {this}"
         if not fact.plan:
             held = self._held.setdefault(this, {})

@@ -20,19 +20,23 @@ from types import TracebackType
 
 from dlrover_core.errors import HandedOver, LaunchRefused
 from dlrover_core.job.orders import NodeLaunch
+from dlrover_core.job.sets import Sets
 from dlrover_core.job.state import CODEC, FOLD, JobState, fold
 from dlrover_core.kernel.events import Record
 from dlrover_core.logs.memory import MemoryLog
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.backend import Backend, Changed, Listed, Observation
+from dlrover_core.runtime.duties import Duty
 from dlrover_core.runtime.master import SNAPSHOT_EVENTS, Master, Outcome
 from dlrover_core.runtime.pipeline import Deposed
+from dlrover_core.sim.training import NEVER
 from dlrover_core.spec import JobSpec
 from dlrover_core.testing import virtual_loop
+from dlrover_core.testing.called import Called, Heard
 from dlrover_core.testing.checks import CheckStub
 from dlrover_core.testing.network import DELAY_S, Network
-from dlrover_core.testing.platform import BOOT_S, Machine, NameTaken, NoQuota, Platform
+from dlrover_core.testing.platform import BOOT_S, Machine, NameTaken, NoQuota, Platform, Pool
 from dlrover_core.testing.training import MemoryLauncher, ShowHangs, Training
 
 ADDRESS = "master:1"
@@ -107,27 +111,36 @@ class MemoryBackend:
 
 
 def _seen(machine: Machine) -> Observation:
+    # Only of a notice it matters when it was said.
+    age_us = round((asyncio.get_running_loop().time() - machine.said_s) * 1e6) if machine.notice else 0
     return Observation(
         machine.name,
         machine.phase,
         machine.exit_code,
         machine.reason,
         machine.host,
+        machine.domain,
         notice=machine.notice,
         notice_us=machine.notice_us,
+        age_us=age_us,
+        waits=machine.waits,
     )
 
 
 class Cluster:
     """One job with its master, its agents, its log. ``skew_us`` shifts the wall clock of masters started from now on.
 
-    Its nodes run in a `Platform`. A ``backend`` is made for each master, over that; without one, `MemoryBackend` serves all.
+    Its nodes run in a `Platform`, on hosts of its own or of a ``pool`` shared with other jobs. A ``backend`` is made for each
+    master, over that; without one, `MemoryBackend` serves all.
 
     Masters share one address, as those of one host do, and only the leader is reached there. With ``answers`` they are on
     several hosts: agents know three addresses, and standbys answer.
     ``snapshot_events`` is every how many events masters keep a snapshot, and archive what came before it.
     Nodes on ``sick`` hosts fail their check, where there is one; ``ill`` are those that have.
     ``patience_s`` is how long workers of nodes that boot from now on take to stop, if they are given so long.
+
+    ``training`` is that of the first coupling set; another set's is made by ``others``, called with the set's name, when its
+    first node boots, and is in ``trainings``. ``heard`` is what nodes were told of others' addresses, in order.
     """
 
     def __init__(
@@ -140,17 +153,25 @@ class Cluster:
         snapshot_events: int = SNAPSHOT_EVENTS,
         answers: bool = False,
         hosts: Sequence[str] = (),
+        pool: Pool | None = None,
         notice_s: float = 0.0,
         network_s: float = DELAY_S,
         backend: Callable[[Platform], Backend] | None = None,
+        others: Callable[[str], Training] | None = None,
     ) -> None:
         self.answers = answers
         self.addresses = list(ADDRESSES) if answers else [ADDRESS]
         self.spec, self.snapshot_events = spec, snapshot_events
         self.training = training if training is not None else Training()
+        self.sets = Sets(spec.groups)
+        self.trainings = {next(self.sets.all(spec)): self.training}
+        self._other = others if others is not None else self._like_the_first
+        self.heard: list[Heard] = []
         self.log = event_log if event_log is not None else MemoryLog(CODEC)
         self.network = Network(network_s)
-        self.platform = Platform(self._live, crash=self._crash, hosts=hosts, boot_s=boot_s, notice_s=notice_s)
+        self.platform = Platform(
+            self._live, crash=self._crash, hosts=hosts, pool=pool, boot_s=boot_s, notice_s=notice_s
+        )
         self.backend = MemoryBackend(self.platform)
         self._make_backend = backend
         self.launchers: dict[str, MemoryLauncher] = {}
@@ -234,11 +255,13 @@ class Cluster:
 
     def agent(self, node: NodeLaunch, host: str) -> Agent:
         """The agent of a node that boots."""
-        launcher = MemoryLauncher(node.node, node.nproc, self.training)
+        training = self.training_of(node.node)
+        launcher = MemoryLauncher(node.node, node.nproc, training)
         launcher.patience_s = self.patience_s
         self.launchers[node.node] = launcher
         self._boots += 1
-        checks = [CheckStub(host, self.sick, self.ill)] if self.spec.precheck != "off" else []
+        checked = self.spec.in_force(self.sets.groups(self.sets.of(node.node))[0]).precheck != "off"
+        checks = [CheckStub(host, self.sick, self.ill)] if checked else []
         agent = Agent(
             node.node,
             launcher=launcher,
@@ -247,10 +270,25 @@ class Cluster:
             boot=self._boots,
             host=host,
             address=node.node,
-            duties=[ShowHangs(launcher), *checks, *self.training.duties()],
+            duties=[ShowHangs(launcher), *checks, *training.duties(), *self._addresses(host)],
         )
         self.agents[node.node] = agent
         return agent
+
+    def _addresses(self, host: str) -> list[Duty]:
+        return [Called(host, self.heard)] if any(group.uses for group in self.spec.groups) else []
+
+    def training_of(self, node: str) -> Training:
+        """The training of a node's coupling set."""
+        name = self.sets.of(node)
+        if name not in self.trainings:
+            self.trainings[name] = self._other(name)
+        return self.trainings[name]
+
+    def _like_the_first(self, name: str) -> Training:
+        """As many steps, as fast; a set that the job's end does not wait for trains until it is stopped."""
+        first = self.training
+        return Training(first.steps if self.sets.ends(name) else NEVER, first.step_s, first.cascade_s, first.times)
 
     async def _live(self, node: NodeLaunch, host: str) -> str:
         return await self.agent(node, host).run()
@@ -261,8 +299,9 @@ class Cluster:
             self.network.cut(node, silent=True)
         if node in self.launchers:
             self.launchers[node].crash(told=told)
-        if self.training.saving is not None:
-            self.training.saving.lose(node)
+        saving = self.training_of(node).saving
+        if saving is not None:
+            saving.lose(node)
         self.thaw(node)
 
     # ---- looking
@@ -325,10 +364,10 @@ class Cluster:
 
     # ---- hurting
 
-    def kill_worker(self, rank: int, code: int = -9, error: str = "") -> None:
-        """Kill the worker with this rank."""
+    def kill_worker(self, rank: int, code: int = -9, error: str = "", *, of: str = "") -> None:
+        """Kill the worker with this rank, ``of`` this set; empty: of the first set that has one."""
         for launcher in self.launchers.values():
-            if rank in launcher.ranks:
+            if rank in launcher.ranks and of in ("", self.sets.of(launcher.node)):
                 launcher.kill(rank, code, error)
                 return
         raise LookupError(f"no worker has rank {rank} now")

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import importlib.util
 import inspect
 import logging
 import signal
-import sys
 import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Union
 from unittest import SkipTest
@@ -29,7 +25,8 @@ from dlrover_core.errors import SpecError
 from dlrover_core.kernel.codec import Codec
 from dlrover_core.kernel.log import EventLog, Snapshot
 from dlrover_core.runtime.backend import Backend
-from dlrover_core.testing.backend_conformance import BackendConformance, Stand, watching
+from dlrover_core.testing.backend_conformance import BackendConformance
+from dlrover_core.testing.backend_stand import Stand, watching
 from dlrover_core.testing.log_conformance import LogConformance
 from dlrover_core.testing.reasons import is_foreign, place, reason_of
 
@@ -85,47 +82,6 @@ class Verdict(NamedTuple):
 
 class Blocked(BaseException):
     """A story held its event loop, or did not end. No `Exception`, so that code under test does not swallow it."""
-
-
-# ---- finding
-
-
-def find(spec: str) -> Any:
-    """The object that ``module:name`` or ``path/to/file.py:name`` names. Raises `SpecError`."""
-    place, _, name = spec.partition(":")
-    if not place or not name:
-        raise SpecError(spec, "write module:name, for instance mypackage.scheduler:MyBackend, or file.py:MyBackend")
-    try:
-        thing = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        known = error.name is not None and (place == error.name or place.startswith(f"{error.name}."))
-        why = f"there is no module {error.name!r}" if known else f"importing {place} failed: {error}"
-        raise SpecError(spec, f"{why}; looked in the current directory and in {sys.prefix}") from error
-    except Exception as error:
-        raise SpecError(spec, f"importing {place} failed: {type(error).__name__}: {error}") from error
-    for part in name.split("."):
-        if not hasattr(thing, part):
-            raise SpecError(spec, f"{place} has no {name!r}{_like(thing, part)}")
-        thing = getattr(thing, part)
-    return thing
-
-
-def _from_file(path: Path) -> Any:
-    if not path.is_file():
-        raise ModuleNotFoundError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _like(thing: Any, name: str) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, [one for one in dir(thing) if not one.startswith("_")], 3)
-    return f"; there is {', '.join(near)}" if near else ""
 
 
 # ---- what was given, as a kit
@@ -332,7 +288,7 @@ class _Unknowing(LogConformance):
 def promises(kit: Kit, words: Sequence[str] = ()) -> list[Promise]:
     """What a kit tries, in the order it is written; with ``words`` those whose name holds one of them."""
     found: dict[str, str] = {}
-    for one in reversed(kit.__mro__):
+    for one in kit.__mro__:
         found |= dict.fromkeys(name for name in vars(one) if name.startswith("test_"))  # type: ignore[arg-type]
     told = [Promise(name[5:], " ".join((inspect.getdoc(getattr(kit, name)) or name[5:]).split())) for name in found]
     return [one for one in told if not words or any(word in one.name for word in words)]

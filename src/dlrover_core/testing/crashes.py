@@ -73,7 +73,7 @@ class Crashes:
         )
 
 
-class Kept(NamedTuple):
+class DurableCommand(NamedTuple):
     """A command whose batch became durable, and the records it led to: those after ``first`` up to ``last``."""
 
     given: Input
@@ -81,16 +81,16 @@ class Kept(NamedTuple):
     last: int
 
 
-def kept(inputs: Sequence[Input], total: int) -> list[Kept]:
+def kept(inputs: Sequence[Input], total: int) -> list[DurableCommand]:
     """The commands that made the history. One without effect, or whose batch died with its master, is none of them.
 
     Raises AssertionError where they leave records unexplained.
     """
-    found: list[Kept] = []
+    found: list[DurableCommand] = []
     after = total
     for given in reversed(inputs):
         if after > given.seq:
-            found.append(Kept(given, given.seq, after))
+            found.append(DurableCommand(given, given.seq, after))
         after = min(after, given.seq)
     assert after == 0, (
         f"records 1 to {after} follow from no input: was the run made with inputs=True, and from its beginning?"
@@ -118,7 +118,7 @@ def walk(inputs: Sequence[Input], records: Sequence[Record], *, rivals: int = RI
     return done
 
 
-def _broken(step: Kept, error: AssertionError) -> Broken:
+def _broken(step: DurableCommand, error: AssertionError) -> Broken:
     what = f"master dies after record {step.first}, before {type(step.given.command).__name__}: {error}"
     return Broken(what, step.first, repr(step.given.command)[:200])
 
@@ -141,7 +141,7 @@ class _Scene:
         self._sent: dict[str, tuple[int, deque[tuple[int, Command, Reply]]]] = {}
         self._spoke = ""
 
-    def go_on(self, step: Kept) -> None:
+    def go_on(self, step: DurableCommand) -> None:
         """The command is decided by the master of the history: to the very records that it led to."""
         given, records = step.given, self.records[step.first : step.last]
         self.engine.token = records[0].token
@@ -158,7 +158,7 @@ class _Scene:
             self._sent[sender] = boot, replies
             self._spoke = sender
 
-    def succeed(self, ahead: Sequence[Kept]) -> None:
+    def succeed(self, ahead: Sequence[DurableCommand]) -> None:
         """A successor reads the state, takes over, is told again what it was told, and decides what comes next."""
         state, at = self.engine.state, ahead[0].given.at
         packed = pack(state)
@@ -214,7 +214,7 @@ class _Scene:
                 assert gap == Resend(known.last + 1), f"{sender} leaves out {known.last + 1} and is answered {gap}"
         assert heir.state.seq == seq, "what had been answered is decided again"
 
-    def _decide_again(self, heir: Engine[JobState], ahead: Sequence[Kept]) -> None:
+    def _decide_again(self, heir: Engine[JobState], ahead: Sequence[DurableCommand]) -> None:
         """What the dead master was deciding comes again: the same events follow."""
         at, token = ahead[0].given.at, self.records[ahead[0].first].token
         heir.token = token
@@ -227,7 +227,7 @@ class _Scene:
             _same(batch.records if batch is not None else (), records, "decided by a successor")
             self.done.decided_again += 1
 
-    def fence(self, step: Kept) -> None:
+    def fence(self, step: DurableCommand) -> None:
         """The dead master lives: what it decides after its successor's first word never reaches the log."""
         if self.engine.state.seq == 0:
             return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import struct
 from pathlib import Path
 
@@ -96,20 +97,33 @@ def flip(database: Path, job: str, seq: int = 0, *, copies: int = 1) -> str:
         db.close()
     files = [database, *(tail_files(database, file_name(job)) if copies > 1 else ())]
     hit = [path.name for path in files if _flip_in(path, row.payload)]
+    if database.name not in hit:
+        raise PlanError(f"bit_flip: records {row.first_seq} to {row.last_seq} are not found in {database}")
     return f"a bit of records {row.first_seq} to {row.last_seq} is flipped in {', '.join(hit)}"
 
 
 def _flip_in(path: Path, payload: bytes) -> bool:
-    """Flip a bit of a payload wherever it lies in a file."""
+    """Flip a bit of a payload wherever it lies in a file; whether it lies there."""
     data = path.read_bytes()
-    for start in range(len(payload) // 2, max(1, len(payload) - NEEDLE_BYTES)):
+    ats = _places(data, payload)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for at in ats:
+            os.pwrite(fd, bytes([data[at] ^ 0x10]), at)
+    finally:
+        os.close(fd)
+    return bool(ats)
+
+
+def _places(data: bytes, payload: bytes) -> list[int]:
+    """Where a byte is that is this payload's alone; else where its middle is, in each copy of the whole.
+
+    A long one lies in several pages of a database, a short one has few bytes that no other batch has, and a page that was split
+    keeps what it held.
+    """
+    middle = len(payload) // 2
+    for start in (*range(middle, len(payload) - NEEDLE_BYTES), *range(middle)):
         needle = payload[start : start + NEEDLE_BYTES]
-        if data.count(needle) == 1:  # else it may be another batch's
-            at = data.index(needle) + NEEDLE_BYTES // 2
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                os.pwrite(fd, bytes([data[at] ^ 0x10]), at)
-            finally:
-                os.close(fd)
-            return True
-    return False
+        if data.count(needle) == 1:
+            return [data.index(needle) + len(needle) // 2]
+    return [found.start() + middle for found in re.finditer(re.escape(payload), data)]

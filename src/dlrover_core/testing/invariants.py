@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 from dlrover_core.job.state import FOLD, JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.kernel.state import digest
+from dlrover_core.testing.apart import Addresses, Apart, Coupled, Ends
 from dlrover_core.testing.checkpointing import Checkpoints
+from dlrover_core.testing.consuming import Cuts
+from dlrover_core.testing.freed import Freed
 from dlrover_core.testing.liveness import Liveness, Prompt, Reasons
 from dlrover_core.testing.planned import Plans
 from dlrover_core.testing.promises import (
@@ -29,8 +32,10 @@ from dlrover_core.testing.promises import (
     Told,
     Worlds,
 )
+from dlrover_core.testing.queues import Waiting
 from dlrover_core.testing.recovering import Absorbing, Bounded, Budgets, Effects, Incidents, Pauses
 from dlrover_core.testing.reference import Reference
+from dlrover_core.testing.stays import Stays
 
 if TYPE_CHECKING:
     from dlrover_core.testing.cluster import Cluster
@@ -38,15 +43,17 @@ if TYPE_CHECKING:
 # Of a log by itself, whoever wrote it.
 OF_LOGS: tuple[type[Promise], ...] = (
     Order, Commands, Slices, Worlds, Sizes, Provoked, Places, Told, Patience, Incidents, Effects, Budgets, Pauses, Absorbing,
-    Bounded, Prompt, Reasons, Reference, Checkpoints, Plans,
+    Bounded, Prompt, Reasons, Reference, Checkpoints, Plans, Waiting, Freed, Stays,
+    Addresses, Apart, Coupled, Ends, Cuts,
 )  # fmt: skip
 # And of a run, of which it is known what was done to it.
 DEFAULT: tuple[type[Promise], ...] = (*OF_LOGS, Liveness)
 
 __all__ = [
-    "DEFAULT", "OF_LOGS", "Absorbing", "Bounded", "Budgets", "Checkpoints", "Commands", "Effects", "Incidents", "Invariant",
-    "Liveness", "Order", "Patience", "Pauses", "Places", "Plans", "Promise", "Prompt", "Provoked", "Reasons",
-    "Reference", "Sizes", "Slices", "Together", "Told", "Worlds", "check", "check_history", "check_steps", "watched",
+    "DEFAULT", "OF_LOGS", "Absorbing", "Addresses", "Apart", "Bounded", "Budgets", "Checkpoints", "Commands",
+    "Coupled", "Cuts", "Effects", "Ends", "Freed", "Incidents", "Invariant", "Liveness", "Order", "Patience", "Pauses", "Places",
+    "Plans", "Promise", "Prompt", "Provoked", "Reasons", "Reference", "Sizes", "Slices", "Stays", "Together", "Told",
+    "Waiting", "Worlds", "check", "check_history", "check_steps", "watched",
 ]  # fmt: skip
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dlrover_core.job import checks, incidents, job, names, nodes, plans, progress, world
+from dlrover_core.job import checks, incidents, job, nodes, plans, progress, queueing, world
+from dlrover_core.job.sets import sets_of
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
-from dlrover_core.rules import membership
+from dlrover_core.rules import coupling, membership
 from dlrover_core.sim.faults import KINDS, Fault, amount
 from dlrover_core.sim.striking import REPAIR_S
 from dlrover_core.spec import JobSpec, us
@@ -43,10 +44,10 @@ class Prompt(Promise):
                 f"{record.seq}: no world of {group} formed, {late_s:.1f} s after it could"
             )
         if again:
-            self._groups = tuple(group.name for group in state.job.spec.groups)
+            self._groups = tuple(state.sets.all(state.job.spec))
             self._again_at = record.at
         for group in self._groups:
-            current = state.world.worlds.get(group) or world.World()
+            current = state.world.at(group)
             if current.active or not self._able(group, state):
                 if self._until:
                     self._able_since.pop(group, None)
@@ -62,25 +63,34 @@ class Prompt(Promise):
 
     @staticmethod
     def _able(group: str, state: JobState) -> bool:
-        spec, away = state.job.spec.group(group), membership.departing(state, group)
-        if not state.job.forms or state.nodes.tally.ready.get(group, 0) < spec.floor or group in state.checks.running:
+        if not state.job.forms or group in state.checks.running or group in state.job.given_up:
             return False
-        here = [node for node in state.nodes.nodes.values() if node.group == group and node.ready]
-        ready = [node.node for node in here if node.node not in away]
-        held = any(one.held and one.group == group for one in state.incidents.by_number.values())
-        return (
-            not held
-            and len(ready) // spec.unit * spec.unit >= spec.floor
-            and any(state.world.offers.get(node) for node in ready)
-        )
+        if group in state.queueing.back:
+            return False  # nodes that still write to storage are released then
+        groups, spec = state.sets.groups(group), state.job.spec
+        floors = {one: spec.group(one).floor if spec.group(one).coupled else 1 for one in groups}
+        # Never more than these are ready, and counting them anew after every event takes most of a large run's time.
+        if any(state.nodes.tally.ready.get(one, 0) < floors[one] for one in groups):
+            return False
+        away = membership.departing(state, group)
+        ready = [node for node in state.nodes.in_set(group) if node.ready and node.node not in away]
+        if any(one.end_pending and state.set_of(one.node) == group for one in state.incidents.by_number.values()):
+            return False
+        for name in groups:
+            unit, there = spec.group(name).unit, sum(node.group == name for node in ready)
+            if there // unit * unit < floors[name]:
+                return False
+        leads = [node for node in ready if node.group == groups[0]]
+        return not state.sets.stored(group) or any(state.world.offers.get(node.node) for node in leads)
 
     @staticmethod
     def _whole(group: str, last: world.World, state: JobState) -> bool:
         """Is everybody there who was in the last world, and who leads it?"""
-        most = state.job.spec.group(group).nodes_max
+        most = {one.name: one.nodes_max for one in state.job.spec.groups}
         there = [state.nodes.nodes.get(member.node) for member in last.members]
-        whole = all(node is not None and node.ready and node.index < most for node in there)
-        return whole and bool(there) and bool(state.world.offers.get(last.members[0].node))
+        whole = all(node is not None and node.ready and node.index < most[node.group] for node in there)
+        stored = state.sets.stored(group)
+        return whole and bool(there) and (not stored or bool(state.world.offers.get(last.members[0].node)))
 
 
 _CALLS_AGAIN = frozenset(
@@ -101,11 +111,13 @@ class Reasons(Promise):
         late = self._could if record.at > self._at else ()
         assert not late, f"{record.seq}: a world of {late[0]} could form before, and nobody looked"
         self._at = record.at
-        self._could = tuple(group for group in membership.waiting_groups(state) if self._can(state, group))
+        self._could = tuple(group for group in membership.waiting_sets(state) if self._can(state, group))
 
     @staticmethod
     def _can(state: JobState, group: str) -> bool:
-        enough = state.nodes.tally.ready.get(group, 0) >= state.job.spec.group(group).floor
+        enough = all(
+            here >= coupling.floor_of(state, group, one) for one, here in coupling.ready_by_group(state, group)
+        )
         return enough and isinstance(membership.next_by_time(state, group, state.at), membership.NextWorld)
 
     looks: ClassVar[Mapping[type, Look]] = dict.fromkeys(
@@ -121,7 +133,8 @@ class Liveness(Promise):
     """Once the last fault is over, the job trains again within ``within_s``, or has ended.
 
     ``within_s`` is, unless set, every patience of the spec once: a node that nobody hears of, one whose launch was lost, a last
-    call, a pause. While a job is suspended nobody waits for it.
+    call, a pause. While a job is suspended nobody waits for it, nor during the pause of a set that gave its nodes back: the pause
+    was chosen before there was room, and ends by itself.
     """
 
     name = "liveness"
@@ -132,6 +145,7 @@ class Liveness(Promise):
         self._idle_since = -1
         self._groups: dict[str, bool] = {}
         self._idle: list[tuple[int, int]] = []
+        self._pauses: list[tuple[int, int]] = []
         self._halted = True
 
     def _stands(self, at: int) -> None:
@@ -145,7 +159,8 @@ class Liveness(Promise):
             self._idle_since = -1
 
     def _created(self, _state: JobState, fact: job.JobCreated, record: Record) -> None:
-        self._groups = {group.name: False for group in JobSpec.from_json(fact.spec).groups}
+        spec = JobSpec.from_json(fact.spec)
+        self._groups = dict.fromkeys(sets_of(fact.spec).all(spec), False)
         self._began = self._began or record.at
         self._halted = False
         self._goes(record.at)
@@ -155,10 +170,25 @@ class Liveness(Promise):
         self._groups[fact.group] = False
         self._stands(record.at)
 
-    def _steps(self, _state: JobState, fact: progress.FirstStep, record: Record) -> None:
-        self._groups[names.group_of(fact.node)] = True
+    def _steps(self, state: JobState, fact: progress.FirstStep, record: Record) -> None:
+        self._groups[state.set_of(fact.node)] = True
         if all(self._groups.values()):
             self._goes(record.at)
+
+    def _given_up(self, _state: JobState, fact: job.SetGivenUp, record: Record) -> None:
+        self._groups.pop(fact.set, None)
+        if all(self._groups.values()):
+            self._goes(record.at)
+
+    def _place_given_up(self, state: JobState, fact: nodes.NodeReleased, record: Record) -> None:
+        name = state.set_of(fact.node)
+        if fact.reason == "given up" and state.sets.place(name) >= 0:
+            self._groups.pop(name, None)
+            if all(self._groups.values()):
+                self._goes(record.at)
+
+    def _gives_back(self, _state: JobState, fact: queueing.GivenBack, record: Record) -> None:
+        self._pauses.append((record.at, fact.until))
 
     def _halts(self, _state: JobState, _fact: object, record: Record) -> None:
         self._goes(record.at)
@@ -173,20 +203,24 @@ class Liveness(Promise):
         world.WorldFormed: _stops,
         world.WorldDissolved: _stops,
         progress.FirstStep: _steps,
+        job.SetGivenUp: _given_up,
+        nodes.NodeReleased: _place_given_up,
         **dict.fromkeys((*Absorbing.ENDS, job.JobStopping, job.JobSuspended), _halts),
         job.JobResumed: _resumes,
+        queueing.GivenBack: _gives_back,
     }
 
     def end(self, run: Any) -> None:
         """See the class."""
-        over_s = max(self._began / 1e6, *(self._heals_s(run, fault, seq) for fault, seq in run.struck), 0.0)
+        room_s = run.plan.scenario.room_s if run.plan.scenario.short else 0.0
+        over_s = max(self._began / 1e6 + room_s, *(self._heals_s(run, fault, seq) for fault, seq in run.struck), 0.0)
         last = self._began + us(run.virtual_s)
         idle = [*self._idle, *([(self._idle_since, max(last, self._idle_since))] if self._idle_since >= 0 else [])]
         # Waiting is measured on the leaders' clocks, and what makes those jump may do so in the midst of it.
         jumps_s = sum(abs(amount(fault)) for fault, _ in run.struck if fault.kind in ("clock_jump", "clock_skew"))
         within_s = (self.within_s or _patience_s(run)) + jumps_s
         for since, until in idle:
-            waited_s = until / 1e6 - max(since / 1e6, over_s)
+            waited_s = _outside_s(self._pauses, max(since / 1e6, over_s), until / 1e6)
             assert waited_s <= within_s, (
                 f"nobody trained for {waited_s:.1f} s after the last fault was over; {within_s:g} s are enough"
             )
@@ -195,8 +229,10 @@ class Liveness(Promise):
         """When a fault is over, on the leader's clock."""
         at = run.records[seq - 1].at if 0 < seq <= len(run.records) else self._began
         lasts_s = amount(fault) if KINDS[fault.kind].unit == "s" else LASTS_S
-        if fault.kind == "lose_host":
+        if fault.kind in ("lose_host", "dark_host"):
             lasts_s += REPAIR_S
+        elif fault.kind == "preempt_later":
+            lasts_s *= 2
         elif fault.kind == "create_stuck":
             # All of them, one after the other, in the same place.
             stuck = sum(amount(one) for one, _ in run.struck if one.kind == fault.kind)
@@ -204,9 +240,20 @@ class Liveness(Promise):
         return float(at / 1e6 + lasts_s)
 
 
+def _outside_s(pauses: list[tuple[int, int]], since_s: float, until_s: float) -> float:
+    """How much of this time lies in none of the pauses."""
+    outside_s, at_s = 0.0, since_s
+    for begin, end in sorted(pauses):
+        outside_s += max(0.0, min(begin / 1e6, until_s) - at_s)
+        at_s = max(at_s, end / 1e6)
+    return outside_s + max(0.0, until_s - at_s)
+
+
 def _patience_s(run: Any) -> float:
     """Every patience that the job has, once."""
     spec, scenario = run.state.job.spec, run.plan.scenario
     waits = spec.silence_s + spec.unreachable_s + spec.mass_silence_s + spec.launch_s + spec.last_call_s
+    # What one set of a job waits for may be held by another one of it.
+    waits += spec.gang_s * 1.25 if scenario.groups else 0.0
     works = scenario.boot_s + scenario.start_s + scenario.load_s + scenario.notice_s + 2 * scenario.step_s
     return float(waits + spec.stop_grace_s + spec.kill_wait_s + spec.restart_pause_s + works)

@@ -34,6 +34,7 @@ from dlrover_core.sim import run as runs
 from dlrover_core.sim import triggers
 from dlrover_core.sim.faults import KINDS, LOCAL, Fault, checked, kinds
 from dlrover_core.sim.scenario import Plan, Scenario
+from dlrover_core.spec import DEFAULT_GROUP
 from dlrover_core.testing import guard, inside, strikes
 from dlrover_core.testing.proxy import Proxy
 from dlrover_core.testing.watching import Launched, Watch
@@ -77,7 +78,7 @@ class LocalJob:
         self.folder = Path(folder).absolute() if folder is not None else None
         self.env, self.log, self.timeout_s = dict(env or {}), log or "", timeout_s
         self.faults: list[Fault] = [checked(fault, LOCAL) for fault in faults]
-        self.said = self.printed = self.mark = ""
+        self.said = self.mark = ""
         self.notes: list[str] = []
         if not self.script.is_file():
             raise PlanError(f"there is no script {self.script}")
@@ -114,7 +115,7 @@ class LocalJob:
             self.mark, proxies = f"{MARK}={held.mark}", {}
             if self._has("partition"):
                 for number in range(self.scenario.nodes):
-                    proxies[f"worker-{number}"] = await stack.enter_async_context(Proxy("127.0.0.1:0"))
+                    proxies[f"{DEFAULT_GROUP}-{number}"] = await stack.enter_async_context(Proxy("127.0.0.1:0"))
             watch = Watch(self.plan, stack.enter_context(self._launched(held, proxies)))
             stack.push_async_callback(self._closed, watch, held.folder)
             try:
@@ -132,7 +133,7 @@ class LocalJob:
         await watch.close()
         watch.steps.close()
         self.notes = watch.strikes.notes
-        self.said, self.printed = ((folder / OURS / one).read_text(errors="replace") for one in ("err", "out"))
+        self.said = (folder / OURS / "err").read_text(errors="replace")
 
     @contextlib.contextmanager
     def _launched(self, held: Guarded, proxies: dict[str, Proxy]) -> Iterator[Launched]:

@@ -139,7 +139,7 @@ class LogConformance:
 
     @story
     async def test_append_by_an_older_leader_is_fenced(self, log: EventLog) -> None:
-        """After somebody newer leads, the older leader appends nothing and learns the newer token."""
+        """Once a newer leader exists, the older one appends nothing and learns the newer token."""
         old = Pen(await log.lead(JOB, "old"))
         await old.write()
         await self.depose(log, JOB)
@@ -213,7 +213,7 @@ class LogConformance:
 
     @story
     async def test_unknown_job_is_empty(self, log: EventLog) -> None:
-        """A job nobody has led has no events, no head, no leader and no snapshot."""
+        """A job that never had a leader has no events, no head, no leader and no snapshot."""
         assert await log.head(JOB) == 0
         assert await seqs(log.read(JOB)) == []
         assert await log.leader(JOB) is None
@@ -307,7 +307,7 @@ class LogConformance:
 
     @story
     async def test_leadership_is_exclusive(self, log: EventLog) -> None:
-        """While somebody leads, asking without waiting raises `NotLeading`, which names the holder and its address."""
+        """While a leader exists, asking without waiting raises `NotLeading`, which names the holder and its address."""
         lead = await log.lead(JOB, "a")
         await lead.announce("10.0.0.1:7000")
         async with self.second(log) as other:
@@ -335,7 +335,7 @@ class LogConformance:
 
     @story
     async def test_waiting_gets_it_when_the_holder_resigns(self, log: EventLog) -> None:
-        """Who waits for leadership gets it when the holder resigns, with a newer token, and can append."""
+        """A master that waits for leadership gets it when the holder resigns, with a newer token, and can append."""
         first = Pen(await log.lead(JOB, "a"))
         await first.write()
         async with self.second(log) as other:
@@ -383,7 +383,7 @@ class LogConformance:
 
     @story
     async def test_append_after_resigning_is_fenced(self, log: EventLog) -> None:
-        """Who has resigned appends nothing more, whether or not somebody newer leads."""
+        """A leader that has resigned appends nothing more, whether or not a newer one exists."""
         pen = Pen(await log.lead(JOB, "a"))
         await pen.write()
         await pen.lead.resign()
@@ -393,7 +393,7 @@ class LogConformance:
 
     @story
     async def test_leader_is_known(self, log: EventLog) -> None:
-        """The log tells who leads, under which token, and where it can be reached; after resigning nobody does."""
+        """The log names the leader, its token and its address; after resigning there is none."""
         lead = await log.lead(JOB, "a")
         async with self.second(log) as other:
             assert await other.leader(JOB) == (lead.token, "a", "")

@@ -26,6 +26,7 @@ FOR_S = 60.0
 REPAIR_S = 3600.0
 """How long a host without power is away, once that is seen."""
 TTL_S = 5.0
+HELD = "the queue is held"
 ASK_AGAIN_S = 1.0
 
 
@@ -84,8 +85,10 @@ class LoopStrikes:
         return next((one for one in reversed(nodes) if one == target or one.rpartition("-")[0] == target), "")
 
     def _workers(self) -> list[tuple[int, MemoryLauncher]]:
-        launchers = self._cluster.launchers.values()
-        return sorted(((rank, one) for one in launchers for rank in one.ranks), key=lambda found: found[0])
+        """Of one coupling set after another, as their first nodes booted; in each by rank."""
+        launchers, sets = self._cluster.launchers.values(), list(self._cluster.trainings.values())
+        living = [(rank, one) for one in launchers for rank in one.ranks]
+        return sorted(living, key=lambda found: (sets.index(found[1].training), found[0]))
 
     def _worker(self, target: str | int) -> tuple[int, MemoryLauncher] | None:
         """By number among all that live; by a node's name its first one."""
@@ -151,7 +154,7 @@ class LoopStrikes:
         if found is None:
             return False
         rank, launcher = found
-        training, generation = self._cluster.training, launcher.generation
+        training, generation = launcher.training, launcher.generation
         training.hang(generation, rank)
         if fault.amount:
             self._later(fault.amount, training.go_on, generation, rank)
@@ -162,10 +165,31 @@ class LoopStrikes:
         if found is None:
             return False
         rank, launcher = found
-        factors = self._cluster.training.slow.setdefault(launcher.place(rank), [1.0])
+        factors = launcher.training.slow.setdefault(launcher.place(rank), [1.0])
         factors.append(amount(fault))
         self._later(FOR_S, factors.remove, amount(fault))
         return True
+
+    def _unreach_node(self, fault: Fault) -> bool:
+        return self._to_machine(fault, lambda name: self._unreach(name, amount(fault)))
+
+    def _unreach(self, name: str, for_s: float) -> None:
+        platform = self._cluster.platform
+        self._hold(
+            f"unreach {name}",
+            for_s,
+            lambda: platform.reach(name, lost=True),
+            lambda: platform.reach(name, lost=False),
+        )
+
+    def _dark_host(self, fault: Fault) -> bool:
+        host, platform = self._host(fault.target), self._cluster.platform
+        if host:
+            name = platform.machine_on(host)
+            self._later(platform.notice_s, lambda: platform.reach(name, lost=True))
+            platform.take_down(host, "its host had no power", amount(fault))
+            self._later(amount(fault) + REPAIR_S, platform.bring_up, host)
+        return bool(host)
 
     def _flap_node(self, fault: Fault) -> bool:
         return self._to_machine(fault, lambda name: self._cluster.platform.flap(name, amount(fault)))
@@ -341,13 +365,39 @@ class LoopStrikes:
     def _preempt(self, fault: Fault) -> bool:
         return self._to_machine(fault, lambda name: self._cluster.platform.give_notice(name, amount(fault)))
 
+    def _preempt_sooner(self, fault: Fault) -> bool:
+        return self._to_machine(fault, lambda name: self._notices(name, amount(fault), 0.25, 0.25))
+
+    def _preempt_later(self, fault: Fault) -> bool:
+        return self._to_machine(fault, lambda name: self._notices(name, amount(fault), 0.5, 1.5))
+
+    def _notices(self, name: str, notice_s: float, when: float, then: float) -> None:
+        """Its end is announced; after such a part of the time another one is, in such a part from there."""
+        platform = self._cluster.platform
+        platform.give_notice(name, notice_s)
+        self._later(notice_s * when, platform.give_notice, name, notice_s * then)
+
+    def _preempt_withdrawn(self, fault: Fault) -> bool:
+        return self._to_machine(fault, lambda name: self._withdrawn(name, amount(fault)))
+
+    def _withdrawn(self, name: str, notice_s: float) -> None:
+        platform = self._cluster.platform
+        platform.give_notice(name, notice_s)
+        self._later(notice_s / 2, platform.withdraw_notice, name)
+
+    def _hold_queue(self, fault: Fault) -> None:
+        pool = self._cluster.platform.pool
+        self._hold("queue", amount(fault), lambda: pool.hold(HELD), lambda: pool.hold(""))
+
     def _preempt_now(self, fault: Fault) -> bool:
         return self._to_machine(fault, self._cluster.platform.take)
 
     # ---- what people ask for
 
     def _scale(self, fault: Fault) -> bool:
-        return self._ask({"command": "scale", "nodes_max": round(amount(fault))})
+        groups = [group.name for group in self._cluster.spec.groups]
+        group = fault.target if isinstance(fault.target, str) else groups[fault.target % len(groups)]
+        return self._ask({"command": "scale", "group": group, "nodes_max": round(amount(fault))})
 
     def _drain(self, fault: Fault) -> bool:
         leader = self._leader()
@@ -377,10 +427,13 @@ class LoopStrikes:
             await leader.obey(what)
 
     async def _pause_job(self, leader: Master, for_s: float) -> None:
-        """Whoever suspends a job waits for the answer, and lets it go on: asks until it does, whatever the answer was."""
-        await self._obeyed(leader, {"command": "suspend"})
+        """Whoever suspends a job waits for the answer, and lets it go on: asks until it does, whatever the answer was.
+
+        Every other time, by its length, the nodes are given back.
+        """
+        await self._obeyed(leader, {"command": "suspend", "keep_nodes": round(for_s) % 2 == 0, "lose": True})
         await asyncio.sleep(for_s)
-        while self._cluster.state.job.state == "suspended":
+        while self._cluster.state.job.state == "suspended" or self._cluster.state.job.pausing:
             now = self._leader()
             if now is not None:
                 await self._obeyed(now, {"command": "resume"})

@@ -21,7 +21,7 @@ from dlrover_core.errors import ConnectionLost
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.levels import Beat
 from dlrover_core.runtime.messages import Hello, Numbered
-from dlrover_core.runtime.transport import FRAME_BYTES_MAX, Accept, Obey, Status
+from dlrover_core.runtime.transport import FRAME_BYTES_MAX, Accept, HandOut, Obey, Status
 
 DELAY_S = 0.0005
 
@@ -240,10 +240,14 @@ class MemoryListener:
         self.context: Context = copy_context()
         self.status: Status | None = None
         self.obey: Obey | None = None
+        self.hand_out: HandOut | None = None
 
-    async def serve(self, accept: Accept, status: Status, obey: Obey | None = None) -> None:
+    async def serve(
+        self, accept: Accept, status: Status, obey: Obey | None = None, hand_out: HandOut | None = None
+    ) -> None:
         """Begin to take connections."""
         self._accept, self.status, self.obey, self.context = accept, status, obey, copy_context()
+        self.hand_out = hand_out
         self._network.serve(self.address, self)
 
     async def accept(self, connection: MemoryConnection) -> None:

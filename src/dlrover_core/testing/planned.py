@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dlrover_core.job import checkpoints, job, nodes, plans, world
+from dlrover_core.job import checkpoints, job, nodes, notices, plans, world
 from dlrover_core.job.names import group_of
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
@@ -61,6 +61,15 @@ class Plans(Promise):
         if fact.deadline:
             self._leaving[fact.node] = min(fact.deadline, self._leaving.get(fact.node, fact.deadline))
 
+    def _moved(self, _state: JobState, fact: notices.NoticeGiven, record: Record) -> None:
+        """The platform takes the node away at another time, and that is when it has to have left."""
+        if fact.moves and fact.node in self._leaving:
+            self._leaving[fact.node] = max(record.at, fact.deadline)
+
+    def _stays(self, _state: JobState, fact: notices.NoticeWithdrawn, _record: Record) -> None:
+        if fact.stays:
+            self._leaving.pop(fact.node, None)
+
     def _planned(self, state: JobState, fact: plans.WorldPlanned, record: Record) -> None:
         group = fact.group
         assert fact.plan == self._number + 1, f"{record.seq}: plan {fact.plan} follows {self._number}"
@@ -83,11 +92,14 @@ class Plans(Promise):
     def _dropped(self, _state: JobState, fact: plans.WorldPlanDropped, record: Record) -> None:
         plan = self._open.get(fact.group)
         assert plan is not None and plan.plan == fact.plan, f"{record.seq}: plan {fact.plan} is dropped, and not open"
-        assert fact.group not in self._step, f"{record.seq}: plan {fact.plan} is dropped, and everybody was there"
+        # Of a pause that is taken back one set may be there, and another not.
+        pauses = not (plan.joining or plan.leaving)
+        there = self._step.pop(fact.group, None) if pauses else self._step.get(fact.group)
+        assert pauses or there is None, f"{record.seq}: plan {fact.plan} is dropped, and everybody was there"
         self._over(fact.group)
 
     def _arms(self, state: JobState, fact: checkpoints.RanksArmed, record: Record) -> None:
-        group = group_of(fact.node)
+        group = state.set_of(fact.node)
         plan, current = self._open.get(group), state.world.of(fact.node)
         assert plan is not None and plan.plan == fact.plan, f"{record.seq}: {fact} for a plan that is over"
         assert current.active and fact.node in current.places, f"{record.seq}: {fact.node} is armed, and no member"
@@ -101,7 +113,7 @@ class Plans(Promise):
         self._going[fact.group] = fact.go
 
     def _holds(self, state: JobState, fact: checkpoints.StepsHeld, _record: Record) -> None:
-        group = group_of(fact.node)
+        group = state.set_of(fact.node)
         plan, current = self._open.get(group), state.world.of(fact.node)
         if plan is None or fact.plan != plan.plan or not self._going[group] or fact.generation != current.generation:
             return
@@ -123,6 +135,12 @@ class Plans(Promise):
         )
         self._over(fact.group)
 
+    def _suspended(self, _state: JobState, _fact: job.JobSuspended, _record: Record) -> None:
+        """Whoever waits at the boundary of the pause is stopped there."""
+        for group in [group for group, plan in self._open.items() if not (plan.joining or plan.leaving)]:
+            self._step.pop(group, None)
+            self._over(group)
+
     def _left(self, _state: JobState, fact: Any, _record: Record) -> None:
         self._leaving.pop(fact.node, None)
 
@@ -137,7 +155,10 @@ class Plans(Promise):
         job.JobCreated: _created,
         **dict.fromkeys((job.LeaderStarted, job.MasterPaused), _leads),
         job.GroupScaled: _scaled,
+        job.JobSuspended: _suspended,
         plans.NodeDrained: _drained,
+        notices.NoticeGiven: _moved,
+        notices.NoticeWithdrawn: _stays,
         plans.WorldPlanned: _planned,
         plans.WorldPlanDropped: _dropped,
         plans.BoundaryAsked: _asked,

@@ -27,8 +27,9 @@ from operator import attrgetter
 from types import MethodType
 from typing import Any, ClassVar, Union
 
-from dlrover_core.job import incidents, job, names, nodes, plans, progress, silence, world
+from dlrover_core.job import incidents, job, nodes, plans, progress, queueing, silence, world
 from dlrover_core.job.node_lifecycle import COMING
+from dlrover_core.job.ranges import brief
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.engine import CommandFailed, CommandRefused
 from dlrover_core.kernel.events import Record
@@ -37,8 +38,8 @@ from dlrover_core.sim.run import Broken, Watcher
 from dlrover_core.spec import GroupSpec, JobSpec
 
 __all__ = [
-    "Commands", "Invariant", "Look", "Order", "Patience", "Places", "Promise", "Provoked", "Sizes", "Slices", "Together",
-    "Watcher", "Worlds",
+    "Commands", "Invariant", "Look", "Order", "Patience", "Places", "Promise", "Provoked", "Sizes", "Slices",
+    "Together", "Watcher", "Worlds",
 ]  # fmt: skip
 
 Look = Callable[[Any, JobState, Any, Record], None]
@@ -124,7 +125,7 @@ def _name(part: Any) -> str:
 class Order(Promise):
     """Numbers are contiguous, time and tokens never go back, effects stand in one moment with their causes and behind them.
 
-    A leader's token is larger than any that wrote before it: nobody decides once somebody newer has.
+    A leader's token is larger than any that wrote before it: no leader decides after a newer one.
     """
 
     name = "order"
@@ -275,18 +276,24 @@ class Worlds(Promise):
         self._generations[group] = fact.generation
         self._heard[group] = set(), set(), set()
         joined, rank = self._joined, 0
-        taken: set[int] = set()
-        for index, count, incarnation, nproc in fact.members:
+        taken: set[tuple[str, int]] = set()
+        for its, index, count, incarnation, nproc in fact.members:
             places = range(index, index + count)
-            assert count > 0 and taken.isdisjoint(places), f"{seq}: a place of {fact.members} is named twice"
-            taken.update(places)
+            named = {(its, place) for place in places}
+            assert count > 0 and taken.isdisjoint(named), (
+                f"{seq}: a place of {brief(group, fact.members)} is named twice"
+            )
+            taken.update(named)
             for place in places:
-                node = f"{group}-{place}-{incarnation}"
+                node = f"{its}-{place}-{incarnation}"
                 assert node in joined, f"{seq}: {node} had not joined, or was gone"
                 assert joined[node] == nproc, f"{seq}: {node} runs {joined[node]} workers, not {nproc}"
             rank += count * nproc
         self._hold(state.world.worlds[group], rank, record)
-        first = f"{group}-{fact.members[0][0]}-{fact.members[0][2]}"
+        first = "{0}-{1}-{3}".format(*fact.members[0])
+        if not state.sets.stored(group):
+            assert not fact.store, f"{seq}: a world of {group} has the store {fact.store}"
+            return
         assert fact.store not in self._used, f"{seq}: the store {fact.store} serves a second generation"
         assert self._offered.pop(fact.store, "") == first, f"{seq}: {first} does not offer the store {fact.store}"
         self._used.add(fact.store)
@@ -305,7 +312,7 @@ class Worlds(Promise):
         assert fact.generation == newest, f"{record.seq}: generation {fact.generation} ends, {newest} is the newest"
 
     def _report(self, which: int, verb: str, state: JobState, fact: Any, record: Record) -> None:
-        group = names.group_of(fact.node)
+        group = state.set_of(fact.node)
         newest = self._generations.get(group, 0)
         assert fact.generation == newest, f"{record.seq}: {fact.node} {verb} generation {fact.generation}, not {newest}"
         heard = self._heard[group][which]
@@ -324,7 +331,7 @@ class Worlds(Promise):
         assert state.world.of(fact.node).active, f"{record.seq}: {fact.node} finished what was dissolved"
 
     def _first_step(self, state: JobState, fact: Any, record: Record) -> None:
-        group = names.group_of(fact.node)
+        group = state.set_of(fact.node)
         current = state.world.of(fact.node)
         assert current.active and fact.generation == current.generation == self._generations.get(group), (
             f"{record.seq}: a step of generation {fact.generation}, {current.generation} is the newest"
@@ -374,9 +381,11 @@ class Sizes(Promise):
 
     def _formed(self, state: JobState, fact: world.WorldFormed, record: Record) -> None:
         assert self._forms, f"{record.seq}: a world forms though the job is {state.job.state}"
-        group, size = self._groups[fact.group], sum(count for _, count, _, _ in fact.members)
-        assert group.floor <= size <= group.nodes_max, f"{record.seq}: {size} nodes are not within {group}"
-        assert size % group.unit == 0, f"{record.seq}: {size} nodes are no multiple of {group.unit}"
+        for name in state.sets.groups(fact.group):
+            group, size = self._groups[name], sum(count for its, _, count, _, _ in fact.members if its == name)
+            least, most = (group.floor, group.nodes_max) if group.coupled else (1, 1)
+            assert least <= size <= most, f"{record.seq}: {size} nodes are not within {group}"
+            assert size % group.unit == 0, f"{record.seq}: {size} nodes are no multiple of {group.unit}"
 
     looks: ClassVar[Mapping[type, Look]] = {
         job.JobCreated: _created,
@@ -391,7 +400,8 @@ class Sizes(Promise):
 
 
 class Provoked(Promise):
-    """Nobody's workers are stopped for nothing: a world only ends because of a failure, a newcomer, or somebody's wish.
+    """No workers are stopped for nothing: a world only ends because of a failure, a newcomer, a person's command, or because its
+    nodes are given back to others that wait for room.
 
     A new leader is none of these.
     """
@@ -400,26 +410,41 @@ class Provoked(Promise):
 
     def __init__(self) -> None:
         self._since: dict[str, str] = {}
+        # What concerned all sets last, and which of them have formed since.
         self._whole = ""
+        self._formed_since: set[str] = set()
 
     def _everybody(self, _state: JobState, fact: object, _record: Record) -> None:
         self._whole = type(fact).__name__
         self._since.clear()
+        self._formed_since.clear()
 
-    def _one(self, _state: JobState, fact: Any, _record: Record) -> None:
-        self._since[names.group_of(fact.node)] = type(fact).__name__
+    def _one(self, state: JobState, fact: Any, _record: Record) -> None:
+        self._since[state.set_of(fact.node)] = type(fact).__name__
 
     def _group(self, _state: JobState, fact: Any, _record: Record) -> None:
         self._since[fact.group] = type(fact).__name__
 
+    def _scaled(self, state: JobState, fact: job.GroupScaled, _record: Record) -> None:
+        """The sets of that group: those that come, stay, and go."""
+        coming = state.sets.of_group(state.job.spec.group(fact.group))
+        here = (name for name in state.world.worlds if fact.group in state.sets.groups(name))
+        self._since.update(dict.fromkeys((*coming, *here), type(fact).__name__))
+
+    def _given_up(self, _state: JobState, fact: job.SetGivenUp, _record: Record) -> None:
+        self._since[fact.set] = type(fact).__name__
+
+    def _why(self, name: str) -> bool:
+        return name in self._since or bool(self._whole and name not in self._formed_since)
+
     def _dissolved(self, _state: JobState, fact: world.WorldDissolved, record: Record) -> None:
-        assert self._whole or fact.group in self._since, f"{record.seq}: generation {fact.generation} ends for nothing"
+        assert self._why(fact.group), f"{record.seq}: generation {fact.generation} ends for nothing; of {fact.group}"
         # Its successor takes its place for the same reason.
         self._since[fact.group] = "WorldDissolved"
 
     def _formed(self, _state: JobState, fact: world.WorldFormed, record: Record) -> None:
-        assert self._whole or fact.group in self._since, f"{record.seq}: generation {fact.generation} forms for nothing"
-        self._whole = ""
+        assert self._why(fact.group), f"{record.seq}: generation {fact.generation} forms for nothing; of {fact.group}"
+        self._formed_since.add(fact.group)
         self._since.pop(fact.group, None)
 
     looks: ClassVar[Mapping[type, Look]] = {
@@ -431,7 +456,9 @@ class Provoked(Promise):
             ),
             _one,
         ),
-        **dict.fromkeys((job.GroupScaled, plans.WorldPlanned), _group),
+        **dict.fromkeys((plans.WorldPlanned, queueing.GivenBack), _group),
+        job.GroupScaled: _scaled,
+        job.SetGivenUp: _given_up,
         world.WorldDissolved: _dissolved,
         world.WorldFormed: _formed,
     }  # fmt: skip

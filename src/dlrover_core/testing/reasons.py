@@ -56,6 +56,8 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     seen = error
     if isinstance(error, asyncio.TimeoutError) and isinstance(error.__cause__, asyncio.CancelledError):
         seen = error.__cause__
+        if sys.version_info < (3, 11) and isinstance(seen.__context__, asyncio.CancelledError):
+            seen = seen.__context__  # the task's own; the waiter got another one
     trace: TracebackType | None = seen.__traceback__
     while trace is not None:
         yield trace.tb_frame, trace.tb_lineno

@@ -56,10 +56,10 @@ class Incidents(Promise):
     def _told(self, _state: JobState, fact: evidence.EvidenceSeen, record: Record) -> None:
         self._seen = (record.seq, fact)
 
-    def _open_one(self, _state: JobState, fact: incidents.IncidentOpened, record: Record) -> None:
+    def _open_one(self, state: JobState, fact: incidents.IncidentOpened, record: Record) -> None:
         assert fact.incident == self._opened + 1, f"{record.seq}: incident {fact.incident} after {self._opened}"
         self._opened = fact.incident
-        self._open[fact.incident] = names.group_of(fact.node), fact.generation
+        self._open[fact.incident] = state.set_of(fact.node), fact.generation
         seq, died = self._exit
         told, seen = self._seen
         if told == record.cause and seen is not None:
@@ -71,8 +71,8 @@ class Incidents(Promise):
             )
             assert died.generation == fact.generation and not died.asked, f"{record.seq}: {died} opens {fact}"
 
-    def _stepped(self, _state: JobState, fact: progress.FirstStep, _record: Record) -> None:
-        group = names.group_of(fact.node)
+    def _stepped(self, state: JobState, fact: progress.FirstStep, _record: Record) -> None:
+        group = state.set_of(fact.node)
         self._mended = {
             one for one, (its, generation) in self._open.items() if its == group and generation < fact.generation
         }
@@ -92,9 +92,11 @@ class Incidents(Promise):
         )
         taken.append(fact.action)
 
-    def _closed(self, _state: JobState, fact: incidents.IncidentClosed, record: Record) -> None:
+    def _closed(self, state: JobState, fact: incidents.IncidentClosed, record: Record) -> None:
         assert fact.incident in self._open, f"{record.seq}: incident {fact.incident} closes twice"
-        assert fact.down_us >= 0 and fact.steps_lost >= incidents.UNKNOWN, f"{record.seq}: {fact}"
+        given_up = self._open[fact.incident][0] in state.job.given_up
+        assert fact.down_us >= 0 or (given_up and fact.down_us == incidents.UNKNOWN), f"{record.seq}: {fact}"
+        assert fact.steps_lost >= incidents.UNKNOWN, f"{record.seq}: {fact}"
         self._open.pop(fact.incident, None)
         self._mended.discard(fact.incident)
         for kept in (self._verdicts, self._actions):
@@ -137,6 +139,8 @@ class Effects(Promise):
                 del self._due[record.cause]
         if type(fact) is incidents.ActionChosen and fact.action != ladder.SUSPECTS:
             restarts = fact.action in (*ladder.IN_PLACE, ladder.AWAIT_EVIDENCE)
+            if state.job.suspension is not None and fact.action not in ladder.ENDINGS:
+                return  # nobody is started for a job that is about to pause: it is done when it goes on
             if fact.action in (*ladder.RELAUNCHES, ladder.GO_ON_SMALLER) and slots.followed(state, fact.node):
                 return  # it was to leave: its successor is on the way, or nobody is to come
             if not restarts or state.world.of(fact.node).active:
@@ -161,6 +165,8 @@ def _does(action: incidents.ActionChosen, fact: Any) -> bool:
         return what in ladder.RELAUNCHES and action.node.rsplit("-", 1)[0] == f"{fact.group}-{fact.index}"
     if kind is nodes.NodeReleased:
         return what == ladder.GO_ON_SMALLER and (fact.node, fact.reason) == (action.node, "given up")
+    if kind is job.SetGivenUp:  # older logs have `FAIL_JOB` for that, too
+        return what in ladder.ENDINGS
     return kind is _EFFECT.get(what)
 
 
@@ -185,12 +191,12 @@ class Budgets(Promise):
         self._restarted: dict[int, tuple[str, str]] = {}
         self._charged: set[int] = set()
         self._relaunched: set[str] = set()
-        self._restarts = 0
+        self._restarts: dict[str, int] = {}
         self._spent: set[str] = set()
 
     def _created(self, _state: JobState, fact: job.JobCreated, _record: Record) -> None:
         self._spec = JobSpec.from_json(fact.spec)
-        self._restarts = 0
+        self._restarts.clear()
         for kept in (self._restarted, self._charged, self._relaunched, self._spent):
             kept.clear()
 
@@ -199,18 +205,18 @@ class Budgets(Promise):
 
     def _chosen(self, state: JobState, fact: incidents.ActionChosen, record: Record) -> None:
         seq, node = record.seq, fact.node
-        group = names.group_of(node)
+        group, name = names.group_of(node), state.set_of(node)
         assert fact.budget_left >= 0, f"{seq}: the budget is overdrawn"
         if fact.action in ladder.FOR_NODES:
-            for incident in [one for one, (its, _) in self._restarted.items() if its == group]:
-                self._restarts -= self._restarted.pop(incident)[1] == ladder.RESTARTS
+            for incident in [one for one, (its, _) in self._restarted.items() if its == name]:
+                self._count(name, -(self._restarted.pop(incident)[1] == ladder.RESTARTS))
         if fact.action in ladder.IN_PLACE:
             assert fact.incident not in self._charged, f"{seq}: incident {fact.incident} restarts twice"
             self._charged.add(fact.incident)
-            self._restarted[fact.incident] = group, fact.budget
-            self._restarts += fact.budget == ladder.RESTARTS
+            self._restarted[fact.incident] = name, fact.budget
+            self._count(name, fact.budget == ladder.RESTARTS)
             if fact.budget == ladder.RESTARTS:
-                left = self._spec.max_restarts - self._restarts
+                left = self._spec.in_force(group).max_restarts - self._restarts[name]
                 assert left >= 0 and left == fact.budget_left, (
                     f"{seq}: {fact.budget_left} restarts are left, not {left}"
                 )
@@ -222,25 +228,29 @@ class Budgets(Promise):
             assert counted, f"{seq}: {used} of {most} relaunches, {fact}"
         elif fact.action == ladder.AWAIT_EVIDENCE:
             self._given_up(state, fact, record)
-            self._restarts -= self._restarted.pop(fact.incident, ("", ""))[1] == ladder.RESTARTS
+            self._count(name, -(self._restarted.pop(fact.incident, ("", ""))[1] == ladder.RESTARTS))
         self._agreed(state, seq)
 
     def _judged(self, state: JobState, fact: incidents.Diagnosed, record: Record) -> None:
-        group, budget_ = self._restarted.get(fact.incident, ("", ""))
-        if group and fact.budget and fact.budget != budget_:
-            self._restarts += (fact.budget == ladder.RESTARTS) - (budget_ == ladder.RESTARTS)
-            self._restarted[fact.incident] = group, fact.budget
+        name, budget_ = self._restarted.get(fact.incident, ("", ""))
+        if name and fact.budget and fact.budget != budget_:
+            self._count(name, (fact.budget == ladder.RESTARTS) - (budget_ == ladder.RESTARTS))
+            self._restarted[fact.incident] = name, fact.budget
         self._agreed(state, record.seq)
 
+    def _count(self, name: str, more: int) -> None:
+        self._restarts[name] = self._restarts.get(name, 0) + more
+
     def _agreed(self, state: JobState, seq: int) -> None:
-        assert state.incidents.restarts == self._restarts, (
-            f"{seq}: {state.incidents.restarts} restarts are charged, of which {self._restarts} for a reason"
-        )
+        for name, restarts in self._restarts.items():
+            charged, of = state.incidents.charged(name).restarts, f" of {name}" if state.sets.several else ""
+            assert charged == restarts, f"{seq}: {charged} restarts{of} are charged, of which {restarts} for a reason"
 
     def _given_up(self, state: JobState, fact: incidents.ActionChosen, record: Record) -> None:
         place, group = fact.node.rsplit("-", 1)[0], self._spec.group(names.group_of(fact.node))
         spent = {
-            "workers.exhausted": self._restarts >= self._spec.max_restarts,
+            "workers.exhausted": self._restarts.get(state.set_of(fact.node), 0)
+            >= self._spec.in_force(group.name).max_restarts,
             "node.exhausted": state.incidents.relaunches.get(place, 0) >= group.relaunch_max,
         }.get(fact.rule.split(":")[0], True)
         assert spent or fact.node in self._spent, f"{record.seq}: {fact.rule}, and budgets are left"
@@ -278,17 +288,17 @@ class Pauses(Promise):
     def _judged(self, _state: JobState, fact: incidents.Diagnosed, _record: Record) -> None:
         self._verdict = fact.verdict
 
-    def _chosen(self, _state: JobState, fact: incidents.ActionChosen, record: Record) -> None:
+    def _chosen(self, state: JobState, fact: incidents.ActionChosen, record: Record) -> None:
         if fact.action not in ladder.IN_PLACE:
             return
-        group = names.group_of(fact.node)
+        group = state.set_of(fact.node)
         formed_at, stepped = self._formed.get(group, (0, False))
         early = not stepped and self._verdict != PLAT and record.at - formed_at < us(EARLY_S)
         self._early[group] = self._early.get(group, 0) + 1 if early else 0
         self._failed_at[group] = record.at
 
-    def _stepped(self, _state: JobState, fact: progress.FirstStep, _record: Record) -> None:
-        group = names.group_of(fact.node)
+    def _stepped(self, state: JobState, fact: progress.FirstStep, _record: Record) -> None:
+        group = state.set_of(fact.node)
         self._early[group] = 0
         self._formed[group] = (self._formed.get(group, (0, True))[0], True)
 

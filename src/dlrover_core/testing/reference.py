@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dlrover_core.job import job
+from dlrover_core.job.sets import NO_SETS, sets_of
 from dlrover_core.job.state import REGISTRY, JobState
 from dlrover_core.kernel.events import Record
 from dlrover_core.testing.promises import Look, Promise
@@ -20,7 +21,7 @@ ALIVE = ("running", "suspect")
 
 # By event: from which states a node goes where. From any other state it stays where it is.
 MOVES: dict[str, tuple[tuple[str, ...], str]] = {
-    "NodePending": (("planned",), "pending"),
+    "NodePending": (UNDER_WAY, "pending"),
     "NodeRunning": (UNDER_WAY, "running"),
     "NodeJoined": (UNDER_WAY, "running"),
     "NodeSuspected": (("running",), "suspect"),
@@ -40,6 +41,7 @@ class Naive:
         self.worlds: dict[str, dict[str, Any]] = {}
         self.offers: dict[str, list[str]] = {}
         self.given_up: set[str] = set()
+        self.sets = NO_SETS
 
     def fold(self, name: str, fact: Any) -> None:
         """One event."""
@@ -53,8 +55,7 @@ class Naive:
             if name == "NodeReleased" and fact.reason == "given up":
                 self.given_up.add(fact.node.rsplit("-", 1)[0])
         elif name.startswith("Workers"):
-            group, _, _ = fact.node.rsplit("-", 2)
-            self.worlds[group][name.removeprefix("Workers").lower()].add(fact.node)
+            self.worlds[self.sets.of(fact.node)][name.removeprefix("Workers").lower()].add(fact.node)
         elif name == "StoreOffered":
             self.offers.setdefault(fact.node, []).append(fact.address)
         elif name == "StoreWithdrawn":
@@ -69,14 +70,15 @@ class Naive:
             self.given_up.difference_update(f"{fact.group}-{index}" for index in fact.revived)
         elif name == "JobCreated":
             self.nodes, self.offers, self.given_up = {}, {}, set()
+            self.sets = sets_of(fact.spec)
             for world in self.worlds.values():
                 world.update(active=False, members=[], started=set(), stopped=set(), finished=set())
 
     def _node(self, name: str, fact: Any, node: list[Any]) -> None:
         sources, target = MOVES.get(name, ((), ""))
-        if node[0] in sources:
+        if node[0] in sources and getattr(fact, "accepted", True):
             node[0] = target
-        if name in ("NodeRunning", "NodeJoined"):
+        if name in ("NodePlaced", "NodeRunning", "NodeJoined"):
             node[3] = fact.host
         if name == "NodeJoined":
             node[1] = True
@@ -91,8 +93,8 @@ class Naive:
 
     def _formed(self, fact: Any) -> None:
         members = [
-            f"{fact.group}-{place}-{incarnation}"
-            for index, count, incarnation, _ in fact.members
+            f"{group}-{place}-{incarnation}"
+            for group, index, count, incarnation, _ in fact.members
             for place in range(index, index + count)
         ]
         reports: dict[str, Any] = {"started": set(), "stopped": set(), "finished": set()}

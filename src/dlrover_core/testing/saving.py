@@ -33,12 +33,14 @@ from dlrover_core.job.checkpoints import (
 from dlrover_core.job.holdings import NO_STEP
 from dlrover_core.job.orders import Order
 from dlrover_core.job.plans import Boundary
+from dlrover_core.job.shards import Datasets, RegisterDataset
 from dlrover_core.rules.save_on_failure import HELD_WAIT_S
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.keeping import WRITTEN_MAX, KeptBeat, Written
 from dlrover_core.runtime.launcher import Notice, WorkersGone
 from dlrover_core.runtime.within import within
 from dlrover_core.testing import virtual_loop
+from dlrover_core.testing.consuming import Consuming
 
 State = tuple[int, int]
 """Generation and step: later ones are newer, whatever their steps."""
@@ -105,11 +107,11 @@ class Saving:
 
     ``broken``: nodes that cannot write to storage now, ``"*"``: all. ``damaged``: nodes whose memory fails verification.
     ``written`` is what lies on storage, by state and part; ``sealed`` what of it can be restored from there. ``restores``: what
-    came.
+    came. ``data``: what the ranks train on; None: nothing that they tell of.
     """
 
-    def __init__(self, knobs: Knobs | None = None) -> None:
-        self.knobs = knobs if knobs is not None else Knobs()
+    def __init__(self, knobs: Knobs | None = None, data: Consuming | None = None) -> None:
+        self.knobs, self.data = knobs if knobs is not None else Knobs(), data
         self.held: dict[str, list[State]] = {}
         self.copies: dict[str, dict[str, State]] = {}
         self.written: dict[State, set[int]] = {}
@@ -142,6 +144,8 @@ class Saving:
         await asyncio.sleep(self.knobs.fetch_s if slow else self.knobs.restore_s)
         run.began = found
         self.restores.append(found)
+        if self.data is not None:
+            self.data.begin(generation, {rank: one.node for rank, one in ranks.items()}, found.state, run.tiers)
         for node in nodes:
             # What the node held of another generation is of no use any more, but for what is still to be written.
             self._news(node)
@@ -187,12 +191,16 @@ class Saving:
 
     def made(self, generation: int, step: int) -> None:
         """All ranks have made a step."""
+        if self.data is not None:
+            self.data.made(generation, step)
         if step % self.knobs.every == 0:
             self._save(generation, step)
 
     def _save(self, generation: int, step: int) -> None:
         state = generation, step
         self.saved.append(state)
+        if self.data is not None:
+            self.data.save(generation, step)
         for node in self._runs[generation].nodes:
             held = self.held.setdefault(node, [])
             if state not in held:
@@ -278,6 +286,10 @@ class Saving:
         self.copies.setdefault(partner, {})[node] = self.held[node][-1]
         return self.held[node][-1][1]
 
+    def cut(self, node: str, state: State) -> bytes:
+        """What a node has put into a state of the position in the data, packed; empty: nothing."""
+        return self.data.cut(node, state) if self.data is not None else b""
+
     def works(self, node: str) -> bool:
         """Can this node write to storage?"""
         return not self.broken.intersection((node, "*"))
@@ -305,7 +317,7 @@ class SaveDuty:
         self._saving, self._knobs = saving, saving.knobs
         self._wake = asyncio.Event()
         self._ended: list[int] = []
-        self._began = self._reported = 0
+        self._began = self._reported = self._registered = 0
         # The generation before, and whether this node wrote in it.
         self._before: tuple[int, bool] = (0, False)
         self._outages, self._calm_at = 0, 0.0
@@ -346,6 +358,7 @@ class SaveDuty:
 
     def _look(self, desk: Desk) -> None:
         self._begin(desk)
+        self._register(desk)
         self._plan(desk)
         self._save(desk)
         persist, keep = desk.order.part(Persist), desk.order.part(Keep)
@@ -377,7 +390,18 @@ class SaveDuty:
         if worth_telling(tier, run.began.fell, rank_0=first):
             took_us = round((knobs.restore_s if tier in (MEMORY, NOTHING) else knobs.fetch_s) * 1_000_000)
             fell = run.began.fell if first else ()
-            desk.send(ReportRestored(desk.node, generation, run.began.state[1], tier, took_us, fell))
+            (of, step), data = run.began.state, self._saving.data
+            cut = data.began(generation, desk.node) if data is not None else b""
+            desk.send(ReportRestored(desk.node, generation, step, tier, took_us, fell, of, cut))
+
+    def _register(self, desk: Desk) -> None:
+        """The node of rank 0 registers the dataset, unless the leader knows it."""
+        data, run = self._saving.data, self._saving.run_of(desk.generation)
+        if data is None or run is None or run.nodes[0] != desk.node or self._registered >= desk.generation:
+            return
+        if data.dataset.terms not in desk.order.part(Datasets).known:
+            desk.send(RegisterDataset(desk.node, desk.generation, *data.dataset.terms))
+        self._registered = desk.generation
 
     def _plan(self, desk: Desk) -> None:
         saving, node, (number, go) = self._saving, desk.node, desk.order.part(Boundary)
@@ -391,7 +415,8 @@ class SaveDuty:
         run = saving.run_of(desk.generation)
         if run is not None and run.waits and run.waits == number and run.waits != self._waits:
             self._waits = run.waits
-            desk.send(ReportHeld(node, desk.generation, (run.boundary,), run.waits))
+            cut = saving.cut(node, (desk.generation, run.boundary))
+            desk.send(ReportHeld(node, desk.generation, (run.boundary,), run.waits, (), cut))
 
     def _save(self, desk: Desk) -> None:
         """What is new in memory goes to the partner, and to storage when it is due."""
@@ -421,7 +446,8 @@ class SaveDuty:
             await asyncio.sleep(self._knobs.retry_s)
         self._saving.store(state, places or (self._saving.place(state[0], desk.node),))
         took_us = round(self._knobs.write_s * 1_000_000)
-        one = Written(state[1], self._knobs.size * max(1, len(places)), took_us, state[0], len(places))
+        cut = self._saving.cut(desk.node, state)
+        one = Written(state[1], self._knobs.size * max(1, len(places)), took_us, state[0], len(places), cut)
         self._written = [*self._written, one][-WRITTEN_MAX:]
         self._tell(desk)
         desk.hurry()
@@ -467,7 +493,8 @@ class SaveDuty:
             if run is not None and not run.finished and generation > self._reported and desk.node in run.tiers:
                 self._reported = generation
                 steps, copies = self._saving.steps(generation, desk.node), self._saving.copied(generation, desk.node)
-                desk.send(ReportHeld(desk.node, generation, steps, 0, copies))
+                cut = self._saving.cut(desk.node, (generation, steps[-1])) if steps else b""
+                desk.send(ReportHeld(desk.node, generation, steps, 0, copies, cut))
         self._ended.clear()
 
     def _rest(self, desk: Desk) -> None:

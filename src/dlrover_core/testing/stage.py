@@ -21,13 +21,16 @@ from typing import Any
 
 from dlrover_core.errors import PlanError
 from dlrover_core.history.report import ReportBuilder
-from dlrover_core.job import incidents, job
+from dlrover_core.job import incidents, job, world
+from dlrover_core.job.ranges import from_ranges
+from dlrover_core.job.sets import Sets
 from dlrover_core.job.state import CODEC, FOLD
 from dlrover_core.kernel.events import Batch, Record
 from dlrover_core.kernel.log import Appended, Outcome
 from dlrover_core.kernel.state import digest
 from dlrover_core.logs import memory
 from dlrover_core.logs.memory import Faults, MemoryLeadership, MemoryLog, SlowAck, Stuck
+from dlrover_core.rules import coupling
 from dlrover_core.runtime.backend import Backend
 from dlrover_core.runtime.master import Master
 from dlrover_core.runtime.master import Outcome as End
@@ -35,6 +38,7 @@ from dlrover_core.sim import triggers
 from dlrover_core.sim.faults import KINDS, LOOP, Fault, amount
 from dlrover_core.sim.run import Broken, Run, Stalled, Watcher, kept
 from dlrover_core.sim.scenario import Plan, Scenario
+from dlrover_core.sim.training import NEVER
 from dlrover_core.testing import accounts, virtual_loop
 from dlrover_core.testing.cluster import Cluster
 from dlrover_core.testing.loop_strikes import REPAIR_S, LoopStrikes
@@ -50,9 +54,9 @@ UNHEARD_S = 600.0
 """Longer than any fault that keeps an agent, a link, a master or the log from answering."""
 PATIENCE_S = 2000.0
 """What one fault may cost at most: a node that never comes, an agent that is not heard of, one of each."""
-DISRUPTIVE = ("kill_worker", "fail_worker", "kill_node", "kill_host", "lose_host", "preempt_now")
+DISRUPTIVE = ("kill_worker", "fail_worker", "kill_node", "kill_host", "lose_host", "dark_host", "preempt_now")
 """After one of these, a state such as "all running" is one that came after an incident."""
-LIES = ("flap_node", "stale_list")
+LIES = ("flap_node", "stale_list", "unreach_node")
 
 
 def play(
@@ -105,9 +109,10 @@ def honest_s(plan: Plan) -> float:
     smallest = scenario.nodes / (scenario.nodes_min or scenario.nodes) if scenario.fixed_batch else 1
     works = scenario.steps * (scenario.step_s + scenario.checkpoint_s / scenario.checkpoint_steps) * smallest
     lasts = sum(amount(fault) for fault in plan.faults if KINDS[fault.kind].unit == "s")
-    lasts += REPAIR_S * sum(fault.kind == "lose_host" for fault in plan.faults)
+    lasts += REPAIR_S * sum(fault.kind in ("lose_host", "dark_host") for fault in plan.faults)
     slowed = sum(amount(fault) for fault in plan.faults if fault.kind == "slow_worker") * 60
-    return 2 * works + 2 * lasts + slowed + (len(plan.faults) + 1) * PATIENCE_S
+    waits = scenario.room_s + 2 * scenario.spec().gang_s if scenario.groups else 0.0
+    return waits + 2 * works + 2 * lasts + slowed + (len(plan.faults) + 1) * PATIENCE_S
 
 
 class _Log(MemoryLog):
@@ -209,6 +214,28 @@ class Stage:
 
     def _built(self) -> _Cluster:
         scenario = self.plan.scenario
+        spec = scenario.spec()
+        return _Cluster(
+            spec,
+            training=self._training(next(Sets(spec.groups).all(spec))),
+            event_log=_Log(scenario.append_s, self._landed, self._append_stuck),
+            boot_s=scenario.boot_s,
+            answers=scenario.hosted_masters,
+            hosts=[f"host-{number}" for number in range(scenario.hosts)],
+            notice_s=scenario.notice_s,
+            network_s=scenario.network_s,
+            snapshot_events=scenario.snapshot_events,
+            backend=self._backend,
+            others=self._training,
+        )
+
+    def _training(self, name: str) -> Training:
+        """The training of a coupling set; one that the job's end does not wait for goes on until it is stopped."""
+        scenario = self.plan.scenario
+        spec = scenario.spec()
+        sets = Sets(spec.groups)
+        groups = [spec.group(group) for group in sets.groups(name)]
+        ranks = sum(group.nproc * (group.nodes_max if group.coupled else 1) for group in groups)
         times = Times(
             scenario.start_s,
             scenario.load_s,
@@ -216,23 +243,14 @@ class Stage:
             scenario.exit_s,
             scenario.checkpoint_steps,
             scenario.checkpoint_s,
-            scenario.nodes * scenario.workers_per_node if scenario.fixed_batch else 0,
+            ranks if scenario.fixed_batch else 0,
             scenario.cascade_ranks,
             COLLECTIVE_S,
         )
         cascade_s = scenario.cascade_s if scenario.cascade_s >= 0 and scenario.cascade_ranks else None
-        return _Cluster(
-            scenario.spec(),
-            training=Training(scenario.steps, scenario.step_s, cascade_s, times),
-            event_log=_Log(scenario.append_s, self._landed, self._append_stuck),
-            boot_s=scenario.boot_s,
-            answers=scenario.hosted_masters,
-            hosts=[f"host-{number}" for number in range(scenario.nodes + scenario.spares)],
-            notice_s=scenario.notice_s,
-            network_s=scenario.network_s,
-            snapshot_events=scenario.snapshot_events,
-            backend=self._backend,
-        )
+        steps = scenario.steps if sets.ends(name) else NEVER
+        quiet = any(group.name in scenario.quiet for group in groups)
+        return Training(steps, scenario.step_s, cascade_s, times, quiet=quiet)
 
     async def _ended_within(self, limit_s: float) -> End:
         outcome = self._cluster._outcome
@@ -283,12 +301,54 @@ class Stage:
                 f"{twice[0][0]} was started {twice[0][1]} times: a launch must be idempotent", self.state.seq, self.last
             )
         # Where a scheduler calls a node gone that is not, nobody can keep it from going on until it is heard.
-        astray = self._cluster.training.astray
-        if astray and not any(fault.kind in LIES for fault, _ in self.struck):
-            raise Broken(
-                f"generation {astray[0][0]} made a step after a newer one had begun", self.state.seq, self.last
-            )
-        check_lineage(self.plan.scenario, self._cluster.training.log, whole=end.state == "succeeded")
+        lied = any(fault.kind in LIES for fault, _ in self.struck)
+        sets, given_up = self._cluster.sets, self.state.job.given_up
+        for name, training in self._cluster.trainings.items():
+            if training.astray and not lied:
+                raise Broken(
+                    f"generation {training.astray[0][0]} of {name} made a step after a newer one had begun",
+                    self.state.seq,
+                    self.last,
+                )
+            whole = end.state == "succeeded" and sets.ends(name) and name not in given_up and self._there(name)
+            check_lineage(self.plan.scenario, training.log, whole=whole)
+        self._restarts()
+        self._heard()
+
+    def _there(self, name: str) -> bool:
+        """Has the job still a place for a set, as it ends?"""
+        return coupling.exists(self.state, name)
+
+    def _heard(self) -> None:
+        """Whoever heard of a version of addresses heard the same."""
+        said: dict[tuple[str, int], str] = {}
+        for node, version, peers in self._cluster.heard:
+            group = node.rsplit("-", 2)[0]
+            if said.setdefault((group, version), peers) != peers:
+                raise Broken(
+                    f"{node} was told {peers} as version {version}, and others of {group} something else",
+                    self.state.seq,
+                    self.last,
+                )
+
+    def _restarts(self) -> None:
+        """Workers were started for worlds that formed, and once in each: a change in another set restarts nobody."""
+        formed: dict[tuple[str, int], int] = {}
+        for record in self.records:
+            fact = record.event
+            if isinstance(fact, world.WorldFormed):
+                for member in from_ranges(fact.group, fact.members):
+                    formed[member.node, fact.generation] = record.seq
+        for name, training in self._cluster.trainings.items():
+            for start, times in Counter(training.starts).items():
+                if times > 1 or (self._keep and start not in formed):
+                    node, generation = start
+                    raise Broken(
+                        f"the workers of {node} were started {times} times for generation {generation} of {name}, "
+                        f"which {'formed' if start in formed else 'never formed'} with it",
+                        self.state.seq,
+                        self.last,
+                    )
 
     def _told(self, end: End, virtual_s: float) -> Played:
         scenario, training = self.plan.scenario, self._cluster.training
@@ -374,6 +434,10 @@ class Stage:
 
     def _begin(self) -> None:
         """Faults at a time come at that time; each other one is awaited from the one before it on."""
+        scenario, platform = self.plan.scenario, self._cluster.platform
+        for number in range(scenario.hosts - scenario.short, scenario.hosts):
+            platform.take_down(f"host-{number}")
+            self._later(scenario.room_s, platform.bring_up, f"host-{number}")
         for fault in self.plan.faults:
             trigger = triggers.parse(fault.at)
             if trigger.kind == "time":
@@ -439,15 +503,15 @@ class Stage:
             return "leaderless"
         if not state.job.forms:
             return state.job.state
-        group = state.job.spec.groups[0].name
-        world = state.world.worlds.get(group)
-        if world is None or not world.active:
-            return "waiting" if world is not None and world.generation else "created"
-        if len(world.started) < len(world.members):
+        first = next(iter(self._cluster.trainings))
+        current = state.world.at(first)
+        if not current.active:
+            return "waiting" if current.generation else "created"
+        if len(current.started) < len(current.members):
             return "starting"
-        if state.progress.of(group).generation < world.generation:
+        if state.progress.of(first).generation < current.generation:
             return "loading"
-        return "finishing" if world.finished else "training"
+        return "finishing" if current.finished else "training"
 
     # ---- masters
 

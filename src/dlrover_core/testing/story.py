@@ -56,6 +56,8 @@ class Moment:
     silence_node: Strike
     hang_worker: Strike
     slow_worker: Strike
+    unreach_node: Strike
+    dark_host: Strike
     flap_node: Strike
     partition: Strike
     drop: Strike
@@ -89,6 +91,10 @@ class Moment:
     relist: Strike
     quota: Strike
     preempt: Strike
+    preempt_sooner: Strike
+    preempt_later: Strike
+    preempt_withdrawn: Strike
+    hold_queue: Strike
     preempt_now: Strike
     scale: Strike
     drain: Strike

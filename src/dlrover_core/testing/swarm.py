@@ -19,6 +19,9 @@ FAULTS_MAX = 12
 KINDS_MAX = 6
 LOOP_FAULTS = 4
 
+# What platforms say of queues, notices and hosts; drawn where it is named: plans of old seeds stay what they were.
+PLATFORM = ("unreach_node", "dark_host", "preempt_sooner", "preempt_later", "preempt_withdrawn", "hold_queue")
+
 # Moments that follow from the fault before, by what that was; a fault is aimed at the recovery from another one.
 _AFTER_DEATH = (
     "incident opened",
@@ -31,15 +34,15 @@ _AFTER_DEATH = (
 )
 _AFTER_MASTER = ("LeaderStarted", "all running")
 _AFTER = {
-    **dict.fromkeys(("kill_node", "kill_host", "kill_rack", "preempt", "preempt_now"), _AFTER_DEATH),
+    **dict.fromkeys(("kill_node", "kill_host", "kill_rack", "preempt", "preempt_now", *PLATFORM[2:5]), _AFTER_DEATH),
     **dict.fromkeys(("kill_worker", "fail_worker"), ("incident opened", "restart requested", "WorldFormed", "all running")),
     **dict.fromkeys(("crash_master", "crash_before_append", "crash_after_append", "hand_over"), _AFTER_MASTER),
-    **dict.fromkeys(("silence_node", "lose_host"), ("NodeSuspected",)),
+    **dict.fromkeys(("silence_node", "lose_host", "dark_host"), ("NodeSuspected",)),
 }  # fmt: skip
 # Moments of the beginning, before there are steps to count.
 _AT_FIRST = ("0 s", "NodeJoined", "WorldFormed", "WorkersStarted", "FirstStep")
 # A job whose patience is shorter than what faults last: else nobody is ever waited for in vain.
-_IMPATIENT = (
+IMPATIENT = (
     ("silence_s", 5.0), ("unreachable_s", 20.0), ("mass_silence_s", 40.0), ("launch_s", 120.0), ("last_call_s", 10.0),
     ("grow_window_s", 10.0), ("stop_grace_s", 5.0), ("evidence_s", 60.0),
 )  # fmt: skip
@@ -56,8 +59,9 @@ def draw(
     faults_max: int = FAULTS_MAX,
     nodes: int = 64,
 ) -> Plan:
-    """The plan of a seed: some kinds out of ``kinds`` (default: all of the level), and up to ``faults_max`` faults of these.
+    """The plan of a seed: some kinds out of ``kinds``, and up to ``faults_max`` faults of these.
 
+    Default of ``kinds``: all of the level but `PLATFORM`.
     Without a scenario that is drawn too, of up to ``nodes`` nodes. Raises `PlanError` for kinds that the level does not have.
     """
     allowed = _allowed(level, kinds)
@@ -109,7 +113,7 @@ def draw_scenario(seed: int, nodes: int = 64) -> Scenario:
         failover_s=dice.choice([0.2, 1.0, 5.0, 30.0]),
         notice_s=dice.choice([0.1, 5.0, 5.0, 40.0]),
         snapshot_events=dice.choice([10_000, 10_000, 100, 7]),
-        settings=dice.choice([(), (), _IMPATIENT]),
+        settings=dice.choice([(), (), IMPATIENT]),
         finish_s=dice.choice([0.0, 0.0, 10.0]),
     )
 
@@ -118,7 +122,7 @@ def _allowed(level: str, chosen: Collection[str] | None) -> Sequence[str]:
     """The kinds to draw from, in the order of the vocabulary, whatever the order of ``chosen``."""
     there = kinds_of(level)
     if chosen is None:
-        return there
+        return [kind for kind in there if kind not in PLATFORM]
     wrong = sorted(set(chosen) - set(there))
     if wrong:
         raise PlanError(f"no such faults at the level {level!r}: {', '.join(wrong)}; there are {', '.join(there)}")

@@ -68,11 +68,11 @@ class Times:
 
 
 class Training:
-    """All worlds of one job. ``steps`` is how many the whole job makes; ``log`` every (generation, step) made, in order.
+    """All worlds of one coupling set. ``steps`` is how many it makes in all; ``log`` every (generation, step) made, in order.
 
     ``stepped`` is called after each. ``astray`` is what older generations made after a newer one had begun: of no use to anybody.
     Of `hung` ranks their world makes no step; `slow` is by node and local rank. With a ``saving`` it resumes from what that
-    keeps; without one, from the last step whose state `Times` says was kept.
+    keeps; without one, from the last step whose state `Times` says was kept. Workers of a ``quiet`` one tell no steps.
     """
 
     def __init__(
@@ -82,8 +82,10 @@ class Training:
         cascade_s: float | None = 0.005,
         times: Times | None = None,
         saving: Saving | None = None,
+        *,
+        quiet: bool = False,
     ) -> None:
-        self.steps, self.step_s, self.cascade_s, self.saving = steps, step_s, cascade_s, saving
+        self.steps, self.step_s, self.cascade_s, self.saving, self.quiet = steps, step_s, cascade_s, saving, quiet
         self.times = times if times is not None else Times()
         self.done = self.kept = self.newest = 0
         self.log: list[tuple[int, int]] = []
@@ -178,7 +180,7 @@ class Training:
                 continue
             self.done += 1
             self.log.append((number, self.done))
-            for rank, launcher in generation.ranks.items():
+            for rank, launcher in generation.ranks.items() if not self.quiet else ():
                 launcher.stepped(number, rank, self.done, first)
             first = False
             self.stepped(self.done)
@@ -219,7 +221,7 @@ class MemoryLauncher:
     """
 
     def __init__(self, node: str, nproc: int, training: Training) -> None:
-        self.node, self.nproc, self._training = node, nproc, training
+        self.node, self.nproc, self.training = node, nproc, training
         self.stuck = False
         self.warm_s = 0.0
         self.unable = ""
@@ -259,11 +261,11 @@ class MemoryLauncher:
             raise LaunchFailed(self.unable)
         self._launch, self._asked = launch, False
         self._moved_us, self._usual_us, self._longest_us, self._step = self._now_us(), 0, 0, -1
-        await asyncio.sleep(self._training.times.start_s)
-        self._training.starts.append((launch.node or self.node, launch.generation))
+        await asyncio.sleep(self.training.times.start_s)
+        self.training.starts.append((launch.node or self.node, launch.generation))
         self._living = {launch.first_rank + one: one for one in range(launch.nproc)}
         for rank in list(self._living):
-            self._training.join(launch, rank, self)
+            self.training.join(launch, rank, self)
 
     async def stop(self, grace_s: float, kill_wait_s: float) -> bool:
         """All dead after a moment; with ``stuck``, not."""
@@ -273,7 +275,7 @@ class MemoryLauncher:
             return False
         self._asked = True
         if self._living:
-            await asyncio.sleep(min(grace_s, self.patience_s) + self._training.times.stop_s)
+            await asyncio.sleep(min(grace_s, self.patience_s) + self.training.times.stop_s)
         self._end(-9 if grace_s == 0 else -15)
         return True
 
@@ -287,9 +289,9 @@ class MemoryLauncher:
         if self._launch is None or self._launch.generation != generation or rank not in self._living:
             return
         local = self._living.pop(rank)
-        self._training.left(generation, rank, cascades=not self._asked and code != 0)
+        self.training.left(generation, rank, cascades=not self._asked and code != 0)
         now_us = self._now_us()
-        step = self._training.done
+        step = self.training.done
         gone = WorkerExit(generation, local, rank, code, self._asked, now_us, step, error, error, now_us)
         # Its last words are read before anybody hears of its death.
         asyncio.get_running_loop().call_later(self.bury_s, self._buried, gone, not self._living)
@@ -329,13 +331,13 @@ class MemoryLauncher:
 
     def pulse(self) -> Pulse | None:
         """How long its workers have made no step."""
-        if not self._living:
+        if not self._living or self.training.quiet:
             return None
         return Pulse(self._step, self._now_us() - self._moved_us, self._usual_us, self._longest_us)
 
     def shown(self) -> tuple[str, ...]:
         """What its ranks are at: those that hang are elsewhere, the others wait for them."""
-        hung, idle_us = self._training.hung, self._now_us() - self._moved_us
+        hung, idle_us = self.training.hung, self._now_us() - self._moved_us
         found = (
             Facts(one, "S", "", idle_us, stack=(ELSEWHERE if (self.generation, one) in hung else WAITING,))
             for one in self._living
@@ -359,7 +361,7 @@ class MemoryLauncher:
         if self._launch is not None:
             for rank in list(self._living):
                 self._living.pop(rank)
-                self._training.left(self._launch.generation, rank, cascades=told)
+                self.training.left(self._launch.generation, rank, cascades=told)
 
     async def close(self) -> None:
         """Kill what is left."""

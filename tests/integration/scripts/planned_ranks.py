@@ -5,7 +5,7 @@ began and each step as it is made. KIND "alone" trains STEPS in one process, wit
 
 A fourth word says what is done once rank 0 has chosen the next step for a boundary: "leave": training ends with this one;
 "hold": the last rank comes to it, but does not call ``ckpt.step`` as long as ``FOLDER/hold`` is there. "deaf": nothing, but
-SIGTERM is not heeded.
+SIGTERM is not heeded. States go to where ``STATES_URL`` says; without it they stay in memory.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def train(kind: str, folder: Path, steps: int, at_boundary: str = "") -> None:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     life, heard = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), torch.zeros(2)
-    with FlashCheckpoint("", model=model, optimizer=optimizer, every=5) as ckpt:
+    with FlashCheckpoint(os.environ.get("STATES_URL", ""), model=model, optimizer=optimizer, every=5) as ckpt:
         step = ckpt.restore()
         tell(life=life, world=world, began=step, tier=ckpt.tier)
         found = losses(model, optimizer, inputs, targets)

@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 
 from dlrover_adapters.checkpoint.hashing import digest
-from dlrover_adapters.checkpoint.table import Item, Table, pack_blob
-from dlrover_adapters.torch.checkpoint.vault import Keeping, Vault
+from dlrover_adapters.checkpoint.table import CUT, Item, Table, pack_blob
+from dlrover_adapters.torch.checkpoint.vault import Keeping, Vault, VaultRefused  # noqa: F401  # for scripts
 from dlrover_core.checkpoint.arena import PAGE, Control, Geometry, Stamp
 
 MIB = 1 << 20
@@ -51,15 +51,15 @@ class Shelf:
         told = Keeping(url, 1, 1, 0, "dcp", True, self.geometry.total_bytes, True)
         self.vault.keeping(told._replace(**fields))  # type: ignore[arg-type]
 
-    def save(self, step: int, *, due: bool = False, slot: int = -1) -> None:
-        """Fill a slot and publish it, unless somebody reads it."""
+    def save(self, step: int, *, due: bool = False, slot: int = -1, cut: bytes = b"") -> None:
+        """Fill a slot and publish it, unless somebody reads it. ``cut``: the position in the data, packed."""
         at = slot if slot >= 0 else step % self.geometry.slots
         if self.control.pinned(at):
             return
         self.control.begin(at)
         begin = self.geometry.data_at(at)
         self.memory[begin : begin + self.size] = bytes([step % 256]) * self.size
-        blob = pack_blob({f"rank.{self.vault.rank}": b"object %d" % step})
+        blob = pack_blob({f"rank.{self.vault.rank}": b"object %d" % step, **({CUT: cut} if cut else {})})
         self.memory[self.geometry.blob_at(at) : self.geometry.blob_at(at) + len(blob)] = blob
         self.sequence += 1
         self.control.publish(at, Stamp(self.vault.told.generation, step, self.sequence, len(blob), digest(blob), due))

@@ -9,14 +9,16 @@ import subprocess
 from dlrover_core.errors import LaunchFailed
 
 from .config import LaunchConfig, birth_environment
+from .framework import load
 from .spawn import module_command
-
-MODULE = "dlrover_adapters.torch.affinity"
 
 
 def cpus_by_rank(config: LaunchConfig) -> tuple[tuple[int, ...], ...]:
     """The CPUs of each local rank. Raises `LaunchFailed` with what the library says."""
-    command = (*module_command(MODULE), config.numa, str(config.nproc))
+    module = load(config.framework).CPUS
+    if not module:
+        raise LaunchFailed(f"--numa-binding {config.numa}: {config.framework} does not know where devices are")
+    command = (*module_command(module), config.numa, str(config.nproc))
     env = birth_environment(config, os.environ)
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=config.ready_s, check=True)

@@ -10,7 +10,14 @@ from typing import NamedTuple
 
 from dlrover_core.errors import SpecError
 
-TORCH = "dlrover_adapters.torch.worker"
+from .framework import load
+
+TORCH, PLAIN = "dlrover_adapters.torch.worker", "dlrover_adapters.plain.worker"
+"""Frameworks: torch, and none at all (`framework.Framework`)."""
+
+DEFAULT_GROUP = "worker"
+"""As in dlrover_core/spec.py, which the agent of a node does not import."""
+
 AUTO = "auto"
 """As a preload: what workers of this script imported until their first step."""
 
@@ -19,11 +26,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 # The agent's own secrets: workers talk to their agent over a socket of its user, never to the master.
 SECRETS = ("DLROVER_TOKEN", "DLROVER_ETCD_PASSWORD")
-
-
-FLIGHT_RECORDER_ENTRIES = "2000"
-NON_TEMPORAL = "glibc.cpu.x86_non_temporal_threshold"
-NON_TEMPORAL_BYTES = 16 * 1024 * 1024
+GROUP_VARIABLE, PLACE_VARIABLE = "DLROVER_GROUP", "DLROVER_PLACE"
+"""Of which group a worker is, and its node's place in it, from 0 on."""
 
 
 class Mode(enum.Enum):
@@ -60,6 +64,10 @@ class LaunchConfig(NamedTuple):
     job: str = "job"
     node: str = "node"
     role: str = "default"
+    group: str = DEFAULT_GROUP
+    """The group of the node, which workers find in their environment."""
+    by_place: bool = False
+    """Output on the console is prefixed with the node's place, because the job has several groups."""
     preload: tuple[str, ...] | None = ()
     env: Mapping[str, str] = {}
     log_dir: str | None = None
@@ -174,35 +182,20 @@ def _stream(field: str, text: str) -> Streams:
 def birth_environment(config: LaunchConfig, inherited: Mapping[str, str]) -> dict[str, str]:
     """The environment that workers are born with: everything except what differs by rank.
 
-    It must be complete when the zygote is *executed*: OMP_NUM_THREADS, TORCH* and PYTORCH_* are read when libraries load and
-    have no effect after a fork.
+    It must be complete when the zygote is *executed*: some variables are read when libraries load, and have no effect after a
+    fork.
     """
     env = {key: value for key, value in inherited.items() if key not in SECRETS}
     env.update(config.env)
-    if config.nproc > 1:
-        env.setdefault("OMP_NUM_THREADS", "1")  # torchrun's rule
-    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # torchrun's default
-    # What a hang is explained by, for some microseconds a collective; the other is its older name.
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:
-        env.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDER_ENTRIES)
-    # glibc copies past the caches only from 3/4 of the shared one on, often hundreds of MiB; copies of states, made in pieces of
-    # 16 MiB and more, are to evict nothing of training's. Less than that would slow whoever copies a few MiB and reads them next,
-    # as data loaders do (docs/checkpoint.md). Read when the process is executed.
-    tunables = [one for one in env.get("GLIBC_TUNABLES", "").split(":") if one]
-    if not any(one.startswith(f"{NON_TEMPORAL}=") for one in tunables):
-        env["GLIBC_TUNABLES"] = ":".join([*tunables, f"{NON_TEMPORAL}={NON_TEMPORAL_BYTES:#x}"])
-    # torch asks for the name of every address that it connects to. A question that is lost on its way is asked again after 1 s
-    # instead of glibc's 5, and four times instead of once.
-    env.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
-    env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(signal.Signals(one).name for one in config.signals)
-    # torch.cuda.is_available() must not initialise CUDA in the zygote: a CUDA context does not survive a fork.
-    env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    env[GROUP_VARIABLE] = config.group
+    load(config.framework).birth(env, config.nproc, config.signals)
     return env
 
 
-def rank_overrides(config: LaunchConfig, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Variables of one rank that go before those its framework sets."""
-    found = {"TORCHELASTIC_RUN_ID": config.run_id} if config.run_id else {}
+def rank_overrides(config: LaunchConfig, local_rank: int, node: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Variables of one rank of ``node`` that go before those its framework sets."""
+    place = node.rsplit("-", 2)[1:2]  # a node's name is <group>-<place>-<incarnation>
+    found = {PLACE_VARIABLE: place[0]} if place else {}
     if config.virtual_local_rank:
         visible = inherited.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible is not None else [str(one) for one in range(config.nproc)]

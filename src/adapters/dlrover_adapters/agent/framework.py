@@ -1,14 +1,15 @@
 """The `Framework` port: what the launcher must know of the library that trains, without importing it.
 
-A framework is a module named in `LaunchConfig.framework` that has these functions. It is imported only inside zygotes and
-workers. `dlrover_adapters.torch.worker` is the first of its kind.
+A framework is a module named in `LaunchConfig.framework` that has these names. Agents import the module, too, first of all, and
+must not pay for the library: the module imports nothing of it before a function that needs it is called.
+`dlrover_adapters.torch.worker` is torch; `dlrover_adapters.plain.worker` is no library at all.
 """
 
 from __future__ import annotations
 
 import importlib
 import string
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, cast
 
@@ -16,7 +17,27 @@ from dlrover_core.runtime.launcher import WorkersLaunch
 
 
 class Framework(Protocol):
-    """Called in this order: `import_core`, `import_rest`, (probes), then in each worker `environment`, `reseed`, `begin`."""
+    """In agents: `CPUS`, `CHECK`, `STEPS`, `birth`. In the keeper: `serve_store`. The rest in zygotes and workers, in this order:
+    `import_core`, `import_rest`, (probes), then in each worker `environment`, `reseed`, `begin`.
+    """
+
+    CPUS: str
+    """The module that says to which CPUs each local rank is bound (``--numa-binding``); empty: the library has no opinion."""
+
+    CHECK: str
+    """The module whose processes try out whether nodes can compute (``--precheck full``); empty: there is nothing to compute."""
+
+    STEPS: bool
+    """Does every program of this library make steps? Else a program that has told of none is not taken for hanging."""
+
+    def birth(self, env: dict[str, str], nproc: int, signals: Sequence[int]) -> None:
+        """Put in what ``nproc`` workers of a node are born with beside, where nobody has set it. ``signals`` stop a job."""
+
+    def serve_store(self, host: str, port: int, fd: int) -> object:
+        """A store that serves at the listening socket ``fd`` as long as the object lives.
+
+        Raises `OSError` and `RuntimeError`.
+        """
 
     def import_core(self) -> None:
         """Import what the keeper needs; runs in the zygote before anything else."""

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .config import LaunchConfig, Mode
+from .config import DEFAULT_GROUP, TORCH, LaunchConfig, Mode
 from .import_watch import ImportWatch, is_installed, is_local, is_shared, origin_of, standard_folders, unwatchable
 
 VERSION = 3
@@ -76,7 +76,9 @@ def path_of(config: LaunchConfig) -> str:
     except FileNotFoundError:  # the current folder was removed while the job runs
         return ""
     warm = config.env.get("DLROVER_WARM", os.environ.get("DLROVER_WARM", ""))
-    place = (config.mode.value, script, folder, sys.executable, warm)
+    place: tuple[str, ...] = (config.mode.value, script, folder, sys.executable, warm)
+    if (config.group, config.framework) != (DEFAULT_GROUP, TORCH):
+        place = (*place, config.group, config.framework)  # another group's workers do other things in the same script
     key = zlib.crc32(repr((*place, os.environ.get("PYTHONPATH", ""))).encode(errors="surrogateescape"))
     readable = "".join(one if one.isalnum() and one.isascii() else "-" for one in os.path.basename(name))[:60]
     return os.path.join(config.imports, f"{readable}-{key:08x}.json")

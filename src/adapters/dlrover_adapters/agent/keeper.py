@@ -1,4 +1,4 @@
-"""The keeper: one process per agent that holds torch's TCPStores, one for each generation and one unused, ahead of need.
+"""The keeper: one process per agent that holds stores (torch's TCPStores), one for each generation and one unused, ahead of need.
 
 A store is new for every generation: torchrun reuses its own, and gloo then reads the addresses of the attempt that died. The
 servers are threads inside torch, so they live neither in the agent (which never imports torch) nor in the zygote (which must
@@ -7,6 +7,7 @@ have no threads).
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import os
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import wire
+from .framework import Framework, load
 from .process import libc, run_executed, set_name, set_title
 
 BACKLOG = 1024  # every rank of a world connects at once
@@ -24,10 +26,12 @@ PATIENT_S, AGAIN_S = 5.0, 0.02
 """How long a named port that is taken is waited for, and how often it is tried."""
 
 
-def open_store(bind: str) -> tuple[Any, int]:
-    """A TCPStore served by this process on a free port of ``bind``, and the port. Takes under a millisecond."""
-    from torch._C._distributed_c10d import TCPStore
+Serve = Callable[[str, int, int], object]
+"""As `Framework.serve_store`."""
 
+
+def open_store(bind: str, serve: Serve) -> tuple[object, int]:
+    """A store served by this process on a free port of ``bind``, and the port. Takes under a millisecond."""
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -37,9 +41,7 @@ def open_store(bind: str) -> tuple[Any, int]:
     except OSError:
         listener.close()
         raise
-    # We bind it: torch itself would listen on every interface, and its stores are unauthenticated.
-    store = TCPStore(bind, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    return store, port
+    return serve(bind, port, listener.detach()), port
 
 
 class FixedPort:
@@ -48,22 +50,21 @@ class FixedPort:
     The listening socket outlives the stores: nobody else gets the port in between, and whoever connects early waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, serve: Serve) -> None:
+        self._serve = serve
         self._listener: socket.socket | None = None
-        self._store: Any = None
+        self._store: object = None
 
     def open(self, bind: str, port: int, waiting: Callable[[], None] = lambda: None) -> None:
         """A new, empty store at ``bind:port`` in place of the last one. Raises `OSError` and `RuntimeError`.
 
         ``waiting`` is called now and again while somebody else has the port.
         """
-        from torch._C._distributed_c10d import TCPStore
-
         self._store = None
         if self._listener is None:
             self._listener = _listen_patiently(bind, port, waiting)
         fd = os.dup(self._listener.fileno())
-        self._store = TCPStore(bind, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+        self._store = self._serve(bind, port, fd)
 
     def close(self) -> None:
         """Give the port back: another node of this host has the next generation's store."""
@@ -97,7 +98,7 @@ def ask_nobody() -> None:
         configure(b"hosts", b"files")
 
 
-def serve(link: socket.socket) -> int:
+def serve(link: socket.socket, framework: Framework) -> int:
     """Answer frames until the agent is gone.
 
     ``open`` (one more store), ``drop`` (a port nobody uses any more), ``title``, ``fix`` (a new store at the named port),
@@ -105,13 +106,13 @@ def serve(link: socket.socket) -> int:
     """
     set_name("dlrover-keeper")
     ask_nobody()
-    stores: dict[int, Any] = {}
-    fixed = FixedPort()
+    stores: dict[int, object] = {}
+    fixed = FixedPort(framework.serve_store)
     while (frame := wire.receive(link)) is not None:
         match frame.body:
             case {"op": "open", "bind": str(bind), "title": str(title)}:
                 set_title(title)
-                _open(link, stores, bind)
+                _open(link, stores, bind, framework.serve_store)
             case {"op": "drop", "port": int(port)}:
                 stores.pop(port, None)
             case {"op": "title", "title": str(title)}:
@@ -126,9 +127,9 @@ def serve(link: socket.socket) -> int:
     os._exit(0)
 
 
-def _open(link: socket.socket, stores: dict[int, Any], bind: str) -> None:
+def _open(link: socket.socket, stores: dict[int, object], bind: str, serve_store: Serve) -> None:
     try:
-        store, port = open_store(bind)
+        store, port = open_store(bind, serve_store)
     except (OSError, RuntimeError) as error:
         answer: dict[str, Any] = {"op": "unopened", "reason": f"{type(error).__name__}: {error}"}
     else:
@@ -151,7 +152,10 @@ def _fix(link: socket.socket, fixed: FixedPort, bind: str, port: int) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run a keeper that was executed, not forked: where there is no zygote."""
-    return run_executed("keeper", arguments, serve)
+    parser = argparse.ArgumentParser(prog="keeper")
+    parser.add_argument("--framework", required=True)
+    told, _ = parser.parse_known_args(arguments)
+    return run_executed("keeper", arguments, lambda link: serve(link, load(told.framework)))
 
 
 if __name__ == "__main__":

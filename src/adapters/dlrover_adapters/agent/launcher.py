@@ -31,13 +31,15 @@ from dlrover_core.runtime.launcher import (
 from dlrover_core.runtime.within import within
 
 from . import signals, wire
+from .addresses import Addresses
 from .affinity import cpus_by_rank
 from .checkpoints.saving import Saving
 from .checkpoints.vault import Vault
 from .children import wait_dead
 from .config import LaunchConfig, Mode
 from .doorbell import Doorbell
-from .ground import Watch
+from .framework import load
+from .ground import Restorable, Watch
 from .last_words import LastWords, last_words
 from .leftovers import Leavings
 from .log_bounds import LogBounds
@@ -72,7 +74,7 @@ class LinuxLauncher:
 
     def __init__(self, config: LaunchConfig, first: Spawned | None = None, watch: OutputWatch | None = None) -> None:
         self._config = config.checked()
-        self._first, self._watch = first, watch
+        self._first, self._watch, self._steps = first, watch, True
         self._notices: asyncio.Queue[Notice | None] = asyncio.Queue()
         self._workers: list[Worker] = []
         self._burials: set[asyncio.Task[None]] = set()
@@ -90,6 +92,7 @@ class LinuxLauncher:
         self._stores: Stores | None = None
         self._bell: Doorbell | None = None
         self._ground: Watch | None = None
+        self.addresses: Addresses | None = None
         self.vault: Vault | None = None
         self.saving: Saving | None = None
         self._opening: asyncio.Future[None] | None = None
@@ -147,6 +150,12 @@ class LinuxLauncher:
             raise LaunchFailed(
                 "the launcher must be opened on the main thread: workers die with the thread that watches them"
             )
+        try:
+            self._steps = load(self._config.framework).STEPS
+        except ImportError as error:
+            raise LaunchFailed(
+                f"{self._config.framework} cannot be imported: {error}; is it installed for {self._config.node}?"
+            ) from error
         become_subreaper()
         self._nursery = Nursery(self._config, self._first, self._leavings.take)
         try:
@@ -169,7 +178,11 @@ class LinuxLauncher:
         self._bell.open()
         self.vault = Vault(self._run_dir)
         self.vault.open()
-        self._ground = Watch(self._run_dir, (self._bell, self.vault), self.say)
+        kept: list[Restorable] = [self._bell, self.vault]
+        if self.addresses is not None:
+            self.addresses.file.open(self._run_dir)
+            kept.append(self.addresses.file)
+        self._ground = Watch(self._run_dir, kept, self.say)
         await self._ground.begin()
         await self._leavings.begin()
         self.saving = Saving(self._config, self.vault.arenas, nursery.fork_saver, nursery.gone)
@@ -243,6 +256,7 @@ class LinuxLauncher:
             files = await asyncio.to_thread(self._make_files, launch)
         except RuntimeError as error:
             raise LaunchFailed(f"generation {launch.generation}: {NO_THREAD}") from error
+        more = await self._more(launch.nproc)
         try:
             spares = await within(self._config.start_s, self._nursery.take(launch.nproc))
         except asyncio.TimeoutError as error:
@@ -252,7 +266,8 @@ class LinuxLauncher:
             ) from error
         try:
             workers = [
-                self._seat(spare, launch, local_rank, files[local_rank]) for local_rank, spare in enumerate(spares)
+                self._seat(spare, launch, local_rank, files[local_rank], more[local_rank])
+                for local_rank, spare in enumerate(spares)
             ]
         except (OSError, LaunchFailed) as error:
             for spare in spares:
@@ -296,11 +311,17 @@ class LinuxLauncher:
         self._unwritten = words
         return files
 
-    def _seat(self, spare: Spare, launch: WorkersLaunch, local_rank: int, files: RankFiles) -> Worker:
+    async def _more(self, nproc: int) -> tuple[dict[str, str], ...]:
+        """What workers find in their environment because of other groups, by local rank."""
+        return ({},) * nproc if self.addresses is None else await self.addresses.environment(nproc)
+
+    def _seat(
+        self, spare: Spare, launch: WorkersLaunch, local_rank: int, files: RankFiles, more: dict[str, str]
+    ) -> Worker:
         """Tell a spare who it is; from here on it is a worker."""
         assert self._bell is not None, "open() makes the doorbell"
         cpus = self._cpus.result()[local_rank] if self._cpus is not None else ()
-        seat = seat_for(self._config, launch, local_rank, self._bell.path, files.error, cpus)
+        seat = seat_for(self._config, launch, local_rank, self._bell.path, files.error, cpus, more)
         with contextlib.ExitStack() as failing, contextlib.ExitStack() as stack:
             slot = StepSlot()
             failing.callback(slot.close)
@@ -347,6 +368,8 @@ class LinuxLauncher:
         """How long the workers have made no step, exactly; None where they are no programs that could tell, or begin to end."""
         now_us, workers = time.monotonic_ns() // 1000, self._workers
         if not workers or not all(one.child.alive for one in workers) or self._config.mode is Mode.COMMAND:
+            return None
+        if not self._steps and not all(one.stepped for one in workers):
             return None
         return stall.together([one.slot.pulse(one.begun_us, now_us) for one in workers])
 

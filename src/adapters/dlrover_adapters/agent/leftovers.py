@@ -21,11 +21,11 @@ import structlog
 
 from dlrover_core.host.cgroups import Group, own
 from dlrover_core.host.procfs import Member, children_of_ours, hold, kill, processes, read_stat, reap
+from dlrover_core.words import first_few
 
 from .children import Child, known
 from .process import SCANS_MAX, busy_sessions, wait_all
 
-NAMED_MAX = 8
 REAP_S, END_S = 5.0, 10.0
 ASK_S = 0.5
 """How often it is asked, while leavings have their grace, whether the job is to be stopped."""
@@ -98,8 +98,7 @@ def reap_orphans(ours: Collection[str]) -> int:
 
 def named(found: Sequence[Member]) -> str:
     """For people."""
-    shown = ", ".join(f"{_line(one)} (pid {one.pid})" for one in found[:NAMED_MAX])
-    return shown + (f" and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else "")
+    return first_few([f"{_line(one)} (pid {one.pid})" for one in found])
 
 
 def _line(one: Member) -> str:

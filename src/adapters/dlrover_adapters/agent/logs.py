@@ -82,7 +82,7 @@ def rank_files(config: LaunchConfig, run_dir: str, log_dir: str, launch: Workers
     attempt = os.path.join(attempts_dir(config, log_dir, launch), f"attempt_{launch.restart_count}")
     kept_dir = os.path.join(attempt, str(local_rank))
     passing_dir = os.path.join(run_dir, "output", f"attempt_{launch.generation}", str(local_rank))
-    prefix = _prefix(config, local_rank, launch.first_rank + local_rank)
+    prefix = _prefix(config, launch, local_rank)
 
     def stream(which: Streams, name: str, console: int) -> StreamFile:
         keep, show = bool(which & config.redirected(local_rank)), bool(which & config.shown(local_rank))
@@ -151,12 +151,18 @@ def _made(file: StreamFile, passing_dir: str) -> StreamFile:
     return StreamFile(os.devnull, 0, b"", keep=True)
 
 
-def _prefix(config: LaunchConfig, local_rank: int, rank: int) -> bytes:
-    """Torchrun's, with its variable for another."""
+def _prefix(config: LaunchConfig, launch: WorkersLaunch, local_rank: int) -> bytes:
+    """Torchrun's, with its variable for another. In a job of several groups the place counts, as most nodes have one worker."""
+    place = (launch.node or config.node).rpartition("-")[0]
     template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+    if not template and config.by_place:
+        within = f".{local_rank}" if launch.nproc > 1 else ""
+        return os.fsencode(f"[{config.role}{place.rpartition('-')[2]}{within}]:")
     if not template:
         return os.fsencode(f"[{config.role}{local_rank}]:")
-    filled = string.Template(template).safe_substitute(role_name=config.role, rank=rank, local_rank=local_rank)
+    filled = string.Template(template).safe_substitute(
+        role_name=config.role, rank=launch.first_rank + local_rank, local_rank=local_rank, place=place
+    )
     return os.fsencode(filled)
 
 

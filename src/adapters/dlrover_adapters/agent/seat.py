@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dlrover_core.errors import MalformedMessage
@@ -41,13 +43,17 @@ def seat_for(
     agent_socket: str,
     error_file: str,
     cpus: tuple[int, ...] = (),
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> Seat:
-    """The seat of ``local_rank`` in ``launch``; on ``cpus``, empty: on all. Its store is where somebody named it, if one did."""
-    launch = launch._replace(store=config.store_at or launch.store)
+    """The seat of ``local_rank`` in ``launch``; on ``cpus``, empty: on all; with ``more`` in its environment.
+
+    Its store is where somebody named it, if one did, and its run's id is the one that somebody gave.
+    """
+    launch = launch._replace(store=config.store_at or launch.store, run=config.run_id or launch.run)
     rank = launch.first_rank + local_rank
     node = launch.node or config.node
     title = f"dlrover worker --job {config.job} --node {node} --rank {rank} {config.argv[0]}"
-    env = rank_overrides(config, local_rank, os.environ)
+    env = {**rank_overrides(config, local_rank, node, os.environ), **more}
     imports = path_of(config) if local_rank == 0 else ""  # one of a node speaks for all
     return Seat(
         launch, local_rank, config.argv, config.mode, config.role, title, agent_socket, error_file, env, cpus, imports

@@ -8,12 +8,13 @@ import struct
 
 from dlrover_core.diagnosis.stall import Pulse
 
-BYTES = 80
+BYTES = 88
 _NOW = struct.Struct("=qqqq")  # step, when, usual time of a step, phase
 _LONGEST = struct.Struct("=qqqq")  # pause that ended by itself, by phase
 _SIGNAL = struct.Struct("=q")
 _STEP = struct.Struct("=q")
-_LONGEST_AT, _SIGNAL_AT, _TOTAL_AT = 32, 64, 72
+_WAITED = struct.Struct("=q")  # when a loader process of the worker last said that it waits for data
+_LONGEST_AT, _SIGNAL_AT, _TOTAL_AT, _WAITED_AT = 32, 64, 72, 80
 
 
 def blank(fd: int) -> None:
@@ -41,8 +42,9 @@ class StepSlot:
         step, moved_us, usual_us, phase = map(int, _NOW.unpack_from(self._memory, 0))
         longest = _LONGEST.unpack_from(self._memory, _LONGEST_AT)
         (total,) = _SIGNAL.unpack_from(self._memory, _TOTAL_AT)
+        (waited_us,) = _WAITED.unpack_from(self._memory, _WAITED_AT)
         phase = min(max(phase, 0), len(longest) - 1)  # whatever a broken worker writes
-        idle_us = max(0, now_us - (moved_us or begun_us))
+        idle_us = max(0, now_us - max(moved_us or begun_us, waited_us))
         return Pulse(step, idle_us, max(0, usual_us), max(0, int(longest[phase])), phase, max(0, int(total)))
 
     @property

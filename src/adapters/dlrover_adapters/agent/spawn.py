@@ -79,7 +79,7 @@ def spawn_plain(config: LaunchConfig) -> Spawned:
 
 def spawn_keeper(config: LaunchConfig) -> Spawned:
     """A keeper of its own, where there is no zygote to fork it."""
-    return _execute("keeper", config)
+    return _execute("keeper", config, "--framework", config.framework)
 
 
 def spawn_saver(config: LaunchConfig) -> Spawned:

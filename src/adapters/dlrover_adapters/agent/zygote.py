@@ -349,7 +349,7 @@ class Zygote:
         gc.enable()  # off while we were getting warm, and this may be one of those forked before the end of it
         link = socket.socket(fileno=fd)
         if kind == "keeper":
-            return lambda: keeper.serve(link)
+            return lambda: keeper.serve(link, self._framework)
         if kind == "saver":
             return lambda: saver.serve(link)
         return lambda: worker.run_spare(link, self._framework, self._listed)

@@ -17,10 +17,13 @@ from typing import Any, NamedTuple, cast
 import msgpack
 
 from dlrover_adapters.checkpoint.hashing import digest
+from dlrover_core.data.cut import Cut, Place, cut_of, pack
 from dlrover_core.errors import CoreError
 
-FORMAT = 2
-"""1 is read, too: it does not say which ranks have objects of their own, nor which names a state has."""
+FORMAT = 3
+"""1 and 2 are read, too: 1 does not say which ranks have objects of their own, nor which names a state has; neither has a cut.
+What has no cut is written as `PLAIN`, which older versions read."""
+PLAIN = 2
 SEAL = "manifest.json"
 METADATA = ".metadata"
 BLOCK_BYTES = 16 * 1024 * 1024
@@ -100,6 +103,7 @@ class Part(NamedTuple):
     there are fewer parts then. ``run`` is one submission of the job named ``job``; both are empty where no agent was there to say
     so. ``names``: packed, the names of all tensors and objects that this rank (or those it covers) has in such a state, whoever
     writes them; empty: it is not said. ``alike``: it has all names that rank 0's part says, too.
+    ``cut``: how far each dataset is consumed in this state, the same in all parts; empty: the state has no position in any data.
     """
 
     kind: str
@@ -120,6 +124,12 @@ class Part(NamedTuple):
     covers: tuple[int, ...] = ()
     names: str = ""
     alike: bool = False
+    cut: Cut = ()
+
+    @property
+    def packed_cut(self) -> bytes:
+        """The cut as a slot's blob has it; empty: there is none."""
+        return pack(self.cut) if self.cut else b""
 
     @property
     def size(self) -> int:
@@ -130,7 +140,9 @@ class Part(NamedTuple):
         """As it lies on storage."""
         told = self._asdict()
         told["files"] = [(one.name, one.size, [f"{each:016x}" for each in one.digests]) for one in self.files]
-        return _sealed({"format": FORMAT, "block_bytes": BLOCK_BYTES, **told})
+        if not self.cut:
+            del told["cut"]
+        return _sealed({"format": FORMAT if self.cut else PLAIN, "block_bytes": BLOCK_BYTES, **told})
 
     @classmethod
     def unpacked(cls, raw: bytes, name: str) -> Part:
@@ -146,6 +158,7 @@ class Part(NamedTuple):
             paths = tuple((one, tuple(path)) for one, path in told.pop("paths"))
             for ranks in ("writers", "own", "covers"):
                 told[ranks] = tuple(map(int, told.get(ranks, ())))
+            told["cut"] = cut_of(Place(*one) for one in told.get("cut", ()))
             part = cls(**told, files=files, items=items, objects=objects, paths=paths)
             _sensible(part, block_bytes)
             names_in(part.names)
@@ -186,7 +199,7 @@ class Seal(NamedTuple):
         told["parts"] = [one._replace(manifest_digest=cast(int, f"{one.manifest_digest:016x}")) for one in self.parts]
         if self.metadata is not None:
             told["metadata"] = (self.metadata[0], f"{self.metadata[1]:016x}")
-        return _sealed({"format": FORMAT, **told})
+        return _sealed({"format": PLAIN, **told})
 
     @classmethod
     def unpacked(cls, raw: bytes, name: str) -> Seal:
@@ -287,6 +300,6 @@ def _opened(raw: bytes, name: str) -> dict[str, Any]:
     if isinstance(found, int) and found > FORMAT:
         raise CheckpointTooNew(name, found)
     tail = _TAIL.search(raw)
-    if found not in {1, FORMAT} or tail is None or int(tail[1], 16) != digest(raw[: tail.start()] + b"}"):
+    if found not in {1, PLAIN, FORMAT} or tail is None or int(tail[1], 16) != digest(raw[: tail.start()] + b"}"):
         raise CheckpointDamaged(name, 0, "a manifest whose bytes are not as they were written")
     return cast(dict[str, Any], told)

@@ -34,7 +34,8 @@ from dlrover_adapters.checkpoint.manifests import (
 from dlrover_adapters.checkpoint.places import Place, Sink
 from dlrover_adapters.checkpoint.slotview import SlotDamaged, SlotGone, SlotView
 from dlrover_adapters.checkpoint.table import Item, said_names
-from dlrover_core.errors import CoreError
+from dlrover_core.data.cut import Cut, unpack
+from dlrover_core.errors import CoreError, SpecError
 
 TORCH_FILE = "checkpoint.pt"
 _SMALL_BYTES = 1024 * 1024
@@ -157,6 +158,7 @@ def write_part(
         files=(), items=(), objects=(), paths=(), writers=table.writers if format == DCP else (), job=job, own=table.own,
         covers=() if format == DCP else tuple(sorted({table.rank, *(one.table.rank for one in beside)})),
         names=packed_names(name for one in said for name in said_names(one)), alike=any(one.alike for one in said),
+        cut=_cut(view),
     )  # fmt: skip
     manifest = f"{step_name(part.step)}/{part_name(part.rank)}"
     mine = _sources(view, beside) if format == DCP else tuple((item, view) for item in table.items)
@@ -241,6 +243,17 @@ def _before(place: Place, part: Part, manifest: str, mine: Sequence[Item], names
             place.rm(name)
         place.sync(folder)
     return None
+
+
+def _cut(view: SlotView) -> Cut:
+    """How far each dataset is consumed in this state. Raises `PartTorn`, `SlotDamaged`."""
+    try:
+        packed = view.cut()
+        return unpack(packed) if packed else ()
+    except SlotGone as error:
+        raise PartTorn(f"step {view.stamp.step}: {error}") from error
+    except SpecError as error:
+        raise SlotDamaged(f"slot {view.slot}, step {view.stamp.step}: {error}") from error
 
 
 def _unchanged(views: Iterable[SlotView]) -> None:

@@ -209,7 +209,7 @@ def _us_since(began: float) -> int:
 
 
 @dataclass
-class _Kept:
+class _CopyMemory:
     """One memory of copies, and how many read each slot of it."""
 
     copy: Copy
@@ -278,7 +278,7 @@ class Server:
         self._stopped = threading.Event()
         self._pace, self._idle_s = Pace(pace_bytes_s, self._stopped), idle_s
         self._lock = threading.RLock()
-        self._kept: dict[int, list[_Kept]] = {}
+        self._kept: dict[int, list[_CopyMemory]] = {}
         self._coming: set[int] = set()
         self._made_count = 0
         self._listener: socket.socket | None = None
@@ -330,15 +330,15 @@ class Server:
             with self._lock:
                 self._made_count += 1
                 ours = copy._replace(fd=memory.fd, id=self._made_count)
-                self._kept.setdefault(copy.rank, []).append(_Kept(ours, memory))
-                self._kept[copy.rank].sort(key=_Kept.newest)
+                self._kept.setdefault(copy.rank, []).append(_CopyMemory(ours, memory))
+                self._kept[copy.rank].sort(key=_CopyMemory.newest)
 
     def copies(self) -> list[Copy]:
         """What there is."""
         with self._lock:
             return [one.copy for kept in self._kept.values() for one in kept]
 
-    def _drop(self, rank: int, these: list[_Kept]) -> None:
+    def _drop(self, rank: int, these: list[_CopyMemory]) -> None:
         for one in these:
             if rank in self._coming or any(one.readers):
                 continue
@@ -501,7 +501,7 @@ class Server:
             kept = self._kept.get(rank)
             return [stamp[:2] for _, stamp in kept[-1].memory.control.stamps()] if kept else []
 
-    def _receive(self, line: Line, header: Header, kept: list[_Kept], keep: tuple[int, int]) -> None:
+    def _receive(self, line: Line, header: Header, kept: list[_CopyMemory], keep: tuple[int, int]) -> None:
         """Into the slot that is not to be kept of the last memory, if the state fits there, else into new memory."""
         # Who is lost may have been several saves behind.
         last, geometry = (
@@ -537,7 +537,7 @@ class Server:
             )
             for one in kept:
                 one.clear(header.stamp)
-            kept.append(_Kept(copy, memory))
+            kept.append(_CopyMemory(copy, memory))
             self._made(copy)
 
 

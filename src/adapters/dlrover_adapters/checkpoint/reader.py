@@ -31,6 +31,7 @@ from dlrover_adapters.checkpoint.manifests import (
     part_of,
     step_name,
 )
+from dlrover_core.words import first_few
 
 if TYPE_CHECKING:
     import torch
@@ -330,7 +331,7 @@ def complete(parts: Mapping[int, Part], found: dict[str, list[Chunk]], where: st
     if lost:
         name, ranks = min(lost.items())
         more = f", and {len(lost) - 1:,} more are missing" if len(lost) > 1 else ""
-        who = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        who = first_few(ranks)
         raise CheckpointIncomplete(
             f"{where}: {name} is in no part, though rank {who} had it in this state{more}. Restore another step; if ranks "
             "wrote this one without an error, report it as a bug of dlrover"
@@ -444,7 +445,7 @@ def owned(parts: Mapping[int, Part], where: str) -> None:
     there = {rank for part in parts.values() for rank in (part.covers or (part.rank,))}
     missing = sorted({rank for part in parts.values() for rank in part.own} - there)
     if missing:
-        told = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        told = first_few(missing)
         raise CheckpointIncomplete(
             f"{where}: the objects that only rank {told} has (its random numbers, its extra) are missing: there is no part of it"
         )

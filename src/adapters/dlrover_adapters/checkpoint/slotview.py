@@ -7,7 +7,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from dlrover_adapters.checkpoint.hashing import digest, digests
-from dlrover_adapters.checkpoint.table import Item, Table, unpack_blob
+from dlrover_adapters.checkpoint.table import CUT, Item, Table, cut_in, unpack_blob
 from dlrover_core.checkpoint.arena import BLOCK_BYTES, PAGE, ArenaBroken, Control, Stamp
 
 if TYPE_CHECKING:
@@ -96,9 +96,19 @@ class SlotView:
         return torch.frombuffer(self.raw(item), dtype=dtype, count=count).view(item.shape)
 
     def objects(self) -> dict[str, bytes]:
-        """What is no tensor, by name, serialised. Raises `SlotDamaged` where the blob is not as it was written."""
+        """What is no tensor, by name, serialised; without the cut. Raises `SlotDamaged` where the blob is damaged."""
         self._verify_blob()
-        return unpack_blob(self.blob)
+        found = unpack_blob(self.blob)
+        found.pop(CUT, None)
+        return found
+
+    def cut(self) -> bytes:
+        """How far each dataset is consumed in this state, as `dlrover_core.data.cut.unpack` reads it; empty: it has no position.
+
+        Every rank's slot of a step has the same. Raises `SlotDamaged` where the blob is not as it was written.
+        """
+        self._verify_blob()
+        return cut_in(self.blob)
 
     def digests(self) -> tuple[int, ...]:
         """The digest words, one for each block of the data; they are good only if `hashed`."""

@@ -16,6 +16,13 @@ from dlrover_core.checkpoint.arena import ArenaBroken
 FORMAT = 2
 ALIGN_BYTES = 64
 """Of items in the data."""
+CUT = "data.cut"
+"""In a blob, under this name: how far each dataset is consumed, packed by `dlrover_core.data.cut`, and never pickled.
+
+It is the first in the blob, and in no table: on storage it lies in the manifests of the parts."""
+
+_CUT_BYTES_MAX = 64 * 1024
+"""Of a blob, what is looked at for the cut: more than the name and the largest cut take."""
 
 
 class Item(NamedTuple):
@@ -107,8 +114,27 @@ def light(table: Table) -> tuple[Table, tuple[Item, ...]]:
 
 
 def pack_blob(objects: Mapping[str, bytes]) -> bytes:
-    """The blob of a slot: serialised objects by name."""
-    return cast(bytes, msgpack.packb(dict(objects)))
+    """The blob of a slot: serialised objects by name, `CUT` first."""
+    first = {CUT: objects[CUT]} if CUT in objects else {}
+    return cast(bytes, msgpack.packb({**first, **objects}))
+
+
+def cut_in(raw: bytes | memoryview) -> bytes:
+    """The cut in a blob, packed as `dlrover_core.data.cut` packs it; empty: the state has none. Reads no more than the cut.
+
+    Raises `ArenaBroken`.
+    """
+    unpacker = msgpack.Unpacker(max_buffer_size=_CUT_BYTES_MAX)
+    try:
+        unpacker.feed(bytes(raw[:_CUT_BYTES_MAX]))
+        if not unpacker.read_map_header() or unpacker.unpack() != CUT:
+            return b""
+        found = unpacker.unpack()
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ArenaBroken(f"{len(raw)} bytes are no blob: {error}") from error
+    if not isinstance(found, bytes):
+        raise ArenaBroken("a cut in a blob is bytes")
+    return found
 
 
 def unpack_blob(raw: bytes | memoryview) -> dict[str, bytes]:

@@ -2,9 +2,9 @@
 
 The zygote is started first of all, before the agent's own imports: it is what takes seconds. What was not known by then comes
 over the launcher's socket: ``{"settings": FILE}`` where FILE was only a draft, and ``{"node": NAME}`` unless the master of a
-joining job gives the names. Back go ``{"warm": true}``, once workers could be started, ``{"node": NAME}`` with the first world
-of a joining job, ``{"here": true}`` for ``{"ask": true}``, and at the end ``{"ending": [...]}`` or
-``{"error": WHAT, "refused": WHETHER FOR GOOD}``.
+joining job gives the names; ``{"masters": [ADDRESS, ...]}``, at any time, where the masters have moved. Back go
+``{"warm": true}``, once workers could be started, ``{"node": NAME}`` with the first world of a joining job, ``{"here": true}``
+for ``{"ask": true}``, and at the end ``{"ending": [...]}`` or ``{"error": WHAT, "refused": WHETHER FOR GOOD}``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from dlrover_adapters.telemetry import light  # noqa: F401  # first of all
 import structlog
 
 from dlrover_adapters.agent import leftovers
+from dlrover_adapters.agent.addresses import Addresses
 from dlrover_adapters.agent.checkpoints.duty import CheckpointDuty
 from dlrover_adapters.agent.checks.basic import Place
 from dlrover_adapters.agent.checks.duty import CheckDuty
 from dlrover_adapters.agent.config import LaunchConfig, birth_environment
+from dlrover_adapters.agent.framework import load
 from dlrover_adapters.agent.hang_duty import HangDuty
 from dlrover_adapters.agent.launcher import LinuxLauncher
 from dlrover_adapters.agent.log_watch import OutputWatch
@@ -37,8 +39,8 @@ from dlrover_adapters.cli.scratch import MARK, roofs
 from dlrover_adapters.http import tls
 from dlrover_adapters.http.client import HttpDialer
 from dlrover_adapters.telemetry.logs import Uncaught, run_threaded, set_up
-from dlrover_backends.local.process import MARK as NODE_MARK
-from dlrover_core.errors import CoreError, TokenRefused
+from dlrover_backends.shared.process import MARK as NODE_MARK
+from dlrover_core.errors import CoreError, SpecError, TokenRefused
 from dlrover_core.host import cgroups, threads
 from dlrover_core.runtime.agent import Agent
 from dlrover_core.runtime.duties import Duty
@@ -46,7 +48,10 @@ from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkersLaunch
 from dlrover_core.spec import JobSpec
 from dlrover_core.words import plain
 
-EX_OK, EX_FAULT = 0, 1
+EX_OK, EX_FAULT, EX_LATER = 0, 1, 75
+HOST = "DLROVER_HOST"
+"""In the environment: the host's name, as its platform has it."""
+
 LOOK_S, ALONE_S = 1.0, 10.0
 """How often it is looked whether a master is heard, and after what silence that is worth a word."""
 
@@ -56,12 +61,18 @@ LINE_CHARS_MAX = 300
 log = structlog.get_logger("dlrover.agent")
 
 
-def serve(raw: dict[str, Any], config: LaunchConfig, first: Spawned | None, control: socket.socket) -> int:
-    """Be the agent that the settings describe, to its end."""
+def serve(
+    raw: dict[str, Any], config: LaunchConfig, first: Spawned | None, control: socket.socket | None, node: str = ""
+) -> int:
+    """Be the agent that the settings describe, to its end.
+
+    ``control`` leads to the launcher that keeps it. Without one a scheduler has started it, as ``node``: then nobody but the
+    master speaks to it, and it logs to stderr.
+    """
     set_name("dlrover-agent")
     leftovers.adopt()
-    name = _Name()
-    set_up(Path(raw["control_log"]), raw["log_level"], role="agent", node=name)
+    name = _Name(node)
+    set_up(Path(raw["control_log"]) if control is not None else None, raw["log_level"], role="agent", node=name)
 
     async def run() -> int:
         threads.install()
@@ -74,8 +85,8 @@ def serve(raw: dict[str, Any], config: LaunchConfig, first: Spawned | None, cont
 class _Name:
     """This node's name, which the log shows as soon as it is known."""
 
-    def __init__(self) -> None:
-        self.text = "?"
+    def __init__(self, text: str = "") -> None:
+        self.text = text or "?"
 
     def __str__(self) -> str:
         return self.text
@@ -138,6 +149,7 @@ def _checks(raw: dict[str, Any], config: LaunchConfig) -> CheckDuty:
         env=lambda: birth_environment(config, os.environ),
         site=tuple(raw.get("check_scripts", ())),
         folder=run_dir,
+        module=load(config.framework).CHECK,
     )
 
 
@@ -155,28 +167,42 @@ def _checkpoints(raw: dict[str, Any], config: LaunchConfig, launcher: LinuxLaunc
     )
 
 
+def _dossiers(raw: dict[str, Any]) -> str:
+    """Where what hung workers did is written down: beside the control log; without one, with the workers' output."""
+    log_file = raw["control_log"]
+    return os.path.dirname(os.path.abspath(log_file)) if log_file else str(raw["log_dir"] or raw["directory"])
+
+
 class _Process:
     """One agent, from before it has a name to its last words."""
 
     def __init__(
-        self, raw: dict[str, Any], config: LaunchConfig, first: Spawned | None, control: socket.socket, name: _Name
+        self,
+        raw: dict[str, Any],
+        config: LaunchConfig,
+        first: Spawned | None,
+        control: socket.socket | None,
+        name: _Name,
     ) -> None:
         config = config._replace(cgroup=cgroups.name_of(os.environ.get(MARK, ""), os.environ.get(NODE_MARK, "")))
         self._config, self._control, self._name = config, control, name
-        self._joining = bool(raw["joining"])
+        self._joining, self._masters = bool(raw["joining"]), tuple(raw["masters"])
         spec = JobSpec.from_json(raw["spec"])
-        self._patience_s = spec.launch_s
+        self._patience_s, self._abandoned = spec.launch_s, False
         lookout = Lookout.of_this_machine(spec.signatures) if raw.get("detect", True) else None
         self._launcher = _Launcher(config, first, self._begins, lookout)
         looking: list[Duty] = [] if lookout is None else [lookout, PaceWatch(self._launcher.slots)]
-        hangs = HangDuty(self._launcher, os.path.dirname(os.path.abspath(raw["control_log"])))
+        reached = config.store_host or config.store_bind
+        addresses = Addresses(address=reached, bind=config.store_bind, say=_say)
+        self._launcher.addresses = addresses
+        hangs = HangDuty(self._launcher, _dossiers(raw))
         self._agent = Agent(
-            "",
+            config.node,
             launcher=self._launcher,
             dialer=HttpDialer(os.environ["DLROVER_TOKEN"], job=spec.job, tls=tls.dialled(raw["tls_ca"])),
             masters=raw["masters"],
             boot=secrets.randbits(62),
-            host=socket.gethostname(),
+            host=os.environ.get(HOST) or socket.gethostname(),
             address=raw["address"],
             run=raw["run"],
             seat=raw["seat"],
@@ -184,6 +210,7 @@ class _Process:
             dial_before_name=self._joining,
             duties=[
                 *looking,
+                addresses,
                 hangs,
                 _checks(raw, config),
                 _checkpoints(raw, config, self._launcher),
@@ -193,8 +220,12 @@ class _Process:
     async def run(self) -> int:
         """Get warm; once named, be that node until told to leave."""
         loop = asyncio.get_running_loop()
-        self._control.setblocking(False)
-        loop.add_reader(self._control, self._hear)
+        if self._control is not None:
+            self._control.setblocking(False)
+            loop.add_reader(self._control, self._hear, self._control)
+        else:
+            self._named(self._name.text)
+            log.info("agent begins", job=self._config.job, masters=",".join(self._masters), pid=os.getpid())
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._agent.part, f"the agent got {number.name}")
         opening = asyncio.ensure_future(self._launcher.open())
@@ -212,18 +243,26 @@ class _Process:
             minding.cancel()
             await asyncio.gather(minding, return_exceptions=True)
         self._tell(ending=self._agent.ending)
-        return EX_OK
+        return self._left() if self._control is None else EX_OK
+
+    def _left(self) -> int:
+        """Say why the node of a scheduler goes; its exit status."""
+        ending = self._agent.ending
+        _say(
+            f"node {self._name} of job {self._config.job} goes: {ending.outcome or 'it leaves'} ({plain(ending.reason)})"
+        )
+        return EX_LATER if self._abandoned else EX_OK
 
     async def _mind_master(self) -> None:
         """Say when masters are silent, and how workers fare then.
 
-        In a joining job, go when that lasts and there is no worker to go on for.
+        Where it is not the launcher's to end it, go when that lasts and there is no worker to go on for.
         """
         alone, told = False, dict[str, Any]()
         while True:
             await asyncio.sleep(LOOK_S)
             silent_s = self._agent.unmastered_s
-            if not self._joining:
+            if not self._joining and self._control is not None:
                 said: dict[str, Any] = {"alone": silent_s > ALONE_S, **unled.said(self._agent)}
                 if said != told:
                     self._tell(**said)
@@ -232,8 +271,14 @@ class _Process:
             if (silent_s > ALONE_S) != alone:
                 alone = not alone
                 self._tell(alone=alone)
+                if self._control is None:
+                    where = f"job {self._config.job} at {', '.join(self._masters)}"
+                    _say(
+                        f"no master of {where} answers; asked again" if alone else f"a master of {where} answers again"
+                    )
             if silent_s > self._patience_s and not any(who.startswith("rank") for who in self._launcher.pids):
                 self._tell(abandoned=True)
+                self._abandoned = True
                 self._agent.leave(f"no master was heard for {self._patience_s:g} s")
 
     def _begins(self, node: str) -> None:
@@ -249,25 +294,36 @@ class _Process:
 
     # ---- the launcher's socket
 
-    def _hear(self) -> None:
-        """A name, or whether we hang; at the end of the socket the launcher is dead, and we are about to be."""
+    def _hear(self, control: socket.socket) -> None:
+        """A name, masters, or whether we hang; at the end of the socket the launcher is dead, and we are about to be."""
         try:
-            said = self._control.recv(WORDS_BYTES_MAX)
+            said = control.recv(WORDS_BYTES_MAX)
         except BlockingIOError:
             return
         except ConnectionError:
             said = b""
         if not said:
-            asyncio.get_running_loop().remove_reader(self._control)
+            asyncio.get_running_loop().remove_reader(control)
             self._agent.leave("the launcher is gone")
             return
         told = json.loads(said)
         if told.get("ask"):
             self._tell(here=True)
+        if told.get("masters"):
+            self._find(told["masters"])
         node = told.get("node")
         if node:
             self._named(node)
             self._agent.name(node)
+
+    def _find(self, masters: Sequence[str]) -> None:
+        """The masters have moved."""
+        try:
+            self._agent.masters_are(masters)
+        except SpecError as error:
+            log.warning("these masters are not looked for", reason=str(error))
+        else:
+            log.info("masters have moved", masters=", ".join(masters))
 
     def _opened(self, opening: asyncio.Future[None]) -> None:
         if not opening.cancelled() and opening.exception() is None:
@@ -277,6 +333,8 @@ class _Process:
             self._tell(warm=True)
 
     def _tell(self, *, error: str = "", **words: object) -> None:
+        if self._control is None:
+            return
         if error:
             words["error"] = plain(error, ERROR_CHARS_MAX)  # the launcher reads packets of a bounded size
         with contextlib.suppress(OSError):  # the launcher is dead, and we are about to be

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from dlrover_adapters.agent.spawn import module_command
 from dlrover_adapters.cli.scratch import MARK
-from dlrover_backends.local import orphans
-from dlrover_backends.local.process import LocalCommand, Started, blank
+from dlrover_backends.shared import orphans
+from dlrover_backends.shared.process import LocalCommand, Started, blank
 
 if TYPE_CHECKING:
     from dlrover_adapters.cli.settings import Settings
@@ -39,22 +39,29 @@ def later_agents(settings: Settings, token: str) -> Callable[[int], LocalCommand
 
 
 @contextlib.contextmanager
-def started(settings: Settings, token: str, count: int) -> Iterator[list[Started]]:
-    """``count`` agents that know the draft ``settings``; what still lives of them at the end is killed."""
+def started(settings: Settings, token: str, counts: Mapping[str, int]) -> Iterator[dict[str, list[Started]]]:
+    """So many agents of each group, which know the draft ``settings``; what still lives of them at the end is killed."""
     orphans.adopt()
-    draft = settings.in_memory()
-    found: list[Started] = []
+    found: dict[str, list[Started]] = {}
     try:
-
-        def command(control: int) -> LocalCommand:
-            return agent_command(settings, draft, token, control, "--draft")
-
-        found += [blank(command) for _ in range(count)]
-        os.close(draft)
-        draft = -1
+        for group, count in counts.items():
+            found[group] = []
+            _start(settings.of_group(group), token, count, found[group])
         yield found
     finally:
-        if draft >= 0:
-            os.close(draft)
-        for one in found:
+        for one in (one for group in found.values() for one in group):
             one.end()
+
+
+def _start(settings: Settings, token: str, count: int, found: list[Started]) -> None:
+    """Start ``count`` agents of one group, each of which is ``found`` as soon as it runs."""
+    draft = settings.in_memory()
+
+    def command(control: int) -> LocalCommand:
+        return agent_command(settings, draft, token, control, "--draft")
+
+    try:
+        for _ in range(count):
+            found.append(blank(command))  # noqa: PERF401  # what was started before one that fails must be found
+    finally:
+        os.close(draft)

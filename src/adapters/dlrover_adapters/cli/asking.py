@@ -29,11 +29,20 @@ log = structlog.get_logger("dlrover.launcher")
 class Asking:
     """The launcher's end for one master of ``job``, which hangs if it does not answer for ``hung_s``.
 
-    ``say`` tells people one line; ``next_words`` what follows when this master, which leads or not, is killed.
+    ``say`` tells people one line; ``next_words`` what follows when this master, which leads or not, is killed. ``doubted`` is
+    called while a master that leads has not answered for long, but does not hang yet.
     """
 
-    def __init__(self, job: str, hung_s: float, say: Callable[[str], None], next_words: Callable[[bool], str]) -> None:
+    def __init__(
+        self,
+        job: str,
+        hung_s: float,
+        say: Callable[[str], None],
+        next_words: Callable[[bool], str],
+        doubted: Callable[[], None],
+    ) -> None:
         self._job, self._hung_s, self._say, self._next_words = job, hung_s, say, next_words
+        self._doubted = doubted
         self._ours, self.theirs = socket.socketpair()
         self._ours.setblocking(False)
         self._kill: Callable[[], None] = lambda: None
@@ -47,7 +56,13 @@ class Asking:
         self._pid, self._kill = pid, kill
         loop = asyncio.get_running_loop()
         loop.add_reader(self._ours, self._hear)
-        self._watch = Watch(self._hung_s, ask=self._ask, see=functools.partial(looks.seen, pid), judged=self._judged)
+        self._watch = Watch(
+            self._hung_s,
+            ask=self._ask,
+            see=functools.partial(looks.seen, pid),
+            judged=self._judged,
+            doubted=self._in_doubt,
+        )
         self._watch.open()
 
     def close(self) -> None:
@@ -78,6 +93,10 @@ class Asking:
         self._leads = said.endswith(LEADS)
         assert self._watch is not None, "only who is watched is heard"
         self._watch.answered()
+
+    def _in_doubt(self) -> None:
+        if self._leads:
+            self._doubted()
 
     def _judged(self, verdict: Verdict) -> None:
         who = f"job {self._job}: the master {'that leads' if self._leads else 'in reserve'} (process {self._pid})"

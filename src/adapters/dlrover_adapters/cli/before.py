@@ -144,6 +144,8 @@ def _check_log(url: str | None) -> None:
         raise SpecError(
             "log", "a log in memory ends with its process, and masters are processes of their own; say sqlite"
         )
+    if scheme in ("http", "https"):
+        raise SpecError("log", f"{url!r} only reads the log of a job that runs; say sqlite or etcd")
     if scheme == "sqlite":
         _check_sqlite(url)
     elif scheme == "etcd":
@@ -242,11 +244,29 @@ def check_size(options: Options, nproc: int) -> None:
         )
 
 
-def warnings(options: Options, nproc: int) -> Iterator[str]:
+def check_total(workers: int, agents: int) -> None:
+    """The same for all groups of a job together. Raises `SpecError`."""
+    cpus = _cpus()
+    fit = max(WORKERS_MIN, WORKERS_PER_CPU_MAX * cpus)
+    if max(workers, agents) > fit:
+        raise SpecError(
+            "groups",
+            f"{workers} workers and {agents} agents are too many for this host's {cpus} CPUs, at most {fit}; say fewer",
+        )
+    needed, there = workers * WORKER_BYTES + agents * AGENT_BYTES, _memory_bytes()
+    if max(workers, agents) > cpus and needed > there:
+        raise SpecError(
+            "groups",
+            f"{workers} workers and {agents} agents take at least {needed / 2**30:.1f} GiB, and this host has "
+            f"{there / 2**30:.1f} GiB; say fewer",
+        )
+
+
+def warnings(workers: int) -> Iterator[str]:
     """What may be meant so, and mostly is a mistake."""
-    total, cpus = (options.local_nodes or 1) * nproc, _cpus()
-    if total > cpus:
-        yield f"{total} workers share {cpus} CPUs: they will wait for one another"
+    cpus = _cpus()
+    if workers > cpus:
+        yield f"{workers} workers share {cpus} CPUs: they will wait for one another"
 
 
 def _cpus() -> int:

@@ -67,13 +67,14 @@ def run(args: argparse.Namespace) -> int:
     """`dlrover conformance`. In the main thread and without a loop: every promise has a loop of its own. Raises `SpecError`."""
     import structlog
 
+    from dlrover_core.runtime import objects
     from dlrover_core.testing import conformance
 
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     # What our own would log is told by the verdicts.
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
 
-    thing = conformance.find(args.object)
+    thing = objects.find(args.object)
     kind, kit = _ours(thing, args) or conformance.kit_of(thing, args.object, args.kind, args.url)
     chosen = conformance.promises(kit, args.k)
     if not chosen:

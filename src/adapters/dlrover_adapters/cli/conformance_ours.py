@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, cast
 
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.kernel.log import EventLog, Snapshot
-from dlrover_core.testing.backend_conformance import BackendConformance, Stand, make_launch
+from dlrover_core.testing.backend_conformance import BackendConformance
+from dlrover_core.testing.backend_stand import Abilities, Stand, make_launch
 from dlrover_core.testing.log_conformance import LogConformance
 
 if TYPE_CHECKING:
@@ -25,6 +27,13 @@ if TYPE_CHECKING:
 # A stand-in for an agent: it lives until a signal ends it.
 _AGENT = (sys.executable, "-I", "-S", "-c", "import signal; signal.pause()")
 _NONSENSE = "nonsense"
+ONE_HOST = {
+    "waits": "this host starts a node at once, or has a limit of nodes",
+    "lost": "a host that does not answer itself answers nobody",
+    "notices": "nobody announces that a process will be taken away",
+    "avoid": "there is one host",
+}
+"""What the local backend has no notion of."""
 
 
 def kits() -> dict[type, tuple[str, Kit]]:
@@ -32,8 +41,14 @@ def kits() -> dict[type, tuple[str, Kit]]:
     from dlrover_backends.local import LocalBackend
     from dlrover_core.logs.memory import MemoryLog
     from dlrover_core.logs.sqlite import SqliteLog
+    from dlrover_core.testing.cluster import MemoryBackend
 
-    return {LocalBackend: ("backend", Local), MemoryLog: ("log", Memory), SqliteLog: ("log", Sqlite)}
+    return {
+        LocalBackend: ("backend", Local),
+        MemoryBackend: ("backend", InMemory),
+        MemoryLog: ("log", Memory),
+        SqliteLog: ("log", Sqlite),
+    }
 
 
 class Local(BackendConformance):
@@ -52,11 +67,55 @@ class Local(BackendConformance):
                     assert pid is not None, f"{name} has no process"
                     os.kill(pid, signal.SIGKILL)
 
-                yield Stand(LocalBackend(f"{here}/nodes.sock"), kill)
+                yield Stand(LocalBackend(f"{here}/nodes.sock"), kill, cannot=ONE_HOST)
 
     def nonsense(self) -> NodeLaunch:
         """A program that is not there."""
         return make_launch()._replace(group=_NONSENSE)
+
+
+class InMemory(BackendConformance):
+    """The backend in memory, over a simulated machine room whose nodes do nothing."""
+
+    hosts = tuple(f"host-{number}" for number in range(32))
+
+    @contextlib.asynccontextmanager
+    async def make_backend(self) -> AsyncIterator[Stand]:
+        """An empty room."""
+        from dlrover_core.testing.cluster import MemoryBackend
+        from dlrover_core.testing.platform import Platform
+
+        async def live(_node: NodeLaunch, _host: str) -> str:
+            await asyncio.get_running_loop().create_future()
+            return ""
+
+        room = Platform(live, hosts=self.hosts, boot_s=0.0)
+
+        async def kill(name: str) -> None:
+            room.kill(name)
+
+        async def fill() -> None:
+            room.pool.hold("every host is taken")
+
+        async def free() -> None:
+            room.pool.hold("")
+
+        async def lose(name: str) -> None:
+            room.reach(name, lost=True)
+
+        async def reach(name: str) -> None:
+            room.reach(name, lost=False)
+
+        async def warn(name: str, after_s: float) -> None:
+            room.give_notice(name, after_s)
+
+        async def withdraw(name: str) -> None:
+            room.withdraw_notice(name)
+
+        try:
+            yield Stand(MemoryBackend(room), kill, Abilities(fill, free, lose, reach, warn, withdraw))
+        finally:
+            await room.close()
 
 
 def _command(node: NodeLaunch, _token: int) -> LocalCommand:

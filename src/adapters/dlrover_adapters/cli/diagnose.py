@@ -7,16 +7,17 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from dlrover_adapters.cli.places import NOT_FOUND, OK, QUIET_S, UNREADABLE
 from dlrover_adapters.cli.read import as_json
 from dlrover_adapters.cli.signatures import ACTIONS, file_argument, own
 
 if TYPE_CHECKING:
-    from dlrover_adapters.cli.log_files import Line
+    from dlrover_core.diagnosis.answers import Answer, Cause
     from dlrover_core.diagnosis.procedure import Judgement
+    from dlrover_core.diagnosis.reading import Read
     from dlrover_core.diagnosis.signatures import Table
 
 EXAMPLES = f"""\
@@ -31,120 +32,134 @@ EXAMPLES = f"""\
 
   here {NOT_FOUND} means that nothing in the files is known as a failure, and {UNREADABLE} that a file could not be read"""
 
-SHOWN_MAX = 8
+SHOWN_MAX, LINE_MAX = 8, 200
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What `diagnose` takes."""
     parser.add_argument("files", metavar="FILE", nargs="+", help="log files of one failure, from any host; -: stdin")
     file_argument(parser)
-    parser.add_argument("--json", action="store_true", help="for programs: one object")
+    parser.add_argument(
+        "--explain", action="store_true", help="also each line that was considered, and why it is not the cause"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs: one object (docs/diagnose.schema.json)")
 
 
 def run(args: argparse.Namespace) -> int:
     """`dlrover diagnose`."""
     from dlrover_adapters.cli import log_files
-    from dlrover_core.diagnosis import offline
-    from dlrover_core.diagnosis.matching import matcher
+    from dlrover_core.diagnosis import answers, reading
+    from dlrover_core.diagnosis.matching import Sieve, matcher
+    from dlrover_core.diagnosis.rows import Text
     from dlrover_core.diagnosis.signatures import table
 
     extra = own(args.signatures)
     known = table(extra)
-    reader = log_files.Reader(matcher(known), _progress(args.files))
-    lines: list[Line] = []
+    reader = log_files.Reader(Sieve(known, reading.MARKS), _progress(args.files))
+    texts: list[Text] = []
     unread = 0
     for path in dict.fromkeys(args.files):
         try:
-            lines += reader.read(path)
+            texts.append(reader.read(path))
         except log_files.Unreadable as error:
             print(f"dlrover diagnose: {error}", file=sys.stderr)
             unread += 1
-    failures, undated = log_files.together([line for line in lines if _failure(known, line)])
-    if undated and len(undated) < len(args.files):
+    read = reading.read(texts, matcher(known))
+    if read.untimed and len(read.untimed) < len(args.files):
         print(
-            f"dlrover diagnose: no times to compare in {', '.join(undated)}: taken with the others' first",
+            f"dlrover diagnose: no times to compare in {', '.join(read.untimed)}: taken with the others' first",
             file=sys.stderr,
         )
-    judgement = offline.diagnose([line.observation for line in failures], extra) if failures else None
+    answer = answers.answer(read, extra)
     if args.json:
-        print(as_json(_values(known, judgement, failures, len(args.files) - unread)))
-    elif judgement is not None:
-        print(_told(known, judgement, failures))
+        print(as_json(answers.values(answer, read, known, len(args.files) - unread)))
+    elif answer is not None:
+        print(_told(known, answer, read, explain=args.explain))
     elif unread < len(args.files):
-        print("nothing in it is known as a failure; 'dlrover signatures' lists what is")
+        print("nothing in it is known as a failure; 'dlrover signatures' lists what is, and")
+        print("'dlrover signatures --learn FILE --as ID' drafts a signature of your own from it")
     if unread:
         return UNREADABLE
-    return OK if judgement is not None else NOT_FOUND
+    return OK if answer is not None else NOT_FOUND
 
 
-def _failure(known: Table, line: Line) -> bool:
-    signature = known.get(line.signature)
-    return signature is not None and bool(signature.verdict)
-
-
-def _told(known: Table, judgement: Judgement, lines: Sequence[Line]) -> str:
-    """The judgement for people."""
+def _told(known: Table, answer: Answer, read: Read, *, explain: bool) -> str:
+    """The answer for people."""
     from dlrover_core.history.phrases import safe
 
-    signature, root = known.get(judgement.signature), lines[judgement.root.seq - 1]
-    title = signature.title if signature is not None else judgement.signature
-    told = [
-        f"{title} (signature {judgement.signature}, class {judgement.verdict}, {judgement.confidence:.0%} sure)",
-        f"  where     {_where(judgement, root)}",
-        f"  evidence  {root.file}:{root.number}: {judgement.root.text[:300]}",
+    first = answer.judgement
+    told = []
+    if answer.unknown:
+        told += ["unknown: nothing in it says for sure what failed first; the likeliest:", ""]
+    told += [
+        f"{_title(known, first)} (signature {first.signature}, class {first.verdict}, {first.confidence:.0%} sure)",
+        f"  where     {_where(answer)}",
+        *_quoted(answer.causes[0]),
     ]
-    if judgement.root.place:
-        told.append(f"  place     {judgement.root.place}")
-    told.append(f"  suffices  {judgement.action}: {ACTIONS.get(judgement.action, judgement.action)}")
-    told.append(f"  rule      {judgement.rule}")
-    aside = Counter((lines[seq - 1].signature, why) for seq, why in judgement.discarded)
-    for (name, why), times in aside.most_common(SHOWN_MAX):
-        told.append(f"  not it    {name}{f' ({times} lines)' if times > 1 else ''}: {why}")
-    if len(aside) > SHOWN_MAX:
-        told.append(f"            and {len(aside) - SHOWN_MAX} more kinds; --json has all")
-    return safe("\n".join(told))
-
-
-def _where(judgement: Judgement, root: Line) -> str:
-    who = f"rank {judgement.rank}" if judgement.rank >= 0 else "no single rank"
-    blamed = judgement.host or judgement.blamed
-    return (
-        f"{who}; at fault: {blamed}" if blamed and blamed != os.path.basename(root.file) else f"{who}, in {root.file}"
-    )
-
-
-def _values(known: Table, judgement: Judgement | None, lines: Sequence[Line], files: int) -> Mapping[str, Any]:
-    """The judgement for programs."""
-    seen = [
-        {
-            "file": line.file,
-            "line": line.number,
-            "signature": line.signature,
-            "rank": line.observation.rank,
-            "text": line.observation.text.splitlines()[-1] if line.observation.text else "",
-        }
-        for line in lines
+    if first.root.place:
+        told.append(f"  place     {first.root.place}")
+    told += [
+        f"  suffices  {first.action}: {ACTIONS.get(first.action, first.action)}",
+        f"  rule      {first.rule}",
+        f"  look at   {answer.next}",
     ]
-    if judgement is None:
-        return {"files": files, "signature": None, "seen": seen}
+    for number, cause in enumerate(answer.causes[1:], 2):
+        one = cause.judgement
+        told += [
+            "",
+            f"{number}. {_title(known, one)} (signature {one.signature}, class {one.verdict}, {cause.confidence:.0%})",
+            *_quoted(cause, 1),
+            f"  not first {cause.why_not}",
+        ]
+    return safe("\n".join([*told, "", *_aside(answer, read, explain=explain)]).rstrip())
+
+
+def _title(known: Table, judgement: Judgement) -> str:
     signature = known.get(judgement.signature)
-    for seq, why in judgement.discarded:
-        seen[seq - 1]["not_it"] = why
-    return {
-        "files": files,
-        "signature": judgement.signature,
-        "title": signature.title if signature is not None else "",
-        "class": judgement.verdict,
-        "confidence": round(judgement.confidence, 3),
-        "action": judgement.action,
-        "rank": judgement.rank,
-        "node": judgement.blamed,
-        "host": judgement.host,
-        "rule": judgement.rule,
-        "place": judgement.root.place,
-        "root": seen[judgement.root.seq - 1],
-        "seen": seen,
-    }
+    return signature.title if signature is not None else judgement.signature
+
+
+def _quoted(cause: Cause, most: int = 3) -> list[str]:
+    """Its lines, as they stand in the files."""
+    said = list(dict.fromkeys((spot.file, spot.number, spot.line) for spot in cause.lines))[:most]
+    lines = [f"  evidence  {file}:{number}: {line[:LINE_MAX]}" for file, number, line in said]
+    return [line if not at else line.replace("  evidence", "          ", 1) for at, line in enumerate(lines)]
+
+
+def _aside(answer: Answer, read: Read, *, explain: bool) -> list[str]:
+    """What else was considered, and why it is not the cause."""
+    seen = {one.seq: one for one in answer.seen}
+    if explain:
+        told = [
+            f"  not it    {read.spots[seq - 1].file}:{read.spots[seq - 1].number}: {seen[seq].signature}: {why}"
+            for seq, why in answer.judgement.discarded
+            if seq in seen
+        ]
+        return told + [
+            f"  not it    {spot.file}:{spot.number}: {spot.signature or spot.line[:60]}: {why}"
+            for spot, why in read.aside
+        ]
+    counted = Counter((seen[seq].signature, why) for seq, why in answer.judgement.discarded if seq in seen)
+    counted.update((spot.signature or "an exception", why) for spot, why in read.aside)
+    told = [
+        f"  not it    {name}{f' ({times} lines)' if times > 1 else ''}: {why}"
+        for (name, why), times in counted.most_common(SHOWN_MAX)
+    ]
+    if len(counted) > SHOWN_MAX:
+        told.append(f"            and {len(counted) - SHOWN_MAX} more kinds; --explain has all")
+    return told
+
+
+def _where(answer: Answer) -> str:
+    parts = [f"rank {answer.rank}"] if answer.rank >= 0 else []
+    if answer.host or answer.node:
+        parts.append(f"host {answer.host}" if answer.host else f"node {answer.node}")
+    if answer.device:
+        parts.append(f"device {answer.device}")
+    named = ", ".join(parts) or "the log does not name a rank or a host"
+    return (
+        f"{named}; at fault: {answer.judgement.host or answer.judgement.blamed}" if answer.judgement.blamed else named
+    )
 
 
 def _progress(files: Sequence[str]) -> Callable[[str, int], None]:

@@ -31,7 +31,7 @@ _TRIED = {
 }
 
 
-class Kept(NamedTuple):
+class OutputFolder(NamedTuple):
     """Where workers' output stays: ``folder`` is empty if it does not. ``label``: how a run's folder begins."""
 
     folder: str = ""
@@ -43,17 +43,17 @@ class Kept(NamedTuple):
         return os.path.join(self.folder, name, f"attempt_{attempt}", str(local_rank))
 
 
-def kept_by(settings: Settings) -> Kept:
+def kept_by(settings: Settings) -> OutputFolder:
     """Where this run's workers write."""
     asked = any((*settings.redirects, *settings.tee))
-    return Kept(settings.log_dir or "" if asked else "", settings.run_id or settings.job.job)
+    return OutputFolder(settings.log_dir or "" if asked else "", settings.run_id or settings.job.job)
 
 
-def words(records: Sequence[Record], state: JobState, where: str, kept: Kept | None = None) -> Iterator[str]:
+def words(records: Sequence[Record], state: JobState, where: str, kept: OutputFolder | None = None) -> Iterator[str]:
     """The lines to print. ``where`` are the options with which `dlrover` finds the log, empty for the default one."""
     job, incidents = state.job, state.incidents.number
     if job.state == "failed":
-        yield from _failure(_this_run(records), state, where, kept or Kept())
+        yield from _failure(_this_run(records), state, where, kept or OutputFolder())
     say = f"{WHO} job {job.name} {job.state}"
     if job.reason and job.state in ("failed", "stopped", "stopping"):
         say += f" ({job.reason})"
@@ -62,7 +62,7 @@ def words(records: Sequence[Record], state: JobState, where: str, kept: Kept | N
     yield say
 
 
-def _failure(records: Sequence[Record], state: JobState, where: str, kept: Kept) -> Iterator[str]:
+def _failure(records: Sequence[Record], state: JobState, where: str, kept: OutputFolder) -> Iterator[str]:
     yield f"{WHO} root cause: {_line(state.job.root)}"
     culprit = guilty(records)
     if culprit is not None:
@@ -111,7 +111,7 @@ def _exit(record: Record) -> WorkerExited:
     return record.event
 
 
-def _details(records: Sequence[Record], state: JobState, culprit: Record, kept: Kept) -> Iterator[str]:
+def _details(records: Sequence[Record], state: JobState, culprit: Record, kept: OutputFolder) -> Iterator[str]:
     """What torchrun's table says of a failure, and where the output is."""
     from dlrover_core.history.phrases import exit_of
 
@@ -137,13 +137,14 @@ def _details(records: Sequence[Record], state: JobState, culprit: Record, kept: 
 
 def _place(records: Sequence[Record], fact: WorkerExited) -> tuple[int, int]:
     """The local rank, and which attempt of this run it was: the first is 0."""
-    from dlrover_core.job.names import group_of
+    from dlrover_core.job.job import JobCreated
     from dlrover_core.job.ranges import from_ranges
+    from dlrover_core.job.sets import NO_SETS, sets_of
     from dlrover_core.job.world import WorldFormed
 
-    worlds = [
-        one.event for one in records if isinstance(one.event, WorldFormed) and one.event.group == group_of(fact.node)
-    ]
+    specs = [one.event.spec for one in records if isinstance(one.event, JobCreated)]
+    name = (sets_of(specs[-1]) if specs else NO_SETS).of(fact.node)
+    worlds = [one.event for one in records if isinstance(one.event, WorldFormed) and one.event.group == name]
     for attempt, formed in enumerate(worlds):
         if formed.generation == fact.generation:
             member = next((one for one in from_ranges(formed.group, formed.members) if one.node == fact.node), None)

@@ -29,7 +29,7 @@ DAY_S = 86_400
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What `hosts` takes."""
-    parser.add_argument("job", metavar="JOB", nargs="?", help="default: the only job, or the one with the newest event")
+    parser.add_argument("job", metavar="JOB", nargs="?", help=read.JOB_HELP)
     log_arguments(parser)
     parser.add_argument("--json", action="store_true", help="for programs: every field named, times in microseconds")
     word = parser.add_mutually_exclusive_group()

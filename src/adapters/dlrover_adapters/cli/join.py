@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 from dlrover_adapters.agent import looks
 from dlrover_adapters.cli import ahead, hosts, scratch, upkeep
+from dlrover_adapters.cli.agent_restarter import OVER, RELEASED, AgentRestarter, Ended
 from dlrover_adapters.cli.hosts import Seat
-from dlrover_adapters.cli.kept import OVER, RELEASED, Ended, Kept
 from dlrover_adapters.cli.meeting import Meeting
 from dlrover_adapters.cli.settings import Settings
 from dlrover_adapters.cli.torchrun_flags import Options
 from dlrover_adapters.http.tls import Untrusted, check, dialled
 from dlrover_backends.local.blanks import Ahead
-from dlrover_backends.local.process import Started
+from dlrover_backends.shared.process import Started
 from dlrover_core.diagnosis.ladder import NO_PROGRESS
 from dlrover_core.errors import ConnectionLost, SpecError, TokenRefused
 from dlrover_core.spec import JobSpec
@@ -186,7 +186,7 @@ class _Host:
         settings = await lead.probed(settings)
         await lead.check_token(settings, self._token, dialled(settings.tls_ca))
         settings = replace(settings, masters=self._met.addresses)
-        kept = Kept(self._agents(settings), _tell)
+        kept = AgentRestarter(self._agents(settings), _tell)
         how = lead.How(shows_progress(options), self._where)
         watching = asyncio.ensure_future(_tell_release(kept))
         try:
@@ -207,7 +207,7 @@ class _Host:
 
         set_up(Path(settings.control_log), settings.log_level, role="launcher")
         _tell(f"job {settings.job.job}, master at {', '.join(self._met.addresses)}")
-        kept = Kept(self._agents(settings), _tell)
+        kept = AgentRestarter(self._agents(settings), _tell)
         asked: list[signal.Signals] = []
 
         def stop(number: signal.Signals) -> None:
@@ -247,7 +247,7 @@ def _tell(words: str) -> None:
     print(f"dlrover-run: {words}", file=sys.stderr)
 
 
-async def _tell_release(kept: Kept) -> None:
+async def _tell_release(kept: AgentRestarter) -> None:
     """The masters stay though this host's node has gone: say so."""
     ended = await kept.ended()
     if ended.outcome and ended.outcome not in OVER:

@@ -10,7 +10,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 from dlrover_adapters.cli import ending, settle, upkeep
 from dlrover_adapters.cli.line import Line
 from dlrover_adapters.cli.places import said_when_slow, shown
-from dlrover_adapters.cli.settings import Settings
+from dlrover_adapters.cli.settings import EX_AGAIN, Settings
 from dlrover_adapters.cli.settle import LOOK_AGAIN_S
 from dlrover_adapters.cli.standing import Standing
 from dlrover_adapters.cli.supervisor import MastersFailed, Nodes, Supervisor, watch
@@ -40,7 +40,7 @@ ANSWER_S = 2.0
 class How(NamedTuple):
     """How a job is led: whether its progress is shown, the options that lead `dlrover` to its log, the command's name.
 
-    One that ``leaves`` hands the job over at a signal where its log is shared: its nodes are all elsewhere.
+    One that ``leaves`` hands the job over at SIGTERM, and where its log is shared at any signal: its nodes are all elsewhere.
     """
 
     progress: bool = False
@@ -55,7 +55,7 @@ async def supervise(settings: Settings, token: str, port: socket.socket, nodes: 
     with kept(token, folder, link):
         settings.write()
         print(f"{how.command}: job {settings.job.job}", file=sys.stderr)
-        supervisor = Supervisor(settings, token, port, nodes, how.command, leaves=how.leaves and settings.shared)
+        supervisor = Supervisor(settings, token, port, nodes, how.command, leaves=_leaves(settings, how))
         listen_to_signals(settings, supervisor)
         try:
             async with (
@@ -80,6 +80,16 @@ async def supervise(settings: Settings, token: str, port: socket.socket, nodes: 
     if supervisor.left:
         return await _left(settings, how)
     return await _conclude(settings, supervisor.stopped_by, how)
+
+
+def _leaves(settings: Settings, how: How) -> Collection[signal.Signals]:
+    """The signals at which the job is handed over, and not stopped.
+
+    On one host a person's Ctrl-C means the job; SIGTERM, as a scheduler or a service manager says it, means this process.
+    """
+    if not how.leaves:
+        return ()
+    return to_handle(settings) if settings.shared else (signal.SIGTERM,)
 
 
 @contextlib.asynccontextmanager
@@ -134,8 +144,8 @@ async def probed(settings: Settings) -> Settings:
 
     Raises `SpecError`, and `LogUnavailable` where the servers of a log do not answer now.
 
-    Returned are the settings, with the run to continue where a joining job of this very spec is alive in the log. In a shared
-    log, that run has begun by then, whoever's it is (`settle`).
+    Returned are the settings, with the run to continue where one is alive in the log that is this job's: its owner's, or a
+    joining job's of this very spec. In a shared log, that run has begun by then, whoever's it is (`settle`).
     """
     if settings.log.startswith("memory:"):
         raise SpecError(
@@ -146,11 +156,11 @@ async def probed(settings: Settings) -> Settings:
             with said_when_slow(f"job {settings.job.job}", f"no answer yet from {shown(settings.log)}"):
                 event_log = await stack.enter_async_context(open_log(settings.log))
             settings = replace(settings, shared=event_log.shared)
-            if settings.shared and settings.joining:
+            if settings.shared and settings.nodes_elsewhere:
                 return await settle.settled(settings, event_log)
             with said_when_slow(f"job {settings.job.job}", "somebody may still lead this job"):
                 lead = await _led(settings, event_log)
-            if settings.shared or settings.joining:
+            if settings.shared or settings.nodes_elsewhere or settings.owned:
                 return await settle.taken_up(settings, event_log, lead) or _refuse(settings, "another launcher")
             await lead.resign()
             return settings
@@ -207,28 +217,28 @@ def _refuse(settings: Settings, leader: str) -> NoReturn:
 
 
 async def _left(settings: Settings, how: How) -> int:
-    """Say how the job fares now that we have handed it over."""
+    """Say how the job fares now that we have handed it over. The status tells whoever keeps us to start another one."""
     name, say = settings.job.job, f"{how.command}: job {settings.job.job}"
     try:
         async with open_log(settings.log) as event_log:
             leader = await _successor(settings, event_log)
     except CoreError as error:
         print(f"{say} goes on; who leads it now is not known: {error}", file=sys.stderr)
-        return EX_OK
+        return EX_AGAIN
     if leader is not None:
         print(f"{say} goes on, led by {leader.address or leader.holder}", file=sys.stderr)
-        return EX_OK
+        return EX_AGAIN
     print(
         f"{say} trains on, but nobody stands by to lead it: start another dlrover master, and end the job, if that was meant, "
         f"with: dlrover stop {name}{how.where}",
         file=sys.stderr,
     )
-    return EX_OK
+    return EX_AGAIN
 
 
 async def _successor(settings: Settings, event_log: EventLog) -> LeaderInfo | None:
     """Who leads, once it is none of our masters and can be reached; None: nobody within a moment."""
-    deadline = time.monotonic() + SUCCESSOR_S
+    deadline = time.monotonic() + (SUCCESSOR_S if settings.shared else 0.0)
     while True:
         leader = await event_log.leader(settings.job.job)
         if leader is not None and leader.address and not settings.is_ours(leader.holder):

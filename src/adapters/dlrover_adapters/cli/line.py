@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from dlrover_core.job.waiting import JOB, PLAN
+from dlrover_core.job.waiting import JOB, OF_RUNNING
 
 WINDOW_S, SHORTEST_S = 10.0, 1.0
-SAID = (JOB, PLAN)
-"""Reasons to wait that the line leaves out: its first word is the job's state, and a world that is to change runs on."""
+DATASETS_MAX = 3
+SAID = (JOB, *OF_RUNNING)
+"""Reasons to wait that the line leaves out: its first word is the job's state, and such worlds run on."""
 
 
 class Rate:
@@ -56,6 +57,14 @@ class Steady:
         return max(self._shown, 0)
 
 
+def _data(one: Mapping[str, Any]) -> str:
+    """How far a dataset is: ``train epoch 2/3 40%``."""
+    size, epochs, about = int(one["size"]), int(one["epochs"]), int(one["about"])
+    epoch = min(about // size, epochs - 1) if epochs else about // size
+    share = (about - epoch * size) * 100 // size
+    return f"{one['dataset']} epoch {epoch + 1}{f'/{epochs}' if epochs else ''} {share}%"
+
+
 class Line:
     """Draws itself over its predecessor on a terminal; elsewhere a line is printed when more than the step has changed."""
 
@@ -93,6 +102,7 @@ class Line:
             f"{rate:.1f}/s",
             f"generation {generation}",
         ]
+        parts += [_data(one) for one in status.get("data", ())[:DATASETS_MAX]]
         waits = [wait for wait in status.get("waits", ()) if wait["why"] not in SAID]
         parts += [f"{wait['group']} has no world: {wait['words']}" for wait in waits]
         if status["degraded"]:

@@ -38,18 +38,12 @@ class Told(NamedTuple):
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """How masters are found and spoken to; none of it is needed to read the log."""
+    """How masters are found; nothing of it is needed to read the log."""
     parser.add_argument(
         "--master",
         metavar="HOST:PORT[,HOST:PORT]",
-        help="ask these masters (default: whoever leads, by the log; for a job on this host those that it knows)",
+        help="ask these masters (default: the leader, by the log; for a job on this host those that it knows)",
     )
-    parser.add_argument(
-        "--token-file",
-        metavar="FILE",
-        help="the job's token (default: $DLROVER_TOKEN, else what the launcher keeps for a job on this host)",
-    )
-    parser.add_argument("--tls-ca", metavar="FILE", help="the CA of the masters' certificate")
 
 
 async def leader_says(args: argparse.Namespace, job: str, address: str) -> Told | None:
@@ -64,7 +58,13 @@ async def leader_says(args: argparse.Namespace, job: str, address: str) -> Told 
 
 
 def _named(args: argparse.Namespace) -> list[str]:
-    return [one.strip() for one in (args.master or "").split(",") if one.strip()]
+    from dlrover_adapters.http import log_address
+
+    named = [one.strip() for one in (args.master or "").split(",") if one.strip()]
+    if named or not args.log or not log_address.is_url(args.log):
+        return named
+    address = log_address.parse(args.log)
+    return [] if address.prefix else list(address.masters)
 
 
 async def masters_say(args: argparse.Namespace) -> Told:
@@ -150,8 +150,9 @@ def waits_of(told: Told) -> tuple[Wait, ...] | None:
 def lines(told: Told) -> Iterator[str]:
     """How the job stands by what its master says, where the log cannot be read."""
     from dlrover_adapters.cli.standing import degraded
-    from dlrover_core.history.phrases import count, one_line
+    from dlrover_core.history.phrases import one_line
     from dlrover_core.history.render import progress, table, waiting
+    from dlrover_core.words import count
 
     status = told.status
     yield f"job {status.get('job', '')}  {status.get('state', '')}  run {status.get('run', '')}"

@@ -13,9 +13,14 @@ import sys
 from collections.abc import Callable, Coroutine, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
+from dlrover_adapters.telemetry import light  # noqa: F401  # first of all
+
+# isort: split
+
 from dlrover_adapters.cli import (
     ckpt,
     conformance,
+    data,
     diagnose,
     doctor,
     host_memory,
@@ -27,6 +32,7 @@ from dlrover_adapters.cli import (
     simulate,
     usage,
 )
+from dlrover_adapters.cli.detached import attach
 from dlrover_adapters.cli.places import (
     FAILED,
     INTERRUPTED,
@@ -42,6 +48,7 @@ from dlrover_adapters.cli.places import (
     log_url,
     show_any_text,
     shown,
+    through_masters,
 )
 from dlrover_adapters.cli.whose import version_lines
 from dlrover_core.errors import ConnectionLost, CoreError, LogUnavailable, NotLeading, Refused, SpecError, TokenRefused
@@ -49,14 +56,15 @@ from dlrover_core.errors import ConnectionLost, CoreError, LogUnavailable, NotLe
 EXIT_CODES = f"""exit codes:
   {OK:<3}  done
   {FAILED:<3}  the job has failed; doctor: a check has; conformance: a promise is broken; replay: not as recorded;
-       ckpt: bytes are damaged, or a step is not complete
+       ckpt: bytes are damaged, or a step is not complete; data: samples are missing or in the model twice
   {USAGE:<3}  wrong usage
   {NOT_FOUND:<3}  no such job, event, signature or checkpoint; diagnose: no failure that is known
   {UNREADABLE:<3}  the log or the storage cannot be read: unreachable, damaged, or written by a newer version
   {REFUSED:<3}  refused: as the job stands, it cannot do what was asked
   {NO_MASTER:<3}  no master leads the job, or it cannot be asked: network, token
   {LATE:<3}  asked, but not so within --timeout
-  {usage.EX_LATER:<3}  no process or thread can be started: a limit is reached; master: the log's servers do not answer now
+  {usage.EX_LATER:<3}  no process or thread can be started: a limit is reached; master: the job was handed over,
+       or the log's servers do not answer now: start it again
   {INTERRUPTED:<3}  interrupted by Ctrl-C
   {PIPE_CLOSED:<3}  the reader of our output went away"""
 
@@ -101,6 +109,13 @@ COMMANDS = (
         read.report,
     ),
     Command(
+        "data",
+        "how far a job's data are, and whether each sample counts once",
+        data.EXAMPLES,
+        data.arguments,
+        data.run,
+    ),
+    Command(
         "hosts",
         "what is known against the hosts, and which are kept off",
         host_memory.EXAMPLES,
@@ -121,12 +136,13 @@ COMMANDS = (
         operate.drain_arguments,
         operate.drain,
     ),
+    Command("attach", "show a detached job again, until it ends", attach.EXAMPLES, attach.arguments, attach.run),
     Command("stop", "end a job; workers have their grace", operate.STOP_EXAMPLES, operate.job_arguments, operate.stop),
     Command(
         "suspend",
-        "stop a job's workers and keep its nodes",
+        "let a job pause, and give its nodes back",
         operate.SUSPEND_EXAMPLES,
-        operate.job_arguments,
+        operate.suspend_arguments,
         operate.suspend,
     ),
     Command("resume", "let a suspended job go on", operate.RESUME_EXAMPLES, operate.job_arguments, operate.resume),
@@ -200,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _guarded(args: argparse.Namespace) -> int:
     _speak(args.command)
     try:
+        through_masters(args)
         done = args.run(args)
         code: int = done if isinstance(done, int) else asyncio.run(done)
         sys.stdout.flush()

@@ -26,7 +26,7 @@ from dlrover_adapters.telemetry import light  # noqa: F401  # first of all
 
 import structlog
 
-from dlrover_adapters.cli import asking, policies, told
+from dlrover_adapters.cli import asking, backends, policies, told
 from dlrover_adapters.cli.collector import settle
 from dlrover_adapters.cli.settings import (
     EX_AGAIN,
@@ -41,7 +41,6 @@ from dlrover_adapters.http import tls
 from dlrover_adapters.http.client import send_command
 from dlrover_adapters.http.server import HttpListener
 from dlrover_adapters.telemetry.logs import Uncaught, run_threaded, set_up
-from dlrover_backends.local import LocalBackend
 from dlrover_core.errors import (
     CoreError,
     LogCorrupt,
@@ -93,6 +92,7 @@ def main() -> int:
     parser.add_argument("--asked", type=int, required=True)
     parser.add_argument("--stop", type=int, required=True)
     parser.add_argument("--dead", action="append", default=[])
+    parser.add_argument("--quiet", action="store_true", help="while it stands by, another master answers at this port")
     options = parser.parse_args()
     _die_with(options.parent)
     settings = Settings.read(options.config)
@@ -102,7 +102,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settle()
     ends = Ends(options.fd, options.asked, options.stop)
-    return run_threaded(lambda: asyncio.run(_run(settings, ends, holder, options.dead)), EX_AGAIN)
+    return run_threaded(lambda: asyncio.run(_run(settings, ends, holder, options.dead, quiet=options.quiet)), EX_AGAIN)
 
 
 def _die_with(parent: int) -> None:
@@ -114,7 +114,7 @@ def _die_with(parent: int) -> None:
         sys.exit(EX_AGAIN)
 
 
-async def _run(settings: Settings, ends: Ends, holder: str, dead: list[str]) -> int:
+async def _run(settings: Settings, ends: Ends, holder: str, dead: list[str], *, quiet: bool) -> int:
     threads.install()
     led = list[asyncio.Event]()
     asyncio.get_running_loop().set_exception_handler(Uncaught())
@@ -127,12 +127,12 @@ async def _run(settings: Settings, ends: Ends, holder: str, dead: list[str]) -> 
                 settings.job,
                 event_log=event_log,
                 listener=_listener(settings, ends.port),
-                backend=None if settings.joining else LocalBackend(settings.node_host),
+                backend=None if settings.joining else backends.made(settings, os.environ["DLROVER_TOKEN"]),
                 wall=lambda: time.time_ns() // 1000,
                 holder=holder,
                 run_id=settings.run,
                 begins=not settings.shared,
-                answers=settings.shared,
+                answers=settings.shared and not quiet,
                 dead=dead,
                 watch=teller.committed,
                 model=model(policies.hook(settings.job.policy)),
@@ -164,8 +164,8 @@ async def _run(settings: Settings, ends: Ends, holder: str, dead: list[str]) -> 
         log.error("master cannot encrypt", error=str(error))
         return EX_AGAIN
     except (SchemaTooNew, LogCorrupt, OtherRun, SpecError) as error:
-        if dead and settings.shared and isinstance(error, SpecError) and error.field == "log":
-            # A master before us led in this very log: a password was changed since then, or a member. Training goes on.
+        if (dead or quiet) and settings.shared and isinstance(error, SpecError) and error.field == "log":
+            # A master before or beside us led in this very log: a password was changed since, or a member. Training goes on.
             log.error("master cannot lead now", error=str(error))
             return EX_AGAIN
         print(f"dlrover master: {error}", file=sys.stderr)
@@ -179,7 +179,7 @@ async def _run(settings: Settings, ends: Ends, holder: str, dead: list[str]) -> 
 
 
 def _listener(settings: Settings, fd: int) -> HttpListener:
-    advertise = settings.masters[0] if settings.joining else ""
+    advertise = settings.masters[0] if settings.nodes_elsewhere else ""
     shown = tls.shown(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
     return HttpListener(
         socket.socket(fileno=fd), os.environ["DLROVER_TOKEN"], job=settings.job.job, advertise=advertise, tls=shown

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dlrover_adapters.cli import usage, values
+from dlrover_adapters.cli.backend_flags import apart
 from dlrover_core.errors import SpecError
 
 PORT = 29400  # torchrun's for c10d
@@ -110,8 +111,8 @@ def read(options: argparse.Namespace, nodes_max: int) -> Meeting:
             durations=durations,
             unused=tuple(unused),
         )
-    if options.standalone or nodes_max == 1 or options.local_nodes is not None:
-        store, by = _store(options)
+    if options.standalone or nodes_max == 1 or options.local_nodes is not None or apart(options):
+        store, by = (None, ()) if apart(options) else _store(options)
         alone = [one for one in _unused_alone(options) if one not in by]
         return Meeting(unused=tuple(alone + unused), durations=durations, store=store)
     return _joining(options, conf, durations, unused)
@@ -259,7 +260,7 @@ def _bool(key: str, value: str) -> bool:
 
 def _unused_alone(options: argparse.Namespace) -> list[str]:
     met = ("rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port", "local_addr")
-    return _given(options, *met, "tls_cert", "tls_key", "tls_ca")
+    return _given(options, *met, *(() if apart(options) else ("tls_cert", "tls_key", "tls_ca")))
 
 
 def _given(options: argparse.Namespace, *names: str) -> list[str]:

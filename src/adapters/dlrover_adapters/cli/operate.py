@@ -16,7 +16,6 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlrover_adapters.cli.places import (
@@ -25,6 +24,7 @@ from dlrover_adapters.cli.places import (
     OK,
     QUIET_S,
     find_job,
+    kept_token,
     log_arguments,
     log_url,
     said_when_slow,
@@ -44,15 +44,17 @@ SCALE_EXAMPLES = """\
   dlrover scale digits 4 --wait           return when the world of four runs"""
 DRAIN_EXAMPLES = """\
   dlrover drain digits worker-1-0         stop its workers with their grace; a successor keeps off its host
-  dlrover drain digits worker-1           whoever is in that place now
+  dlrover drain digits worker-1           the node that is in that place now
   dlrover drain digits worker-1 --wait    return when it is gone and the others train again"""
 STOP_EXAMPLES = """\
   dlrover stop digits                     and wait until every worker is gone
   dlrover stop digits --no-wait           only ask
   dlrover stop digits --timeout 60"""
 SUSPEND_EXAMPLES = """\
-  dlrover suspend digits                  its GPUs are free soon after; nodes and agents stay
-  dlrover suspend digits --wait           return when the last worker has stopped"""
+  dlrover suspend digits                  save at a step boundary, write it to storage, give all nodes back
+  dlrover suspend digits --wait           return when the last node has gone
+  dlrover suspend digits --yes            also where what it has made is on no storage, and is lost
+  dlrover suspend digits --keep-nodes     stop the workers: GPUs are free, nodes and agents stay"""
 RESUME_EXAMPLES = """\
   dlrover resume digits
   dlrover resume digits --wait            return when all workers run again"""
@@ -76,7 +78,10 @@ def scale_arguments(parser: argparse.ArgumentParser) -> None:
     """What `scale` takes."""
     parser.add_argument("job", metavar="JOB", help="the job's name")
     parser.add_argument(
-        "size", metavar="[GROUP=][MIN:]MAX", type=size, help="how many nodes; the group is 'worker' unless named"
+        "size",
+        metavar="[GROUP=][MIN:]MAX",
+        type=size,
+        help="how many nodes; GROUP may be left out where the job has one group",
     )
     _common(parser)
 
@@ -86,6 +91,21 @@ def drain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", metavar="JOB", help="the job's name")
     parser.add_argument("node", metavar="NODE", help="a node or a place, as 'dlrover status' shows them")
     _common(parser)
+
+
+def suspend_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `suspend` takes."""
+    job_arguments(parser)
+    parser.add_argument(
+        "--keep-nodes",
+        action="store_true",
+        help="stop the workers and keep the nodes, from which the job goes on at once (default: nodes are given back)",
+    )
+    parser.add_argument(
+        "--yes",
+        action="store_true",
+        help="give the nodes back even if what they have made is on no storage, and is lost (default: refused, with the reason)",
+    )
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +124,7 @@ def asking_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--master",
         metavar="HOST:PORT[,HOST:PORT]",
-        help="ask whoever leads of these masters (default: whoever leads, by the log)",
+        help="ask the leader among these masters (default: the leader, by the log)",
     )
     parser.add_argument(
         "--token-file",
@@ -114,22 +134,22 @@ def asking_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tls-ca", metavar="FILE", help="the CA of the masters' certificate, for a job that was started with one"
     )
-    parser.add_argument("--reason", metavar="TEXT", help="why, for the log (default: who asked)")
+    parser.add_argument("--reason", metavar="TEXT", help="why, for the log (default: command, user and host)")
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=float,
         default=math.inf,
-        help="wait no longer than this, also for somebody to lead",
+        help="wait no longer than this, for a leader too",
     )
 
 
 def size(text: str) -> tuple[str, int, int]:
-    """``worker=2:4`` as group, fewest, most; fewest 0: as it was."""
+    """``worker=2:4`` as group, fewest, most; no group: the only one; fewest 0: as it was."""
     found = _SIZE.fullmatch(text)
     if found is None or int(found["max"]) < 1 or found["min"] == "0":
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: say worker=4, or worker=2:4 for at least 2")
-    return found["group"] or "worker", int(found["min"] or 0), int(found["max"])
+    return found["group"] or "", int(found["min"] or 0), int(found["max"])
 
 
 # ---- the commands
@@ -156,7 +176,7 @@ async def stop(args: argparse.Namespace) -> int:
 
 async def suspend(args: argparse.Namespace) -> int:
     """`dlrover suspend`."""
-    return await ask(args, {}, lacks_rest)
+    return await ask(args, {"keep_nodes": args.keep_nodes, "lose": args.yes}, lacks_rest)
 
 
 async def resume(args: argparse.Namespace) -> int:
@@ -196,13 +216,12 @@ def _who(verb: str) -> str:
 def token(args: argparse.Namespace) -> str:
     """The job's token: from --token-file, the environment, or where the launcher of a one-host job keeps it; else empty."""
     from dlrover_adapters.http.token import load_token
-    from dlrover_core.logs.place import default_state_dir
 
     found = load_token(os.environ, args.token_file)
     if found:
         return found
-    kept = Path(args.state_dir or default_state_dir()).absolute() / "jobs" / args.job / "token"
-    return load_token({}, kept) if kept.exists() else ""
+    kept = kept_token(args.state_dir, args.job)
+    return load_token({}, kept) if kept else ""
 
 
 def masters(args: argparse.Namespace) -> list[str]:
@@ -219,6 +238,7 @@ def tls(args: argparse.Namespace) -> ssl.SSLContext | None:
 
 async def _tell(args: argparse.Namespace, log: EventLog, asked: Mapping[str, Any]) -> int:
     """Let whoever leads do it; between two leaders, wait for the next one. Never asks again what may have been done."""
+    from dlrover_adapters.cli.detached import record
     from dlrover_adapters.http.client import Unanswered
     from dlrover_adapters.http.tls import Untrusted
     from dlrover_core.errors import ConnectionLost
@@ -238,7 +258,9 @@ async def _tell(args: argparse.Namespace, log: EventLog, asked: Mapping[str, Any
             except ConnectionLost as lost:
                 why = f"nobody leads job {args.job!r} now: {lost}"
         # A leader's address may outlive it in the log: whether there is anybody to ask, the history knows.
-        await _refuse_if_over(log, args.job)
+        run = await _run_unless_over(log, args.job)
+        if gone := record.lost(args.state_dir, args.job, run):
+            raise ConnectionLost(gone)
         if loop.time() > deadline:
             raise ConnectionLost(why)
         if loop.time() > quiet_until:
@@ -266,7 +288,8 @@ async def _send(args: argparse.Namespace, addresses: Sequence[str], asked: Mappi
     raise lost
 
 
-async def _refuse_if_over(log: EventLog, name: str) -> None:
+async def _run_unless_over(log: EventLog, name: str) -> str:
+    """The job's run. Raises `Refused` where it has ended."""
     from dlrover_core.errors import Refused
     from dlrover_core.job.state import FOLD
 
@@ -275,6 +298,7 @@ async def _refuse_if_over(log: EventLog, name: str) -> None:
         FOLD.apply(state, record)
     if state.job.over:
         raise Refused(f"the job has ended: it {'is' if state.job.state == 'stopped' else 'has'} {state.job.state}")
+    return state.job.run
 
 
 # ---- waiting
@@ -320,7 +344,7 @@ async def _wait(args: argparse.Namespace, log: EventLog, seq: int, lacks: Lacks)
 
 def outcome(state: JobState) -> str:
     """How the job stands after the command, in a line."""
-    from dlrover_core.history.phrases import count
+    from dlrover_core.words import count
 
     if state.job.over or state.job.state == "suspended":
         return f"{state.job.state} ({state.job.root or state.job.reason or 'as asked'})"
@@ -339,9 +363,13 @@ def lacks_end(state: JobState, _asked: Event) -> str:
 
 
 def lacks_rest(state: JobState, _asked: Event) -> str:
-    """`suspend`: every worker of every world has stopped."""
+    """`suspend`: every worker of every world has stopped; where nodes are given back, the last one has gone."""
+    if state.job.pausing:
+        return "its ranks are on the way to a step boundary"
     if state.job.state != "suspended":  # resumed meanwhile
         return ""
+    if state.job.freed:
+        return _lacks_freedom(state)
     stopping = [
         member.node
         for one in state.world.worlds.values()
@@ -351,16 +379,27 @@ def lacks_rest(state: JobState, _asked: Event) -> str:
     return f"workers of {_nodes(len(stopping))} have not stopped yet" if stopping else ""
 
 
+def _lacks_freedom(state: JobState) -> str:
+    from dlrover_core.rules import suspension
+
+    held = {state.set_of(node.node) for node in state.nodes.nodes.values() if not node.released}
+    if held:
+        return suspension.reason(state, min(held), state.at).words
+    return f"{_nodes(len(state.nodes.nodes))} have not gone yet" if state.nodes.nodes else ""
+
+
 def lacks_workers(state: JobState) -> str:
-    """`resume`: every group's workers run."""
+    """`resume`: every set's workers run."""
+    from dlrover_core.rules import coupling
+
     if state.job.state == "suspended":
         return ""
-    for group in state.job.spec.groups:
-        one = state.world.worlds.get(group.name)
+    for name in coupling.sets(state):
+        one = state.world.worlds.get(name)
         if one is None or not one.active:
-            return f"{group.name}: no world yet, {_here(state, group.name)}"
+            return f"{name}: no world yet, {_here(state, name)}"
         if len(one.started) < len(one.members):
-            return f"{group.name}: {len(one.started)} of {len(one.members)} nodes run generation {one.generation}"
+            return f"{name}: {len(one.started)} of {len(one.members)} nodes run generation {one.generation}"
     return ""
 
 
@@ -374,33 +413,34 @@ def lacks_leave(state: JobState, asked: Event) -> str:
 
 def lacks_size(state: JobState, asked: Event) -> str:
     """`scale`: the world has the size; or, where a running one takes nobody in, the nodes are there for the next."""
-    from dlrover_core.job import world
     from dlrover_core.job.job import GroupScaled
+    from dlrover_core.job.names import group_of
     from dlrover_core.rules import membership, slots
 
     assert isinstance(asked, GroupScaled)
     spec = state.job.spec.group(asked.group)
     if (spec.nodes_min, spec.nodes_max) != (asked.nodes_min, asked.nodes_max):  # another size was asked for meanwhile
         return ""
-    wanted = slots.wanted(state, asked.group) // spec.unit * spec.unit
-    one = state.world.worlds.get(asked.group) or world.World()
-    takes = state.job.spec.on_join == "restart" or (
-        state.job.spec.on_join == "planned" and membership.able(state, asked.group)
-    )
-    waits = state.job.state == "suspended" or (
-        one.active and len(one.members) < wanted and (bool(one.finished) or not takes)
-    )
+    if not spec.coupled:  # every node trains by itself
+        return lacks_workers(state)
+    name, on_join = spec.coupled, state.job.policy(spec.name).on_join
+    wanted = slots.wanted(state, spec.name) // spec.unit * spec.unit
+    one = state.world.at(name)
+    members = sum(group_of(member.node) == spec.name for member in one.members)
+    takes = on_join == "restart" or (on_join == "planned" and membership.able(state, name))
+    waits = state.job.state == "suspended" or (one.active and members < wanted and (bool(one.finished) or not takes))
     if waits:
-        return "" if len(membership.ready_nodes(state, asked.group)) >= wanted else _here(state, asked.group)
-    if one.active and len(one.members) != wanted:
-        return f"{len(one.members)} of {wanted} nodes train, {_here(state, asked.group)}"
+        ready = sum(node.group == spec.name for node in membership.ready_nodes(state, name))
+        return "" if ready >= wanted else _here(state, name)
+    if one.active and members != wanted:
+        return f"{members} of {wanted} nodes train, {_here(state, name)}"
     return lacks_workers(state)
 
 
 def _here(state: JobState, group: str) -> str:
-    from dlrover_core.rules import membership, slots
+    from dlrover_core.rules import coupling, membership
 
-    return f"{len(membership.ready_nodes(state, group))} of {_nodes(slots.wanted(state, group))} joined"
+    return f"{len(membership.ready_nodes(state, group))} of {_nodes(coupling.wanted(state, group))} joined"
 
 
 def _nodes(number: int) -> str:

@@ -15,40 +15,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dlrover_adapters.cli import before, check_flags, policies, torchrun_flags, usage, values
+from dlrover_adapters.cli import (
+    backend_flags,
+    before,
+    check_flags,
+    job_flags,
+    policies,
+    run_flags,
+    torchrun_flags,
+    usage,
+    values,
+)
 from dlrover_adapters.cli import meeting as meetings
+from dlrover_adapters.cli.examples import EPILOG
 from dlrover_adapters.cli.places import shown
-from dlrover_adapters.cli.torchrun_flags import Given, Nodes, Options
+from dlrover_adapters.cli.torchrun_flags import Given, MayBeEmpty, Nodes, Options
 from dlrover_core.errors import SpecError
 from dlrover_core.spec import NAME_BYTES_MAX, NODES_MAX, ON_JOIN, GroupSpec, JobSpec
-
-EPILOG = """\
-examples:
-  dlrover-run --nproc-per-node=2 train.py --lr 0.1      two workers; a killed one is back at its next step in a blink
-  dlrover-run --nproc-per-node=8 -m my.package.train    a module instead of a script
-  dlrover-run --local-nodes 2 --nproc-per-node=2 train.py
-                                                        two nodes on this host: what happens when a whole node dies?
-  dlrover-run --preload transformers,datasets train.py  import these once, not at every restart
-  dlrover-run -r 3 -t 0:3 --log-dir logs train.py       every rank's output into files, rank 0's also here
-  dlrover-run --show-config train.py                    what would be done: every setting and where it came from
-
-on every one of several hosts, with the same DLROVER_TOKEN:
-  dlrover-run --nnodes 2:4 --nproc-per-node=8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id NAME train.py
-
-afterwards:
-  dlrover status JOB      what it is doing, or how it ended
-  dlrover report JOB      what failed, what was done about it, where the time went
-  dlrover explain JOB     why, down to the first evidence
-
-exit status: 0 the job succeeded; 1 it failed (the root cause is printed first), or its last checkpoint that was due
-  is not on storage; 2 wrong usage; 70 no master could run;
-  75 nothing was started, and it may be later: the log's servers do not answer, or a limit of processes is reached;
-  93 it failed for want of progress, cycle after cycle; 130 stopped by Ctrl-C; 143 by SIGTERM;
-  128 + N by signal N
-
-Ctrl-C: once, and the workers get SIGINT and stop_grace_s (30 s) to end; twice, and they are killed.
-Flags of torchrun's are also read from PET_<FLAG>, for instance PET_NNODES, as torchrun does it.
-"""
 
 LOG_BYTES_MAX = 128 * 1024 * 1024
 LOG_BYTES_MIN = 64 * 1024
@@ -59,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser. Building it imports nothing slow, so that --help is instant. Raises `SpecError` for a bad ``PET_``."""
     made = usage.Parser(
         prog="dlrover-run",
-        usage="dlrover-run [options] SCRIPT [arguments of the script ...]",
+        usage="dlrover-run [options] SCRIPT [arguments of the script ...]\n       dlrover-run [options] --job FILE.toml",
         description="Run a distributed training script, in place of torchrun, and keep it running.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -74,9 +57,14 @@ def parser() -> argparse.ArgumentParser:
     torchrun_flags.ending(known)
     torchrun_flags.meeting(made.add_argument_group("several hosts, as under torchrun"))
     _hosts(made.add_argument_group("several hosts, ours"))
+    scheduler = made.add_argument_group("nodes that a scheduler starts")
+    backend_flags.arguments(scheduler)
+    backend_flags.bind(scheduler)
+    job_flags.add(made.add_argument_group("several groups of nodes"))
     ours = made.add_argument_group("of dlrover-core")
     _policy(ours)
     _ours(ours)
+    run_flags.detached(ours)
     _places(ours)
     torchrun_flags.unused(made.add_argument_group("accepted from torchrun, and not needed"))
     made.add_argument("script", nargs="?", help=argparse.SUPPRESS)
@@ -106,6 +94,7 @@ def noted(made: argparse.ArgumentParser, options: Options) -> Options:
         variable = getattr(action, "variable", None)
         if variable is not None and getattr(action, "told", False) and not options.given(action.dest):
             options.note(action.dest, variable)
+    backend_flags.here(options)
     return options
 
 
@@ -197,7 +186,7 @@ def _policy(ours: argparse._ArgumentGroup) -> None:
         type=values.seconds,
         default=None,
         metavar="SECONDS",
-        help="no rank makes a step for this long, at least: find who hangs, and restart; 0: never (default 60)",
+        help="no rank makes a step for this long, at least: find the rank that hangs, and restart; 0: never (default 60)",
     )
     ours.add_argument(
         "--hang-action",
@@ -241,7 +230,7 @@ def _policy(ours: argparse._ArgumentGroup) -> None:
 def _ours(ours: argparse._ArgumentGroup) -> None:
     ours.add_argument(
         "--preload",
-        action=Given,
+        action=MayBeEmpty,
         default="auto",
         metavar="MODULES",
         help="modules to import once for all workers, comma separated; 'auto' (default): those that workers of this script "
@@ -269,7 +258,8 @@ def _ours(ours: argparse._ArgumentGroup) -> None:
         type=values.size_in_bytes,
         default=LOG_BYTES_MAX,
         metavar="SIZE",
-        help="room of one log file: beyond it the middle is left out; 512K, 1G, 0: no bound (default 128M)",
+        help="room of one log file, and of a detached job's output: beyond it the middle is left out; 512K, 1G, 0: no bound "
+        "(default 128M)",
     )
     ours.add_argument(
         "--log-attempts-max",
@@ -309,6 +299,7 @@ def _places(ours: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="the job's name; a new run of an old name forgets nothing (default: --rdzv-id, or made from the script's)",
     )
+    run_flags.owned(ours)
     ours.add_argument(
         "--log",
         action=Given,
@@ -461,30 +452,42 @@ class Setting(NamedTuple):
 def spec(options: Options, job: str, nproc: int) -> JobSpec:
     """The job that the options describe. Raises `SpecError`."""
     job_set, group_set = spec_settings(options, job, nproc)
-    group = GroupSpec("worker", **{name: one.value for name, one in group_set.items()})
+    group = GroupSpec(**{name: one.value for name, one in group_set.items()})
     return JobSpec(**{name: one.value for name, one in job_set.items()}, groups=(group,))
 
 
 def spec_settings(options: Options, job: str, nproc: int) -> tuple[dict[str, Setting], dict[str, Setting]]:
     """The fields of the job's spec and of its group's that options set; what is not there has its default."""
-    count, met = size(options), meeting(options)
-    by_size = options.origin("nnodes" if options.given("nnodes") else "local_nodes")
+    return job_settings(options, job), group_settings(options, nproc)
+
+
+def _by_size(options: Options) -> str:
+    return options.origin("nnodes" if options.given("nnodes") else "local_nodes")
+
+
+def job_settings(options: Options, job: str) -> dict[str, Setting]:
+    """The fields of the job's spec that options set. Files are read here, once: one may be a pipe. Raises `SpecError`."""
+    met = meeting(options)
     named = "job_id" if options.given("job_id") else "rdzv_id"
-    job_set = {
+    return {
         "job": Setting(job, options.origin(named)),
         **{name: Setting(getattr(options, name), options.origin(name)) for name in _AS_GIVEN},
         **_signatures(options),
-        "joining": Setting(met.joining, by_size if not met.masters else "--master"),
+        "joining": Setting(met.joining, _by_size(options) if not met.masters else "--master"),
         **_policy_of(options),
         **_durations(options, met),
     }
-    group_set = {
-        "nodes_min": Setting(count.fewest, by_size),
-        "nodes_max": Setting(count.most, by_size),
+
+
+def group_settings(options: Options, nproc: int) -> dict[str, Setting]:
+    """The fields of the group's spec that options set. Raises `SpecError`."""
+    count = size(options)
+    return {
+        "nodes_min": Setting(count.fewest, _by_size(options)),
+        "nodes_max": Setting(count.most, _by_size(options)),
         "nproc": Setting(nproc, options.origin("nproc_per_node")),
         "relaunch_max": Setting(options.relaunch_max, options.origin("relaunch_max")),
     }
-    return job_set, group_set
 
 
 def _signatures(options: Options) -> dict[str, Setting]:
@@ -506,6 +509,7 @@ def _durations(options: Options, met: meetings.Meeting) -> dict[str, Setting]:
     """Durations, the more particular way to set one after the less particular."""
     conf = options.origin("rdzv_conf")
     found = {name: Setting(seconds, conf) for name, seconds in met.durations.items()}
+    found |= {name: Setting(seconds, str(options.job_file)) for name, seconds in options.job_durations.items()}
     grace = _shutdown_timeout(options)
     if grace is not None:
         found["stop_grace_s"] = grace

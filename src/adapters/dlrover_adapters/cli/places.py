@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from dlrover_core.errors import CoreError, SpecError
+from dlrover_core.words import first_few
 
 if TYPE_CHECKING:
     from dlrover_core.kernel.events import Record
@@ -38,8 +39,9 @@ def log_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log",
         metavar="URL",
-        help="the log: sqlite:///path/log.db, etcd://HOST:2379,HOST:2379/PREFIX, or what an installed log understands "
-        "(default: log.db in the state directory)",
+        help="the log: sqlite:///path/log.db, etcd://HOST:2379,HOST:2379/PREFIX, or what an installed log understands; "
+        "http://HOST:29400/JOB reads it through the job's masters (default: the one that JOB was launched with on this "
+        "host, else log.db in the state directory)",
     )
     parser.add_argument(
         "--state-dir",
@@ -47,6 +49,74 @@ def log_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="the state directory that dlrover-run was given (default: $XDG_STATE_HOME/dlrover, else ~/.local/state/dlrover)",
     )
+
+
+def through_masters(args: argparse.Namespace) -> None:
+    """Let ``http://HOST:29400/JOB`` stand where a job's name or a log's URL is asked for. Raises `SpecError`.
+
+    Afterwards ``log`` is the URL with the token and the CA that the options name, and ``job`` the name alone. Of a job that was
+    launched on this host the launcher's own token is taken where none is named.
+    """
+    job, log = getattr(args, "job", None), getattr(args, "log", None)
+    if not (job or log) or not hasattr(args, "log"):
+        return
+    if job and not log:
+        args.log = log = kept_log(args.state_dir, job) or None
+    from dlrover_adapters.http import log_address
+    from dlrover_adapters.http.token import VARIABLE
+
+    if job and log_address.is_url(job):
+        if log and log != job:
+            raise SpecError("log", f"{job} names the log already; leave --log out")
+        args.log, job = job, None
+        if not log_address.job_of(args.log):
+            raise SpecError("job", f"{args.log} names no job; say http://HOST:29400/JOB")
+    if not args.log or not log_address.is_url(args.log):
+        return
+    args.job = job or log_address.job_of(args.log) or None
+    kept = kept_token(args.state_dir, args.job) if args.job and not os.environ.get(VARIABLE) else ""
+    options = log_address.options_of(args.log)
+    args.token_file = getattr(args, "token_file", None) or options.get("token_file") or kept or None
+    args.tls_ca = getattr(args, "tls_ca", None) or options.get("cacert")
+    secure = args.log.lower().startswith("https:")
+    args.log = log_address.with_options(
+        args.log, token_file=args.token_file or "", cacert=(args.tls_ca or "") if secure else ""
+    )
+
+
+def kept_token(state_dir: Path | None, job: str) -> str:
+    """The file of the token of a job that was launched on this host; empty where there is none."""
+    from dlrover_core.logs.place import default_state_dir
+
+    path = Path(state_dir or default_state_dir()).absolute() / "jobs" / job / "token"
+    return str(path) if path.exists() else ""
+
+
+def kept_log(state_dir: Path | None, job: str) -> str:
+    """The URL of the log that a job was launched with on this host; empty: it is the state directory's own, or not known.
+
+    The job's settings say it: whoever asks about a job on the host that launched it need not name its log again.
+    """
+    import json
+
+    from dlrover_core.logs.place import default_state_dir
+
+    path = Path(state_dir or default_state_dir()).absolute() / "jobs" / job / "settings.json"
+    try:
+        log = json.loads(path.read_text(encoding="utf-8"))["log"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+    return log if isinstance(log, str) and log != log_url(None, state_dir) else ""
+
+
+def token_arguments(parser: argparse.ArgumentParser) -> None:
+    """What masters are shown, and how they are checked."""
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="the job's token (default: $DLROVER_TOKEN, else what the launcher keeps for a job on this host)",
+    )
+    parser.add_argument("--tls-ca", metavar="FILE", help="the CA of the masters' certificate")
 
 
 def log_url(log: str | None, state_dir: Path | None) -> str:
@@ -68,6 +138,8 @@ def show_any_text() -> None:
 
 def shown(url: str) -> str:
     """A log's URL for people: without a password, which whoever runs the line that it stands in has in the environment."""
+    if url.startswith(("http:", "https:")):
+        return url.partition("?")[0]
     return _PASSWORD.sub(r"\1@", url)
 
 
@@ -94,8 +166,7 @@ async def find_job(log: EventLog, url: str, name: str | None) -> str:
             f"there are no jobs in {url}; start one with dlrover-run, or say where the log is with --log or --state-dir"
         )
     if name is not None:
-        more = f" and {len(jobs) - JOBS_SHOWN_MAX} more" if len(jobs) > JOBS_SHOWN_MAX else ""
-        raise NotFound(f"no job {name!r} in {url}; there are: {', '.join(jobs[:JOBS_SHOWN_MAX])}{more}")
+        raise NotFound(f"no job {name!r} in {url}; there are: {first_few(jobs, JOBS_SHOWN_MAX)}")
     return await _newest(log, jobs) if len(jobs) > 1 else jobs[0]
 
 

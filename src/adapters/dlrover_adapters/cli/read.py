@@ -10,7 +10,17 @@ import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dlrover_adapters.cli.places import FAILED, OK, NotFound, find_job, log_arguments, log_url, said_when_slow, shown
+from dlrover_adapters.cli.places import (
+    FAILED,
+    OK,
+    NotFound,
+    find_job,
+    log_arguments,
+    log_url,
+    said_when_slow,
+    shown,
+    token_arguments,
+)
 from dlrover_core.words import quiet_json
 
 if TYPE_CHECKING:
@@ -31,6 +41,8 @@ EVENTS_EXAMPLES = """\
   dlrover events digits --follow          and whatever comes, until Ctrl-C
   dlrover events digits --follow --log etcd://e1:2379,e2:2379,e3:2379
                                           through changes of leaders, here and there, from any host
+  dlrover events http://head1:29400,head2:29400/digits --follow
+                                          the same through the masters, without access to the log
   dlrover events digits --json | jq 'select(.event == "WorkerExited")'"""
 EXPLAIN_EXAMPLES = """\
   dlrover explain digits                  the incident that the job failed over, else the newest one, as a story
@@ -42,6 +54,8 @@ REPORT_EXAMPLES = """\
   dlrover report digits --json | jq .goodput.ratio
   dlrover report --log sqlite:///data/log.db"""
 
+
+JOB_HELP = "its name, or http://HOST:29400/JOB to read through its master (default: the only job, or that with the newest event)"
 
 PATIENCE_S = 3.0
 """How long `status` waits for the log before it asks the masters: while the log is out of reach, they are what people need."""
@@ -66,8 +80,9 @@ class Source(NamedTuple):
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:
     """What every reading command takes."""
-    parser.add_argument("job", metavar="JOB", nargs="?", help="default: the only job, or the one with the newest event")
+    parser.add_argument("job", metavar="JOB", nargs="?", help=JOB_HELP)
     log_arguments(parser)
+    token_arguments(parser)
     parser.add_argument("--json", action="store_true", help="for programs: every field named, times in microseconds")
 
 
@@ -142,7 +157,7 @@ async def status(args: argparse.Namespace) -> int:
         except LogUnavailable as error:
             if await _status_without_log(args, str(error), says=True):
                 return OK
-            if not args.master and args.log and not args.log.startswith("sqlite:"):
+            if not args.master and args.log and not args.log.startswith(("sqlite:", "http:", "https:")):
                 print(ASK_MASTERS, file=sys.stderr)
             raise
         finally:
@@ -152,6 +167,7 @@ async def status(args: argparse.Namespace) -> int:
 
 async def _status(args: argparse.Namespace, source: Source) -> int:
     from dlrover_adapters.cli import live
+    from dlrover_adapters.cli.detached.record import lost
     from dlrover_adapters.cli.standing import degraded, in_memory
     from dlrover_core.history import Headlines, render, status_of
     from dlrover_core.history.plain import plain
@@ -185,7 +201,10 @@ async def _status(args: argparse.Namespace, source: Source) -> int:
             print(line)
         if said is not None and said.status.get("degraded"):
             print(degraded(said.status, now))
-        if leader is None and said is None and not told.over:
+        gone = "" if said is not None or told.over else lost(args.state_dir, source.job, told.run)
+        if gone:
+            print(gone)
+        elif leader is None and said is None and not told.over:
             print(NOBODY_LEADS)
         elif waits is None and not told.over and not (told.worlds and all(world.active for world in told.worlds)):
             print(NOT_ASKED)
@@ -238,7 +257,8 @@ async def explain(args: argparse.Namespace) -> int:
     """`dlrover explain`. What the log tells, and the leader of what groups wait for now."""
     from dlrover_adapters.cli import live
     from dlrover_core.history import explanation_of, incident_of, render, render_story
-    from dlrover_core.history.plain import explanation_values, plain
+    from dlrover_core.history.explain import explanation_values
+    from dlrover_core.history.plain import plain
     from dlrover_core.history.story import incident_values
 
     if args.job is not None and args.job.removeprefix("#").isdecimal() and not args.seq:
@@ -275,7 +295,7 @@ async def explain(args: argparse.Namespace) -> int:
 async def report(args: argparse.Namespace) -> int:
     """`dlrover report`."""
     from dlrover_core.history import ReportBuilder, render
-    from dlrover_core.history.plain import report_values
+    from dlrover_core.history.report import report_values
 
     async with opened(args) as source:
         builder = ReportBuilder()

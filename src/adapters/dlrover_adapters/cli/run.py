@@ -11,18 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrover_adapters.cli import before, usage
+from dlrover_adapters.cli import backend_flags, backends, before, groups, usage
 from dlrover_adapters.cli import options as cli_options
+from dlrover_adapters.cli.local_nodes import Agents, node_host
 from dlrover_adapters.cli.torchrun_flags import Options
 from dlrover_core.errors import CoreError, LogUnavailable, SpecError
 
 if TYPE_CHECKING:
     from dlrover_adapters.cli.meeting import Meeting
     from dlrover_adapters.cli.settings import Settings
-    from dlrover_backends.local import LocalNodeHost
-    from dlrover_backends.local.process import Started
 
 EX_OK, EX_FAILED, EX_SOFTWARE = 0, 1, 70
+NODE = "DLROVER_NODE"
+"""In the environment: this command is the agent of that node, which a scheduler has started."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,18 +32,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = cli_options.parser()
     except SpecError as error:  # a PET_ variable
         return usage.say("dlrover-run", error)
-    options = cli_options.noted(parser, parser.parse_args(argv, namespace=Options()))
+    words = tuple(sys.argv[1:] if argv is None else argv)
+    options = cli_options.noted(parser, parser.parse_args(words, namespace=Options()))
+    options.argv = words
     if options.version:
         return _version()
-    if options.script is None:
-        return usage.say("dlrover-run", "name the script to run; see --help for examples")
+    if options.job_schema:
+        return _show_schema()
+    if options.script is None and options.job_file is None and options.resume is None:
+        return usage.say("dlrover-run", "name the script to run, or --job FILE.toml; see --help for examples")
     try:
+        if os.environ.get(NODE) and not options.show_config:
+            return _be_node(options)
+        if options.resume is not None:
+            return _resume(options)
+        groups.taken_in(options)
         cli_options.check(options)
         if options.show_config:
             return _show_config(options)
         return _run(options)
     except SpecError as error:
-        return usage.say("dlrover-run", error)
+        return usage.say("dlrover-run", groups.placed(options, error))
     except (CoreError, OSError, RuntimeError) as error:
         limit = usage.limit(error)
         if isinstance(error, RuntimeError) and not limit:
@@ -53,6 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+def _show_schema() -> int:
+    from dlrover_adapters.cli import job_schema
+
+    print(job_schema.text())
+    return EX_OK
+
+
 def _show_config(options: Options) -> int:
     from dlrover_adapters.cli import places, show_config
 
@@ -61,24 +78,64 @@ def _show_config(options: Options) -> int:
     return EX_OK
 
 
+def _be_node(options: Options) -> int:
+    from dlrover_adapters.cli import node
+
+    before.check_kernel()
+    return node.run(options)
+
+
 def _run(options: Options) -> int:
     from dlrover_adapters.cli import ahead
 
     before.check_kernel()
-    settings, meeting = prepare(options), cli_options.meeting(options)
+    choice = backends.chosen(options)
+    if options.detach and (choice is not None or cli_options.meeting(options).joining):
+        raise SpecError("detach", "it is for a job whose nodes are all on this host; leave it out here")
+    found = groups.plans(options)
+    settings, meeting = prepare(options, found), cli_options.meeting(options)
+    if choice is not None:
+        from dlrover_adapters.cli import apart
+
+        say_unused(options)
+        return apart.run(options, settings, choice)
     token = _token(options, meeting, Path(settings.directory))
+    if options.detach:
+        return _detach(options, settings, token, found)
     # First of all: torch's import takes longest, and everything below happens meanwhile.
-    with ahead.started(settings, token, options.local_nodes or 1) as first:
+    with ahead.started(settings, token, groups.nodes(found)) as first:
         importlib.import_module("dlrover_adapters.telemetry.light")
         say_unused(options)
         if meeting.joining:
             from dlrover_adapters.cli import join
 
-            return join.run(options, settings, meeting, token, first, cli_options.where(options))
-        return _run_here(options, settings, token, first)
+            return join.run(options, settings, meeting, token, first[groups.WORKER], cli_options.where(options))
+        return _run_here(options, settings, token, Agents(first, groups.standbys(found)))
 
 
-def _run_here(options: Options, settings: Settings, token: str, first: list[Started]) -> int:
+def _detach(options: Options, settings: Settings, token: str, found: Sequence[groups.Plan]) -> int:
+    from dlrover_adapters.cli.detached import record, start
+
+    say_unused(options)
+    known = record.Record(
+        settings.mark, groups.nodes(found), groups.standbys(found), os.getcwd(), cli_options.where(options)
+    )
+    return start.run(settings, known, token)
+
+
+def _resume(options: Options) -> int:
+    """Go on with a detached job of which nothing runs any more."""
+    from dlrover_adapters.cli.detached import start
+    from dlrover_adapters.http.token import load_token, make_token
+
+    before.check_kernel()
+    if options.script is not None or options.job_file is not None:
+        raise SpecError("resume", "the job's program and settings are kept; say --resume JOB alone, and --state-dir")
+    settings, known = start.resumed(options.resume, options.state_dir)
+    return start.run(settings, known, load_token(os.environ, options.token_file) or make_token())
+
+
+def _run_here(options: Options, settings: Settings, token: str, agents: Agents) -> int:
     """A job whose nodes are all on this host."""
     import asyncio
 
@@ -88,10 +145,10 @@ def _run_here(options: Options, settings: Settings, token: str, first: list[Star
         scratch.claim(Path(settings.directory), settings.job.job) as claim,
         scratch.folder(settings.mark, claim) as folder,
     ):
-        return asyncio.run(_lead(options, settings.placed(folder), token, first))
+        return asyncio.run(_lead(options, settings.placed(folder), token, agents))
 
 
-async def _lead(options: Options, settings: Settings, token: str, first: list[Started]) -> int:
+async def _lead(options: Options, settings: Settings, token: str, agents: Agents) -> int:
     import socket
     from dataclasses import replace
 
@@ -102,7 +159,7 @@ async def _lead(options: Options, settings: Settings, token: str, first: list[St
     settings = await lead.probed(settings)
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as port:
         settings = replace(settings, masters=(lead.local_address(port),))
-        nodes = _node_host(settings, settings.write(), token, first, options.standby)
+        nodes = node_host(settings, settings.write(), token, agents)
         return await lead.supervise(
             settings, token, port, nodes, lead.How(cli_options.shows_progress(options), cli_options.where(options))
         )
@@ -134,41 +191,38 @@ def _version() -> int:
     return EX_OK
 
 
-def prepare(options: Options) -> Settings:
+def prepare(options: Options, found: Sequence[groups.Plan]) -> Settings:
     """Check everything and write down what masters and agents need. Raises `SpecError`."""
-    from dlrover_adapters.cli import check_flags, workers
+    from dlrover_adapters.cli import check_flags, run_flags
     from dlrover_adapters.cli.places import directories, log_url
     from dlrover_adapters.cli.settings import Settings
 
-    how = workers.settings(options)
-    for words in before.warnings(options, how["nproc"]):
-        print(f"dlrover-run: {words}", file=sys.stderr)
-    how["log_dir"] = workers.log_dir(how)
-    if how["log_dir"] and not options.log_dir:
-        print(f"dlrover-run: output is kept in {how['log_dir']}", file=sys.stderr)
+    if not backend_flags.apart(options):
+        groups.say(found)
+    groups.make_log_dirs(found)
     job, met = cli_options.job_name(options), cli_options.meeting(options)
-    spec = cli_options.spec(options, job, how["nproc"])
+    spec = groups.spec(options, job, found)
     state, directory = directories(options.state_dir, job)
     log = log_url(options.log, state)
     before.make_log_folder(log)
     tls = cli_options.TlsFiles()
-    if met.joining:
+    if met.joining or backend_flags.apart(options):
         tls = cli_options.tls_files(options, shows=not met.masters, dials=True)
-    run = secrets.token_hex(6)
+    owner, mark = run_flags.owner(options.owner), secrets.token_hex(6)
     return Settings(
         spec=spec.to_json(),
-        run=run,
-        mark=run,
+        run=owner or mark,
+        mark=mark,
+        owned=bool(owner),
         joining=spec.joining,
         place=met.place,
-        store_at=workers.store_at(met.store, typed=options.origin("master_addr").startswith("--")),
+        store_at=groups.store_at(options, met),
         tls_cert=tls.cert,
         tls_key=tls.key,
         tls_ca=tls.ca,
         log=log,
         directory=str(directory),
-        imports=workers.imports(options.preload, str(state / "imports")),
-        **how,
+        **groups.launch(found, str(state / "imports")),
         detect=options.detect == "on",
         watch_grads=options.watch_grads,
         check_scripts=check_flags.scripts(options),
@@ -177,16 +231,5 @@ def prepare(options: Options) -> Settings:
     )
 
 
-def _node_host(settings: Settings, config: Path, token: str, first: list[Started], standby: int) -> LocalNodeHost:
-    import contextlib
-
-    from dlrover_adapters.agent import looks
-    from dlrover_adapters.cli.ahead import later_agents
-    from dlrover_backends.local import Ahead, LocalNodeHost
-
-    for one in first:
-        with contextlib.suppress(OSError):  # dead already: the host will notice
-            one.tell(settings=str(config))
-    job = settings.job
-    ahead = Ahead(later_agents(settings, token), first, standby, job.hung_s, looks.seen, job.ready_s)
-    return LocalNodeHost(settings.node_host, ahead)
+if __name__ == "__main__":
+    sys.exit(main())

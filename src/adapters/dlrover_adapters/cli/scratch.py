@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from dlrover_adapters.agent import run_folders
 from dlrover_core.errors import SpecError
@@ -69,7 +70,7 @@ def _claimed(fd: int, job: str) -> None:
             raise SpecError(
                 "job-id",
                 f"a job {job!r} runs already, under the dlrover-run with pid {pid}; "
-                f"stop that one (kill {pid}), or give this one another --job-id or --state-dir",
+                f"end that one with: dlrover stop {job}; or give this one another --job-id or --state-dir",
             )
         time.sleep(0.02)
 
@@ -111,6 +112,25 @@ def folder(run: str, *also: int) -> Iterator[Path]:
         os.close(lock)
 
 
+class Left(NamedTuple):
+    """The folder of a run that outlives who made it. It goes when nobody holds ``pipe`` any more."""
+
+    path: Path
+    lock: int
+    pipe: int
+
+
+def leave(run: str, *also: int) -> Left:
+    """A private folder as `folder` makes it, for other processes to inherit: the sweeper alone removes it."""
+    sweep()
+    path = _made()
+    lock = locked(path, run)
+    reading, writing = os.pipe()
+    _sweeper(path, f"{MARK}={run}", cgroups.own(), reading, lock, *also).returncode = 0  # not ours to wait for
+    os.close(reading)
+    return Left(path, lock, writing)
+
+
 def elsewhere(run: str) -> list[Path]:
     """What a run's nodes have outside its folder, which took no files."""
     return [
@@ -124,9 +144,10 @@ def elsewhere(run: str) -> list[Path]:
 def roofs() -> list[str]:
     """Where folders may be made, the best first; each is short enough for sockets to be named in it.
 
-    The system's temporary folder; else /tmp, which has a short name; else the user's own for sockets, which goes at logout.
+    The system's temporary folder; else /tmp, which has a short name; else the user's own for sockets, which goes at logout;
+    else shared memory, which takes files where the root is read-only.
     """
-    found = ["/tmp", os.environ.get("XDG_RUNTIME_DIR", "")]  # noqa: S108  # mkdtemp makes it ours
+    found = ["/tmp", os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm"]  # noqa: S108  # mkdtemp makes it ours
     with contextlib.suppress(OSError):  # there is none that can be written to
         found.insert(0, tempfile.gettempdir())
     long = PATH_BYTES_MAX - len(PREFIX) - 8

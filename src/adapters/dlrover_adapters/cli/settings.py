@@ -6,10 +6,13 @@ import dataclasses
 import json
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from dlrover_core.spec import JobSpec
+from dlrover_adapters.agent.config import TORCH
+from dlrover_core.spec import DEFAULT_GROUP, JobSpec
 from dlrover_core.words import plain
 
 EX_OVER, EX_AGAIN, EX_FATAL, EX_UNRECORDED, EX_UNSTORED, EX_UNRESTARTED = 0, 75, 78, 79, 80, 81
@@ -24,9 +27,15 @@ class Settings:
     ``mark`` is what everything bears in its environment that this launcher starts. ``address`` is where other hosts reach this
     one's stores, which listen at ``store_bind``. ``joining``, ``seat`` and ``place``: as in `JobSpec` and `Agent`, ``store_at``
     as in `LaunchConfig`.
+    ``owned``: ``run`` is the name that the run's owner gave it, and a live run of that name goes on.
+    ``apart``: its nodes are no launcher's, and whoever leads levels them: masters of several hosts may share its log.
     ``tls_...``: what masters show, and what agents check it by. ``shared``: masters of other hosts may lead in this log, too, so
     its run has begun before any of them starts. ``detect``: do agents look for signs of failures? ``watch_grads``: do
-    workers look at their gradients' norm? ``imports``: as in `LaunchConfig`.
+    workers look at their gradients' norm? ``imports``, ``env``, ``framework`` and ``stores``: as in `LaunchConfig`. ``group``:
+    whose nodes these settings are for. ``launches``: what the nodes of each group have otherwise (`of_group`); empty in a job of
+    one group.
+    ``backend``: who starts the nodes, as `runtime.backends` reads it; empty: this launcher. ``agent``: the words of the
+    `dlrover-run` of each node that such a backend starts, in the folder ``cwd``.
     """
 
     spec: str
@@ -36,6 +45,11 @@ class Settings:
     argv: tuple[str, ...]
     nproc: int
     mode: str
+    group: str = DEFAULT_GROUP
+    env: Mapping[str, str] = field(default_factory=dict)
+    framework: str = TORCH
+    stores: bool = True
+    launches: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     node_host: str = ""
     masters: tuple[str, ...] = ()
     role: str = "default"
@@ -64,6 +78,11 @@ class Settings:
     tls_key: str = ""
     tls_ca: str = ""
     mark: str = ""
+    backend: str = ""
+    agent: tuple[str, ...] = ()
+    cwd: str = ""
+    owned: bool = False
+    apart: bool = False
     shared: bool = False
     detect: bool = True
     watch_grads: bool = False
@@ -83,6 +102,18 @@ class Settings:
     def job(self) -> JobSpec:
         """The job's spec."""
         return JobSpec.from_json(self.spec)
+
+    @property
+    def nodes_elsewhere(self) -> bool:
+        """Do its nodes live on without this launcher: hosts that join, or those of another scheduler?"""
+        return self.joining or self.apart
+
+    def of_group(self, name: str) -> Settings:
+        """The same for the nodes of one group. Raises `SpecError` where the job has no such group."""
+        self.job.group(name)
+        own: dict[str, Any] = {"group": name, "launches": {}}
+        own |= {key: tuple(one) if isinstance(one, list) else one for key, one in self.launches.get(name, {}).items()}
+        return dataclasses.replace(self, **own)
 
     def placed(self, folder: Path) -> Settings:
         """The same, with the run's sockets and streams in ``folder``."""

@@ -1,4 +1,4 @@
-"""Which run the masters of several hosts serve: settled in their shared log by each launcher, before it starts a master.
+"""Which run the masters of a job serve: settled in its log by each launcher, before it starts a master.
 
 Whoever leads for a moment continues the job's live run, or begins one; whoever finds the job led stands by for the run that is
 led. So masters started at the same instant serve one run, and a standby's master that is started again when that run has
@@ -8,36 +8,26 @@ ended finds it ended, and begins no other.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
+from dlrover_adapters.cli.continuing import differences, listed, resizing
 from dlrover_adapters.cli.places import shown
 from dlrover_adapters.cli.settings import Settings
-from dlrover_core.errors import NotLeading, SpecError
+from dlrover_core.errors import NotLeading, Refused, SpecError
+from dlrover_core.job.job import JobSlice
+from dlrover_core.job.operations import sizes
+from dlrover_core.job.state import JobState
 from dlrover_core.kernel.log import EventLog, Leadership
-from dlrover_core.runtime.beginning import begin
+from dlrover_core.runtime.beginning import begin, resize
 from dlrover_core.runtime.restoring import caught_up, restored
 
 LOOK_AGAIN_S = 0.1
 SAY_S, SAY_EVERY_S = 2.0, 10.0
 LEAVE_S = 30.0
 """How long, beyond the job's own grace, a leader may take to be done with a run that is over."""
-
-
-class Differs(NamedTuple):
-    """A setting that two specs of one job do not share."""
-
-    name: str
-    theirs: object
-    ours: object
-
-    def __str__(self) -> str:
-        return f"{self.name} is {self.theirs} there, {self.ours} here"
 
 
 async def settled(settings: Settings, event_log: EventLog) -> Settings:
@@ -52,7 +42,7 @@ async def settled(settings: Settings, event_log: EventLog) -> Settings:
         except NotLeading as led:
             state = await caught_up(event_log, job.job, state)
             if state.job.live:
-                _check_same(settings, state.job.spec_json, led)
+                _check_same(settings, state.job, led)
                 return replace(settings, run=state.job.run, masters=(led.address,) if led.address else ())
             waited = loop.time() - began
             who = _who(led)
@@ -77,22 +67,28 @@ async def settled(settings: Settings, event_log: EventLog) -> Settings:
 async def taken_up(settings: Settings, event_log: EventLog, lead: Leadership) -> Settings | None:
     """The settings with the run that this leadership, which ends here, has continued or begun; None: it was lost meanwhile.
 
-    In a log of this host alone none is begun: its masters do that. A live run is continued where this is a joining job of the
-    very same spec: its nodes are elsewhere, and have not ended with the launcher that led them.
+    In a log of this host alone none is begun: its masters do that. A live run goes on where it bears the name that its owner
+    gave this one too; and in a job of the very same spec whose nodes are elsewhere and have not ended with the launcher that
+    led them. Other sizes are applied. Raises `SpecError` where an owner's run differs in anything else.
     """
     try:
         state = await restored(event_log, settings.job.job)
         job = state.job
-        if not settings.shared and not (job.live and job.spec_json == settings.spec):
+        if settings.owned and job.run == settings.run:
+            if job.live:
+                _refuse_others(settings, job.spec_json)
+                await _go_on(settings, event_log, lead, state)
+            return settings  # one that is over is found so by its masters
+        if not settings.shared and not (job.live and settings.nodes_elsewhere and not settings.owned):
             return settings  # the one host's masters begin it
-        other = differences(job.spec_json, settings.spec) if job.live else []
-        if job.live and settings.joining and not other:
-            _say(f"job {job.name} is alive in the log: its run goes on")
+        other = differences(job.spec_json, settings.spec, sizes=False) if job.live else []
+        if job.live and settings.nodes_elsewhere and not other and not settings.owned:
+            await _go_on(settings, event_log, lead, state)
             return replace(settings, run=job.run)
-        if other:
-            _say(
-                f"job {job.name} is alive in the log, with other settings: a new run takes its place: {_listed(other)}"
-            )
+        if job.live and settings.owned:
+            _say(f"job {job.name} is alive in the log as run {job.run}: run {settings.run} takes its place")
+        elif other:
+            _say(f"job {job.name} is alive in the log, with other settings: a new run takes its place: {listed(other)}")
         await begin(lead, state, settings.run, settings.spec, time.time_ns() // 1000)
         return settings
     except NotLeading:
@@ -101,46 +97,51 @@ async def taken_up(settings: Settings, event_log: EventLog, lead: Leadership) ->
         await lead.resign()
 
 
-def _check_same(settings: Settings, theirs: str, led: NotLeading) -> None:
+async def _go_on(settings: Settings, event_log: EventLog, lead: Leadership, state: JobState) -> None:
+    """Go on with the live run that ``state`` is, in the sizes that are asked for now."""
+    _say(f"job {state.job.name} is alive in the log: its run goes on")
+    asked = await resizing(event_log, state, settings.spec)
+    if not asked:
+        return
+    try:
+        await resize(lead, state, asked, time.time_ns() // 1000)
+    except Refused as refused:
+        _say(f"job {settings.job.job} keeps its sizes: {refused}; dlrover scale changes them later")
+        return
+    for one in asked:
+        _say(f"group {one.group} is scaled to {sizes(one.nodes_min, one.nodes_max)}")
+
+
+def _refuse_others(settings: Settings, theirs: str) -> None:
+    """Raises `SpecError` where the owner's live run has other settings than sizes."""
+    found = differences(theirs, settings.spec, sizes=False)
+    if found:
+        raise SpecError(
+            "run",
+            f"run {settings.run!r} of job {settings.job.job!r} is alive with other settings: {listed(found)}; only sizes "
+            "(--nnodes) can be changed within a run: say the others as they were, or give the run another name",
+        )
+
+
+def _check_same(settings: Settings, job: JobSlice, led: NotLeading) -> None:
     """May this host's masters stand by for that run? Raises `SpecError` that names what differs."""
-    found = differences(theirs, settings.spec)
+    if settings.owned and job.run != settings.run:
+        raise SpecError(
+            "run",
+            f"job {settings.job.job!r} is led by {_who(led)}, as run {job.run!r}, not {settings.run!r}; stop that one first, "
+            "or give this one another --job-id",
+        )
+    found = differences(job.spec_json, settings.spec)
     if found:
         raise SpecError(
             "job-id",
-            f"job {settings.job.job!r} runs already, led by {_who(led)}, with other settings: {_listed(found)}; "
+            f"job {settings.job.job!r} runs already, led by {_who(led)}, with other settings: {listed(found)}; "
             "say the same to stand by for it, or give this one another --job-id",
         )
 
 
 def _who(led: NotLeading) -> str:
     return f"{led.holder or 'somebody'}{f' at {led.address}' if led.address else ''}"
-
-
-def _listed(found: Sequence[Differs]) -> str:
-    return ", ".join(map(str, found))
-
-
-def differences(theirs: str, ours: str) -> list[Differs]:
-    """What two specs, as JSON, do not share: by name, those of a group as ``group.name``."""
-    one, other = _flat(json.loads(theirs)), _flat(json.loads(ours))
-    return [
-        Differs(name, one.get(name, "not set"), other.get(name, "not set"))
-        for name in dict.fromkeys((*one, *other))
-        if one.get(name) != other.get(name)
-    ]
-
-
-def _flat(spec: Mapping[str, Any]) -> dict[str, object]:
-    return dict(_named(spec))
-
-
-def _named(spec: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    for name, value in spec.items():
-        if name != "groups":
-            yield name, value
-            continue
-        for group in value:
-            yield from ((f"{group.get('name', '')}.{inner}", one) for inner, one in group.items() if inner != "name")
 
 
 def _say(words: str) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dlrover_adapters.agent.config import TORCH
+from dlrover_adapters.cli import groups, run_flags
 from dlrover_adapters.cli import options as cli_options
-from dlrover_adapters.cli import workers
 from dlrover_adapters.cli.places import log_url, shown
 from dlrover_adapters.cli.torchrun_flags import UNUSED, Options
 from dlrover_core.spec import GroupSpec, JobSpec
@@ -33,6 +34,9 @@ _JOB_UNITS = {"max_restarts": "restarts"}
 
 # Options of ours that are neither in the job's spec nor in how workers are started.
 _HOST = {
+    "backend": "name",
+    "bind": "address",
+    "masters": "addresses",
     "standby": "agents",
     "detect": "",
     "watch_grads": "",
@@ -50,19 +54,34 @@ _HOST = {
 
 
 def rows(options: Options) -> list[Row]:
-    """Every setting. Raises `SpecError` where they would not make a job."""
-    how = workers.settings(options)
+    """Every setting, by group where there are several. Raises `SpecError` where they would not make a job."""
+    found = groups.plans(options)
     job = cli_options.job_name(options)
-    spec = cli_options.spec(options, job, how["nproc"])  # checks
+    spec = groups.spec(options, job, found)  # checks
     standard = cli_options.standard()
-    job_set, group_set = cli_options.spec_settings(options, job, how["nproc"])
+    job_set = cli_options.job_settings(options, job)
     return [
         *_fields("job", JobSpec, spec, job_set, _JOB_UNITS),
-        *_fields("group", GroupSpec, spec.groups[0], group_set, _UNITS),
-        *_workers(options, how, standard),
+        *(row for plan in found for row in _group(plan, standard, several=groups.are_given(options))),
         *_meeting(options),
         *_host(options, job, standard),
     ]
+
+
+def _group(plan: groups.Plan, standard: Options, *, several: bool) -> Iterator[Row]:
+    """What is set of one group, and of how its workers are started."""
+    name = f".{plan.name}" if several else ""
+    yield from _fields(f"group{name}", GroupSpec, plan.made, plan.spec, _UNITS)
+    yield from _workers(f"workers{name}", plan.options, plan.how, standard)
+    if several:
+        origin = plan.options.job_file or "default"
+        env = [f"{key}={value}" for key, value in plan.how["env"].items()]
+        yield Row(f"workers{name}", "env", env, "", [], origin if env else "default")
+        framework = plan.how["framework"]
+        yield Row(
+            f"workers{name}", "framework", framework, "module", TORCH, origin if framework != TORCH else "default"
+        )
+        yield Row(f"workers{name}", "standby", plan.options.standby, "agents", 0, plan.options.origin("standby"))
 
 
 def _fields(
@@ -98,10 +117,11 @@ _WORKERS = {
 }
 
 
-def _workers(options: Options, how: Mapping[str, Any], standard: Options) -> Iterator[Row]:
-    yield Row("workers", "argv", list(how["argv"]), "", None, "command line", f"run as {how['mode']}")
-    yield Row("workers", "run_id", how["run_id"] or "the run's", "", "the run's", options.origin("rdzv_id"))
-    yield from _plain("workers", options, standard, _WORKERS)
+def _workers(section: str, options: Options, how: Mapping[str, Any], standard: Options) -> Iterator[Row]:
+    origin = options.job_file or "command line"
+    yield Row(section, "argv", list(how["argv"]), "", None, origin, f"run as {how['mode']}")
+    yield Row(section, "run_id", how["run_id"] or "the run's", "", "the run's", options.origin("rdzv_id"))
+    yield from _plain(section, options, standard, _WORKERS)
 
 
 def _plain(section: str, options: Options, standard: Options, units: Mapping[str, str]) -> Iterator[Row]:
@@ -140,6 +160,9 @@ def _host(options: Options, job: str, standard: Options) -> Iterator[Row]:
     yield Row("host", "state_dir", str(state), "folder", str(default_state_dir()), options.origin("state_dir"))
     yield Row("host", "directory", str(state / "jobs" / job), "folder", None, "derived", "control log, settings")
     yield Row("host", "log", shown(log_url(options.log, state)), "url", log_url(None, state), options.origin("log"))
+    named = options.origin("owner") if options.given("owner") else run_flags.VARIABLE
+    owner = run_flags.owner(options.owner)
+    yield Row("host", "run", owner or "a new one", "", "a new one", named if owner else "default")
     yield from _plain("host", options, standard, _HOST)
     source = "DLROVER_TOKEN" if os.environ.get("DLROVER_TOKEN") else "default"
     yield Row("host", "token", "made for this run" if source == "default" else "set", "", "made for this run", source)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import json
 import os
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +15,20 @@ from dlrover_adapters.cli.places import OK, NotFound
 from dlrover_core.errors import SpecError
 
 if TYPE_CHECKING:
-    from dlrover_core.diagnosis.signatures import Signature
+    from dlrover_core.diagnosis.signatures import Signature, Table
 
 EXAMPLES = """\
   dlrover signatures                          one line for each: id, class, what usually suffices, what it is
   dlrover signatures cuda.ecc                 by what it is known, and where that knowledge is from
   dlrover signatures nccl                     all whose id begins so
   dlrover signatures --json | jq '.[] | select(.class == "HW").id'
-  dlrover signatures --signatures mine.toml   with your own; wrong ones are told by file, id and reason"""
+  dlrover signatures --signatures mine.toml   with your own; wrong ones are told by file, id and reason
+  dlrover signatures --learn train.log --as plant.cooling >> mine.toml
+                                              a draft from a log that is not known, and what else it would match;
+      --against old/*.log                     looked for in these logs as well"""
 
 FILE_BYTES_MAX = 1024 * 1024
+LEARN_BYTES_MAX, MATCHES_MAX = 4 * 1024 * 1024, 5
 
 
 def file_argument(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +44,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """What `signatures` takes."""
     parser.add_argument("id", metavar="ID", nargs="?", help="one signature, or all whose id begins so; default: all")
     file_argument(parser)
+    parser.add_argument("--learn", metavar="FILE", help="draft a signature from a log that is not known; needs --as")
+    parser.add_argument(
+        "--as", metavar="ID", dest="name", help="the id of the drafted signature, such as plant.cooling"
+    )
+    parser.add_argument(
+        "--against", metavar="FILE", nargs="+", default=[], help="with --learn: other logs that the draft is tried on"
+    )
     parser.add_argument("--json", action="store_true", help="for programs: every field of each")
 
 
@@ -64,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     from dlrover_core.diagnosis.signatures import table
 
     known = table(own(args.signatures))
+    if args.learn is not None or args.name is not None:
+        return _learn(args, known)
     chosen = list(known.by_id.values())
     if args.id is not None:
         one = known.get(args.id)
@@ -83,6 +98,50 @@ def run(args: argparse.Namespace) -> int:
         for one in chosen:
             print(f"{one.id:<{width}}  {one.verdict or '-':<4}  {one.action:<8}  {one.title}")
     return OK
+
+
+def _learn(args: argparse.Namespace, known: Table) -> int:
+    """A draft on stdout; what there is to know about it on stderr."""
+    from dlrover_core.diagnosis import learning, signatures
+    from dlrover_core.diagnosis.matching import matcher
+
+    if args.learn is None or args.name is None:
+        raise SpecError("--learn", "takes a log and --as ID: dlrover signatures --learn train.log --as plant.cooling")
+    lines = _read(args.learn)
+    draft = learning.draft(lines, args.name)
+    if draft is None:
+        raise NotFound(f"{args.learn}: no line of it speaks of an error in words that could be known again")
+    made = signatures.own(draft.toml(), "the draft")
+    tell = functools.partial(print, file=sys.stderr)
+    tell(f"{args.learn}:{draft.number}: {draft.line[:200]}")
+    standing = next(iter(matcher(known).scan(draft.line)), None)
+    if standing is not None and standing.signature.verdict:
+        tell(f"it is known already, as {standing.signature.id}: {standing.signature.title}")
+    if args.name in known.by_id:
+        tell(f"there is a signature {args.name}: yours will take its place")
+    own_only = matcher(
+        signatures.Table(tuple(one for one in signatures.table(made).by_id.values() if one.id == args.name))
+    )
+    for path in (args.learn, *args.against):
+        hits = own_only.scan("\n".join(_read(path)))
+        for hit in hits[:MATCHES_MAX]:
+            tell(f"  matches {path}:{hit.number}: {hit.line.strip()[:160]}")
+        if len(hits) > MATCHES_MAX:
+            tell(f"  matches {len(hits) - MATCHES_MAX} more lines of {path}, or more")
+        if not hits:
+            tell(f"  matches nothing in {path}")
+    print(draft.toml(), end="")
+    return OK
+
+
+def _read(path: str) -> list[str]:
+    """The last lines of a log. Raises `SpecError`."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - LEARN_BYTES_MAX))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        raise SpecError("--learn", f"{path}: {error.strerror or error}") from error
 
 
 def fields(one: Signature) -> Mapping[str, Any]:

@@ -1,9 +1,11 @@
 """A job's masters and their launcher: it owns the port, the node processes and two masters, one leading and one in reserve.
 
 Masters may die at any moment: the reserve, once it is there, has the log's lock within a millisecond and the port is still
-open, because it is ours. In a log that hosts share there is one master here, and the reserve is on another host; the successor
-of one that died knows that, and does not wait for a dead one's lease. We ourselves hold no state; when we are killed, everything
-we started is killed with us by the kernel.
+open, because it is ours. In a log that hosts share the reserve leads when the dead one's lease is over, if the successor that is
+started meanwhile, which knows who is dead and waits for no lease, has not come first. Where other hosts have masters of the job
+too there is one master here, and the reserve is on another host. Only after our master, leading, has been silent for long is
+there a reserve here too, from then on. We ourselves hold no state; when we are killed, everything we started is killed with us by
+the kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
@@ -110,7 +112,7 @@ class NoNodes:
 
 
 class Supervisor:
-    """One run, from start to end. One that ``leaves`` is asked by a signal to hand the job over, not to stop it."""
+    """One run, from start to end. The signals at which it ``leaves`` ask it to hand the job over, not to stop it."""
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class Supervisor:
         host: Nodes,
         command: str = "dlrover-run",
         *,
-        leaves: bool = False,
+        leaves: Collection[signal.Signals] = (),
     ) -> None:
         self._settings, self._token, self._port, self._host = settings, token, port, host
         self._command, self._leaves = command, leaves
@@ -129,7 +131,7 @@ class Supervisor:
         self._say = on_terminal(command)
         self._masters: dict[int, asyncio.subprocess.Process] = {}
         self._unforked = 0
-        self._over = asyncio.Event()
+        self._over, self._doubt = asyncio.Event(), asyncio.Event()
         self._crashes: list[float] = []
         self._dead: list[tuple[float, str]] = []
         self._asked = self._number = 0
@@ -153,8 +155,11 @@ class Supervisor:
     async def _run(self) -> None:
         async with self._host:
             keepers = [asyncio.ensure_future(self._keep_one())]
-            if not self._settings.shared:
+            if self._reserve_elsewhere:
+                keepers.append(asyncio.ensure_future(self._keep_second()))
+            else:
                 keepers.append(asyncio.ensure_future(self._keep_reserve()))
+            if not self._settings.shared:
                 keepers.append(asyncio.ensure_future(self._end_unled()))
             over = asyncio.ensure_future(self._over.wait())
             try:
@@ -172,6 +177,11 @@ class Supervisor:
                     await asyncio.gather(self._ending, return_exceptions=True)
                 await self._end_masters()
 
+    @property
+    def _reserve_elsewhere(self) -> bool:
+        """May other hosts have masters of this job? Those of a job whose nodes are our children are all here."""
+        return self._settings.shared and self._settings.nodes_elsewhere
+
     async def _end_unled(self) -> None:
         end = await self._unled.end()
         self.unrecorded, self.unstored, self.failed = True, bool(end.owed), end.failed
@@ -181,6 +191,11 @@ class Supervisor:
         with contextlib.suppress(asyncio.TimeoutError):
             await within(RESERVE_MAX_S, self._host.warm())
         await asyncio.sleep(RESERVE_S)
+        await self._keep_one()
+
+    async def _keep_second(self) -> None:
+        await self._doubt.wait()
+        log.info("a second master is kept here, as the one that leads does not answer")
         await self._keep_one()
 
     async def _keep_one(self) -> None:
@@ -200,8 +215,13 @@ class Supervisor:
                 self.failed = "a worker that failed could not be restarted" if code == EX_UNRESTARTED else ""
                 self._over.set()
                 return
-            if code == EX_OVER or (self._leaves and self._asked):
-                self.left = code != EX_OVER
+            if code == EX_OVER:
+                self.left = False
+                self._over.set()
+                return
+            if self.left:
+                if self._masters:  # the one that led may still have words for its agents
+                    await self._over.wait()
                 self._over.set()
                 return
             if self._asked and code == -signal.SIGTERM:
@@ -230,7 +250,7 @@ class Supervisor:
     async def _one_master(self, number: int) -> int:
         """The exit code of a master that knows who is dead: any of them may have led last, for some are refused by the log."""
         spec = self._settings.job
-        asking = Asking(spec.job, spec.hung_s, self._say, self._after_hung)
+        asking = Asking(spec.job, spec.hung_s, self._say, self._after_hung, self._doubt.set)
         try:
             return await self._living_master(number, asking)
         finally:
@@ -254,6 +274,7 @@ class Supervisor:
             str(number),
             "--asked",
             str(asking.theirs.fileno()),
+            *(("--quiet",) if self._masters else ()),
             *(word for _, holder in self._dead for word in ("--dead", holder)),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(fd, self._papers, self._stop, asking.theirs.fileno()),
@@ -262,7 +283,7 @@ class Supervisor:
         )
         self._masters[process.pid] = process
         asking.begin(process.pid, functools.partial(self._kill, process))
-        if self._leaves and self._asked:
+        if self.left:
             self._ask(process)
         try:
             return await process.wait()
@@ -280,8 +301,8 @@ class Supervisor:
         """What follows when a master that hangs is killed, for people."""
         if not leads:
             return "another one takes its place"
-        if self._settings.shared:
-            return "another host's master leads, or a new one here"
+        if self._reserve_elsewhere:
+            return "another host's master leads, or one here"
         return "the one in reserve leads" if len(self._masters) > 1 else "a new one is started"
 
     @staticmethod
@@ -308,7 +329,7 @@ class Supervisor:
         """The first time: let the job stop in its own time. The second: kill its nodes. The third: leave it."""
         loop, spec = asyncio.get_running_loop(), self._settings.job
         self._asked += 1
-        if self._leaves:
+        if self.left or number in self._leaves:
             self._leave()
         elif self._asked == 1:
             self.stopped_by = number

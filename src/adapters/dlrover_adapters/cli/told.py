@@ -1,4 +1,7 @@
-"""One line per incident for whoever started the job: when something is decided, and when training goes on."""
+"""One line per incident for whoever started the job: when something is decided, and when training goes on.
+
+A line also says when nodes begin to wait for their platform, and when none waits any more.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dlrover_core.job import checks, hangs, incidents, stragglers
+from dlrover_core.job import checks, hangs, incidents, nodes, stragglers
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.events import Record
-from dlrover_core.words import plain
+from dlrover_core.words import count, plain
 
 if TYPE_CHECKING:
     from dlrover_core.history.checks import CheckNews
@@ -38,6 +41,7 @@ class Teller:
         self._job, self._fd = job, fd
         self._headlines: Headlines | None = None
         self._news: CheckNews | None = None
+        self._queued = False
         self.lost = 0
 
     def committed(self, state: JobState, records: Sequence[Record]) -> None:
@@ -47,7 +51,7 @@ class Teller:
             if isinstance(record.event, hangs.HangNamed):
                 self._say(f"[{self._job}] {record.event.text}")
             elif isinstance(record.event, _PACES):
-                from dlrover_core.history.phrases import say
+                from dlrover_core.history.words import say
 
                 self._say(f"[{self._job}] {say(record.event)}")
             elif isinstance(record.event, _TELLING):
@@ -55,11 +59,24 @@ class Teller:
                 if told is not None:
                     # Of what is decided at once only the last word: the steps to it are in the log.
                     news[told.incident] = told.text
+            elif isinstance(record.event, nodes.NodePending) and record.event.waits:
+                self._waits(state, record.event)
             elif isinstance(record.event, _CHECKS):
                 for line in self._checks().feed(record):
                     self._say(f"[{self._job}] {line}")
         for incident, text in news.items():
             self._say(f"[{self._job}] incident {incident}: {text}")
+        if self._queued and not _waiting(state):
+            self._queued = False
+            self._say(f"[{self._job}] no node waits for its platform any more")
+
+    def _waits(self, state: JobState, fact: nodes.NodePending) -> None:
+        """Say that nodes wait, once until none does: reasons change, and a platform may have many."""
+        number = _waiting(state)
+        if number and not self._queued:
+            self._queued = True
+            waits = "waits" if number == 1 else "wait"
+            self._say(f"[{self._job}] {count(number, 'node')} {waits} for the platform: {fact.node}: {fact.waits}")
 
     def _checks(self) -> CheckNews:
         if self._news is None:
@@ -86,6 +103,11 @@ class Teller:
             os.write(self._fd, line)
         except OSError:
             self.lost += 1
+
+
+def _waiting(state: JobState) -> int:
+    """How many nodes their platform has no place for."""
+    return sum(state.nodes.tally.waits.values())
 
 
 def _writable(fd: int) -> bool:

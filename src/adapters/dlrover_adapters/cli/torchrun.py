@@ -7,6 +7,7 @@ before a rendezvous of ours is asked for.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import secrets
@@ -63,6 +64,8 @@ class Tls(NamedTuple):
 
 def create(params: Any) -> Any:
     """The rendezvous for this torchrun; on HOST with its masters. Raises `ValueError` for what cannot be right."""
+    from dlrover_adapters.agent.config import TORCH
+    from dlrover_adapters.agent.framework import load
     from dlrover_adapters.agent.keeper import open_store
     from dlrover_adapters.cli import hosts
     from dlrover_adapters.cli.torchrun_asking import Asking
@@ -100,14 +103,14 @@ def create(params: Any) -> Any:
         job=place.job,
         masters=(master,),
         dialer=lambda: HttpDialer(token, job=place.job, tls=encryption),
-        host=socket.gethostname(),
+        host=os.environ.get("DLROVER_HOST") or socket.gethostname(),
         bind=where.bind,
         address=where.address,
         seat=name,
         join_s=spec.launch_s,
         # The masters end with HOST's torchrun, and the job needs them.
         reserve=masters is not None or bool(params.get_as_bool("reserve")),
-        open_store=open_store,
+        open_store=functools.partial(open_store, serve=load(TORCH).serve_store),
         words=_words,
         trouble=lambda: masters.trouble if masters is not None else "",
         ended=ended,
@@ -170,7 +173,7 @@ def _spec(params: Any, job: str) -> JobSpec:
         on_join=str(params.get("on_join", "restart")),
         joining=True,
         # Torch's own agent counts its restarts, and says when it has none left: errors of the program end nothing before that.
-        policy=Policy(user_repeats=0, fail_at_once=()).to_json(),
+        policy=Policy(user_repeats=0, fail_at_once=(), fail_signatures=()).to_json(),
         **given,
     )
 

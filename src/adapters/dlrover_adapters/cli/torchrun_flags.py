@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dlrover_core.errors import SpecError
@@ -48,6 +48,10 @@ class Options(argparse.Namespace):
     def __init__(self) -> None:
         super().__init__()
         self._origins: dict[str, str] = {}
+        self.job_file: str | None = None
+        self.role_groups: str | None = None
+        self.groups: tuple[Any, ...] = ()
+        self.job_durations: Mapping[str, float] = {}
 
     def note(self, dest: str, origin: str) -> None:
         """Remember an origin."""
@@ -63,7 +67,9 @@ class Options(argparse.Namespace):
 
 
 class Given(argparse.Action):
-    """Store a value, and that it was given."""
+    """Store a value, and that it was given. ``may_be_empty``: ``''`` is a value, too."""
+
+    may_be_empty = False
 
     def __call__(
         self, _parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
@@ -74,7 +80,13 @@ class Given(argparse.Action):
             namespace.note(self.dest, option_string or self.dest)
 
 
-class Env(Given):
+class MayBeEmpty(Given):
+    """One to which an empty value means something."""
+
+    may_be_empty = True
+
+
+class Env(MayBeEmpty):
     """One whose default is in ``PET_<FLAG>``, as torchrun's have it. An empty variable counts as none."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:

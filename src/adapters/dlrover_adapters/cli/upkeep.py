@@ -18,7 +18,7 @@ from dlrover_adapters.agent.ground import LOOK_S, Ground
 from dlrover_adapters.cli import scratch
 from dlrover_adapters.cli.settings import Settings
 from dlrover_adapters.http.token import keep
-from dlrover_backends.local import orphans
+from dlrover_backends.shared import orphans
 from dlrover_core.errors import CoreError
 from dlrover_core.host import threads
 from dlrover_core.host.threads import NO_THREAD

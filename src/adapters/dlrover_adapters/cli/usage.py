@@ -7,7 +7,7 @@ import difflib
 import errno
 import sys
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 EX_USAGE = 2
 EX_LATER = 75
@@ -22,6 +22,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say it and leave with 2."""
         sys.exit(say(self.prog, f"{message}{self._meant(message)}; {self.prog} --help lists the options"))
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Refuse an empty value of an option, which mostly is a variable that a script did not set.
+
+        Torchrun's own options, and others that say ``may_be_empty``, take one.
+        """
+        if action.option_strings and "" in arg_strings and not getattr(action, "may_be_empty", False):
+            raise argparse.ArgumentError(action, "its value is empty; give one, or leave the option out")
+        return super()._get_values(action, arg_strings)
 
     def _meant(self, message: str) -> str:
         """The option that somebody may have misspelt, as words to add."""

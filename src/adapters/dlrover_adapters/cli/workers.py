@@ -25,12 +25,14 @@ def settings(options: Options) -> dict[str, Any]:
     """The fields of `Settings` that say how workers are started. Raises `SpecError`."""
     from dlrover_adapters.cli import before, programs
     from dlrover_adapters.cli import options as cli_options
+    from dlrover_adapters.cli.backend_flags import apart
 
     mode, argv = program(options)
     warm = preload(options.preload)
     programs.check(mode, argv, warm)
     nproc = cli_options.workers(options.nproc_per_node)
-    before.check_size(options, nproc)
+    if not apart(options):
+        before.check_size(options, nproc)
     quiet = options.log_dir == os.devnull  # torchrun's word for: keep nothing
     streams = {
         name: tuple(int(one) for one in parse_streams(name, "0" if quiet else getattr(options, name), nproc))
@@ -124,7 +126,7 @@ def launch_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `LaunchConfig` in what `Settings` wrote down, beyond those that the agent reads one by one."""
     names = ("duplicate_stdout", "duplicate_stderr", "signals")
     plain = ("imports", "log_bytes_max", "log_attempts_max", "run_id", "numa", "virtual_local_rank", "store_at")
-    found = {name: raw[name] for name in plain if name in raw}
+    found = {name: raw[name] for name in (*plain, "group", "env", "framework", "stores") if name in raw}
     found.update({name: tuple(raw[name]) for name in names if name in raw})
     if raw.get("show") is not None:
         found["show"] = tuple(raw["show"])
@@ -133,7 +135,10 @@ def launch_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not raw.get("detect", True):
         found["env"] = {**found.get("env", {}), DETECT_VARIABLE: "off"}
     spec = json.loads(raw["spec"])
-    return {**found, **{name: spec[name] for name in LAUNCH_DURATIONS if name in spec}}
+    found["by_place"] = len(spec.get("groups", ())) > 1
+    own: dict[str, Any] = next((one for one in spec.get("groups", ()) if one.get("name") == raw.get("group")), {})
+    told = {**spec, **{name: one for name, one in own.items() if one is not None}}
+    return {**found, **{name: told[name] for name in LAUNCH_DURATIONS if name in told}}
 
 
 def program(options: Options) -> tuple[Mode, tuple[str, ...]]:

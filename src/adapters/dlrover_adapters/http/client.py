@@ -23,6 +23,7 @@ from dlrover_core.runtime.within import within
 AGENT_PATH = "/v1/agent"
 STATUS_PATH = "/v1/status"
 COMMAND_PATH = "/v1/command"
+RECORDS_PATH = "/v1/records"
 STATUS_BYTES_MAX = 64 * 1024 * 1024
 ANSWER_BYTES_MAX = 64 * 1024
 _OK, _BAD_REQUEST, _UNAUTHORIZED, _CONFLICT, _TOO_LARGE, _UNAVAILABLE = 200, 400, 401, 409, 413, 503
@@ -182,6 +183,15 @@ async def _untrusted(address: str, error: Exception, tls: ssl.SSLContext | None)
         return encryption.untrusted(address, error)
     hung_up = tls is None and isinstance(error, (aiohttp.ServerDisconnectedError, ConnectionResetError))
     return encryption.encrypted(address) if hung_up and await encryption.encrypts(address) else None
+
+
+async def why_failed(address: str, error: Exception, *, encrypts: bool) -> str:
+    """What kept a request from being answered, for people. ``encrypts``: it was sent over TLS."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        found = encryption.untrusted(address, error)
+    else:
+        found = None if encrypts else await _untrusted(address, error, None)
+    return str(found or f"the master at {address} cannot be asked: {_why(error)}")
 
 
 def _why(error: BaseException) -> str:

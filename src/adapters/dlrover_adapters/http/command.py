@@ -35,6 +35,11 @@ async def body_of(request: web.BaseRequest) -> bytes:
     return body
 
 
+def unreadable(broken: web.RequestPayloadError) -> tuple[int, str]:
+    """The answer to a body that is not encoded as its headers say."""
+    return _not(400, f"a body that cannot be read: {broken}")
+
+
 async def answer_to(body: bytes, obey: Obey | None, peer: str) -> tuple[int, str]:
     """Let it be done; returns the status and the JSON of the answer."""
     if len(body) > BODY_BYTES_MAX:

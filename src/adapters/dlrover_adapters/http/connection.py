@@ -51,6 +51,10 @@ class HttpLimits(NamedTuple):
     """What may wait for one slow reader."""
     connections_max: int = 20_000
     """Connections of a master, as far as its descriptors go; further ones are cut off as they come."""
+    idle_s: float = 30.0
+    """How long a connection may stay open between two pages of records."""
+    readers_max: int = 64
+    """Requests for records under way at once, those that wait for news included; further ones are refused."""
     strangers_max: int = 4096
     """Connections that are nobody's yet; a further one takes the place of the oldest."""
 

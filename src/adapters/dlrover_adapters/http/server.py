@@ -1,7 +1,7 @@
 """The master's end of the HTTP transport.
 
 ``GET /v1/agent`` is the agents' WebSocket, ``GET /v1/status`` the master's state as JSON, ``POST /v1/command`` what people
-ask of the job (`command`), ``GET /v1/healthz`` needs no token.
+ask of the job (`command`), ``GET /v1/records`` its log (`handing`), ``GET /v1/healthz`` needs no token.
 
 The listening socket is bound by whoever outlives masters, and shared with the standby: until `HttpListener.serve` runs,
 connections wait in its backlog, and to agents a change of masters is one reconnection. A stranger's bytes cost one line in
@@ -24,13 +24,13 @@ from typing import Any, cast
 import structlog
 from aiohttp import web
 
-from dlrover_adapters.http import command
+from dlrover_adapters.http import command, handing
 from dlrover_adapters.http import tls as encryption
 from dlrover_adapters.http import token as tokens
-from dlrover_adapters.http.client import AGENT_PATH, COMMAND_PATH, STATUS_PATH
+from dlrover_adapters.http.client import AGENT_PATH, COMMAND_PATH, RECORDS_PATH, STATUS_PATH
 from dlrover_adapters.http.connection import MESSAGE_BYTES_LIMIT, HttpConnection, HttpLimits
 from dlrover_core.runtime.complaints import Complaints
-from dlrover_core.runtime.transport import Accept, Obey, Status
+from dlrover_core.runtime.transport import Accept, HandOut, Obey, Status
 
 HEALTH_PATH = "/v1/healthz"
 BACKLOG = 4096
@@ -88,10 +88,12 @@ class HttpListener:
         self._status: Status | None = None
         self._complaints = Complaints(log)
         self._obey: Obey | None = None
+        self._handing: handing.Handing | None = None
         self._routes: dict[str, Handler] = {
             AGENT_PATH: self._agent,
             STATUS_PATH: self._tell,
             COMMAND_PATH: self._do,
+            RECORDS_PATH: self._hand_out,
             HEALTH_PATH: self._health,
         }
 
@@ -100,10 +102,13 @@ class HttpListener:
         """Where agents reach it, ``host:port``."""
         return self._address
 
-    async def serve(self, accept: Accept, status: Status, obey: Obey | None = None) -> None:
+    async def serve(
+        self, accept: Accept, status: Status, obey: Obey | None = None, hand_out: HandOut | None = None
+    ) -> None:
         """Begin to take connections, those first that waited; each runs ``accept`` in a task of its own."""
         assert self._server is None and self._closed is None, "a listener serves once"
         self._accept, self._status, self._obey = accept, status, obey
+        self._handing = handing.Handing(hand_out, self._limits)
         limits = self._limits._replace(connections_max=_room(self._limits.connections_max))
         self._gate = _Gate(self._route, limits, self._complaints)
         loop = asyncio.get_running_loop()
@@ -150,8 +155,9 @@ class HttpListener:
 
     def _known(self, request: web.BaseRequest) -> bool:
         # Two of them are none: whoever stands between us might have looked at the other one.
+        plain = request.headers.getall(tokens.PLAIN_HEADER, [])
         headers = request.headers.getall(tokens.HEADER, [])
-        shown = tokens.shown(headers[0] if len(headers) == 1 else None)
+        shown = tokens.shown_plainly(plain) if plain else tokens.shown(headers[0] if len(headers) == 1 else None)
         if tokens.same(shown, self._token):
             return True
         self._complaints.warning(
@@ -184,11 +190,20 @@ class HttpListener:
 
     async def _do(self, request: web.BaseRequest) -> web.StreamResponse:
         assert self._gate is not None
-        asked = await command.body_of(request)
+        try:
+            asked = await command.body_of(request)
+        except web.RequestPayloadError as broken:  # compressed, it says, and is not
+            return _answer(*command.unreadable(broken), "application/json")
         # All of it is here: from now on it is the log that may take its time.
         self._gate.admitted(request.protocol)
         status, text = await command.answer_to(asked, self._obey, _peer(request))
         return _answer(status, text, "application/json")
+
+    async def _hand_out(self, request: web.BaseRequest) -> web.StreamResponse:
+        assert self._gate is not None and self._handing is not None
+        # Whoever has the token may take its time: how many do is bounded there.
+        self._gate.admitted(request.protocol)
+        return await self._handing.answer(request)
 
     async def _health(self, _request: web.BaseRequest) -> web.StreamResponse:
         return _answer(200, "ok\n")
@@ -206,8 +221,9 @@ class _Gate(web.Server):
         self._full = False
 
     def __call__(self) -> web.RequestHandler:
-        # REST answers close their connection, and a WebSocket is no keep-alive: what lingers is nobody's.
-        return _Protocol(self, loop=self._loop, access_log=None, keepalive_timeout=0, lingering_time=0)
+        # But for pages of records REST answers close their connection, and a WebSocket is no keep-alive.
+        idle_s = self._limits.idle_s
+        return _Protocol(self, loop=self._loop, access_log=None, keepalive_timeout=idle_s, lingering_time=0)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)

@@ -10,13 +10,15 @@ import contextlib
 import hmac
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dlrover_core.errors import SpecError
 
 VARIABLE = "DLROVER_TOKEN"
 HEADER = "Authorization"
+# For proxies that keep `HEADER` to themselves, as the API server of Kubernetes does.
+PLAIN_HEADER = "X-DLRover-Token"
 _SCHEME = "Bearer "
 TOKEN_CHARS_MIN = 8
 TOKEN_CHARS_MAX = 1024
@@ -107,9 +109,19 @@ def authorization(token: str) -> dict[str, str]:
     return {HEADER: _SCHEME + token} if token else {}
 
 
+def past_proxies(token: str) -> dict[str, str]:
+    """The same in a header that proxies let through; `HEADER` is theirs."""
+    return {PLAIN_HEADER: token} if token else {}
+
+
 def shown(header: str | None) -> str:
     """The token that a request shows, or the empty string."""
     return header[len(_SCHEME) :].strip() if header is not None and header.startswith(_SCHEME) else ""
+
+
+def shown_plainly(headers: Sequence[str]) -> str:
+    """The token in `PLAIN_HEADER`; of several none, for whoever stands between us might have looked at another one."""
+    return headers[0].strip() if len(headers) == 1 else ""
 
 
 def same(one: str, other: str) -> bool:

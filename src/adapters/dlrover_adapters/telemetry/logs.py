@@ -96,11 +96,7 @@ def set_up(path: Path | None, level: str, **bound: object) -> None:
     Lines of several processes share the file: each is one write of less than a pipe's atomic size, opened for appending.
     """
     stream = sys.stderr if path is None else cast(TextIO, LogFile(path))
-    renderer = (
-        structlog.dev.ConsoleRenderer(colors=False)
-        if path is None
-        else structlog.processors.LogfmtRenderer(key_order=("timestamp", "level", "role", "event"))
-    )
+    renderer = structlog.processors.LogfmtRenderer(key_order=("timestamp", "level", "role", "event"))
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

@@ -15,6 +15,9 @@ waited for.
 
 ``FlashCheckpoint(url, model=..., optimizer=...)`` saves the state of training into the agent's memory and to storage, and
 restores it; its ``step`` tells the step too.
+
+``ElasticDataset(name, size=..., fetch=...)`` gives each rank its own samples of one total order, and its position is saved with
+the state. ``ElasticBatch(model, optimizer, global_batch=..., micro_batch=...)`` makes the same global steps at every world size.
 """
 
 from __future__ import annotations
@@ -24,13 +27,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checkpoint.flash import FlashCheckpoint
+    from .data.batch import ElasticBatch
+    from .data.dataset import ElasticDataset
     from .loss import report_loss
     from .meter import compute, report_tokens
     from .steps import phase
     from .steps import tell as step
 
-__all__ = ["FlashCheckpoint", "compute", "phase", "report_loss", "report_tokens", "step"]
+__all__ = [
+    "ElasticBatch",
+    "ElasticDataset",
+    "FlashCheckpoint",
+    "compute",
+    "phase",
+    "report_loss",
+    "report_tokens",
+    "step",
+]
 _HERE = {
+    "ElasticBatch": ("data.batch", "ElasticBatch"),
+    "ElasticDataset": ("data.dataset", "ElasticDataset"),
     "FlashCheckpoint": ("checkpoint.flash", "FlashCheckpoint"),
     "compute": ("meter", "compute"),
     "phase": ("steps", "phase"),

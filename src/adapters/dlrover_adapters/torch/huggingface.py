@@ -84,7 +84,7 @@ class FlashTrainerMixin:
             )
         self._resumed = False
         self._prepared = super()._prepare_for_training(max_steps, self._loader, resume)  # type: ignore[misc]
-        kept = _Kept(me)
+        kept = _TrainerState(me)
         self.flash = FlashCheckpoint(
             model=me.model,
             optimizer=me.optimizer,
@@ -145,7 +145,7 @@ def _check(trainer: Any) -> None:
         )
 
 
-class _Kept:
+class _TrainerState:
     """What of a Trainer is no model, optimizer or scheduler."""
 
     def __init__(self, trainer: Any) -> None:

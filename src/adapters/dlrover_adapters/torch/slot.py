@@ -10,7 +10,7 @@ import mmap
 import struct
 import threading
 
-BYTES = 80
+BYTES = 88
 PHASES = {"train": 0, "evaluation": 1, "eval": 1, "checkpoint": 2}
 OTHER_PHASE = 3
 SHARE = 0.1
@@ -18,7 +18,7 @@ SHARE = 0.1
 
 _NOW = struct.Struct("=qqqq")  # step, when, usual time of a step, phase
 _LONGEST = struct.Struct("=q")
-_LONGEST_AT, _SIGNAL_AT, _TOTAL_AT = 32, 64, 72
+_LONGEST_AT, _SIGNAL_AT, _TOTAL_AT, _WAITED_AT = 32, 64, 72, 80
 
 
 class Slot:
@@ -83,6 +83,10 @@ class Slot:
     def total(self, number: int) -> None:
         """The script means to make so many steps; 0: nobody knows."""
         _LONGEST.pack_into(self._memory, _TOTAL_AT, number)
+
+    def waited(self, now_us: int) -> None:
+        """A process that draws data for this worker waits for them now. Its own place: it is written beside the worker."""
+        _LONGEST.pack_into(self._memory, _WAITED_AT, now_us)
 
     def shows_on(self, number: int) -> None:
         """A signal of this number makes the process show its stacks; 0: none does."""

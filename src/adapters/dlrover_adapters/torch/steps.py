@@ -4,7 +4,8 @@ Two channels. The *slot* is a little memory shared with the agent (`slot`): alwa
 *doorbell* is a packet on the agent's Unix socket: at once for the first step, then at most every `RING_S`. Neither may ever
 slow or break training: a full socket drops the packet (a newer one follows), a dead agent silences the signal.
 
-A forked child of the worker (a DataLoader worker) shares neither: its steps are not this rank's.
+A forked child of the worker (a DataLoader worker) signals no steps: they are not this rank's. It says one thing in the slot, that
+it waits for data.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ STEP_MAX = 2**53
 
 _signal: StepSignal | None = None
 _expected = False
+_parents: tuple[int, Slot] | None = None
+"""In a forked child: the worker's process, and its slot."""
 
 
 class StepSignal:
@@ -85,6 +88,11 @@ class StepSignal:
     def measured_by(self, meter: Meter, losses: LossWatch) -> None:
         """These are told of every step."""
         self._meter, self._losses = meter, losses
+
+    @property
+    def slot(self) -> Slot | None:
+        """What is shared with the agent; None: no longer."""
+        return self._slot
 
     def silence(self) -> None:
         """Never signal again; in a forked child the parent keeps its own copies."""
@@ -144,13 +152,21 @@ def begin(
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    global _signal  # noqa: PLW0603 - a process is one rank; torch's hook registry is as global
-    _signal = StepSignal(generation, rank, agent_socket, slot_fd, stepped)
+    signal = begin_told(generation, rank, agent_socket, slot_fd, stepped)
     if os.environ.get(DETECT_VARIABLE) != "off":
         memory = mmap.mmap(slot_fd, SLOT_BYTES)
-        _signal.measured_by(meter.begin(memory), loss.begin(memory, os.environ.get(GRADS_VARIABLE) == "1"))
+        signal.measured_by(meter.begin(memory), loss.begin(memory, os.environ.get(GRADS_VARIABLE) == "1"))
     register_optimizer_step_post_hook(_after_optimizer)
+
+
+def begin_told(
+    generation: int, rank: int, agent_socket: str, slot_fd: int, stepped: Callable[[], int] | None = None
+) -> StepSignal:
+    """Signal the steps that the script tells, and no others. Imports nothing of torch."""
+    global _signal  # noqa: PLW0603 - a process is one rank; torch's hook registry is as global
+    _signal = StepSignal(generation, rank, agent_socket, slot_fd, stepped)
     os.register_at_fork(after_in_child=_forked)
+    return _signal
 
 
 def expect() -> None:
@@ -184,6 +200,18 @@ def phase(name: str) -> Iterator[None]:
             _signal.back(begun)
 
 
+@contextlib.contextmanager
+def waiting(name: str) -> Iterator[None]:
+    """A phase that is a part of a longer wait, for those who wait in parts: each says anew that the wait goes on.
+
+    In a forked child of the worker it says so for the worker, which may wait for that child.
+    """
+    if _parents is not None and _parents[0] == os.getppid():
+        _parents[1].waited(_now_us())
+    with phase(name):
+        yield
+
+
 def _after_optimizer(optimizer: object, _args: tuple[Any, ...], _kwargs: dict[Any, Any]) -> None:
     import torch
 
@@ -194,8 +222,9 @@ def _after_optimizer(optimizer: object, _args: tuple[Any, ...], _kwargs: dict[An
 
 
 def _forked() -> None:
-    global _signal  # noqa: PLW0603 - as above
+    global _signal, _parents  # noqa: PLW0603 - as above
     if _signal is not None:
+        _parents = (os.getppid(), _signal.slot) if _signal.slot is not None else None
         with contextlib.suppress(OSError):
             _signal.silence()
         _signal = None

@@ -64,7 +64,7 @@ class _Died(NamedTuple):
     died_us: int
 
 
-OpenStore = Callable[[str], tuple[Any, int]]
+OpenStore = Callable[[str], tuple[object, int]]
 Watch = Callable[[Seen, Callable[[int | None], None]], Callable[[], None]]
 
 

@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
-import logging
 import os
 import random
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dlrover_core.runtime.launcher import WorkersLaunch
 
-from . import steps
-from .environment import rank_environment
+from . import environment as variables
 
-ERROR_CHARS_MAX, STACK_CHARS_MAX = 4096, 8192
+CPUS, CHECK, STEPS = "dlrover_adapters.torch.affinity", "dlrover_adapters.torch.check", True
+
 WARM = "DLROVER_WARM"
 """``core``, instead of ``all``: the zygote imports torch alone. For scripts without optimizers: 2 s of CPU and 100 MiB less on
 each node's start.
@@ -43,6 +38,18 @@ finds it out anew, with subprocesses of 0.6 s.
 """
 
 PROBE_SIZE = 256  # large enough that a product is shared out to the OpenMP team
+
+
+def birth(env: dict[str, str], nproc: int, signals: Sequence[int]) -> None:
+    """Torchrun's variables that are the same for all ranks, and what torch reads when it is loaded."""
+    variables.birth(env, nproc, signals)
+
+
+def serve_store(host: str, port: int, fd: int) -> object:
+    """A TCPStore. It is given its socket: torch itself would listen on every interface, and its stores are unauthenticated."""
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def import_core() -> None:
@@ -69,6 +76,8 @@ def import_rest() -> None:
         for name in ("flash", "restore"):
             importlib.import_module(f"dlrover_adapters.torch.checkpoint.{name}")
     except Exception as error:  # noqa: BLE001  # no xxhash, an older torch, an fsspec that is configured wrongly
+        import logging  # not earlier: agents import this module first of all
+
         # Scripts that want it meet the same error; others are forked all the same.
         logging.getLogger("dlrover.torch").warning(
             "FlashCheckpoint cannot be imported: %s: %s", type(error).__name__, error
@@ -99,7 +108,7 @@ def refusal_in_child() -> str:
 
 def environment(launch: WorkersLaunch, local_rank: int, role: str, error_file: str) -> dict[str, str]:
     """Torchrun's variables."""
-    return rank_environment(launch, local_rank, role, error_file)
+    return variables.rank_environment(launch, local_rank, role, error_file)
 
 
 @contextlib.contextmanager
@@ -178,6 +187,8 @@ def find(known: Iterable[str]) -> None:
 
 def begin(launch: WorkersLaunch, rank: int, agent_socket: str, slot_fd: int, stepped: Callable[[], int]) -> None:
     """Signal steps from here on, and be ready to show where this process is."""
+    from . import steps
+
     steps.begin(launch.generation, rank, agent_socket, slot_fd, stepped)
 
 
@@ -191,23 +202,6 @@ def has_peers() -> bool:
 
 def record_error(error: BaseException) -> None:
     """Write torch's error file, for scripts without torch's ``@record``; what ``@record`` wrote stays."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    whole = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    # Frames come before the error's text, which may be long.
-    stack = (
-        whole if len(whole) <= 2 * STACK_CHARS_MAX else f"{whole[:STACK_CHARS_MAX]}\n...\n{whole[-STACK_CHARS_MAX:]}"
-    )
-    extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
-    told = {"message": {"message": f"{type(error).__name__}: {_text_of(error)}"[:ERROR_CHARS_MAX], "extraInfo": extra}}
-    # A full disk must not hide the error itself, which is printed next.
-    with contextlib.suppress(OSError), Path(path).open("x", encoding="utf-8") as file:
-        json.dump(told, file)
+    from . import errors
 
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001 - its class is the program's own
-        return "<its text cannot be had>"
+    errors.record(os.environ.get("TORCHELASTIC_ERROR_FILE", ""), error)

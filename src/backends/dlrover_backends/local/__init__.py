@@ -9,6 +9,8 @@ async with LocalNodeHost(state_dir / "nodes.sock", command):     # in the launch
 backend = LocalBackend(state_dir / "nodes.sock")                 # in every master
 ```
 
+`backend` makes it for `--backend local`, whose argument, the socket, is the launcher's to give.
+
 Names resolve lazily: the launcher starts its first processes (`blanks`) before it imports anything slow.
 """
 
@@ -20,24 +22,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlrover_backends.local.blanks import Ahead
     from dlrover_backends.local.client import LocalBackend
+    from dlrover_backends.local.client import backend as backend
     from dlrover_backends.local.host import Command, LocalNodeHost, StaleToken
-    from dlrover_backends.local.process import LocalCommand, Started
+    from dlrover_backends.shared.process import LocalCommand, Started
 
 _PLACES = {
-    "Ahead": "blanks",
-    "Command": "host",
-    "LocalBackend": "client",
-    "LocalCommand": "process",
-    "LocalNodeHost": "host",
-    "StaleToken": "host",
-    "Started": "process",
+    "Ahead": "local.blanks",
+    "Command": "local.host",
+    "LocalBackend": "local.client",
+    "LocalCommand": "shared.process",
+    "LocalNodeHost": "local.host",
+    "StaleToken": "local.host",
+    "backend": "local.client",
+    "Started": "shared.process",
 }
 
-__all__ = ["Ahead", "Command", "LocalBackend", "LocalCommand", "LocalNodeHost", "StaleToken", "Started"]
+__all__ = ["Ahead", "Command", "LocalBackend", "LocalCommand", "LocalNodeHost", "StaleToken", "Started", "backend"]
 
 
 def __getattr__(name: str) -> Any:
     place = _PLACES.get(name)
     if place is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{place}"), name)
+    return getattr(importlib.import_module(f"dlrover_backends.{place}"), name)

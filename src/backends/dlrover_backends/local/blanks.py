@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import structlog
 
-from dlrover_backends.local.process import LocalCommand, Started, blank
+from dlrover_backends.shared.process import LocalCommand, Started, blank
 from dlrover_core.runtime.watchdog import START_S, Seen, Verdict, Watch
 
 REFILL_S = 3.0

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Union, cast
 
 import structlog
 
-from dlrover_backends.local import wire
 from dlrover_backends.local.host import StaleToken
-from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage
+from dlrover_backends.shared import wire
+from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage, SpecError
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.backend import Changed, Listed, Observation
+from dlrover_core.runtime.backends import BackendContext
 from dlrover_core.runtime.within import within
 
 CALL_S = 30.0
@@ -23,10 +24,13 @@ log = structlog.get_logger("dlrover.backend")
 
 
 class LocalBackend:
-    """The `Backend` port over the node host at the Unix socket ``path``. Holds no connection between calls."""
+    """The `Backend` port over the node host at the Unix socket ``path``. Holds no connection between calls.
 
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
+    ``masters``: where the nodes' agents find the masters of whoever observes; the host tells them if that is news.
+    """
+
+    def __init__(self, path: str | Path, masters: Sequence[str] = ()) -> None:
+        self._path, self._masters = Path(path), tuple(masters)
 
     async def launch(self, node: NodeLaunch, token: int) -> None:
         """Start a node; returns when its program runs. Raises `LaunchRefused`, `StaleToken`, `ConnectionLost`."""
@@ -46,7 +50,7 @@ class LocalBackend:
         while True:
             try:
                 async with wire.connect(self._path) as (reader, writer):
-                    await wire.write(writer, "observe")
+                    await wire.write(writer, "observe", self._masters)
                     while True:
                         seen = _seen(await wire.read(reader))
                         failures = 0
@@ -77,6 +81,13 @@ class LocalBackend:
         async with wire.connect(self._path) as (reader, writer):
             await wire.write(writer, *request)
             return await wire.read(reader)
+
+
+def backend(context: BackendContext) -> LocalBackend:
+    """The local backend of a job, whose argument is the socket of the launcher's node host. Raises `SpecError` without one."""
+    if not context.args:
+        raise SpecError("backend", "local serves a launcher's own nodes, and is chosen by naming no backend at all")
+    return LocalBackend(context.args, context.masters)
 
 
 def _seen(frame: tuple[Any, ...]) -> Listed | Changed:

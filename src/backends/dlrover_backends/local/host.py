@@ -19,16 +19,16 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
 import structlog
 
-from dlrover_backends.local import process, wire
 from dlrover_backends.local.blanks import Ahead, Blanks
-from dlrover_backends.local.process import LocalCommand, Started
+from dlrover_backends.shared import process, wire
+from dlrover_backends.shared.process import LocalCommand, Started
 from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.logs.place import NO_INODE, inode_of
@@ -39,6 +39,7 @@ from dlrover_core.words import plain
 REQUEST_S = 10.0
 UNREAD_MAX = 10_000
 KILL_WAIT_S = 5.0
+MASTERS_MAX = 16
 REASON_CHARS_MAX = 500
 # What will not be better next time. The rest (memory, processes, descriptors) may.
 _FOR_GOOD = frozenset(
@@ -123,16 +124,25 @@ class _Observer:
 class LocalNodeHost:
     """Nodes as processes of this host, served to masters at the Unix socket ``path``.
 
-    ``command`` says how a node's agent is started, given the token of the master that ordered it; or how agents are started
-    ahead (`Ahead`), which are told ``node``, its name in the job, when one is launched. ``limit`` is how many nodes may live at
-    once; None: as many as come. Open and close it in the main thread.
+    ``command`` says how a node's agent is started, given the token of the master that ordered it; or how agents of each group are
+    started ahead (`Ahead`), which are told ``node``, its name in the job, when one is launched. ``limit`` is how many nodes may
+    live at once; None: as many as come. ``masters`` are those that agents are started with: where whoever observes names others,
+    all agents that were started ahead are told ``masters``. Open and close it in the main thread.
     """
 
-    def __init__(self, path: str | Path, command: Command | Ahead, *, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        command: Command | Mapping[str, Ahead],
+        *,
+        limit: int | None = None,
+        masters: Sequence[str] = (),
+    ) -> None:
         self._path, self._limit = Path(path), limit
-        self._command = None if isinstance(command, Ahead) else command
-        self._blanks = Blanks(command) if isinstance(command, Ahead) else None
-        self._hostname = plain(socket.gethostname())
+        self._masters, self._moved = tuple(masters), False
+        self._command = None if isinstance(command, Mapping) else command
+        self._blanks = {group: Blanks(one) for group, one in command.items()} if isinstance(command, Mapping) else {}
+        self._hostname = plain(os.environ.get("DLROVER_HOST") or socket.gethostname())
         self._nodes: dict[str, _Node] = {}
         self._used: set[str] = set()
         self._token = 0
@@ -152,8 +162,8 @@ class LocalNodeHost:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("a node host must run in the main thread: its nodes would die with any other")
         await self._listen()
-        if self._blanks is not None:
-            self._blanks.open()
+        for blanks in self._blanks.values():
+            blanks.open()
 
     async def restore(self) -> None:
         """Listen again where the socket was removed; conversations that there are go on. Raises `CoreError`."""
@@ -170,8 +180,8 @@ class LocalNodeHost:
 
     async def warm(self) -> None:
         """Wait until no agent that was started ahead is still getting warm."""
-        if self._blanks is not None:
-            await self._blanks.settled.wait()
+        for blanks in self._blanks.values():
+            await blanks.settled.wait()
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Kill every node, SIGTERM first where there is a grace, wait until all are dead, and stop serving. Idempotent."""
@@ -182,8 +192,8 @@ class LocalNodeHost:
         self._server = None
         with contextlib.suppress(OSError):  # gone with its folder, or on a disk that is read-only by now
             self._path.unlink()
-        if self._blanks is not None:
-            await self._blanks.close()
+        for blanks in self._blanks.values():
+            await blanks.close()
         for node in list(self._nodes.values()):
             self._end(node, grace_s)
         if self._nodes:
@@ -283,10 +293,24 @@ class LocalNodeHost:
             asyncio.get_running_loop().remove_reader(started.control)  # its pidfd tells the rest
 
     def _executed(self, launch: NodeLaunch, token: int) -> Started:
-        if self._blanks is not None:
-            return self._blanks.take(node=launch.node)
-        assert self._command is not None
-        return Started(self._command(launch, token))
+        if self._command is not None:
+            return Started(self._command(launch, token))
+        blanks = self._blanks.get(launch.group)
+        if blanks is None:
+            raise ValueError(f"this host starts nodes of {', '.join(sorted(self._blanks))}, not of {launch.group!r}")
+        news = {"masters": self._masters} if self._moved else {}
+        return blanks.take(node=launch.node, **news)
+
+    def _masters_are(self, masters: tuple[str, ...]) -> None:
+        """Tell every agent where the masters have moved to. Whom to believe is the agent's to decide: by fencing tokens."""
+        if not masters or masters == self._masters:
+            return
+        self._masters, self._moved = masters, True
+        log.info("masters have moved", masters=", ".join(masters))
+        for node in self._nodes.values():
+            if node.started is not None and node.started.control is not None and not node.over:
+                with contextlib.suppress(OSError):  # dead, or about to be
+                    node.started.tell(masters=masters)
 
     @staticmethod
     def _refuse(node: _Node, reason: str, number: int | None) -> None:
@@ -374,6 +398,7 @@ class LocalNodeHost:
         try:
             request = await within(REQUEST_S, wire.read(reader))
             if request[0] == "observe":
+                self._masters_are(_addresses(request[1:]))
                 await self._observed(reader, writer)
             else:
                 await wire.write(writer, *await self._answer(request))
@@ -425,6 +450,16 @@ class LocalNodeHost:
                 await asyncio.gather(draining, ending, return_exceptions=True)
         finally:
             self._observers.discard(observer)
+
+
+def _addresses(words: tuple[Any, ...]) -> tuple[str, ...]:
+    """The masters that an observer names; none where it names none. Raises `MalformedMessage`."""
+    match words:
+        case () | ((),):
+            return ()
+        case (tuple(masters),) if len(masters) <= MASTERS_MAX and all(isinstance(one, str) for one in masters):
+            return masters
+    raise MalformedMessage("an observer names its masters as a list of addresses, or not at all")
 
 
 async def _reported(started: Started) -> tuple[int, str]:

@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from dlrover_adapters.checkpoint.table import cut_in
 from dlrover_core.checkpoint.arena import PAGE, ArenaBroken, Control, Geometry, Stamp
+from dlrover_core.job.lineage import readable
 
 from . import budget
 
@@ -26,6 +28,8 @@ COPIES_MAX = 128
 HEADS_MAX = 64
 """Tables and objects of other nodes' states that are kept for ranks of this node that ask later; the newest."""
 NUMBER_MAX = 2**53
+CUT_LOOK_BYTES = 64 * 1024
+"""Of a slot's blob, what is read for the cut, which stands first in it."""
 _NAME = "dlrover-arena"
 
 
@@ -106,6 +110,17 @@ class Arena:
         """What its slots hold now; numbers that nobody could tell the leader are none."""
         found = self.control.stamps() if self.control is not None else ()
         return [one for one in found if max(one[1].generation, one[1].step) < NUMBER_MAX]
+
+    def cut(self, slot: int) -> bytes:
+        """What the state in a slot has consumed of each dataset, packed; empty: it says nothing, or cannot be read."""
+        stamp = self.control.stamp(slot) if self.control is not None else None
+        if stamp is None or self.geometry is None:
+            return b""
+        try:
+            found = cut_in(os.pread(self.fd, min(stamp.blob_bytes, CUT_LOOK_BYTES), self.geometry.blob_at(slot)))
+        except (OSError, ArenaBroken):
+            return b""
+        return found if readable(found) else b""
 
     def close(self) -> None:
         """Let the memory go; others may still have it."""

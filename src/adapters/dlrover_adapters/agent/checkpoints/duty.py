@@ -21,6 +21,7 @@ from dlrover_core.checkpoint.arena import ArenaBroken
 from dlrover_core.job.checkpoints import OfferReplica, ReportHeld
 from dlrover_core.job.orders import Order
 from dlrover_core.job.plans import Boundary
+from dlrover_core.job.shards import Terms
 from dlrover_core.runtime.duties import Desk
 from dlrover_core.runtime.keeping import HELD_MAX, KeptBeat, Written
 from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkersGone
@@ -171,6 +172,12 @@ class CheckpointDuty:
         self._hashed.pop(arena.id, None)
         if self._site is not None:
             self._site.saving.forget(arena)
+
+    def dataset(self, caller: Caller, terms: Terms) -> None:
+        """A rank trains on this dataset."""
+        if self._site is not None:
+            self._ranks.dataset(self._site, caller, terms)
+            self._wake.set()
 
     def told(self, caller: Caller, body: dict[str, Any]) -> None:
         """A rank has something to say."""
@@ -410,7 +417,9 @@ class CheckpointDuty:
             self._told_ended = generation
             steps = site.steps(generation)
             self._ranks.ended(site, generation)
-            site.desk.send(ReportHeld(site.desk.node, generation, steps[-HELD_MAX:], 0, site.copied(generation)[:16]))
+            cut = site.cut(State(generation, steps[-1])) if steps else b""
+            held = steps[-HELD_MAX:], 0, site.copied(generation)[:16], cut
+            site.desk.send(ReportHeld(site.desk.node, generation, *held))
             state = State(generation, self._orderable(site, steps))
             keeping = site.keeping
             if state.step >= 0 and state > site.committed and generation in self._failed and keeping and keeping.url:

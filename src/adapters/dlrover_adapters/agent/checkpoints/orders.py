@@ -205,7 +205,8 @@ class Orders:
                     raise OSError(f"the copy of step {step} of rank {rank} is not there any more")
                 views.append(view)
             parts, size = storing.write(views, order, self._progress)
-        return {"parts": parts, "size": size}
+            cut = views[0].cut()
+        return {"parts": parts, "size": size, "cut": cut}
 
     def _copied(self, rank: int, generation: int, step: int, layout: int) -> Any:
         from dlrover_adapters.checkpoint.peers import Wanted

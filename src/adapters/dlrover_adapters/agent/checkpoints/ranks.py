@@ -14,25 +14,30 @@ from dlrover_core.job.checkpoints import (
     ReportRestored,
     worth_telling,
 )
+from dlrover_core.job.lineage import readable
 from dlrover_core.job.plans import Boundary
+from dlrover_core.job.shards import Datasets, RegisterDataset, Terms
 
 from .arenas import State
 from .site import Keeping, Site
-from .vault import Caller
+from .vault import Caller, Refused
 
 
 class Began(NamedTuple):
-    """From where a rank began."""
+    """From where a rank began, with the fields of `ReportRestored`."""
 
     step: int
     tier: str
     took_us: int
     fell: tuple[tuple[str, str], ...]
+    made_in: int = 0
+    cut: bytes = b""
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> Began | None:
         """From a packet; None: it makes no sense."""
-        step, tier, took_us, fell = (body.get(name) for name in cls._fields)
+        step, tier, took_us, fell = (body.get(name) for name in cls._fields[:4])
+        of, cut = body.get("of", 0), body.get("cut", b"")
         if type(step) is not int or type(took_us) is not int or not 0 <= step < 2**53 or not 0 <= took_us < 2**53:
             return None
         if tier not in TIERS or not isinstance(fell, list) or len(fell) > FELL_MAX:
@@ -40,7 +45,9 @@ class Began(NamedTuple):
         pairs = [tuple(one) if isinstance(one, list) else () for one in fell]
         if not all(len(one) == 2 and all(isinstance(text, str) for text in one) for one in pairs):
             return None
-        return cls(step, tier, took_us, tuple((one[0][:TEXT_MAX], one[1][:TEXT_MAX]) for one in pairs))
+        if type(of) is not int or not 0 <= of < 2**53 or not isinstance(cut, bytes) or not readable(cut):
+            return None
+        return cls(step, tier, took_us, tuple((one[0][:TEXT_MAX], one[1][:TEXT_MAX]) for one in pairs), of, cut)
 
 
 class Ranks:
@@ -53,6 +60,8 @@ class Ranks:
         self._began: dict[int, Began] = {}
         self._acked: dict[int, int] = {}
         self._told: set[str] = set()
+        self._datasets: dict[str, Terms] = {}
+        self._registered: list[Terms] = []
         self._armed = self._waits = 0
 
     def greeted(self, caller: Caller) -> None:
@@ -60,13 +69,28 @@ class Ranks:
         if caller.generation > self.generation:
             self.generation = caller.generation
             self.callers, self._keeping, self._began, self._acked = {}, {}, {}, {}
-            self._told = set()
+            self._told, self._datasets, self._registered = set(), {}, []
         self.callers[caller.local_rank] = caller
 
     def keeps(self, caller: Caller, keeping: Keeping) -> None:
         """How it does."""
         if caller.generation == self.generation:
             self._keeping[caller.local_rank] = keeping
+
+    def dataset(self, site: Site, caller: Caller, terms: Terms) -> None:
+        """A rank trains on this dataset. Raises `Refused` where another rank, or the job's log, has another one of that name."""
+        if caller.generation != self.generation:
+            return
+        logged, here = self._logged(site, terms.name), self._datasets.get(terms.name)
+        for known, who in ((logged, "the job has it"), (here, "another rank here has it")):
+            grew = known is logged and known is not None and known.grew_to(terms)
+            if known is not None and not (known.same(terms) or grew):
+                raise Refused(f"dataset {terms.name!r}: {who} with {known}; this one has {terms}: give it another name")
+        self._datasets[terms.name] = terms.completed(here)
+
+    @staticmethod
+    def _logged(site: Site, name: str) -> Terms | None:
+        return next((one for one in site.order.part(Datasets).known if one.name == name), None)
 
     def told(self, caller: Caller, body: dict[str, Any]) -> None:
         """Something else."""
@@ -105,6 +129,7 @@ class Ranks:
             self._report_keeping(site)
             if self._expected(site) <= self._began.keys():
                 self._report_restored(site)
+            self._report_datasets(site)
             self._report_plan(site)
 
     def ended(self, site: Site, generation: int) -> None:
@@ -133,6 +158,17 @@ class Ranks:
             )
         )  # fmt: skip
 
+    def _report_datasets(self, site: Site) -> None:
+        """By the node of rank 0: what the leader does not know yet."""
+        if site.launch is None or site.launch.node_rank != 0:
+            return
+        for one in self._datasets.values():
+            logged = self._logged(site, one.name)
+            terms = one.completed(logged)
+            if terms != logged and terms not in self._registered:
+                self._registered.append(terms)
+                site.desk.send(RegisterDataset(site.desk.node, self.generation, *terms))
+
     def _report_restored(self, site: Site) -> None:
         """All of them began from the same state; the slowest tier and the longest time count."""
         if site.launch is None or not self._once("restored"):
@@ -141,7 +177,8 @@ class Ranks:
         fell = tuple(dict.fromkeys(pair for one in self._began.values() for pair in one.fell))[:FELL_MAX]
         if worth_telling(slowest.tier, fell, rank_0=site.launch.node_rank == 0):
             took_us = max(one.took_us for one in self._began.values())
-            site.desk.send(ReportRestored(site.desk.node, self.generation, slowest.step, slowest.tier, took_us, fell))
+            began = slowest.step, slowest.tier, took_us, fell, slowest.made_in, slowest.cut
+            site.desk.send(ReportRestored(site.desk.node, self.generation, *began))
 
     def _report_plan(self, site: Site) -> None:
         """All look for the boundary; all wait at it. The words in the arenas say it where a packet was lost."""
@@ -162,4 +199,5 @@ class Ranks:
         waits = seen and len(boundaries) == 1 and State(self.generation, step) in site.whole
         if waits and plan == self._armed and plan != self._waits:
             self._waits = plan
-            site.desk.send(ReportHeld(site.desk.node, self.generation, (step,), plan))
+            cut = site.cut(State(self.generation, step))
+            site.desk.send(ReportHeld(site.desk.node, self.generation, (step,), plan, (), cut))

@@ -102,6 +102,11 @@ class Site:
         """Where a state lies, by local rank."""
         return [place for _, place in sorted(self.arenas.held().get(state, {}).items())]
 
+    def cut(self, state: State) -> bytes:
+        """What a state has consumed of each dataset, packed, as the slot of its first rank says; empty: it says nothing."""
+        own = self.own(state)
+        return own[0][0].cut(own[0][1]) if own else b""
+
     def hold(self, who: str, states: list[State]) -> None:
         """Keep these from being overwritten, beside what others than ``who`` keep; until the next call."""
         self._holds[who] = states

@@ -24,6 +24,8 @@ from dlrover_adapters.agent.cgroup import ROOT
 from dlrover_adapters.agent.listener import PacketListener
 from dlrover_core.checkpoint.arena import ArenaBroken, Geometry
 from dlrover_core.errors import MalformedMessage
+from dlrover_core.job.shards import Terms
+from dlrover_core.runtime.checked import checked
 from dlrover_core.runtime.launcher import WorkersLaunch
 
 from .arenas import MEMORY, Arena, Arenas, NoRoom, Owner
@@ -95,6 +97,9 @@ class Listener(Protocol):
 
     def dropped(self, arena: Arena) -> None:
         """Nobody needs it any more; it is closed next."""
+
+    def dataset(self, caller: Caller, terms: Terms) -> None:
+        """A rank trains on this dataset. Raises `Refused` where the job has another one of that name."""
 
     def told(self, caller: Caller, body: dict[str, Any]) -> None:
         """``saved``, ``keeping``, ``restored``, ``lost``, ``alarm``, ``acked`` or ``boundary``, unchecked."""
@@ -317,6 +322,14 @@ class Vault:
             self.listener.ready(arena)
         return {}, -1
 
+    def _dataset(self, caller: Caller, body: dict[str, Any]) -> Answer:
+        terms = body.get("terms")
+        if not isinstance(terms, list):
+            raise _Nonsense
+        if self.listener is not None and self._runs(caller):
+            self.listener.dataset(caller, checked(Terms, tuple(terms)))
+        return {}, -1
+
     def _borrow(self, _caller: Caller, body: dict[str, Any]) -> Answer:
         (number,) = _ints(body, "id")
         arena = self.arenas.get(number)
@@ -382,6 +395,7 @@ _AT_ONCE: dict[str, Callable[[Vault, Caller, dict[str, Any]], Answer]] = {
     "arena": Vault._arena,
     "ready": Vault._ready,
     "borrow": Vault._borrow,
+    "dataset": Vault._dataset,
 }
 _LATER: dict[str, Callable[[Vault, dict[str, Any]], Awaitable[Answer]]] = {
     "inventory": Vault._inventory,

@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from dlrover_core.words import first_few
+
 ROOT = Path("/")
 MIB = 2**20
 DISK_BYTES_MIN, MEMORY_BYTES_MIN, MEMORY_PER_WORKER_BYTES = 64 * MIB, 128 * MIB, 64 * MIB
 LEFT_OVER_BYTES = 1024 * MIB
 SKEW_S, LATE_S = 300.0, 3600.0
 CONNECT_S = 5.0
-NAMED_MAX = 5
+FINDINGS_MAX = 5
 UNLIMITED = 2**60  # version 1 of control groups says "no limit" by a number close to 2**63
 
 
@@ -137,7 +139,7 @@ def ports(place: Place) -> Iterator[str]:
         except OSError as error:
             refused.append(f"{master}: {error.strerror or error}")
     if refused:
-        yield f"ports: no master can be reached: {'; '.join(refused[:NAMED_MAX])}"
+        yield f"ports: no master can be reached: {first_few(refused, FINDINGS_MAX, between='; ')}"
 
 
 # ---- devices and left-overs
@@ -167,7 +169,7 @@ def left_over(place: Place) -> Iterator[str]:
         if marks and place.mark not in marks and (what := _held(folder, int(stat[21]))):
             found.append(f"process {pid} ({_text(folder / 'comm').strip()}) {what}")
     if found:
-        yield f"left over: {'; '.join(found[:NAMED_MAX])}, of an earlier run whose agent is gone"
+        yield f"left over: {first_few(found, FINDINGS_MAX, between='; ')}, of an earlier run whose agent is gone"
 
 
 def _held(folder: Path, pages: int) -> str:

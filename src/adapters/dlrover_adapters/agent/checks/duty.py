@@ -29,7 +29,10 @@ log = structlog.get_logger("dlrover.agent")
 
 
 class CheckDuty(Orders):
-    """Checks this node; ``env`` is what workers are born with, ``site`` the site's own checks, ``folder`` for passing files."""
+    """Checks this node; ``env`` is what workers are born with, ``site`` the site's own checks, ``folder`` for passing files.
+
+    ``module``: as `Framework.CHECK`.
+    """
 
     def __init__(
         self,
@@ -38,7 +41,7 @@ class CheckDuty(Orders):
         env: Callable[[], Mapping[str, str]],
         site: Sequence[str] = (),
         folder: str | None = None,
-        module: str = workload.MODULE,
+        module: str = "",
     ) -> None:
         super().__init__()
         self._place, self._env, self._site, self._folder, self._module = place, env, tuple(site), folder, module

@@ -1,7 +1,7 @@
 """What a node can do: its workers compute, alone, and then with those of its partners, over a store of the leader's choosing.
 
-The processes are those of ``module`` (`dlrover_adapters.torch.check`), one for each worker of the node; each says how it went in
-its last line, as JSON. A node is as fit as its worst worker, and as fast as its slowest.
+The processes are those of ``module`` (`Framework.CHECK`), one for each worker of the node. Each says how it went in its last
+line, as JSON. A node is as fit as its worst worker, and as fast as its slowest. Without a module there is nothing to compute.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from .processes import Command, Ended, run
 
-MODULE = "dlrover_adapters.torch.check"
 LINE_MAX = 300
 
 
@@ -45,9 +44,11 @@ class Result(NamedTuple):
 
 
 async def work(
-    task: Work, nproc: int, env: Mapping[str, str], limit_s: float, *, module: str = MODULE, folder: str | None = None
+    task: Work, nproc: int, env: Mapping[str, str], limit_s: float, *, module: str, folder: str | None = None
 ) -> Result:
     """Have it done, within the limit."""
+    if not module:
+        return Result(not task.unfit, not task.unfit, what=task.unfit)
     with contextlib.ExitStack() as stack:
         if not task.store:
             # Alone: its own workers meet over a file.

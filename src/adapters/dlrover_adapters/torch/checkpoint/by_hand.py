@@ -146,6 +146,7 @@ def _differs(engine: Engine, step: int) -> str | None:
             engine._pair(chunks)
     at = engine.memory.geometry.blob_at(slot)
     saved = unpack_blob(bytes(engine.memory.memory[at : at + stamp.blob_bytes]))
+    objects |= engine.capture.cut()
     for name in sorted(saved.keys() | objects.keys()):
         if saved.get(name) != objects.get(name) and not _RANDOM.fullmatch(name):
             return f"object {name!r} differs now"

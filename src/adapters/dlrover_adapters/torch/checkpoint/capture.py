@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlrover_adapters.checkpoint.table import own_name
+from dlrover_adapters.checkpoint.table import CUT, own_name
 from dlrover_core.errors import SpecError
+from dlrover_core.words import first_few
 
 from . import foresight, kinds
 from .chunks import Chunk, add, check_memory, chunk_of, place_of
 from .optimizing import OptimizerSource
+from .positions import DataSource
 from .sources import (
     ClassSource,
     Found,
@@ -41,6 +43,7 @@ from .sources import (
     local,
     name_of,
 )
+from .vault import Vault
 
 IDLE_BYTES, IDLE_SHARE = 64 * 1024 * 1024, 0.1
 """So much of parameters that nobody trains, or such a share of all, is worth a word: training stands while it is copied."""
@@ -81,7 +84,8 @@ class Capture:
     """The state of one rank. ``rank``: its global number, for what every rank has of its own.
 
     Each of ``model``, ``optimizer``, ``scheduler`` and ``extra`` is one or several, in a sequence or a dict; ``state`` is a
-    nested dict. ``frozen`` and ``live``: names (``*`` as in shells) or tensors. Raises `SpecError` for what cannot be saved.
+    nested dict. ``frozen`` and ``live``: names (``*`` as in shells) or tensors. ``data``: one or several datasets, of which the
+    position is saved. Raises `SpecError` for what cannot be saved.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Capture:
         state: MutableMapping[str, Any] | None = None,
         frozen: Iterable[Any] = (),
         live: Iterable[Any] = (),
+        data: Any = None,
         rank: int = 0,
     ) -> None:
         self.models = named("model", model)
@@ -121,7 +126,8 @@ class Capture:
             self._sources.append(StatefulSource(mine, one, large=True))
         if state is not None:
             self._sources.append(StateSource(("state",), state))
-        self._sources += [GeneratorSource(rank), ClassSource({**self.models, **self.optimizers})]
+        self._data = DataSource(named("data", data))
+        self._sources += [self._data, GeneratorSource(rank), ClassSource({**self.models, **self.optimizers})]
         self._chunks: list[Chunk] | None = None
         self._watched: list[tuple[Any, Any, Any, torch.Tensor, int]] = []
         self._sizes: list[tuple[int, ...]] = []
@@ -278,6 +284,16 @@ class Capture:
                 paths[name] = path
         return streams, paths
 
+    def registered(self, vault: Vault) -> Vault:
+        """The vault, once the agent knows the datasets as they are now. Raises as `DataSource.register`."""
+        self._data.register(vault)
+        return vault
+
+    def cut(self) -> dict[str, bytes]:
+        """The position in the data, packed, by the name that it has in a blob; empty: there are no datasets."""
+        packed = self._data.cut()
+        return {CUT: packed} if packed else {}
+
     def own(self, name: str) -> bool:
         """Does only this rank have this object? The others are the same on all ranks."""
         return own_name(name, self._rank)
@@ -285,8 +301,9 @@ class Capture:
     def forms(self) -> Iterator[tuple[str, str]]:
         """Of objects that rank 0 saves for all ranks what has to be the same on all, in words.
 
-        An optimizer's parameters, by name; and numbers and text in ``state``, such as a position in the data.
+        An optimizer's parameters, by name; numbers and text in ``state``; and the position in the data.
         """
+        yield from self._data.forms()
         for source in self._sources:
             if isinstance(source, OptimizerSource):
                 yield f"{source.roots()[0]}.param_groups", repr(source.names())
@@ -338,9 +355,9 @@ class Capture:
     def examine(self, objects: Mapping[str, Any]) -> tuple[str, ...]:
         """Is what was saved what is asked for? After `targets`, with the objects, before any tensor is filled.
 
-        What differs and does no harm, in words. Raises `Mismatch` for another optimizer.
+        What differs and does no harm, in words. Raises `Mismatch` for another optimizer, `SpecError` for other data.
         """
-        notes: list[str] = []
+        notes: list[str] = list(self._data.accept(objects.get(CUT)))
         if kinds.CLASSES in objects:
             notes += self._other_classes(objects[kinds.CLASSES], objects)
         for source in self._sources:
@@ -354,8 +371,7 @@ class Capture:
             if not any(name == root or name.startswith(f"{root}.") for root in roots)
         )
         if rest:
-            more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
-            notes.append(f"the checkpoint has {', '.join(rest[:3])}{more}, which nothing here asks for")
+            notes.append(f"the checkpoint has {first_few(rest, 3)}, which nothing here asks for")
         return tuple(notes)
 
     def _other_classes(self, saved: Mapping[str, str], objects: Mapping[str, Any]) -> Iterator[str]:

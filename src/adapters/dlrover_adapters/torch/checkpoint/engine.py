@@ -19,7 +19,7 @@ import torch
 from dlrover_adapters.checkpoint.table import Table, pack_blob
 from dlrover_adapters.torch import steps
 from dlrover_core.checkpoint.arena import Control, Geometry, Stamp
-from dlrover_core.checkpoint.slots import NOTHING, Kept, choose
+from dlrover_core.checkpoint.slots import NOTHING, SlotContent, choose
 
 from . import devices
 from .alarms import Alarms
@@ -73,7 +73,7 @@ class Engine:
         self.base: tuple[int, int] | None = None
         """Generation and step of what this generation began from; None: nobody has asked."""
         self.beside = options.beside
-        self._kept: list[Kept] = []
+        self._kept: list[SlotContent] = []
         self.missed, self.unstored = Missed(meeting), Unstored(tells=meeting.rank == 0)
         self._again = NOTHING
         """The newest step that was saved once more, by hand; what agents tell of it may be of the time before."""
@@ -151,11 +151,12 @@ class Engine:
         table = agreed(chunks, signature, paths, own, self.meeting, node, before=before, spread=spread, name=name)
         # Agreed on, whether or not there is memory for it here.
         self._signature, self._chunks = signature, None
-        self._open(table, blob_room(len(pack_blob(objects))))
+        self._open(table, blob_room(len(pack_blob({**objects, **self.capture.cut()}))))
         self.stats.layouts += 1
 
     def _open(self, table: Table, blob_bytes: int) -> None:
         if self.memory is not None:
+            self.settle()  # a copy that is in flight goes into the memory that is closed here
             self.memory.close()
             self.memory = None
         self._moves, self._layout = {}, (table, blob_bytes)
@@ -166,10 +167,10 @@ class Engine:
         arena = self.line.arena(table.layout, geometry)
         self.memory = Mapped(arena.fd, table, geometry, local_rank=self.line.local_rank, fresh=arena.fresh)
         self.arena_id = arena.id
-        self._kept = [Kept()] * geometry.slots
+        self._kept = [SlotContent()] * geometry.slots
         for slot, stamp in self.memory.control.stamps():
             if (stamp.generation, stamp.step) == self._base_of(self.memory.control):
-                self._kept[slot] = Kept(stamp.step, base=True)
+                self._kept[slot] = SlotContent(stamp.step, base=True)
         try:
             self.line.ready(arena.id, table.holders, table.own)
         except BaseException:  # nobody reads what would be saved there
@@ -193,9 +194,9 @@ class Engine:
             if (stamp.generation, stamp.step) > self.base:
                 assert control is not None
                 control.begin(slot)
-                self._kept[slot] = Kept()
+                self._kept[slot] = SlotContent()
             elif (stamp.generation, stamp.step) == self.base:
-                self._kept[slot] = Kept(step, base=True)
+                self._kept[slot] = SlotContent(step, base=True)
         self._newest, self._again = None, NOTHING
         self.unstored.forget()
 
@@ -222,7 +223,7 @@ class Engine:
                 chunks, objects = self._lay_out_own(before, now)
         if chunks is not self._chunks:
             self._pair(chunks)
-        return objects
+        return objects | self.capture.cut()
 
     def _common(self, signature: Signature) -> Signature:
         own = self.capture.own
@@ -245,7 +246,7 @@ class Engine:
         if signature != before:
             assert self.memory is not None
             table = with_own(self.memory.table, chunks, objects, paths, own)
-            room = max(self.memory.geometry.blob_bytes, blob_room(len(pack_blob(objects))))
+            room = max(self.memory.geometry.blob_bytes, blob_room(len(pack_blob(objects | self.capture.cut()))))
             self._open(table, room)
             self._own_layouts += 1
             self.stats.layouts += 1
@@ -385,7 +386,7 @@ class Engine:
         self.why_left_out = why
         if self._newest is None or self._newest[0] < step:  # the error came before the save
             self._newest = (step, due)
-        self._kept = [Kept() if one.step == step and not one.base else one for one in self._kept]
+        self._kept = [SlotContent() if one.step == step and not one.base else one for one in self._kept]
         self._missed(step, due=due, present=True)
 
     def _copy(
@@ -401,7 +402,7 @@ class Engine:
         aside = live.all_now(None if stands else self._aside)
         self.stats.live_s, self.stats.live_bytes = time.perf_counter() - at_live, live.size
         self.stats.blob_bytes, self.stats.copied_bytes = written[0], beside.size + live.size
-        self._kept[slot] = Kept(step, call)
+        self._kept[slot] = SlotContent(step, call)
 
         def landed(flight: Flight) -> None:
             self._landed(flight, slot, written)
@@ -444,7 +445,7 @@ class Engine:
                 return None
             self._look_at_storage(control, slot)
             control.begin(slot)
-            self._kept[slot] = Kept()
+            self._kept[slot] = SlotContent()
             if not control.pinned(slot):
                 return slot
             # Somebody has come to read it just now, and finds it empty.
@@ -496,7 +497,7 @@ class Engine:
         control = self.control
         assert control is not None
         if flight.torn or flight.error is not None:
-            self._kept = [Kept() if one.step == flight.step and not one.base else one for one in self._kept]
+            self._kept = [SlotContent() if one.step == flight.step and not one.base else one for one in self._kept]
             # What it was copied from has been trained on, or written to, by now.
             self._missed(flight.step, due=flight.due, present=False)
             self.why_left_out = TORN if flight.torn else f"its copy failed: {flight.error}"

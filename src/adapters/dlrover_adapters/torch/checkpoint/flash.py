@@ -71,18 +71,18 @@ class FlashCheckpoint:
 
     ``url``: where checkpoints are stored (a path or any URL of fsspec); empty: in memory only. ``model``, ``optimizer``,
     ``scheduler``, ``extra``: one or several (a sequence, or a dict with names): modules, optimizers, things with ``state_dict``
-    and ``load_state_dict``. ``extra`` is each rank's own, such as a sampler's position. ``state``: a nested dict of tensors,
-    DTensors and plain objects, updated in place. ``every``: steps between saves into memory; ``store_every``: to storage (None:
-    ten times as many; 0: only by `save` and on failure); "auto" by cost and failure rate. ``keep``: checkpoints on storage.
+    and ``load_state_dict``. ``extra`` is each rank's own. ``state``: a nested dict of tensors, DTensors and plain objects,
+    updated in place. ``data``: one or several `ElasticDataset`, of which the position is saved, the same on all ranks. ``every``:
+    steps between saves into memory; ``store_every``: to storage (None: ten times as many; 0: only by `save` and on failure);
+    "auto" by cost and failure rate. ``keep``: checkpoints on storage. ``slots``: states in memory (None: as many as are needed).
 
-    ``slots``: states in memory (None: as many as are needed). ``frozen``, ``live``: names or tensors that nothing, or something
-    else than the optimizers, writes. ``mode`` "blocking": training stands while all is copied. ``verify``: of each copy "sample"
-    compares random blocks, "full" everything. ``format`` "dcp": torch.distributed.checkpoint; "torch": one file for
-    ``torch.load``, where every node has all of the state. ``coupled`` False: no collective between two steps. ``local``: a
-    folder of this host, written while ``url`` fails. ``trusted``: objects on storage may be of any kind, as whoever can write
-    there is trusted to run code here; else they are plain Python, tensors and numpy arrays, or restoring refuses them.
-    ``device_bytes``: of each GPU's memory, what a save may take for a moment to put tensors aside that others than the optimizers
-    write; those beyond it are copied while training stands.
+    ``frozen``, ``live``: names or tensors that nothing, or something else than the optimizers, writes. ``mode`` "blocking":
+    training stands while all is copied. ``verify``: of each copy "sample" compares random blocks, "full" everything. ``format``
+    "dcp": torch.distributed.checkpoint; "torch": one file for ``torch.load``, where every node has all of the state. ``coupled``
+    False: no collective between two steps. ``local``: a folder of this host, written while ``url`` fails. ``trusted``: objects on
+    storage may be of any kind, as whoever can write there is trusted to run code here; else they are plain Python, tensors and
+    numpy arrays, or restoring refuses them. ``device_bytes``: of each GPU's memory, what a save may take for a moment to put
+    tensors aside that others than the optimizers write; those beyond it are copied while training stands.
 
     Without an agent an interpreter that ends, by Ctrl-C too, closes what is open; a signal that kills it (SIGTERM, unless the
     script handles it) does not. Raises `SpecError` for what cannot be saved so.
@@ -97,6 +97,7 @@ class FlashCheckpoint:
         scheduler: Any = None,
         extra: Any = None,
         state: MutableMapping[str, Any] | None = None,
+        data: Any = None,
         every: int | str = "auto",
         store_every: int | str | None = None,
         keep: int = 3,
@@ -121,7 +122,7 @@ class FlashCheckpoint:
         self.rank, self.world = self._meeting.rank, self._meeting.world
         self._capture = Capture(
             model=model, optimizer=optimizer, scheduler=scheduler, extra=extra, state=state, frozen=frozen, live=live,
-            rank=self.rank,
+            data=data, rank=self.rank,
         )  # fmt: skip
         trained = _trained(self._capture)
         self._devices = devices.used_by(trained)
@@ -383,7 +384,7 @@ class FlashCheckpoint:
         if self._line is None:
             if Vault.here():
                 with _asking():
-                    self._line = Vault.connect()
+                    self._line = self._capture.registered(Vault.connect())
             else:
                 if self._format == "torch" and self.world > 1:
                     raise SpecError(
@@ -446,6 +447,9 @@ class FlashCheckpoint:
 
         ``saves``: one follows in this call. It tries again, and is the alarm where that is in vain.
         """
+        if isinstance(engine.line, Vault):
+            with self._going_on("the job's log does not know how many samples a step has"):
+                self._capture.registered(engine.line)
         try:
             self._prepare(engine)
         except Exception as error:

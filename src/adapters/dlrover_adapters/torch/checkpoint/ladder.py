@@ -18,6 +18,9 @@ from dlrover_adapters.checkpoint.reader import StepReader
 from dlrover_core.checkpoint import agreement
 from dlrover_core.checkpoint.agreement import DISK, MEMORY, STORAGE, Holders, Node, Piece, Plan, Refusal, Source
 from dlrover_core.errors import CoreError
+from dlrover_core.words import first_few
+
+from .positions import conflict
 
 log = logging.getLogger("dlrover.torch")
 
@@ -67,12 +70,14 @@ class Told(NamedTuple):
 class Verdict(NamedTuple):
     """What one rank makes of a plan: ``bad`` pieces by old rank (-1: all that it reads), each with a reason.
 
-    ``fatal``: it cannot go on with any plan. ``torn``: its tensors have been written to.
+    ``fatal``: it cannot go on with any plan. ``torn``: its tensors have been written to. ``cuts``: the positions in the data that
+    the pieces have, packed, each with old ranks that have it.
     """
 
     bad: tuple[tuple[int, str], ...] = ()
     fatal: str = ""
     torn: bool = False
+    cuts: tuple[tuple[bytes, tuple[int, ...]], ...] = ()
 
     def packed(self) -> bytes:
         """For rank 0."""
@@ -159,6 +164,9 @@ class Judge:
         if fatal:
             return Order(FAIL, why=fatal).packed()
         if not any(one.bad for one in verdicts):
+            why = conflict(plan.step, (one.cuts for one in verdicts))
+            if why:
+                return Order(FAIL, why=why).packed()
             return self._order(APPLY)
         for rank, verdict in enumerate(verdicts):
             place = self._places[rank]
@@ -265,7 +273,7 @@ def _lacks(lack: agreement.Lack, names: list[str]) -> str:
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return first_few(ranks)
 
 
 def _looked(names: list[str]) -> str:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dlrover_core.errors import CoreError
+from dlrover_core.words import first_few
 
 PREFIX = "dlrover/checkpoint/"
 LIMIT_S = 1800.0
@@ -34,7 +35,7 @@ _AROUND_BYTES = 16
 _TOGETHER = 64
 """Values in one request."""
 _REFUSED = b"refused:"
-_NAMED_MAX = 16
+_RANKS_NAMED_MAX = 16
 _WHY_MAX = 2000
 _T = TypeVar("_T")
 
@@ -343,7 +344,7 @@ class Meeting:
                     return
                 if self._store is not store and again < AGAIN_MAX:
                     continue  # the connection was lost, and there is a new one
-                named = ", ".join(map(str, missing[:_NAMED_MAX])) + (", ..." if len(missing) > _NAMED_MAX else "")
+                named = first_few(missing, _RANKS_NAMED_MAX)
                 raise MeetingFailed(
                     f"{name}: rank{'s' * (len(missing) > 1)} {named} of {self.world} did not come within {limit_s:g} s; "
                     "all ranks have to make the same calls in the same order",

@@ -45,6 +45,7 @@ _REMEDIES = {
         "Give what each rank has of its own as extra= (an object with state_dict and load_state_dict), and keep in state= only "
         "what is the same on all ranks"
     ),
+    "data": "Give every rank the same data=, with the same size, seed and order, and count each step on all ranks",
     "other": (
         "If these are shards, stages or experts, give each its own key, and the same key to ranks that hold copies: {own}. "
         "If they should be the same, look for a step or an initialisation that is not synchronised"
@@ -344,7 +345,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _remedy(name: str, first: int, second: int, *, buffer: bool) -> str:
     own = f'model={{"tp0": model}} on rank {first}, model={{"tp1": model}} on rank {second}, and optimizer= likewise'
-    kind = "buffer" if buffer else "state" if name.partition(".")[0] == "state" else "other"
+    root = name.partition(".")[0]
+    kind = "buffer" if buffer else root if root in {"state", "data"} else "other"
     return _REMEDIES[kind].format(own=own)
 
 

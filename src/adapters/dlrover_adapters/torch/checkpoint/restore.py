@@ -32,10 +32,11 @@ from dlrover_adapters.checkpoint.manifests import CheckpointDamaged, CheckpointI
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.checkpoint.reader import StepReader
 from dlrover_adapters.checkpoint.slotview import read_table
-from dlrover_adapters.checkpoint.table import Table
+from dlrover_adapters.checkpoint.table import CUT, Table
 from dlrover_core.checkpoint.agreement import DISK, MEMORY, OBJECTS, STORAGE, Piece, Plan, Source
 from dlrover_core.checkpoint.arena import ArenaBroken, Control
 from dlrover_core.errors import CoreError, SpecError
+from dlrover_core.words import first_few
 
 from . import filling
 from .capture import Target
@@ -43,6 +44,7 @@ from .filling import Held, Need, Uncovered
 from .ladder import APPLY, FAIL, NOTHING, NOWHERE, PEER, TRY, Judge, Order, RestoreFailed, Told, Verdict, states_of
 from .meeting import Meeting
 from .opening import opened
+from .positions import Gathered, consumed
 from .vault import Inventory, VaultGone
 
 log = logging.getLogger("dlrover.torch")
@@ -70,7 +72,7 @@ class Line(Protocol):
     def head(self, address: str, rank: int, generation: int, step: int, layout: int) -> Any:
         """Its table and its objects alone."""
 
-    def restored(self, step: int, tier: str, took_us: int, fell: Any = ()) -> None:
+    def restored(self, step: int, tier: str, took_us: int, fell: Any = (), of: int = 0, cut: bytes = b"") -> None:
         """What became of it."""
 
     def lost(self, words: str) -> None:
@@ -152,7 +154,7 @@ def restore(
         raise RestoreFailed(order.why)
     assert order.what == NOTHING, order
     _put_back(before)
-    return _nothing(line, meeting, began, order)
+    return _nothing(line, meeting, began, order, consumed(capture))
 
 
 def _done(
@@ -162,7 +164,7 @@ def _done(
     generation = max(0, plan.generation)  # other runs' are told as negative ones
     found = Restored(generation, plan.step, attempt.tier, int((time.monotonic() - began) * 1e6), fell, attempt.notes)
     if line is not None:
-        line.restored(found.step, found.tier, found.took_us, found.fell)
+        line.restored(found.step, found.tier, found.took_us, found.fell, found.generation, consumed(attempt.capture))
     if meeting.rank == 0:
         for note in found.notes:
             log.warning("checkpoint: %s", note)
@@ -171,11 +173,11 @@ def _done(
     return found
 
 
-def _nothing(line: Line | None, meeting: Meeting, began: float, order: Order) -> Restored:
+def _nothing(line: Line | None, meeting: Meeting, began: float, order: Order, cut: bytes) -> Restored:
     fell = order.fell
     found = Restored(0, 0, FROM_NOTHING, int((time.monotonic() - began) * 1e6), fell)
     if line is not None:
-        line.restored(0, FROM_NOTHING, found.took_us, fell)
+        line.restored(0, FROM_NOTHING, found.took_us, fell, cut=cut)
     if meeting.rank == 0 and order.why:
         log.error("checkpoint: %s", order.why)
         if line is not None:
@@ -309,10 +311,11 @@ def _arena(line: Line, number: int) -> tuple[int, Table]:
 
 
 class _Head(NamedTuple):
-    """Table and objects of a piece on another node: all that is needed of it to plan."""
+    """Table, objects and cut of a piece on another node: all that is needed of it to plan."""
 
     table: Table
     objects: dict[str, bytes]
+    cut: bytes
 
 
 class _Attempt:
@@ -333,7 +336,7 @@ class _Attempt:
         assert order.plan is not None
         self.plan: Plan = order.plan
         self.tier = MEMORY if order.plan.sources else order.plan.tier
-        self._capture, self._line, self._inventory, self._meeting = capture, line, inventory, meeting
+        self.capture, self._line, self._inventory, self._meeting = capture, line, inventory, meeting
         self._order, self._held, self._verify, self._trusted = order, held, verify, trusted
         self._place = order.places[meeting.rank]
         self._ranks = [rank for rank, place in enumerate(order.places) if place == self._place]
@@ -341,6 +344,7 @@ class _Attempt:
         self.error: Exception | None = None
         self._pieces: dict[int, Held] = {}
         self._objects: dict[str, bytes] = {}
+        self._cuts = Gathered()
         self._loaded: dict[str, Any] = {}
         self.notes: tuple[str, ...] = ()
         self._fills: list[tuple[Need, filling.Piece]] = []
@@ -356,16 +360,25 @@ class _Attempt:
             bad.append((-1, str(error)))
         except Exception as error:  # noqa: BLE001  # the others wait for us: it is raised when they know
             return self._fatal(error)
-        return Verdict(tuple(bad))
+        return Verdict(tuple(bad), cuts=self._told_cuts())
 
     def _fatal(self, error: Exception, *, torn: bool = False) -> Verdict:
         self.error = error
         return Verdict(fatal=f"{type(error).__name__}: {error}", torn=torn)
 
+    @property
+    def _conflicts(self) -> bool:
+        """Have two pieces different positions, of data that this rank has? Then rank 0 says so to all."""
+        return self._cuts.differ and bool(consumed(self.capture))
+
+    def _told_cuts(self) -> tuple[tuple[bytes, tuple[int, ...]], ...]:
+        """For rank 0 to compare, where anybody here goes on from a position."""
+        return self._cuts.told() if consumed(self.capture) else ()
+
     def apply(self) -> None:
         """Everybody's is good: into the tensors, then what is no tensor."""
         filling.fill(self._fills, self._threads)
-        self._capture.load(self._loaded)
+        self.capture.load(self._loaded)
 
     def _examine(self, names: frozenset[str], *, alike: bool, trusted: bool) -> None:
         """Is what is no tensor what is asked for?
@@ -376,12 +389,16 @@ class _Attempt:
         ``names``: of all objects that were saved, by any rank. ``alike``: the world that saved had the shape of this one, so each
         rank must have its own. Raises `Uncovered` where it has not.
         """
-        lacks = getattr(self._capture, "lacks", None)
+        lacks = getattr(self.capture, "lacks", None)
         lacking = lacks(self._objects) if lacks is not None and any(one.startswith("rank.") for one in names) else ""
         if alike and lacking:
             raise Uncovered(f"{lacking} of rank {self._meeting.rank} is not in it: it would go on with another rank's")
         self._loaded = opened(self._objects, trusted=trusted)
-        examine = getattr(self._capture, "examine", None)
+        if self._conflicts:
+            return
+        if self._cuts.any:
+            self._loaded[CUT] = self._cuts.cut
+        examine = getattr(self.capture, "examine", None)
         notes = examine(self._loaded) if examine is not None else ()
         self.notes = notes if alike else (*notes, *_newcomers(names, self._meeting.world))
 
@@ -423,7 +440,9 @@ class _Attempt:
                 self._verified(opened[rank])
         for rank in order:
             with _told_of(bad, rank):
-                self._keep(opened[rank].view.objects() if rank in opened else heads[rank].objects)
+                view = opened[rank].view if rank in opened else None
+                self._keep(view.objects() if view is not None else heads[rank].objects)
+                self._cuts.add(rank, view.cut() if view is not None else heads[rank].cut)
         if not bad:
             names = frozenset(name for table in tables.values() for name in table.objects)
             self._examine(names, alike=not self.plan.reshard, trusted=True)
@@ -438,7 +457,7 @@ class _Attempt:
                 shapes.setdefault(item.name, (item.dtype, item.full_shape))
                 chunks.setdefault(item.name, []).append((rank, item))
         found: list[tuple[Need, int, Any]] = []
-        for target in self._capture.targets(shapes):
+        for target in self.capture.targets(shapes):
             theirs = chunks.get(target.name, [])
             each = filling.needs(target, [item for _rank, item in theirs])
             found += [(need, *theirs[need.number]) for need in each]
@@ -496,7 +515,7 @@ class _Attempt:
 
     def _keep(self, objects: Mapping[str, bytes]) -> None:
         for name, raw in objects.items():
-            if self._capture.wants(name):
+            if self.capture.wants(name):
                 self._objects.setdefault(name, raw)
 
     # ---- tables of pieces that are elsewhere
@@ -522,7 +541,7 @@ class _Attempt:
         held = Held(line.head(address, source.rank, plan.generation, plan.step, plan.layout).fd, 0)
         try:
             self._checked(held)
-            return _Head(held.view.table, held.view.objects())
+            return _Head(held.view.table, held.view.objects(), held.view.cut())
         finally:
             held.close()
 
@@ -535,17 +554,21 @@ class _Attempt:
             # Other runs' are told as negative ones; what they have is sealed.
             reader = StepReader(place, self.plan.step, generation=max(0, self.plan.generation) or None)
             first = {name: chunks[0].item for name, chunks in reader.items.items()}
-            targets = self._capture.targets({name: (one.dtype, one.full_shape) for name, one in first.items()})
-            self._keep({name: reader.object(name) for name in reader.objects if self._capture.wants(name)})
+            targets = self.capture.targets({name: (one.dtype, one.full_shape) for name, one in first.items()})
+            self._keep({name: reader.object(name) for name in reader.objects if self.capture.wants(name)})
+            for rank, part in reader.parts.items():
+                self._cuts.add(rank, part.packed_cut)
             alike = reader.world == self._meeting.world
             self._examine(frozenset(reader.objects), alike=alike, trusted=self._trusted)
+            if self._conflicts:
+                return Verdict(cuts=self._told_cuts())
             torn = True
             filling.read(reader, targets, self._threads)
         except _UNUSABLE as error:
             return Verdict(((-1, f"step {self.plan.step}: {error}"),), torn=torn)
         except Exception as error:  # noqa: BLE001  # as above
             return self._fatal(error, torn=torn)
-        return Verdict(torn=torn)
+        return Verdict(torn=torn, cuts=self._told_cuts())
 
 
 def _newcomers(names: frozenset[str], world: int) -> tuple[str, ...]:
@@ -553,7 +576,7 @@ def _newcomers(names: frozenset[str], world: int) -> tuple[str, ...]:
     new = [rank for rank in range(world) if f"rank.{rank}.rng" not in names]
     if not new or not any(one.startswith("rank.") for one in names):
         return ()
-    told = ", ".join(map(str, new[:8])) + (f" and {len(new) - 8} more" if len(new) > 8 else "")
+    told = first_few(new)
     extra = any(one == "extra" or one.startswith("extra.") for one in names)
     also = ", and with rank 0's extra" if extra else ""
     return (

@@ -25,7 +25,7 @@ from dlrover_adapters.checkpoint.slotview import SlotView
 from dlrover_adapters.checkpoint.table import Item, Table, pack_blob
 from dlrover_adapters.torch import steps
 from dlrover_core.checkpoint.arena import PAGE, SLOTS_MAX, Control, Geometry, Stamp
-from dlrover_core.checkpoint.slots import NOTHING, Kept, choose
+from dlrover_core.checkpoint.slots import NOTHING, SlotContent, choose
 from dlrover_core.errors import CoreError
 
 from . import staged
@@ -220,7 +220,7 @@ class Shelf:
     def _free(self, control: Control) -> int | None:
         stamps = dict(control.stamps())
         kept = [
-            Kept(
+            SlotContent(
                 stamps[one].step if one in stamps else NOTHING,
                 self._begun.get(one, 0),
                 pinned=control.pinned(one) or (self._id, one) in self._busy,

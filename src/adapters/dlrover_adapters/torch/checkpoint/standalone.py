@@ -183,7 +183,15 @@ class Standalone:
 
     head = fetch
 
-    def restored(self, step: int, tier: str, took_us: int, fell: Sequence[tuple[str, str]] = ()) -> None:
+    def restored(
+        self,
+        step: int,
+        tier: str,
+        took_us: int,
+        fell: Sequence[tuple[str, str]] = (),
+        of: int = 0,  # noqa: ARG002  # nobody keeps a ledger here
+        cut: bytes = b"",  # noqa: ARG002
+    ) -> None:
         """For people."""
         for one, why in fell:
             _log.warning("not restored from %s: %s", one, why)

@@ -277,16 +277,35 @@ class Vault:
         answer, fd = self._ask(asked, fd=True, timeout_s=timeout_s + ANSWER_S)
         return Fetched(int(answer["id"]), int(answer["took_us"]), fd)
 
+    def dataset(self, terms: Sequence[Any]) -> None:
+        """This rank trains on a dataset, with the terms of `dlrover_core.job.shards.Terms`. Raises `VaultGone`.
+
+        Raises `VaultRefused`, which tells both, where the job has another one of that name.
+        """
+        self._ask({"op": "dataset", "terms": list(terms)})
+
     # ---- what is told
 
     def keeping(self, keeping: Keeping) -> None:
         """How states are kept from now on; once per generation, and again when it changes. Never raises."""
         self._tell({"op": "keeping", **keeping._asdict()}, TELL_S)
 
-    def restored(self, step: int, tier: str, took_us: int, fell: Sequence[tuple[str, str]] = ()) -> None:
-        """This rank begins from ``step``, read from ``tier``; before it ``fell`` these tiers, each for a reason. Never raises."""
+    def restored(
+        self,
+        step: int,
+        tier: str,
+        took_us: int,
+        fell: Sequence[tuple[str, str]] = (),
+        of: int = 0,
+        cut: bytes = b"",
+    ) -> None:
+        """This rank begins from ``step``, read from ``tier``; before it ``fell`` these tiers, each for a reason. Never raises.
+
+        ``of``: the generation that had made the step; ``cut``: what this rank takes for consumed, packed.
+        """
         told = [[one, plain(why, WHY_CHARS_MAX)] for one, why in fell][:8]
-        self._tell({"op": "restored", "step": step, "tier": tier, "took_us": took_us, "fell": told}, TELL_S)
+        began = {"step": step, "tier": tier, "took_us": took_us, "fell": told, "of": of, "cut": cut}
+        self._tell({"op": "restored", **began}, TELL_S)
 
     def alarm(self, words: str) -> None:
         """A save of this rank was left out because of an error; for people. Never raises."""

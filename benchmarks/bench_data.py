@@ -1,0 +1,156 @@
+"""The pure part of elastic data: indices of a shuffled order, the size of a cut, and the first batch after a restore.
+
+Orders: 4,000,000 indices of 10^10 samples by batches of 512, one core; all samples permuted as one, and in chunks of 1,000; with
+numpy, and the core's own without it. The cut: bytes of one dataset of 10^10 samples, and of the worst 10,000 ranges. The restore:
+from the packed cut at 90 % of a shuffled epoch to the first batch of 512 of another world size, samples being their indices, so
+that nothing is measured but finding them; beside torchdata's StatefulDataLoader at the size of ``--peer-samples``, which restores
+at the same world size alone. Its epoch up to 90 % is iterated once, outside of what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from _bench import BROKEN, HERE, Result, Row, options, say
+
+from dlrover_adapters.data import Items, Reader, fingerprint_of
+from dlrover_adapters.data.orders import VectorOrder
+from dlrover_core.data.cut import Place, pack, unpack
+from dlrover_core.data.permutation import Order
+from dlrover_core.data.quota import quotas, slots
+from dlrover_core.data.ranges import FRAGMENTS_MAX, Ranges
+
+MEASURES = ("src/dlrover_core/data", "src/adapters/dlrover_adapters/data")
+
+TORCHDATA = "torchdata==0.11.0"
+LARGE = 10**10
+RESTORED = 10**9
+BATCH = 512
+WORLD = 3
+INDICES_TARGET = 2_000_000.0
+CUT_BYTES, RANGES_BYTES = 1024.0, 65_536.0
+RESTORE_MS = 50.0
+SCALAR = 50_000
+"""So many indices of the core's own order: it takes microseconds for each."""
+LIMIT_S = 600.0
+
+
+def indices_a_second(order: Order, count: int) -> float:
+    """By batches, from the beginning of the epoch."""
+    began = time.perf_counter()
+    for start in range(0, count, BATCH):
+        if isinstance(order, VectorOrder):
+            order.array(start, start + BATCH)
+        else:
+            list(order.indices(start, start + BATCH))
+    return count / (time.perf_counter() - began)
+
+
+def worst_ranges() -> int:
+    """Bytes of the 10,000 ranges in 10^10 positions that need the most."""
+    found, at, dear = [], 0, (LARGE - FRAGMENTS_MAX * 2**15) // 2**21
+    for number in range(FRAGMENTS_MAX):
+        start = at + (2**21 if number < dear else 2**14)
+        at = start + 2**14
+        found.append((start, at))
+    return len(Ranges(found).pack())
+
+
+def restore_ms(size: int) -> float:
+    """From the packed cut to the first batch of rank 1."""
+    samples = range(size)
+    position = size * 9 // 10 // BATCH * BATCH
+    saved = pack((Place("train", 2, position, fingerprint_of(Items(samples))),))
+    began = time.perf_counter()
+    place = unpack(saved)[0]
+    source = Items(samples)
+    reader = Reader(source, "train", seed=7)
+    reader.resume(place)
+    batch = reader.batches(BATCH, epochs=3).next(place.epoch, place.position)
+    assert batch is not None
+    start, end = slots(batch.samples, quotas(BATCH, WORLD), 1)
+    found = list(reader.samples(batch.epoch, batch.start + start, batch.start + end))
+    took = (time.perf_counter() - began) * 1e3
+    assert len(set(found)) == end - start
+    return took
+
+
+def torchdata_folder() -> Path:
+    """A folder for ``PYTHONPATH`` with torchdata, filled where it is missing. Torch is this environment's."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = cache / "dlrover-bench" / TORCHDATA.replace("==", "-")
+    if not (home / "torchdata").exists():
+        say(f"installing torchdata in {home}, once")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(home), TORCHDATA]
+        subprocess.run(command, check=True)
+    return home
+
+
+def torchdata_ms(size: int, trials: int) -> list[float]:
+    """The peer's trials."""
+    env = {**os.environ, "PYTHONPATH": str(torchdata_folder()), "PYTHONWARNINGS": "ignore"}
+    line = [sys.executable, str(HERE / "scripts" / "torchdata_restore.py"), str(size), str(BATCH), str(trials)]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"torchdata ended with {done.returncode}: {done.stderr[-400:]}")
+    return [float(one) for one in json.loads(done.stdout)]
+
+
+def main() -> int:
+    """Orders, cuts, restores."""
+
+    def more(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--indices", type=int, default=4_000_000, help="indices of a trial (4,000,000)")
+        parser.add_argument(
+            "--peer-samples",
+            type=int,
+            default=10**7,
+            help="size of the epoch that torchdata restores in; 0: without it",
+        )
+
+    chosen = options(__doc__, trials=7, more=more)
+    result = Result("data", "torchdata 0.11.0's StatefulDataLoader, where a line has a peer")
+    for what, chunk, kind, count in (
+        ("permuted as one", 1, VectorOrder, chosen.indices),
+        ("in chunks of 1,000", 1000, VectorOrder, chosen.indices),
+        ("permuted as one, without numpy", 1, Order, min(chosen.indices, SCALAR)),
+        ("in chunks of 1,000, without numpy", 1000, Order, min(chosen.indices, SCALAR)),
+    ):
+        say(f"orders, {what}")
+        found = [indices_a_second(kind(LARGE, one, chunk=chunk), count) for one in range(chosen.trials)]
+        target = INDICES_TARGET if kind is VectorOrder else None
+        result.rows.append(
+            Row(f"indices of 10^10 samples, one core: {what}", "indices/s", found, target=target, most=False)
+        )
+    cut = len(pack((Place("train", 1000, LARGE - 1, f"lines:{LARGE}:{'0f' * 8}"),)))
+    result.rows.append(Row("the cut of a dataset of 10^10 samples", "bytes", [cut], target=CUT_BYTES, exact=True))
+    result.rows.append(
+        Row("the worst 10,000 ranges of 10^10 samples", "bytes", [worst_ranges()], target=RANGES_BYTES, exact=True)
+    )
+    say("restores")
+    found = [restore_ms(RESTORED) for _ in range(chosen.trials)]
+    result.rows.append(
+        Row("first batch after a restore at 90 % of 10^9 samples, another world size", "ms", found, target=RESTORE_MS)
+    )
+    if chosen.peer_samples:
+        say(f"torchdata, {chosen.peer_samples:,} samples")
+        try:
+            theirs = torchdata_ms(chosen.peer_samples, chosen.trials)
+        except (RuntimeError, ValueError, subprocess.SubprocessError) as error:
+            say(f"nothing measured of the peer: {error}")
+            return BROKEN
+        found = [restore_ms(chosen.peer_samples) for _ in range(chosen.trials)]
+        result.rows.append(
+            Row(f"the same of {chosen.peer_samples:,} samples; peer at the same size", "ms", found, theirs)
+        )
+    return result.finish(chosen.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""The launcher of a job whose nodes a scheduler starts: ``dlrover-run --backend``. It keeps masters, and nothing else.
+
+Nodes, and what trains on them, go on when this launcher is killed. Started again, it goes on with the run: its masters listen
+where the last ones did, under the same token, and their backend finds the nodes that there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlrover_adapters.cli import backends, hosts, scratch
+from dlrover_adapters.cli import options as cli_options
+from dlrover_adapters.cli.meeting import parse_endpoint
+from dlrover_core.errors import SpecError
+
+if TYPE_CHECKING:
+    from dlrover_adapters.cli.settings import Settings
+    from dlrover_adapters.cli.torchrun_flags import Options
+    from dlrover_core.runtime.backends import Choice
+
+EVERYWHERE = "0.0.0.0"  # noqa: S104  # nodes are on other hosts, and show a token
+
+
+def run(options: Options, settings: Settings, choice: Choice) -> int:
+    """Lead the job until it is over; the exit status. Raises `SpecError`."""
+    from dlrover_adapters.http.token import load_token, loopback_token
+
+    directory = Path(settings.directory)
+    token = load_token(os.environ, options.token_file) or loopback_token(directory)
+    backends.say_counted(options, "dlrover-run")
+    settings = replace(settings, **backends.settled(choice, options.argv)._asdict())
+    with (
+        scratch.claim(directory, settings.job.job) as claim,
+        _listening(options.bind or EVERYWHERE, directory) as port,
+        scratch.folder(settings.mark, claim) as folder,
+    ):
+        return asyncio.run(_lead(options, settings.placed(folder), token, port))
+
+
+async def _lead(options: Options, settings: Settings, token: str, port: socket.socket) -> int:
+    from dlrover_adapters.cli import lead
+    from dlrover_adapters.cli.supervisor import NoNodes
+    from dlrover_adapters.http.tls import dialled
+    from dlrover_adapters.telemetry.logs import set_up
+
+    set_up(Path(settings.control_log), settings.log_level, role="launcher")
+    settings = await lead.probed(settings)
+    await lead.check_token(settings, token, dialled(settings.tls_ca))
+    host, number = port.getsockname()[:2]
+    own = backends.masters(options, hosts.joined(hosts.outside(host), number))
+    settings = replace(settings, masters=tuple(dict.fromkeys((*own, *settings.masters))))
+    how = lead.How(cli_options.shows_progress(options), cli_options.where(options))
+    return await lead.supervise(settings, token, port, NoNodes(), how)
+
+
+def _listening(text: str, directory: Path) -> socket.socket:
+    """The masters' socket: where it is told, else at the port that the nodes of this job know already. Raises `SpecError`."""
+    host, number = parse_endpoint("bind", text, 0)
+    for port in dict.fromkeys((number or _last_port(directory), number)):
+        with suppress(OSError):
+            return hosts.listen(host, port)
+    raise SpecError("bind", f"cannot listen at {text}: name another address of this host, or another port")
+
+
+def _last_port(directory: Path) -> int:
+    """The port at which the last masters of this job listened; 0: not known."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        raw = json.loads((directory / "settings.json").read_bytes())
+        return hosts.split(raw["masters"][0])[1] if raw["apart"] else 0
+    return 0

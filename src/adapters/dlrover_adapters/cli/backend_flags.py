@@ -1,0 +1,53 @@
+"""``--backend``: whose scheduler starts a job's nodes, and where these find the masters.
+
+Without it the nodes are the launcher's own. Any other backend's nodes are *apart*: they do not end with the launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from dlrover_adapters.cli.torchrun_flags import Given, Options
+
+LOCAL = "local"
+
+
+def arguments(group: argparse._ArgumentGroup) -> None:
+    """Which backend, and where its nodes find the masters."""
+    group.add_argument(
+        "--backend",
+        action=Given,
+        default=None,
+        metavar="NAME[:ARGS]",
+        help="what starts the nodes: local (default: this command), an installed backend by its name, or one of your own by its "
+        "path, mypackage.slurm:Slurm[:ARGS] or ./slurm.py:Slurm[:ARGS] (docs/backends.md)",
+    )
+    group.add_argument(
+        "--masters",
+        action=Given,
+        default=None,
+        metavar="ADDR[,ADDR]",
+        help="with --backend: where nodes find the masters of all hosts (default: those started here)",
+    )
+
+
+def bind(group: argparse._ArgumentGroup) -> None:
+    """Where the masters of this command listen."""
+    group.add_argument(
+        "--bind",
+        action=Given,
+        default=None,
+        metavar="ADDR[:PORT]",
+        help="with --backend: where the masters listen (default: a free port of every address)",
+    )
+
+
+def here(options: Options) -> None:
+    """``--backend local --nnodes N`` are N nodes on this host, as ``--local-nodes N`` are."""
+    if options.backend == LOCAL and options.local_nodes is None and options.nnodes is not None:
+        options.local_nodes = options.nnodes.most
+
+
+def apart(options: argparse.Namespace) -> bool:
+    """Are the nodes another scheduler's?"""
+    return options.backend is not None and str(options.backend).partition(":")[0] != LOCAL

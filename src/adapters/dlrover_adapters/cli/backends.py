@@ -1,0 +1,130 @@
+"""The backend that ``--backend`` names: found and looked at by the launcher, made in every master."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from dlrover_adapters.cli.backend_flags import LOCAL
+from dlrover_adapters.cli.torchrun_flags import Options
+from dlrover_core.errors import SpecError
+
+if TYPE_CHECKING:
+    from dlrover_adapters.cli.settings import Settings
+    from dlrover_core.runtime.backend import Backend
+    from dlrover_core.runtime.backends import BackendContext, Choice
+
+OURS = {LOCAL: "dlrover_backends.local:backend"}
+"""Backends of this distribution by name, so that they work from a checkout that was never installed."""
+
+_PASSED = ("PYTHON_EXEC", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "DLROVER_WARM", "DLROVER_CGROUP")
+"""Variables that say how workers are started, as options do; with all of torchrun's ``PET_``."""
+
+
+class Apart(NamedTuple):
+    """What `Settings` hold of a job whose nodes a backend of somebody's starts. ``agent``: words of each node's `dlrover-run`."""
+
+    backend: str
+    agent: tuple[str, ...]
+    cwd: str
+    apart: bool = True
+
+
+def chosen(options: Options) -> Choice | None:
+    """The backend that starts the nodes, looked at; None: this command. Raises `SpecError`."""
+    if options.backend is None:
+        return None
+    from dlrover_core.runtime import backends
+
+    choice = backends.read(options.backend)
+    if choice.name == LOCAL:
+        if choice.args:
+            raise SpecError(
+                "backend", f"{options.backend!r}: local takes no arguments; --local-nodes N says how many nodes"
+            )
+        return None
+    _check(options)
+    # Made of nothing that counts: a class that does not fit, and arguments that it refuses, end the command here.
+    blank = backends.BackendContext("job", "", ("127.0.0.1:1",), "", ("true",), cwd=os.getcwd(), args=choice.args)
+    backends.make(backends.find(choice, OURS), blank, choice.text)
+    return choice
+
+
+def _check(options: Options) -> None:
+    """Refuse what says where nodes are, beside a backend that knows. Raises `SpecError`."""
+    wrong = {
+        "local-nodes": options.given("local_nodes"),
+        "master": options.given("master"),
+        "standalone": bool(options.standalone),
+        "standby": bool(getattr(options, "standby", 0)),
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            raise SpecError(
+                name,
+                f"not with --backend {options.backend}, which starts the nodes: leave one of them out; --nnodes sizes the job",
+            )
+
+
+def settled(choice: Choice, agent: Sequence[str]) -> Apart:
+    """What the launcher writes down of the choice, for its masters."""
+    return Apart(choice.text, tuple(agent), os.getcwd())
+
+
+def made(settings: Settings, token: str) -> Backend:
+    """The backend of a job that is not joining, for a master of it. Raises `SpecError`."""
+    from dlrover_core.runtime import backends
+
+    choice = backends.read(settings.backend or LOCAL, settings.cwd or None)
+    context = _context(settings, token, choice.args if settings.apart else settings.node_host)
+    return backends.make(backends.find(choice, OURS, settings.cwd or None), context, choice.text)
+
+
+def _context(settings: Settings, token: str, args: str) -> BackendContext:
+    from dlrover_adapters.agent.spawn import module_command
+    from dlrover_core.runtime.backends import BackendContext
+
+    directory = Path(settings.directory) / "backend"
+    if settings.apart:
+        directory.mkdir(mode=0o700, exist_ok=True)
+    return BackendContext(
+        job=settings.job.job,
+        run=settings.run,
+        masters=settings.masters,
+        token=token,
+        command=(*module_command("dlrover_adapters.cli.run"), *settings.agent) if settings.agent else (),
+        arguments=settings.agent,
+        env=passed(os.environ),
+        cwd=settings.cwd or os.getcwd(),
+        directory=str(directory),
+        args=args,
+    )
+
+
+def passed(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a launcher from which its nodes' agents read options too."""
+    return {name: value for name, value in environ.items() if name.startswith("PET_") or name in _PASSED}
+
+
+def masters(options: Options, own: str) -> tuple[str, ...]:
+    """Where nodes find the masters: ``own`` first, then those of ``--masters``. Raises `SpecError`."""
+    from dlrover_adapters.cli.meeting import parse_endpoint
+
+    found = [own]
+    for text in filter(None, map(str.strip, (options.masters or "").split(","))):
+        host, port = parse_endpoint("masters", text)
+        found.append(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    return tuple(dict.fromkeys(found))
+
+
+def say_counted(options: Options, command: str) -> None:
+    """Warn where the devices of this host were counted for nodes that are elsewhere."""
+    if options.nproc_per_node in ("auto", "gpu", "xpu", "cpu"):
+        print(
+            f"{command}: --nproc-per-node {options.nproc_per_node} has counted this host's devices, for all nodes; a number says "
+            "what they have",
+            file=sys.stderr,
+        )

@@ -1,0 +1,134 @@
+"""`dlrover data`: how far a job's data are, and the audit that proves each sample to be in the model's lineage once."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from dlrover_adapters.cli import read
+from dlrover_adapters.cli.places import FAILED, OK, NotFound, log_arguments, token_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from dlrover_core.history.ledger import DataRow
+    from dlrover_core.job.state import JobState
+    from dlrover_core.kernel.events import Record
+
+EXAMPLES = """\
+  dlrover data digits                     epoch, position, rate, time left, and what was trained again
+  dlrover data digits --follow            a line whenever a state has told more, until the job ends
+  dlrover data digits --json | jq '.[0].position'
+  dlrover data verify digits              prove that each sample is in the model once, or name what is not; exit 1
+  dlrover data verify digits --log etcd://e1:2379,e2:2379 --json | jq .proved"""
+
+VERIFY = "verify"
+NO_DATA = "has no data that we know of: let its script give FlashCheckpoint(data=...) an ElasticDataset"
+
+
+class _What(argparse.Action):
+    """The word ``verify``, or the job itself where there is no such word."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, _: Any = None
+    ) -> None:
+        if values and values != VERIFY:
+            if getattr(namespace, "job", None) is not None:
+                parser.error(f"{values!r}: there is 'dlrover data JOB', and 'dlrover data verify JOB'")
+            namespace.job, values = values, ""
+        setattr(namespace, self.dest, values or "")
+
+
+class _Job(argparse.Action):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, _: Any = None
+    ) -> None:
+        if namespace.job is not None:
+            parser.error(f"{namespace.job!r} {values!r}: there is 'dlrover data JOB', and 'dlrover data verify JOB'")
+        namespace.job = values
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What `data` takes."""
+    parser.set_defaults(job=None)
+    parser.add_argument(
+        "what", metavar=VERIFY, nargs="?", action=_What, help="audit the log, and show no more than that"
+    )
+    parser.add_argument("name", metavar="JOB", nargs="?", action=_Job, default=argparse.SUPPRESS, help=read.JOB_HELP)
+    log_arguments(parser)
+    token_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="for programs: every field named, times in microseconds")
+    parser.add_argument("--follow", "-f", action="store_true", help="go on as the log grows, until the job ends")
+
+
+async def run(args: argparse.Namespace) -> int:
+    """`dlrover data`."""
+    async with read.opened(args) as source:
+        if args.what == VERIFY:
+            return await _verify(args, source)
+        if args.follow:
+            return await _follow(args, source)
+        return await _show(args, source)
+
+
+async def _show(args: argparse.Namespace, source: read.Source) -> int:
+    from dlrover_core.history import render_ledger
+    from dlrover_core.history.ledger import ledger_of
+    from dlrover_core.history.plain import plain
+    from dlrover_core.job.state import FOLD
+
+    state = FOLD.new()
+    async for record in source.log.read(source.job):
+        FOLD.apply(state, record)
+    rows = ledger_of(state)
+    if args.json:
+        print(read.as_json(plain(rows)))
+    elif not rows:
+        raise NotFound(f"job {source.job!r} {NO_DATA}")
+    else:
+        print("\n".join(render_ledger.lines(rows, None if state.job.over else await source.now())))
+    return OK
+
+
+async def _follow(args: argparse.Namespace, source: read.Source) -> int:
+    from dlrover_core.history import render_ledger
+    from dlrover_core.history.phrases import stamp
+    from dlrover_core.history.plain import plain
+
+    async for state, rows in _changes(source.log.follow(source.job)):
+        for row in rows:
+            line = read.as_line(plain(row)) if args.json else f"{stamp(state.at)}  {next(render_ledger.row([row]))}"
+            print(line, flush=True)
+        if state.job.over:
+            break
+    return OK
+
+
+async def _changes(records: AsyncIterator[Record]) -> AsyncIterator[tuple[JobState, list[DataRow]]]:
+    """The state after each record that changes something here or ends the job, with the rows that have changed."""
+    from dlrover_core.history.ledger import ledger_of
+    from dlrover_core.job.shards import FACTS
+    from dlrover_core.job.state import FOLD
+
+    state = FOLD.new()
+    before: dict[tuple[str, str], DataRow] = {}
+    async for record in records:
+        FOLD.apply(state, record)
+        if type(record.event) in FACTS.evolve or state.job.over:
+            rows = {(row.group, row.dataset): row for row in ledger_of(state)}
+            yield state, [row for key, row in rows.items() if row != before.get(key)]
+            before = rows
+
+
+async def _verify(args: argparse.Namespace, source: read.Source) -> int:
+    from dlrover_core.history import render_ledger
+    from dlrover_core.history.audit import Audit, proof_values
+
+    audit = Audit()
+    async for record in source.log.read(source.job):
+        audit.feed(record)
+    proofs = audit.proofs()
+    if not proofs:
+        raise NotFound(f"job {source.job!r} {NO_DATA}")
+    print(read.as_json(proof_values(proofs)) if args.json else "\n".join(render_ledger.proofs(proofs)))
+    return FAILED if any(one.findings for one in proofs) else OK

@@ -1,0 +1,193 @@
+"""The position in the data as a part of the state: one cut, the same on every rank, saved and restored with the tensors.
+
+It is packed by `dlrover_core.data.cut` and lies in each rank's blob, and in the manifest of each part on storage: agents read it
+without torch, and nobody unpickles it. Since it says of every dataset how far *all* ranks have come, a rank that is new takes
+that of the others, at any world size, and is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from dlrover_adapters.checkpoint.table import CUT
+from dlrover_core.data.cut import Cut, Place, cut_of, differences, pack, unpack
+from dlrover_core.errors import SpecError
+from dlrover_core.words import first_few
+
+from .nested import Path, name_of
+from .sources import Found, Shapes
+from .vault import Vault, VaultRefused
+
+CUTS_MAX, RANKS_MAX = 8, 8
+"""Of cuts that should be one, so many are told, and so many ranks of each."""
+Seen = Mapping[bytes, Collection[int]]
+"""Which old ranks' pieces had which cut, packed; empty bytes: none."""
+
+
+@runtime_checkable
+class Positioned(Protocol):
+    """A dataset that knows how far it is consumed."""
+
+    @property
+    def place(self) -> Place:
+        """Where it is: what all ranks together have consumed."""
+
+    def accept(self, place: Place | None) -> str:
+        """Can it go on from here? None: the checkpoint has no position of it. What is to be said of it; empty: nothing.
+
+        Raises `SpecError`.
+        """
+
+    def go_on(self, place: Place | None) -> None:
+        """Go on from here. None: from where it is."""
+
+
+class DataSource:
+    """The datasets of a script, by path. Its only object is the cut, and that goes ways of its own."""
+
+    def __init__(self, given: Mapping[Path, Any]) -> None:
+        """Raises `SpecError` for what is no dataset of ours."""
+        for path, one in given.items():
+            if not isinstance(one, Positioned):
+                raise SpecError(
+                    name_of(path),
+                    f"an ElasticDataset, got {type(one).__name__}; give the position of other datasets with extra=",
+                )
+        self._datasets: tuple[Positioned, ...] = tuple(given.values())
+        self._registered: set[tuple[Any, ...]] = set()
+        self.cut()
+
+    def cut(self) -> bytes:
+        """How far all datasets are consumed, packed; empty: there are none. Raises `SpecError` for two of one name."""
+        return pack(cut_of(one.place for one in self._datasets)) if self._datasets else b""
+
+    def terms(self) -> Iterator[tuple[Any, ...]]:
+        """What is registered of each dataset, as `dlrover_core.job.shards.Terms` has it; of one that does not say so, nothing."""
+        for one in self._datasets:
+            found = getattr(one, "terms", None)
+            if isinstance(found, tuple):
+                yield found
+
+    def register(self, vault: Vault) -> None:
+        """Name the datasets to the agent, whatever of their `terms` it has not heard: a loop says how large a batch is.
+
+        Raises `SpecError`, which tells both, where the job has another one of that name.
+        """
+        for terms in self.terms():
+            if terms not in self._registered:
+                try:
+                    vault.dataset(terms)
+                except VaultRefused as refused:
+                    raise SpecError("data", str(refused)) from refused
+                self._registered.add(terms)
+
+    def forms(self) -> Iterator[tuple[str, str]]:
+        """What has to be the same on all ranks, in words."""
+        for one in self._datasets:
+            yield f"data.{one.place.dataset}", str(tuple(one.place))
+
+    def accept(self, cut: Cut | None) -> Iterator[str]:
+        """Can every dataset go on from this cut? What is to be said of it. Raises `SpecError`."""
+        there = {one.dataset: one for one in cut or ()}
+        for one in self._datasets:
+            told = one.accept(there.pop(one.place.dataset, None))
+            if told:
+                yield told
+        if there and self._datasets:
+            yield f"the checkpoint has a position in {', '.join(map(repr, there))}, which no dataset of data= has"
+
+    # ---- as `Source`
+
+    def tensors(self) -> Iterator[Found]:
+        """None."""
+        return iter(())
+
+    def sizes(self) -> tuple[int, ...]:
+        """None."""
+        return ()
+
+    def objects(self) -> Iterator[tuple[Path, Any]]:
+        """None that are pickled."""
+        return iter(())
+
+    def make_room(self, shapes: Shapes) -> None:
+        """None is needed."""
+
+    def load(self, objects: Mapping[str, Any]) -> None:
+        """Go on from the cut."""
+        if CUT not in objects:
+            return
+        there = {one.dataset: one for one in objects[CUT] or ()}
+        for one in self._datasets:
+            one.go_on(there.get(one.place.dataset))
+
+    def asked(self) -> Iterator[tuple[str, ...]]:
+        """`accept` says what is missing."""
+        return iter(())
+
+    def roots(self) -> tuple[str, ...]:
+        """One, where there are datasets."""
+        return (CUT,) if self._datasets else ()
+
+
+def consumed(capture: Any) -> bytes:
+    """The position that this rank has, packed; empty: it has no data."""
+    cut: dict[str, bytes] = getattr(capture, "cut", dict)()
+    return cut.get(CUT, b"")
+
+
+class Gathered:
+    """The cuts of the pieces that a rank has read of one state."""
+
+    def __init__(self) -> None:
+        self.seen: dict[bytes, list[int]] = {}
+
+    def add(self, rank: int, packed: bytes) -> None:
+        """What the piece of old rank ``rank`` has; empty: nothing."""
+        self.seen.setdefault(packed, []).append(rank)
+
+    @property
+    def any(self) -> bool:
+        """Has any piece a position?"""
+        return any(self.seen)
+
+    @property
+    def differ(self) -> bool:
+        """Have two pieces different ones?"""
+        return len(self.seen) > 1
+
+    @property
+    def cut(self) -> Cut | None:
+        """The one that all have; None: none has one. Who restores has compared them. Raises `SpecError` for a damaged one."""
+        packed = next(filter(None, self.seen), b"")
+        return unpack(packed) if packed else None
+
+    def told(self) -> tuple[tuple[bytes, tuple[int, ...]], ...]:
+        """For the rank that compares; bounded."""
+        found = sorted(self.seen.items())[:CUTS_MAX]
+        return tuple((packed, tuple(sorted(ranks)[:RANKS_MAX])) for packed, ranks in found)
+
+
+def conflict(step: int, told: Iterable[Sequence[tuple[bytes, Sequence[int]]]]) -> str:
+    """Why ranks cannot restore ``step`` together: their pieces have different positions. Empty: all have the same."""
+    seen: dict[bytes, set[int]] = {}
+    for one in told:
+        for packed, ranks in one:
+            seen.setdefault(packed, set()).update(ranks)
+    if len(seen) < 2:
+        return ""
+    (first, many), *others = sorted(seen.items(), key=lambda pair: (-len(pair[1]), min(pair[1])))
+    lines = [f"rank {first_few(sorted(ranks))}: {_differ(packed, first)}" for packed, ranks in others[:CUTS_MAX]]
+    return (
+        f"the ranks' positions in the data differ in step {step}: {'; '.join(lines)} ('there': rank {first_few(sorted(many))}). "
+        "Nothing was restored, since some samples would be trained twice or never. Every rank gives the same data= and counts "
+        "each step; restore an earlier step with restore(step)"
+    )
+
+
+def _differ(mine: bytes, others: bytes) -> str:
+    try:
+        return ", ".join(differences(unpack(mine) if mine else (), unpack(others) if others else ()))
+    except SpecError as error:
+        return str(error)

@@ -1,0 +1,410 @@
+"""`ElasticDataset`: samples in a total order, of which every rank takes its own by arithmetic alone, and a position that counts.
+
+    data = ElasticDataset("train", size=len(source), fetch=source.__getitem__, epochs=3, seed=7)
+    loader = DataLoader(data, batch_size=None, num_workers=4)
+
+What a loader has drawn does not count. A sample counts when the optimizer step that it is in is made: `ElasticBatch` says so, or
+the script, with `ElasticDataset.step`. So the position is that of the model's state, however far loaders have read ahead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+
+from dlrover_adapters.data.orders import order_of
+from dlrover_adapters.data.source import APPEND, REFUSE, Source, as_source, fingerprint_of
+from dlrover_core.data.cut import Place, cut_of
+from dlrover_core.data.permutation import FILE, SHUFFLED, WINDOW, Order
+from dlrover_core.data.quota import KEEP, NO_EPOCH, Batch, Batches, batches
+from dlrover_core.data.streams import ENDLESS
+from dlrover_core.errors import CoreError, SpecError
+from dlrover_core.job.shards import CURSOR, SEED_MASK
+
+from . import world
+from .plan import Division, GlobalStep, Micro, division, steps
+
+SOURCE_CHARS_MAX = 32
+"""A longer fingerprint of a source is hashed."""
+_SIZE = re.compile(r"size=(\d{1,19}) ")
+
+
+class DataEnded(CoreError):
+    """A step was counted for which there are no samples any more."""
+
+
+class ElasticDataset(IterableDataset[Any]):
+    """Iterates over this rank's micro-batches, from its position to the end of the last epoch.
+
+    ``name``: of the dataset, its own in the job. ``size``: samples of an epoch, the same on all ranks. ``fetch``: the sample at
+    an index from 0 to ``size`` - 1, called in loader processes; pickled where those are spawned. ``epochs``: how many; 0:
+    without end. ``seed``: of the order. ``order``: "shuffled", or "file": as the samples lie. ``chunk``: neighbours that are
+    read in a run; ``window``: chunks that are mixed at a time. ``last``: of an epoch's remainder that fills no global batch,
+    "keep" makes a shorter batch, and "drop" leaves it out. ``fingerprint``: what the source's content is told by; a checkpoint's
+    position in other content is refused. ``collate``: makes a micro-batch of a list of samples; None: as DataLoader does.
+
+    `ElasticDataset.of` takes all of these that a source knows from the source. There ``grown="append"`` takes samples that were
+    added at the source's end since a checkpoint: the epoch in flight ends without them, later ones have them.
+
+    ``global_batch``, ``micro_batch``: samples of a step of all ranks, and of a micro-batch; for loops without `ElasticBatch`,
+    which says them itself. There all steps must be alike: a multiple of the ranks times ``micro_batch``, and no remainder of an
+    epoch, or ``last="drop"``. ``ahead``: global steps that may be drawn in this process before they are counted, by a prefetcher.
+
+    Raises `SpecError` for what cannot be right.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        size: int,
+        fetch: Callable[[int], Any],
+        epochs: int = 1,
+        seed: int = 0,
+        order: str = SHUFFLED,
+        chunk: int = 1,
+        window: int = WINDOW,
+        last: str = KEEP,
+        fingerprint: str = "",
+        collate: Callable[[list[Any]], Any] | None = None,
+        global_batch: int | None = None,
+        micro_batch: int | None = None,
+        ahead: int = 1,
+        grown: str = REFUSE,
+    ) -> None:
+        super().__init__()
+        _check(name, size, fetch, epochs, ahead)
+        if grown not in ((REFUSE, APPEND) if isinstance(fetch, SourceFetch) else (REFUSE,)):
+            raise SpecError(
+                "grown",
+                f'{grown!r} of dataset {name!r}: give "refuse"; "append" where ElasticDataset.of knows a source',
+            )
+        self.grown, self._in_flight = grown, NO_EPOCH
+        self.name, self.size, self.epochs, self.seed, self.order = name, size, epochs, seed, order
+        self.chunk, self.window, self.last, self.source, self.ahead = chunk, window, last, fingerprint, ahead
+        self._fetch, self._collate = fetch, collate or default_collate
+        self._order = order_of(size, seed, 0, chunk=chunk, window=window, order=order)
+        self._fingerprint = _fingerprint(self, size, fingerprint)
+        self._fingerprint_in_flight = ""
+        batches(size, 1, epochs=epochs, last=last)
+        self._asked = (global_batch, micro_batch)
+        self._division: Division | None = None
+        self._epoch = self._position = 0
+        self._begun = False
+        self._iterated_in = -1
+        cut_of([self.place])
+
+    # ---- sources
+
+    @classmethod
+    def of(cls, name: str, source: Any, **more: Any) -> ElasticDataset:
+        """The samples of a source: of `dlrover_adapters.data`, or anything with a length and items by index.
+
+        The source says its size, its fingerprint, and in which runs it is best read. ``more``: as of `ElasticDataset`.
+        """
+        found = as_source(source)
+        for field in ("size", "fetch", "fingerprint"):
+            if field in more:
+                raise SpecError(field, f"{more[field]!r} of dataset {name!r}: leave it out, the source says it")
+        given = {"chunk": getattr(found, "chunk", 1), "window": getattr(found, "window", WINDOW), **more}
+        if getattr(found, "fixed_order", False):
+            if more.get("order", FILE) != FILE:
+                message = f"{more['order']!r} of dataset {name!r}: a mixture has its own order; give mixed(..., order=) instead"
+                raise SpecError("order", message)
+            given["order"] = FILE
+        return cls(name, size=len(found), fetch=SourceFetch(found), fingerprint=fingerprint_of(found), **given)
+
+    # ---- the position
+
+    @property
+    def place(self) -> Place:
+        """What all ranks together have consumed: all epochs before, and of this one the positions before the position."""
+        before = self._epoch == self._in_flight[0]
+        return Place(
+            self.name, self._epoch, self._position, self._fingerprint_in_flight if before else self._fingerprint
+        )
+
+    @property
+    def terms(self) -> tuple[str, int, int, str, str, int, int, str, str]:
+        """As `dlrover_core.job.shards.Terms` has it in the job's log; a global batch of 0: not known yet."""
+        batch = self._division.global_batch if self._division is not None else self._asked[0] or 0
+        return (
+            self.name,
+            self.size,
+            self.seed & SEED_MASK,
+            self.order,
+            self._fingerprint,
+            self.epochs,
+            batch,
+            CURSOR,
+            self.last,
+        )
+
+    @property
+    def samples(self) -> int:
+        """How many samples all ranks together have consumed: what schedules go by. Of a source that grew, as if it always had."""
+        return self._epoch * self.size + self._position
+
+    @property
+    def ended(self) -> bool:
+        """Is everything consumed?"""
+        return bool(self.epochs) and self._epoch >= self.epochs
+
+    def step(self) -> None:
+        """The next global batch is consumed: call it on all ranks after each optimizer step, and before `FlashCheckpoint.step`.
+
+        A step that a GradScaler skips is one, too. `ElasticBatch` calls it. Raises `DataEnded`.
+        """
+        batch = self._batches.next(self._epoch, self._position)
+        if batch is None:
+            raise DataEnded(
+                f"dataset {self.name!r}: a step was counted after the last of {self.epochs} epochs; count each optimizer step "
+                "once, or give more epochs="
+            )
+        self._epoch, self._position = self._batches.after(batch)
+
+    def begin(self, *, epoch: int = 0, position: int = 0) -> None:
+        """Begin here: what a checkpoint that has no position is to be taken for. A checkpoint's own position comes first."""
+        if epoch < 0 or not 0 <= position < self.size:
+            raise SpecError(
+                "position", f"epoch {epoch}, position {position} of dataset {self.name!r}: give 0 to {self.size - 1}"
+            )
+        self._epoch, self._position, self._begun = epoch, position, True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, for a script's own checkpoint. Plain numbers and text, the same on all ranks."""
+        return dict(self.place._asdict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position that `state_dict` gave, at any world size. Raises `SpecError` for one of other data."""
+        try:
+            place = Place(*(state[field] for field in Place._fields))
+        except (KeyError, TypeError) as error:
+            raise SpecError(
+                "data", f"{state!r} is no position of dataset {self.name!r}: give what state_dict() returned"
+            ) from error
+        self.accept(place)
+        self.go_on(place)
+
+    def accept(self, place: Place | None) -> str:
+        """Can it go on from this place of a checkpoint? None: the checkpoint has none. Returns what is to be said of it.
+
+        Raises `SpecError`.
+        """
+        if place is None:
+            here = f"epoch {self._epoch}, position {self._position}"
+            if self._begun:
+                return f"the checkpoint has no position of dataset {self.name!r}: it begins at {here}, as begin() said"
+            raise SpecError(
+                "data",
+                f"the checkpoint has no position of dataset {self.name!r}, as it was saved without it: samples would be trained "
+                "again or never. Say where to go on, data.begin(epoch=..., position=...), before restore()",
+            )
+        cut_of([place])
+        if place.dataset != self.name:
+            raise SpecError("data", f"the position is of dataset {place.dataset!r}, and this one is {self.name!r}")
+        if place.fingerprint == self._fingerprint:
+            return ""
+        before = self._size_before(place.fingerprint)
+        if before and self.grown == APPEND:
+            return f"dataset {self.name!r} had {before} samples at the checkpoint, and {self.size} now: later epochs have all"
+        remedy = (
+            f'{self.size - before} samples were added at the end: give grown="append" to take them'
+            if before
+            else "positions are of other samples. Give the same size, seed, order and source, or another name"
+        )
+        raise SpecError(
+            "data",
+            f"the checkpoint's position is in dataset {self.name!r} with {place.fingerprint!r}, and it has "
+            f"{self._fingerprint!r} now: {remedy}",
+        )
+
+    def _size_before(self, fingerprint: str) -> int:
+        """How many samples the source had, if it has only got more since; 0: that is not so."""
+        found = _SIZE.match(fingerprint)
+        size = int(found[1]) if found else 0
+        if not isinstance(self._fetch, SourceFetch) or not 0 < size < self.size:
+            return 0
+        return size if fingerprint == _fingerprint(self, size, self._fetch.source.fingerprint_at(size)) else 0
+
+    @property
+    def waits(self) -> bool:
+        """May a sample be waited for, as in a stream?"""
+        return isinstance(self._fetch, SourceFetch) and bool(getattr(self._fetch.source, "waits", False))
+
+    def size_of(self, epoch: int) -> int:
+        """Samples of an epoch: of one that began before the source grew, those that it began with."""
+        return self._in_flight[1] if epoch == self._in_flight[0] else self.size
+
+    def go_on(self, place: Place | None) -> None:
+        """Go on from this place, which was accepted; None: from where it is."""
+        if place is None:
+            return
+        self._epoch, self._position, self._in_flight = place.epoch, place.position, NO_EPOCH
+        if place.position and place.fingerprint != self._fingerprint:
+            self._in_flight = place.epoch, self._size_before(place.fingerprint)
+            self._fingerprint_in_flight = place.fingerprint
+
+    # ---- iteration
+
+    def divide(self, of: Division) -> None:
+        """How global batches are divided from now on. `ElasticBatch` says so before it iterates."""
+        self._division = of
+
+    @property
+    def division(self) -> Division:
+        """How global batches are divided. Raises `SpecError` where nobody has said how large they are."""
+        if self._division is not None:
+            return self._division
+        global_batch, micro_batch = self._asked
+        if global_batch is None:
+            raise SpecError(
+                "global_batch",
+                f"dataset {self.name!r} was not told how many samples a step has: iterate over "
+                "ElasticBatch(...).over(loader), or give ElasticDataset(..., global_batch=512, micro_batch=16)",
+            )
+        rank, size = world.of_process()
+        division(global_batch, global_batch if micro_batch is None else micro_batch, size, rank)
+        found = division(global_batch, global_batch // size if micro_batch is None else micro_batch, size, rank)
+        self._check_even(found)
+        return found
+
+    def _check_even(self, of: Division) -> None:
+        """Raises `SpecError` where steps differ in their micro-batches, as a loop without `ElasticBatch` cannot see that."""
+        batch, here = of.global_batch, "and a loop without ElasticBatch cannot see that"
+        remedy = "or iterate over ElasticBatch(...).over(loader)"
+        if batch % (of.world * of.micro_batch):
+            raise SpecError(
+                "global_batch",
+                f"{batch} of dataset {self.name!r} is no multiple of {of.world} ranks times {of.micro_batch}, the micro_batch: "
+                f"micro-batches would differ in size or number, {here}; give a multiple, {remedy}",
+            )
+        for size in (self.size, self.size_of(self._epoch) - self._position):
+            if self.last == KEEP and self.size < ENDLESS and size % batch:
+                raise SpecError(
+                    "last",
+                    f"{self.last!r} of dataset {self.name!r}: the last step of an epoch would have {size % batch} samples, not "
+                    f'{batch}, {here}; give last="drop", {remedy}',
+                )
+
+    @property
+    def _batches(self) -> Batches:
+        batch = self.division.global_batch
+        return batches(self.size, batch, epochs=self.epochs, last=self.last, in_flight=self._in_flight)
+
+    def steps(self) -> Iterator[GlobalStep]:
+        """The global steps from here to the end, as this rank takes them."""
+        return steps(self._batches, self.division, self._epoch, self._position)
+
+    def after(self, batch: Batch) -> tuple[int, int]:
+        """Epoch and position once this batch is consumed."""
+        return self._batches.after(batch)
+
+    def indices(self, batch: Batch, micro: Micro) -> list[int]:
+        """The indices of a micro-batch's samples."""
+        return list(self._order_of(batch.epoch).indices(micro.start, micro.end))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Collated micro-batches of this rank, in order; in a loader process every n-th of them."""
+        loader = get_worker_info()
+        if loader is None:
+            return self._drawn_here()
+        again, self._iterated_in = self._iterated_in == os.getpid(), os.getpid()
+        return self._loaded(loader.id, loader.num_workers, again=again)
+
+    def _loaded(self, first: int, every: int, *, again: bool) -> Iterator[Any]:
+        if again:  # said with the first draw: an error before that ends the process without a word
+            raise SpecError(
+                "persistent_workers",
+                "True: loader processes do not hear where the next iteration begins; give False, or iterate once over all epochs",
+            )
+        number = 0
+        for step in self.steps():
+            for micro in step.micros:
+                if number % every == first:
+                    yield self._content(step.batch, micro)
+                number += 1
+
+    def _drawn_here(self) -> Iterator[Any]:
+        ahead: list[tuple[int, int]] = []
+        for step in self.steps():
+            here = (self._epoch, self._position)
+            ahead = [one for one in ahead if one >= here]
+            if len(ahead) > self.ahead:
+                raise CoreError(
+                    f"dataset {self.name!r}: {len(ahead)} global steps were drawn, and none of them was counted. Call "
+                    "data.step() after each optimizer step, or iterate over ElasticBatch(...).over(loader); if a prefetcher "
+                    f"draws so far ahead, give ElasticDataset(..., ahead={len(ahead)})"
+                )
+            ahead.append((step.batch.epoch, step.batch.start))
+            for micro in step.micros:
+                yield self._content(step.batch, micro)
+
+    def _content(self, batch: Batch, micro: Micro) -> Any:
+        fetch = self._fetch.of_epoch(batch.epoch) if isinstance(self._fetch, SourceFetch) else self._fetch
+        return self._collate([self._sample(fetch, index) for index in self.indices(batch, micro)])
+
+    def _sample(self, fetch: Callable[[int], Any], index: int) -> Any:
+        found = fetch(index)
+        if found is None:
+            raise SpecError(
+                "fetch",
+                f"None for index {index} of dataset {self.name!r}: return the sample, or raise what is wrong with it; a sample "
+                "is never left out in silence",
+            )
+        return found
+
+    def _order_of(self, epoch: int) -> Order:
+        size = self.size_of(epoch)
+        if (self._order.epoch, self._order.size) != (epoch, size):
+            self._order = order_of(size, self.seed, epoch, chunk=self.chunk, window=self.window, order=self.order)
+        return self._order
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a loader process, which belongs to no world: with the division, if it is known."""
+        told = dict(self.__dict__)
+        if self._division is not None or self._asked[0] is not None:
+            told["_division"] = self.division
+        return told
+
+
+class SourceFetch:
+    """Fetches samples of a source; each epoch has its own samples where the source says so."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def of_epoch(self, epoch: int) -> Callable[[int], Any]:
+        """What fetches the samples of an epoch."""
+        of_epoch = getattr(self.source, "of_epoch", None)
+        fetch: Callable[[int], Any] = (of_epoch(epoch) if of_epoch else self.source).__getitem__
+        return fetch
+
+    def __call__(self, index: int) -> Any:
+        """The sample, of the first epoch."""
+        return self.source[index]
+
+
+def _check(name: str, size: Any, fetch: Any, epochs: Any, ahead: Any) -> None:
+    if not isinstance(name, str):
+        raise SpecError("name", f"a text that names the dataset in the job, got {type(name).__name__}")
+    for field, value, least in (("size", size, 1), ("epochs", epochs, 0), ("ahead", ahead, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise SpecError(field, f"{value!r} of dataset {name!r}: give {least} or more")
+    if not callable(fetch):
+        raise SpecError("fetch", f"a function from an index to a sample, got {type(fetch).__name__}")
+
+
+def _fingerprint(of: ElasticDataset, size: int, source: str) -> str:
+    """What positions are positions of, in words that fit into a place."""
+    if len(source) > SOURCE_CHARS_MAX or not source.isprintable():
+        source = hashlib.blake2b(source.encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    words: Sequence[str] = [f"size={size}", f"seed={of.seed}", f"order={of.order}"]
+    if of.chunk > 1:
+        words = [*words, f"chunk={of.chunk}", f"window={of.window}"]
+    return " ".join([*words, f"source={source}"] if source else words)

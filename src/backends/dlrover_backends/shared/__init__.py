@@ -1,0 +1,8 @@
+"""What backends share that start processes on hosts of their own: nodes as process trees, their orphans, and a node host's wire.
+
+Backends import this package, and never one another.
+
+`process`: a node's first process with a death signal and a mark, and the end of all that bears the mark.
+`orphans`, `strangers`: what dead nodes left to the launcher, and what is somebody else's.
+`wire`: frames between a node host and the backend in the master.
+"""

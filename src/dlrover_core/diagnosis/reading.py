@@ -1,0 +1,550 @@
+"""Logs of a failure as the observations that a job's own agents would have made.
+
+A text holds what a live job tells by events: exceptions that ended a process, launchers' words on exit codes, the kernel's lines,
+a platform's reasons, and much that was handled and gone by. Read so, a text and a live job are judged by the same procedure, and
+one model of cause and consequence holds for both.
+
+An exception counts for how its process ended unless the run went on after it. Lines before the last burst of failures that speak
+of the program alone are set aside for the same reason; if nothing else is left, they count after all.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dlrover_core.diagnosis import clock, exceptions, launchers, who
+from dlrover_core.diagnosis.classify import DYING, plainly
+from dlrover_core.diagnosis.evidence import CASC, DATA, ERROR, EXIT, KERNEL, LOG, NET, PLAT, PLATFORM, SOFT, USER
+from dlrover_core.diagnosis.exceptions import Chain
+from dlrover_core.diagnosis.matching import Hit, Matcher
+from dlrover_core.diagnosis.offline import Observation
+from dlrover_core.diagnosis.rows import Text, numbered, rank_of_file, rows_of
+from dlrover_core.diagnosis.who import Who
+
+SAME_MAX, FOUND_MAX, CHUNK_LINES = 3, 512, 200
+"""Of one signature and rank so many are taken from a text, from its beginning and from its end; of all.
+
+Lines scanned at a time.
+"""
+WENT_ON_LINES, STEPS_MIN, GOES_ON_STEPS, BURST_LINES = 25, 3, 40, 120
+"""After so many lines of no failure, or so many steps, a run has gone on; after `GOES_ON_STEPS` for sure.
+
+Words within `BURST_LINES` lines are of one failure.
+"""
+NAMED_LINES = 4
+"""So many lines after one about a host may say which."""
+WENT_ON = "handled: the run went on after it"
+LIVED = "lived through: the program went on to the exception that ended it"
+EARLIER = "an earlier attempt's end"
+# How something ended, and what is done to the rest: no reason.
+_ENDS = ("exit.", "slurm.cancelled", "exception.ChildFailedError", "mpi.abort", "nccl.aborted")
+LINE_S = 1e-6
+_NOBODY = (-1, "", "", 0)
+# What makes a line worth reading that no signature may know: exceptions of any name, launchers' words, and who is where.
+MARKS = (
+    r"Traceback \(most recent call last\)",
+    r"^Caused by: ",
+    r"\bRoot Cause \(first observed failure\)",
+    r"\bexitcode *: ",
+    r"\bexits with return code = ",
+    r"\bsrun: error: ",
+    r"\bProcess name: \[\[",
+    r"\bRUNNING AT \S",
+    r"\bexited on signal \d",
+    r"\bterminated with (?:signal|exit code)",
+    r"\bbusId \w+\b.{0,60}\bInit COMPLETE",
+)
+TEXT_LINES_MAX = 160
+
+# A launcher that only passes on how its child ended.
+_LAUNCHES = re.compile(
+    r"/torch/distributed/(?:launch|run|launcher|elastic)|/accelerate/|/deepspeed/launcher|/bin/(?:torchrun|accelerate|deepspeed)"
+)
+# A remote worker's address, in what Ray says of its end.
+_ACTOR_AT = re.compile(r"\n\s*ip: (\d{1,3}(?:\.\d{1,3}){3})\b")
+_IGNORED = re.compile(r"Exception ignored in|Error in atexit|Exception in thread (?:Thread|Pin)", re.IGNORECASE)
+_HANDLED = re.compile(
+    r"(?i)\b(?:retrying|will retry|skipping (?:this |the )?(?:batch|sample|step|image|file)|falling back|ignoring|recovered"
+    r"|using default instead)\b|\bdlerror: |:\d+: \w*Warning: "
+)
+_BUS = re.compile(r"\brank (\d+) nranks (\d+) .{0,80}\bbusId (\w+)")
+_NCCL_RANK = re.compile(r"\brank (\d+) nranks (\d+)\b")
+_PCI = re.compile(r"\b(?:PCI:)?([0-9a-fA-F]{4,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})")
+_FILE_HOST = re.compile(
+    r"(?:^|[._-])((?:node|gpu|host|dgx|hgx|cn|gn|nid|worker|compute|server|pod)[-_]?[a-z0-9-]*\d)(?:[._-](?:stdout|stderr|out|err|log|txt|gz|dmesg|kernel|journal))*$"
+)
+
+
+# mp.spawn's own words on whose exception it passes on.
+_SPAWNED = re.compile(r"\bProcess (\d{1,5}) (?:terminated with the following error|exited with error code)")
+# What a launcher does to the others.
+_SWEPT = (-15, -9, 143, 137)
+
+
+class Spot(NamedTuple):
+    """Where something was read: file, line number, the line, and the signature found there (of an exit, empty)."""
+
+    file: str
+    number: int
+    line: str
+    signature: str = ""
+
+
+class Read(NamedTuple):
+    """What texts tell.
+
+    ``observations`` and ``spots`` belong together, one for one.
+    ``aside``: what no cause can be, and why.
+    ``files``: names that stand for a node because no line names one.
+    ``untimed``: files whose times cannot be compared with the others'.
+    ``gpus``: the rank at a host's PCI address, by what NCCL said.
+    ``pods``: the pod that the whole of a file is from.
+    """
+
+    observations: tuple[Observation, ...]
+    spots: tuple[Spot, ...]
+    aside: tuple[tuple[Spot, str], ...] = ()
+    files: frozenset[str] = frozenset()
+    untimed: tuple[str, ...] = ()
+    gpus: tuple[tuple[str, int], ...] = ()
+    pods: tuple[tuple[str, str], ...] = ()
+
+
+class _Found(NamedTuple):
+    """Something found: at a row, and what is observed there, still on the file's own clock.
+
+    ``vague``: a consequence of another's failure, or a symptom of many; ``telling``: an exception that says what it was.
+    ``mild``: words on what a program may live through.
+    """
+
+    row: int
+    seen: Observation
+    signature: str
+    doubted: str = ""
+    shown: int = -1
+    vague: bool = False
+    telling: bool = False
+    mild: bool = False
+
+
+@dataclass(slots=True)
+class _Places:
+    """Who is where, as far as a file tells."""
+
+    host_of: dict[int, str] = field(default_factory=dict)
+    rank_of: dict[tuple[str, int], int] = field(default_factory=dict)
+    rank_of_pid: dict[tuple[str, int], int] = field(default_factory=dict)
+    gpus: dict[str, int] = field(default_factory=dict)
+    hosts: Counter[str] = field(default_factory=Counter)
+
+
+def read(texts: Sequence[Text], matcher: Matcher) -> Read:
+    """What the texts of one failure tell, by one clock, in the order of the texts and of their lines."""
+    files = [_File(text, matcher) for text in texts]
+    spans = [one.span() for one in files]
+    known = [number for number, one in enumerate(files) if one.found]
+    moves = dict(zip(known, clock.aligned([spans[number] for number in known]), strict=True))
+    kept = [(number, one, found) for number, one in enumerate(files) for found in one.found]
+    sure = _believed(kept)
+    aside = (
+        [(one.spot(found), found.doubted) for _, one, found in kept if found.doubted] if len(sure) < len(kept) else []
+    )
+    observations, spots = [], []
+    for number, one, found in sure:
+        observations.append(found.seen._replace(at_s=found.seen.at_s + moves[number]))
+        spots.append(one.spot(found))
+    clocks = Counter(spans[number][2] for number in known if spans[number][2])
+    common = max(clocks, key=lambda each: (clocks[each], each == clock.CALENDAR), default="")
+    strange = tuple(files[number].text.name for number in known if spans[number][2] != common)
+    return Read(
+        tuple(observations),
+        tuple(spots),
+        tuple(aside),
+        frozenset(one.surrogate for one in files),
+        strange if len(strange) < len(known) or (strange and len(known) > 1 and common) else (),
+        tuple(item for one in files for item in one.places.gpus.items()),
+        tuple((one.surrogate, one.pod) for one in files if one.pod),
+    )
+
+
+def _believed(kept: Sequence[tuple[int, _File, _Found]]) -> list[tuple[int, _File, _Found]]:
+    """What counts: all that is not doubted. Where that says only how something ended, also words just before it.
+
+    Other ranks' progress may stand between a failure's lines: a run that seems to have gone on for a few steps, and then ended
+    for no other reason, ended for that one.
+    """
+    sure = [one for one in kept if not one[2].doubted]
+    if not sure:
+        return list(kept)
+    telling = [found for _, _, found in sure if _tells(found)]
+    if any(not found.vague for found in telling):
+        return sure
+    near = {
+        place: found
+        for place, (_, file, found) in enumerate(kept)
+        if found.doubted in (WENT_ON, EARLIER) and file.steps_after(found.row) < GOES_ON_STEPS
+    }
+    if telling:  # only consequences and general symptoms: an exception that was handled is neither, nor their cause
+        near = {
+            place: found
+            for place, found in near.items()
+            if found.signature and not found.signature.startswith("exception.")
+        }
+    newest = max((found.row for found in near.values()), default=0)
+    words = {place for place, found in near.items() if newest - found.row <= BURST_LINES}
+    return [
+        (number, file, found._replace(seen=_last_word(found)) if found.doubted else found)
+        for place, (number, file, found) in enumerate(kept)
+        if not found.doubted or place in words
+    ]
+
+
+def _tells(found: _Found) -> bool:
+    """Does it say more than how something ended?"""
+    if found.seen.source == ERROR and not found.signature:
+        return True
+    return (
+        found.seen.source != EXIT and not found.signature.startswith(_ENDS) and not found.signature.endswith(".sweep")
+    )
+
+
+def _last_word(found: _Found) -> Observation:
+    """An exception that ended its rank: logs seldom tell of every rank's end."""
+    raised = found.seen.source == LOG and found.signature.startswith("exception.")
+    return found.seen._replace(exit_code=1) if raised else found.seen
+
+
+class _File:
+    """One text, read."""
+
+    def __init__(self, text: Text, matcher: Matcher) -> None:
+        self.text = text
+        self.rows, self.pod = numbered(list(rows_of(text)))
+        self.times, self.clock = clock.in_order([row.stamps for row in self.rows])
+        self.places = _Places()
+        self._learn()
+        self.rank = rank_of_file(text.name)
+        self.host = self._host()
+        base = text.name.rsplit("/", 1)[-1]
+        self.surrogate = base
+        self._matcher = matcher
+        self._taken: set[int] = set()
+        chains = self._chains()
+        ends = launchers.ends([row.body for row in self.rows])
+        self._taken.update(one.line for one in ends)
+        hits = self._hits()
+        if not self.host and not self.places.hosts:
+            placed = [
+                index
+                for index, row in enumerate(self.rows)
+                if "uccessfully assigned" in row.body or row.body.startswith("Node:") or "for host: " in row.body
+            ]
+            named = {who.host_named(self.rows[index].raw) for index in (*placed, *(at for at, _ in hits))} - {""}
+            self.host = named.pop() if len(named) == 1 else ""
+        self._steps = [
+            index
+            for index, row in enumerate(self.rows)
+            if exceptions.PROGRESS.search(row.body) and index not in self._taken
+        ]
+        self._quiet = [
+            index
+            for index, row in enumerate(self.rows)
+            if index not in self._taken
+            and row.body.strip()
+            and not row.body[:1].isspace()
+            and not DYING.search(row.body)
+        ]
+        self._last = max(
+            [
+                *(chain.last for chain, _, _ in chains),
+                *(one.line for one in ends),
+                *(at for at, hit in hits if _fails(hit)),
+            ],
+            default=-1,
+        )
+        raised = list(self._of_chains(chains, ends))
+        found = [*raised, *self._of_ends(ends), *self._lived_through(self._of_hits(hits), raised)]
+        self.found = _thinned(sorted(found, key=lambda one: one.row))
+
+    def spot(self, found: _Found) -> Spot:
+        """Where it was found."""
+        row = self.rows[found.shown if found.shown >= 0 else found.row]
+        return Spot(self.text.name, row.number, row.raw.strip()[:500], found.signature)
+
+    def span(self) -> tuple[float, float, str]:
+        """First and last failure, and by which clock."""
+        times = [one.seen.at_s for one in self.found]
+        return min(times, default=0.0), max(times, default=0.0), self.clock
+
+    # ---- who is where
+
+    def _learn(self) -> None:
+        places = self.places
+        for row in self.rows:
+            body, its = row.body, row.who
+            if its.host:
+                places.hosts[its.host] += 1
+                if its.rank >= 0:
+                    places.host_of.setdefault(its.rank, its.host)
+            if "nranks" in body:
+                ranked = _NCCL_RANK.search(body)
+                if ranked is not None and its.host:
+                    rank = int(ranked[1])
+                    places.host_of.setdefault(rank, its.host)
+                    places.rank_of_pid.setdefault((its.host, its.pid), rank)
+                    if its.device >= 0:
+                        places.rank_of.setdefault((its.host, its.device), rank)
+                bus = _BUS.search(body)
+                if bus is not None:
+                    places.gpus.setdefault(f"{its.host} {bus[3].lower()}", int(bus[1]))
+        for ended in launchers.ends([row.body for row in self.rows]):
+            if ended.host:
+                places.hosts[ended.host] += 1
+                if ended.rank >= 0:
+                    places.host_of[ended.rank] = ended.host
+                    if ended.local >= 0:
+                        places.rank_of[ended.host, ended.local] = ended.rank
+
+    def _host(self) -> str:
+        """The machine that the whole file is about, or empty."""
+        named = _FILE_HOST.search(self.text.name.rsplit("/", 1)[-1])
+        if len(self.places.hosts) == 1:
+            return next(iter(self.places.hosts))
+        return named[1] if named is not None and not self.places.hosts and self.rank < 0 else ""
+
+    def _placed(self, at_s: float, source: str, its: Who, text: str, line: str) -> Observation:
+        """An observation with rank, node and host, as far as they are known."""
+        host = its.host
+        rank = its.rank if its.rank >= 0 else self.rank
+        if rank < 0 and host and its.pid:
+            rank = self.places.rank_of_pid.get((host, its.pid), -1)
+        if rank < 0 and its.device >= 0 and host:
+            rank = self.places.rank_of.get((host, its.device), -1)
+        if source in (KERNEL, PLATFORM):
+            host = host or who.host_named(line) or self.host
+            pod = its.pod or who.pod_named(line.replace(self.pod, "") if self.pod else line)
+            pci = _PCI.search(line) if source == KERNEL else None
+            rank = self._rank_at(host, pci) if pci is not None else -1
+            rank = -1 if source == KERNEL else rank
+            return Observation(at_s, source, pod or host or self.surrogate, host, rank, text)
+        if rank < 0:
+            rank = who.rank_named(line)
+        host = host or (self.places.host_of.get(rank, "") if rank >= 0 else "") or self.host
+        return Observation(at_s, source, its.pod or host or self.surrogate, host, rank, text)
+
+    def _rank_at(self, host: str, pci: re.Match[str]) -> int:
+        bus = f"{pci[2]}{pci[3]}0".lower()
+        return next(
+            (
+                rank
+                for key, rank in self.places.gpus.items()
+                if key.endswith(f" {bus}") and (not host or key.startswith(host))
+            ),
+            -1,
+        )
+
+    # ---- what is found
+
+    def _chains(self) -> list[tuple[Chain, list[int], Who]]:
+        """Exceptions, each with its rows and its writer; writers are read apart."""
+        streams: dict[tuple[int, str, str, int], list[int]] = {}
+        for index, row in enumerate(self.rows):
+            its = row.who
+            pid = its.pid if its.device < 0 else 0
+            key = (its.rank, its.pod, its.host if its.device < 0 else "", pid)
+            if "Traceback (most" in row.body and index + 1 < len(self.rows):
+                # Only the first line has a prefix: the rest is read with it.
+                after = self.rows[index + 1]
+                key = _NOBODY if after.who == Who() and after.body.lstrip().startswith("File ") else key
+            streams.setdefault(key, []).append(index)
+        found = []
+        for indices in streams.values():
+            if not any(
+                "Traceback" in self.rows[index].body
+                or "Error" in self.rows[index].body
+                or "Exception" in self.rows[index].body
+                for index in indices
+            ):
+                continue
+            own = frozenset(at for at, index in enumerate(indices) if self.rows[index].stamps or self.rows[index].level)
+            for chain in exceptions.chains([self.rows[index].body for index in indices], own):
+                rows = indices[chain.first : chain.last + 1]
+                self._taken.update(rows)
+                moved = Chain(
+                    tuple(
+                        one._replace(first=indices[one.first], last=indices[one.last], at=indices[one.at])
+                        for one in chain.links
+                    )
+                )
+                found.append((moved, rows, self.rows[rows[0]].who))
+        return sorted(found, key=lambda one: one[0].first)
+
+    def _hits(self) -> list[tuple[int, Hit]]:
+        """What the table knows in the other lines."""
+        rest = [index for index in range(len(self.rows)) if index not in self._taken]
+        found = []
+        for begin in range(0, len(rest), CHUNK_LINES):
+            part = rest[begin : begin + CHUNK_LINES]
+            text = "\n".join(self._shown(index) for index in part)
+            found += [
+                (part[hit.number - 1], hit)
+                for hit in self._matcher.scan(text, "")
+                # NCCL's own INFO is of what it tries.
+                if hit.signature.verdict and (" NCCL INFO " not in hit.line or hit.signature.verdict == CASC)
+            ]
+        return found
+
+    def _shown(self, index: int) -> str:
+        row = self.rows[index]
+        return (row.body if row.raw.startswith("{") else row.raw).replace("\n", " ").replace("\r", " ")
+
+    def _of_chains(
+        self, chains: Sequence[tuple[Chain, list[int], Who]], ends: Sequence[launchers.Ended]
+    ) -> Iterator[_Found]:
+        guilty = {(one.rank, one.host) for one in ends if one.code != 0 and one.code not in _SWEPT and one.rank >= 0}
+        places = {chain.links[-1].name for chain, _, its in chains if its.rank < 0 and not _passes_on(chain)}
+        for chain, rows, its in chains:
+            kept = rows[:TEXT_LINES_MAX] + rows[TEXT_LINES_MAX:][-TEXT_LINES_MAX:]
+            text = "\n".join(self.rows[index].body for index in kept)
+            before = " ".join(self.rows[index].raw for index in range(max(0, rows[0] - 1), rows[0] + 1))
+            doubted = ""
+            if _IGNORED.search(before):
+                doubted = "raised while the interpreter ended, or in a thread that nobody waits for: a consequence"
+            elif self.rows[rows[0]].level == "W" or self._went_on(chain.last, its):
+                doubted = WENT_ON
+            elif _passes_on(chain):
+                doubted = "a launcher's report: it passes on how its child ended"
+            actor = _ACTOR_AT.search(text)
+            if actor is not None and not its.host:
+                its = its._replace(host=actor[1])
+            spawned = _SPAWNED.search(text)
+            if its.rank < 0 and spawned is not None:
+                its = its._replace(rank=int(spawned[1]))
+            elif its.rank < 0 and self.rank < 0 and len(guilty) == 1 and len(places) == 1 and not _passes_on(chain):
+                rank, host = next(iter(guilty))
+                its = its._replace(rank=rank, host=its.host or host)
+            seen = self._placed(self._at(chain.last), ERROR, its, text, "")
+            told = exceptions.telling(chain, plainly)
+            said = Matcher.best(self._matcher.scan(told.text, ERROR))
+            name = said.signature.id if said is not None and said.signature.id.startswith(_ENDS) else ""
+            vague = said is not None and _vague(said)
+            telling = said is not None and not vague and not name
+            yield _Found(chain.last, seen._replace(exit_code=1), name, doubted, told.at, vague, telling)
+
+    def _of_ends(self, ends: Sequence[launchers.Ended]) -> Iterator[_Found]:
+        for one in ends:
+            rank = one.rank if one.rank >= 0 else self.places.rank_of.get((self.host, one.local), one.local)
+            seen = self._placed(self._at(one.line) - one.before_s, EXIT, Who(rank, one.local, one.host), "", "")
+            if one.code == 0:
+                continue
+            # A summary's order is that of its own times; without any it comes after whatever the ranks said.
+            yield _Found(
+                one.line,
+                seen._replace(exit_code=one.code),
+                "",
+                EARLIER if self._went_on(one.line, seen_who(seen)) else "",
+            )
+
+    def _of_hits(self, hits: Sequence[tuple[int, Hit]]) -> Iterator[_Found]:
+        for index, hit in hits:
+            row, sources = self.rows[index], hit.signature.sources
+            source = next(
+                (one for one in (KERNEL, LOG, PLATFORM) if sources[0] == one), LOG if LOG in sources else sources[0]
+            )
+            line = row.raw
+            its = row.who
+            if hit.signature.scope in ("node", "host"):
+                if not who.host_named(line):
+                    line = "\n".join(one.raw for one in self.rows[index : index + 1 + NAMED_LINES])
+                its = its if its.host else its._replace(host=who.host_named(line))
+            seen = self._placed(self._at(index), source, its, hit.line.strip(), line)
+            own = (
+                hit.signature.verdict in (USER, DATA, SOFT)
+                or hit.signature.scope == "process"
+                or hit.signature.verdict == CASC
+            )
+            doubted = ""
+            if source == LOG and own and (row.level in ("I", "W") or _HANDLED.search(row.body)) and index < self._last:
+                doubted = "a warning, and the run went on"
+            elif source == LOG and own and self._went_on(index, row.who):
+                doubted = WENT_ON
+            # Whoever waited for a place or an image has got it.
+            waits = hit.signature.action == "wait" and hit.signature.verdict == PLAT
+            mild = waits or (source == LOG and hit.signature.verdict in (USER, DATA, SOFT, NET))
+            made = _Found(index, seen, hit.signature.id, doubted, vague=_vague(hit), mild=mild)
+            yield made if doubted else made._replace(seen=_last_word(made))
+
+    def _lived_through(self, hits: Iterable[_Found], raised: Sequence[_Found]) -> Iterator[_Found]:
+        """What a program said before the exception that ended it is no cause: it went on to where it failed.
+
+        That is so only of an exception that tells what it was, and of words on what a program can live through.
+        """
+        ended = [one for one in raised if not one.doubted and one.telling]
+        for one in hits:
+            later = any(one.row < end.row and one.seen.rank in (-1, end.seen.rank) for end in ended)
+            lived = later and one.mild and not one.doubted and not self._hangs_together(one.row)
+            yield one._replace(doubted=LIVED) if lived else one
+
+    def _hangs_together(self, index: int) -> bool:
+        """Is this an exception without a traceback, to which the next one says that it belongs?"""
+        return any("above exception" in row.body for row in self.rows[index + 1 : index + 1 + NAMED_LINES])
+
+    def _went_on(self, index: int, its: Who) -> bool:
+        """Did the run make steps after this line, or write much that is no failure before the last failure?"""
+        steps = self.steps_after(index)
+        if steps >= STEPS_MIN:
+            ranked = [at for at in self._steps[-steps:] if its.rank < 0 or self.rows[at].who.rank in (-1, its.rank)]
+            if len(ranked) >= STEPS_MIN:
+                return True
+        if self._last <= index:
+            return False
+        quiet = bisect_right(self._quiet, self._last) - bisect_right(self._quiet, index)
+        return quiet >= WENT_ON_LINES
+
+    def steps_after(self, index: int) -> int:
+        """How many steps are told of after a line."""
+        return len(self._steps) - bisect_right(self._steps, index)
+
+    def _at(self, index: int) -> float:
+        """When: the line's time, and within one moment the order of lines."""
+        return self.times[index] + self.rows[index].number * LINE_S
+
+
+def seen_who(seen: Observation) -> Who:
+    """The writer that an observation names."""
+    return Who(seen.rank, -1, seen.host)
+
+
+def _passes_on(chain: Chain) -> bool:
+    """Is it a launcher's own exception about a child of its?"""
+    last = chain.links[-1]
+    if last.name == "CalledProcessError":
+        return any(_LAUNCHES.search(frame[0]) for frame in last.frames)
+    return all(exceptions.wraps(one) for one in chain.links) and any(
+        _LAUNCHES.search(frame[0]) for frame in last.frames
+    )
+
+
+def _fails(hit: Hit) -> bool:
+    return hit.signature.action != "obs" or hit.signature.verdict == CASC
+
+
+def _vague(hit: Hit) -> bool:
+    return hit.signature.general or hit.signature.verdict == CASC
+
+
+def _thinned(found: Sequence[_Found]) -> list[_Found]:
+    """Of one signature and rank the first and the last few, so that no flood hides another failure."""
+    counted: Counter[tuple[str, int, int]] = Counter()
+    numbered = []
+    for one in found:
+        key = (one.signature or one.seen.text[-200:], one.seen.rank, one.seen.exit_code)
+        counted[key] += 1
+        numbered.append((one, key, counted[key]))
+    kept = [one for one, key, number in numbered if number <= SAME_MAX or number > counted[key] - SAME_MAX]
+    return kept if len(kept) <= FOUND_MAX else [*kept[: FOUND_MAX // 2], *kept[-FOUND_MAX // 2 :]]

@@ -1,0 +1,131 @@
+"""What launchers and schedulers do to the rest once something has failed: closing signals, cancelled steps, echoes.
+
+None of it is ever a cause while anything else is there, whatever stands first in a log.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Protocol
+
+from dlrover_core.diagnosis.evidence import CASC, ERROR, LOG, Evidence
+from dlrover_core.diagnosis.signatures import Table
+from dlrover_core.diagnosis.watched import watched, where
+from dlrover_core.spec import us
+
+# Words of one rank within so much are one burst: of these the one that tells most is meant.
+BURST_S = 30.0
+# What an exit code alone says.
+_BARE = re.compile(r"exit\.(sig(kill|term|segv|bus|abrt)|silent|signal\d*|code\d*)$")
+_SELF_ENDED = re.compile(r"exit\.(sigabrt|silent|code\d*)$")
+# A scheduler's cancelling: its owner's, if nothing failed before.
+_CANCELS = ("slurm.cancelled",)
+_SWITCH = re.compile(r"\bXid\b.{0,60}: 109\b", re.IGNORECASE)
+# Kubernetes takes the pods off a node that does not answer.
+_TAINTED = re.compile(r"\bTaint ?manager|\bMarking for deletion", re.IGNORECASE)
+# A file server's or a mount's failure, told by the host that waits for it.
+_SERVERS = ("host.nfs", "storage.gone", "storage.stale_handle")
+# A platform's word on a worker that ended, whatever the reason.
+_ECHOES = ("ray.system_error",)
+
+
+class Case(Protocol):
+    """What is judged: the observations still in question, all that were seen, and how one is set aside."""
+
+    live: list[Evidence]
+    seen: list[Evidence]
+    table: Table
+
+    def drop(self, no_cause: Callable[[Evidence], object], why: str) -> None:
+        """Set aside what is no cause."""
+
+    def action(self, one: Evidence) -> str:
+        """What usually suffices."""
+
+
+def swept(case: Case) -> None:
+    """What launchers and schedulers do to the rest once something has failed."""
+    ends = ("exit.sigterm", "exit.sigkill", *_CANCELS)
+    causes = [
+        one for one in case.seen if one.signature not in ends and (one.verdict == CASC or case.action(one) != "obs")
+    ]
+    causes = [one for one in causes if case.table.get(one.signature) is None or not one.signature.endswith(".sweep")]
+    case.drop(
+        lambda one: (
+            one.signature in _CANCELS
+            and any(cause.at <= one.at + (us(BURST_S) if " STEP " in one.text else 0) for cause in causes)
+        ),
+        "swept: cancelled after something had failed",
+    )
+    # A line that speaks of a SIGTERM, of no rank's own end: whatever else is there tells more.
+    said = [one for one in case.live if one.signature != "exit.sigterm"]
+    case.drop(
+        lambda one: one.signature == "exit.sigterm" and (watched(one) or one.rank < 0) and said,
+        "swept: a launcher's closing signal",
+    )
+    # A worker that is gone after it complained about others, as its platform tells.
+    complained = {where(one): one.at for one in reversed(case.live) if one.verdict == CASC}
+    case.drop(
+        lambda one: one.signature in _ECHOES and complained.get(where(one), one.at) < one.at,
+        "an echo: words of the same place say what ended it",
+    )
+    kinds = {one.signature for one in case.live}
+    if kinds.intersection(_SERVERS):
+        served = {where(one) for one in case.live if one.signature in _SERVERS}
+        case.drop(
+            lambda one: one.signature == "host.blocked" and where(one) in served,
+            "a consequence: tasks wait for a file server that does not answer",
+        )
+    if "cgroup.oom" in kinds:
+        limited = {where(one) for one in case.live if one.signature == "cgroup.oom"}
+        case.drop(
+            lambda one: one.signature == "host.oom" and where(one) in limited and "invoked oom-killer" in one.text,
+            "the kernel's first line of an OOM kill: the next ones say whose memory it was",
+        )
+    if "k8s.node_lost" in kinds:
+        case.drop(
+            lambda one: one.signature == "k8s.preempted" and _TAINTED.search(one.text) is not None,
+            "a consequence: pods are taken off a node that is lost",
+        )
+    # A context switch that times out on a GPU whose program has just faulted.
+    faults = {(where(one), one.subject): one.at for one in reversed(case.live) if one.signature == "xid.app"}
+    case.drop(
+        lambda one: (
+            _SWITCH.search(one.text) is not None
+            and 0 <= one.at - faults.get((where(one), one.subject), one.at + 1) <= us(BURST_S)
+        ),
+        "a consequence: the program on that GPU had faulted a moment before",
+    )
+    # How somebody ended whom nothing names, where the same log has words that explain it.
+    worded = {where(one) for one in case.live if not bare(one) and one.source in (LOG, ERROR)}
+    case.drop(
+        lambda one: one.rank < 0 and _SELF_ENDED.match(one.signature) is not None and where(one) in worded,
+        "only how it ended: words of the same log say why",
+    )
+    _echoed(case)
+
+
+def _echoed(case: Case) -> None:
+    """How the only rank to fail ended says nothing, where the same log complained before and names nobody.
+
+    In a job every line has its rank: only a text has words of which nobody is known.
+    """
+    causes = [one for one in case.live if one.verdict != CASC]
+    if (
+        not causes
+        or len({one.rank for one in causes}) > 1
+        or not all(_SELF_ENDED.match(one.signature) for one in causes)
+    ):
+        return
+    first = min(one.at for one in causes)
+    spoken = {where(one) for one in case.live if one.verdict == CASC and one.rank < 0 and one.at <= first}
+    case.drop(
+        lambda one: one.verdict != CASC and where(one) in spoken,
+        "an echo: the log complains of others, and then one rank ends itself",
+    )
+
+
+def bare(one: Evidence) -> bool:
+    """Does it only say how something ended?"""
+    return _BARE.match(one.signature) is not None

@@ -1,0 +1,3 @@
+"""An evaluator that cannot go on."""
+
+raise SystemExit("no such policy")

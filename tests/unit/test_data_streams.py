@@ -1,0 +1,566 @@
+"""Streams: the folder keeps the port's promises, the kit finds streams that do not, and a stream is trained on as a file is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrover_adapters.agent.slot import StepSlot
+from dlrover_adapters.data import Reader, fingerprint_of
+from dlrover_adapters.data import folder_stream as folders
+from dlrover_adapters.data.folder_stream import LIST, PARTITION, FolderStream
+from dlrover_adapters.data.following import Followed
+from dlrover_adapters.torch import steps
+from dlrover_adapters.torch.slot import Slot
+from dlrover_core.data.streams import (
+    ENDLESS,
+    AccessRefused,
+    Extent,
+    Message,
+    OffsetAhead,
+    OffsetGone,
+    SegmentChanged,
+    Stream,
+    StreamError,
+    StreamGone,
+    StreamUnavailable,
+    UnknownPartition,
+)
+from dlrover_core.diagnosis.stall import Pulse
+from dlrover_core.errors import SpecError
+from dlrover_core.testing import stream_conformance
+from dlrover_core.testing.stream_conformance import StreamConformance
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a file looks often."""
+    monkeypatch.setattr(folders, "LOOK_S", 0.001)
+
+
+class FolderStand:
+    """A folder that files are moved into."""
+
+    partition = PARTITION
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.written, self.files = folder, 0, 0
+        self.stream: Stream = FolderStream(folder)
+
+    def write(self, count: int) -> None:
+        """One file more, whose name sorts before all others."""
+        part = self.folder / f"{999 - self.files}.jsonl.tmp"
+        part.write_text("".join(f"{one}\n" for one in range(self.written, self.written + count)))
+        part.rename(part.with_suffix(""))
+        self.written, self.files = self.written + count, self.files + 1
+        # Files that came before anybody looked have come at once, in the order of their names.
+        self.another()
+
+    def values(self, messages: Sequence[Message]) -> list[int]:
+        """Each line is a number."""
+        return [one.value for one in messages]
+
+    def another(self) -> Stream:
+        """Another reader."""
+        return FolderStream(self.folder)
+
+    def trim(self) -> bool:
+        """The first file goes."""
+        (self.folder / "999.jsonl").unlink()
+        return True
+
+
+class TestFolder(StreamConformance):
+    """The growing folder."""
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    @contextlib.contextmanager
+    def make_stand(self) -> Iterator[FolderStand]:
+        """A new folder."""
+        yield FolderStand(self.folder)
+
+
+class Toy:
+    """A stream in one file of JSON: the first offset that is left, and the messages."""
+
+    name, fingerprint = "toy", "toy:1"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def told(self) -> tuple[int, list[int]]:
+        """First offset, messages."""
+        first, values = json.loads(self.path.read_text())
+        return first, values
+
+    def extents(self) -> Mapping[str, Extent]:
+        """Of the one partition."""
+        first, values = self.told()
+        return {"a": Extent(first, first + len(values))}
+
+    def read(self, partition: str, offset: int, most: int, wait_s: float) -> Sequence[Message]:
+        """As the port says; it looks all the time."""
+        if partition != "a":
+            raise UnknownPartition(partition)
+        ended = threading.Event()
+        timer = threading.Timer(wait_s, ended.set)
+        timer.start()
+        try:
+            while True:
+                over = ended.is_set() or not wait_s
+                first, values = self.told()
+                if offset < first:
+                    raise OffsetGone(self.name, partition, offset, first)
+                if offset > first + len(values):
+                    raise OffsetAhead(self.name, partition, offset, first + len(values))
+                some = values[offset - first : offset - first + most]
+                if some or over:
+                    return [Message(offset + at, value) for at, value in enumerate(some)]
+        finally:
+            timer.cancel()
+
+    def commit(self, offsets: Mapping[str, int], /) -> None:
+        """Nobody to tell."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class ToyStand:
+    """A toy and how to write to it."""
+
+    partition = "a"
+
+    def __init__(self, path: Path, kind: type[Toy]) -> None:
+        self.path, self.kind, self.written = path, kind, 0
+        self._put(0, [])
+        self.stream: Stream = kind(path)
+
+    def _put(self, first: int, values: list[int]) -> None:
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps([first, values]))
+        part.rename(self.path)
+
+    def write(self, count: int) -> None:
+        """Append."""
+        first, values = Toy(self.path).told()
+        self._put(first, values + list(range(self.written, self.written + count)))
+        self.written += count
+
+    def values(self, messages: Sequence[Message]) -> list[int]:
+        """They are numbers."""
+        return [one.value for one in messages]
+
+    def another(self) -> Stream:
+        """Another reader."""
+        return self.kind(self.path)
+
+    def trim(self) -> bool:
+        """The oldest two go."""
+        first, values = Toy(self.path).told()
+        self._put(first + 2, values[2:])
+        return True
+
+
+class GroupOffsets(Toy):
+    """Goes on where it was committed, whatever is asked."""
+
+    committed = 0
+
+    def read(self, partition: str, offset: int, most: int, wait_s: float) -> Sequence[Message]:
+        """From what was committed."""
+        return super().read(partition, max(offset, self.committed), most, wait_s)
+
+    def commit(self, offsets: Mapping[str, int], /) -> None:
+        """Believed by readers."""
+        GroupOffsets.committed = offsets["a"]
+
+
+class Skips(Toy):
+    """Begins at what is left, as `auto.offset.reset` does."""
+
+    def read(self, partition: str, offset: int, most: int, wait_s: float) -> Sequence[Message]:
+        """Never an error."""
+        first, end = self.extents()["a"]
+        return super().read(partition, min(max(first, offset), end), most, wait_s)
+
+
+class Hasty(Toy):
+    """Waits for nothing."""
+
+    def read(self, partition: str, offset: int, most: int, wait_s: float) -> Sequence[Message]:
+        """At once."""
+        return super().read(partition, offset, most, 0)
+
+
+class Greedy(Toy):
+    """Gives all that there is."""
+
+    def read(self, partition: str, offset: int, most: int, wait_s: float) -> Sequence[Message]:
+        """More than was asked for."""
+        return super().read(partition, offset, 1000, wait_s)
+
+
+class Anonymous(Toy):
+    """Takes every partition for its own, and every reader for another stream."""
+
+    fingerprint = ""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fingerprint = f"toy:{id(self)}"
+
+    def read(self, partition: str, offset: int, most: int, wait_s: float) -> Sequence[Message]:
+        """Of whatever partition."""
+        return super().read("a", offset, most, wait_s)
+
+
+class Held(Toy):
+    """Cannot be sent to another process."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a connection is open")
+
+
+BROKEN = {
+    GroupOffsets: {"test_other_readers_and_commits_change_nothing"},
+    Skips: {"test_what_is_not_there_is_told", "test_what_was_removed_is_told"},
+    Hasty: {"test_a_read_waits"},
+    Greedy: {"test_messages_come_in_order"},
+    Anonymous: {"test_other_readers_and_commits_change_nothing", "test_what_is_not_there_is_told"},
+    Held: {"test_it_goes_to_other_processes"},
+}
+
+
+@pytest.mark.parametrize("kind", [Toy, *BROKEN])
+def test_the_kit(kind: type[Toy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A right stream passes all of the kit; each wrong one fails the story that is about it."""
+    monkeypatch.setattr(stream_conformance, "WAIT_S", 5.0)
+
+    class Kit(StreamConformance):
+        @contextlib.contextmanager
+        def make_stand(self) -> Iterator[ToyStand]:
+            yield ToyStand(tmp_path / "toy.json", kind)
+
+    failed = set()
+    for name in dir(Kit):
+        if name.startswith("test_"):
+            GroupOffsets.committed = 0
+            try:
+                getattr(Kit(), name)()
+            except (AssertionError, TypeError):
+                failed.add(name)
+    if kind is Toy:
+        assert failed == set()
+    elif kind is not Hasty:  # which reads the message if it was written first
+        assert failed >= BROKEN[kind]
+
+
+# The folder.
+
+
+def fill(folder: Path, name: str, *values: int) -> Path:
+    """A file of JSONL."""
+    path = folder / name
+    path.write_text("".join(f"{one}\n" for one in values))
+    return path
+
+
+def test_files_keep_their_order(tmp_path: Path) -> None:
+    """In the order in which they came, for every reader; what is not complete is left alone, and what is empty."""
+    fill(tmp_path, "b.jsonl", 1, 2)
+    stream = FolderStream(tmp_path)
+    for name in ("_temporary", ".hidden.jsonl", "c.jsonl.tmp", "d.jsonl.inprogress"):
+        fill(tmp_path, name, 9)
+    fill(tmp_path, "empty.jsonl")
+    (tmp_path / "folder.jsonl").mkdir()
+    fill(tmp_path, "a.jsonl", 3)
+    assert stream.extents() == {PARTITION: Extent(0, 3)}
+    fill(tmp_path, "empty.jsonl", 4)
+    for reader in (stream, FolderStream(tmp_path)):
+        found: list[Message] = []
+        while len(found) < 4:
+            found += reader.read(PARTITION, len(found), 10, 0)
+        assert found == [Message(at, at + 1) for at in range(4)]
+    assert fingerprint_of(Followed(stream)) == stream.fingerprint
+
+
+def test_a_writer_of_the_list_that_died(tmp_path: Path) -> None:
+    """What it left of a line is no line, and the next one writes it whole."""
+    fill(tmp_path, "a.jsonl", 1)
+    stream = FolderStream(tmp_path)
+    told = (tmp_path / LIST).read_bytes()
+    (tmp_path / LIST).write_bytes(told + b'00000000 {"name": "b.js')
+    fill(tmp_path, "b.jsonl", 2)
+    assert stream.extents() == {PARTITION: Extent(0, 2)}
+    assert (tmp_path / LIST).read_bytes().startswith(told)
+    assert [one.value for one in FolderStream(tmp_path).read(PARTITION, 1, 9, 0)] == [2]
+
+
+def test_two_readers_find_files_at_once(tmp_path: Path) -> None:
+    """Each file is written down once."""
+    streams = [FolderStream(tmp_path) for _ in range(4)]
+    for one in range(12):
+        fill(tmp_path, f"{one}.jsonl", one)
+    together = threading.Barrier(4)
+
+    def look(stream: FolderStream) -> None:
+        together.wait(30)
+        stream.extents()
+
+    threads = [threading.Thread(target=look, args=(one,)) for one in streams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert {str(one.extents()) for one in streams} == {str({PARTITION: Extent(0, 12)})}
+    assert len((tmp_path / LIST).read_text().splitlines()) == 13
+
+
+def test_a_changed_file_is_refused(tmp_path: Path) -> None:
+    """A file that others may have read already is what it was, or nothing."""
+    path = fill(tmp_path, "a.jsonl", 1, 2)
+    stream = FolderStream(tmp_path)
+    fill(tmp_path, "a.jsonl", 1, 3)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(SegmentChanged, match="write new files, and never change one"):
+        stream.read(PARTITION, 0, 5, 0)
+
+
+def test_a_hole_in_the_files(tmp_path: Path) -> None:
+    """Of a removed file in the middle, the error says where the next one begins."""
+    for number in range(3):
+        fill(tmp_path, f"{number}.jsonl", number, number)
+    stream = FolderStream(tmp_path)
+    (tmp_path / "1.jsonl").unlink()
+    with pytest.raises(
+        OffsetGone, match="offset 3 is no longer there, the first that is left is 4: 1 messages were removed"
+    ):
+        stream.read(PARTITION, 3, 5, 0)
+
+
+def test_other_files_of_the_folder_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files are taken by a pattern; that there are others is said once."""
+    fill(tmp_path, "a.jsonl", 1)
+    (tmp_path / "README.md").write_text("# Clicks\n")
+    (tmp_path / "part-0").write_text("7\n")
+    stream = FolderStream(tmp_path)
+    for _ in range(2):
+        assert stream.extents() == {PARTITION: Extent(0, 1)}
+    assert capsys.readouterr().err.count("'README.md' is not read, as it does not match *.jsonl, ") == 1
+    assert FolderStream(tmp_path, pattern="part-*").extents() == {PARTITION: Extent(0, 2)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "remedy"),
+    [("jsonl", "bad.jsonl", "compressed.*unpack it first"), ("parquet", "bad.parquet", "no Parquet file")],
+)
+def test_a_file_that_is_none_of_its_kind(kind: str, name: str, remedy: str, tmp_path: Path) -> None:
+    """Its name is told, and what to do."""
+    pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(b"\x1f\x8b\x08" + bytes(50))
+    with pytest.raises(StreamError, match=rf"{name}.*{remedy}.*or take it out of .*, or give a pattern="):
+        FolderStream(tmp_path, kind)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "remedy"),
+    [
+        (PermissionError(13, "Permission denied"), AccessRefused, "a.jsonl may not be read by this user: .*chmod"),
+        (OSError(5, "Input/output error"), StreamUnavailable, "a.jsonl cannot be read now: Input/output error"),
+    ],
+)
+def test_a_file_that_may_not_be_read(
+    error: OSError, kind: type[StreamError], remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is told, and what to do."""
+
+    def refused(_: Path) -> Any:
+        raise error
+
+    fill(tmp_path, "a.jsonl", 1)
+    monkeypatch.setitem(folders.KINDS, "jsonl", refused)
+    with pytest.raises(kind, match=remedy):
+        FolderStream(tmp_path)
+
+
+def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
+    """Each is told with its remedy."""
+    path = fill(tmp_path, "a.jsonl", 1)
+    with pytest.raises(StreamGone, match="is not there: give a folder that exists"):
+        FolderStream(tmp_path / "none")
+    with pytest.raises(StreamGone, match="is no folder"):
+        FolderStream(path)
+    with pytest.raises(SpecError, match="kind: 'csv': give jsonl, lines, parquet"):
+        FolderStream(tmp_path, "csv")
+    FolderStream(tmp_path)
+    with pytest.raises(SpecError, match=r"kind: 'lines', and .* was begun as 'jsonl': give that"):
+        FolderStream(tmp_path, "lines")
+
+
+def test_a_folder_that_is_not_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may not write reads what others have written down, and is told where nobody has."""
+    fill(tmp_path, "a.jsonl", 1)
+    real = os.open
+
+    def refused(path: Any, flags: int, *more: Any) -> int:
+        if str(path).endswith(LIST):
+            raise PermissionError(13, "Permission denied")
+        return real(path, flags, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        with pytest.raises(AccessRefused, match="may not be read and written to by this user"):
+            FolderStream(tmp_path)
+    FolderStream(tmp_path)
+    monkeypatch.setattr(os, "open", refused)
+    fill(tmp_path, "b.jsonl", 2)
+    assert FolderStream(tmp_path).extents() == {PARTITION: Extent(0, 1)}
+
+
+# A stream as a source.
+
+
+def test_a_stream_is_read_as_a_file_is(tmp_path: Path) -> None:
+    """By position; what has not come yet is waited for; a restart goes on, and another stream is refused."""
+    fill(tmp_path, "a.jsonl", *range(5))
+    source = Followed(FolderStream(tmp_path))
+    reader = Reader(source, "clicks")
+    assert list(reader.samples(0, 0, 4)) == [0, 1, 2, 3]
+    place = reader.place(0, 4)
+    again = Reader(pickle.loads(pickle.dumps(source)), "clicks")  # noqa: S301
+    again.resume(place)
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.extend(again.samples(0, 4, 8)))
+    thread.start()
+    fill(tmp_path, "b.tmp", *range(5, 9)).rename(tmp_path / "b.jsonl")
+    thread.join(60)
+    assert found == [4, 5, 6, 7]
+    assert len(source) == ENDLESS
+    (tmp_path / LIST).unlink()
+    with pytest.raises(SpecError, match=r"fingerprint: dataset 'clicks' is 'folder:.*give the data of then"):
+        Reader(Followed(FolderStream(tmp_path)), "clicks").resume(place)
+
+
+class Many(Toy):
+    """Two partitions, and offsets with holes."""
+
+    partitions = 2
+
+    def extents(self) -> Mapping[str, Extent]:
+        """Of all."""
+        return dict.fromkeys("ab"[: self.partitions], Extent(0, 9))
+
+    def read(self, partition: str, offset: int, most: int, wait_s: float) -> Sequence[Message]:
+        """Every other offset."""
+        return [Message(offset + offset % 2, offset)]
+
+
+def test_streams_that_have_no_one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several partitions, or holes: a position would not say what was consumed."""
+    with pytest.raises(SpecError, match="stream: toy has 2 partitions: give a stream with one"):
+        Followed(Many(tmp_path))
+    monkeypatch.setattr(Many, "partitions", 1)
+    source = Followed(Many(tmp_path))
+    assert source[2] == 2
+    with pytest.raises(StreamError, match="offset 3 was left out, 4 comes next: streams with holes"):
+        source[3]
+
+
+def test_waiting_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who waits long says for what."""
+    monkeypatch.setattr("dlrover_adapters.data.following.TOLD_S", 0.0)
+    monkeypatch.setattr("dlrover_adapters.data.following.WAIT_S", 0.0)
+    stream = FolderStream(tmp_path)
+    source, found = Followed(stream), []
+    thread = threading.Thread(target=lambda: found.append(source[0]))
+    thread.start()
+    while "waited for offset 0 of partition 0" not in capsys.readouterr().err:
+        assert thread.is_alive()
+    fill(tmp_path, "a.tmp", 7).rename(tmp_path / "a.jsonl")
+    thread.join(60)
+    assert found == [7]
+
+
+# Waiting, as the agent sees it.
+
+
+class Pulses(Toy):
+    """Is quiet for three reads, and notes what the agent sees after so many seconds of silence."""
+
+    def __init__(self, path: Path, agents: StepSlot) -> None:
+        super().__init__(path)
+        self.agents, self.seen = agents, list[Pulse]()
+
+    def read(self, partition: str, offset: int, most: int, wait_s: float) -> Sequence[Message]:
+        """At the fourth time."""
+        self.seen.append(self.agents.pulse(0, int(time.monotonic() * 1_000_000)))
+        return [Message(offset, 7)] if len(self.seen) > 3 else []
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pulses, steps.StepSignal]]:
+    """This process is a worker, which made its newest step an hour ago."""
+    agents = StepSlot()
+    signal = steps.StepSignal(1, 0, str(tmp_path / "none.sock"), agents.fd)
+    assert signal.slot is not None
+    hour_ago_us = int((time.monotonic() - 3600) * 1_000_000)
+    signal.slot.step(1, hour_ago_us - 1_000_000)
+    signal.slot.step(2, hour_ago_us)
+    monkeypatch.setattr(steps, "_signal", signal)
+    ToyStand(tmp_path / "toy", Toy)
+    yield Pulses(tmp_path / "toy", agents), signal
+    agents.close()
+
+
+def test_waiting_for_a_stream_is_no_hang(worker: tuple[Pulses, steps.StepSignal]) -> None:
+    """It is a phase, which each part of the wait begins anew, and which ends with it."""
+    stream, _ = worker
+    assert Followed(stream)[0] == 7
+    assert [one.phase for one in stream.seen] == [3] * 4
+    assert max(one.idle_us for one in stream.seen) < 60_000_000
+    after = stream.agents.pulse(0, int(time.monotonic() * 1_000_000))
+    assert (after.phase, after.step) == (0, 2)
+    assert after.idle_us < 60_000_000
+
+
+def test_a_loader_process_waits_for_its_worker(
+    worker: tuple[Pulses, steps.StepSignal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forked child's wait is seen in the worker's slot; one that has outlived the worker says nothing."""
+    stream, signal = worker
+    assert signal.slot is not None
+    slot = Slot(stream.agents.fd)
+    monkeypatch.setattr(steps, "_signal", None)
+    monkeypatch.setattr(steps, "_parents", (os.getppid() + 1, slot))
+    assert Followed(stream)[0] == 7
+    assert min(one.idle_us for one in stream.seen) > 3_000_000_000
+    monkeypatch.setattr(steps, "_parents", (os.getppid(), slot))
+    stream.seen.clear()
+    assert Followed(stream)[0] == 7
+    assert max(one.idle_us for one in stream.seen) < 60_000_000
+    signal.slot.step(3, int((time.monotonic() + 100) * 1_000_000))
+    assert stream.agents.pulse(0, int((time.monotonic() + 140) * 1_000_000)).idle_us == pytest.approx(40e6, abs=5e6)
+
+
+def test_a_fork_of_the_worker_may_say_that_it_waits(worker: tuple[Pulses, steps.StepSignal]) -> None:
+    """The child of a real fork has the worker's slot."""
+    stream, _ = worker
+    child = os.fork()
+    if not child:
+        steps._forked()
+        os._exit(0 if Followed(stream)[0] == 7 and stream.seen[-1].idle_us < 60_000_000 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert stream.agents.pulse(0, int(time.monotonic() * 1_000_000)).idle_us < 60_000_000

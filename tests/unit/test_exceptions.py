@@ -1,0 +1,167 @@
+"""Tracebacks as structures: which exception of a chain tells what went wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from dlrover_core.diagnosis import classify
+from dlrover_core.diagnosis.exceptions import chains
+from dlrover_core.diagnosis.signatures import table
+
+FRAME = '  File "/w/{0}.py", line {1}, in {0}\n    call()\n'
+HEAD = "Traceback (most recent call last):\n"
+CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+HANDLING = "\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
+def raised(name: str, words: str, where: str = "train", line: int = 7) -> str:
+    """A traceback."""
+    return HEAD + FRAME.format(where, line) + f"{name}: {words}\n"
+
+
+REFUSED = raised("ConnectionRefusedError", "[Errno 111] Connection refused", "connect")
+LOADER = (
+    HEAD
+    + FRAME.format("train", 3)
+    + "ValueError: Caught ValueError in DataLoader worker process 3.\nOriginal "
+    + raised("ValueError", "bad sample 7", "data", 31)
+)
+RAY = (
+    "ray.exceptions.RayTaskError(KeyError): ray::Trainer.fit() (pid=3, ip=10.0.0.1)\n"
+    + FRAME.format("loop", 12)
+    + "KeyError: 'x'\n"
+)
+ELASTIC = raised(
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError", "\n=====\ntrain.py FAILED\n=====", "run"
+)
+GROUP = """  + Exception Group Traceback (most recent call last):
+  |   File "/w/main.py", line 3, in <module>
+  |     go()
+  | ExceptionGroup: two (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "/w/part.py", line 9, in part
+    |     go()
+    | ZeroDivisionError: division by zero
+    +------------------------------------
+"""
+JAVA = """org.apache.spark.SparkException: Job aborted
+\tat org.apache.spark.Job.run(Job.java:3)
+Caused by: java.lang.OutOfMemoryError: Java heap space
+\tat x.y.z(D.java:1)
+\t... 3 more
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "words"),
+    [
+        (REFUSED + CAUSE + raised("MaxRetryError", "no more"), "ConnectionRefusedError", "[Errno 111]"),
+        (LOADER, "ValueError", "bad sample 7"),
+        (RAY, "KeyError", "'x'"),
+        (RAY.replace("'x'\n", "'x'\n\n") + ELASTIC, "ChildFailedError", ""),
+        (GROUP, "ZeroDivisionError", "division"),
+        (JAVA, "OutOfMemoryError", "Java heap"),
+        # A look-up that was only tried is no failure; whoever fails in handling it is.
+        (raised("KeyError", "'cached'") + HANDLING + raised("ValueError", "no such option"), "ValueError", "no such"),
+        (
+            raised("ValueError", "the first") + HANDLING + raised("TypeError", "in cleaning up"),
+            "ValueError",
+            "the first",
+        ),
+        # A general type gives way to one that tells, wherever it stands.
+        (raised("RuntimeError", "it failed") + CAUSE + raised("IndexError", "list index"), "IndexError", "list index"),
+        (
+            raised("OSError", "[Errno 28] No space left on device") + HANDLING + raised("RuntimeError", "x"),
+            "OSError",
+            "28",
+        ),
+        (
+            raised("torch._dynamo.exc.BackendCompilerFailed", "backend='inductor' raised:\nAssertionError: bad stride"),
+            "AssertionError",
+            "bad stride",
+        ),
+    ],
+)
+def test_the_innermost_that_tells(text: str, name: str, words: str) -> None:
+    """Causes come before what they caused, what was wrapped before its wrapper, what tells before what is general."""
+    told = classify.telling(table(), chains(text.splitlines())[-1])
+    assert told.name == name
+    assert words in told.message
+
+
+def test_two_failures_are_two_chains() -> None:
+    """Exceptions hang together only by words that say so."""
+    found = chains((REFUSED + "step 4\n" + raised("KeyError", "'x'")).splitlines())
+    assert [one.links[-1].name for one in found] == ["ConnectionRefusedError", "KeyError"]
+    assert found[0].last < found[1].first
+
+
+def test_foreign_lines_within_a_traceback() -> None:
+    """Other writers' lines between frames belong to no message, and the exception is found behind them."""
+    lines = raised("KeyError", "'x'").splitlines()
+    lines[2:2] = ["    [INFO] saving", "2026-01-04 10:20:01 INFO step 3"]
+    (chain,) = chains(lines)
+    assert chain.links[0].text == "KeyError: 'x'"
+
+
+@pytest.mark.parametrize(
+    ("text", "signature", "verdict"),
+    [
+        (
+            raised("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (8x512 and 768x64)"),
+            "exception.RuntimeError",
+            "USER",
+        ),
+        (
+            raised("requests.exceptions.HTTPError", "429 Client Error: Too Many Requests for url: x"),
+            "hub.rate_limited",
+            "DATA",
+        ),
+        (raised("requests.exceptions.HTTPError", "401 Client Error: Unauthorized for url: x"), "auth.refused", "USER"),
+        (raised("OSError", "[Errno 107] Transport endpoint is not connected: '/mnt/x'"), "storage.gone", "DATA"),
+        (raised("OSError", "[Errno 122] Disk quota exceeded: '/home/x'"), "disk.full", "RES"),
+        (raised("PIL.UnidentifiedImageError", "cannot identify image file 'x.jpg'"), "data.sample", "DATA"),
+        (raised("Exception", "odd") + CAUSE + ELASTIC, "exception.Exception", "USER"),
+        (LOADER, "exception.ValueError", "USER"),
+    ],
+)
+def test_class_by_type_and_content(text: str, signature: str, verdict: str) -> None:
+    """What an exception says counts beside its type: USER is what is left."""
+    found = classify.of_exception(table(), text)
+    assert found is not None
+    assert (found.signature, found.verdict) == (signature, verdict)
+
+
+def test_the_place_is_the_cause_own() -> None:
+    """A chain's place is where the telling exception was raised, with prefixes of a launcher before each line."""
+    text = "\n".join(f"[rank3]: {line}" for line in LOADER.splitlines())
+    assert classify.place_of(text) == "ValueError at w/data.py:31 in data"
+
+
+def test_content_makes_a_general_type_sure() -> None:
+    """The same general type is sure where its words are known, and unsure where they are not."""
+    known = classify.of_exception(
+        table(), raised("RuntimeError", "The size of tensor a (4) must match the size of tensor b (5)")
+    )
+    vague = classify.of_exception(table(), raised("RuntimeError", "it did not work"))
+    assert known is not None
+    assert vague is not None
+    assert known.confidence >= 0.85
+    assert vague.confidence <= 0.6
+
+
+def test_two_ranks_write_line_by_line() -> None:
+    """Tracebacks of two writers in one stream are both read, whether they say the same or not."""
+    one, other = raised("KeyError", "'x'").splitlines(), raised("ValueError", "bad", "step", 9).splitlines()
+    mixed = [line for pair in zip(one, other, strict=True) for line in pair]
+    assert [chain.links[-1].text for chain in chains(mixed)] == ["KeyError: 'x'", "ValueError: bad"]
+    twice = [line for line in one for _ in range(2)]
+    assert {chain.links[-1].name for chain in chains(twice)} == {"KeyError"}
+
+
+def test_a_traceback_that_was_cut_off_is_none() -> None:
+    """One that begins anew long before an exception came is read from its own beginning."""
+    cut = (HEAD + FRAME.format("old", 1) * 3).splitlines()
+    found = chains([*cut, *raised("KeyError", "'x'").splitlines()])
+    assert [frame[0] for frame in found[0].links[0].frames] == ["/w/train.py"]
