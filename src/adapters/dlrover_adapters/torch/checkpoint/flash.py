@@ -30,11 +30,12 @@ import torch
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.torch import steps
 from dlrover_core.checkpoint.cadence import Bounds, Cadence, Costs, Due
-from dlrover_core.checkpoint.slots import LAG, slots_for
+from dlrover_core.checkpoint.slots import LAG
 from dlrover_core.errors import CoreError, SpecError
 
-from . import by_hand, closing, devices
+from . import asked, by_hand, closing, devices
 from .alarms import Alarms, about_truth
+from .asked import ASYNC
 from .boundary import Boundary
 from .capture import Capture, parameters
 from .closing import NotStored
@@ -47,7 +48,6 @@ from .standalone import Standalone
 from .stats import Options, Stats
 from .vault import Keeping, Vault, VaultGone, VaultRefused
 
-ASYNC, BLOCKING = "async", "blocking"
 LOST_SHARE = 0.1
 """Of all failures, those that take a node and its partner at once, where partners have copies: a guess, on the safe side."""
 PARTS_S = 3600.0
@@ -112,8 +112,8 @@ class FlashCheckpoint:
         trusted: bool = False,
         device_bytes: int = DEVICE_BYTES,
     ) -> None:
-        _check(mode=mode, verify=verify, format=format, keep=keep, slots=slots)
-        _check_places(url, local)
+        asked.check(mode=mode, verify=verify, format=format, keep=keep, slots=slots)
+        asked.check_places(url, local)
         self._trusted = trusted
         self.url, self._keep, self._format, self._local = str(url), keep, format, local and str(local)
         self._mode, self._verify, self._coupled, self._slots = mode, verify, coupled, slots
@@ -132,7 +132,7 @@ class FlashCheckpoint:
             beside=mode == ASYNC,
             verify=verify,
             coupled=coupled,
-            slots=_slots(slots, every, self.world, lag, coupled=coupled),
+            slots=asked.slots(slots, every, self.world, lag, coupled=coupled),
             lag=lag,
             device_bytes=device_bytes,
             spread=format != "torch",
@@ -569,35 +569,3 @@ def _trained(capture: Capture) -> list[torch.Tensor]:
     """The parameters of all optimizers and models."""
     models = capture.models.values()
     return [*parameters(capture.optimizers.values()), *(one for model in models for one in model.parameters())]
-
-
-def _slots(asked: int | None, every: int | str, world: int, lag: int, *, coupled: bool) -> int:
-    """How many slots an arena gets: those that were asked for, else as many as are needed. Raises `SpecError` for too few."""
-    fixed = max(1, every) if isinstance(every, int) else lag
-    least = slots_for(fixed, world, lag)
-    found = asked or least + (not coupled and world > 1)
-    if found < least:
-        raise SpecError("slots", f"every={every} needs {least} slots in a world of {world}, got {asked}")
-    return found
-
-
-def _check(*, mode: str, verify: str, format: str, keep: object, slots: object) -> None:  # noqa: A002  # as above
-    """Raises `SpecError`."""
-    if mode not in {ASYNC, BLOCKING}:
-        raise SpecError("mode", f"'async' or 'blocking', got {mode!r}")
-    if verify not in {"sample", "full", "off"}:
-        raise SpecError("verify", f"'sample', 'full' or 'off', got {verify!r}")
-    if format not in {"dcp", "torch"}:
-        raise SpecError("format", f"'dcp' or 'torch', got {format!r}")
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
-        raise SpecError("keep", f"a number of checkpoints, 0 for all, got {keep!r}")
-    if slots is not None and not (isinstance(slots, int) and 2 <= slots <= 8):
-        raise SpecError("slots", f"2 to 8, got {slots!r}")
-
-
-def _check_places(url: object, local: object) -> None:
-    """Raises `SpecError`."""
-    if not isinstance(url, (str, os.PathLike)):
-        raise SpecError("url", f'where checkpoints are stored, a path or a URL; "" for memory alone, got {url!r}')
-    if local is not None and not isinstance(local, (str, os.PathLike)):
-        raise SpecError("local", f"a folder of this host, got {local!r}")
