@@ -512,7 +512,9 @@ class Pulses(Toy):
 
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pulses, steps.StepSignal]]:
-    """This process is a worker, which made its newest step an hour ago."""
+    """This process is a worker, which made its newest step an hour ago; a machine's clock begins at 0 when it starts."""
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 7200)
     agents = StepSlot()
     signal = steps.StepSignal(1, 0, str(tmp_path / "none.sock"), agents.fd)
     assert signal.slot is not None
