@@ -1,7 +1,7 @@
 """What failed, from a log alone: `dlrover diagnose` on `tests/corpus`, and beside it what a person would try first.
 
 The incidents are public failures in values of our own, split by source project before the first was written: the teaching
-part may be read by writers of patterns, the held-out part may not. Every figure is of one of the two, with Wilson's interval.
+part may be read by writers of patterns, the others may not. Every figure is of one part, with Wilson's interval.
 
 - root: the signature is the labelled cause, or what `causes.toml` says is the same. `accept` (also right) has a row of its own.
 - class, rank, host: by the label alone; rank and host only where the text names the guilty one.
@@ -42,13 +42,13 @@ from dlrover_core.diagnosis.evidence import ERROR, EXIT
 from dlrover_core.diagnosis.matching import matcher
 
 sys.path.insert(0, str(HERE.parent / "tests" / "unit"))
-from corpus import HELDOUT, PARTS, TEACHING, Case, cases, causes, perturbed
+from corpus import ASIDE, HELDOUT, PARTS, TEACHING, Case, cases, causes, perturbed
 from incidents import kind
 
 MEASURES = ("src/dlrover_core/diagnosis", "src/adapters/dlrover_adapters/cli/diagnose.py", "tests/corpus")
 
 ROOT_MIN, CLASS_MIN, PLACE_MIN, SURE, SURE_MIN, ANSWERED_MIN, FLIPS_MAX = 0.90, 0.90, 0.90, 0.75, 0.97, 0.70, 0.01
-NAMES = {"teaching": "teaching", HELDOUT: "held out"}
+NAMES = {TEACHING: "teaching", HELDOUT: "held out", ASIDE: "set aside"}
 EXCEPTION = re.compile(
     r"(?:^|[\s:\]])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Killed|Panic|Died)\b)(?::|$)"
 )
@@ -235,7 +235,7 @@ def judged(result: Result, part: str, told: Sequence[Case], same: Mapping[str, S
         say(f"{name:9} flips: {what:32} {share(of):.3f} of {len(of)}")
     result.details[f"{name}, sources"] = len({case.project for case in told})
     # Held-out logs are told as one: an engineer who read which of them are missed would fit the engine to them.
-    if not least:
+    if part == TEACHING:
         _by_family(result, name, marks)
         result.details["missed"] = {
             case.id: {"root": case.root, "said": one.said} for case, one in marks if not one.root or one.evicted

@@ -19,8 +19,8 @@ else:
     import tomli as tomllib
 
 FOLDER = Path(__file__).resolve().parents[1] / "corpus"
-TEACHING, HELDOUT = "teaching", "heldout"
-PARTS = (TEACHING, HELDOUT)
+TEACHING, HELDOUT, ASIDE = "teaching", "heldout", "aside"
+PARTS = (TEACHING, HELDOUT, ASIDE)
 HELD_OF_TEN = 3
 RESERVED = "37"  # last figures of the threads that others judge by
 
