@@ -31,6 +31,9 @@ campaigns:
            log keeps every promise, nothing is left; about fifteen minutes
   planted  bugs are planted in our code, one at a time, and up to 1,000 seeds each have to find them; how each was found, and what
            was left of it when it was shrunk, is in the result; about ten minutes
+  misleading
+           1,000 jobs that lose a rank or a host among evidence that misleads, told late and in any order; no innocent host may be
+           kept off, and none of its nodes replaced; half a minute
   saves    1,000 times one or two of two or four ranks are killed at random instructions of a save into memory; a state that
            is whole on all ranks is always left, and none is mixed or torn; about ten minutes
   etcd_log a new etcd for each of 570 trials: its members are killed, stopped and cut off, its leases revoked, its space used up,
@@ -147,6 +150,12 @@ def _borders(seed: int) -> dict[str, Any]:
     return trial(seed)
 
 
+def _misleading(seed: int) -> dict[str, Any]:
+    from tests.chaos.misleading_seeds import trial
+
+    return trial(seed)
+
+
 CAMPAIGNS: dict[str, tuple[Trial, int]] = {
     "borders": (_borders, 2_800),
     "corruption": (_corruption, 10_000),
@@ -158,6 +167,7 @@ CAMPAIGNS: dict[str, tuple[Trial, int]] = {
     "queue_seeds": (_queue_seeds, 10_000),
     "etcd_log": (_etcd_log, 570),
     "local_chaos": (_local_chaos, 50),
+    "misleading": (_misleading, 1_000),
 }
 
 

@@ -53,7 +53,7 @@ ROWS = {
     "exception.RuntimeError": (USER, "proc"), "data.connection": (DATA, "wait"), "check.failed": (HW, "isolate"),
     "hang.rank": (SOFT, "proc"), "loss.nan": (HW, "proc"), "loss.nan_everywhere": (USER, "proc"), "slow.rank": (HW, "obs"),
     "port.in_use": (SOFT, "proc"), "disk.full": (RES, "relaunch"), "cuda.launch_failure": (SOFT, "proc"),
-    "slurm.cancelled": (USER, "fail"),
+    "slurm.cancelled": (USER, "fail"), "cuda.contained": (HW, "proc"), "peermem.context": (SOFT, "proc"),
 }  # fmt: skip
 GENERAL = "cuda.launch_failure"
 TABLE = Table(
@@ -66,7 +66,7 @@ TABLE = Table(
 _SOURCE = {
     "xid": KERNEL, "cuda": ERROR, "nccl": LOG, "gloo": ERROR, "cgroup": CGROUP, "net": KERNEL, "k8s": PLATFORM, "node": NODE,
     "exit": EXIT, "exception": ERROR, "data": ERROR, "check": CHECK, "hang": HANG, "loss": LOSS, "slow": SLOW, "port": ERROR,
-    "disk": ERROR, "slurm": PLATFORM,
+    "disk": ERROR, "slurm": PLATFORM, "peermem": KERNEL,
 }  # fmt: skip
 
 
@@ -274,16 +274,19 @@ def test_the_programs_error_on_several_nodes_beats_one_nodes_hardware() -> None:
 
 
 def test_twice_on_one_node_is_its_hardware() -> None:
-    """The second time on one node, in this incident or in the last 24 hours, speaks against it; elsewhere it does not."""
+    """The second incident on one node in 24 hours speaks against it; elsewhere it does not, nor do two lines of one incident."""
     first = Scene().see(0, "cuda.illegal_access", 2).seen[0]
     scene = Scene().see(0, "cuda.illegal_access", 3).cascades(1, [0, 1])
     assert scene.judge().action == "proc"
     again = scene.judge(history=[first])
     assert (again.verdict, again.action, again.blamed, again.host) == (HW, "isolate", "n1", "host-of-n1")
     assert scene.judge(history=[first._replace(node="n2", host="host-of-n2")]).action == "proc"
-    apart = Scene().see(-60, "xid.app", node="n1").see(0, "xid.app", node="n1").cascades(1, [0])
+    for again_here in ("xid.app", "cuda.contained"):
+        apart = Scene().see(-60, again_here, 2).see(0, again_here, 3).cascades(1, [0])
+        assert apart.judge().action == ROWS[again_here][1], "one fault is told by several lines"
+    apart = Scene().see(-60, "peermem.context", node="n1").see(0, "peermem.context", node="n1").cascades(1, [0])
     assert (apart.judge().verdict, apart.judge().action) == (HW, "isolate")
-    assert apart.judge(members=MEMBERS[1:2]).verdict == USER, "with one host there is nothing to compare it with"
+    assert apart.judge(members=MEMBERS[1:2]).verdict == SOFT, "with one host there is nothing to compare it with"
 
 
 def test_a_python_exception_is_never_hardware() -> None:

@@ -20,7 +20,8 @@ observations. Its invariant, stage by stage, each of which only ever sets observ
    that vanished > what a rank says > a bare exit code; and within one source the earliest. One exception: an error of the
    program that several nodes raise at the same place is no single node's hardware.
    A general symptom (`Signature.general`) gives way to whatever tells more of the same rank within half a minute.
-8. *Counting.* The same place on several nodes speaks for the program, several times on one node for its hardware.
+8. *Counting.* The same place on several nodes speaks for the program, again on one node, in a later incident or by its
+   kernel, for its hardware.
 9. *Only cascades left:* the rank they name, or that is behind the others, or that nobody has heard of is blamed, if it is at
    most two; else nobody.
 
@@ -108,6 +109,8 @@ _PATH = re.compile(r"['\" ](?:/[\w.-]|\w+://)")
 _LOCAL_PATH = re.compile(
     r"['\" ](?:/(?:tmp|var|usr|opt|etc|dev|proc|sys|run|scratch|local|mnt/(?:local|nvme|ssd)|raid|nvme)\b|\w+\.so\b)"
 )
+# A queue pair that cannot be connected: routes, addresses, subnets and the peer have a part in it.
+_CONNECTS = re.compile(r"\bibv_(?:modify|create)_qp\b|\b(?:Network is|Host) unreachable\b", re.IGNORECASE)
 # What a class asks for where its signature is not in the table.
 _BY_CLASS = {PLAT: "relaunch", HW: "isolate", CASC: "proc"}
 
@@ -419,6 +422,8 @@ def _counted(case: _Case, root: Evidence, rule: str, history: Sequence[Evidence]
     elif root.signature == "loss.nan" and root.source in (LOG, ERROR):
         # A program that checks its loss says so on whichever rank checks first: that speaks of no machine.
         verdict = USER
+    elif root.signature == "ib.fatal" and _CONNECTS.search(root.text):
+        action, rule = "check", f"{rule}; a path between hosts, no host of its own"
     elif root.signature in _ONE_OR_ALL:
         verdict, action, rule = _one_or_all(case, root, same, rule)
     elif root.signature in TWICE and _compared(case) and (times := _times(case, root, history)) > 1:
@@ -483,8 +488,13 @@ def _passed(case: _Case, others: set[str]) -> set[str]:
 
 
 def _times(case: _Case, root: Evidence, history: Sequence[Evidence]) -> int:
-    """How often this was seen on the root's node or host, repeats within seconds apart."""
+    """How often this was seen on the root's node or host, repeats within seconds apart.
+
+    One incident counts once, but for what the kernel says of hardware: words of several ranks, or again, are of one fault.
+    """
     here = [one for one in case.live if one.signature == root.signature and where(one) == where(root)]
+    if root.source != KERNEL or root.signature in _EITHER:
+        here = here[:1]
     past = [
         one
         for one in history
