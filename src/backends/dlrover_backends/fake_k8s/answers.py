@@ -35,6 +35,7 @@ class Refused(Exception):
         self.code = code
         self.body = body
         self.headers = headers or {}
+        self.warnings: list[str] = []
 
 
 def status(

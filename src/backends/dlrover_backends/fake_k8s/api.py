@@ -101,6 +101,13 @@ class Api:
             Refused: the object is not as the kind wants it, or its name is taken.
         """
         obj, warnings = self._decoded(kind, where, obj, strict)
+        try:
+            return self._created(kind, where, obj, dry=dry), warnings
+        except Refused as refused:
+            refused.warnings = warnings
+            raise
+
+    def _created(self, kind: Kind, where: str, obj: Object, *, dry: bool) -> Object:
         metadata = obj["metadata"]
         if not metadata.get("name") and metadata.get("generateName"):
             metadata["name"] = metadata["generateName"] + defaults.suffix(self.draw)
@@ -122,9 +129,7 @@ class Api:
             raise answers.already_exists(kind, name, leaving="deletionTimestamp" in there.obj["metadata"])
         admission.quota(self.store, kind, where, obj)
         obj = defaults.tidied(obj)
-        if dry:
-            return obj, warnings
-        return self.store.put(kind.key, (where, name), obj).obj, warnings
+        return obj if dry else self.store.put(kind.key, (where, name), obj).obj
 
     def _decoded(self, kind: Kind, where: str, obj: Object, strict: str) -> tuple[Object, list[str]]:
         """The body as the kind's decoder leaves it: fields that nobody knows are dropped, or refused."""
@@ -244,7 +249,6 @@ class Api:
         if dry:
             return new, warnings
         if self._may_go(kind, new):
-            self.store.shelf(kind.key).objects[where, name] = Stored(new, current.version)
             self.store.remove(kind.key, (where, name))
             return new, warnings
         return self.store.put(kind.key, (where, name), new).obj, warnings

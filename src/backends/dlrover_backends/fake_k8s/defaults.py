@@ -268,6 +268,7 @@ def definition(obj: Object) -> Object:
     names.setdefault("singular", names["kind"].lower())
     names.setdefault("listKind", names["kind"] + "List")
     spec["names"] = names
+    spec["versions"] = [{k: v for k, v in one.items() if v or k in {"served", "storage"}} for one in spec["versions"]]
     spec.setdefault("conversion", {"strategy": "None"})
     stored = [one["name"] for one in spec["versions"] if one.get("storage")]
     status: Object = {"conditions": None, "acceptedNames": {"plural": "", "kind": ""}, "storedVersions": stored}

@@ -210,7 +210,6 @@ class Deletion:
         def change(pod: Object) -> Object:
             condition: Object = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message}
             condition.update(lastProbeTime=None, lastTransitionTime=self.api.now())
-            condition["observedGeneration"] = pod["metadata"].get("generation", 1)
             others = [one for one in pod["status"].get("conditions") or [] if one["type"] != "DisruptionTarget"]
             pod["status"]["conditions"] = [*others, condition]
             return pod

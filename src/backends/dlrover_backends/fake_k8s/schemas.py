@@ -271,7 +271,7 @@ def holds(rule: str, value: Any, old: Any = None) -> bool | None:
     names = {"has": has, "self": _seen(value), "oldSelf": _seen(old), "size": len, "int": int, "string": str}
     try:
         tree = ast.parse(text.strip(), mode="eval")
-        return bool(eval(compile(tree, "<rule>", "eval"), {"__builtins__": {}}, names))  # noqa: S307  test's own schema
+        return bool(eval(compile(tree, "<rule>", "eval"), {"__builtins__": {}, **names}))  # noqa: S307  test's own schema
     except (SyntaxError, NameError, AttributeError, TypeError):
         return None
     except KeyError:

@@ -581,6 +581,6 @@ def _refusal(refused: Refused) -> web.Response:
     if isinstance(refused.body, str):
         response = web.Response(status=refused.code, text=refused.body)
     else:
-        response = _json(refused.code, encoded(refused.body))
+        response = _json(refused.code, encoded(refused.body), refused.warnings)
     response.headers.update(refused.headers)
     return response

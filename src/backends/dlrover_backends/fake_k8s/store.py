@@ -106,8 +106,9 @@ class Store:
         obj = {**obj, "metadata": {**obj["metadata"], "resourceVersion": str(self.version)}}
         shelf = self.shelf(kind)
         stored = Stored(obj, self.version)
-        self._publish(kind, Change(self.version, key, shelf.objects.get(key), stored, deleted=False))
+        was = shelf.objects.get(key)
         shelf.objects[key] = stored
+        self._publish(kind, Change(self.version, key, was, stored, deleted=False))
         return stored
 
     def remove(self, kind: tuple[str, str], key: Key) -> Stored:

@@ -45,8 +45,19 @@ def table(kind: Kind, items: list[Object], metadata: Object, now: dt.datetime) -
         "apiVersion": "meta.k8s.io/v1",
         "metadata": metadata,
         "columnDefinitions": columns,
-        "rows": [{"cells": cells, "object": partial(one)} for cells, one in zip(rows, items, strict=True)],
+        "rows": [_row(cells, one) for cells, one in zip(rows, items, strict=True)],
     }
+
+
+_ENDS = {"Succeeded": "The pod has completed successfully.", "Failed": "The pod failed."}
+
+
+def _row(cells: list[Any], obj: Object) -> Object:
+    row: Object = {"cells": cells, "object": partial(obj)}
+    phase = (obj.get("status") or {}).get("phase")
+    if obj.get("kind") == "Pod" and phase in _ENDS:
+        row["conditions"] = [{"type": "Completed", "status": "True", "reason": phase, "message": _ENDS[phase]}]
+    return row
 
 
 def _column(name: str, kind: str, form: str, priority: int) -> Object:
