@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dlrover_core.diagnosis import classify, signatures
+from dlrover_core.diagnosis import classify, signatures, vocabulary
 from dlrover_core.diagnosis.evidence import ERROR, EXIT, NODE, PLATFORM, Evidence
 from dlrover_core.diagnosis.matching import matcher
 from dlrover_core.diagnosis.procedure import Judgement, judge
 from dlrover_core.diagnosis.signatures import Signature, Table
 
 LINE_MAX = 500
+# Types that any layer raises.
+GENERAL = frozenset(
+    f"exception.{one}" for one in ("RuntimeError", "Exception", "OSError", "IOError", "Error", "unknown")
+)
 
 
 class Observation(NamedTuple):
@@ -23,6 +27,7 @@ class Observation(NamedTuple):
 
     ``text``: a line, an error file's message or several lines; of a check, a hang and the like also the id of a signature.
     ``phase``, ``reason``: what a platform says of a node's end.
+    ``guess``: the signature that its words are likely about, where nothing knows them (`vocabulary`).
     """
 
     at_s: float
@@ -35,6 +40,7 @@ class Observation(NamedTuple):
     phase: str = ""
     reason: str = ""
     step: int = -1
+    guess: str = ""
 
 
 def diagnose(observations: Sequence[Observation], extra: str = "") -> Judgement:
@@ -65,12 +71,22 @@ def evidence(table: Table, seen: Observation, number: int) -> Iterator[Evidence]
             said = seen.text if seen.source == ERROR else ""
             found = classify.of_exit(table, code, said, "" if said else seen.text)
             bare = found.signature.startswith("exit.")
+            likely = table.get(seen.guess) if seen.guess else None
+            if likely is not None and _unknown(table, found):
+                found = found._replace(
+                    signature=likely.id, verdict=likely.verdict, confidence=min(likely.confidence, vocabulary.GUESSED)
+                )
             yield _made(seen, number, EXIT if bare else seen.source, found)
         return
     if seen.source in (PLATFORM, NODE) and (seen.phase or seen.reason or seen.exit_code):
         reason = seen.reason or seen.text
         found = classify.of_platform(table, _phase(seen.phase), seen.exit_code, reason)
         yield _made(seen, number, seen.source, found)
+        return
+    likely = table.get(seen.guess) if seen.guess else None
+    if likely is not None:
+        sure = min(likely.confidence, vocabulary.GUESSED)
+        yield _made(seen, number, seen.source, classify.Found(likely.id, likely.verdict, sure, line=seen.text))
         return
     named = table.get(seen.text.strip()) if seen.text else None
     if named is not None:
@@ -85,6 +101,14 @@ def evidence(table: Table, seen: Observation, number: int) -> Iterator[Evidence]
             seen.source,
             classify.Found(signature.id, signature.verdict, signature.confidence, place, hit.subject, hit.line.strip()),
         )
+
+
+def _unknown(table: Table, found: classify.Found) -> bool:
+    """Is it an exception of a general type, or of one without a row, whose words nothing knows?"""
+    if not found.signature.startswith("exception."):
+        return False
+    known = table.by_id.get(found.signature)
+    return known is None or (found.signature in GENERAL and found.confidence <= known.confidence)
 
 
 def _phase(phase: str) -> str:

@@ -20,8 +20,7 @@ observations. Its invariant, stage by stage, each of which only ever sets observ
    that vanished > what a rank says > a bare exit code; and within one source the earliest. One exception: an error of the
    program that several nodes raise at the same place is no single node's hardware.
    A general symptom (`Signature.general`) gives way to whatever tells more of the same rank within half a minute.
-8. *Counting.* The same place on several nodes speaks for the program, again on one node, in a later incident or by its
-   kernel, for its hardware.
+8. *Counting.* The same place on several nodes speaks for the program, a later incident on one node for its hardware.
 9. *Only cascades left:* the rank they name, or that is behind the others, or that nobody has heard of is blamed, if it is at
    most two; else nobody.
 
@@ -381,7 +380,8 @@ def _strongest(case: _Case) -> tuple[Evidence, str]:
 
 def _explains(case: _Case, one: Evidence, symptom: Evidence) -> bool:
     """Does it tell more of the same burst of the same rank?"""
-    if case.general(one) or bare(one) or _tier(one, case) != _tier(symptom, case) or where(one) != where(symptom):
+    near = where(one) == where(symptom) and (_tier(one, case) == _tier(symptom, case) or symptom.source == PLATFORM)
+    if case.general(one) or bare(one) or not near:
         return False
     return (one.rank == symptom.rank or -1 in (one.rank, symptom.rank)) and abs(one.at - symptom.at) <= us(BURST_S)
 
@@ -490,7 +490,7 @@ def _passed(case: _Case, others: set[str]) -> set[str]:
 def _times(case: _Case, root: Evidence, history: Sequence[Evidence]) -> int:
     """How often this was seen on the root's node or host, repeats within seconds apart.
 
-    One incident counts once, but for what the kernel says of hardware: words of several ranks, or again, are of one fault.
+    One incident counts once, but for the kernel's word on hardware: words of several ranks are of one fault.
     """
     here = [one for one in case.live if one.signature == root.signature and where(one) == where(root)]
     if root.source != KERNEL or root.signature in _EITHER:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dlrover_core.diagnosis import clock, exceptions, launchers, who
+from dlrover_core.diagnosis import clock, exceptions, launchers, vocabulary, who
 from dlrover_core.diagnosis.classify import DYING, plainly
 from dlrover_core.diagnosis.evidence import CASC, DATA, ERROR, EXIT, KERNEL, LOG, NET, PLAT, PLATFORM, SOFT, USER
 from dlrover_core.diagnosis.exceptions import Chain
@@ -56,8 +56,10 @@ MARKS = (
     r"\bProcess name: \[\[",
     r"\bRUNNING AT \S",
     r"\bexited on signal \d",
+    r": rank \d+ (?:died from signal|exited with code) \d",
     r"\bterminated with (?:signal|exit code)",
     r"\bbusId \w+\b.{0,60}\bInit COMPLETE",
+    r"\b(?:error|fatal|failed|cannot|unable to|could not)\b",
 )
 TEXT_LINES_MAX = 160
 
@@ -269,7 +271,7 @@ class _File:
         )
         raised = list(self._of_chains(chains, ends))
         found = [*raised, *self._of_ends(ends), *self._lived_through(self._of_hits(hits), raised)]
-        self.found = _thinned(sorted(found, key=lambda one: one.row))
+        self.found = _thinned(sorted(found, key=lambda one: one.row)) or list(self._guessed())
 
     def spot(self, found: _Found) -> Spot:
         """Where it was found."""
@@ -434,7 +436,8 @@ class _File:
             name = said.signature.id if said is not None and said.signature.id.startswith(_ENDS) else ""
             vague = said is not None and _vague(said)
             telling = said is not None and not vague and not name
-            yield _Found(chain.last, seen._replace(exit_code=1), name, doubted, told.at, vague, telling)
+            likely = vocabulary.likeliest(told.text)
+            yield _Found(chain.last, seen._replace(exit_code=1, guess=likely), name, doubted, told.at, vague, telling)
 
     def _of_ends(self, ends: Sequence[launchers.Ended]) -> Iterator[_Found]:
         for one in ends:
@@ -478,6 +481,15 @@ class _File:
             mild = waits or (source == LOG and hit.signature.verdict in (USER, DATA, SOFT, NET))
             made = _Found(index, seen, hit.signature.id, doubted, vague=_vague(hit), mild=mild)
             yield made if doubted else made._replace(seen=_last_word(made))
+
+    def _guessed(self) -> Iterator[_Found]:
+        """Where nothing is known: the first words that fail, and what they are likely about."""
+        guessed = vocabulary.guess([row.body for row in self.rows])
+        if guessed is not None and self.steps_after(guessed[0]) < STEPS_MIN:
+            index, name = guessed
+            row = self.rows[index]
+            seen = self._placed(self._at(index), LOG, row.who, row.body.strip(), row.raw)
+            yield _Found(index, seen._replace(guess=name), name, vague=True)
 
     def _lived_through(self, hits: Iterable[_Found], raised: Sequence[_Found]) -> Iterator[_Found]:
         """What a program said before the exception that ended it is no cause: it went on to where it failed.
