@@ -8,8 +8,8 @@ that source's logs are judged. A branch that several sources support would have 
 - `TAUGHT` spares what the table held before the engine was first tried on the corpus (`tests/corpus/earlier.txt`: the
   beginnings of those branches' sha256). It is the nearest estimate of how the engine does on a source that it has not met.
 
-What cannot be left out: codes (exit codes, Xids, error numbers, types of exceptions, reasons of platforms), the vocabulary of last
-resort, and the rules of the procedure.
+What cannot be left out: codes (exit codes, Xids, error numbers, types of exceptions, reasons of platforms), the vocabulary of
+last resort, and the rules of the procedure.
 """
 
 from __future__ import annotations

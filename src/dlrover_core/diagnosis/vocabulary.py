@@ -1,8 +1,8 @@
 """What words of a failure that no signature knows are likely about: the field's vocabulary, and no message of any one program.
 
 A guess names the signature that stands for a family, and is less than half sure: it is told as "unknown", with its line. It
-counts only where nothing else is known: of a log in which no signature found anything, and of an exception whose type is general and
-whose words are new. Jobs that run are never judged by it.
+counts only where nothing else is known: of a log in which no signature found anything, and of an exception whose type is
+general and whose words are new. Jobs that run are never judged by it.
 """
 
 from __future__ import annotations
