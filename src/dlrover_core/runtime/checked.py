@@ -51,7 +51,7 @@ def known(cls: type[T], fields: tuple[Any, ...]) -> T:
     if len(fields) > reader.width:
         fields = fields[: reader.width]
     for place, row in reader.rows:
-        if place < len(fields):
+        if place < len(fields) and fields[place] != ():
             fields = (*fields[:place], _rows(cls, place, row, fields[place]), *fields[place + 1 :])
     return checked(cls, fields)
 
@@ -60,6 +60,15 @@ def _rows(cls: Any, place: int, row: type, said: Any) -> tuple[Any, ...]:
     if not (isinstance(said, tuple) and all(isinstance(one, tuple) for one in said)):
         raise MalformedMessage(f"{cls.__name__}.{cls._fields[place]}: {_shown(said)} is not what was declared")
     return tuple([known(row, one) for one in said])
+
+
+def _tuples(value: Any) -> bool:
+    if not isinstance(value, tuple):
+        return False
+    for one in value:  # noqa: SIM110 - as below
+        if not isinstance(one, tuple):
+            return False
+    return True
 
 
 def _integers(fields: tuple[Any, ...]) -> bool:
@@ -111,6 +120,10 @@ def _check(hint: Any) -> Callable[[Any], bool]:
         return lambda value: type(value) is hint
     if origin is tuple and args == (int, Ellipsis):
         return lambda value: isinstance(value, tuple) and _integers(value)
+    if hint == tuple[Any, ...]:
+        return lambda value: isinstance(value, tuple)
+    if hint == tuple[tuple[Any, ...], ...]:
+        return _tuples
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
         inner = _check(args[0])
         return lambda value: isinstance(value, tuple) and all(inner(one) for one in value)

@@ -109,8 +109,9 @@ class Stalls(Levels):
                 self._master.tell(hangs.NoteMoving(group, found.number))
 
     def _worth_keeping(self, group: str, pulse: Pulse) -> bool:
-        state = self._master.state
-        return stall.worth_keeping(self._limits(group), pulse, state.hangs.learnt_us(group, pulse.phase))
+        # Most heartbeats end with the first half.
+        learnt_us = self._master.state.hangs.learnt_us(group, pulse.phase)
+        return pulse.pause_us > learnt_us and stall.worth_keeping(self._limits(group), pulse, learnt_us)
 
     def _limits(self, group: str) -> stall.Limits:
         slice_ = self._master.state.job
