@@ -56,6 +56,7 @@ class BackendContext:
     cwd:        the directory in which the command is run: paths in it may be relative to it
     directory:  a private directory of the job on this host, which outlives masters and launcher: the backend's memory
     args:       what stood behind the backend's name, as it was typed
+    stop_grace_s: seconds that workers have to end when they are asked to stop
     """
 
     job: str
@@ -68,6 +69,7 @@ class BackendContext:
     cwd: str = "/"
     directory: str = ""
     args: str = ""
+    stop_grace_s: float = 30.0
 
     def environment(self, node: NodeLaunch) -> dict[str, str]:
         """The variables that make the command that node's agent, without the token."""

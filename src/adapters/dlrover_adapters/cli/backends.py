@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dlrover_core.runtime.backend import Backend
     from dlrover_core.runtime.backends import BackendContext, Choice
 
-OURS = {LOCAL: "dlrover_backends.local:backend"}
+OURS = {LOCAL: "dlrover_backends.local:backend", "k8s": "dlrover_backends.k8s:backend"}
 """Backends of this distribution by name, so that they work from a checkout that was never installed."""
 
 _PASSED = ("PYTHON_EXEC", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "DLROVER_WARM", "DLROVER_CGROUP")
@@ -101,6 +101,7 @@ def _context(settings: Settings, token: str, args: str) -> BackendContext:
         cwd=settings.cwd or os.getcwd(),
         directory=str(directory),
         args=args,
+        stop_grace_s=settings.job.stop_grace_s,
     )
 
 

@@ -1,0 +1,332 @@
+"""The `Backend` port over Kubernetes: a node is a pod, found by its labels and believed by its owner.
+
+Nothing is remembered that the cluster does not say, but for which names are used up: so any master finds every node. All pods of
+a run are owned by one object, a Secret with the job's token: when that is deleted, by us at the end or by anybody, they go too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Union
+
+import structlog
+
+from dlrover_backends.k8s import endings, names, pods, refusals, settings, yaml_text
+from dlrover_backends.k8s.api import Api, Json
+from dlrover_backends.k8s.errors import ApiError, Busy, Conflict, Forbidden, NotFound
+from dlrover_backends.k8s.listwatch import READ_S, ListWatch, Snapshot
+from dlrover_core.errors import CoreError, LaunchRefused
+from dlrover_core.job.orders import NodeLaunch
+from dlrover_core.runtime.backend import Changed, Listed, Observation
+from dlrover_core.runtime.backends import BackendContext
+
+MADE_S = 900.0
+"""How long it is remembered that a pod was made: longer than any list takes."""
+RETRY_AFTER_MAX_S, TRIES = 5.0, 3
+OWNER_S = 5.0
+"""For so long the owner is presumed to be as it was."""
+
+log = structlog.get_logger("dlrover.backend")
+
+
+class Deposed(CoreError):
+    """An order came with a lower token than one before it: its master has a successor."""
+
+
+class KubernetesBackend:
+    """Pods of one run. ``api``: None for the cluster that the arguments and the environment name."""
+
+    def __init__(
+        self,
+        here: BackendContext,
+        api: Api | None = None,
+        *,
+        wall: Callable[[], float] = time.time,
+        now: Callable[[], float] = time.monotonic,
+        read_s: float = READ_S,
+    ) -> None:
+        self._here, self._told = here, settings.read(here)
+        self._api, self._own = api, api is None
+        self._wall, self._now, self._read_s = wall, now, read_s
+        self._namespace = self._told.namespace
+        self._highest = 0
+        self._owner: Json | None = None
+        self._owner_at = float("-inf")
+        self._owning = asyncio.Lock()
+        # By a node's true name: when its pod was made, and the pod; its uid; and of each place the incarnation that is over.
+        self._made: dict[str, tuple[float, Json]] = {}
+        self._uids: dict[str, str] = {}
+        self._over: dict[str, int] = {}
+
+    # ---- the port
+
+    async def launch(self, node: NodeLaunch, token: int) -> None:
+        """Make the node's pod. Raises `LaunchRefused`, `Deposed`, and `ApiError` where the outcome is unknown."""
+        self._fence(token)
+        place, incarnation = _place(node.name)
+        if self._over.get(place, -1) >= incarnation:
+            raise LaunchRefused(f"{node.name} has been deleted, and a name is used once", permanent=True)
+        try:
+            owner = await self._owned()
+            pod = pods.manifest(self._here, self._told, node, owner, self._template(), token)
+            made = await self._ask("POST", self._path("pods"), pod)
+        except Conflict as error:
+            await self._look_at(node.name, error)
+            return
+        except ApiError as error:
+            refused = refusals.of_launch(error)
+            if refused is None:
+                raise
+            raise refused from error
+        self._note_made(node.name, made)
+
+    async def delete(self, name: str, token: int, grace_s: float) -> None:
+        """Delete the node's pod, with at least a second of grace. Raises `Deposed`, `ApiError`."""
+        self._fence(token)
+        place, incarnation = _place(name)
+        self._over[place] = max(incarnation, self._over.get(place, -1))
+        self._made.pop(name, None)
+        await self._connected()
+        path = f"{self._path('pods')}/{names.pod_name(name, self._here.run)}"
+        uid = self._uids.get(name)
+        try:
+            if uid is None:
+                found = await self._ask("GET", path)
+                if not self._is_ours(found, await self._owned()):
+                    return
+                uid = str(found["metadata"]["uid"])
+            await self._delete(path, uid, grace_s)
+        except (NotFound, Conflict):
+            return  # it is gone, or another one has its name
+
+    async def observe(self) -> AsyncIterator[Union[Listed, Changed]]:
+        """`Listed` first and after every gap, then one `Changed` for every change. Raises `ApiError` for a missing right."""
+        owner = await self._owned()
+        assert self._api is not None
+        where = self._path("pods")
+        loop = ListWatch(
+            self._api, where, names.selector(self._here.job, self._here.run), now=self._now, read_s=self._read_s
+        )
+        told: dict[str, tuple[str, Observation]] = {}
+        try:
+            async with aclosing(loop.run()) as seen:
+                async for one in seen:
+                    if isinstance(one, Snapshot):
+                        ours = self._ours(one, owner)
+                        told = {name: (_uid(pod), self._seen(pod)) for name, pod in ours.items()}
+                        self._uids |= {name: _uid(pod) for name, pod in ours.items()}
+                        yield Listed(tuple(node for _, node in told.values() if node.phase != "gone"))
+                    elif (change := self._change(one.type, one.object, owner, told)) is not None:
+                        yield Changed(change)
+        except Forbidden as error:
+            raise CoreError(refusals.missing_right(error)) from error
+
+    async def room(self, group: str) -> int | None:  # noqa: ARG002  # the port's
+        """Only the scheduler knows what would start now."""
+        return None
+
+    # ---- when the job is over
+
+    async def clear(self) -> None:
+        """Remove everything that the run has made, pods first. Raises `ApiError`, `SpecError`."""
+        await self._connected()
+        owner = await self._found_owner()
+        found = await self._ask("GET", f"{self._path('pods')}?{_query(self._here)}")
+        for pod in found.get("items") or ():
+            if owner is not None and self._is_ours(pod, owner):
+                path = f"{self._path('pods')}/{pod['metadata']['name']}"
+                with contextlib.suppress(NotFound, Conflict):
+                    await self._delete(path, _uid(pod), self._told.grace_s or self._here.stop_grace_s)
+        if owner is not None:
+            with contextlib.suppress(NotFound, Conflict):
+                await self._ask("DELETE", self._owner_path(), _preconditions(_uid(owner)))
+
+    async def close(self) -> None:
+        """Close connections of one's own."""
+        api, self._api = (self._api, None) if self._own else (None, self._api)
+        if api is not None:
+            from dlrover_backends.k8s.transport import Transport
+
+            assert isinstance(api, Transport)
+            await api.close()
+
+    # ---- what is there
+
+    def _ours(self, listed: Snapshot, owner: Json) -> dict[str, Json]:
+        """Our pods by their nodes' names; those that were made since the list began are there, whether it has them or not."""
+        found = {endings.true_name(pod): pod for pod in listed.objects if self._is_ours(pod, owner)}
+        late = {name: pod for name, (at, pod) in self._made.items() if at >= listed.began}
+        return {**late, **found}
+
+    def _change(
+        self, type_: str, pod: Json, owner: Json, told: dict[str, tuple[str, Observation]]
+    ) -> Observation | None:
+        """What is news of a change; None: nothing."""
+        if not self._is_ours(pod, owner):
+            return None
+        name, uid = endings.true_name(pod), _uid(pod)
+        before = told.get(name)
+        if type_ == "DELETED":
+            if before is None or before[0] != uid:
+                return None  # late news of a pod that a list has told the end of
+            del told[name]
+            self._uids.pop(name, None)
+            self._made.pop(name, None)
+            if before[1].phase == "gone":
+                return None
+            taken = endings.disruption(pod)
+            return Observation(name, "gone", reason=taken, host=before[1].host, domain=before[1].domain)
+        self._uids[name] = uid
+        node = self._seen(pod, fresh=True)
+        told[name] = (uid, node)
+        return node if before is None or before[1] != node else None
+
+    def _seen(self, pod: Json, *, fresh: bool = False) -> Observation:
+        seen = endings.observation(pod, self._wall())
+        return seen._replace(age_us=0) if fresh else seen
+
+    def _is_ours(self, pod: Json, owner: Json) -> bool:
+        """Labels find a pod; only its owner's uid, which nobody can choose, proves it to be of this run."""
+        owners = (pod.get("metadata") or {}).get("ownerReferences") or ()
+        return any(one.get("uid") == _uid(owner) for one in owners)
+
+    async def _look_at(self, name: str, taken: Conflict) -> None:
+        """The name of a pod is taken: by this node, which is then launched already, or by a stranger."""
+        pod_name = names.pod_name(name, self._here.run)
+        found = await self._ask("GET", f"{self._path('pods')}/{pod_name}")
+        if not self._is_ours(found, await self._owned()):
+            owners = found["metadata"].get("ownerReferences") or [{}]
+            whose = f"{owners[0].get('kind', 'nobody')} {owners[0].get('name', '')}".strip()
+            raise LaunchRefused(
+                f"pod {pod_name} in namespace {self._namespace} is not of this run (its owner: {whose}); delete it, or "
+                "rename the job",
+                permanent=True,
+            ) from taken
+
+    def _note_made(self, name: str, pod: Json) -> None:
+        now = self._now()
+        self._made = {one: made for one, made in self._made.items() if now - made[0] < MADE_S}
+        self._made[name] = (now, pod)
+        self._uids[name] = _uid(pod)
+
+    # ---- the owner
+
+    async def _owned(self) -> Json:
+        """The object that owns the run's pods, made if need be. Raises `LaunchRefused` while it is being deleted, `ApiError`."""
+        async with self._owning:
+            await self._connected()
+            if self._owner is not None and self._now() - self._owner_at < OWNER_S:
+                return self._owner
+            found = await self._found_owner()
+            if found is None and (self._owner is not None or self._marker().exists()):
+                raise LaunchRefused(
+                    f"secret {names.owner_name(self._here.job, self._here.run)}, which owns the job's pods, was deleted: so "
+                    "is the job",
+                    permanent=True,
+                )
+            if found is None:
+                found = await self._make_owner()
+            if found["metadata"].get("deletionTimestamp"):
+                raise LaunchRefused("what owns the job's pods is being deleted", permanent=True)
+            self._owner, self._owner_at = found, self._now()
+            return found
+
+    async def _found_owner(self) -> Json | None:
+        try:
+            found = await self._ask("GET", self._owner_path())
+        except NotFound:
+            return None
+        labels = (found.get("metadata") or {}).get("labels") or {}
+        ours = names.labels(self._here.job, self._here.run)
+        if any(labels.get(key) != value for key, value in ours.items()):
+            raise LaunchRefused(
+                f"secret {self._owner_path().rpartition('/')[2]} in namespace {self._namespace} is not of this run",
+                permanent=True,
+            )
+        return found
+
+    async def _make_owner(self) -> Json:
+        try:
+            made = await self._ask("POST", self._path("secrets"), pods.owner_object(self._here))
+        except Conflict:
+            made = await self._ask("GET", self._owner_path())
+        with contextlib.suppress(OSError):
+            self._marker().write_text(_uid(made), encoding="utf-8")
+        return made
+
+    def _marker(self) -> Path:
+        """On the masters' host: the owner has been made, and is not made again when somebody has deleted it."""
+        return Path(self._here.directory or "/nonexistent", f"{names.owner_name(self._here.job, self._here.run)}.uid")
+
+    def _owner_path(self) -> str:
+        return f"{self._path('secrets')}/{names.owner_name(self._here.job, self._here.run)}"
+
+    # ---- requests
+
+    async def _connected(self) -> None:
+        if self._api is None:
+            # Half a second of imports, which must not hold the master's loop.
+            await asyncio.to_thread(importlib.import_module, "dlrover_backends.k8s.transport")
+            from dlrover_backends.k8s.transport import Transport
+
+            transport = Transport(self._told.kubeconfig, self._told.context)
+            await transport.open()
+            self._namespace = self._told.namespace or transport.namespace or "default"
+            self._api = transport
+        self._namespace = self._namespace or "default"
+
+    async def _ask(self, method: str, path: str, body: Json | None = None) -> Json:
+        """One request, sent again where the server says when. Raises `ApiError`."""
+        assert self._api is not None
+        for left in reversed(range(TRIES)):
+            try:
+                return await self._api.ask(method, path, body=body)
+            except Busy as error:
+                after = error.retry_after_s
+                if not left or after is None or after > RETRY_AFTER_MAX_S:
+                    raise
+                await asyncio.sleep(after)
+        raise AssertionError
+
+    async def _delete(self, path: str, uid: str, grace_s: float) -> None:
+        await self._ask("DELETE", path, {**_preconditions(uid), "gracePeriodSeconds": pods.grace(grace_s)})
+
+    def _path(self, resource: str) -> str:
+        return f"/api/v1/namespaces/{self._namespace}/{resource}"
+
+    def _template(self) -> Json | None:
+        path = self._told.template
+        if not path:
+            return None
+        return pods.template_of(yaml_text.read_file(str(Path(self._here.cwd, path)), "backend"), path)
+
+    def _fence(self, token: int) -> None:
+        if token < self._highest:
+            raise Deposed(f"token {token}: a master with token {self._highest} has given orders")
+        self._highest = token
+
+
+def _preconditions(uid: str) -> Json:
+    return {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
+
+
+def _query(here: BackendContext) -> str:
+    from urllib.parse import urlencode
+
+    return urlencode({"labelSelector": names.selector(here.job, here.run)})
+
+
+def _uid(thing: Json) -> str:
+    return str(thing["metadata"].get("uid") or "")
+
+
+def _place(name: str) -> tuple[str, int]:
+    """A node's place and its incarnation, out of its name."""
+    place, _, incarnation = name.rpartition("-")
+    return (place, int(incarnation)) if incarnation.isascii() and incarnation.isdecimal() else (name, 0)

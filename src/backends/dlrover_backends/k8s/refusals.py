@@ -1,0 +1,47 @@
+"""What a refused request means for a node: it waits, or it can never be; and which right is missing, in words to act on."""
+
+from __future__ import annotations
+
+from dlrover_backends.k8s.errors import ApiError, Forbidden, Invalid, NotFound
+from dlrover_core.errors import LaunchRefused
+
+RIGHTS = {
+    "pods": ("create", "get", "list", "watch", "delete"),
+    "secrets": ("create", "get", "delete"),
+}
+"""What a master needs in its namespace: the Role of docs/kubernetes.md."""
+
+
+def of_launch(error: ApiError) -> LaunchRefused | None:
+    """The refusal that an answer to a create is; None: its outcome is unknown, or it may be asked again."""
+    if isinstance(error, Forbidden):
+        return of_forbidden(error)
+    if isinstance(error, NotFound):
+        return LaunchRefused(f"{error.message}: create it, or say --backend k8s:namespace=NAME", permanent=True)
+    if isinstance(error, Invalid):
+        faults = "; ".join(f"{field}: {message}" for field, message in error.causes) or error.message
+        return LaunchRefused(f"the API server does not take the pod: {faults}", permanent=True)
+    return None
+
+
+def of_forbidden(error: Forbidden) -> LaunchRefused:
+    """A 403 is a quota (the node waits), a missing right, or a rule of the namespace (it can never be)."""
+    message = error.message
+    if "exceeded quota" in message:
+        return LaunchRefused(f"QuotaExceeded: {message}", permanent=False)
+    if " cannot " in message and " resource " in message:
+        return LaunchRefused(missing_right(error), permanent=True)
+    return LaunchRefused(f"the namespace's rules refuse the pod: {message}", permanent=True)
+
+
+def missing_right(error: ApiError) -> str:
+    """Which verb on what is missing, and the command that grants it."""
+    path = error.asked.path.partition("?")[0].strip("/").split("/")
+    place = path.index("namespaces") if "namespaces" in path else -1
+    namespace = path[place + 1] if place >= 0 and len(path) > place + 1 else "NAMESPACE"
+    resource = path[place + 2] if place >= 0 and len(path) > place + 2 else path[-1]
+    verbs = ",".join(RIGHTS.get(resource, (error.asked.verb,)))
+    return (
+        f"{error.message or 'no right'} (verb {error.asked.verb}, resource {resource}); grant it: kubectl -n {namespace} "
+        f"create role dlrover-{resource} --verb={verbs} --resource={resource}, and bind it with kubectl create rolebinding"
+    )

@@ -1,0 +1,72 @@
+"""What ``--backend k8s:KEY=VALUE,...`` says: where pods are made, and from what."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from dlrover_core.errors import SpecError
+from dlrover_core.runtime.backends import BackendContext
+
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+GPU = "nvidia.com/gpu"
+
+
+class Settings(NamedTuple):
+    """Arguments of the backend.
+
+    image:      the image of the container that runs the node; empty: the template's
+    namespace:  where everything is made; empty: the kubeconfig context's, in a pod its own
+    template:   a file with a Pod or PodTemplate (YAML or JSON), which is read at each launch; empty: none
+    kubeconfig: a kubeconfig file; empty: ``KUBECONFIG``, ``~/.kube/config``, or the pod's service account
+    context:    a context of it; empty: the current one
+    account:    the pods' service account, whose token they do not get; empty: the template's, or ``default``
+    pull:       Always, IfNotPresent or Never; empty: the template's
+    gpu:        the resource that a node's GPUs are
+    user:       the numeric user that containers run as, where neither the template nor the image has one that is not root
+    grace_s:    seconds between SIGTERM and SIGKILL where Kubernetes itself ends a pod; 0: the job's stop_grace_s, and 10 s
+    """
+
+    image: str = ""
+    namespace: str = ""
+    template: str = ""
+    kubeconfig: str = ""
+    context: str = ""
+    account: str = ""
+    pull: str = ""
+    gpu: str = GPU
+    user: int = 1000
+    grace_s: float = 0.0
+
+
+def read(here: BackendContext) -> Settings:
+    """The arguments of a context. Raises `SpecError` with the field, its value, and what to write."""
+    texts = {key: str(value or "") for key, value in Settings()._asdict().items()}
+    told = here.options(**texts)
+    namespace, pull = told["namespace"], told["pull"]
+    if namespace and not NAME.fullmatch(namespace):
+        raise SpecError(
+            "backend",
+            f"namespace={namespace!r} is no namespace: write lower-case letters, digits and hyphens, 63 at most",
+        )
+    if pull not in {"", "Always", "IfNotPresent", "Never"}:
+        raise SpecError("backend", f"pull={pull!r}: write Always, IfNotPresent or Never")
+    if any(one.isspace() for one in told["image"]):
+        raise SpecError("backend", f"image={told['image']!r} has a space in it: write NAME:TAG, or NAME@sha256:DIGEST")
+    return Settings(
+        **{key: value for key, value in told.items() if key not in {"user", "grace_s"}},
+        user=int(_number("user", told["user"])),
+        grace_s=_number("grace_s", told["grace_s"]),
+    )
+
+
+def _number(key: str, text: str) -> float:
+    if not text:
+        return 0.0
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < 2**31 or (key == "user" and found != int(found)):
+        raise SpecError("backend", f"{key}={text!r} is not a number from 0 to 2147483647")
+    return found
