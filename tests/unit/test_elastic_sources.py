@@ -138,3 +138,75 @@ def test_what_the_source_says_is_not_said_again() -> None:
     assert [one.tolist() for one in DataLoader(ElasticDataset.of("train", [7], global_batch=1), batch_size=None)] == [
         [7]
     ]
+
+
+# Constructors.
+
+
+def all_of(data: ElasticDataset) -> list[Any]:
+    """The samples of all epochs, in order."""
+    data.divide(division(BATCH, BATCH, 1, 0))
+    return [one for content in DataLoader(data, batch_size=None) for one in content]
+
+
+def test_files_in_one_call(tmp_path: Path) -> None:
+    """What `of` makes of a source, a constructor makes of paths; the name is the one that a script without a name means."""
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text("".join(f"{number} {one}\n" for one in range(10)))
+        (tmp_path / f"{number}.jsonl").write_text("".join(f"[{number}, {one}]\n" for one in range(10)))
+    data = ElasticDataset.lines(f"file://{tmp_path}/*.txt", cache=tmp_path / "cache", seed=4, collate=list, ahead=99)
+    same = ElasticDataset.of("train", lines(str(tmp_path / "*.txt")), seed=4, collate=list, ahead=99)
+    assert (data.name, data.place, data.size) == ("train", same.place, 20)
+    assert all_of(data) == all_of(same)
+    rows = ElasticDataset.jsonl([tmp_path / "1.jsonl"], name="rows", order="file", collate=list, ahead=99)
+    assert (rows.name, all_of(rows)[3]) == ("rows", [1, 3])
+    with pytest.raises(SpecError, match=r"path: 's3://bucket/a' is not on this machine: copy it here, or mount"):
+        ElasticDataset.lines("s3://bucket/a")
+    with pytest.raises(SpecError, match=r"path: .* names no file"):
+        ElasticDataset.tar(tmp_path / "none.tar")
+    with pytest.raises(SpecError, match="leave it out, the source says it"):
+        ElasticDataset.lines(tmp_path / "0.txt", size=3)
+
+
+def test_rows_of_parquet_in_one_call(tmp_path: Path) -> None:
+    """Columns and window are the source's."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"a": range(6), "b": range(6)}), tmp_path / "a.parquet", row_group_size=3)
+    data = ElasticDataset.parquet(tmp_path / "*.parquet", columns=["b"], window=2, order="file", collate=list)
+    assert (all_of(data)[4], data.window) == ({"b": 4}, 2)
+    with pytest.raises(SpecError, match=r"columns: .* has no column 'c': it has a, b"):
+        ElasticDataset.parquet(tmp_path / "a.parquet", columns=["c"])
+
+
+def test_a_mixture_of_datasets_in_one_call() -> None:
+    """Datasets stand for their samples; seed and order are the mixture's."""
+    a = ElasticDataset.of("a", [f"a{one}" for one in range(14)], epochs=9)
+    b = ElasticDataset("b", size=6, fetch=lambda index: f"b{index}", seed=3, fingerprint="v1")
+    data = ElasticDataset.mixed({a: 0.7, b: 0.3}, samples=20, seed=5, collate=list, ahead=99)
+    source = mixed_of([a.as_source(), b.as_source()], [0.7, 0.3], size=20, seed=5)
+    assert all_of(data) == [source[at] for at in range(20)]
+    assert sorted(all_of(data)) == sorted([f"a{one}" for one in range(14)] + [f"b{one}" for one in range(6)])
+    assert ElasticDataset.mixed({a: 0.5, b: 0.5}).place != data.place
+    other = ElasticDataset("b", size=6, fetch=str, fingerprint="v2")
+    assert ElasticDataset.mixed({a: 0.7, other: 0.3}, samples=20, seed=5).place != data.place, "another content"
+    with pytest.raises(SpecError, match=r"weights: 0.7 \+ 0.2 is 0.9: give weights that sum to 1, such as 0.7778"):
+        ElasticDataset.mixed({a: 0.7, b: 0.2})
+    with pytest.raises(SpecError, match="weights: a dict from sources to their weights, got list"):
+        ElasticDataset.mixed([a, b])  # type: ignore[arg-type]
+
+
+def test_packed_rows_of_a_dataset_in_one_call() -> None:
+    """A row has an index of its own, whatever its samples come from."""
+    data = ElasticDataset("texts", size=8, fetch=lambda index: [index] * (1 + index % 2))
+    rows = ElasticDataset.packed(data, 3, name="rows", collate=list, ahead=99)
+    found = all_of(rows)
+    assert (rows.name, rows.size, len(found)) == ("rows", 4, 4)
+    assert sorted(one for row in found for sample in row for one in sample) == [0, 1, 1, 2, 3, 3, 4, 5, 5, 6, 7, 7]
+    joined = ElasticDataset.packed(
+        data, 3, join=lambda row: [one for sample in row for one in sample], long="split", order="file", collate=list
+    )
+    assert all_of(joined)[0] == [0, 1, 1]
+    with pytest.raises(SpecError, match="length: 2 tokens of sample 1 are more than 1"):
+        ElasticDataset.packed(data, 1)
+    with pytest.raises(SpecError, match="length: 0: give 1 or more tokens"):
+        ElasticDataset.packed(data, 0)

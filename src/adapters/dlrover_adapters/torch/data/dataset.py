@@ -27,6 +27,7 @@ from dlrover_core.errors import CoreError, SpecError
 from dlrover_core.job.shards import CURSOR, SEED_MASK
 
 from . import world
+from .constructors import Constructors, Fetched
 from .plan import Division, GlobalStep, Micro, division, steps
 
 SOURCE_CHARS_MAX = 32
@@ -38,7 +39,7 @@ class DataEnded(CoreError):
     """A step was counted for which there are no samples any more."""
 
 
-class ElasticDataset(IterableDataset[Any]):
+class ElasticDataset(Constructors, IterableDataset[Any]):
     """Iterates over this rank's micro-batches, from its position to the end of the last epoch.
 
     ``name``: of the dataset, its own in the job. ``size``: samples of an epoch, the same on all ranks. ``fetch``: the sample at
@@ -48,7 +49,8 @@ class ElasticDataset(IterableDataset[Any]):
     "keep" makes a shorter batch, and "drop" leaves it out. ``fingerprint``: what the source's content is told by; a checkpoint's
     position in other content is refused. ``collate``: makes a micro-batch of a list of samples; None: as DataLoader does.
 
-    `ElasticDataset.of` takes all of these that a source knows from the source. There ``grown="append"`` takes samples that were
+    `ElasticDataset.of` takes all of these that a source knows from the source; `Constructors` has ``lines``, ``jsonl``, ``tar``,
+    ``parquet``, ``mixed`` and ``packed``, which make the source, too. There ``grown="append"`` takes samples that were
     added at the source's end since a checkpoint: the epoch in flight ends without them, later ones have them.
 
     ``global_batch``, ``micro_batch``: samples of a step of all ranks, and of a micro-batch; for loops without `ElasticBatch`,
@@ -118,6 +120,12 @@ class ElasticDataset(IterableDataset[Any]):
                 raise SpecError("order", message)
             given["order"] = FILE
         return cls(name, size=len(found), fetch=SourceFetch(found), fingerprint=fingerprint_of(found), **given)
+
+    def as_source(self) -> Source:
+        """The samples by index, as a source of a mixture or of packed rows."""
+        if isinstance(self._fetch, SourceFetch):
+            return self._fetch.source
+        return Fetched(self.size, self._fetch, self.source)
 
     # ---- the position
 
