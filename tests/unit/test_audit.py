@@ -378,3 +378,77 @@ def test_the_command_of_a_job_without_data(tmp_path: Path, capsys: pytest.Captur
         assert "give FlashCheckpoint(data=...) an ElasticDataset" in capsys.readouterr().err
     assert main(["data", "j", "--log", url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
+
+
+# ---- ends, sources that grew, datasets that were added
+
+
+def test_the_end_is_the_end_of_the_last_epoch(told: Told) -> None:
+    """No epoch after the last one is named."""
+    told.commit(75)
+    (proof,) = proofs(told)
+    assert (proof.epoch, proof.position, proof.samples) == (3, 0, 300)
+    text = "\n".join(render_ledger.proofs([proof]))
+    assert "300 samples in the model, up to the end of epoch 3 of 3; 3 states" in text
+    assert "epoch 4" not in text
+
+
+def source(size: int) -> str:
+    """The fingerprint of a source with so many samples."""
+    return f"size={size} seed=7 order=file source=s{size}"
+
+
+class Grown(Told):
+    """A job whose source grows: each run of its ranks registers what it has."""
+
+    def registered(self, generation: int, size: int) -> None:
+        """By the ranks of a generation."""
+        self.do(RegisterDataset(A, generation, "train", size, 7, "file", source(size), 9, BATCH, "cursor"))
+        self.do(ReportKeeping(A, generation, "file:///c", 2, 10, 3, True, 4096, 1))
+
+    def at(self, step: int, epoch: int, position: int, size: int, generation: int) -> bytes:
+        """A state is on storage; its cut."""
+        packed = pack_cut((Place("train", epoch, position, source(size)),))
+        self.do(CommitCheckpoint("worker", generation, step, 2, 4096, 7, (packed,)))
+        return packed
+
+
+def test_epochs_of_a_source_that_grew_count_as_many_samples_as_they_had() -> None:
+    """The epoch in flight ends with the samples that it began with, and none of the earlier ones had more."""
+    drive = Grown(nodes_max=2, nproc=1)
+    drive.up().do(ReportRestored(A, 1, 0, checkpoints.NOTHING, 5))
+    drive.registered(1, 100)
+    packed = drive.at(60, 2, 40, 100, 1)  # two epochs of 100, and 40
+    drive.exit(B, 1, step=61)
+    drive.registered(2, 160)
+    drive.do(ReportRestored(A, 2, 60, checkpoints.STORAGE, 5, (), 1, packed))
+    (proof,) = proofs(drive)
+    assert (proof.findings, proof.samples, proof.size) == ((), 240, 160)
+    drive.at(120, 4, 20, 160, 2)  # 300 of three epochs, 160 of the next, and 20
+    (proof,) = proofs(drive)
+    assert (proof.findings, proof.samples) == ((), 480)
+    (row,) = ledger_of(drive.state)
+    assert (row.samples, row.about) == (480, 480)
+
+
+def test_a_dataset_that_was_added_begins_where_its_script_says(told: Told) -> None:
+    """It is no fault, and what had been consumed of it elsewhere is told apart."""
+    told.again(2)
+    told.do(RegisterDataset(A, 2, "more", SIZE, 7, "shuffle", "", 3, BATCH, "cursor"))
+    joined = Place("train", 0, 80, "f00d"), Place("more", 1, 12)
+    for node in (A, B):
+        told.do(ReportRestored(node, 2, 20, checkpoints.STORAGE, 5, (), 1, pack_cut(sorted(joined))))
+    told.do(
+        CommitCheckpoint(
+            "worker", 2, 30, 2, 4096, 7, (pack_cut((Place("more", 1, 52), joined[0]._replace(position=96))),)
+        )
+    )
+    assert told.state.shards.ledgers["worker"].broken == 0
+    train, more = proofs(told)
+    assert (train.findings, more.findings, train.begun) == ((), (), 0)
+    assert (more.samples, more.begun) == (152, 112)
+    text = "\n".join(render_ledger.proofs([more]))
+    assert "of them, 112 samples are not this log's: the dataset was added at that position" in text
+    told.again(3)
+    told.do(ReportRestored(A, 3, 30, checkpoints.STORAGE, 5, (), 2, pack_cut((joined[0]._replace(position=96),))))
+    assert told.state.shards.ledgers["worker"].broken == 1, "then it is lost"

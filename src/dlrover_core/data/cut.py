@@ -142,6 +142,12 @@ def same_source(then: str, now: str) -> bool:
     return all(known) and before == after
 
 
+def size_in(fingerprint: str) -> int:
+    """The samples of the source that a fingerprint is of; 0: it does not say."""
+    size = dict(word.partition("=")[::2] for word in fingerprint.split(" ")).get("size", "")
+    return int(size) if size.isascii() and size.isdecimal() and len(size) < 20 else 0
+
+
 def _check(one: Place) -> None:
     if not 1 <= len(one.dataset) <= NAME_CHARS_MAX or not one.dataset.isprintable():
         message = f"{one.dataset!r} is no name: give 1 to {NAME_CHARS_MAX} printable characters"

@@ -18,10 +18,11 @@ from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 from dlrover_core.data.cut import Place, same_source
+from dlrover_core.history.epochs import Sizes, sizes_of
 from dlrover_core.history.plain import plain
 from dlrover_core.job import job, shards
 from dlrover_core.job.checkpoints import NOTHING, CheckpointCommitted, Restored, StepsHeld
-from dlrover_core.job.lineage import Known, Lineage, cut_of, place_of, readable, samples
+from dlrover_core.job.lineage import Known, Lineage, cut_of, place_of, readable
 from dlrover_core.job.sets import NO_SETS, sets_of
 from dlrover_core.kernel.events import Record
 
@@ -67,6 +68,7 @@ class Proof(NamedTuple):
     witnessed:      number of those whose state had been told of before, so that the two words could be compared
     uneven:         how often the position did not move by one batch a step; no fault where not every step draws a batch
     findings:       what is wrong
+    begun:          samples of ``samples`` that no state of the log has trained: the script said, by begin(), to begin after them
     """
 
     group: str
@@ -82,6 +84,7 @@ class Proof(NamedTuple):
     witnessed: int
     uneven: int
     findings: tuple[Finding, ...]
+    begun: int = 0
 
 
 class Whole(Lineage):
@@ -189,12 +192,12 @@ def proof_values(proofs: tuple[Proof, ...]) -> dict[str, object]:
 
 def _proof(group: str, one: _Set, name: str) -> Proof:
     terms = one.terms.get(name)
-    size = terms.counted if terms is not None else 0
+    sizes = sizes_of(terms, one.lineage.known, name)
     place = place_of(one.lineage.newest, name) or Place(name, 0, 0)
     path = _path(one.lineage)
     resumed = [one.resumed[generation] for generation in path if generation in one.resumed]
     from_states = [each for each in resumed if each.state[1]]
-    judge = _Judge(group, name, size, terms.fingerprint if terms is not None else "")
+    judge = _Judge(group, name, sizes, terms.fingerprint if terms is not None else "")
     judge.states(one.lineage.known)
     judge.differences(one)
     for each in from_states:
@@ -202,17 +205,18 @@ def _proof(group: str, one: _Set, name: str) -> Proof:
     return Proof(
         group=group,
         dataset=name,
-        size=size,
+        size=sizes.now,
         epochs=terms.epochs if terms is not None else 0,
         epoch=place.epoch,
         position=place.position,
-        samples=samples(size, None, place),
+        samples=sizes.samples(None, place),
         states=len(one.lineage.known),
         generations=len(path),
         resumed=len(from_states),
         witnessed=sum(1 for each in from_states if one.witness(each.state)),
         uneven=_uneven(one, terms) if terms is not None else 0,
         findings=tuple(judge.found),
+        begun=sizes.samples(None, judge.begun),
     )
 
 
@@ -228,9 +232,11 @@ def _path(lineage: Lineage) -> list[int]:
 class _Judge:
     """Compares what is told of one dataset, and names ranges."""
 
-    def __init__(self, group: str, name: str, size: int, source: str) -> None:
-        self._group, self._name, self._size, self._source = group, name, size, source
+    def __init__(self, group: str, name: str, sizes: Sizes, source: str) -> None:
+        self._group, self._name, self._sizes, self._source = group, name, sizes, source
         self.found: list[Finding] = []
+        self.begun: Place | None = None
+        """Where the dataset joined a lineage that had states without it; None: it did not join so."""
 
     def states(self, known: list[Known]) -> None:
         """States of a lineage: each has consumed at least what the one before it had, and of the same source."""
@@ -258,7 +264,12 @@ class _Judge:
     def resumed(self, one: _Resumed, witness: bytes) -> None:
         """A generation: all of its nodes have resumed one state, with the samples that the state had."""
         told = list(one.told.items())
-        had = place_of(cut_of(witness or next((cut for _, (_, cut) in told if cut), b"")), self._name)
+        had = place_of(cut_of(witness), self._name)
+        if had is None:
+            places = (place_of(cut_of(cut), self._name) for _, (_, cut) in told)
+            had = next((place for place in places if place is not None), None)
+            if witness and self.begun is None:
+                self.begun = had
         for node, (state, cut) in told:
             if state != one.state:
                 why = f"{node} resumed {_named(state)} in generation {one.generation}, others {_named(one.state)}"
@@ -286,7 +297,7 @@ class _Judge:
 
     def _add(self, kind: str, begin: Place | None, end: Place | None, why: str) -> None:
         since, to = (one if one is not None else Place(self._name, 0, 0) for one in (begin, end))
-        many = samples(self._size, since, to)
+        many = self._sizes.samples(since, to)
         this = Finding(self._group, self._name, kind, *since[1:3], *to[1:3], many, why)
         if this not in self.found:
             self.found.append(this)

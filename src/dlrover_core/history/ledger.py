@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dlrover_core.data.streams import ENDLESS
+from dlrover_core.history.epochs import sizes_of
 from dlrover_core.job.lineage import Known, cut_of, place_of, samples
 from dlrover_core.job.shards import Ledger, Terms
 from dlrover_core.job.state import JobState
@@ -71,11 +72,13 @@ def _row(state: JobState, group: str, ledger: Ledger, name: str) -> DataRow:
     known = ledger.datasets.get(name)
     terms = known.terms if known is not None else Terms(name, 0, 0, "", "", 0, 0, "")
     place, newest = ledger.place(name), ledger.lineage.known[-1] if ledger.lineage.known else None
-    consumed = samples(terms.counted, None, place)
-    about = ledger.about(name, state.progress.of(group).step)
+    consumed = sizes_of(terms, ledger.lineage.known, name).samples(None, place)
+    # The ledger counts epochs before a source grew as if they had all samples, and so does the whole: what is left is right.
+    counted = ledger.about(name, state.progress.of(group).step)
+    about = consumed + counted - samples(terms.counted, None, place)
     whole = 0 if terms.size >= ENDLESS else terms.counted * terms.epochs
     per_s = _rate(ledger, name, terms.counted)
-    left = whole - about if whole else -1
+    left = whole - counted if whole else -1
     return DataRow(
         group=group,
         dataset=name,

@@ -69,11 +69,15 @@ def proofs(found: Sequence[Proof]) -> Iterator[str]:
     for one in found:
         name = f"{one.group}: {one_line(one.dataset, 80)}" if several else one_line(one.dataset, 80)
         yield f"{name}: {_verdict(one)}"
-        of = f" of {one.epochs}" if one.epochs else ""
         yield (
-            f"  {count_of(one.samples)} in the model, up to position {one.position:,} of epoch {one.epoch + 1}{of}; "
+            f"  {count_of(one.samples)} in the model, {_up_to(one)}; "
             f"{count(one.states, 'state')} of {count(one.generations, 'generation')} told"
         )
+        if one.begun:
+            yield (
+                f"  of them, {count_of(one.begun)} are not this log's: the dataset was added at that position, as its script's "
+                "begin() said"
+            )
         if one.resumed:
             yield (
                 f"  {count(one.resumed, 'generation')} resumed from a state, {one.witnessed} of them from one that had told "
@@ -87,6 +91,12 @@ def proofs(found: Sequence[Proof]) -> Iterator[str]:
                 f"  {count(one.uneven, 'time')} the position did not move by one batch a step: that is no fault where not "
                 "every step draws a batch of this dataset"
             )
+
+
+def _up_to(one: Proof) -> str:
+    if one.epochs and one.epoch >= one.epochs:
+        return f"up to the end of epoch {one.epochs} of {one.epochs}"
+    return f"up to position {one.position:,} of epoch {one.epoch + 1}" + (f" of {one.epochs}" if one.epochs else "")
 
 
 def _verdict(one: Proof) -> str:

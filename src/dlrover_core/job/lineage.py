@@ -143,13 +143,16 @@ class Lineage:
         at = self._at(generation, step)
         return self.known[at] if at < len(self.known) and self.known[at].state == (generation, step) else None
 
-    def clashes(self, generation: int, step: int, cut: bytes, at: int) -> Iterator[Clash]:
-        """The states of the lineage that a told cut of a state does not go together with. Ask after `learn` or `resume`."""
+    def clashes(self, generation: int, step: int, cut: bytes, at: int, *, resumed: bool = False) -> Iterator[Clash]:
+        """The states of the lineage that a told cut of a state does not go together with. Ask after `learn` or `resume`.
+
+        ``resumed``: the ranks that resumed from the state say so; else those that made it.
+        """
         if not cut or not self.includes(generation, step):
             return
         told = Known(generation, step, cut, at)
         same = self.find(generation, step)
-        if same is not None and not consumed_alike(cut_of(same.cut), cut_of(cut)):
+        if same is not None and not self._alike(same, told, resumed=resumed):
             yield Clash(told, same)
             return
         at = self._at(generation, step)
@@ -160,6 +163,14 @@ class Lineage:
         for one in after:
             if not nests(cut_of(cut), cut_of(one.cut)):
                 yield Clash(told, one)
+
+    def _alike(self, known: Known, told: Known, *, resumed: bool) -> bool:
+        """Two words of one state. What is known may be the word of ranks that resumed from it, and its makers' may come later."""
+        before, now = cut_of(known.cut), cut_of(told.cut)
+        if resumed:
+            return consumed_alike(before, now)
+        makers = told.generation >= self.generation
+        return consumed_alike(now, before) and (not makers or consumed_alike(before, now))
 
     def check(self) -> Iterator[str]:
         """Yields what breaks the invariants above."""
@@ -172,16 +183,17 @@ class Lineage:
             yield f"base: {late}"
 
 
-def consumed_alike(one: Cut, other: Cut) -> bool:
-    """Have two cuts of one state consumed the same samples?
+def consumed_alike(made: Cut, later: Cut) -> bool:
+    """Have two cuts of one state consumed the same samples? ``made``: as its makers say. ``later``: as those say that resumed it.
 
     The bytes of such cuts may differ, because a generation that resumes from the state writes its cut anew. A dataset that it
-    adds is at its very beginning, which consumes nothing. A dataset whose source has grown since has another fingerprint at the
-    beginning of an epoch: nobody will ask for positions of the epochs before.
+    adds is where its script says that it begins; no state of the lineage has consumed anything of it before. A dataset that
+    it lacks was at its very beginning, or samples are lost. A dataset whose source has grown since has another fingerprint
+    at the beginning of an epoch: nobody will ask for positions of the epochs before.
     """
-    here, there = ({place.dataset: place for place in cut} for cut in (one, other))
-    alone = [place for place in (*one, *other) if (place.dataset in here) != (place.dataset in there)]
-    return all((place.epoch, place.position) == (0, 0) for place in alone) and all(
+    here, there = ({place.dataset: place for place in cut} for cut in (made, later))
+    gone = [place for place in made if place.dataset not in there]
+    return all((place.epoch, place.position) == (0, 0) for place in gone) and all(
         _same_samples(here[name], there[name]) for name in here.keys() & there.keys()
     )
 

@@ -75,11 +75,11 @@ def unlike(group: str, state: tuple[int, int], cut: bytes, other: bytes) -> Iter
 
 
 def _audit(
-    state: JobState, group: str, node: str, of: tuple[int, int], cut: bytes, record: Record
+    state: JobState, group: str, node: str, of: tuple[int, int], cut: bytes, record: Record, *, resumed: bool = False
 ) -> Iterator[LedgerBroken]:
     """Compare a cut with those of the lineage, which knows it already, and its sources with those that were registered."""
     ledger = state.shards.of(group)
-    wrong = [clash.why for clash in ledger.lineage.clashes(*of, cut, record.at)]
+    wrong = [clash.why for clash in ledger.lineage.clashes(*of, cut, record.at, resumed=resumed)]
     for place in cut_of(cut):
         known = ledger.datasets.get(place.dataset)
         if known is not None and not same_source(place.fingerprint, known.terms.fingerprint):
@@ -112,7 +112,7 @@ def _on_restored(state: JobState, fact: Restored, record: Record) -> Iterator[Ev
         told, known = (f"step {step} of generation {of}" for of, step in ((fact.of, fact.step), began))
         yield LedgerBroken(group, fact.node, fact.of, fact.step, f"its ranks resumed from {told}, others from {known}")
     elif fact.cut:
-        yield from _audit(state, group, fact.node, began, fact.cut, record)
+        yield from _audit(state, group, fact.node, began, fact.cut, record, resumed=True)
 
 
 def _alarm(fact: LedgerBroken) -> str:
