@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dlrover_adapters.data.index_file import Paths
 from dlrover_adapters.data.mixing import mixed_of
@@ -19,7 +19,8 @@ from dlrover_adapters.data.tar_files import tar
 from dlrover_adapters.data.text import JsonLines, Lines
 from dlrover_core.errors import SpecError
 
-Made = TypeVar("Made", bound="Constructors")
+if TYPE_CHECKING:
+    from typing_extensions import Self
 TRAIN = "train"
 """A dataset's name where a script has one dataset and does not name it."""
 
@@ -41,56 +42,54 @@ class Constructors:
 
     @classmethod
     def lines(
-        cls: type[Made],
+        cls,
         urls: Paths,
         *,
         name: str = TRAIN,
         cache: str | os.PathLike[str] = "",
         encoding: str = "utf-8",
         **more: Any,
-    ) -> Made:
+    ) -> Self:
         """Each line of text files is a sample, a str. ``urls``: paths, patterns or ``file://``; ``cache``: where indices lie."""
-        made: Made = cls.of(name, Lines(urls, cache=cache, encoding=encoding), **more)
+        made: Self = cls.of(name, Lines(urls, cache=cache, encoding=encoding), **more)
         return made
 
     @classmethod
-    def jsonl(cls, urls: Paths, *, name: str = TRAIN, cache: str | os.PathLike[str] = "", **more: Any) -> Made:
+    def jsonl(cls, urls: Paths, *, name: str = TRAIN, cache: str | os.PathLike[str] = "", **more: Any) -> Self:
         """Each line of JSONL files that is not blank is a sample: what its JSON says. ``urls`` and ``cache`` as of `lines`."""
-        made: Made = cls.of(name, JsonLines(urls, cache=cache), **more)
+        made: Self = cls.of(name, JsonLines(urls, cache=cache), **more)
         return made
 
     @classmethod
     def tar(
-        cls: type[Made],
+        cls,
         urls: Paths,
         *,
         name: str = TRAIN,
         grouped: bool = False,
         cache: str | os.PathLike[str] = "",
         **more: Any,
-    ) -> Made:
+    ) -> Self:
         """Each member of tar files is a sample; ``grouped``: all members of one key, as WebDataset has them."""
-        made: Made = cls.of(name, tar(urls, grouped=grouped, cache=cache), **more)
+        made: Self = cls.of(name, tar(urls, grouped=grouped, cache=cache), **more)
         return made
 
     @classmethod
     def parquet(
-        cls: type[Made],
+        cls,
         urls: Paths,
         *,
         name: str = TRAIN,
         columns: Sequence[str] | None = None,
         window: int = WINDOW,
         **more: Any,
-    ) -> Made:
+    ) -> Self:
         """Each row of Parquet files is a sample, a dict. ``columns``: which to read; ``window``: row groups mixed at a time."""
-        made: Made = cls.of(name, Parquet(urls, columns=columns, window=window), **more)
+        made: Self = cls.of(name, Parquet(urls, columns=columns, window=window), **more)
         return made
 
     @classmethod
-    def mixed(
-        cls: type[Made], weights: Mapping[Any, float], *, name: str = TRAIN, samples: int = 0, **more: Any
-    ) -> Made:
+    def mixed(cls, weights: Mapping[Any, float], *, name: str = TRAIN, samples: int = 0, **more: Any) -> Self:
         """A mixture of sources by weight, ``{a: 0.7, b: 0.3}``; the weights sum to 1.
 
         A dataset among them stands for its samples: its own epochs, seed and order do not count here. ``samples``: of an epoch;
@@ -98,14 +97,14 @@ class Constructors:
         """
         seed, order = more.get("seed", 0), more.pop("order", "shuffled")
         sources = [_samples_of(one) for one in _mapping(weights)]
-        made: Made = cls.of(
+        made: Self = cls.of(
             name, mixed_of(sources, list(weights.values()), size=samples, seed=seed, order=order), **more
         )
         return made
 
     @classmethod
     def packed(
-        cls: type[Made],
+        cls,
         data: Any,
         length: int,
         *,
@@ -114,16 +113,14 @@ class Constructors:
         join: Callable[[list[Any]], Any] | None = None,
         long: str = REFUSE_LONG,
         **more: Any,
-    ) -> Made:
+    ) -> Self:
         """Rows of whole samples of ``data``, of ``length`` tokens at most: a row is a sample with an index of its own.
 
         ``data``: a source, or a dataset, which stands for its samples. ``lengths``: tokens of each sample; None: each is read
         once. ``join``: makes a row of the list of its samples; None: the list. ``long``: "refuse", "cut" or "split".
         """
-        given = {"long": long} | ({"lengths": lengths} if lengths is not None else {})
-        made: Made = cls.of(
-            name, packed(_samples_of(data), length, **given, **({"join": join} if join else {})), **more
-        )
+        given: dict[str, Any] = {"long": long, "lengths": lengths} | ({"join": join} if join is not None else {})
+        made: Self = cls.of(name, packed(_samples_of(data), length, **given), **more)
         return made
 
 
