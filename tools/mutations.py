@@ -111,7 +111,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         _unit("lineage", "shards"),
         ("            now, limit = base", "            now, limit = base[0], None"),
         ("        del self.known[self._at(of, step + 1) : self._at(generation, 0)]\n", ""),
-        ("        if same is not None and not consumed_alike(cut_of(same.cut), cut_of(cut)):", "        if same is None:"),
+        ("        if same is not None and not self._alike(same, told, resumed=resumed):", "        if same is None:"),
+        ("            return consumed_alike(before, now)\n        makers", "            return True\n        makers"),
     ),
     # ---- rules
     *_of(
