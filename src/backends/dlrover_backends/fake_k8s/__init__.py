@@ -6,7 +6,8 @@ recordings of a kube-apiserver 1.36 by `tests/integration/test_fake_k8s_recordin
 
 from dlrover_backends.fake_k8s.cluster import FakeCluster, kubeconfig
 from dlrover_backends.fake_k8s.faults import Fault, Faults, What
+from dlrover_backends.fake_k8s.ground import Ground
 from dlrover_backends.fake_k8s.rights import User, account
 from dlrover_backends.fake_k8s.server import FakeServer
 
-__all__ = ["FakeCluster", "FakeServer", "Fault", "Faults", "User", "What", "account", "kubeconfig"]
+__all__ = ["FakeCluster", "FakeServer", "Fault", "Faults", "Ground", "User", "What", "account", "kubeconfig"]

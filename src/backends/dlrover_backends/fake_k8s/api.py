@@ -30,13 +30,21 @@ class Api:
     """Objects under the rules of the Kubernetes API.
 
     Args:
-        seed: of uids and generated names.
+        seed: of uids and generated names; None for others each time.
         clock: what time it is; UTC.
         first: the version before the first write.
+        services: first half of services' addresses.
     """
 
-    def __init__(self, seed: int = 0, clock: Callable[[], dt.datetime] | None = None, first: int = 100) -> None:
+    def __init__(
+        self,
+        seed: int | None = None,
+        clock: Callable[[], dt.datetime] | None = None,
+        first: int = 100,
+        services: str = "10.96",
+    ) -> None:
         self.store = Store(first)
+        self._services = services
         self.draw = random.Random(seed)
         self.clock = clock or (lambda: dt.datetime.now(dt.timezone.utc))
         self.kinds: dict[tuple[str, str, str], Kind] = {}
@@ -172,7 +180,7 @@ class Api:
         if kind.key == ("batch", "jobs"):
             return defaults.job(obj, uid)
         simple: dict[str, Callable[[Object], Object]] = {
-            "services": lambda one: defaults.service(one, self.draw),
+            "services": lambda one: defaults.service(one, self.draw, self._services),
             "secrets": defaults.secret,
             "events": defaults.event,
             "poddisruptionbudgets": defaults.budget,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from dlrover_backends.fake_k8s.faults import Faults
 from dlrover_backends.fake_k8s.rights import User
 from dlrover_backends.fake_k8s.server import FakeServer
+from dlrover_backends.fake_k8s.store import Change
 
 Object = dict[str, Any]
 T = TypeVar("T")
@@ -107,6 +109,29 @@ class FakeCluster:
             return [one.obj for key, one in sorted(shelf.objects.items()) if namespace in {None, key[0]}]
 
         return self.call(read)
+
+    def until(self, holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Wait until something holds; asked after each write to the server, and now and then.
+
+        Raises:
+            TimeoutError: it did not hold in time.
+        """
+        news = threading.Event()
+
+        def heard(_kind: tuple[str, str], _change: Change) -> None:
+            news.set()
+
+        listeners = self.server.api.store.listeners
+        self.call(lambda: listeners.append(heard))
+        try:
+            until = time.monotonic() + timeout_s
+            while not holds():
+                if time.monotonic() > until:
+                    raise TimeoutError(f"not within {timeout_s} s")
+                news.wait(0.05)
+                news.clear()
+        finally:
+            self.call(lambda: listeners.remove(heard))
 
     def kubeconfig(self, path: Path, token: str | None = None) -> Path:
         """Write a kubeconfig for this server, and return its path."""

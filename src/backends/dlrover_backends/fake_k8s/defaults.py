@@ -139,7 +139,7 @@ def quality(spec: Object) -> str:
     return "Burstable"
 
 
-def service(obj: Object, draw: random.Random) -> Object:
+def service(obj: Object, draw: random.Random, network: str) -> Object:
     """A service as stored; one with a cluster address gets one."""
     spec = dict(obj.get("spec") or {})
     spec["ports"] = [
@@ -149,7 +149,7 @@ def service(obj: Object, draw: random.Random) -> Object:
     if not spec["ports"]:
         del spec["ports"]
     if not spec.get("clusterIP"):
-        spec["clusterIP"] = f"10.96.{draw.randrange(256)}.{draw.randrange(1, 255)}"
+        spec["clusterIP"] = f"{network}.{draw.randrange(256)}.{draw.randrange(1, 255)}"
     spec.setdefault("clusterIPs", [spec["clusterIP"]])
     spec.setdefault("type", "ClusterIP")
     spec.setdefault("sessionAffinity", "None")

@@ -41,24 +41,26 @@ class FakeServer:
 
     Args:
         token: of a user who may do everything.
-        seed: of uids and generated names.
+        seed: of uids and generated names; None for others each time.
         port: where to listen; 0 for any free port.
         bookmark_s: seconds between bookmarks of a watch that asked for them.
         future_s: seconds that a list waits for a version from the future.
         definition_s: seconds until a new CustomResourceDefinition is served.
+        services: first half of services' addresses.
     """
 
     def __init__(
         self,
         *,
         token: str = "admin-token",  # noqa: S107  the tests' own
-        seed: int = 0,
+        seed: int | None = None,
         port: int = 0,
         bookmark_s: float = BOOKMARK_S,
         future_s: float = 3.0,
         definition_s: float = 0.02,
+        services: str = "10.96",
     ) -> None:
-        self.api = Api(seed)
+        self.api = Api(seed, services=services)
         self.lists = Lists(self.api)
         self.deletion = Deletion(self.api, self._soon)
         self.rights = Rights(self.api.store)
