@@ -1,7 +1,8 @@
 """Where samples come from, and in which order. Works in plain Python: nothing of torch is imported.
 
 ``lines(paths)``, ``jsonl(paths)``, ``tar(paths)`` and ``parquet(paths)`` make sources of files, ``mixed({a: 0.7, b: 0.3})`` and
-``packed(source, length)`` sources of sources, and `Followed` one of a stream, as `FolderStream` is. Lists, arrays and datasets of
+``packed(source, length)`` sources of sources, and `Followed` one of a stream, as `FolderStream` and
+`KafkaStream` are. Lists, arrays and datasets of
 a known size are sources as they are.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from dlrover_adapters.data.folder_stream import FolderStream
 from dlrover_adapters.data.following import Followed
+from dlrover_adapters.data.kafka import KafkaStream
 from dlrover_adapters.data.mixing import mixed, mixed_of
 from dlrover_adapters.data.packing import packed
 from dlrover_adapters.data.parquet import Parquet as parquet  # noqa: N813
@@ -22,6 +24,7 @@ __all__ = [
     "FolderStream",
     "Followed",
     "Items",
+    "KafkaStream",
     "Reader",
     "Source",
     "as_source",

@@ -58,7 +58,7 @@ class Followed:
     def _waited(self, offset: int) -> Sequence[Message]:
         began = told = time.monotonic()
         while True:
-            with _announced():
+            with announced():
                 found = self.stream.read(self.partition, offset, AHEAD, WAIT_S)
             if found:
                 return found
@@ -75,7 +75,7 @@ class Followed:
         return {**self.__dict__, "_read": ()}
 
 
-def _announced() -> contextlib.AbstractContextManager[None]:
+def announced() -> contextlib.AbstractContextManager[None]:
     """A wait in a worker of a job, or in a loader process of one, is no hang: tell its agent."""
     # A worker has imported the module before its script; an import from here would be a circle.
     steps: Any = sys.modules.get(STEPS)

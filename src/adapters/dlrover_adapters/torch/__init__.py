@@ -18,6 +18,7 @@ restores it; its ``step`` tells the step too.
 
 ``ElasticDataset(name, size=..., fetch=...)`` gives each rank its own samples of one total order, and its position is saved with
 the state. ``ElasticBatch(model, optimizer, global_batch=..., micro_batch=...)`` makes the same global steps at every world size.
+``ElasticStream("kafka://host:9092/topic")`` is such a dataset of a stream's messages.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .checkpoint.flash import FlashCheckpoint
     from .data.batch import ElasticBatch
     from .data.dataset import ElasticDataset
+    from .data.stream import ElasticStream
     from .loss import report_loss
     from .meter import compute, report_tokens
     from .steps import phase
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ElasticBatch",
     "ElasticDataset",
+    "ElasticStream",
     "FlashCheckpoint",
     "compute",
     "phase",
@@ -47,6 +50,7 @@ __all__ = [
 _HERE = {
     "ElasticBatch": ("data.batch", "ElasticBatch"),
     "ElasticDataset": ("data.dataset", "ElasticDataset"),
+    "ElasticStream": ("data.stream", "ElasticStream"),
     "FlashCheckpoint": ("checkpoint.flash", "FlashCheckpoint"),
     "compute": ("meter", "compute"),
     "phase": ("steps", "phase"),

@@ -43,6 +43,24 @@ class Positioned(Protocol):
         """Go on from here. None: from where it is."""
 
 
+@runtime_checkable
+class Partitioned(Protocol):
+    """A dataset with several places in a cut, as a stream with partitions has."""
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """All of them."""
+
+    def owns(self, name: str) -> bool:
+        """Is a place of this name one of its own?"""
+
+    def accept_places(self, places: Mapping[str, Place]) -> str:
+        """As `Positioned.accept`."""
+
+    def go_on_places(self, places: Mapping[str, Place]) -> None:
+        """As `Positioned.go_on`."""
+
+
 class DataSource:
     """The datasets of a script, by path. Its only object is the cut, and that goes ways of its own."""
 
@@ -60,7 +78,7 @@ class DataSource:
 
     def cut(self) -> bytes:
         """How far all datasets are consumed, packed; empty: there are none. Raises `SpecError` for two of one name."""
-        return pack(cut_of(one.place for one in self._datasets)) if self._datasets else b""
+        return pack(cut_of(place for one in self._datasets for place in _places(one))) if self._datasets else b""
 
     def terms(self) -> Iterator[tuple[Any, ...]]:
         """What is registered of each dataset, as `dlrover_core.job.shards.Terms` has it; of one that does not say so, nothing."""
@@ -85,13 +103,17 @@ class DataSource:
     def forms(self) -> Iterator[tuple[str, str]]:
         """What has to be the same on all ranks, in words."""
         for one in self._datasets:
-            yield f"data.{one.place.dataset}", str(tuple(one.place))
+            yield from ((f"data.{place.dataset}", str(tuple(place))) for place in _places(one))
 
     def accept(self, cut: Cut | None) -> Iterator[str]:
         """Can every dataset go on from this cut? What is to be said of it. Raises `SpecError`."""
         there = {one.dataset: one for one in cut or ()}
         for one in self._datasets:
-            told = one.accept(there.pop(one.place.dataset, None))
+            if isinstance(one, Partitioned):
+                told = one.accept_places(there)
+                there = {name: place for name, place in there.items() if not one.owns(name)}
+            else:
+                told = one.accept(there.pop(one.place.dataset, None))
             if told:
                 yield told
         if there and self._datasets:
@@ -120,7 +142,10 @@ class DataSource:
             return
         there = {one.dataset: one for one in objects[CUT] or ()}
         for one in self._datasets:
-            one.go_on(there.get(one.place.dataset))
+            if isinstance(one, Partitioned):
+                one.go_on_places(there)
+            else:
+                one.go_on(there.get(one.place.dataset))
 
     def asked(self) -> Iterator[tuple[str, ...]]:
         """`accept` says what is missing."""
@@ -129,6 +154,10 @@ class DataSource:
     def roots(self) -> tuple[str, ...]:
         """One, where there are datasets."""
         return (CUT,) if self._datasets else ()
+
+
+def _places(of: Positioned) -> tuple[Place, ...]:
+    return of.places if isinstance(of, Partitioned) else (of.place,)
 
 
 def consumed(capture: Any) -> bytes:

@@ -1,0 +1,394 @@
+"""`ElasticStream`: trains on a stream with any number of partitions, whose offsets are saved with the state.
+
+    data = ElasticStream("kafka://broker:9092/clicks", parse=json.loads)
+
+Rank 0 plans batches of what can be read, and tells all ranks. So all ranks have one order, and the offsets after each batch are
+the same on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
+
+from dlrover_adapters.data.folder_stream import FolderStream
+from dlrover_adapters.data.following import TOLD_S, WAIT_S, announced
+from dlrover_adapters.data.kafka import SCHEME, KafkaStream
+from dlrover_adapters.data.stream_plan import Book, Counts, divided
+from dlrover_core.data.cut import DATASETS_MAX, Place, cut_of
+from dlrover_core.data.permutation import FILE
+from dlrover_core.data.quota import Batch
+from dlrover_core.data.streams import (
+    ENDLESS,
+    Extent,
+    OffsetAhead,
+    OffsetGone,
+    Stream,
+    StreamError,
+    StreamUnavailable,
+    UnknownPartition,
+)
+from dlrover_core.errors import CoreError, SpecError
+
+from . import world
+from .dataset import ElasticDataset
+from .plan import Division, GlobalStep, Micro
+
+_log = logging.getLogger("dlrover.torch")
+PARTITIONS_MAX = DATASETS_MAX - 2
+"""A cut has room for so many."""
+PLANNED_MAX = 64
+"""So many batches are planned at once, where there are so many messages."""
+COMMIT_S = 5.0
+"""Consumed offsets are told to the broker so often at most."""
+FIRST, END = "first", "end"
+REFUSE, SKIP = "refuse", "skip"
+SEPARATOR = "/"
+_T = TypeVar("_T")
+
+
+class ElasticStream(ElasticDataset):
+    """Iterates over this rank's micro-batches of a stream, without end.
+
+    ``stream``: an address, ``kafka://host:port/topic`` or ``folder:///path``, or a `dlrover_core.data.streams.Stream`. ``name``:
+    of the dataset; empty: the last part of the stream's name. ``parse``: makes a sample of a message's value; None: the value,
+    which is bytes of Kafka. ``begin``: where partitions begin that no checkpoint knows, "first" or "end". ``lost``: messages that
+    were removed before they were consumed, and partitions that are gone, end training ("refuse"), or are left out with a warning
+    ("skip"). ``config``: the Kafka client's settings. All others as of `ElasticDataset`.
+
+    Give the loader ``num_workers=0``: the client fetches ahead in threads of its own. Raises `SpecError`, `StreamError`.
+    """
+
+    def __init__(
+        self,
+        stream: str | Stream,
+        *,
+        name: str = "",
+        parse: Callable[[Any], Any] | None = None,
+        begin: str = FIRST,
+        lost: str = REFUSE,
+        config: Mapping[str, Any] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        global_batch: int | None = None,
+        micro_batch: int | None = None,
+        ahead: int = 1,
+    ) -> None:
+        for field, value, known in (("begin", begin, (FIRST, END)), ("lost", lost, (REFUSE, SKIP))):
+            if value not in known:
+                raise SpecError(field, f"{value!r}: give {' or '.join(map(repr, known))}")
+        self.stream = _opened(stream, config)
+        name = name or self.stream.name.rstrip("/").rpartition("/")[2]
+        self._book = Book(0, {})
+        self._parse, self._begin_at, self._lost = parse, begin, lost
+        self._told_at = 0.0
+        self._failed: CoreError | None = None
+        super().__init__(
+            name,
+            size=ENDLESS,
+            fetch=self._never,
+            epochs=1,
+            order=FILE,
+            fingerprint=self.stream.fingerprint,
+            collate=collate,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            ahead=ahead,
+        )
+
+    def _never(self, index: int) -> Any:
+        raise CoreError(f"message {index} of dataset {self.name!r} has no place of its own: iterate over the dataset")
+
+    # ---- the position
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Of each partition, the first message that is not consumed. Empty: nothing is planned yet."""
+        return dict(self._book.offsets)
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The number of messages that are consumed, and the offset of each partition."""
+        parts = (Place(f"{self.name}{SEPARATOR}{one}", 0, offset) for one, offset in self._book.offsets.items())
+        return cut_of((self.place, *parts))
+
+    def accept_places(self, places: Mapping[str, Place]) -> str:
+        """As `ElasticDataset.accept`, of all places of a cut. Raises `SpecError`."""
+        own = places.get(self.name)
+        told = self.accept(own)
+        if own is not None and own.position and not any(self.owns(one) and one != self.name for one in places):
+            raise SpecError(
+                "data",
+                f"the checkpoint has a position of dataset {self.name!r}, and no offsets of its partitions: it was saved of a "
+                "dataset that was no ElasticStream; give that one, or another name",
+            )
+        return told
+
+    def owns(self, name: str) -> bool:
+        """Is a place of this name in a cut of this dataset?"""
+        return name == self.name or name.startswith(self.name + SEPARATOR)
+
+    def go_on_places(self, places: Mapping[str, Place]) -> None:
+        """Go on from what of these places is of this dataset."""
+        own = places.get(self.name)
+        self.go_on(own)
+        if own is not None:
+            before = len(self.name + SEPARATOR)
+            parts = {
+                name[before:]: one.position for name, one in places.items() if self.owns(name) and name != self.name
+            }
+            self._book = Book(own.position, parts)
+
+    def begin(self, *, epoch: int = 0, position: int = 0) -> None:
+        """Begin without a position of a checkpoint: as ``begin=`` says. Only at 0."""
+        if epoch or position:
+            raise SpecError(
+                "position",
+                f"epoch {epoch}, position {position} of dataset {self.name!r}: a stream begins where begin= says; give none",
+            )
+        super().begin()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and the offsets, for a script's own checkpoint."""
+        return {**super().state_dict(), "offsets": self.offsets}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave. Raises `SpecError`."""
+        offsets = state.get("offsets")
+        if not isinstance(offsets, Mapping):
+            raise SpecError(
+                "data", f"{state!r} is no position of stream {self.name!r}: give what state_dict() returned"
+            )
+        super().load_state_dict(state)
+        self._book = Book(self._position, offsets)
+
+    def divide(self, of: Division) -> None:
+        """As of `ElasticDataset`. What is planned in batches of another size is planned anew."""
+        if self._division is not None and self._division.global_batch != of.global_batch:
+            self._book = Book(self._book.position, self._book.offsets)
+        super().divide(of)
+
+    def step(self) -> None:
+        """As of `ElasticDataset.step`."""
+        self._reach(self._position + self.division.global_batch)
+        super().step()
+        self._book.consume(self._position)
+        now = time.monotonic()
+        if now - self._told_at >= COMMIT_S and world.of_process()[0] == 0:
+            self._told_at = now
+            try:
+                self.stream.commit(self._book.offsets)
+            except StreamError as error:
+                _log.warning("offsets were not committed, which changes nothing for this job: %s", error)
+
+    # ---- iteration
+
+    def __iter__(self) -> Iterator[Any]:
+        """Collated micro-batches of this rank, in order."""
+        if get_worker_info() is not None:
+            return self._refused()
+        return super().__iter__()
+
+    def _refused(self) -> Iterator[Any]:
+        yield from ()
+        raise SpecError(
+            "num_workers", f"stream {self.name!r} is read in the process that trains, ahead of it, by threads: give 0"
+        )
+
+    def steps(self) -> Iterator[GlobalStep]:
+        """The global steps; each waits until all its messages can be read."""
+        whole = super().steps()
+        while True:
+            # A batch is planned before the step that has it is told.
+            step = next(whole)
+            self._reach(step.batch.end)
+            yield step
+
+    def indices(self, batch: Batch, micro: Micro) -> list[int]:  # noqa: ARG002
+        """The positions of a micro-batch's messages; `messages` says where they are."""
+        return list(range(micro.start, micro.end))
+
+    def messages(self, batch: Batch, micro: Micro) -> list[tuple[str, int]]:
+        """Partition and offset of each message of a micro-batch. Ask before its step is counted."""
+        planned = self._book.batch_at(batch.start)
+        return [
+            (run.partition, offset)
+            for run in planned.pieces(micro.start, micro.end)
+            for offset in range(run.offset, run.offset + run.many)
+        ]
+
+    def _content(self, batch: Batch, micro: Micro) -> Any:
+        values: list[Any] = []
+        for run in self._book.batch_at(batch.start).pieces(micro.start, micro.end):
+            values += self._read(run.partition, run.offset, run.many)
+        if self._parse is not None:
+            values = [self._parse(one) for one in values]
+        if None in values:
+            at = micro.start + values.index(None)
+            raise SpecError(
+                "parse",
+                f"None for message {at} of stream {self.name!r}: return the sample, or raise what is wrong with it; none is left "
+                "out in silence",
+            )
+        return self._collate(values)
+
+    def _read(self, partition: str, offset: int, count: int) -> list[Any]:
+        values: list[Any] = []
+        waits = _Waits(f"{self.stream.name}, partition {partition}, offset {offset}")
+        while len(values) < count:
+            found = waits.call(
+                lambda at: self.stream.read(partition, at, count - (at - offset), WAIT_S), offset + len(values)
+            )
+            if found and (found[0].offset, found[-1].offset) != (at := offset + len(values), at + len(found) - 1):
+                raise StreamError(
+                    f"{self.stream.name}, partition {partition}: offsets are left out after {at}, as in compacted topics and "
+                    "between transactions: such streams cannot be trained on by position; copy it into a topic without holes"
+                )
+            values += [one.value for one in found or ()]
+        return values
+
+    # ---- the plan
+
+    def _reach(self, position: int) -> None:
+        """Plan until ``position``, with all ranks. A collective where there are several and more has to be planned."""
+        if self._book.end >= position:
+            return
+        rank, size = world.of_process()
+        if size > 1 and not (dist.is_available() and dist.is_initialized()):
+            raise SpecError(
+                "stream",
+                f"torch.distributed is not initialized, and WORLD_SIZE is {size}: rank 0 tells the others which messages are "
+                "whose; call torch.distributed.init_process_group() before",
+            )
+        waits = _Waits(f"{self.stream.name}: {position - self._book.position} messages more")
+        while self._book.end < position:
+            with announced():
+                told = self._told(waits) if rank == 0 else None
+                if size > 1:
+                    box = [told]
+                    dist.broadcast_object_list(box, src=0)
+                    told = box[0]
+            assert told is not None
+            why, begin, batches = told
+            if why:
+                raise self._failed or StreamError(why)
+            self._book.add(begin, batches)
+
+    def _told(self, waits: _Waits) -> tuple[str, dict[str, int], list[Counts]]:
+        """What rank 0 tells all: why it cannot go on, or offsets and the batches from there on; none: they are to wait."""
+        batch = self.division.global_batch
+        until = time.monotonic() + WAIT_S
+        try:
+            while True:
+                extents = waits.call(lambda _: self.stream.extents(), 0)
+                begin = self._book.planned_to
+                if extents is not None:
+                    begin = self._offsets_in(extents, begin)
+                    batches = divided(extents, begin, batch, PLANNED_MAX)
+                    if batches:
+                        return "", begin, batches
+                left = until - time.monotonic()
+                if left <= 0 or extents is None:
+                    waits.tell()
+                    return "", begin, []
+                self._wait(extents, begin, min(left, WAIT_S / 10))
+        except (StreamError, SpecError) as error:
+            self._failed = error
+            return str(error), {}, []
+
+    def _wait(self, extents: Mapping[str, Extent], begin: Mapping[str, int], wait_s: float) -> None:
+        """Until something may have come: where there is one partition its next message, else a while."""
+        if len(extents) == 1:
+            (partition, extent) = next(iter(extents.items()))
+            if extent.end == begin[partition]:
+                self.stream.read(partition, extent.end, 1, wait_s)
+                return
+        time.sleep(wait_s)
+
+    def _offsets_in(self, extents: Mapping[str, Extent], begin: Mapping[str, int]) -> dict[str, int]:
+        """The offsets from which more can be planned, with partitions that are new. Raises `StreamError`."""
+        if len(extents) > PARTITIONS_MAX:
+            raise SpecError(
+                "stream", f"{self.stream.name} has {len(extents)} partitions: a position has {PARTITIONS_MAX} at most"
+            )
+        found = dict(begin)
+        for one, extent in extents.items():
+            offset = found.get(one)
+            if offset is None:
+                found[one] = extent.end if self._begin_at == END and not begin else extent.first
+                if begin:
+                    _log.warning(
+                        "%s: partition %s is new, and is read from offset %d on", self.stream.name, one, found[one]
+                    )
+            elif offset > extent.end:
+                raise OffsetAhead(self.stream.name, one, offset, extent.end)
+            elif offset < extent.first:
+                gone = OffsetGone(self.stream.name, one, offset, extent.first)
+                if self._lost == REFUSE:
+                    raise StreamError(f'{gone}: give lost="skip" to do so')
+                _log.warning("%s", gone)
+                found[one] = extent.first
+        for one in sorted(found.keys() - extents.keys()):
+            message = f"{self.stream.name}: partition {one} is gone; it was consumed up to offset {found[one]}"
+            if self._lost == REFUSE:
+                raise UnknownPartition(
+                    f'{message}: give the stream of the checkpoint, or lost="skip" to go on without it'
+                )
+        return found
+
+
+class _Waits:
+    """Calls that are made again while the stream cannot be reached, and what is said meanwhile."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._began = what, time.monotonic()
+        self._said = self._began
+        self._why = ""
+
+    def call(self, of: Callable[[int], _T], at: int) -> _T | None:
+        """None: it cannot be reached now."""
+        try:
+            with announced():
+                found = of(at)
+            if not found:
+                self.tell()
+        except StreamUnavailable as error:
+            self._why = str(error)
+            self.tell()
+            time.sleep(WAIT_S / 10)
+            return None
+        self._why = ""
+        return found
+
+    def tell(self) -> None:
+        """Once in a while."""
+        now = time.monotonic()
+        if now - self._said >= TOLD_S:
+            self._said = now
+            _log.warning(
+                "%s: waited for %.0f s%s", self._what, now - self._began, f" ({self._why})" if self._why else ""
+            )
+
+
+def _opened(stream: str | Stream, config: Mapping[str, Any] | None) -> Stream:
+    """The stream of an address; one that cannot be reached now is waited for."""
+    if not isinstance(stream, str):
+        if config:
+            raise SpecError("config", "goes with an address: give the stream its settings")
+        return stream
+    if stream.startswith("folder://"):
+        return FolderStream(stream.removeprefix("folder://"))
+    if not stream.startswith(SCHEME):
+        raise SpecError("stream", f"{stream!r}: give kafka://host:port/topic, folder:///path, or a Stream")
+    waits = _Waits(stream.partition("?")[0])
+    while True:
+        found = waits.call(lambda _: KafkaStream(stream, config=config), 0)
+        if found is not None:
+            return found
+
+
+__all__ = ["ElasticStream"]
