@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import itertools
 import json
 from collections import deque
@@ -12,12 +14,36 @@ from typing import Any
 
 from dlrover_backends.k8s.errors import ApiError, Request, of_answer
 
-RECORDED = Path(__file__).parent / "k8s_recorded"
+RECORDED = Path(__file__).parents[1] / "integration/data/k8s"
 
 
-def recorded(file: str) -> list[dict[str, Any]]:
-    """Lines of a recording of a real API server."""
-    return [json.loads(line) for line in (RECORDED / file).read_text(encoding="utf-8").splitlines()]
+@functools.cache
+def _lines(kind: str, *scenarios: str) -> tuple[dict[str, Any], ...]:
+    texts = [(RECORDED / f"{one}.jsonl").read_text(encoding="utf-8") for one in scenarios]
+    lines = [json.loads(line) for text in texts for line in text.splitlines()]
+    return tuple(one for one in lines if one["kind"] == kind)
+
+
+def recorded_pods() -> list[dict[str, Any]]:
+    """Pods as watches of a real API server showed them, in order."""
+    found = _lines("watch", "06-pod-lifecycle-failures", "09-schedule-preempt", "10-node-failure")
+    shown = [each["event"]["object"] for one in found for each in one["events"]]
+    return copy.deepcopy([one for one in shown if one.get("kind") == "Pod"])
+
+
+def recorded_refusals() -> list[dict[str, Any]]:
+    """What a real API server refused: ``note``, ``method``, ``path``, ``status``, ``headers`` and ``body``."""
+    found = _lines("exchange", "01-pod-create-errors", "04-gone-compaction-restart", "13-throttled-429")
+    refused = [one for one in found if one["response"].get("status", 0) >= 400]
+    return [
+        {
+            "note": one["note"],
+            **{key: one["request"][key] for key in ("method", "path")},
+            **{key: one["response"][key] for key in ("status", "headers")},
+            "body": one["response"].get("body") or one["response"].get("body_text"),
+        }
+        for one in refused
+    ]
 
 
 def failed(status: int, message: str = "", *, method: str = "GET", after: str = "", reason: str = "") -> ApiError:

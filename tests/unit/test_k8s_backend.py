@@ -13,7 +13,7 @@ import pytest
 from k8s_scripted import Server, failed
 
 from dlrover_backends.k8s import names
-from dlrover_backends.k8s.backend import Deposed, KubernetesBackend
+from dlrover_backends.k8s.client import Deposed, KubernetesBackend
 from dlrover_backends.k8s.errors import Busy, Request, Unreachable
 from dlrover_core import BackendContext, LaunchRefused, Listed
 from dlrover_core.errors import CoreError

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from k8s_scripted import Script, failed, recorded
+from k8s_scripted import Script, failed, recorded_refusals
 
 from dlrover_backends.k8s import backoff
 from dlrover_backends.k8s.errors import (
@@ -229,7 +229,7 @@ def test_recorded_refusals_are_their_classes() -> None:
         500: Busy,
         504: Busy,
     }
-    lines = recorded("errors.jsonl")
+    lines = recorded_refusals()
     assert len(lines) > 25
     for line in lines:
         error = of_answer(Request(line["method"], line["path"]), line["status"], line["body"], line["headers"])

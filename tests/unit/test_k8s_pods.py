@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from k8s_scripted import recorded
+from k8s_scripted import recorded_pods, recorded_refusals
 
 from dlrover_backends.k8s import endings, names, pods, refusals, settings
 from dlrover_backends.k8s.errors import Request, of_answer
@@ -222,7 +222,7 @@ ENDED = {
 
 def shown(name: str, phase: str, *, deleted: bool = False) -> list[dict[str, Any]]:
     """Recorded pods of that name in that phase, in order."""
-    found = [line["object"] for line in recorded("pods.jsonl") if line["object"]["metadata"]["name"] == name]
+    found = [one for one in recorded_pods() if one["metadata"]["name"] == name]
     return [
         one
         for one in found
@@ -344,7 +344,7 @@ def test_the_age_of_an_ending() -> None:
 def test_recorded_refusals_of_a_create() -> None:
     """A quota is a wait; what can never be says which field; a missing right says the verb, the resource and the command."""
     found = {}
-    for line in recorded("errors.jsonl"):
+    for line in recorded_refusals():
         if line["method"] == "POST" and line["status"] not in {409, 429, 504}:
             error = of_answer(Request("POST", line["path"]), line["status"], line["body"], line["headers"])
             refused = refusals.of_launch(error)

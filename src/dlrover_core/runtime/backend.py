@@ -6,7 +6,7 @@ A backend translates and never decides. Everything else (ladders, budgets, world
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import NamedTuple, Protocol, Union
+from typing import NamedTuple, Protocol, Union, runtime_checkable
 
 from dlrover_core.job import nodes
 from dlrover_core.job.orders import NodeLaunch
@@ -55,6 +55,15 @@ class Changed(NamedTuple):
     """One node has changed."""
 
     node: Observation
+
+
+@runtime_checkable
+class Clearing(Protocol):
+    """A backend that leaves things behind beside nodes. The launcher calls it once the job is over and no master lives."""
+
+    async def clear(self) -> None:
+        """Remove all that the run has made, living nodes included. Idempotent; it may raise anything."""
+        ...
 
 
 class Backend(Protocol):

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import socket
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from dlrover_adapters.cli.torchrun_flags import Options
     from dlrover_core.runtime.backends import Choice
 
+CLEAR_S = 60.0
+UNFINISHED = (70, 75)
+"""Exit statuses after which the job goes on, or nobody knows: its nodes stay."""
 EVERYWHERE = "0.0.0.0"  # noqa: S104  # nodes are on other hosts, and show a token
 
 
@@ -57,7 +61,28 @@ async def _lead(options: Options, settings: Settings, token: str, port: socket.s
     own = backends.masters(options, hosts.joined(hosts.outside(host), number))
     settings = replace(settings, masters=tuple(dict.fromkeys((*own, *settings.masters))))
     how = lead.How(cli_options.shows_progress(options), cli_options.where(options))
-    return await lead.supervise(settings, token, port, NoNodes(), how)
+    status = await lead.supervise(settings, token, port, NoNodes(), how)
+    if status not in UNFINISHED:
+        await _clear(settings, token)
+    return status
+
+
+async def _clear(settings: Settings, token: str) -> None:
+    """Have the backend remove what it leaves behind beside nodes, now that the job is over."""
+    from dlrover_core.runtime.backend import Clearing
+    from dlrover_core.runtime.within import within
+
+    backend = backends.made(settings, token)
+    if not isinstance(backend, Clearing):
+        return
+    try:
+        await within(CLEAR_S, backend.clear())
+    except Exception as error:  # noqa: BLE001  # a backend may raise anything, and the job is over all the same
+        name = settings.job.job
+        print(
+            f"dlrover-run: job {name}: what its backend has made may be left behind: {type(error).__name__}: {error}",
+            file=sys.stderr,
+        )
 
 
 def _listening(text: str, directory: Path) -> socket.socket:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 
 from dlrover_adapters.cli.torchrun_flags import Given, Options
+from dlrover_core.errors import SpecError
 
-LOCAL = "local"
+LOCAL, KUBERNETES = "local", "k8s"
 
 
 def arguments(group: argparse._ArgumentGroup) -> None:
@@ -21,6 +22,13 @@ def arguments(group: argparse._ArgumentGroup) -> None:
         metavar="NAME[:ARGS]",
         help="what starts the nodes: local (default: this command), an installed backend by its name, or one of your own by its "
         "path, mypackage.slurm:Slurm[:ARGS] or ./slurm.py:Slurm[:ARGS] (docs/backends.md)",
+    )
+    group.add_argument(
+        "--image",
+        action=Given,
+        default=None,
+        metavar="IMG",
+        help="with --backend k8s: the image of the nodes' container, as --backend k8s:image=IMG says it (docs/kubernetes.md)",
     )
     group.add_argument(
         "--masters",
@@ -42,10 +50,29 @@ def bind(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def named(options: Options) -> str | None:
+    """The backend with its arguments, ``--image`` among them. Raises `SpecError`."""
+    if options.image is None:
+        return str(options.backend) if options.backend is not None else None
+    name, _, args = (options.backend or "").partition(":")
+    if name != KUBERNETES:
+        raise SpecError(
+            "image", f"{options.image!r} is for --backend k8s, and the backend is {options.backend or LOCAL}"
+        )
+    if not options.image or set(options.image) & set(", \t\n"):
+        raise SpecError("image", f"{options.image!r} is no image: write NAME:TAG, or NAME@sha256:DIGEST")
+    return f"{KUBERNETES}:{args}{',' if args else ''}image={options.image}"
+
+
 def here(options: Options) -> None:
     """``--backend local --nnodes N`` are N nodes on this host, as ``--local-nodes N`` are."""
     if options.backend == LOCAL and options.local_nodes is None and options.nnodes is not None:
         options.local_nodes = options.nnodes.most
+
+
+def in_images(options: argparse.Namespace) -> bool:
+    """Do nodes have files of their own, so that a program which is not here may be there?"""
+    return options.backend is not None and str(options.backend).partition(":")[0] == KUBERNETES
 
 
 def apart(options: argparse.Namespace) -> bool:

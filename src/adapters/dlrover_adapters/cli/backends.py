@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from dlrover_adapters.cli.backend_flags import LOCAL
+from dlrover_adapters.cli import backend_flags
+from dlrover_adapters.cli.backend_flags import KUBERNETES, LOCAL
 from dlrover_adapters.cli.torchrun_flags import Options
 from dlrover_core.errors import SpecError
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from dlrover_core.runtime.backend import Backend
     from dlrover_core.runtime.backends import BackendContext, Choice
 
-OURS = {LOCAL: "dlrover_backends.local:backend", "k8s": "dlrover_backends.k8s:backend"}
+OURS = {LOCAL: "dlrover_backends.local:backend", KUBERNETES: "dlrover_backends.k8s:backend"}
 """Backends of this distribution by name, so that they work from a checkout that was never installed."""
 
 _PASSED = ("PYTHON_EXEC", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "DLROVER_WARM", "DLROVER_CGROUP")
@@ -35,11 +36,12 @@ class Apart(NamedTuple):
 
 def chosen(options: Options) -> Choice | None:
     """The backend that starts the nodes, looked at; None: this command. Raises `SpecError`."""
-    if options.backend is None:
+    text = backend_flags.named(options)
+    if text is None:
         return None
     from dlrover_core.runtime import backends
 
-    choice = backends.read(options.backend)
+    choice = backends.read(text)
     if choice.name == LOCAL:
         if choice.args:
             raise SpecError(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dlrover_adapters.agent.config import PLAIN, TORCH
 from dlrover_adapters.cli import before, values, workers
 from dlrover_adapters.cli import options as cli_options
-from dlrover_adapters.cli.backend_flags import apart
+from dlrover_adapters.cli.backend_flags import apart, in_images
 from dlrover_adapters.cli.meeting import Meeting
 from dlrover_adapters.cli.options import Setting
 from dlrover_adapters.cli.torchrun_flags import Options
@@ -167,7 +167,7 @@ def _plan(options: Options, group: GroupFile, only: str) -> Plan:
 
 def _how(options: Options, own: Options, group: GroupFile) -> dict[str, Any]:
     """How the workers of one group are started, as `Settings` has it. Raises `SpecError`."""
-    if options.job_file:
+    if options.job_file and not in_images(options):
         _check_program(own)
     own_parts = {"group": group.name, "env": dict(group.env), "framework": _framework(group.framework)}
     return {**workers.settings(own), **own_parts, "stores": group.spec.get("store", True)}

@@ -24,6 +24,7 @@ from dlrover_adapters.cli import (
     diagnose,
     doctor,
     host_memory,
+    kubernetes,
     operate,
     read,
     replay,
@@ -147,6 +148,13 @@ COMMANDS = (
     ),
     Command("resume", "let a suspended job go on", operate.RESUME_EXAMPLES, operate.job_arguments, operate.resume),
     Command("master", "lead a job whose hosts come by themselves", serve.EXAMPLES, serve.arguments, serve.run),
+    Command(
+        "k8s",
+        "what a job would make in Kubernetes, as YAML",
+        kubernetes.EXAMPLES,
+        kubernetes.arguments,
+        kubernetes.run,
+    ),
     Command(
         "diagnose",
         "what failed, whose fault it was, from log files",

@@ -49,6 +49,7 @@ _DROPPED: dict[str, Any] = {
     "standalone": False,
     "master": None,
     "backend": None,
+    "image": None,
     "log": None,
     "policy": None,
     "token_file": None,

@@ -25,11 +25,12 @@ def settings(options: Options) -> dict[str, Any]:
     """The fields of `Settings` that say how workers are started. Raises `SpecError`."""
     from dlrover_adapters.cli import before, programs
     from dlrover_adapters.cli import options as cli_options
-    from dlrover_adapters.cli.backend_flags import apart
+    from dlrover_adapters.cli.backend_flags import apart, in_images
 
     mode, argv = program(options)
     warm = preload(options.preload)
-    programs.check(mode, argv, warm)
+    if not in_images(options):
+        programs.check(mode, argv, warm)
     nproc = cli_options.workers(options.nproc_per_node)
     if not apart(options):
         before.check_size(options, nproc)

@@ -10,10 +10,10 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlrover_backends.k8s.backend import KubernetesBackend
+    from dlrover_backends.k8s.client import KubernetesBackend
     from dlrover_core.runtime.backends import BackendContext
 
-_PLACES = {"KubernetesBackend": "backend"}
+_PLACES = {"KubernetesBackend": "client"}
 
 __all__ = ["KubernetesBackend", "backend"]
 
@@ -25,7 +25,7 @@ def backend(context: BackendContext) -> KubernetesBackend:
     for module in ("kubernetes_asyncio", "aiohttp", "yaml"):
         if importlib.util.find_spec(module) is None:
             raise SpecError("backend", f"k8s needs {module}: pip install 'dlrover-core[k8s]'")
-    from dlrover_backends.k8s.backend import KubernetesBackend
+    from dlrover_backends.k8s.client import KubernetesBackend
 
     return KubernetesBackend(context)
 

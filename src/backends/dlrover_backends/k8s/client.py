@@ -17,7 +17,7 @@ from typing import Union
 
 import structlog
 
-from dlrover_backends.k8s import endings, names, pods, refusals, settings, yaml_text
+from dlrover_backends.k8s import endings, names, pods, refusals, render, settings
 from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.errors import ApiError, Busy, Conflict, Forbidden, NotFound
 from dlrover_backends.k8s.listwatch import READ_S, ListWatch, Snapshot
@@ -74,7 +74,8 @@ class KubernetesBackend:
             raise LaunchRefused(f"{node.name} has been deleted, and a name is used once", permanent=True)
         try:
             owner = await self._owned()
-            pod = pods.manifest(self._here, self._told, node, owner, self._template(), token)
+            template = render.template_of(self._here, self._told)
+            pod = pods.manifest(self._here, self._told, node, owner, template, token)
             made = await self._ask("POST", self._path("pods"), pod)
         except Conflict as error:
             await self._look_at(node.name, error)
@@ -135,6 +136,12 @@ class KubernetesBackend:
 
     async def clear(self) -> None:
         """Remove everything that the run has made, pods first. Raises `ApiError`, `SpecError`."""
+        try:
+            await self._clear()
+        finally:
+            await self.close()
+
+    async def _clear(self) -> None:
         await self._connected()
         owner = await self._found_owner()
         found = await self._ask("GET", f"{self._path('pods')}?{_query(self._here)}")
@@ -299,12 +306,6 @@ class KubernetesBackend:
 
     def _path(self, resource: str) -> str:
         return f"/api/v1/namespaces/{self._namespace}/{resource}"
-
-    def _template(self) -> Json | None:
-        path = self._told.template
-        if not path:
-            return None
-        return pods.template_of(yaml_text.read_file(str(Path(self._here.cwd, path)), "backend"), path)
 
     def _fence(self, token: int) -> None:
         if token < self._highest:

@@ -1,0 +1,92 @@
+"""`dlrover k8s`: what a job would make in a cluster, without a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from dlrover_adapters.cli import backend_flags, backends, groups
+from dlrover_adapters.cli import options as cli_options
+from dlrover_adapters.cli.places import OK
+from dlrover_core.errors import SpecError
+
+if TYPE_CHECKING:
+    from dlrover_core.job.orders import NodeLaunch
+    from dlrover_core.spec import JobSpec
+
+EXAMPLES = """\
+  dlrover k8s render --image registry/trainer:1 --nnodes 2:4 --nproc-per-node 8 train.py --lr 0.1
+                                          every object that 'dlrover-run --backend k8s' with this line would make, as YAML
+  dlrover k8s render --backend k8s:namespace=ml,template=pod.yaml --job job.toml | kubectl apply --dry-run=server -f -"""
+
+RENDER = "render"
+RUN, TOKEN, PLACE = "RUN", "THE-TOKEN-OF-THE-JOB", "MASTERS:PORT"  # stand for what is only known when the job begins
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What `k8s` takes."""
+    parser.add_argument("what", metavar=RENDER, choices=(RENDER,), help="print the objects that a job would make")
+    parser.add_argument(
+        "line",
+        nargs=argparse.REMAINDER,
+        metavar="ARGUMENTS",
+        help="what 'dlrover-run' is given: its options, the script and the script's arguments; --backend k8s may be left out",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """`dlrover k8s`. Raises `SpecError`."""
+    from dlrover_backends.k8s import render
+    from dlrover_core.runtime.backends import BackendContext
+
+    words = args.line[1:] if args.line[:1] == ["--"] else args.line
+    options = cli_options.parse(words)
+    options.argv = tuple(words)
+    options.backend = options.backend or backend_flags.KUBERNETES
+    if options.script is None and options.job_file is None:
+        raise SpecError("ARGUMENTS", "name the script that the job runs, or --job FILE.toml")
+    groups.taken_in(options)
+    cli_options.check(options)
+    choice = backends.chosen(options)
+    if choice is None or choice.name != backend_flags.KUBERNETES:
+        raise SpecError(
+            "backend", f"{options.backend!r} makes nothing in a cluster of Kubernetes: say --backend k8s:..."
+        )
+    job = cli_options.job_name(options)
+    spec = groups.spec(options, job, groups.plans(options))
+    here = BackendContext(
+        job,
+        RUN,
+        backends.masters(options, PLACE) if options.masters is None else backends.masters(options, "")[1:],
+        TOKEN,
+        arguments=options.argv,
+        env=backends.passed(os.environ),
+        cwd=os.getcwd(),
+        args=choice.args,
+        stop_grace_s=spec.stop_grace_s,
+    )
+    print(render.text(here, launches(spec)), end="")
+    return OK
+
+
+def launches(spec: JobSpec) -> list[NodeLaunch]:
+    """The nodes that a job begins with."""
+    from dlrover_core.job.orders import NodeLaunch
+
+    return [
+        NodeLaunch(
+            f"{spec.job}-{group.name}-{index}-0",
+            f"{group.name}-{index}-0",
+            group.name,
+            index,
+            0,
+            group.nproc,
+            (),
+            group.memory_mib,
+            group.cpu_m,
+            group.gpus,
+        )
+        for group in spec.groups
+        for index in range(group.nodes_max)
+    ]

@@ -1,0 +1,43 @@
+"""Every object that a job would have made in a cluster, from the functions that make them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dlrover_backends.k8s import pods, settings, yaml_text
+from dlrover_backends.k8s.api import Json
+from dlrover_core.errors import LaunchRefused, SpecError
+from dlrover_core.job.orders import NodeLaunch
+from dlrover_core.runtime.backends import BackendContext
+
+UID = "set-by-the-api-server"
+
+
+def objects(here: BackendContext, nodes: Sequence[NodeLaunch]) -> list[Json]:
+    """The owner of the run, and the pod of each node. Raises `SpecError` where a pod would be refused."""
+    told = settings.read(here)
+    owner = pods.owner_object(here)
+    named = {**owner, "metadata": {**owner["metadata"], "uid": UID}}
+    try:
+        template = template_of(here, told)
+        made = [pods.manifest(here, told, node, named, template) for node in nodes]
+    except LaunchRefused as refused:
+        raise SpecError("backend", refused.reason) from refused
+    found = [owner, *made]
+    for one in found:
+        if told.namespace:
+            one["metadata"]["namespace"] = told.namespace
+    return found
+
+
+def text(here: BackendContext, nodes: Sequence[NodeLaunch]) -> str:
+    """The same as YAML. Raises `SpecError`."""
+    return yaml_text.written(objects(here, nodes))
+
+
+def template_of(here: BackendContext, told: settings.Settings) -> Json | None:
+    """The user's template, read now; a relative path begins where the command was typed. Raises `LaunchRefused`, `SpecError`."""
+    if not told.template:
+        return None
+    return pods.template_of(yaml_text.read_file(str(Path(here.cwd, told.template)), "backend"), told.template)

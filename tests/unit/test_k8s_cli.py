@@ -1,0 +1,141 @@
+"""``--image``, `dlrover k8s render`, and what the launcher does when a job in Kubernetes is over."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from k8s_scripted import Server
+
+from dlrover_adapters.cli import apart, backend_flags, backends, kubernetes
+from dlrover_adapters.cli import main as dlrover
+from dlrover_adapters.cli import options as cli_options
+from dlrover_backends.k8s import names, pods, settings
+from dlrover_backends.k8s.client import KubernetesBackend
+from dlrover_core import BackendContext
+from dlrover_core.errors import SpecError
+from dlrover_core.spec import GroupSpec, JobSpec
+from dlrover_core.testing.backend_stand import make_launch
+
+
+def named(*line: str) -> str | None:
+    """The backend that a command line names."""
+    return backend_flags.named(cli_options.parse([*line, "train.py"]))
+
+
+def test_an_image_is_an_argument_of_the_backend() -> None:
+    """``--image`` says what ``k8s:image=`` says, beside other arguments."""
+    assert named("--backend", "k8s", "--image", "r:5000/a:1") == "k8s:image=r:5000/a:1"
+    assert named("--backend", "k8s:namespace=ml", "--image", "a") == "k8s:namespace=ml,image=a"
+    assert named("--backend", "k8s:namespace=ml") == "k8s:namespace=ml"
+    assert named() is None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (("--image", "a:1"), "'a:1' is for --backend k8s, and the backend is local"),
+        (("--backend", "slurm", "--image", "a:1"), "the backend is slurm"),
+        (("--backend", "k8s", "--image", "a,b"), "'a,b' is no image: write NAME:TAG"),
+        (("--backend", "k8s", "--image", " "), "' ' is no image"),
+    ],
+)
+def test_images_that_are_none(line: tuple[str, ...], said: str) -> None:
+    """An image without Kubernetes, and what is no image, are told with the value."""
+    with pytest.raises(SpecError, match=said):
+        named(*line)
+
+
+def rendered(*line: str) -> list[dict[str, Any]]:
+    """What `dlrover k8s render` prints."""
+    with redirect_stdout(io.StringIO()) as out:
+        assert dlrover.main(["k8s", "render", *line]) == 0
+    return list(yaml.safe_load_all(out.getvalue()))
+
+
+def test_rendering_shows_what_would_be_made() -> None:
+    """Every object, in the order of making, equal to what the backend makes of the same context."""
+    line = ("--job-id", "pre", "--image", "a:1", "--nnodes", "2:3", "--nproc-per-node", "4", "train.py", "--lr", "1")
+    secret, *made = rendered(*line)
+    assert (secret["kind"], [one["kind"] for one in made]) == ("Secret", ["Pod"] * 3)
+    here = BackendContext(
+        "pre",
+        kubernetes.RUN,
+        (kubernetes.PLACE,),
+        kubernetes.TOKEN,
+        arguments=line,
+        args="image=a:1",
+        env=backends.passed({}),
+    )
+    spec = JobSpec(job="pre", groups=(GroupSpec(nodes_min=2, nodes_max=3, nproc=4),))
+    owner = {**secret, "metadata": {**secret["metadata"], "uid": made[0]["metadata"]["ownerReferences"][0]["uid"]}}
+    told = settings.read(here)
+    assert made == [pods.manifest(here, told, node, owner) for node in kubernetes.launches(spec)]
+
+
+def test_rendering_in_a_namespace_with_masters() -> None:
+    """What is told of the cluster and the masters is in the objects."""
+    secret, pod = rendered(
+        "--backend", "k8s:image=a:1,namespace=ml", "--masters", "m1:29400", "--nnodes", "1", "train.py"
+    )
+    assert {one["metadata"]["namespace"] for one in (secret, pod)} == {"ml"}
+    env = {one["name"]: one.get("value") for one in pod["spec"]["containers"][0]["env"]}
+    assert env["DLROVER_MASTERS"] == "m1:29400"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ((), "name the script"),
+        (("train.py",), "no image: say --image IMG"),
+        (("--backend", "local", "train.py"), "'local' makes nothing in a cluster"),
+        (("--backend", "k8s:template=none.yaml,image=a", "train.py"), r"none\.yaml' cannot be read"),
+        (("--backend", "k8s:colour=red", "train.py"), "there is no 'colour'"),
+    ],
+)
+def test_what_cannot_be_rendered(line: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong line is wrong usage, with what to write."""
+    assert dlrover.main(["k8s", "render", *line]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("dlrover k8s: ")
+    assert re.search(said, error), error
+
+
+class Launcher:
+    """What `apart` needs of settings."""
+
+    class job:  # noqa: N801  # as the settings have it
+        """The job."""
+
+        job = "conformance"
+
+
+def test_the_launcher_clears_and_says_what_it_could_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    """When the job is over the run's objects are removed; where that fails the job's status stands, and it is said."""
+    server = Server()
+    here = BackendContext(
+        "conformance", "r1", ("m:1",), "t", arguments=("x.py",), args="image=i:1,namespace=ml", directory=str(tmp_path)
+    )
+    backend = KubernetesBackend(here, server)
+    monkeypatch.setattr(backends, "made", lambda *_: backend)
+
+    async def story() -> None:
+        await backend.launch(make_launch(), 1)
+        await apart._clear(Launcher, "t")  # type: ignore[arg-type]
+        assert server.objects == {}
+        server.objects[f"/api/v1/namespaces/ml/secrets/{names.owner_name('conformance', 'r1')}"] = {"metadata": {}}
+        await apart._clear(Launcher, "t")  # type: ignore[arg-type]
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+    assert (
+        "job conformance: what its backend has made may be left behind: LaunchRefused: secret"
+        in capsys.readouterr().err
+    )
