@@ -329,6 +329,31 @@ def test_a_worker_of_an_engine_is_named_and_nobody_unheard_of() -> None:
     assert found.judgement.confidence < 0.75
 
 
+REFUSED_BY_PEER = "RuntimeError: [/t/gloo/transport/tcp/pair.cc:799] connect [172.20.1.4]:41210: Connection refused"
+
+
+def test_a_peer_that_was_killed_refuses_connections() -> None:
+    """Whoever cannot connect to a rank that was killed before tells a consequence; else it is the network's word."""
+    killed = "srun: error: gpu3: task 3: Killed\n"
+    assert said(killed + ERROR.format("[rank0]: ", REFUSED_BY_PEER)) == "exit.sigkill"
+    assert said(ERROR.format("[rank0]: ", REFUSED_BY_PEER) + killed) == "gloo.connect"
+    assert said(ERROR.format("[rank0]: ", REFUSED_BY_PEER)) == "gloo.connect"
+
+
+def test_a_launchers_ruler_ends_a_message() -> None:
+    """What MPI, a tracker or a shell write after an exception is no part of what it says."""
+    ruler = "-" * 74 + "\nMPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD\n"
+    for after in (ruler, "wandb: ERROR could not sync\n", "Killed\n"):
+        assert said(ERROR.format("", "ValueError: lr must be positive") + after) == "exception.ValueError"
+
+
+def test_a_wrapper_of_a_wrapper_says_what_was_tried() -> None:
+    """A compiler's call that failed is told by the compiler, not by the call."""
+    inside = "CalledProcessError: Command '['/usr/bin/gcc', 'main.c']' returned non-zero exit status 1."
+    text = ERROR.format("", "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\n" + inside)
+    assert said(text) == "compile.failed"
+
+
 def test_a_mistake_is_called_by_its_exception() -> None:
     """What the program did wrong is named after the exception that it raised, on whichever line of it the words stand."""
     words = (

@@ -99,6 +99,9 @@ def test_every_family_is_a_published_signature() -> None:
         ("rxe0: wc_status=4 on qp 77", "ib.fatal"),
         ("jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: new words", "xla.oom"),
         ("jax.errors.JaxRuntimeError: DEADLINE_EXCEEDED: new words", "jax.barrier_timeout"),
+        ("n7:1:2 [0] some_new_call:88 NCCL WARN NET/OFI words of a later version", "efa.error"),
+        ("SignalException: Process 40121 got signal: 1", "exit.signal"),
+        ("x1921c1s2b0n0: call gave ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY", "cuda.oom"),
     ],
 )  # fmt: skip
 def test_a_code_is_known_whatever_the_words(line: str, signature: str) -> None:

@@ -42,8 +42,11 @@ _JAVA_CAUSE = re.compile(r"^Caused by: (?P<name>(?:[a-z_]\w*\.)*[A-Z][\w$]*)(?::
 # A line that begins anew: with a time, a level or a writer of its own.
 _ANEW = re.compile(
     r"^(?:\[?\d{4}[-/]\d\d[-/]\d\d|[IWEF]\d{4} |(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b[:| ]|\[\d\d:\d\d|srun: |slurmstepd"
-    r"|\S+:\d+:\d+ \[\d+\] )"
+    r"|\S+:\d+:\d+ \[\d+\] |\[[IWEF]\d{3,4} |\[\S+:\d+\] \*\*\* |wandb: |mpi(?:run|exec)\b|Primary job |pdsh@|make: \*\*\*"
+    r"|\S{1,200}:\d+: \w*Warning: |Killed$|Aborted\b|Segmentation fault\b|Bus error\b)"
 )
+# What launchers put around their own words.
+_RULED = re.compile(r"^(?:-{10,}|={10,}|\*{10,})$")
 # A step of a run, which goes on.
 PROGRESS = re.compile(
     r"\b(?:step|iter(?:ation)?|epoch|batch|global_step)s?\b[ :=#/\[]{0,4}\d+|\d+(?:\.\d+)?(?:it/s|s/it)\b"
@@ -169,6 +172,8 @@ def _unwrapped(one: Raised) -> Raised:
     if one.name not in WRAPPERS:
         return one
     inside = _RAISED_INSIDE.search(one.message[:4000])
+    if inside is not None and inside[1].rsplit(".", 1)[-1] in WRAPPERS:
+        return one  # a wrapper of a wrapper: the outer one says at least what was tried
     if inside is None:
         first = _NAME.match(one.message.split("\n", maxsplit=1)[0])
         if first is None or not first["colon"] or not _TYPED.search(first["name"]):
@@ -301,7 +306,7 @@ def _message(lines: Sequence[str], number: int, first: str, indent: int, own: fr
         line = lines[number + offset]
         if number + offset in own and number not in own:
             break
-        if _ends(line, _bare(line), indent) or (not line.strip() and not wrapper):
+        if _ends(line, _bare(line), indent) or (not wrapper and (not line.strip() or _RULED.match(line.strip()))):
             break
         words.append(_bare(line))
         if line.strip():

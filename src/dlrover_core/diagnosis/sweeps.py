@@ -26,6 +26,9 @@ _SWITCH = re.compile(r"\bXid\b.{0,60}: 109\b", re.IGNORECASE)
 _TAINTED = re.compile(r"\bTaint ?manager|\bMarking for deletion", re.IGNORECASE)
 # A file server's or a mount's failure, told by the host that waits for it.
 _SERVERS = ("host.nfs", "storage.gone", "storage.stale_handle")
+# Words of a rank that cannot connect to another one, and how that one may have ended before, by no launcher's doing.
+_CONNECTS = ("gloo.connect", "nccl.connect", "net.reset")
+_KILLED = re.compile(r"exit\.(sigkill|sigsegv|sigbus|oom|signal\d*)$|cgroup\.oom$|host\.oom$")
 # A platform's word on a worker that ended, whatever the reason.
 _ECHOES = ("ray.system_error",)
 
@@ -103,6 +106,12 @@ def swept(case: Case) -> None:
         lambda one: one.rank < 0 and _SELF_ENDED.match(one.signature) is not None and where(one) in worded,
         "only how it ended: words of the same log say why",
     )
+    if kinds.intersection(_CONNECTS):
+        killed = [one for one in case.live if one.rank >= 0 and _KILLED.match(one.signature)]
+        case.drop(
+            lambda one: one.signature in _CONNECTS and any(end.rank != one.rank and end.at <= one.at for end in killed),
+            "a consequence: another rank had been killed before",
+        )
     _echoed(case)
 
 

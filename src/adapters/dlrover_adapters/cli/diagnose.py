@@ -92,7 +92,7 @@ def _told(known: Table, answer: Answer, read: Read, *, explain: bool) -> str:
     if answer.unknown:
         told += ["unknown: nothing in it says for sure what failed first; the likeliest:", ""]
     told += [
-        f"{_title(known, first)} (signature {first.signature}, class {first.verdict}, {first.confidence:.0%} sure)",
+        f"{_title(known, first)} (signature {first.signature}, class {first.verdict}, {answer.causes[0].confidence:.0%} sure)",
         f"  where     {_where(answer)}",
         *_quoted(answer.causes[0]),
     ]
