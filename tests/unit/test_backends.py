@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import sys
 import textwrap
@@ -287,3 +288,21 @@ def test_masters_alone(words: list[str], said: str, capsys: pytest.CaptureFixtur
     """`dlrover master` refuses what it could not do, and a job without a name that all hosts share."""
     assert dlrover.main(["master", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_master_that_ends_closes_its_backend() -> None:
+    """A backend without `close` needs none; an error of somebody's own code keeps no master from its end."""
+    asked: list[str] = []
+
+    class Closes(Good):
+        async def close(self) -> None:
+            """Fails."""
+            asked.append("close")
+            raise RuntimeError("somebody's own")
+
+    async def all_of_them() -> None:
+        for one in (None, Good(context()), Closes(context())):
+            await cli_backends.closed(one)
+
+    asyncio.run(all_of_them())
+    assert asked == ["close"]

@@ -66,6 +66,15 @@ class Clearing(Protocol):
         ...
 
 
+@runtime_checkable
+class Closing(Protocol):
+    """A backend that holds connections. Each master calls it when it ends; another one of the same run may live on."""
+
+    async def close(self) -> None:
+        """Close what is one's own. Idempotent; it may raise anything."""
+        ...
+
+
 class Backend(Protocol):
     """What a scheduler must offer. `dlrover_core.testing.BackendConformance` is this contract as tests."""
 

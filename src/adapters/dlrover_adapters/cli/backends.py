@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 OURS = {LOCAL: "dlrover_backends.local:backend", KUBERNETES: "dlrover_backends.k8s:backend"}
 """Backends of this distribution by name, so that they work from a checkout that was never installed."""
 
+CLOSE_S = 5.0
+
 _PASSED = ("PYTHON_EXEC", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "DLROVER_WARM", "DLROVER_CGROUP")
 """Variables that say how workers are started, as options do; with all of torchrun's ``PET_``."""
 
@@ -83,6 +85,22 @@ def made(settings: Settings, token: str) -> Backend:
     choice = backends.read(settings.backend or LOCAL, settings.cwd or None)
     context = _context(settings, token, choice.args if settings.apart else settings.node_host)
     return backends.make(backends.find(choice, OURS, settings.cwd or None), context, choice.text)
+
+
+async def closed(backend: Backend | None) -> None:
+    """Let a backend close its connections."""
+    import asyncio
+
+    import structlog
+
+    from dlrover_core.runtime.backend import Closing
+
+    if isinstance(backend, Closing):
+        try:
+            await asyncio.wait_for(backend.close(), CLOSE_S)
+        except Exception as error:  # noqa: BLE001  # somebody's own code; the job's end is not its business
+            told = f"{type(error).__name__}: {error}"
+            structlog.get_logger("dlrover.master").warning("the backend was not closed", error=told)
 
 
 def _context(settings: Settings, token: str, args: str) -> BackendContext:

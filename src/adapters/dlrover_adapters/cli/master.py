@@ -123,11 +123,12 @@ async def _run(settings: Settings, ends: Ends, holder: str, dead: list[str], *, 
         async with open_log(settings.log) as event_log:
             await _check_there(settings, event_log, dead)
             teller = told.on_stderr(settings.job.job)
+            backend = None if settings.joining else backends.made(settings, os.environ["DLROVER_TOKEN"])
             master = Master(
                 settings.job,
                 event_log=event_log,
                 listener=_listener(settings, ends.port),
-                backend=None if settings.joining else backends.made(settings, os.environ["DLROVER_TOKEN"]),
+                backend=backend,
                 wall=lambda: time.time_ns() // 1000,
                 holder=holder,
                 run_id=settings.run,
@@ -157,6 +158,7 @@ async def _run(settings: Settings, ends: Ends, holder: str, dead: list[str], *, 
                 for task in (stopper, stuck, leading):
                     task.cancel()
                 await asyncio.gather(stopper, stuck, leading, return_exceptions=True)
+                await backends.closed(backend)
             log.info("job is over", state=outcome.state, reason=outcome.reason)
             return EX_OVER
     except tls.BadFile as error:
