@@ -87,8 +87,8 @@ def made(settings: Settings, token: str) -> Backend:
     return backends.make(backends.find(choice, OURS, settings.cwd or None), context, choice.text)
 
 
-async def closed(backend: Backend | None) -> None:
-    """Let a backend close its connections."""
+async def closed(backend: object) -> None:
+    """Let a backend close its connections; None has none."""
     import asyncio
 
     import structlog
