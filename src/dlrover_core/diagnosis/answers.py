@@ -7,6 +7,7 @@ where to look next.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ CAUSES_MAX, LINES_MAX = 3, 4
 # How sure an answer on a text is, where that was measured to be more than its signature alone tells: verdicts from 0.65 to 0.75
 # were right 28 of 29 times by tables to which their own source had taught nothing (`bench_corpus.py`). Actions follow verdicts.
 MEASURED_FROM, MEASURED = 0.65, 0.76
+# What makes a connection one to a server: without, a reset or a time-out may as well be a peer's.
+_SERVER = re.compile(r"https?|://|\b(?:host|url|endpoint|server|bucket|port|hdfs|s3|gs)\b", re.IGNORECASE)
 # What kills a process: where one rank alone was killed, it was that one.
 _KILLS = (".oom", ".preempted", ".evicted")
 
@@ -119,7 +122,8 @@ def answer(read: Read, extra: str = "") -> Answer | None:
 def sureness(judgement: Judgement) -> float:
     """How sure the answer on a text is of its first cause, 0 to 1."""
     sure = judgement.confidence
-    return max(sure, MEASURED) if sure >= MEASURED_FROM else sure
+    told = judgement.signature != "data.connection" or _SERVER.search(judgement.root.text) is not None
+    return max(sure, MEASURED) if sure >= MEASURED_FROM and told else sure
 
 
 def where_next(judgement: Judgement) -> str:

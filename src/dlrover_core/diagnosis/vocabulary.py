@@ -34,6 +34,8 @@ _LIVED = re.compile(
     r"|errors?[:=] ?0|without errors?)\b",
     re.IGNORECASE,
 )
+# Where a type's name has its words: EndpointConnectionError.
+_PARTS = re.compile(r"(?<=[a-z])(?=[A-Z])|_")
 
 
 @functools.lru_cache(maxsize=1)
@@ -49,6 +51,7 @@ def families() -> tuple[tuple[str, tuple[re.Pattern[str], ...]], ...]:
 def likeliest(text: str) -> str:
     """The signature that words are likely about, or empty."""
     said = text[-LENGTH_MAX:]
+    said = f"{_PARTS.sub(' ', said.split(maxsplit=1)[0] if said.strip() else '')} {said}"
     return next((name for name, words in families() if all(one.search(said) for one in words)), "")
 
 
