@@ -145,3 +145,110 @@ def test_a_killed_worker_goes_on_from_memory(small: ModuleType, tmp_path: Path) 
     small.trainer(tmp_path / "whole", None, 16).fit(whole, small.data())
     found = next(number for number, one in enumerate(said) if one in {"epoch=0-step=8.ckpt", "last.ckpt"})
     assert said[found + 1 :] == [one.hex() for one in whole.losses[8:]]
+
+
+# An ElasticDataset.
+
+
+def elastic(small: ModuleType, folder: Path, steps: int, *, newest: str | None = None, **more: Any) -> tuple[Any, Any]:
+    """Five steps an epoch, each of four micro-batches of two, saved every three; the model, and the data."""
+    from dlrover_adapters.torch import ElasticDataset
+    from dlrover_adapters.torch.data.loader import ElasticLoader
+
+    torch = small.torch
+
+    class Writing(small.Small):  # type: ignore[name-defined,misc]
+        entered: dict[int, list[int]]
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            self.entered.setdefault(self.trainer.global_step + 1, []).extend(batch[2].tolist())
+            return super().training_step(batch, index)
+
+    def sample(number: int) -> Any:
+        return torch.linspace(0, 1, 8) * number / 40, torch.tensor([number / 40]), number
+
+    data = ElasticDataset(
+        "train", size=40, fetch=sample, epochs=3, seed=3, **{"global_batch": 8, "micro_batch": 2} | more
+    )
+    model = Writing()
+    model.entered = {}
+    fitting = small.trainer(folder, small.FlashCheckpointIO(), steps, every=3, callbacks=[small.FlashData(data)])
+    plain = torch.utils.data.DataLoader(data, batch_size=None)  # of unknown length: Lightning draws one batch ahead
+    loader = plain if more.get("ahead") else ElasticLoader(data, num_workers=1, multiprocessing_context="fork")
+    fitting.fit(model, loader, ckpt_path=newest, weights_only=False if newest else None)
+    return model, data
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_each_sample_enters_one_step_though_the_fetcher_draws_ahead(
+    small: ModuleType, tmp_path: Path, ahead: bool
+) -> None:
+    """A fit that ended within the second epoch goes on: each step has the next samples of the order, and the losses are those
+
+    of an undisturbed fit. What was trained after the last save is trained again, as the model has it not.
+    """
+    from dlrover_core.data.permutation import Order
+
+    more = {"ahead": 2} if ahead else {}
+    every = [one for epoch in range(3) for one in Order(40, 3, epoch).indices(0, 40)]
+    wanted = {step + 1: every[8 * step : 8 * step + 8] for step in range(12)}
+    whole, _ = elastic(small, tmp_path / "a", 12, **more)
+    first, data = elastic(small, tmp_path / "b", 7, **more)
+    assert data.place[1:3] == (1, 16)
+    (newest,) = (tmp_path / "b").glob("*step=6.ckpt")
+    second, again = elastic(small, tmp_path / "b", 12, newest=str(newest), **more)
+    assert (again.place[1:3], sorted(second.entered)) == ((2, 16), list(range(7, 13)))
+    assert first.entered | second.entered == whole.entered == wanted
+    assert first.losses[: 6 * 4] + second.losses == whole.losses
+
+
+def test_counting_says_what_is_not_right(small: ModuleType, tmp_path: Path) -> None:
+    """Steps that are none of the dataset's, and checkpoints without a position."""
+    from dlrover_adapters.torch import ElasticDataset
+    from dlrover_core.errors import CoreError, SpecError
+
+    data = ElasticDataset("train", size=40, fetch=float, global_batch=8, micro_batch=2)
+    counts = small.FlashData(data)
+    fitting = small.trainer(tmp_path, None, 4, every=3, callbacks=[counts])
+    counts.on_fit_start(fitting, None)
+    counts.on_train_start(fitting, None)
+    assert fitting.accumulate_grad_batches == 4
+    for _ in range(3):
+        counts.on_train_batch_end(fitting, None, None, None, 0)
+    with pytest.raises(
+        CoreError, match="4 batches entered no step of Lightning's, and a global batch of dataset 'train' has 4"
+    ):
+        counts.on_train_batch_end(fitting, None, None, None, 0)
+    with pytest.raises(SpecError, match=r"the checkpoint has no position of dataset 'train'.*data\.begin"):
+        counts.on_load_checkpoint(fitting, None, {"callbacks": {}})
+    with pytest.raises(SpecError, match="global_batch: None of dataset 'more': give"):
+        small.FlashData(ElasticDataset("more", size=40, fetch=float))
+
+
+def test_a_step_that_lightnings_scaler_skips_is_consumed(
+    small: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told by the scale, which falls; the samples count."""
+    from dlrover_adapters.torch import ElasticDataset
+
+    class Scaler:
+        scale = 8.0
+
+        def get_scale(self) -> float:
+            return self.scale
+
+    class Fitting:
+        global_step = 0
+
+        class precision_plugin:  # noqa: N801  # their name
+            scaler = Scaler()
+
+    data = ElasticDataset("train", size=40, fetch=float, global_batch=8)
+    counts, fitting = small.FlashData(data), Fitting()
+    counts.on_train_start(fitting, None)
+    for scale in (8.0, 4.0, 4.0):
+        Fitting.precision_plugin.scaler.scale = scale
+        fitting.global_step += 1
+        counts.on_train_batch_end(fitting, None, None, None, 0)
+    assert (data.place.position, counts.skipped) == (24, 1)
+    assert "positions [8, 16) of epoch 0 of dataset 'train' count as consumed" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ with warnings.catch_warnings():
     from lightning.pytorch.callbacks import ModelCheckpoint
     from torch.utils.data import DataLoader, TensorDataset
 
-    from dlrover_adapters.torch.lightning import FlashCheckpointIO
+    from dlrover_adapters.torch.lightning import FlashCheckpointIO, FlashData
 
-__all__ = ["FlashCheckpointIO", "Small", "data", "trainer"]
+__all__ = ["FlashCheckpointIO", "FlashData", "Small", "data", "trainer"]
 torch.set_num_threads(1)  # threads that spin are of no use to a model as small as this
 
 
@@ -50,14 +51,14 @@ def data() -> DataLoader[Any]:
     )
 
 
-def trainer(folder: Path, plugin: Any, steps: int) -> Trainer:
+def trainer(folder: Path, plugin: Any, steps: int, every: int = 4, callbacks: Sequence[Any] = ()) -> Trainer:
     """Saves every four steps, keeps all."""
-    saves = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, save_last=True)
+    saves = ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1, save_last=True)
     return Trainer(
         accelerator="cpu",
         max_steps=steps,
         max_epochs=-1,
-        callbacks=[saves],
+        callbacks=[*callbacks, saves],
         plugins=[plugin] if plugin is not None else None,
         logger=False,
         enable_progress_bar=False,

@@ -19,6 +19,7 @@ restores it; its ``step`` tells the step too.
 ``ElasticDataset(name, size=..., fetch=...)`` gives each rank its own samples of one total order, and its position is saved with
 the state. ``ElasticBatch(model, optimizer, global_batch=..., micro_batch=...)`` makes the same global steps at every world size.
 ``ElasticStream("kafka://host:9092/topic")`` is such a dataset of a stream's messages.
+``ElasticLoader(data)`` iterates over one epoch at a time, for trainers.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .checkpoint.flash import FlashCheckpoint
     from .data.batch import ElasticBatch
     from .data.dataset import ElasticDataset
+    from .data.loader import ElasticLoader
     from .data.stream import ElasticStream
     from .loss import report_loss
     from .meter import compute, report_tokens
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ElasticBatch",
     "ElasticDataset",
+    "ElasticLoader",
     "ElasticStream",
     "FlashCheckpoint",
     "compute",
@@ -51,6 +54,7 @@ _HERE = {
     "ElasticBatch": ("data.batch", "ElasticBatch"),
     "ElasticDataset": ("data.dataset", "ElasticDataset"),
     "ElasticStream": ("data.stream", "ElasticStream"),
+    "ElasticLoader": ("data.loader", "ElasticLoader"),
     "FlashCheckpoint": ("checkpoint.flash", "FlashCheckpoint"),
     "compute": ("meter", "compute"),
     "phase": ("steps", "phase"),

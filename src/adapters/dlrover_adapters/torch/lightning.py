@@ -8,6 +8,8 @@ The files are Lightning's own, at Lightning's own paths, and load without us. Un
 outlives the worker: a state that had not reached its file is written there by `newest`. Under other launchers it ends with the
 process, and only saving is faster.
 
+`FlashData` counts the samples of an `ElasticDataset`, and saves their position with the rest.
+
 For strategies that hand the whole state to a `CheckpointIO`, on rank 0: one device, DDP. Made for Lightning 2.6.
 """
 
@@ -25,17 +27,20 @@ from typing import Any, NamedTuple
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Callback
 
 from dlrover_adapters.checkpoint.places import Place
 from dlrover_adapters.checkpoint.slotview import SlotView
 from dlrover_adapters.checkpoint.torchfile import Leaf, save
 from dlrover_core.checkpoint.arena import ArenaBroken
-from dlrover_core.errors import CoreError
+from dlrover_core.errors import CoreError, SpecError
 
 from . import steps
 from .checkpoint.meeting import Meeting
 from .checkpoint.shelf import WAIT_S, Busy, NoSlot, Shelf, layout_of, whole
 from .checkpoint.vault import MEMORY, Vault, VaultGone
+from .data.dataset import ElasticDataset
+from .data.loader import ElasticLoader
 
 RESCUE_S = 3600.0
 """How long all ranks wait for rank 0 to write the file that was in memory only, and as long again."""
@@ -333,3 +338,91 @@ def _exists(path: str) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+class FlashData(Callback):
+    """Counts the samples of an `ElasticDataset` in Lightning, and saves the position in Lightning's checkpoints.
+
+        trainer = Trainer(callbacks=[FlashData(data), ModelCheckpoint(...)], plugins=[io], use_distributed_sampler=False)
+        trainer.fit(model, ElasticLoader(data, num_workers=4), ckpt_path=io.newest())
+
+    Lightning's fetcher draws batches before their step; a batch counts when its step is made. ``data``: with ``global_batch``,
+    which decides how many batches a step accumulates.
+    """
+
+    def __init__(self, data: ElasticDataset) -> None:
+        """Raises `SpecError` for what is no dataset of ours, or does not know how large a step is."""
+        if not isinstance(data, ElasticDataset):
+            raise SpecError("data", f"an ElasticDataset, got {type(data).__name__}")
+        if not data.asked:
+            raise SpecError(
+                "global_batch",
+                f"None of dataset {data.name!r}: give ElasticDataset(..., global_batch=512, micro_batch=16)",
+            )
+        self.data, self._entered, self._made, self._scale = data, 0, 0, 0.0
+        self.skipped = 0
+        """Steps that a GradScaler has skipped in this process; their samples count as consumed."""
+
+    @property
+    def state_key(self) -> str:
+        """What a checkpoint's position is found by."""
+        return f"FlashData.{self.data.name}"
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002  # their names
+        """The ranks are there: a step accumulates what its global batch has. Raises `SpecError` where steps would differ."""
+        trainer.accumulate_grad_batches = self._rounds
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002  # their names
+        """Training begins, or goes on after a restored step."""
+        self._entered, self._made, self._scale = 0, trainer.global_step, self._scale_of(trainer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_more: Any) -> None:  # noqa: ARG002  # their names
+        """A batch has entered a step; the last one of a global batch has made it. Raises `CoreError` where it has not."""
+        self._entered += 1
+        made, rounds = trainer.global_step > self._made, self._rounds
+        if made != (self._entered == rounds):
+            raise CoreError(
+                f"{self._entered} batches entered {'a' if made else 'no'} step of Lightning's, and a global batch of dataset "
+                f"{self.data.name!r} has {rounds}: let FlashData set accumulate_grad_batches, and give fit() an ElasticLoader"
+            )
+        if not made:
+            return
+        scale = self._scale_of(trainer)
+        if scale < self._scale:
+            self.skipped += 1
+            self.data.say_skipped()
+        self._entered, self._made, self._scale = 0, trainer.global_step, scale
+        self.data.step()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002  # their names
+        """No more batches are drawn."""
+        if isinstance(trainer.train_dataloader, ElasticLoader):
+            trainer.train_dataloader.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002  # as above
+        """Neither are any after an error."""
+        self.on_fit_end(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+        return self.data.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from it."""
+        self.data.load_state_dict(state_dict)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002  # as above
+        """Raises `SpecError` for a checkpoint that was made without the dataset, unless ``data.begin`` says where it is."""
+        if self.state_key not in checkpoint.get("callbacks", {}):
+            told = self.data.accept(None)
+            log.warning("%s", told)
+
+    @property
+    def _rounds(self) -> int:
+        of = self.data.division
+        return -(-max(of.quota) // of.micro_batch)
+
+    @staticmethod
+    def _scale_of(trainer: Any) -> float:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        return float(scaler.get_scale()) if scaler is not None else 0.0

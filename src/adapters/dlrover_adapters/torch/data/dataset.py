@@ -10,6 +10,7 @@ the script, with `ElasticDataset.step`. So the position is that of the model's s
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from . import world
 from .constructors import Constructors, Fetched
 from .plan import Division, GlobalStep, Micro, division, steps
 
+_log = logging.getLogger("dlrover.torch")
 SOURCE_CHARS_MAX = 32
 """A longer fingerprint of a source is hashed."""
 _SIZE = re.compile(r"size=(\d{1,19}) ")
@@ -168,13 +170,23 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
 
         A step that a GradScaler skips is one, too. `ElasticBatch` calls it. Raises `DataEnded`.
         """
-        batch = self._batches.next(self._epoch, self._position)
+        batch = self.next_batch
         if batch is None:
             raise DataEnded(
                 f"dataset {self.name!r}: a step was counted after the last of {self.epochs} epochs; count each optimizer step "
                 "once, or give more epochs="
             )
         self._epoch, self._position = self._batches.after(batch)
+
+    def say_skipped(self) -> None:
+        """A GradScaler has skipped the step that comes to be counted next: its samples count, and rank 0 says so."""
+        batch = self.next_batch
+        if batch is not None and self.division.rank == 0:
+            _log.warning(
+                "the GradScaler skipped a step, as gradients were infinite or no numbers: positions [%d, %d) of epoch %d of "
+                "dataset %r count as consumed, and the model has not learnt from them",
+                batch.start, batch.end, batch.epoch, self.name,
+            )  # fmt: skip
 
     def begin(self, *, epoch: int = 0, position: int = 0) -> None:
         """Begin here: what a checkpoint that has no position is to be taken for. A checkpoint's own position comes first."""
@@ -299,6 +311,31 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
                     f"{self.last!r} of dataset {self.name!r}: the last step of an epoch would have {size % batch} samples, not "
                     f'{batch}, {here}; give last="drop", {remedy}',
                 )
+
+    def ask(self, global_batch: int, micro_batch: int) -> None:
+        """What a trainer says of its batches, where the dataset was not told: as ``global_batch`` and ``micro_batch``."""
+        if self._asked[0] is None:
+            self._asked = (global_batch, micro_batch)
+
+    def collate_by(self, collate: Callable[[list[Any]], Any]) -> None:
+        """What makes a micro-batch of a list of samples, where the dataset was not told: as ``collate``."""
+        if self._collate is default_collate:
+            self._collate = collate
+
+    @property
+    def asked(self) -> bool:
+        """Does the dataset know how large a step is?"""
+        return self._asked[0] is not None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global steps of a whole epoch."""
+        return self._batches.steps_per_epoch
+
+    @property
+    def next_batch(self) -> Batch | None:
+        """The positions that the next step takes; None: the data has ended."""
+        return self._batches.next(self._epoch, self._position)
 
     @property
     def _batches(self) -> Batches:
