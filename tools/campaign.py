@@ -20,6 +20,9 @@ campaigns:
   data_kills
            200 real jobs that train on an ElasticDataset; workers, agents and masters are killed, the job is scaled; the samples
            that entered the steps of the lineage must be an undisturbed job's, and the audit's; about an hour
+  kafka_kills
+           50 real jobs that train from a topic of a real broker; workers, agents and masters are killed, the broker is stopped for
+           a while; each message is in the lineage once, and the audit proves it; about twenty minutes
   queue    six hours of virtual time in a queue for two jobs that want 96 of 64 hosts, 20 times: what waiting costs, and how soon
            each starts once there is room; a few minutes
   kills    one real job, and 200 (--trials) times SIGKILL for one of our processes at seeded moments; the loss curve must be an
@@ -126,6 +129,12 @@ def _data_kills(seed: int) -> dict[str, Any]:
     return trial(seed)
 
 
+def _kafka_kills(seed: int) -> dict[str, Any]:
+    from tools.campaign_kafka import trial
+
+    return trial(seed)
+
+
 def _etcd_log(seed: int) -> dict[str, Any]:
     from tools.campaign_etcd import trial
 
@@ -164,6 +173,7 @@ CAMPAIGNS: dict[str, tuple[Trial, int]] = {
     "groups_seeds": (_groups_seeds, 10_000),
     "data_seeds": (_data_seeds, 10_000),
     "data_kills": (_data_kills, 200),
+    "kafka_kills": (_kafka_kills, 50),
     "queue_seeds": (_queue_seeds, 10_000),
     "etcd_log": (_etcd_log, 570),
     "local_chaos": (_local_chaos, 50),
