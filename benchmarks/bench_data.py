@@ -5,6 +5,9 @@ numpy, and the core's own without it. The cut: bytes of one dataset of 10^10 sam
 from the packed cut at 90 % of a shuffled epoch to the first batch of 512 of another world size, samples being their indices, so
 that nothing is measured but finding them; beside torchdata's StatefulDataLoader at the size of ``--peer-samples``, which restores
 at the same world size alone. Its epoch up to 90 % is iterated once, outside of what is measured.
+
+Kafka: 120,000 messages of 100 bytes in 4 partitions of librdkafka's mock broker, in a process of its own; one rank takes them by
+batches of 512 from the first batch on. Trials of `ElasticStream` and of a bare loop of confluent-kafka's consumer take turns.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+import _streams
 from _bench import BROKEN, HERE, Result, Row, options, say
 
 from dlrover_adapters.data import Items, Reader, fingerprint_of
@@ -149,6 +153,13 @@ def main() -> int:
         result.rows.append(
             Row(f"the same of {chosen.peer_samples:,} samples; peer at the same size", "ms", found, theirs)
         )
+    say("messages of a topic")
+    with _streams.broker() as address:
+        pairs = [(_streams.elastic(address), _streams.bare(address)) for _ in range(chosen.trials)]
+    ours, theirs = (list(one) for one in zip(*pairs, strict=True))
+    result.rows.append(
+        Row("messages of a Kafka topic; beside a bare loop of the client", "messages/s", ours, theirs, most=False)
+    )
     return result.finish(chosen.json)
 
 

@@ -21,8 +21,8 @@ campaigns:
            200 real jobs that train on an ElasticDataset; workers, agents and masters are killed, the job is scaled; the samples
            that entered the steps of the lineage must be an undisturbed job's, and the audit's; about an hour
   kafka_kills
-           50 real jobs that train from a topic of a real broker; workers, agents and masters are killed, the broker is stopped for
-           a while; each message is in the lineage once, and the audit proves it; about twenty minutes
+           50 real jobs that train from a topic of a real broker; workers, agents and masters are killed, the broker is stopped
+           for a while; each message is in the lineage once, and the audit proves it; about twenty minutes
   queue    six hours of virtual time in a queue for two jobs that want 96 of 64 hosts, 20 times: what waiting costs, and how soon
            each starts once there is room; a few minutes
   kills    one real job, and 200 (--trials) times SIGKILL for one of our processes at seeded moments; the loss curve must be an

@@ -32,12 +32,18 @@ ANSWER_S = 10.0
 """A broker that has not answered for so long is unavailable."""
 CONSUMED_MAX = 4096
 """So many messages are taken over from the client at once."""
-BUFFERED_MAX = 4 * CONSUMED_MAX
-"""A partition of which so many messages wait for their reader is paused."""
+BUFFERED_MAX, BUFFERED_BYTES = 65_536, 16 * 2**20
+"""A partition of which so many messages, or bytes, wait for their reader is paused."""
+LOOK_S = 5.0
+"""For so long partitions are taken to be those that were there."""
 DROPPED_MAX = 10_000
 """A gap of so many messages is read and dropped. For a larger one the client seeks."""
 OURS = ("group", "identity")
 """Parameters of the address that are not the client's."""
+HOLES = (
+    "offsets are left out between {} and {}, as in compacted topics and between transactions: such streams cannot be trained on "
+    "by position; copy it into a topic without holes"
+)
 IDENTITIES = ("id", "name")
 _FROM_BEFORE_FORK: list[Any] = []
 """Clients of the parent process. Their threads are not in this process, so that freeing them would wait for ever."""
@@ -109,12 +115,21 @@ class KafkaStream:
     def extents(self) -> Mapping[str, Extent]:
         """All partitions, as their leaders know them."""
         client = self._connected()
-        return {str(one): extent for one, extent in client.extents(client.partitions()).items()}
+        return {str(one): extent for one, extent in client.extents(client.known_partitions()).items()}
 
     def read(self, partition: str, offset: int, most: int, wait_s: float) -> Sequence[Message]:
         """Messages from ``offset`` on. Where messages are missing in the partition, the next one there is."""
-        number = int(partition) if partition.isascii() and partition.isdecimal() else -1
-        return self._connected().read(number, offset, most, wait_s)
+        number = _number(partition)
+        found = self._connected().read(number, offset, most, wait_s)
+        told = ((one.offset(), one.value(), one.timestamp()) for one in found)
+        return [Message(at, value, ms * 1000 if kind else 0) for at, value, (kind, ms) in told]
+
+    def values(self, partition: str, offset: int, most: int, wait_s: float) -> list[Any]:
+        """As `read`, the values alone. Raises: `StreamError`, also where offsets are left out."""
+        found = self._connected().read(_number(partition), offset, most, wait_s)
+        if found and (found[0].offset(), found[-1].offset()) != (offset, offset + len(found) - 1):
+            raise StreamError(f"{self.name}, partition {partition}: {HOLES.format(offset, offset + len(found) - 1)}")
+        return [one.value() for one in found]
 
     def commit(self, offsets: Mapping[str, int], /) -> None:
         """Show in the group what is consumed; the broker's answer is not waited for."""
@@ -143,6 +158,45 @@ class KafkaStream:
         return {**self.__dict__, "_client": None}
 
 
+def _number(partition: str) -> int:
+    return int(partition) if partition.isascii() and partition.isdecimal() else -1
+
+
+class _Buffer:
+    """Messages of one partition that wait for their reader, and how many bytes they are."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Any] = []
+        self._at = self.size = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting) - self._at
+
+    @property
+    def end(self) -> int:
+        """The offset after the last message."""
+        return int(self._waiting[-1].offset()) + 1
+
+    def add(self, messages: list[Any]) -> None:
+        if self._at:
+            del self._waiting[: self._at]
+            self._at = 0
+        self._waiting += messages
+        self.size += sum(map(len, messages))
+
+    def drop(self, offset: int) -> None:
+        """All before ``offset``."""
+        while self and self._waiting[self._at].offset() < offset:
+            self._at += 1
+
+    def take(self, most: int) -> list[Any]:
+        taken = self._waiting[self._at : self._at + most]
+        self._at += len(taken)
+        if not self:
+            self._waiting, self._at, self.size = [], 0, 0
+        return taken
+
+
 class _Client:
     """The connections of one process."""
 
@@ -169,7 +223,9 @@ class _Client:
             self._consumer = kafka.Consumer({**given, **ours})
         except (kafka.KafkaException, TypeError, ValueError) as error:
             raise SpecError("config", f"the client for {name} refuses it: {_words(error)}") from error
-        self._buffers: dict[int, list[Message]] = {}
+        self._partitions: list[int] = []
+        self._looked = -LOOK_S
+        self._buffers: dict[int, _Buffer] = {}
         self._next: dict[int, int] = {}
         self._paused: set[int] = set()
 
@@ -184,7 +240,12 @@ class _Client:
         found = topics[self._topic]
         if found.error is not None:
             raise self._error(found.error)
-        return sorted(found.partitions)
+        self._partitions, self._looked = sorted(found.partitions), time.monotonic()
+        return self._partitions
+
+    def known_partitions(self) -> list[int]:
+        """The same, without asking each time."""
+        return self._partitions if time.monotonic() - self._looked < LOOK_S else self.partitions()
 
     def topic_id(self) -> str:
         """Empty: the broker has no ids."""
@@ -212,22 +273,22 @@ class _Client:
 
     # ---- reading
 
-    def read(self, number: int, offset: int, most: int, wait_s: float) -> Sequence[Message]:
+    def read(self, number: int, offset: int, most: int, wait_s: float) -> list[Any]:
+        """The client's own messages."""
         self._turn_to(number, offset)
         until = time.monotonic() + wait_s
         while True:
-            found = self._buffers[number]
-            if found and found[0].offset < offset:
-                found = self._buffers[number] = [one for one in found if one.offset >= offset]
+            buffer = self._buffers[number]
+            buffer.drop(offset)
             left = until - time.monotonic()
-            if len(found) >= most or left <= 0 or (found and found[-1].offset + 1 >= self._known_end(number)):
+            if len(buffer) >= most or left <= 0 or (buffer and buffer.end >= self._known_end(number)):
                 break
             self._fill(number, offset, left)
-        if found:
-            self._buffers[number] = found[most:]
-            self._next[number] = found[min(most, len(found)) - 1].offset + 1
+        taken = self._buffers[number].take(most)
+        if taken:
+            self._next[number] = taken[-1].offset() + 1
             self._resume(number)
-        return found[:most]
+        return taken
 
     def _known_end(self, number: int) -> int:
         """The end of a partition when it was last read from, as its leader said; 0: not known."""
@@ -238,14 +299,14 @@ class _Client:
         """The next message of the partition that comes is to be that at ``offset``, or one a few before it."""
         if number in self._next and 0 <= offset - self._next[number] <= DROPPED_MAX:
             return
-        if number not in self.partitions():
+        if number not in self._partitions and number not in self.partitions():
             raise UnknownPartition(f"{self._name} has no partition {number}, or none any more")
         self._check(number, offset)
         at = self._at(number, offset)
         if number in self._next:
             self._asked(lambda: self._consumer.incremental_unassign([self._at(number)]))
         self._asked(lambda: self._consumer.incremental_assign([at]))
-        self._buffers[number], self._next[number] = [], offset
+        self._buffers[number], self._next[number] = _Buffer(), offset
         self._paused.discard(number)
 
     def _check(self, number: int, offset: int) -> None:
@@ -263,19 +324,22 @@ class _Client:
             raise AccessRefused(self._refused)
         if first is None:
             return
-        for one in (first, *self._consumer.consume(CONSUMED_MAX - 1, 0)):
-            error, whose = one.error(), one.partition()
-            if error is not None:
-                self._failed(whose, error)
-                if whose == number and whose not in self._next:
-                    self._turn_to(number, offset)
-                continue
-            kind, at_ms = one.timestamp()
-            self._buffers[whose].append(Message(one.offset(), one.value(), at_ms * 1000 if kind else 0))
-        for whose, waiting in self._buffers.items():
-            if len(waiting) >= BUFFERED_MAX and whose not in self._paused and whose != number:
-                self._paused.add(whose)
-                self._consumer.pause([self._at(whose)])
+        come = [first, *self._consumer.consume(CONSUMED_MAX - 1, 0)]
+        wrong = [one for one in come if one.error() is not None]
+        come = [one for one in come if one.error() is None] if wrong else come
+        whose = [one.partition() for one in come]
+        for each in set(whose):
+            if each in self._buffers:
+                self._buffers[each].add([one for one, its in zip(come, whose, strict=True) if its == each])
+        for one in wrong:
+            self._failed(one.partition(), one.error())
+        if number not in self._next:
+            self._turn_to(number, offset)
+        for each, buffer in self._buffers.items():
+            full = len(buffer) >= BUFFERED_MAX or buffer.size >= BUFFERED_BYTES
+            if full and each not in self._paused and each != number:
+                self._paused.add(each)
+                self._consumer.pause([self._at(each)])
 
     def _failed(self, number: int, error: Any) -> None:
         """Raises what an error event means, if it does not mend itself."""

@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from dlrover_adapters.data.folder_stream import FolderStream
 from dlrover_adapters.data.following import TOLD_S, WAIT_S, announced
-from dlrover_adapters.data.kafka import SCHEME, KafkaStream
+from dlrover_adapters.data.kafka import HOLES, SCHEME, KafkaStream
 from dlrover_adapters.data.stream_plan import Book, Counts, divided
 from dlrover_core.data.cut import DATASETS_MAX, Place, cut_of
 from dlrover_core.data.permutation import FILE
@@ -87,6 +87,7 @@ class ElasticStream(ElasticDataset):
         self._parse, self._begin_at, self._lost = parse, begin, lost
         self._told_at = 0.0
         self._failed: CoreError | None = None
+        self._divided: tuple[tuple[int, int], Division] | None = None
         super().__init__(
             name,
             size=ENDLESS,
@@ -166,6 +167,16 @@ class ElasticStream(ElasticDataset):
         super().load_state_dict(state)
         self._book = Book(self._position, offsets)
 
+    @property
+    def division(self) -> Division:
+        """As of `ElasticDataset`."""
+        if self._division is None:
+            here = world.of_process()
+            if self._divided is None or self._divided[0] != here:
+                self._divided = here, super().division
+            return self._divided[1]
+        return self._division
+
     def divide(self, of: Division) -> None:
         """As of `ElasticDataset`. What is planned in batches of another size is planned anew."""
         if self._division is not None and self._division.global_batch != of.global_batch:
@@ -240,16 +251,21 @@ class ElasticStream(ElasticDataset):
         values: list[Any] = []
         waits = _Waits(f"{self.stream.name}, partition {partition}, offset {offset}")
         while len(values) < count:
-            found = waits.call(
-                lambda at: self.stream.read(partition, at, count - (at - offset), WAIT_S), offset + len(values)
-            )
-            if found and (found[0].offset, found[-1].offset) != (at := offset + len(values), at + len(found) - 1):
-                raise StreamError(
-                    f"{self.stream.name}, partition {partition}: offsets are left out after {at}, as in compacted topics and "
-                    "between transactions: such streams cannot be trained on by position; copy it into a topic without holes"
-                )
-            values += [one.value for one in found or ()]
+            at = offset + len(values)
+            values += waits.call(lambda at: self._values(partition, at, count - (at - offset)), at) or ()
         return values
+
+    def _values(self, partition: str, offset: int, most: int) -> list[Any]:
+        fast = getattr(self.stream, "values", None)
+        if fast is not None:
+            found: list[Any] = fast(partition, offset, most, WAIT_S)
+            return found
+        some = self.stream.read(partition, offset, most, WAIT_S)
+        if some and (some[0].offset, some[-1].offset) != (offset, offset + len(some) - 1):
+            raise StreamError(
+                f"{self.stream.name}, partition {partition}: {HOLES.format(offset, offset + len(some) - 1)}"
+            )
+        return [one.value for one in some]
 
     # ---- the plan
 
