@@ -448,7 +448,7 @@ class FakeServer:
         if (fault is not None and fault.what is What.EXPIRED) or watch.expired():
             await stream.write(watch.error())
             return "end"
-        lines = list(first)
+        lines = list(first) or watch.pending()  # what happened before this watch began, too
         if initial:
             lines.append(watch.bookmark(initial=True))
         while True:

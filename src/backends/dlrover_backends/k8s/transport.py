@@ -44,14 +44,22 @@ class Transport:
         self._kubeconfig, self._context = kubeconfig, context
         self._configuration: Configuration | None = None
         self._rest: RESTClientObject | None = None
+        self._last: RESTClientObject | None = None
         self._opening = asyncio.Lock()
         self.namespace = ""
 
     async def close(self) -> None:
         """Close all connections; the next request opens new ones."""
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            await rest.close()
+        rests, self._rest, self._last = (self._last, self._rest), None, None
+        for one in rests:
+            if one is not None:
+                await one.close()
+
+    async def _renew(self) -> None:
+        """Read the credentials at the next request. What is open stays so until they are renewed once more."""
+        last, self._last, self._rest = self._last, self._rest, None
+        if last is not None:
+            await last.close()
 
     async def open(self) -> None:
         """Read credentials, unless that is done. Raises `SpecError` where there are none."""
@@ -65,7 +73,7 @@ class Transport:
             return await self._ask(method, path, query, body)
         except Unauthorized:
             # A token of an exec plugin or of a service account has run out: a new one is made by reading them anew.
-            await self.close()
+            await self._renew()
             return await self._ask(method, path, query, body)
 
     async def _ask(self, method: str, path: str, query: Mapping[str, str] | None, body: Json | None) -> Json:
@@ -92,7 +100,7 @@ class Transport:
         try:
             if answer.status != 200:
                 if answer.status == 401:
-                    await self.close()
+                    await self._renew()
                 raise of_answer(asked, answer.status, _decoded(await answer.read()), answer.headers)
             async for line in _lines(answer, asked):
                 event = _decoded(line)
