@@ -355,12 +355,41 @@ def test_other_files_of_the_folder_are_left_alone(tmp_path: Path, capsys: pytest
     """Files are taken by a pattern; that there are others is said once."""
     fill(tmp_path, "a.jsonl", 1)
     (tmp_path / "README.md").write_text("# Clicks\n")
-    (tmp_path / "part-0").write_text("7\n")
+    (tmp_path / "click-0").write_text("7\n")
     stream = FolderStream(tmp_path)
     for _ in range(2):
         assert stream.extents() == {PARTITION: Extent(0, 1)}
     assert capsys.readouterr().err.count("'README.md' is not read, as it does not match *.jsonl, ") == 1
-    assert FolderStream(tmp_path, pattern="part-*").extents() == {PARTITION: Extent(0, 2)}
+    assert FolderStream(tmp_path, pattern="click-*").extents() == {PARTITION: Extent(0, 2)}
+
+
+def test_segments_of_flink_and_spark_are_found(tmp_path: Path) -> None:
+    """Flink names no ending, and begins a folder each hour; Spark has folders of columns. What is not complete is left alone."""
+    hour, day = tmp_path / "2026-11-27--01", tmp_path / "day=27"
+    for folder in (hour, day, tmp_path / "_spark_metadata", tmp_path / ".staging"):
+        folder.mkdir()
+    fill(hour, "part-8d1e0f6a-5c1b-0", 1)
+    fill(hour, ".part-8d1e0f6a-5c1b-1.inprogress.0f", 9)
+    fill(day, "part-00000-9c2f.c000.json", 2)
+    fill(day, ".part-00000-9c2f.c000.json.crc", 9)
+    fill(day, "part-00001-9c2f.c000.json.gz", 9)
+    fill(tmp_path / "_spark_metadata", "0.json", 9)
+    fill(tmp_path / ".staging", "part-0", 9)
+    stream = FolderStream(tmp_path)
+    assert [one.value for at in (0, 1) for one in stream.read(PARTITION, at, 9, 0)] == [1, 2]
+    (later := tmp_path / "2026-11-27--02").mkdir()
+    fill(later, "part-8d1e0f6a-5c1b-2", 3)
+    assert stream.extents() == {PARTITION: Extent(0, 3)}
+    (hour / "part-8d1e0f6a-5c1b-0").unlink()
+    assert FolderStream(tmp_path).extents() == {PARTITION: Extent(1, 3)}
+
+
+def test_parquet_of_flink_and_spark_is_found(tmp_path: Path) -> None:
+    """With an ending and without one."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for number, name in enumerate(("part-00000-9c2f.c000.snappy.parquet", "part-8d1e0f6a-5c1b-0")):
+        parquet.write_table(pyarrow.table({"a": [number]}), tmp_path / name)
+    assert FolderStream(tmp_path, "parquet").extents() == {PARTITION: Extent(0, 2)}
 
 
 @pytest.mark.parametrize(

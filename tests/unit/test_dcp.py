@@ -446,3 +446,26 @@ def test_what_stagers_take_is_counted() -> None:
     del first, second
     stager.close()
     assert staged.beside() == before
+
+
+def test_a_position_in_the_data_is_a_part_of_the_state(tmp_path: Path) -> None:
+    """A script's own state_dict with the position of an ElasticDataset, saved by dcp.save through us, goes on exactly there."""
+    from dlrover_adapters.torch import ElasticDataset
+    from dlrover_adapters.torch.data.plan import division
+
+    def dataset() -> ElasticDataset:
+        made = ElasticDataset("train", size=100, fetch=torch.tensor, seed=3, epochs=2)
+        made.divide(division(8, 8, 1, 0))
+        return made
+
+    data, again = dataset(), dataset()
+    for _ in range(15):
+        data.step()
+    writer = FlashStorageWriter(str(tmp_path))
+    dcp.save({"w": torch.ones(3), "data": data.state_dict()}, checkpoint_id=15, storage_writer=writer)
+    writer.close()
+    found = {"w": torch.zeros(3), "data": again.state_dict()}
+    dcp.load(found, storage_reader=FlashStorageReader(str(tmp_path)))
+    again.load_state_dict(found["data"])
+    assert (again.place, again.place[1:3]) == (data.place, (1, 16))
+    assert next(iter(again)).tolist() == next(iter(data)).tolist()

@@ -52,7 +52,10 @@ PATTERNS = {
     "lines": ("*.txt", "*.log", "*.csv", "*.tsv"),
     "parquet": ("*.parquet",),
 }
-"""Which files of a folder are read, by their kind."""
+"""Which files of a folder are read, by their kind; and those of `PARTS`, which Flink and Spark write without an ending."""
+PARTS = "part-*"
+DEEP_MAX = 8
+"""So many folders within one another are looked into."""
 
 
 class _Segment(NamedTuple):
@@ -68,7 +71,10 @@ class FolderStream:
     """The messages of a growing folder, in one partition, ``"0"``.
 
     kind: what the files are: ``"jsonl"``, ``"lines"`` or ``"parquet"``.
-    pattern: which files of the folder are read, such as ``"part-*"``; empty: those of `PATTERNS`. The same for all readers.
+    pattern: which files are read, by their names, such as ``"clicks-*"``; empty: those of `PATTERNS`, and of Flink's ``part-*``
+    those without an ending. The same for all readers.
+
+    Folders in the folder are looked into: Flink begins one each hour, Spark has one for each value of a column.
     """
 
     def __init__(self, folder: str | os.PathLike[str], kind: str = "jsonl", *, pattern: str = "") -> None:
@@ -76,7 +82,8 @@ class FolderStream:
         if kind not in KINDS:
             raise SpecError("kind", f"{kind!r}: give {', '.join(KINDS)}")
         self.folder, self.kind = Path(folder).absolute(), kind
-        self.patterns = (pattern,) if pattern else PATTERNS[kind]
+        self.pattern = pattern
+        self.patterns = (pattern,) if pattern else (*PATTERNS[kind], PARTS)
         self._left_out_told = False
         self.name = str(self.folder)
         self._segments: list[_Segment] = []
@@ -96,9 +103,19 @@ class FolderStream:
         return {PARTITION: self._extent()}
 
     def _extent(self) -> Extent:
-        there = {one.name for one in os.scandir(self.folder)} if self._segments else set()
-        first = next((one.first for one in self._segments if one.name in there and one.messages), self._end)
+        first = next((one.first for one in self._segments if one.messages and self._there(one)), self._end)
         return Extent(first, self._end)
+
+    def _there(self, segment: _Segment) -> bool:
+        return (self.folder / segment.name).exists()
+
+    def _read_it(self, path: str) -> bool:
+        """Is this file one of the stream's?"""
+        name = path.rpartition("/")[2]
+        if self.pattern:
+            return fnmatchcase(name, self.pattern)
+        ended = any(fnmatchcase(name, each) for each in PATTERNS[self.kind])
+        return ended or ("." not in name and fnmatchcase(name, PARTS))
 
     @property
     def _end(self) -> int:
@@ -171,8 +188,8 @@ class FolderStream:
     def _look(self) -> None:
         """Read what was written down, and write down which files are new."""
         try:
-            complete = {one.name for one in os.scandir(self.folder) if _complete(one)}
-            names = {one for one in complete if any(fnmatchcase(one, each) for each in self.patterns)}
+            complete = _complete(self.folder)
+            names = {one for one in complete if self._read_it(one)}
             self._tell_left_out(complete - names)
             self._read_list()
             if self._id and not names - {one.name for one in self._segments}:
@@ -248,8 +265,19 @@ class FolderStream:
         return {**self.__dict__, "_sources": {}}
 
 
-def _complete(one: os.DirEntry[str]) -> bool:
-    return not one.name.startswith((".", "_")) and not one.name.endswith(UNFINISHED) and one.is_file()
+def _complete(folder: Path, deep: int = DEEP_MAX) -> set[str]:
+    """The files of a folder, and of those in it, that are complete: their paths within it."""
+    found: set[str] = set()
+    with os.scandir(folder) as entries:
+        for one in entries:
+            if one.name.startswith((".", "_")) or one.name.endswith(UNFINISHED):
+                continue
+            if not one.is_dir():
+                found |= {one.name} if one.is_file() else set()
+            elif deep > 1:
+                with contextlib.suppress(FileNotFoundError):  # writers remove folders, too
+                    found |= {f"{one.name}/{each}" for each in _complete(folder / one.name, deep - 1)}
+    return found
 
 
 def _append(file: int, told: dict[str, Any]) -> None:
