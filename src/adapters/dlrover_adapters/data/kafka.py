@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 import urllib.parse
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -121,15 +122,16 @@ class KafkaStream:
         """Messages from ``offset`` on. Where messages are missing in the partition, the next one there is."""
         number = _number(partition)
         found = self._connected().read(number, offset, most, wait_s)
-        told = ((one.offset(), one.value(), one.timestamp()) for one in found)
-        return [Message(at, value, ms * 1000 if kind else 0) for at, value, (kind, ms) in told]
+        return [
+            Message(at, value, at_ms * 1000 if kind else 0) for at, value, (kind, at_ms) in zip(*found, strict=True)
+        ]
 
     def values(self, partition: str, offset: int, most: int, wait_s: float) -> list[Any]:
         """As `read`, the values alone. Raises: `StreamError`, also where offsets are left out."""
-        found = self._connected().read(_number(partition), offset, most, wait_s)
-        if found and (found[0].offset(), found[-1].offset()) != (offset, offset + len(found) - 1):
-            raise StreamError(f"{self.name}, partition {partition}: {HOLES.format(offset, offset + len(found) - 1)}")
-        return [one.value() for one in found]
+        offsets, values, _ = self._connected().read(_number(partition), offset, most, wait_s)
+        if offsets and (offsets[0], offsets[-1]) != (offset, offset + len(offsets) - 1):
+            raise StreamError(f"{self.name}, partition {partition}: {HOLES.format(offset, offset + len(offsets) - 1)}")
+        return values
 
     def commit(self, offsets: Mapping[str, int], /) -> None:
         """Show in the group what is consumed; the broker's answer is not waited for."""
@@ -162,38 +164,55 @@ def _number(partition: str) -> int:
     return int(partition) if partition.isascii() and partition.isdecimal() else -1
 
 
+class _Taken(NamedTuple):
+    """Fields of messages, in order; of a stamp its kind, 0 for none, and milliseconds since 1970."""
+
+    offsets: list[int]
+    values: list[Any]
+    stamps: list[tuple[int, int]]
+
+
 class _Buffer:
-    """Messages of one partition that wait for their reader, and how many bytes they are."""
+    """Messages of one partition that wait for their reader, and how many bytes they are.
+
+    Fields of messages, not the messages: Python's collector goes through objects again and again, and leaves bytes alone.
+    """
 
     def __init__(self) -> None:
-        self._waiting: list[Any] = []
+        self._offsets: list[int] = []
+        self._values: list[Any] = []
+        self._stamps: list[tuple[int, int]] = []
         self._at = self.size = 0
 
     def __len__(self) -> int:
-        return len(self._waiting) - self._at
+        return len(self._offsets) - self._at
 
     @property
     def end(self) -> int:
         """The offset after the last message."""
-        return int(self._waiting[-1].offset()) + 1
+        return self._offsets[-1] + 1
 
     def add(self, messages: list[Any]) -> None:
         if self._at:
-            del self._waiting[: self._at]
+            for one in (self._offsets, self._values, self._stamps):
+                del one[: self._at]
             self._at = 0
-        self._waiting += messages
+        self._offsets += [one.offset() for one in messages]
+        self._values += [one.value() for one in messages]
+        self._stamps += [one.timestamp() for one in messages]
         self.size += sum(map(len, messages))
 
     def drop(self, offset: int) -> None:
         """All before ``offset``."""
-        while self and self._waiting[self._at].offset() < offset:
-            self._at += 1
+        self._at = bisect_left(self._offsets, offset, self._at)
 
-    def take(self, most: int) -> list[Any]:
-        taken = self._waiting[self._at : self._at + most]
-        self._at += len(taken)
+    def take(self, most: int) -> _Taken:
+        part = slice(self._at, self._at + most)
+        taken = _Taken(self._offsets[part], self._values[part], self._stamps[part])
+        self._at += len(taken.offsets)
         if not self:
-            self._waiting, self._at, self.size = [], 0, 0
+            self._offsets, self._values, self._stamps = [], [], []
+            self._at = self.size = 0
         return taken
 
 
@@ -273,8 +292,8 @@ class _Client:
 
     # ---- reading
 
-    def read(self, number: int, offset: int, most: int, wait_s: float) -> list[Any]:
-        """The client's own messages."""
+    def read(self, number: int, offset: int, most: int, wait_s: float) -> _Taken:
+        """Without a message where none came in time."""
         self._turn_to(number, offset)
         until = time.monotonic() + wait_s
         while True:
@@ -285,8 +304,8 @@ class _Client:
                 break
             self._fill(number, offset, left)
         taken = self._buffers[number].take(most)
-        if taken:
-            self._next[number] = taken[-1].offset() + 1
+        if taken.offsets:
+            self._next[number] = taken.offsets[-1] + 1
             self._resume(number)
         return taken
 
