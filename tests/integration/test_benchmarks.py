@@ -45,6 +45,7 @@ BY_NIGHT = {
     "idle": "--agents 20 --seconds 2",
     "imports": "--only lightning",
     "join": "",
+    "k8s": "--trials 1 --pods 20 --failures 2 --watched 20 --seconds 0.5",
     "killed_master": "--peer-trials 1",
     "killed_node": "",
     "killed_worker": "",
