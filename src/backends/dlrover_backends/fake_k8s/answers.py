@@ -171,10 +171,10 @@ def expired(message: str, continued: str | None = None) -> Refused:
     return Refused(410, status(410, message, metadata=metadata))
 
 
-def busy(*, text: bool) -> Refused:
+def busy(*, text: bool, after_s: int | None = None) -> Refused:
     """429 in both forms that a real server has: text of the in-flight limit, Status of a storage that begins."""
     if text:
-        headers = {"Retry-After": "1", "X-Content-Type-Options": "nosniff"}
+        headers = {"Retry-After": str(1 if after_s is None else after_s), "X-Content-Type-Options": "nosniff"}
         return Refused(429, "Too many requests, please try again later.\n", headers)
     body = status(429, "storage is (re)initializing", details={"retryAfterSeconds": 1})
     return Refused(429, body, {"Retry-After": "1"})

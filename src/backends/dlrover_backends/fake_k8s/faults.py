@@ -26,7 +26,7 @@ class What(Enum):
     LOST = "lost"  # done, and the connection cut without an answer
     REFUSED = "refused"  # the connection cut, and nothing done
     SLOW = "slow"  # answered after `delay_s`
-    STALE = "stale"  # a list or get from `behind` writes ago
+    STALE = "stale"  # a list or get from `behind` writes ago, if it asked for any version: a consistent one never is
     CUT = "cut"  # a watch whose connection breaks after `events` events
     FROZEN = "frozen"  # a watch that sends nothing after `events` events, and stays open
     ENDED = "ended"  # a watch that ends cleanly after `events` events
@@ -45,8 +45,9 @@ class Fault:
         skip: how many matching requests pass before.
         times: how many requests it happens to; None for all.
         code: HTTP status of an ERROR.
-        retry_after_s: the Retry-After of an ERROR; None for none.
+        retry_after_s: the Retry-After of an ERROR, None for none; and of THROTTLED, None for 1.
         delay_s: how long a SLOW answer takes.
+        late: whether a SLOW request is done at once, and only its answer is under way for so long.
         behind: how many writes ago a STALE answer was true.
         events: how many events a watch sends before CUT, FROZEN or ENDED.
     """
@@ -61,6 +62,7 @@ class Fault:
     code: int = 500
     retry_after_s: int | None = None
     delay_s: float = 0.1
+    late: bool = False
     behind: int = 1
     events: int = 0
 
@@ -167,7 +169,9 @@ class _Drawn:
             return Fault(
                 what,
                 code=codes[int(details * len(codes))],
+                retry_after_s=0 if what is What.THROTTLED else None,
                 delay_s=0.05 + 0.2 * details,
+                late=details > 0.5,
                 behind=1 + int(details * 5),
                 events=int(details * 4),
             )

@@ -196,18 +196,22 @@ class FakeServer:
         self.rights.demand(user, request.verb, request.kind, request.where, sub=request.sub, name=request.name)
         if request.verb == "watch":
             return await self._watch(raw, request, fault)
+        if fault is not None and fault.what is What.STALE and not _any_version(request.query):
+            fault = None
         response = await self._done(request, fault)
+        if fault is not None and fault.what is What.SLOW and fault.late:
+            await asyncio.sleep(fault.delay_s)
         if fault is not None and fault.what is What.LOST:
             raise Cut
         return response
 
     async def _before(self, fault: Fault, request: Request) -> None:
-        if fault.what is What.SLOW:
+        if fault.what is What.SLOW and not fault.late:
             await asyncio.sleep(fault.delay_s)
         elif fault.what is What.REFUSED:
             raise Cut
         elif fault.what is What.THROTTLED:
-            raise answers.busy(text=True)
+            raise answers.busy(text=True, after_s=fault.retry_after_s)
         elif fault.what is What.CONFLICT:
             raise answers.modified(request.kind, request.name)
         elif fault.what is What.EXPIRED and request.verb == "list":
@@ -550,6 +554,11 @@ class FakeServer:
 
 
 _STREAM_ENDS = {What.CUT: "cut", What.ENDED: "end", What.FROZEN: ""}
+
+
+def _any_version(query: dict[str, str]) -> bool:
+    """Whether a read may be answered from a cache."""
+    return bool(query.get("resourceVersion")) and query.get("resourceVersionMatch", "") != "Exact"
 
 
 def _scale_of(obj: Object, paths: dict[str, str]) -> Object:
