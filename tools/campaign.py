@@ -14,6 +14,9 @@ campaigns:
   queue_seeds
            two jobs that share hosts which are too few for both, with the real masters and agents, under drawn faults: both must
            end well
+  k8s_seeds
+           the Kubernetes backend against an API server that refuses, loses answers, forgets its history, freezes and dies, while
+           pods and masters die: one living pod per place at any time, one relaunch per death; about ten minutes
   data_seeds
            random jobs with data under deaths, fail-overs, changes of their size, fallen tiers: no sample is lost or twice in the
            lineage of a model, the log says so of every state, and the audit proves it; about half an hour
@@ -115,6 +118,12 @@ def _queue_seeds(seed: int) -> dict[str, Any]:
     return told
 
 
+def _k8s_seeds(seed: int) -> dict[str, Any]:
+    from tests.chaos.k8s_seeds import trial
+
+    return trial(seed)
+
+
 def _data_seeds(seed: int) -> dict[str, Any]:
     from tests.chaos.data_seeds import trial
 
@@ -175,6 +184,7 @@ CAMPAIGNS: dict[str, tuple[Trial, int]] = {
     "data_kills": (_data_kills, 200),
     "kafka_kills": (_kafka_kills, 50),
     "queue_seeds": (_queue_seeds, 10_000),
+    "k8s_seeds": (_k8s_seeds, 500),
     "etcd_log": (_etcd_log, 570),
     "local_chaos": (_local_chaos, 50),
     "misleading": (_misleading, 1_000),

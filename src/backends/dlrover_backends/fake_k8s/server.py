@@ -91,7 +91,11 @@ class FakeServer:
 
     async def start(self) -> None:
         """Listen; again on the same port after `stop` or `kill`."""
-        self._runner = web.ServerRunner(web.Server(self._handle, access_log=None), shutdown_timeout=0.1)
+        self._runner = web.ServerRunner(
+            # As a real server does, a request is given up when its client goes away.
+            web.Server(self._handle, access_log=None, handler_cancellation=True),
+            shutdown_timeout=0.1,
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
         await site.start()
@@ -169,7 +173,7 @@ class FakeServer:
         except Cut:
             if raw.transport is not None:
                 raw.transport.abort()
-            raise asyncio.CancelledError from None
+            return web.Response(status=500)  # of which no byte is sent
         except Later as later:
             await asyncio.sleep(self.future_s)
             words = f"Timeout: Too large resource version: {later.version}, current: {self.api.store.version}"

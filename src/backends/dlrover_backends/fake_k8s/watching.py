@@ -46,14 +46,14 @@ class Watch:
         self.closing = how
         self._news.set()
 
-    async def news(self, timeout_s: float | None) -> bool:
-        """Wait for changes; False if none came in time."""
+    async def news(self, timeout_s: float) -> None:
+        """Wait for changes, at most so long."""
+        tick = asyncio.get_running_loop().call_later(timeout_s, self._news.set)
         try:
-            await asyncio.wait_for(self._news.wait(), timeout_s)
-        except asyncio.TimeoutError:
-            return False
+            await self._news.wait()
+        finally:
+            tick.cancel()
         self._news.clear()
-        return True
 
     def initial(self) -> list[bytes]:
         """What exists, as ADDED events."""
