@@ -10,14 +10,16 @@ import asyncio
 import fnmatch
 import sys
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from k8s_replay import DATA, END, Replay, recorded, started
 
 from dlrover_backends.fake_k8s import Fault, What
+from dlrover_backends.fake_k8s.kubelet import NodeController, Scheduler
 
 PODS = "/api/v1/namespaces/train/pods"
-SCENARIOS = sorted(path.stem for path in DATA.glob("*.jsonl") if path.stem[:2] not in {"09", "10"})
+SCENARIOS = sorted(path.stem for path in DATA.glob("*.jsonl"))
 BOUND_S = 60.0
 Hook = Callable[[Replay], Awaitable[None]]
 
@@ -125,6 +127,64 @@ async def second_definition(replay: Replay) -> None:
     await replay.settle()
 
 
+def bound(pod: Any) -> Any:
+    """Whether a pod has a node."""
+    return pod["spec"].get("nodeName")
+
+
+def leaving(pod: Any) -> Any:
+    """Whether a pod is being deleted."""
+    return pod["metadata"].get("deletionTimestamp")
+
+
+async def schedule(replay: Replay) -> None:
+    """A host with 8 GPUs, and the scheduler."""
+    await replay.make_node("gpu-0")
+    await replay.beside(Scheduler)
+
+
+def await_pods(**holds: Callable[[Any], Any]) -> Hook:
+    """Wait until the scheduler has come so far; names are written with underscores."""
+
+    async def hook(replay: Replay) -> None:
+        for name, condition in holds.items():
+            await replay.until(f"{PODS}/{name.replace('_', '-')}", condition)
+
+    return hook
+
+
+async def scheduled_away(replay: Replay) -> None:
+    """The recorder cleaned up; the pod that waited takes the room."""
+    await replay.until(f"{PODS}/gate-0", bound)
+    for name in ("gate-0", "high-0"):
+        await replay.send("DELETE", f"{PODS}/{name}?gracePeriodSeconds=0")
+    await replay.until(f"{PODS}/low-1", bound)
+    for name in ("low-1", "sel-0"):
+        await replay.send("DELETE", f"{PODS}/{name}?gracePeriodSeconds=0")
+
+
+async def patience(replay: Replay) -> None:
+    """Hosts take their time to fall silent."""
+    replay.watch_s = "20"
+    await replay.adopt(next(one for one in recorded(replay.scenario) if one["seq"] == 5))
+
+
+async def control(replay: Replay) -> None:
+    """One of two hosts stops its heartbeats."""
+    replay.heartbeat("gpu-1")
+    await replay.beside(NodeController, grace_s=0.3, collect_s=0.3)
+
+
+async def cordoned(replay: Replay) -> None:
+    """The taint of a cordon is there."""
+    await replay.until("/api/v1/nodes/gpu-1", lambda node: node["spec"].get("taints"))
+
+
+async def collected(replay: Replay) -> None:
+    """Pods of the host that is gone are collected."""
+    await replay.until(PODS, lambda listed: not listed["items"])
+
+
 def custom(**spec: object) -> dict[str, object]:
     """The body that the recorder varied."""
     whole = {"minReplicas": 1, "maxReplicas": 4, "template": {"image": "t"}, "unknownField": 7, **spec}
@@ -139,6 +199,16 @@ HOOKS: dict[str, dict[int, Hook]] = {
     "04": {8: five_pods, 14: annotate, 19: stop, 21: start, 22: kill, 33: stalled},
     "06": {END: all_pods},
     "08": {44: remove(f"{PODS}/ev-0", f"{PODS}/ev-1", f"{PODS}/run-0", BUDGET), END: remove(f"{PODS}/dep-1")},
+    "09": {
+        5: schedule,
+        9: await_pods(low_0=bound),
+        11: await_pods(low_1=lambda pod: pod["status"].get("conditions")),
+        12: await_pods(high_0=lambda pod: pod["status"].get("nominatedNodeName"), low_0=leaving),
+        15: await_pods(high_0=bound),
+        17: await_pods(sel_0=lambda pod: pod["status"].get("conditions")),
+        END: scheduled_away,
+    },
+    "10": {3: patience, 7: control, 12: cordoned, 14: await_pods(short_0=leaving), 18: collected},
     "11": {10: established, 36: second_definition},
     "13": {55: throttled},
     "14": {END: remove(f"{PODS}/u-0")},

@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import aiohttp
 
 from dlrover_backends.fake_k8s import FakeServer, User
+from dlrover_backends.fake_k8s.kubelet import Client
 
 Object = dict[str, Any]
 
@@ -53,7 +54,10 @@ class Replay:
         before: by sequence number, what happened just before that was not recorded.
         bodies: by sequence number, what was sent where the recorder wrote down a later state of the same body.
         unscheduled: a scheduler without nodes says so of each pod.
+        watch_s: how long watches of more than a second stay open.
         differences: what differs: scenario, sequence number, path, recorded, ours.
+        actors: schedulers and controllers that play beside the server.
+        beats: tasks that renew leases.
         exchanges: how many exchanges were compared.
         events: how many watch events were compared.
     """
@@ -63,9 +67,12 @@ class Replay:
     before: dict[int, Callable[[Replay], Awaitable[None]]] = field(default_factory=dict)
     bodies: dict[int, Any] = field(default_factory=dict)
     unscheduled: bool = False
+    watch_s: str = "2"
     differences: list[tuple[str, int, str, str, str]] = field(default_factory=list)
     exchanges: int = 0
     events: int = 0
+    actors: list[tuple[Any, Client]] = field(default_factory=list)
+    beats: list[asyncio.Task[None]] = field(default_factory=list)
     lines: int = 0  # events of the watch that was opened last
     _same: dict[str, str] = field(default_factory=dict)  # recorded uid, version, name or token -> ours
     _made: set[str] = field(default_factory=set)
@@ -81,7 +88,7 @@ class Replay:
                 if one["seq"] in self.before:
                     await self.before[one["seq"]](self)
                 await self._ended(one)
-                await self._adopt(one)
+                await self.adopt(one)
                 if one["kind"] == "watch":
                     opened = asyncio.Event()
                     watch = asyncio.create_task(self._watch(one, opened))
@@ -96,6 +103,12 @@ class Replay:
             if self._missing:
                 await self._closed()
             await asyncio.gather(*self._watches)
+            for task in self.beats:
+                task.cancel()
+            await asyncio.gather(*self.beats, return_exceptions=True)
+            for actor, client in self.actors:
+                await actor.stop()
+                await client.close()
 
     async def send(self, method: str, path: str, body: Any = None, **more: Any) -> tuple[int, Object, Any]:
         """One request of the recorder's own; returns status, headers and body."""
@@ -120,6 +133,43 @@ class Replay:
                 break
             await asyncio.sleep(0.005)
         self.server.end_watches()
+
+    async def make_node(self, name: str) -> None:
+        """A host as the recorder's."""
+        room = {"cpu": "16", "memory": "64Gi", "nvidia.com/gpu": "8", "pods": "110"}
+        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
+        status = {"capacity": room, "allocatable": room, "conditions": [ready]}
+        await self.send("POST", "/api/v1/nodes", {"metadata": {"name": name}, "status": status})
+
+    async def beside(self, actor: Any, **options: Any) -> None:
+        """Start a scheduler or controller, until the end."""
+        client = Client(self.server.url, "kubelet-token")
+        self.actors.append((actor(client, **options), client))
+        await self.actors[-1][0].start()
+
+    def heartbeat(self, name: str) -> None:
+        """Renew a host's lease until the end."""
+        path = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
+
+        async def beat() -> None:
+            await self.send("POST", path, {"metadata": {"name": name}, "spec": {"holderIdentity": name}})
+            count = 0
+            while True:
+                count += 1
+                body = {"spec": {"renewTime": f"2026-11-20T11:54:15.{count:06d}Z"}}
+                await self.send("PATCH", f"{path}/{name}", body, **{"Content-Type": "application/merge-patch+json"})
+                await asyncio.sleep(0.05)
+
+        self.beats.append(asyncio.create_task(beat()))
+
+    async def until(self, path: str, holds: Callable[[Any], Any]) -> None:
+        """Wait until the answer to a GET is as it should be."""
+        for _ in range(2000):
+            status, _headers, body = await self.send("GET", path)
+            if status == 200 and holds(body):
+                return
+            await asyncio.sleep(0.005)
+        raise TimeoutError(f"{path} does not become what it should")
 
     async def settle(self) -> None:
         """Wait until definitions are served."""
@@ -165,7 +215,7 @@ class Replay:
         if "resourceVersion" in theirs:
             self._same.setdefault("v" + theirs["resourceVersion"], ours["resourceVersion"])
 
-    async def _adopt(self, one: Object) -> None:
+    async def adopt(self, one: Object) -> None:
         """Make what a list shows of objects whose creation was not recorded."""
         if one["kind"] != "exchange" or one["request"]["method"] not in {"GET", "DELETE"}:
             return
@@ -173,8 +223,8 @@ class Replay:
         if one["response"].get("status") != 200 or not isinstance(body, dict):
             return
         if body.get("kind") in {"PodList", "NodeList"}:
-            for item in body.get("items") or []:
-                if item["metadata"]["uid"] not in self._made and item.get("spec"):
+            for item in sorted(body.get("items") or [], key=lambda each: int(each["metadata"]["resourceVersion"])):
+                if item["metadata"]["uid"] not in self._made and "spec" in item:
                     await self.make({"kind": body["kind"].removesuffix("List"), **item})
 
     def _ours(self, value: Any, key: str = "") -> Any:
@@ -191,7 +241,7 @@ class Replay:
         parts = urlsplit(path)
         query = {k: self._ours(v, k) for k, v in parse_qsl(parts.query, keep_blank_values=True)}
         if watch:
-            query["timeoutSeconds"] = "2" if float(query.get("timeoutSeconds", 0)) > 1 else "0.3"
+            query["timeoutSeconds"] = self.watch_s if float(query.get("timeoutSeconds", 0)) > 1 else "0.3"
         query.pop("timeout", None)
         names = "/".join(self._same.get("n" + one, one) for one in parts.path.split("/"))
         return f"{names}?{urlencode(query)}" if query else names

@@ -336,7 +336,7 @@ class Api:
         if pod["spec"].get("nodeName"):
             words = f'pod {name} is already assigned to node "{pod["spec"]["nodeName"]}"'
             raise answers.conflict("pods/binding", name, words)
-        status = dict(pod["status"])
+        status = {key: value for key, value in pod["status"].items() if key != "nominatedNodeName"}
         scheduled = {"type": "PodScheduled", "status": "True", "lastProbeTime": None, "lastTransitionTime": self.now()}
         others = [one for one in status.get("conditions") or [] if one["type"] != "PodScheduled"]
         status["conditions"] = [*others, scheduled]

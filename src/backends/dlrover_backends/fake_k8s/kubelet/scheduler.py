@@ -126,13 +126,19 @@ class Scheduler:
             words += f" no new claims to deallocate, preemption: 0/{total} nodes are available: {', '.join(helpless)}."
             await self._tell(pod, words, None)
             return
+        victims = [one for one in victims if "deletionTimestamp" not in one["metadata"]]
         for victim in victims:
-            if "deletionTimestamp" not in victim["metadata"]:
-                await self.preempt(victim, pod)
+            await self._condemn(victim)
         await self._tell(pod, words, node)
+        for victim in victims:
+            await self._remove(victim, pod)
 
     async def preempt(self, victim: Object, by: Object | None = None) -> None:
         """End a pod as pre-emption does: the condition DisruptionTarget, then the deletion."""
+        await self._condemn(victim)
+        await self._remove(victim, by)
+
+    async def _condemn(self, victim: Object) -> None:
         condition = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
         condition.update(message=PREEMPTED, lastTransitionTime=stamp())
         generation = {"observedGeneration": victim["metadata"].get("generation", 1)}
@@ -140,6 +146,8 @@ class Scheduler:
         order = [*ordered, {"type": "DisruptionTarget"}]
         body = {"status": {"$setElementOrder/conditions": order, "conditions": [{**condition, **generation}]}}
         await self._client.surely("PATCH", path_of(victim, "status"), body, STRATEGIC)
+
+    async def _remove(self, victim: Object, by: Object | None) -> None:
         options = {"preconditions": {"uid": victim["metadata"]["uid"]}}
         await self._client.surely("DELETE", path_of(victim), options)
         if by is not None:
