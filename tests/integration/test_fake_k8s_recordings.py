@@ -172,7 +172,7 @@ async def patience(replay: Replay) -> None:
 async def control(replay: Replay) -> None:
     """One of two hosts stops its heartbeats."""
     replay.heartbeat("gpu-1")
-    await replay.beside(NodeController, grace_s=0.3, collect_s=0.3)
+    await replay.beside(NodeController, grace_s=1.0, collect_s=0.3)
 
 
 async def cordoned(replay: Replay) -> None:
