@@ -174,7 +174,7 @@ class Replay:
     async def settle(self) -> None:
         """Wait until definitions are served."""
         for _ in range(1000):
-            if not self.server._initializing:
+            if not self.server.initializing:
                 return
             await asyncio.sleep(0.005)
         raise TimeoutError("a definition is not established")

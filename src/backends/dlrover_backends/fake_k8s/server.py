@@ -11,9 +11,10 @@ from typing import Any
 
 from aiohttp import web
 
-from dlrover_backends.fake_k8s import admission, answers, discovery, patching, schemas, tables
+from dlrover_backends.fake_k8s import answers, discovery, patching, schemas, tables
 from dlrover_backends.fake_k8s.answers import Refused
 from dlrover_backends.fake_k8s.api import Api
+from dlrover_backends.fake_k8s.definitions import Definitions
 from dlrover_backends.fake_k8s.deleting import Deletion
 from dlrover_backends.fake_k8s.faults import Fault, Faults, What
 from dlrover_backends.fake_k8s.kinds import Kind
@@ -70,17 +71,15 @@ class FakeServer:
         self.port = port
         self.bookmark_s = bookmark_s
         self.future_s = future_s
-        self.definition_s = definition_s
         self.requests = 0
         self.logs: Callable[[str, str], bytes | None] = lambda _where, _name: None
         self._draw = random.Random(seed)
         self._watches: set[Watch] = set()
-        self._initializing: set[tuple[str, str]] = set()
         self._frozen = asyncio.Event()
         self._frozen.set()
         self._runner: web.ServerRunner | None = None
         self._transports: set[asyncio.BaseTransport] = set()
-        self.api.listen(self._heard)
+        self._definitions = Definitions(self.api, self._soon, definition_s)
 
     @property
     def url(self) -> str:
@@ -149,6 +148,11 @@ class FakeServer:
         self.api.store.compact()
 
     @property
+    def initializing(self) -> bool:
+        """Whether a definition is not served yet."""
+        return bool(self._definitions.initializing)
+
+    @property
     def watches(self) -> int:
         """How many watches are open."""
         return len(self._watches)
@@ -190,7 +194,7 @@ class FakeServer:
         if plain is not None:
             return _plain(plain)
         request = await parsed(raw, self.api, user)
-        if request.kind.key in self._initializing:
+        if request.kind.key in self._definitions.initializing:
             raise answers.busy(text=False)
         fault = self.faults.meet(request.verb, request.resource, request.name, user.name)
         if fault is not None:
@@ -486,75 +490,6 @@ class FakeServer:
                 next_bookmark = loop.time() + self.bookmark_s
                 if not watch.frozen:
                     lines.append(watch.bookmark())
-
-    # -- custom resources --------------------------------------------------------------------------------------
-
-    def _heard(self, kind: tuple[str, str], change: Any) -> None:
-        if kind == ("", "resourcequotas") and not change.deleted and not change.now.obj.get("status"):
-            self._soon(lambda: self._count_quota(change.key))
-        if kind != ("apiextensions.k8s.io", "customresourcedefinitions") or change.deleted:
-            return
-        if change.was is None:
-            spec = change.now.obj["spec"]
-            self._initializing.add((spec["group"], spec["names"]["plural"]))
-        self._define(change.now.obj, establish=change.was is None)
-
-    def _count_quota(self, key: tuple[str, str]) -> None:
-        found = self.api.store.get(("", "resourcequotas"), key)
-        if found is not None:
-            hard = found.obj["spec"].get("hard") or {}
-            status = {"hard": hard, "used": admission.used(self.api.store, key[0], hard)}
-            self.api.store.put(("", "resourcequotas"), key, {**found.obj, "status": status})
-
-    def _define(self, definition: Object, *, establish: bool) -> None:
-        spec = definition["spec"]
-        names = spec["names"]
-        for version in spec["versions"]:
-            if not version.get("served"):
-                continue
-            subresources = version.get("subresources") or {}
-            self.api.serve(
-                Kind(
-                    spec["group"],
-                    version["name"],
-                    names["plural"],
-                    names["kind"],
-                    namespaced=spec["scope"] == "Namespaced",
-                    singular=names.get("singular", ""),
-                    short=tuple(names.get("shortNames") or ()),
-                    custom=True,
-                    generation=True,
-                    status="status" in subresources,
-                    schema=(version.get("schema") or {}).get("openAPIV3Schema"),
-                    scale=subresources.get("scale"),
-                    columns=tuple(version.get("additionalPrinterColumns") or ()),
-                )
-            )
-        if establish:
-            try:
-                loop = asyncio.get_running_loop()
-            except RuntimeError:
-                self._accept(definition["metadata"]["name"], established=True)
-                return
-            name = definition["metadata"]["name"]
-            loop.call_later(self.definition_s / 2, lambda: self._accept(name, established=False))
-            loop.call_later(self.definition_s, lambda: self._accept(name, established=True))
-
-    def _accept(self, name: str, *, established: bool) -> None:
-        key = ("apiextensions.k8s.io", "customresourcedefinitions")
-        found = self.api.store.get(key, ("", name))
-        if found is None or "deletionTimestamp" in found.obj["metadata"]:
-            return
-        spec, now = found.obj["spec"], self.api.now()
-        reason = "InitialNamesAccepted" if established else "Installing"
-        accepted = {"type": "NamesAccepted", "status": "True", "lastTransitionTime": now, "reason": "NoConflicts"}
-        accepted["message"] = "no conflicts found"
-        served = {"type": "Established", "status": str(established), "lastTransitionTime": now, "reason": reason}
-        served["message"] = "the initial names have been accepted"
-        status = {**found.obj["status"], "conditions": [accepted, served], "acceptedNames": spec["names"]}
-        if established:
-            self._initializing.discard((spec["group"], spec["names"]["plural"]))
-        self.api.store.put(key, ("", name), {**found.obj, "status": status})
 
 
 _STREAM_ENDS = {What.CUT: "cut", What.ENDED: "end", What.FROZEN: ""}
