@@ -1,0 +1,68 @@
+"""A job of `dlrover-run --backend k8s`: torch trains in pods, a container is killed, and nothing stays in the cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import BIN, SCRIPTS, Job
+
+from dlrover_backends.fake_k8s import Ground
+
+BOUND_S = 60.0
+QUICK = ("--bind", "127.0.0.1", "--set", "stop_grace_s=5", "--nnodes", "2")
+
+
+@pytest.fixture(name="ground")
+def made_ground() -> Iterator[Ground]:
+    """Two nodes, whose pods find our commands."""
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    with Ground(2, extra={"PATH": path}) as ground:
+        yield ground
+
+
+def pods(ground: Ground) -> dict[str, Any]:
+    """Pods by their node's name in the job."""
+    found = ground.objects("pods", namespace="train")
+    return {one["metadata"]["annotations"]["dlrover-core/node-name"]: one for one in found}
+
+
+def job_of(ground: Ground, folder: Path) -> Job:
+    """A job of two pods."""
+    config = ground.kubeconfig(folder / "config")
+    line = ("--backend", f"k8s:kubeconfig={config}", "--image", "trainer:1", *QUICK)
+    return Job(folder, *line, str(SCRIPTS / "allreducing.py"), str(folder))
+
+
+@pytest.mark.timeout(240)
+def test_a_container_is_killed_for_memory(ground: Ground, tmp_path: Path) -> None:
+    """The node is another pod, training goes on, the incident has the platform's word, and at the end nothing is left."""
+    with job_of(ground, tmp_path) as job:
+        step = job.trains(1, beyond=3)["step"]
+        pod = pods(ground)["worker-1-0"]["metadata"]["name"]
+        assert ground.strike(lambda kubelet: kubelet.oom("train", pod))
+        ground.until(lambda: "worker-1-1" in pods(ground), BOUND_S)
+        job.until(lambda status: status["step"] > step and status["generation"] > 1, "steps after the incident")
+        job.finish()
+        assert job.ended() == 0, job.said
+        told = job.dlrover("explain")
+        assert "OOMKilled" in told, told
+        assert any(f"host {node}" in told for node in ground.nodes), told
+    assert ground.objects("secrets", namespace="train") == []
+    ground.until(lambda: not pods(ground), BOUND_S)
+
+
+@pytest.mark.nightly(reason="clearing is tried by day in test_k8s_backend, and after a good end in the test above")
+@pytest.mark.timeout(240)
+def test_ctrl_c_leaves_nothing(ground: Ground, tmp_path: Path) -> None:
+    """A job that is interrupted removes its pods and its secret."""
+    with job_of(ground, tmp_path) as job:
+        job.trains(1, beyond=1)
+        job.process.send_signal(signal.SIGINT)
+        assert job.ended() != 0
+    assert ground.objects("secrets", namespace="train") == []
+    ground.until(lambda: not pods(ground), BOUND_S)
