@@ -234,8 +234,8 @@ def test_changes_are_told_once() -> None:
     tell(story)
 
 
-def test_clearing_leaves_nothing_of_the_run() -> None:
-    """At the end pods and secret go, by uid; what other runs and other people have stays."""
+def test_clearing_leaves_nothing_of_the_run(tmp_path: Path) -> None:
+    """At the end pods and secret go, by uid; what other runs and other people have stays, and the run may begin again."""
 
     async def story(on: Stage) -> None:
         await on.backend.launch(make_launch(), 1)
@@ -247,8 +247,10 @@ def test_clearing_leaves_nothing_of_the_run() -> None:
         assert len(on.server.objects) == 2
         await other.clear()
         assert on.server.objects == {}
+        await on.another().launch(make_launch(), 1)
+        assert len(on.server.pods()) == 1
 
-    tell(story)
+    tell(story, tmp_path)
 
 
 def test_a_missing_right_to_look_says_what_to_grant() -> None:

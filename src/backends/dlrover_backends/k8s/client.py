@@ -153,6 +153,8 @@ class KubernetesBackend:
         if owner is not None:
             with contextlib.suppress(NotFound, Conflict):
                 await self._ask("DELETE", self._owner_path(), _preconditions(_uid(owner)))
+        with contextlib.suppress(OSError):
+            self._marker().unlink()  # a run of the same owner may begin again
 
     async def close(self) -> None:
         """Close connections of one's own."""
