@@ -73,10 +73,10 @@ def run(plan: Plan, folder: Path) -> dict[str, Any]:
         line = ["--local-nodes", str(plan.nodes), "--nproc-per-node", "1", "--max-restarts", "20"]
         with Job(folder, *line, *script, env={"PACE_S": str(PACE_S)}) as job:
             rest = threading.Thread(target=lambda: [writer.write(one, 1) for one in plan.partitions[half:]])
-            for number, blow in enumerate(plan.blows):
+            eventually(lambda: _made(folder) >= 2 or job.process.poll() is not None, "a step", 90)
+            rest.start()
+            for blow in plan.blows:
                 eventually(lambda step=blow.step: _made(folder) >= step or job.process.poll() is not None, "a step", 90)
-                if not number:
-                    rest.start()
                 if job.process.poll() is None:
                     _strike(job, broker, blow)
             code = job.ended(LIMIT_S)

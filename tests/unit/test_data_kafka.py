@@ -221,6 +221,27 @@ def test_a_broker_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     assert not toy.unavailable
 
 
+def test_the_end_is_that_of_the_first_look(caplog: pytest.LogCaptureFixture) -> None:
+    """What comes while a batch is waited for is in it, and partitions that were there at first are not new."""
+
+    class Growing(Toy):
+        def extents(self) -> Mapping[str, Extent]:
+            found, self.extent = self.extent, {one: Extent(0, end + 2) for one, (_, end) in self.extent.items()}
+            return found
+
+    assert train(ElasticStream(Growing(p0=5, p1=1), global_batch=8, begin="end"), 1) == [
+        5,
+        6,
+        7,
+        8,
+        1001,
+        1002,
+        1003,
+        1004,
+    ]
+    assert not caplog.text
+
+
 def test_holes_are_refused() -> None:
     """A compacted topic has no positions."""
 

@@ -298,10 +298,10 @@ class ElasticStream(ElasticDataset):
         """What rank 0 tells all: why it cannot go on, or offsets and the batches from there on; none: they are to wait."""
         batch = self.division.global_batch
         until = time.monotonic() + WAIT_S
+        begin = self._book.planned_to
         try:
             while True:
                 extents = waits.call(lambda _: self.stream.extents(), 0)
-                begin = self._book.planned_to
                 if extents is not None:
                     begin = self._offsets_in(extents, begin)
                     batches = divided(extents, begin, batch, PLANNED_MAX)
@@ -311,19 +311,10 @@ class ElasticStream(ElasticDataset):
                 if left <= 0 or extents is None:
                     waits.tell()
                     return "", begin, []
-                self._wait(extents, begin, min(left, WAIT_S / 10))
+                time.sleep(min(left, WAIT_S / 10))  # no broker rings a bell for several partitions
         except (StreamError, SpecError) as error:
             self._failed = error
             return str(error), {}, []
-
-    def _wait(self, extents: Mapping[str, Extent], begin: Mapping[str, int], wait_s: float) -> None:
-        """Until something may have come: where there is one partition its next message, else a while."""
-        if len(extents) == 1:
-            (partition, extent) = next(iter(extents.items()))
-            if extent.end == begin[partition]:
-                self.stream.read(partition, extent.end, 1, wait_s)
-                return
-        time.sleep(wait_s)
 
     def _offsets_in(self, extents: Mapping[str, Extent], begin: Mapping[str, int]) -> dict[str, int]:
         """The offsets from which more can be planned, with partitions that are new. Raises `StreamError`."""
