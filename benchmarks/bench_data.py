@@ -4,10 +4,9 @@ Orders: 4,000,000 indices of 10^10 samples by batches of 512, one core; all samp
 numpy, and the core's own without it. The cut: bytes of one dataset of 10^10 samples, and of the worst 10,000 ranges. The restore:
 from the packed cut at 90 % of a shuffled epoch to the first batch of 512 of another world size, samples being their indices, so
 that nothing is measured but finding them; beside torchdata's StatefulDataLoader at the size of ``--peer-samples``, which restores
-at the same world size alone. Its epoch up to 90 % is iterated once, outside of what is measured.
-
-Kafka: 120,000 messages of 100 bytes in 4 partitions of librdkafka's mock broker, in a process of its own; one rank takes them by
-batches of 512 from the first batch on. Trials of `ElasticStream` and of a bare loop of confluent-kafka's consumer take turns.
+at the same world size alone. Its epoch up to 90 % is iterated once, outside of what is measured. The cost: a training loop over
+an ElasticDataset beside one over a plain DistributedSampler loader, where nothing fails, in steps of 20 ms. The large one: what a
+rank does to have a dataset of 10^10 samples, its terms as they are registered, and its first batch.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from dlrover_core.data.permutation import Order
 from dlrover_core.data.quota import quotas, slots
 from dlrover_core.data.ranges import FRAGMENTS_MAX, Ranges
 
-MEASURES = ("src/dlrover_core/data", "src/adapters/dlrover_adapters/data")
+MEASURES = ("src/dlrover_core/data", "src/adapters/dlrover_adapters/data", "src/adapters/dlrover_adapters/torch/data")
 
 TORCHDATA = "torchdata==0.11.0"
 LARGE = 10**10
@@ -40,6 +39,9 @@ WORLD = 3
 INDICES_TARGET = 2_000_000.0
 CUT_BYTES, RANGES_BYTES = 1024.0, 65_536.0
 RESTORE_MS = 50.0
+COST = 1.01
+COST_PAIRS, COST_STEPS = 12, 20
+LARGE_MS = 50.0
 SCALAR = 50_000
 """So many indices of the core's own order: it takes microseconds for each."""
 LIMIT_S = 600.0
@@ -106,8 +108,31 @@ def torchdata_ms(size: int, trials: int) -> list[float]:
     return [float(one) for one in json.loads(done.stdout)]
 
 
+def cost_ms(pairs: int, steps: int, loaders: int) -> tuple[list[float], list[float]]:
+    """Milliseconds a step, ours and the peer's."""
+    line = [sys.executable, str(HERE / "scripts" / "loader_cost.py"), str(pairs), str(steps), str(loaders)]
+    env = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the loops ended with {done.returncode}: {done.stderr[-400:]}")
+    found = json.loads(done.stdout)
+    return found["ours"], found["peer"]
+
+
+def large_ms(seed: int) -> float:
+    """A rank's dataset of 10^10 samples: made, named as it is registered, and its first batch drawn."""
+    from dlrover_adapters.torch import ElasticDataset
+
+    began = time.perf_counter()
+    data = ElasticDataset("train", size=LARGE, fetch=int, seed=seed, collate=list, global_batch=BATCH, last="drop")
+    terms, found = data.terms, next(iter(data))
+    took = (time.perf_counter() - began) * 1e3
+    assert (terms[1], len(set(found))) == (LARGE, BATCH)
+    return took
+
+
 def main() -> int:
-    """Orders, cuts, restores."""
+    """Orders, cuts, restores, costs."""
 
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--indices", type=int, default=4_000_000, help="indices of a trial (4,000,000)")
@@ -116,6 +141,9 @@ def main() -> int:
             type=int,
             default=10**7,
             help="size of the epoch that torchdata restores in; 0: without it",
+        )
+        parser.add_argument(
+            "--cost-pairs", type=int, default=COST_PAIRS, help=f"pairs of loops of a kind ({COST_PAIRS})"
         )
 
     chosen = options(__doc__, trials=7, more=more)
@@ -137,6 +165,26 @@ def main() -> int:
     result.rows.append(
         Row("the worst 10,000 ranges of 10^10 samples", "bytes", [worst_ranges()], target=RANGES_BYTES, exact=True)
     )
+    say("a large dataset")
+    large_ms(0)
+    found = [large_ms(seed) for seed in range(1, chosen.trials + 1)]
+    result.rows.append(
+        Row("a dataset of 10^10 samples: made, its terms and its first batch", "ms", found, target=LARGE_MS)
+    )
+    for loaders in (0, 4):
+        say(f"cost with {loaders} loader processes")
+        ours, theirs = cost_ms(chosen.cost_pairs, COST_STEPS, loaders)
+        result.rows.append(
+            Row(
+                f"a step of 20 ms, 32 samples, {loaders} loader processes",
+                "ms",
+                ours,
+                theirs,
+                target=COST,
+                of="ratio",
+                settings="DataLoader with DistributedSampler, torch 2.13",
+            )
+        )
     say("restores")
     found = [restore_ms(RESTORED) for _ in range(chosen.trials)]
     result.rows.append(

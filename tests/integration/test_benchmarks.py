@@ -16,7 +16,7 @@ MET, MISSED = 0, 1
 BY_DAY = {
     "commands": "--turns 20 --peer-turns 5",
     "crashes": "--events 300 --nodes 8",
-    "data": "--indices 20480 --peer-samples 0",
+    "data": "--indices 20480 --peer-samples 0 --cost-pairs 1",
     "diagnosis": "--logs-mib 8",
     "digests": "--mib 1",
     "etcd_append": "--events 640 --puts 20 --turns 5",
