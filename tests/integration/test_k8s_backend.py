@@ -123,6 +123,11 @@ class TestKubernetes(BackendConformance):
             await backend.clear()
 
     @story
+    async def test_a_notice_is_withdrawn(self, stand: Stand) -> None:
+        """A deletion that has begun cannot be stopped."""
+        pytest.skip("Kubernetes takes no notice back")
+
+    @story
     async def test_the_newest_notice_is_told(self, stand: Stand) -> None:
         """A deadline that moves sooner is told. Kubernetes lets none move later."""
         assert stand.can.warn is not None
