@@ -13,7 +13,7 @@ import pytest
 from dlrover_core.errors import LogUnavailable
 from dlrover_core.kernel.log import Appended, Fenced, Snapshot
 from dlrover_core.logs import put_back
-from dlrover_core.logs.lock import JobLock
+from dlrover_core.logs.lock import JobLock, Mark, read_mark
 from dlrover_core.logs.reader import lock_path
 from dlrover_core.logs.sqlite import SqliteLog
 from dlrover_core.testing.log_conformance import JOB, Pen, seqs
@@ -34,16 +34,41 @@ async def stood_by(log: SqliteLog) -> None:
 
 
 def test_lock_file_deleted_under_its_leader(tmp_path: Path) -> None:
-    """A leader whose lock file is gone excludes nobody: its next append is fenced, though nobody newer leads yet."""
+    """The leader makes it anew, with its mark, and leads on; who stands by waits for the new one."""
 
     async def story() -> None:
-        async with opened(tmp_path / "log.db") as log:
+        async with opened(tmp_path / "log.db") as log, opened(tmp_path / "log.db") as other:
+            pen = Pen(await log.lead(JOB, "a"))
+            await pen.write()
+            waiting = asyncio.ensure_future(other.lead(JOB, "b"))
+            assert await seqs(other.read(JOB)) == [1]
+            await stood_by(log)
+            lock_path(log.path, JOB).unlink()
+            await pen.write()
+            assert pen.lead.valid()
+            assert read_mark(lock_path(log.path, JOB)) == Mark(2, 1)
+            await stood_by(log)
+            assert not waiting.done()
+            await pen.lead.resign()
+            await Pen(await waiting, head=2).write()
+            assert await seqs(log.read(JOB)) == [1, 2, 3]
+
+    run(story())
+
+
+def test_lock_file_deleted_and_made_anew_by_another(tmp_path: Path) -> None:
+    """Who makes it anew first leads: the next append of the one before is fenced."""
+
+    async def story() -> None:
+        async with opened(tmp_path / "log.db") as log, opened(tmp_path / "log.db") as other:
             pen = Pen(await log.lead(JOB, "a"))
             await pen.write()
             lock_path(log.path, JOB).unlink()
-            assert await pen.lead.append(pen.draft()) == Fenced(1, 1)
+            heir = Pen(await other.lead(JOB, "b"), head=1)
+            assert await pen.lead.append(pen.draft()) == Fenced(1, 2)
             await pen.lead.lost
-            assert await log.head(JOB) == 1
+            await heir.write()
+            assert await seqs(log.read(JOB)) == [1, 2]
 
     run(story())
 
@@ -81,6 +106,25 @@ def test_database_deleted_under_its_leader(tmp_path: Path) -> None:
             assert {one.name for one in folder.iterdir() if one.suffix == ".part"} == set()
 
     run(story())
+
+
+def test_a_folder_that_is_removed_file_by_file(tmp_path: Path) -> None:
+    """Whatever goes first, and with an append after each file, nothing is lost and nobody else leads."""
+
+    async def story(last: str) -> None:
+        folder = tmp_path / last
+        async with opened(folder / "log.db") as log:
+            pen, written = Pen(await log.lead(JOB, "a")), [1]
+            await pen.write()
+            for path in sorted(folder.iterdir(), key=lambda one: (one.name == last, one.suffix != ".lock", one.name)):
+                path.unlink(missing_ok=True)
+                await pen.write()
+                written.append(len(written) + 1)
+            async with opened(folder / "log.db") as fresh:
+                assert await seqs(fresh.read(JOB)) == written
+
+    for last in ("log.db", "log.db-wal"):
+        run(story(last))
 
 
 def test_a_stopped_process_that_puts_the_file_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,25 @@ def inode_of(path: Path) -> Inode:
     return (found.st_dev, found.st_ino)
 
 
+class Seen:
+    """Which file a connection has open: the one at the path, and beside it its newest pages, SQLite's write-ahead log."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._pages_path = path, path.with_name(f"{path.name}-wal")
+        self.inode = self._pages = NO_INODE
+
+    def opened(self) -> None:
+        """The file at the path has just been opened."""
+        self.inode, self._pages = inode_of(self._path), NO_INODE
+
+    def is_gone(self) -> bool:
+        """Was either deleted or replaced since?"""
+        pages = inode_of(self._pages_path)
+        if self._pages == NO_INODE:
+            self._pages = pages  # SQLite makes it when it is needed, and keeps it while somebody has the file open
+        return pages != self._pages or inode_of(self._path) != self.inode
+
+
 class Reserve:
     """Space set aside, so that the decision to say that the disk is full still fits on it."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dlrover_core.errors import LogUnavailable
 from dlrover_core.logs import tables
-from dlrover_core.logs.place import private_file
+from dlrover_core.logs.place import NO_INODE, Inode, inode_of, private_file
 
 TURN_S, LOOK_S = 5.0, 0.05
 """Copies of a log take well under a second."""
@@ -24,8 +24,11 @@ class NotOurTurn(LogUnavailable):
     """Another leader in this file is putting it back, and takes too long. Nothing is known of the file."""
 
 
-def put_back(old: sqlite3.Connection, path: Path, job: str, token: int) -> sqlite3.Connection:
+def put_back(old: sqlite3.Connection, path: Path, job: str, token: int, opened: Inode) -> sqlite3.Connection:
     """A connection to the file at ``path``, made anew from ``old`` if there is none, with all batches of ``job``.
+
+    ``opened``: the inode of the file that ``old`` has open. Where it lies at the path still, what SQLite keeps beside it was
+    deleted, the newest pages: it is made anew, too.
 
     Raises `LogUnavailable` where the file there is of somebody who knows nothing of this leadership; `NotOurTurn`.
     """
@@ -33,7 +36,7 @@ def put_back(old: sqlite3.Connection, path: Path, job: str, token: int) -> sqlit
     turn = private_file(path.with_name(f"{path.name}.put-back"), os.O_RDWR)
     try:
         _take_turn(turn, path)
-        if not path.exists():
+        if inode_of(path) in (opened, NO_INODE):
             _copy(old, path)
     finally:
         os.close(turn)

@@ -33,6 +33,7 @@ from dlrover_core.logs.lock import JobLock, Mark, read_mark, take_now, wait_take
 from dlrover_core.logs.place import (
     NO_INODE,
     Reserve,
+    Seen,
     default_state_dir,
     file_name,
     host_local,
@@ -76,7 +77,7 @@ class SqliteLog:
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="dlrover-log-read")
         self._writer: Writer | None = None
         self._db: sqlite3.Connection | None = None
-        self._inode = NO_INODE
+        self.seen = Seen(self.path)
         self._leading: dict[str, SqliteLeadership] = {}
         self._unmoved_bytes = 0
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -152,7 +153,7 @@ class SqliteLog:
                 raise NotLeading(job, now.holder if now else "", now.address if now else "")
             lock = await self._stand_by(path)
             # The leader before us may have put a deleted file back. If it could not, ours has all of it, and we do.
-            if inode_of(self.path) not in (NO_INODE, self._inode):
+            if inode_of(self.path) not in (NO_INODE, self.seen.inode):
                 await self._ready(job)
         lead = SqliteLeadership(self, writer, job, lock)
         try:
@@ -277,17 +278,13 @@ class SqliteLog:
 
     def in_place(self, opened: sqlite3.Connection | None) -> bool:
         """Is the file that ``opened`` has open still the one at the path? Writer's thread."""
-        return opened is self._db and not self.is_gone()
-
-    def is_gone(self) -> bool:
-        """Was the file deleted or replaced since it was opened?"""
-        return inode_of(self.path) != self._inode
+        return opened is self._db and not self.seen.is_gone()
 
     def put_back(self, job: str, token: int) -> None:
         """Make the database anew that was deleted under the leader of ``job``. Writer's thread. Raises `LogUnavailable`."""
-        old, self._db = self.connection, put_back(self.connection, self.path, job, token)
+        old, self._db = self.connection, put_back(self.connection, self.path, job, token, self.seen.inode)
         old.close()
-        self._inode = inode_of(self.path)
+        self.seen.opened()
         self._unmoved_bytes = 0
 
     def with_room(self, job: str, work: Callable[[], T], seq: int = 0) -> T:
@@ -363,7 +360,7 @@ class SqliteLog:
                 return tables.connect(self.path, create=True)
 
             self._db = self.with_room(job, make)
-            self._inode = inode_of(self.path)
+            self.seen.opened()
             self.reserve.keep()
 
     def _close_db(self) -> None:
@@ -432,7 +429,7 @@ class SqliteLeadership:
 
     def trouble(self) -> str:
         """Nothing between appends: what is wrong, an append finds out; a file that was deleted is put back now."""
-        if not self._over and self._log.is_gone():
+        if not self._over and self._log.seen.is_gone():
             self._writer.post(self._look)
         return ""
 
@@ -517,9 +514,11 @@ class SqliteLeadership:
         if not self._log.in_place(self._db):
             self._put_back()
         if not self._lock.intact():
-            # Whoever makes the lock file anew leads beside us: we stop before that.
-            self.let_go()
-            return self._fenced()
+            # A folder is removed file by file. False: somebody else has made the lock anew, and leads.
+            if not self._log.with_room(self.job, self._lock.renew):
+                self.let_go()
+                return self._fenced()
+            self._lock.write_mark(Mark(self._marked, self._token))
         outcome = self._log.with_room(self.job, functools.partial(self._write, self._tail, batch), batch.first_seq)
         if isinstance(outcome, Fenced):
             self.let_go()
