@@ -653,3 +653,17 @@ def test_old_attempts_are_pruned_as_new_ones_start(rig: Make, tmp_path: Any) -> 
     place = tmp_path / "logs/job_run_node"
     found = {path.parent.parent.name: path.read_text() for path in place.rglob("stdout.log")}
     assert found == {"attempt_0": "1\n", "attempt_4": "5\n", "attempt_5": "6\n"}
+
+
+def test_spares_are_as_many_as_workers(rig: Make) -> None:
+    """However often they are asked for while some are being made."""
+
+    async def test() -> None:
+        async with rig("forever()", nproc=2) as one:
+            nursery = one.launcher._nursery
+            for _ in range(3):
+                nursery.refill()
+            await asyncio.gather(*nursery._tasks)
+            assert len(nursery._spares) == 2
+
+    run(test())

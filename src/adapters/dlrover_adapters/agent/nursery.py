@@ -477,7 +477,8 @@ class Nursery:
         with contextlib.suppress(LaunchFailed):  # the next start makes its own, and says what is wrong
             while len(self._spares) < self._config.nproc and not self.plain:
                 spare = await self._make()
-                if self._closing:
+                # Another refill may have made the last one meanwhile.
+                if self._closing or len(self._spares) >= self._config.nproc:
                     self.discard(spare)
                     return
                 self._spares.append(spare)
