@@ -55,6 +55,7 @@ def test_two_jobs_on_too_few_hosts_both_end_well(block: int) -> None:
             raise AssertionError(f"python -m tests.chaos.queue_seeds {seed}") from error
 
 
+@pytest.mark.slow_loop(reason="the test itself reads and folds both histories in one callback")
 @pytest.mark.parametrize("seed", TWICE)
 def test_a_seed_of_two_jobs_makes_one_history(seed: int) -> None:
     """The same seed gives the same two logs, byte for byte; nodes were given back in both runs."""
