@@ -177,6 +177,62 @@ def test_a_frozen_watch_is_noticed(tmp_path: Path) -> None:
     tell(story)
 
 
+def test_closing_ends_open_watches(tmp_path: Path) -> None:
+    """Who reads from a watch when the transport is closed gets an error, and is not left to wait for ever."""
+
+    async def story() -> None:
+        async with serving(Server(stream(events(1), whole=False), hold=True), tmp_path) as api:
+            watch = api.watch(PODS, {}, BOUND_S)
+            await anext(watch)
+            reading = asyncio.ensure_future(anext(watch))
+            await asyncio.sleep(0)
+            await api.close()
+            with pytest.raises(Unreachable, match="closed on this side"):
+                await asyncio.wait_for(reading, BOUND_S / 4)
+
+    tell(story)
+
+
+def test_a_watch_outlives_requests_that_are_refused_together(tmp_path: Path) -> None:
+    """Credentials that have run out are renewed once, however many requests meet that, and the open watch goes on."""
+
+    async def story() -> None:
+        go_on = asyncio.Event()
+        refusals, renewed = 0, 0
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal refusals, renewed
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                if "watch=1" in head:
+                    writer.write(stream(events(1), whole=False))
+                    await go_on.wait()
+                    writer.write(stream(events(2), whole=True).partition(b"\r\n\r\n")[2])
+                else:
+                    old = "bearer t1" in head.lower()
+                    refusals, renewed = refusals + old, renewed + (not old)
+                    writer.write(answer(401, {"reason": "Unauthorized"}) if old else answer(200, {}))
+                await writer.drain()
+            writer.close()
+
+        server = Server()
+        server.serve = serve  # type: ignore[method-assign]
+        async with serving(server, tmp_path) as api:
+            watch = api.watch(PODS, {}, BOUND_S)
+            await anext(watch)
+            text = (tmp_path / "config").read_text(encoding="utf-8")
+            (tmp_path / "config").write_text(text.replace('"t1"', '"t2"'), encoding="utf-8")
+            await asyncio.gather(*(api.ask("GET", PODS) for _ in range(4)))
+            assert (refusals, renewed) == (4, 4)
+            reading = asyncio.ensure_future(anext(watch))
+            await asyncio.sleep(0)
+            go_on.set()
+            assert (await asyncio.wait_for(reading, BOUND_S / 4))["object"]["n"] == 2
+            await watch.aclose()
+
+    tell(story)
+
+
 def test_a_refused_watch(tmp_path: Path) -> None:
     """A watch that the server refuses is its error."""
 

@@ -45,21 +45,33 @@ class Transport:
         self._configuration: Configuration | None = None
         self._rest: RESTClientObject | None = None
         self._last: RESTClientObject | None = None
+        self._watches: dict[aiohttp.ClientResponse, RESTClientObject] = {}
         self._opening = asyncio.Lock()
         self.namespace = ""
 
     async def close(self) -> None:
-        """Close all connections; the next request opens new ones."""
+        """Close all connections; the next request opens new ones. Open watches end with `Unreachable`."""
         rests, self._rest, self._last = (self._last, self._rest), None, None
         for one in rests:
             if one is not None:
-                await one.close()
+                await self._ended(one)
 
-    async def _renew(self) -> None:
-        """Read the credentials at the next request. What is open stays so until they are renewed once more."""
+    async def _renew(self, refused: RESTClientObject) -> None:
+        """Read the credentials at the next request. What is open stays so until they are renewed once more.
+
+        Requests that are refused together renew them once: the connections of a watch would be closed under it.
+        """
+        if refused is not self._rest:
+            return
         last, self._last, self._rest = self._last, self._rest, None
         if last is not None:
-            await last.close()
+            await self._ended(last)
+
+    async def _ended(self, rest: RESTClientObject) -> None:
+        """Close its connections. aiohttp tells nobody who reads from one, and takes its read timeout away as well."""
+        for answer in [one for one, its in self._watches.items() if its is rest]:
+            answer.content.set_exception(aiohttp.ClientConnectionError("the connection was closed on this side"))
+        await rest.close()
 
     async def open(self) -> None:
         """Read credentials, unless that is done. Raises `SpecError` where there are none."""
@@ -69,17 +81,20 @@ class Transport:
         self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Json | None = None
     ) -> Json:
         """Send one request; the decoded answer. Raises `ApiError`, and `SpecError` where there are no credentials."""
+        asked = Request(method, _with_query(path, query))
+        rest, configuration = await self._opened()
         try:
-            return await self._ask(method, path, query, body)
+            return await self._ask(rest, configuration, asked, body)
         except Unauthorized:
             # A token of an exec plugin or of a service account has run out: a new one is made by reading them anew.
-            await self._renew()
-            return await self._ask(method, path, query, body)
+            await self._renew(rest)
+            return await self._ask(*await self._opened(), asked, body)
 
-    async def _ask(self, method: str, path: str, query: Mapping[str, str] | None, body: Json | None) -> Json:
-        asked = Request(method, _with_query(path, query))
+    async def _ask(
+        self, rest: RESTClientObject, configuration: Configuration, asked: Request, body: Json | None
+    ) -> Json:
         timeout = aiohttp.ClientTimeout(total=TOTAL_S, sock_connect=CONNECT_S, sock_read=READ_S)
-        answer = await self._send(asked, body, timeout)
+        answer = await _sent(rest, configuration, asked, body, timeout)
         try:
             data = await answer.read()
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
@@ -96,11 +111,14 @@ class Transport:
     async def watch(self, path: str, query: Mapping[str, str], read_s: float) -> AsyncGenerator[Json, None]:
         """Events of a watch as they come, until the server ends it. Raises `ApiError`."""
         asked = Request("GET", _with_query(path, {**query, "watch": "1"}))
-        answer = await self._send(asked, None, aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=read_s))
+        rest, configuration = await self._opened()
+        timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=read_s)
+        answer = await _sent(rest, configuration, asked, None, timeout)
+        self._watches[answer] = rest
         try:
             if answer.status != 200:
                 if answer.status == 401:
-                    await self._renew()
+                    await self._renew(rest)
                 raise of_answer(asked, answer.status, _decoded(await answer.read()), answer.headers)
             async for line in _lines(answer, asked):
                 event = _decoded(line)
@@ -110,27 +128,8 @@ class Transport:
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise _unreachable(asked, error) from error
         finally:
+            del self._watches[answer]
             answer.close()
-
-    async def _send(self, asked: Request, body: Json | None, timeout: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
-        rest, configuration = await self._opened()
-        headers = {"Accept": "application/json"}
-        headers["Content-Type"] = MERGE_PATCH if asked.method == "PATCH" else "application/json"
-        for one in (await configuration.auth_settings()).values():
-            if one.get("value"):
-                headers[str(one["key"])] = str(one["value"])
-        try:
-            answer: aiohttp.ClientResponse = await rest.request(
-                asked.method,
-                str(configuration.host).rstrip("/") + asked.path,
-                headers=headers,
-                body=body,
-                _preload_content=False,
-                _request_timeout=timeout,
-            )
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            raise _unreachable(asked, error) from error
-        return answer
 
     async def _opened(self) -> tuple[RESTClientObject, Configuration]:
         async with self._opening:
@@ -162,6 +161,33 @@ class Transport:
         context: Any = (loader.current_context or {}).get("context") or {}
         self.namespace = str(context.get("namespace") or "")
         return found
+
+
+async def _sent(
+    rest: RESTClientObject,
+    configuration: Configuration,
+    asked: Request,
+    body: Json | None,
+    timeout: aiohttp.ClientTimeout,
+) -> aiohttp.ClientResponse:
+    """The answer, as soon as its head is there."""
+    headers = {"Accept": "application/json"}
+    headers["Content-Type"] = MERGE_PATCH if asked.method == "PATCH" else "application/json"
+    for one in (await configuration.auth_settings()).values():
+        if one.get("value"):
+            headers[str(one["key"])] = str(one["value"])
+    try:
+        answer: aiohttp.ClientResponse = await rest.request(
+            asked.method,
+            str(configuration.host).rstrip("/") + asked.path,
+            headers=headers,
+            body=body,
+            _preload_content=False,
+            _request_timeout=timeout,
+        )
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        raise _unreachable(asked, error) from error
+    return answer
 
 
 def _exists(paths: str) -> bool:
