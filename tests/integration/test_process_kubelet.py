@@ -262,6 +262,21 @@ def test_a_lost_node_keeps_its_pods_until_it_is_back(cluster: Cluster) -> None:
     cluster.within(lambda: not of_pod(uid))
 
 
+def test_a_node_that_is_back_tells_that_its_pods_are_ready(cluster: Cluster) -> None:
+    """The node controller takes Ready from the pods of a silent node; who waits for them is told when the node is back."""
+
+    def ready(pod: Object) -> str:
+        return next(one["status"] for one in pod["status"]["conditions"] if one["type"] == "Ready")
+
+    spec = {"nodeSelector": {"kubernetes.io/hostname": "node-1"}, "tolerations": [{"operator": "Exists"}]}
+    cluster.make("patient", FOREVER, spec=spec)
+    cluster.until("patient", lambda one: one["status"]["phase"] == "Running" and ready(one) == "True")
+    cluster.ground.strike(lambda kubelet: kubelet.lose("node-1", dead=False))
+    cluster.until("patient", lambda one: ready(one) == "False")
+    cluster.ground.strike(lambda kubelet: kubelet.find("node-1"))
+    cluster.until("patient", lambda one: ready(one) == "True")
+
+
 def test_jobs_complete_and_fail(cluster: Cluster) -> None:
     """A Job ends Complete with exit 0, Failed by a code of its policy, and starts another pod for a code to ignore."""
 

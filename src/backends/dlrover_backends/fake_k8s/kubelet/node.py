@@ -61,6 +61,7 @@ class Kubelet:
             kind: Cache(client, f"/api/v1/{plural}", lambda _event, _obj: None) for kind, plural in KINDS.items()
         }
         self._background: list[asyncio.Task[None]] = []
+        self._reconciling: set[asyncio.Task[None]] = set()
         self._addresses = 0
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
 
@@ -81,7 +82,7 @@ class Kubelet:
 
     async def stop(self) -> None:
         """Kill everything that runs, and tell the server nothing."""
-        tasks = [*self._background, *self._heartbeats.values(), *self._tasks.values()]
+        tasks = [*self._background, *self._heartbeats.values(), *self._tasks.values(), *self._reconciling]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -126,9 +127,17 @@ class Kubelet:
             if pod is not None:
                 pod.vanish()
         elif pod is not None:
-            pod.see(obj)
+            self._see(pod, obj)
         else:
             self._take(obj)
+
+    def _see(self, pod: Pod, obj: Object) -> None:
+        """A pod has changed. Ready is restored where the node controller has taken it away, as kubelets do that are back."""
+        pod.see(obj)
+        if pod.doubted:
+            task = asyncio.create_task(pod.tell_again())
+            self._reconciling.add(task)
+            task.add_done_callback(self._reconciling.discard)
 
     def _take(self, obj: Object) -> None:
         uid, node = obj["metadata"]["uid"], obj["spec"]["nodeName"]
@@ -235,7 +244,7 @@ class Kubelet:
         known = {obj["metadata"]["uid"]: obj for obj in self._cache.objects.values()}
         for uid, pod in list(self.pods.items()):
             if pod.obj["spec"]["nodeName"] == node:
-                pod.see(known[uid]) if uid in known else pod.vanish()
+                self._see(pod, known[uid]) if uid in known else pod.vanish()
         for uid, obj in known.items():
             if obj["spec"].get("nodeName") == node and uid not in self.pods:
                 self._take(obj)

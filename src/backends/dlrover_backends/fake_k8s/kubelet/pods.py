@@ -87,6 +87,8 @@ class Pod:
         self._sidecars: list[asyncio.Task[None]] = []
         self._ending: Ending | None = None
         self._end = asyncio.Event()
+        self._told: Object = {}
+        self._telling = asyncio.Lock()
         self.gone = False  # the server's object is gone: end at once, and tell nobody
 
     # -- what happens to it ------------------------------------------------------------------------------------
@@ -96,6 +98,14 @@ class Pod:
         self.obj = obj
         if "deletionTimestamp" in obj["metadata"]:
             self._end.set()
+
+    @property
+    def doubted(self) -> bool:
+        """Has the node controller taken Ready away, while all that this node knows is well?"""
+        status = self.obj["status"]
+        told = [one for one in self._told.get("conditions") or [] if one["type"] == "Ready" and one["status"] == "True"]
+        found = [one for one in status.get("conditions") or [] if one["type"] == "Ready"]
+        return bool(told and found) and found[0]["status"] == "False" and not found[0].get("reason")
 
     def vanish(self) -> None:
         """The object is gone from the server: what runs is killed."""
@@ -311,6 +321,12 @@ class Pod:
         """Write a status; lost requests are repeated, and a pod that is gone is no error."""
         if self.gone:
             return
-        await self._speaks.wait()
-        body = {"metadata": {"uid": self.uid}, "status": status}
-        await self._client.surely("PATCH", path_of(self.obj, "status"), body, STRATEGIC)
+        self._told = status
+        await self.tell_again()
+
+    async def tell_again(self) -> None:
+        """Write the newest status, whatever the server has."""
+        async with self._telling:
+            await self._speaks.wait()
+            body = {"metadata": {"uid": self.uid}, "status": self._told}
+            await self._client.surely("PATCH", path_of(self.obj, "status"), body, STRATEGIC)
