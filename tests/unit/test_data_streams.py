@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dlrover_adapters.agent.slot import StepSlot
@@ -19,7 +20,7 @@ from dlrover_adapters.data import Reader, fingerprint_of
 from dlrover_adapters.data import folder_stream as folders
 from dlrover_adapters.data.folder_stream import LIST, PARTITION, FolderStream
 from dlrover_adapters.data.following import Followed
-from dlrover_adapters.torch import steps
+from dlrover_adapters.torch import ElasticStream, steps
 from dlrover_adapters.torch.slot import Slot
 from dlrover_core.data.streams import (
     ENDLESS,
@@ -495,6 +496,15 @@ class Many(Toy):
     def read(self, partition: str, offset: int, most: int, wait_s: float) -> Sequence[Message]:
         """Every other offset."""
         return [Message(offset + offset % 2, offset)]
+
+
+def test_samples_may_be_arrays(tmp_path: Path) -> None:
+    """Samples are looked at for None by identity: an array compares its elements."""
+    FolderStand(tmp_path).write(4)
+    data = ElasticStream(
+        f"folder://{tmp_path}", parse=lambda value: np.full(3, value), collate=list, global_batch=4, micro_batch=4
+    )
+    assert [one.tolist() for one in next(iter(data))] == [[at] * 3 for at in range(4)]
 
 
 def test_streams_that_have_no_one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,12 +238,13 @@ class ElasticStream(ElasticDataset):
             values += self._read(run.partition, run.offset, run.many)
         if self._parse is not None:
             values = [self._parse(one) for one in values]
-        if None in values:
-            at = micro.start + values.index(None)
+        # `None in values` would compare samples, which arrays do element by element.
+        missing = next((at for at, one in enumerate(values, micro.start) if one is None), None)
+        if missing is not None:
             raise SpecError(
                 "parse",
-                f"None for message {at} of stream {self.name!r}: return the sample, or raise what is wrong with it; none is left "
-                "out in silence",
+                f"None for message {missing} of stream {self.name!r}: return the sample, or raise what is wrong with it; none is "
+                "left out in silence",
             )
         return self._collate(values)
 
