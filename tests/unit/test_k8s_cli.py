@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import re
+from collections import deque
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from k8s_scripted import Server
+from k8s_scripted import Server, failed
 
 from dlrover_adapters.cli import apart, backend_flags, backends, kubernetes
 from dlrover_adapters.cli import main as dlrover
@@ -139,3 +141,27 @@ def test_the_launcher_clears_and_says_what_it_could_not(
         "job conformance: what its backend has made may be left behind: LaunchRefused: secret"
         in capsys.readouterr().err
     )
+
+
+def test_the_launcher_asks_the_cluster_first(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    """Without credentials or a right the command ends before anything starts; a server that is away is told and waited for."""
+    server = Server()
+    context = BackendContext(
+        "conformance", "r1", ("m:1",), "t", arguments=("x.py",), args="image=i:1,namespace=ml", directory=str(tmp_path)
+    )
+
+    def asked(backend: KubernetesBackend) -> None:
+        monkeypatch.setattr(backends, "made", lambda *_: backend)
+        asyncio.run(asyncio.wait_for(apart._check(Launcher, "t"), 20))  # type: ignore[arg-type]
+
+    asked(KubernetesBackend(context, server))
+    assert capsys.readouterr().err == ""
+    server.faults["GET"] = deque([failed(0, "away"), failed(403, 'User "u" cannot list resource "pods"')])
+    asked(KubernetesBackend(context, server))
+    assert "its backend cannot be used now, and is waited for: " in capsys.readouterr().err
+    with pytest.raises(SpecError, match="kubectl -n ml create role dlrover-pods"):
+        asked(KubernetesBackend(context, server))
+    nowhere = dataclasses.replace(context, args=f"image=i:1,kubeconfig={tmp_path}/none")
+    with pytest.raises(SpecError, match="none' is not there"):
+        asked(KubernetesBackend(nowhere))
+    assert [path for _, path, _ in server.asked] == ["/api/v1/namespaces/ml/pods?limit=1"] * 3

@@ -67,6 +67,15 @@ class Clearing(Protocol):
 
 
 @runtime_checkable
+class Checking(Protocol):
+    """A backend whose platform can be asked beforehand. The launcher does so before it starts anything."""
+
+    async def check(self) -> None:
+        """Raises `SpecError` for what will not mend itself, in words that say what to do; it may raise anything else."""
+        ...
+
+
+@runtime_checkable
 class Closing(Protocol):
     """A backend that holds connections. Each master calls it when it ends; another one of the same run may live on."""
 

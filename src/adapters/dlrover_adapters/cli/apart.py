@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dlrover_adapters.cli.torchrun_flags import Options
     from dlrover_core.runtime.backends import Choice
 
-CLEAR_S = 60.0
+CHECK_S, CLEAR_S = 10.0, 60.0
 UNFINISHED = (70, 75)
 """Exit statuses after which the job goes on, or nobody knows: its nodes stay."""
 EVERYWHERE = "0.0.0.0"  # noqa: S104  # nodes are on other hosts, and show a token
@@ -60,11 +60,34 @@ async def _lead(options: Options, settings: Settings, token: str, port: socket.s
     host, number = port.getsockname()[:2]
     own = backends.masters(options, hosts.joined(hosts.outside(host), number))
     settings = replace(settings, masters=tuple(dict.fromkeys((*own, *settings.masters))))
+    await _check(settings, token)
     how = lead.How(cli_options.shows_progress(options), cli_options.where(options))
     status = await lead.supervise(settings, token, port, NoNodes(), how)
     if status not in UNFINISHED:
         await _clear(settings, token)
     return status
+
+
+async def _check(settings: Settings, token: str) -> None:
+    """Ask the backend's platform before anything is started. Raises `SpecError`; one that is away now is waited for, and told."""
+    from dlrover_core.runtime.backend import Checking
+    from dlrover_core.runtime.within import within
+
+    backend = backends.made(settings, token)
+    if not isinstance(backend, Checking):
+        return
+    try:
+        await within(CHECK_S, backend.check())
+    except SpecError:
+        raise
+    except Exception as error:  # noqa: BLE001  # a backend may raise anything, and nodes of this job may run already
+        why = str(error) or f"no answer within {CHECK_S:g} s"
+        print(
+            f"dlrover-run: job {settings.job.job}: its backend cannot be used now, and is waited for: {why}",
+            file=sys.stderr,
+        )
+    finally:
+        await backends.closed(backend)
 
 
 async def _clear(settings: Settings, token: str) -> None:

@@ -21,7 +21,7 @@ from dlrover_backends.k8s import endings, names, pods, refusals, render, setting
 from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.errors import ApiError, Busy, Conflict, Forbidden, NotFound
 from dlrover_backends.k8s.listwatch import READ_S, ListWatch, Snapshot
-from dlrover_core.errors import CoreError, LaunchRefused
+from dlrover_core.errors import CoreError, LaunchRefused, SpecError
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.backend import Changed, Listed, Observation
 from dlrover_core.runtime.backends import BackendContext
@@ -131,6 +131,14 @@ class KubernetesBackend:
     async def room(self, group: str) -> int | None:  # noqa: ARG002  # the port's
         """Only the scheduler knows what would start now."""
         return None
+
+    async def check(self) -> None:
+        """Ask for pods. Raises `SpecError` for missing credentials or rights, and `ApiError`."""
+        await self._connected()
+        try:
+            await self._ask("GET", f"{self._path('pods')}?limit=1")
+        except Forbidden as error:
+            raise SpecError("backend", refusals.missing_right(error)) from error
 
     # ---- when the job is over
 
