@@ -110,7 +110,7 @@ async def stalled(replay: Replay) -> None:
 
 async def established(replay: Replay) -> None:
     """A definition is served a moment after its creation."""
-    await replay.settle()
+    replay.settle()
 
 
 async def throttled(replay: Replay) -> None:
@@ -124,7 +124,7 @@ async def throttled(replay: Replay) -> None:
 
 async def second_definition(replay: Replay) -> None:
     """Another definition is established."""
-    await replay.settle()
+    replay.settle()
 
 
 def bound(pod: Any) -> Any:

@@ -28,6 +28,7 @@ class Definitions:
         self._soon = soon
         self._delay_s = delay_s
         self.initializing: set[tuple[str, str]] = set()
+        self._coming: dict[str, list[asyncio.TimerHandle]] = {}
         api.listen(self._heard)
 
     def _heard(self, kind: tuple[str, str], change: Change) -> None:
@@ -78,8 +79,18 @@ class Definitions:
                 self._accept(definition["metadata"]["name"], established=True)
                 return
             name = definition["metadata"]["name"]
-            loop.call_later(self._delay_s / 2, lambda: self._accept(name, established=False))
-            loop.call_later(self._delay_s, lambda: self._accept(name, established=True))
+            self._coming[name] = [
+                loop.call_later(self._delay_s / 2, lambda: self._accept(name, established=False)),
+                loop.call_later(self._delay_s, lambda: self._accept(name, established=True)),
+            ]
+
+    def establish(self) -> None:
+        """Serve all definitions now."""
+        for name, timers in list(self._coming.items()):
+            for timer in timers:
+                timer.cancel()
+            self._accept(name, established=False)
+            self._accept(name, established=True)
 
     def _accept(self, name: str, *, established: bool) -> None:
         key = ("apiextensions.k8s.io", "customresourcedefinitions")
@@ -94,5 +105,6 @@ class Definitions:
         served["message"] = "the initial names have been accepted"
         status = {**found.obj["status"], "conditions": [accepted, served], "acceptedNames": spec["names"]}
         if established:
+            self._coming.pop(name, None)
             self.initializing.discard((spec["group"], spec["names"]["plural"]))
         self.api.store.put(key, ("", name), {**found.obj, "status": status})

@@ -152,6 +152,10 @@ class FakeServer:
         """Whether a definition is not served yet."""
         return bool(self._definitions.initializing)
 
+    def establish(self) -> None:
+        """Serve all definitions now, whatever ``definition_s`` says."""
+        self._definitions.establish()
+
     @property
     def watches(self) -> int:
         """How many watches are open."""
