@@ -26,6 +26,7 @@ def _deaf_to_deletions() -> AbstractContextManager[Any]:
 
 
 @pytest.mark.parametrize("seed", SMOKE)
+@pytest.mark.slow_loop(reason="the server, the backend and the script of pods share one loop")
 def test_every_seed_ends_right(seed: int) -> None:
     """One living pod per place at any time, one relaunch per death, and nothing left at the end."""
     trial(seed)
