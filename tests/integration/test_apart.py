@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import pytest
 from running import BIN, SCRIPTS, TOKEN, Job, Process, eventually, processes
 
 from dlrover_adapters.cli.scratch import MARK
+from dlrover_backends.shared.orphans import PR_SET_CHILD_SUBREAPER
 from dlrover_core import BackendContext
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime import objects
@@ -100,6 +102,8 @@ def test_the_example_is_short_and_imports_public_names_alone() -> None:
 
 def test_a_backend_that_is_started_again_finds_its_nodes(tmp_path: Path) -> None:
     """Another backend over the same files lists what runs, what has ended, and starts nothing again; it is nobody's parent."""
+    # A launcher that another test had in this process would have orphans come here.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
     async def story() -> None:
         first, alive, dead = make(tmp_path), make_launch(0), make_launch(1)
