@@ -5,8 +5,8 @@ same cores; the server is held to recordings of a real one, and its speed bounds
 
 - pods made: `--pods` launches, `--at-once` at a time, as many as a master orders together; until the API has accepted all;
 - a list: all pods of the run are listed anew; the processor time from the request to what the master is told;
-- watching: `--watched` pods are observed by a process of its own and nothing happens; its memory above that of one that observes
-  none, and its share of a core over `--seconds`;
+- watching: a process of its own observes `--watched` pods, and nothing changes in them. Measured are its share of a core over
+  `--seconds`, and its memory, less that of a process that observes no pods;
 - a failed pod: its status says so, and the next incarnation is launched at once; the time between the two requests.
 
 No peer runs here. JobSet published 290 pods/s for its controller at 15,000 nodes, on a cluster; no ratio is made of it.
@@ -78,7 +78,7 @@ def watch(folder: str, run: str, pods: int, seconds: float) -> int:
 
 
 def memory_mib() -> float:
-    """What of this process lies in memory."""
+    """Resident memory of this process, in MiB."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * resource.getpagesize() / 2**20
 
@@ -154,7 +154,7 @@ async def failed(folder: str, run: str, times: int) -> list[float]:
 
 
 def watched(folder: str, run: str, pods: int, seconds: float) -> dict[str, float]:
-    """What a process that observes so many pods needs."""
+    """Memory (MiB) and share of a core (%) of a process that observes this many pods."""
     words = [sys.executable, __file__, "--child", "watch", "--folder", folder, "--run", run]
     words += ["--watched", str(pods), "--seconds", str(seconds)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=False)

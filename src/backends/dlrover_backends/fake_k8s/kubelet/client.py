@@ -196,3 +196,41 @@ async def from_kubeconfig(path: str) -> Client:
             tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     token = str(found.api_key.get("BearerToken", "")).removeprefix("Bearer ")
     return Client(found.host, token, tls)
+
+
+class Controller:
+    """Looks at all objects again whenever one of them has changed."""
+
+    def __init__(self) -> None:
+        self._news = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def caches(self) -> tuple[Cache, ...]:
+        """What it looks at; each cache calls `heard`."""
+        raise NotImplementedError
+
+    async def look(self) -> None:
+        """Act on what the caches hold now."""
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        """Follow the objects."""
+        self._tasks = [asyncio.create_task(one) for one in (*(cache.run() for cache in self.caches()), self._work())]
+
+    async def stop(self) -> None:
+        """Follow them no more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def heard(self, _event: str, _obj: Object) -> None:
+        """An object has changed."""
+        self._news.set()
+
+    async def _work(self) -> None:
+        for cache in self.caches():
+            await cache.synced.wait()
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            await self.look()

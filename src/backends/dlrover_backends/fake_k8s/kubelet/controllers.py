@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from dlrover_backends.fake_k8s.kubelet.client import MERGE, STRATEGIC, Cache, Client, path_of
+from dlrover_backends.fake_k8s.kubelet.client import MERGE, STRATEGIC, Cache, Client, Controller, path_of
 from dlrover_backends.fake_k8s.kubelet.statuses import stamp
 
 Object = dict[str, Any]
@@ -154,7 +154,7 @@ class NodeController:
             await self._client.surely("DELETE", path_of(pod), options)
 
 
-class JobController:
+class JobController(Controller):
     """Runs batch/v1 Jobs: parallelism, completions, back-off limit, pod failure policy, indexes.
 
     Args:
@@ -162,35 +162,21 @@ class JobController:
     """
 
     def __init__(self, client: Client) -> None:
+        super().__init__()
         self._client = client
-        self._news = asyncio.Event()
-        self._jobs = Cache(client, "/apis/batch/v1/jobs", self._heard)
-        self._pods = Cache(client, "/api/v1/pods", self._heard)
+        self._jobs = Cache(client, "/apis/batch/v1/jobs", self.heard)
+        self._pods = Cache(client, "/api/v1/pods", self.heard)
         self._made: dict[str, set[str]] = {}  # uid of a job -> names made, before the cache knows them
-        self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
-        """Follow jobs."""
-        self._tasks = [asyncio.create_task(one) for one in (self._jobs.run(), self._pods.run(), self._work())]
+    def caches(self) -> tuple[Cache, ...]:
+        """What it looks at."""
+        return (self._jobs, self._pods)
 
-    async def stop(self) -> None:
-        """Follow jobs no more."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _heard(self, _event: str, _obj: Object) -> None:
-        self._news.set()
-
-    async def _work(self) -> None:
-        await self._jobs.synced.wait()
-        await self._pods.synced.wait()
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            for job in list(self._jobs.objects.values()):
-                if "deletionTimestamp" not in job["metadata"]:
-                    await self._sync(job)
+    async def look(self) -> None:
+        """Act on what the caches hold now."""
+        for job in list(self._jobs.objects.values()):
+            if "deletionTimestamp" not in job["metadata"]:
+                await self._sync(job)
 
     async def _sync(self, job: Object) -> None:
         uid, spec, status = job["metadata"]["uid"], job["spec"], job.get("status") or {}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from decimal import Decimal
 from typing import Any
 
 from dlrover_backends.fake_k8s import selectors
-from dlrover_backends.fake_k8s.kubelet.client import STRATEGIC, Cache, Client, path_of
+from dlrover_backends.fake_k8s.kubelet.client import STRATEGIC, Cache, Client, Controller, path_of
 from dlrover_backends.fake_k8s.kubelet.node import requests_of
 from dlrover_backends.fake_k8s.kubelet.statuses import stamp
 from dlrover_backends.fake_k8s.quantities import amount
@@ -21,7 +20,7 @@ NO_NODES = "no nodes available to schedule pods"
 _SELECTOR = "node(s) didn't match Pod's node affinity/selector"
 
 
-class Scheduler:
+class Scheduler(Controller):
     """Binds pods to nodes.
 
     Args:
@@ -29,38 +28,24 @@ class Scheduler:
     """
 
     def __init__(self, client: Client) -> None:
+        super().__init__()
         self._client = client
-        self._news = asyncio.Event()
-        self._pods = Cache(client, "/api/v1/pods", self._heard)
-        self._nodes = Cache(client, "/api/v1/nodes", self._heard)
+        self._pods = Cache(client, "/api/v1/pods", self.heard)
+        self._nodes = Cache(client, "/api/v1/nodes", self.heard)
         self._told: dict[str, str] = {}  # uid -> message
         self._bound: dict[str, str] = {}  # uid -> node, before the cache knows it
-        self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
-        """Follow pods and nodes, and bind."""
-        self._tasks = [asyncio.create_task(one) for one in (self._nodes.run(), self._pods.run(), self._work())]
+    def caches(self) -> tuple[Cache, ...]:
+        """What it looks at."""
+        return (self._nodes, self._pods)
 
-    async def stop(self) -> None:
-        """Bind no more."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _heard(self, _event: str, _obj: Object) -> None:
-        self._news.set()
-
-    async def _work(self) -> None:
-        await self._nodes.synced.wait()
-        await self._pods.synced.wait()
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            waiting = [one for one in self._pods.objects.values() if self._waits(one)]
-            waiting.sort(key=lambda one: (-one["spec"].get("priority", 0), one["metadata"]["creationTimestamp"]))
-            used = self._used()
-            for pod in waiting:
-                await self._place(pod, used)
+    async def look(self) -> None:
+        """Act on what the caches hold now."""
+        waiting = [one for one in self._pods.objects.values() if self._waits(one)]
+        waiting.sort(key=lambda one: (-one["spec"].get("priority", 0), one["metadata"]["creationTimestamp"]))
+        used = self._used()
+        for pod in waiting:
+            await self._place(pod, used)
 
     def _waits(self, pod: Object) -> bool:
         spec, metadata = pod["spec"], pod["metadata"]
