@@ -21,6 +21,7 @@ from drive import Drive
 
 from dlrover_core.data.cut import Place
 from dlrover_core.data.cut import pack as pack_cut
+from dlrover_core.data.ranges import Ranges
 from dlrover_core.diagnosis import ladder
 from dlrover_core.job import (
     checkpoints,
@@ -28,6 +29,7 @@ from dlrover_core.job import (
     clusters,
     incidents,
     job,
+    leases,
     nodes,
     operations,
     progress,
@@ -298,6 +300,28 @@ def consumed() -> Drive:
     return drive
 
 
+def leased() -> Drive:
+    """A job whose workers keep their own pace: a recall, a dead worker, a dead node, a take-over."""
+    drive = Drive(numbered=True, nodes_max=2, nproc=1).up()
+    drive.say(shards.RegisterDataset("worker-1-0", 1, "eval", 100, 7, "shuffled", "f00d", 2, 0, shards.LEASE))
+
+    def hear(node: str, aim: int, acked: tuple[int, int], recall: int = 0, yielded: tuple[int, int] = (0, 0)) -> None:
+        said = (Ranges([acked]).pack(), recall, Ranges([yielded]).pack())
+        drive.do(leases.HearLease(node, "eval", aim, 4, 20_000, *said, 2))
+
+    hear("worker-0-0", 150, (0, 0))
+    for _ in range(8):
+        hear("worker-1-0", 150, (0, 0))
+    drive.do(leases.RecallLease("worker-1-0", "eval", 40, "worker-0-0"))
+    hear("worker-1-0", 0, (50, 60), drive.state.seq, (170, 200))
+    hear("worker-0-0", 150, (0, 20))
+    drive.take_over()
+    drive.say(leases.ReportRepeated("worker-0-0", "eval", Ranges([(20, 24)]).pack(), "rank 0 ended"))
+    drive.exit("worker-1-0", 1, -9, step=27)
+    drive.observe("worker-1-0", "gone", 137, "killed")
+    return drive
+
+
 STORIES: dict[str, Callable[[], Drive]] = {
     one.__name__: one
     for one in (
@@ -311,6 +335,7 @@ STORIES: dict[str, Callable[[], Drive]] = {
         several_sets,
         suspended_without_nodes,
         consumed,
+        leased,
     )
 }
 
@@ -464,3 +489,11 @@ def test_the_story_of_data(hashes: dict[str, Any]) -> None:
     assert ledger.datasets["train"].again == 4 * (26 - 10)
     assert [one.state for one in ledger.lineage.known] == [(1, 10), (2, 30)]
     assert ledger.broken == 0
+
+
+def test_the_story_of_leases(hashes: dict[str, Any]) -> None:
+    """What was acknowledged stays so, what was given back or was a dead node's is free, and repetitions are counted."""
+    one = _recorded("leased").leases.of("worker")["eval"]
+    assert one.acked == ((0, 20), (50, 60))
+    assert (one.lease("worker-1-0").spans, one.again, one.returns) == ((), 114, 3)
+    assert not list(one.check())

@@ -228,6 +228,8 @@ class ShardSlice(Coupled):
 
 
 def _on_registered(slice_: ShardSlice, fact: DatasetRegistered, record: Record) -> None:
+    if fact.assignment == LEASE:
+        return  # `job.leases` has it: acknowledgements say what was consumed, and no cut does
     ledger, terms = slice_.ledgers.setdefault(fact.group, Ledger()), Terms(*fact[1:])
     known = ledger.datasets.get(fact.name)
     if known is None:

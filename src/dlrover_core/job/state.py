@@ -20,6 +20,7 @@ from dlrover_core.job import (
     incidents,
     job,
     laggards,
+    leases,
     nodes,
     notices,
     observing,
@@ -61,6 +62,7 @@ class JobState(BaseState):
     checkpoints: checkpoints.CheckpointSlice = kept(checkpoints.CheckpointSlice, checkpoints.FACTS)
     clusters: clusters.ClusterSlice = kept(clusters.ClusterSlice, clusters.FACTS)
     shards: shards.ShardSlice = kept(shards.ShardSlice, shards.FACTS, later=True)
+    leases: leases.LeaseSlice = kept(leases.LeaseSlice, leases.FACTS, later=True)
 
     def __post_init__(self) -> None:
         """Give the job's sets to all slices that are kept by set."""

@@ -17,6 +17,7 @@ from dlrover_core.rules import (
     incidents,
     job,
     laggards,
+    leases,
     nodes,
     notices,
     operations,
@@ -58,6 +59,7 @@ _RULES = (
     suspension.RULES,
     clusters.RULES,
     shards.RULES,
+    leases.RULES,
 )
 
 

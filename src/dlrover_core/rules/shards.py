@@ -12,9 +12,9 @@ from dlrover_core.job.checkpoints import CheckpointCommitted, Restored, StepsHel
 from dlrover_core.job.lineage import cut_of
 from dlrover_core.job.shards import DatasetRegistered, Datasets, LedgerBroken, RegisterDataset, Terms
 from dlrover_core.job.state import JobState
-from dlrover_core.kernel.engine import Rules, Telling, Tells, always
+from dlrover_core.kernel.engine import Rules, Telling, Tells
 from dlrover_core.kernel.events import Event, Record
-from dlrover_core.rules import slots
+from dlrover_core.rules import leases, slots
 
 
 def _known(state: JobState, group: str) -> tuple[Terms, ...]:
@@ -30,8 +30,18 @@ def _telling(state: JobState, group: str, known: tuple[Terms, ...]) -> Telling:
 
 def _register(state: JobState, command: RegisterDataset, now: int) -> Iterator[Event]:
     """Register a dataset. A repetition, whether it knows the global batch or not, leaves no record; another one is refused."""
+    terms = Terms(*command[2:])
+    if terms.assignment == shards.LEASE:
+        _bounded(terms)
+        yield from leases.register(state, command.node, terms)
+    else:
+        yield from _register_cursor(state, command, terms)
+
+
+def _register_cursor(state: JobState, command: RegisterDataset, terms: Terms) -> Iterator[Event]:
+    """Only rank 0 speaks for ranks that meet in every step."""
     slots.present(state, command.node)
-    current, group, terms = state.world.of(command.node), state.set_of(command.node), Terms(*command[2:])
+    current, group = state.world.of(command.node), state.set_of(command.node)
     if not current.active or current.generation != command.generation or current.places.get(command.node) != 0:
         raise Refused(f"{command.node} does not run rank 0 of a running generation {command.generation}")
     _bounded(terms)
@@ -115,6 +125,10 @@ def _on_restored(state: JobState, fact: Restored, record: Record) -> Iterator[Ev
         yield from _audit(state, group, fact.node, began, fact.cut, record, resumed=True)
 
 
+def _by_cursor(_state: JobState, fact: DatasetRegistered) -> bool:
+    return fact.assignment != shards.LEASE
+
+
 def _alarm(fact: LedgerBroken) -> str:
     return f"samples are lost or trained twice: step {fact.step} of generation {fact.generation}: {fact.why}"
 
@@ -122,7 +136,7 @@ def _alarm(fact: LedgerBroken) -> str:
 RULES = Rules(
     decide={RegisterDataset: _register},
     react={CheckpointCommitted: _on_committed, StepsHeld: _on_held, Restored: _on_restored},
-    levels={DatasetRegistered: always},
+    levels={DatasetRegistered: _by_cursor},
     tells=Tells(_known, _telling),
     alarms={LedgerBroken: _alarm},
 )

@@ -28,6 +28,7 @@ from dlrover_core.runtime.complaints import Complaints
 from dlrover_core.runtime.departures import RETURN_S, Departures
 from dlrover_core.runtime.keeping import Keeping
 from dlrover_core.runtime.leader import Leader
+from dlrover_core.runtime.leasing import Leasing
 from dlrover_core.runtime.levels import Beat, BeatSeen, Levels
 from dlrover_core.runtime.messages import Again, Answer, Goodbye, Hello, Message, Numbered, Welcome
 from dlrover_core.runtime.paces import Paces
@@ -171,7 +172,7 @@ class Sessions:
         self._calm = 0.0
         self._complaints = Complaints(log)
         self.steps, self.stalls, self.keeping = Steps(), Stalls(master), Keeping()
-        self._levels: tuple[Levels, ...] = (self.steps, self.stalls, Paces(), self.keeping)
+        self._levels: tuple[Levels, ...] = (self.steps, self.stalls, Paces(), self.keeping, Leasing())
         self._pressing: set[Levels] = set()
 
     def __len__(self) -> int:

@@ -1,0 +1,381 @@
+"""Leases: who may use which samples of a dataset whose workers keep their own pace (``assign="lease"``).
+
+The samples of all epochs stand on one axis: position p is place p % size of epoch p // size. Each position is *free*, *held* by
+one node, or *acknowledged*: used for good. A node holds ranges for some seconds of its own pace, and its agent hands them out to
+workers in shards. What a node that ends had not acknowledged is free again; as the lowest free positions are granted first,
+it goes to others before anything new. The dataset has ended when every position is acknowledged, and not before: a
+position that is held may still come back.
+
+Acknowledgements are the authority (``lineage="server"``: what was learnt lives with servers, and outlives workers). A worker
+that dies between using a sample and acknowledging it makes the sample be used again. Such positions are *repeated*, perhaps, and
+the log names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from dlrover_core.data.ranges import POSITION_MAX, Ranges
+from dlrover_core.job.names import group_of
+from dlrover_core.job.shards import LEASE, DatasetRegistered, Terms
+from dlrover_core.kernel.engine import Facts
+from dlrover_core.kernel.events import Record, event
+from dlrover_core.kernel.wire import command, part
+
+SPANS_MAX = 1_024
+"""Ranges of one node's lease, and of one message, at most."""
+GRANT_SPANS_MAX = 256
+"""Ranges of one grant at most."""
+BYTES_MAX = 16_384
+"""Bytes of packed ranges in one field of a message: `SPANS_MAX` ranges fit, wherever they are."""
+REPEATED_SPANS_MAX = 2_000
+"""Of the ranges that were used again so many are kept in the state; all are counted, and the log has all."""
+RATE_MAX = 2**53
+WHY_MAX = 300
+KILO = 1_000
+"""Rates are integers: samples in so many seconds."""
+
+Spans = tuple[tuple[int, int], ...]
+
+
+@event(52)
+class LeaseGranted(NamedTuple):
+    """A node may use these positions of a dataset.
+
+    group:   of nodes that share the dataset
+    dataset: its name
+    node:    who may
+    spans:   the positions, packed (`data.ranges`)
+    rate:    samples in 1,000 s that the node had used lately; 0: not known yet
+    """
+
+    group: str
+    dataset: str
+    node: str
+    spans: bytes
+    rate: int = 0
+
+
+@event(53)
+class LeaseAcked(NamedTuple):
+    """A node's workers have used these positions, for good. Fields as in `LeaseGranted`."""
+
+    group: str
+    dataset: str
+    node: str
+    spans: bytes
+
+
+@event(54)
+class LeaseReturned(NamedTuple):
+    """Positions of a node's lease are free again, or are used again by the node itself.
+
+    spans:    free again; empty: none
+    repeated: positions, of these or of those that the node keeps, that a worker may have used already: they will be used again
+    why:      in words
+    """
+
+    group: str
+    dataset: str
+    node: str
+    spans: bytes
+    repeated: bytes
+    why: str
+
+
+@event(55)
+class LeaseRecalled(NamedTuple):
+    """A slow node is to give positions back: those that it has not handed out. They stay its own until it says which.
+
+    spans: what it is asked for
+    to:    the node that waits for work
+    """
+
+    group: str
+    dataset: str
+    node: str
+    spans: bytes
+    to: str
+
+
+@command(25, since=5)
+class ReportRepeated(NamedTuple):
+    """A node: a worker ended with these positions in hand, and did not acknowledge them; the node hands them out again.
+
+    spans: packed
+    why:   in words
+    """
+
+    node: str
+    dataset: str
+    spans: bytes
+    why: str
+
+
+class LeaseTold(NamedTuple):
+    """One dataset, as a node is told of it. The first six fields are those of `DatasetRegistered`.
+
+    spans:    all positions that the node holds; those that it has acknowledged since it was told anything else are among them
+    recall:   number of the question that ``recalled`` is; 0: none
+    recalled: positions that the node is to give back, unless it has handed them out
+    finished: all positions of all epochs are acknowledged
+    """
+
+    name: str
+    size: int
+    seed: int
+    order: str
+    fingerprint: str
+    epochs: int
+    spans: bytes = b""
+    recall: int = 0
+    recalled: bytes = b""
+    finished: bool = False
+
+    @property
+    def terms(self) -> Terms:
+        """As it was registered."""
+        return Terms(*self[:6], 0, LEASE)
+
+
+@part(15)
+class Leases(NamedTuple):
+    """To every agent of a group: the datasets whose samples are leased, with all leases of this node."""
+
+    known: tuple[LeaseTold, ...] = ()
+
+
+class HearLease(NamedTuple):
+    """The leader: what a node's heartbeats say of a dataset.
+
+    aim:     positions that the node wants to hold, with those that it holds already; 0: it wants none
+    least:   positions of one shard for each of its workers
+    rate:    samples in 1,000 s that it has used lately; 0: not known
+    acked:   positions that its workers have used, packed
+    recall:  the question that ``yielded`` answers; 0: none
+    yielded: positions that it gives back, packed
+    sharers: nodes that want positions or hold some
+    """
+
+    node: str
+    dataset: str
+    aim: int
+    least: int
+    rate: int
+    acked: bytes
+    recall: int
+    yielded: bytes
+    sharers: int
+
+
+class RecallLease(NamedTuple):
+    """The leader: ask a node for the last ``many`` positions of its lease, for the node ``to``."""
+
+    node: str
+    dataset: str
+    many: int
+    to: str
+
+
+class Recall(NamedTuple):
+    """A question to a slow node: its number, and the positions that are asked for."""
+
+    number: int
+    spans: Spans
+
+
+@dataclass(slots=True)
+class Lease:
+    """What one node holds.
+
+    spans: positions that it has not acknowledged
+    told:  what its order says: ``spans`` as they were at the newest event that the node was told of
+    rate:  as in its newest grant
+    """
+
+    spans: Spans = ()
+    told: Spans = ()
+    rate: int = 0
+
+
+# Invariants of leases, after every event; `Leased.check` yields the broken ones.
+#
+#   T     `total`: the number of positions of all epochs
+#   F, A  `free`, `acked`: positions
+#   L(n)  `held`: the positions that node n holds and has not acknowledged
+#   R(n)  `recalled`: what node n was asked for
+#
+#   disjoint  F, A and all L(n) are disjoint
+#   whole     together they are [0, T): no position is lost
+#   recalls   R(n) is asked of a node that holds a lease
+
+
+@dataclass(slots=True)
+class Leased:
+    """One dataset of one group.
+
+    terms:    what was registered
+    free:     positions that nobody holds and nobody has used
+    acked:    positions that were used for good
+    held:     leases, by node
+    recalled: questions to slow nodes, by node
+    repeated: positions that may have been used more than once, the first `REPEATED_SPANS_MAX` ranges
+    again:    how many they are, counted each time
+    returns:  how often a lease was given back, or a worker's shards were handed out again
+    changed:  the newest record that agents are told something by
+    began_at: when it was registered, microseconds
+    acked_at: when the newest positions were acknowledged
+    """
+
+    terms: Terms
+    free: Spans
+    acked: Spans = ()
+    held: dict[str, Lease] = field(default_factory=dict)
+    recalled: dict[str, Recall] = field(default_factory=dict)
+    repeated: Spans = ()
+    again: int = 0
+    returns: int = 0
+    changed: int = 0
+    began_at: int = 0
+    acked_at: int = 0
+
+    @property
+    def total(self) -> int:
+        """Positions of all epochs; of one without end, as many as there can be."""
+        return total_of(self.terms)
+
+    @property
+    def finished(self) -> bool:
+        """Is every position acknowledged?"""
+        return self.acked == ((0, self.total),)
+
+    def lease(self, node: str) -> Lease:
+        """A node's lease; an empty one where it has none."""
+        return self.held.get(node) or Lease()
+
+    def check(self) -> Iterator[str]:
+        """Yields what breaks the invariants above."""
+        parts = [self.free, self.acked, *(lease.spans for lease in self.held.values())]
+        every = Ranges(span for spans in parts for span in spans)
+        counted = sum(end - start for spans in parts for start, end in spans)
+        if counted != every.count:
+            yield f"disjoint: {counted} positions are free, held or acknowledged, and {every.count} of them are different"
+        if tuple(every) != ((0, self.total),):
+            yield f"whole: of {self.total} positions these are neither free, held nor acknowledged: {every.missing(self.total)}"
+        strangers = sorted(self.recalled.keys() - self.held.keys())
+        if strangers:
+            yield f"recalls: {strangers} are asked for positions, and hold none"
+
+
+@dataclass(slots=True)
+class LeaseSlice:
+    """The leased datasets of all groups. ``groups``: by group and name."""
+
+    groups: dict[str, dict[str, Leased]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.groups)
+
+    def of(self, group: str) -> dict[str, Leased]:
+        """The leased datasets of a group, by name."""
+        return self.groups.get(group, {})
+
+    def find(self, node: str, dataset: str) -> Leased | None:
+        """The dataset of that name that a node's group shares; None: it has none."""
+        return self.of(group_of(node)).get(dataset)
+
+    def check(self) -> Iterator[str]:
+        """Yields what breaks the invariants above."""
+        for group, datasets in self.groups.items():
+            for name, one in datasets.items():
+                yield from (f"{group}, {name!r}: {wrong}" for wrong in one.check())
+
+
+def total_of(terms: Terms) -> int:
+    """Positions of all epochs; without an end, as many whole epochs as there is room for."""
+    return terms.size * (terms.epochs or POSITION_MAX // terms.size)
+
+
+@lru_cache(maxsize=256)
+def spans_of(packed: bytes) -> Spans:
+    """The ranges that an event carries."""
+    return tuple(Ranges.unpack(packed)) if packed else ()
+
+
+def _joined(spans: Spans, more: Spans) -> Spans:
+    return tuple(Ranges((*spans, *more))) if more else spans
+
+
+def _without(spans: Spans, less: Spans) -> Spans:
+    return tuple(Ranges(spans) - Ranges(less)) if less else spans
+
+
+# ---- evolve
+
+
+def _on_registered(slice_: LeaseSlice, fact: DatasetRegistered, record: Record) -> None:
+    if fact.assignment != LEASE:
+        return
+    datasets, terms = slice_.groups.setdefault(fact.group, {}), Terms(*fact[1:])
+    if fact.name not in datasets:
+        datasets[fact.name] = Leased(terms, ((0, total_of(terms)),), changed=record.seq, began_at=record.at)
+
+
+def _on_granted(slice_: LeaseSlice, fact: LeaseGranted, record: Record) -> None:
+    leased, spans = slice_.groups[fact.group][fact.dataset], spans_of(fact.spans)
+    lease = leased.held.setdefault(fact.node, Lease())
+    leased.free, lease.spans, lease.rate = _without(leased.free, spans), _joined(lease.spans, spans), fact.rate
+    lease.told, leased.changed = lease.spans, record.seq
+
+
+def _on_acked(slice_: LeaseSlice, fact: LeaseAcked, record: Record) -> None:
+    leased, spans = slice_.groups[fact.group][fact.dataset], spans_of(fact.spans)
+    lease = leased.held[fact.node]
+    lease.spans, leased.acked, leased.acked_at = _without(lease.spans, spans), _joined(leased.acked, spans), record.at
+    if not lease.spans:
+        _forget(leased, fact.node, record)
+
+
+def _on_returned(slice_: LeaseSlice, fact: LeaseReturned, record: Record) -> None:
+    leased, spans, repeated = slice_.groups[fact.group][fact.dataset], spans_of(fact.spans), spans_of(fact.repeated)
+    lease = leased.held.get(fact.node)
+    if lease is not None:
+        lease.spans, leased.free = _without(lease.spans, spans), _joined(leased.free, spans)
+        lease.told = lease.spans
+        if fact.spans or not fact.repeated:  # else a worker died, and the question is still open
+            leased.recalled.pop(fact.node, None)
+        if not lease.spans:
+            _forget(leased, fact.node, record)
+    leased.repeated = _joined(leased.repeated, repeated)[:REPEATED_SPANS_MAX]
+    leased.again += sum(end - start for start, end in repeated)
+    leased.returns += 1
+    leased.changed = record.seq
+
+
+def _on_recalled(slice_: LeaseSlice, fact: LeaseRecalled, record: Record) -> None:
+    leased = slice_.groups[fact.group][fact.dataset]
+    leased.recalled[fact.node] = Recall(record.seq, spans_of(fact.spans))
+    leased.held[fact.node].told = leased.held[fact.node].spans
+    leased.changed = record.seq
+
+
+def _forget(leased: Leased, node: str, record: Record) -> None:
+    """The node holds nothing any more."""
+    leased.held.pop(node, None)
+    leased.recalled.pop(node, None)
+    leased.changed = record.seq
+
+
+FACTS = Facts(
+    kinds=(LeaseGranted, LeaseAcked, LeaseReturned, LeaseRecalled),
+    evolve={
+        DatasetRegistered: _on_registered,
+        LeaseGranted: _on_granted,
+        LeaseAcked: _on_acked,
+        LeaseReturned: _on_returned,
+        LeaseRecalled: _on_recalled,
+    },
+)
