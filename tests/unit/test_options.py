@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dlrover_adapters.agent.config import LaunchConfig
-from dlrover_adapters.cli import main, serve, show_config, values, workers
+from dlrover_adapters.cli import dlrover_flags, main, run, serve, show_config, values, workers
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli.meeting import Meeting
 from dlrover_adapters.cli.torchrun_flags import Options
@@ -33,6 +33,70 @@ def spec_of(*arguments: str) -> JobSpec:
     """The job that a command line describes."""
     options = parsed(*arguments)
     return cli_options.spec(options, cli_options.job_name(options), 1)
+
+
+# ---- DLRover's flags
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (["--network-check"], {"precheck": "full"}),
+        (["--comm-perf-test"], {"precheck": "full"}),
+        (["--network-check", "--precheck", "basic"], {"precheck": "basic"}),
+        (["--precheck=1"], {"precheck": "full"}),
+        (["--precheck", "0"], {"precheck": "off"}),
+        (["--exclude-straggler"], {"check_slow": "replace"}),
+        (["--numa-affinity"], {"numa_binding": "node"}),
+        (["--node_unit", "2"], {"node_unit": 2}),
+        (
+            ["--rdzv_conf", "node_unit=2,lastcall_timeout=9,pend_timeout=5"],
+            {"node_unit": 2, "rdzv_conf": "last_call_timeout=9"},
+        ),
+        (["--auto_config"], {"nproc_per_node": "auto", "nnodes": cli_options.Nodes(4, 4), "precheck": "full"}),
+        (["--auto-config", "--nnodes", "2", "--nproc_per_node", "3"], {"nproc_per_node": "3", "precheck": "off"}),
+    ],
+)
+def test_dlrovers_flags_set_what_they_mean(
+    line: list[str], expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each flag of DLRover's own `dlrover-run` has its effect, unless a flag of ours says otherwise."""
+    monkeypatch.setenv("NODE_NUM", "4")
+    options = parsed(*line, "x.py")
+    assert {name: getattr(options, name) for name in expected} == expected
+
+
+def test_dlrovers_flags_without_an_effect_are_told() -> None:
+    """What does nothing here is named, with the reason, and takes its value from the line all the same."""
+    line = [
+        "--auto_tunning",
+        "--save-at-breakpoint",
+        "--accelerator",
+        "ascend-npu",
+        "--training_port=6000",
+        "--membind-policy",
+    ]
+    options = parsed(*line, "none", "--ucp_device_type", "cpu", "--rdzv_conf", "pend_timeout=600", "x.py")
+    assert options.script == "x.py"
+    told = cli_options.notes(options)
+    assert {f"--{one}" for one in dlrover_flags.UNUSED} | {"--rdzv-conf pend_timeout"} == set(told)
+    assert all(told.values())
+
+
+def test_wrong_values_of_dlrovers_flags_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A number of nodes that is none is one line with its variable, or its key, and what to say."""
+    monkeypatch.setenv("NODE_NUM", "four")
+    assert run.main(["--auto_config", "x.py"]) == 2
+    assert "NODE_NUM: 'four' is not a number of nodes" in capsys.readouterr().err
+    assert run.main(["--rdzv_conf", "node_unit=x", "x.py"]) == 2
+    assert "node_unit=x: not a number of nodes" in capsys.readouterr().err
+
+
+def test_worlds_of_whole_units() -> None:
+    """``--node_unit`` is the group's unit."""
+    assert spec_of("--local-nodes", "4", "--node_unit", "2", "x.py").groups[0].unit == 2
 
 
 # ---- torchrun's flags
@@ -418,6 +482,7 @@ def test_every_option_is_shown() -> None:
         "resume",
     }
     own |= {"job_file", "role_groups", "job_schema", "image"}  # they stand for what they say
+    own |= set(dlrover_flags.DESTS)  # they set others, or nothing
     shown = {*show_config._WORKERS, *show_config._HOST, "state_dir", "local_addr"}
     assert {action.dest for action in cli_options.parser()._actions} - own == shown
 

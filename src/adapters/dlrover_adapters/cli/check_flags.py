@@ -7,6 +7,7 @@ import shlex
 import shutil
 from collections.abc import Mapping
 
+from dlrover_adapters.cli import dlrover_flags
 from dlrover_adapters.cli.torchrun_flags import Given, Options
 from dlrover_core.errors import SpecError
 
@@ -16,9 +17,11 @@ def policy(ours: argparse._ArgumentGroup) -> None:
     ours.add_argument(
         "--precheck",
         action=Given,
+        type=dlrover_flags.precheck,
         choices=("off", "basic", "full"),
         default="off",
-        help="check nodes before they train: disk, memory, devices (basic), and computing in pairs (full); default off",
+        help="check nodes before they train: disk, memory, devices (basic), and computing in pairs (full); default off. "
+        "DLRover's 0, 1 and 2 are off, full and full",
     )
     ours.add_argument(
         "--check-slow",

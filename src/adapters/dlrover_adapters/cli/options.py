@@ -19,6 +19,7 @@ from dlrover_adapters.cli import (
     backend_flags,
     before,
     check_flags,
+    dlrover_flags,
     job_flags,
     policies,
     run_flags,
@@ -66,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     _ours(ours)
     run_flags.detached(ours)
     _places(ours)
+    dlrover_flags.add(made.add_argument_group("as under DLRover"))
     torchrun_flags.unused(made.add_argument_group("accepted from torchrun, and not needed"))
     made.add_argument("script", nargs="?", help=argparse.SUPPRESS)
     made.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -94,6 +96,7 @@ def noted(made: argparse.ArgumentParser, options: Options) -> Options:
         variable = getattr(action, "variable", None)
         if variable is not None and getattr(action, "told", False) and not options.given(action.dest):
             options.note(action.dest, variable)
+    dlrover_flags.taken_in(options)
     backend_flags.here(options)
     return options
 
@@ -481,12 +484,13 @@ def job_settings(options: Options, job: str) -> dict[str, Setting]:
 
 def group_settings(options: Options, nproc: int) -> dict[str, Setting]:
     """The fields of the group's spec that options set. Raises `SpecError`."""
-    count = size(options)
+    count, unit = size(options), vars(options).get("node_unit")
     return {
         "nodes_min": Setting(count.fewest, _by_size(options)),
         "nodes_max": Setting(count.most, _by_size(options)),
         "nproc": Setting(nproc, options.origin("nproc_per_node")),
         "relaunch_max": Setting(options.relaunch_max, options.origin("relaunch_max")),
+        **({"unit": Setting(unit, options.origin("node_unit"))} if unit is not None else {}),
     }
 
 
@@ -588,7 +592,7 @@ def notes(options: Options) -> Mapping[str, str]:
             one: f"{why}; the store is where MASTER_ADDR and MASTER_PORT say" for one in unused if one in _DIALLED
         }
         unused.update(dialled)
-    return {**found, **check_flags.notes(options), **unused}
+    return {**found, **check_flags.notes(options), **dlrover_flags.notes(options), **unused}
 
 
 def shows_progress(options: Options) -> bool:

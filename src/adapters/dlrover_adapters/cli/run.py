@@ -28,12 +28,12 @@ NODE = "DLROVER_NODE"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job from the command line; the exit status says how it ended."""
+    words = tuple(sys.argv[1:] if argv is None else argv)
     try:
         parser = cli_options.parser()
-    except SpecError as error:  # a PET_ variable
+        options = cli_options.noted(parser, parser.parse_args(words, namespace=Options()))
+    except SpecError as error:  # a variable
         return usage.say("dlrover-run", error)
-    words = tuple(sys.argv[1:] if argv is None else argv)
-    options = cli_options.noted(parser, parser.parse_args(words, namespace=Options()))
     options.argv = words
     if options.version:
         return _version()

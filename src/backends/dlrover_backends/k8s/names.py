@@ -10,6 +10,8 @@ import hashlib
 import re
 
 LABEL_JOB, LABEL_RUN, LABEL_NODE = "dlrover-core/job", "dlrover-core/run", "dlrover-core/node"
+LABEL_INDEX = "dlrover-core/index"
+"""The node's place in its group, as a number."""
 LABEL_BY, BY = "app.kubernetes.io/managed-by", "dlrover-core"
 NOTE_NAME, NOTE_NODE, NOTE_JOB = "dlrover-core/name", "dlrover-core/node-name", "dlrover-core/job-name"
 NOTE_AVOID, NOTE_TOKEN = "dlrover-core/avoid", "dlrover-core/ordered-by"

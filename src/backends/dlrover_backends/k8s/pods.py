@@ -14,7 +14,7 @@ from typing import Any
 
 from dlrover_backends.k8s import names
 from dlrover_backends.k8s.api import Json
-from dlrover_backends.k8s.settings import Settings
+from dlrover_backends.k8s.settings import TEMPLATE, Settings
 from dlrover_core.errors import LaunchRefused
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.backends import ADDRESS, HOST, TOKEN, BackendContext
@@ -56,7 +56,8 @@ def manifest(
     given = copy.deepcopy(template) if template else {}
     spec: Json = dict(given.get("spec") or {})
     spec["containers"] = [dict(one) for one in spec.get("containers") or [{}]]
-    main = _main(spec["containers"], given.get("metadata") or {})
+    main = main_of(spec["containers"], given.get("metadata") or {})
+    main.setdefault("name", CONTAINER)
     _filled(main, here, told, node, owner["metadata"]["name"])
     spec["restartPolicy"] = "Never"
     spec["terminationGracePeriodSeconds"] = grace(told.grace_s or here.stop_grace_s + CLOSING_S)
@@ -91,12 +92,10 @@ def owner_object(here: BackendContext) -> Json:
     }
 
 
-def _main(containers: list[Json], metadata: Json) -> Json:
+def main_of(containers: list[Json], metadata: Json) -> Json:
     """The container that runs the node: the one that the template names, or its first."""
     wanted = (metadata.get("annotations") or {}).get(CONTAINER_NOTE, CONTAINER)
-    main = next((one for one in containers if one.get("name") == wanted), containers[0])
-    main.setdefault("name", CONTAINER)
-    return main
+    return next((one for one in containers if one.get("name") == wanted), containers[0])
 
 
 def _filled(main: Json, here: BackendContext, told: Settings, node: NodeLaunch, secret: str) -> None:
@@ -106,7 +105,7 @@ def _filled(main: Json, here: BackendContext, told: Settings, node: NodeLaunch, 
         raise LaunchRefused("no image: say --image IMG, or name one in the template's container", permanent=True)
     if told.pull:
         main["imagePullPolicy"] = told.pull
-    if here.arguments:
+    if here.arguments and told.command != TEMPLATE:
         main["command"], main["args"] = ["dlrover-run"], list(here.arguments)
     ours: list[Json] = [{"name": name, "value": value} for name, value in here.environment(node).items()]
     ours += [
@@ -189,6 +188,7 @@ def _metadata(here: BackendContext, node: NodeLaunch, owner: Json, given: Json, 
             **(given.get("labels") or {}),
             **names.labels(here.job, here.run),
             names.LABEL_NODE: names.label_value(node.node),
+            names.LABEL_INDEX: str(node.index),
         },
         "annotations": {**(given.get("annotations") or {}), **ours},
         "ownerReferences": [

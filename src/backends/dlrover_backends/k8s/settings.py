@@ -10,6 +10,7 @@ from dlrover_core.runtime.backends import BackendContext
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 GPU = "nvidia.com/gpu"
+LINE, TEMPLATE = "line", "template"
 
 
 class Settings(NamedTuple):
@@ -23,6 +24,8 @@ class Settings(NamedTuple):
     account:    the pods' service account, whose token they do not get; empty: the template's, or ``default``
     pull:       Always, IfNotPresent or Never; empty: the template's
     gpu:        the resource that a node's GPUs are
+    command:    ``line``: the container runs dlrover-run with the words of the line; ``template``: its own command, which must
+                run dlrover-run
     user:       the numeric user that containers run as, where neither the template nor the image has one that is not root
     grace_s:    seconds between SIGTERM and SIGKILL where Kubernetes itself ends a pod; 0: the job's stop_grace_s, and 10 s
     """
@@ -35,6 +38,7 @@ class Settings(NamedTuple):
     account: str = ""
     pull: str = ""
     gpu: str = GPU
+    command: str = LINE
     user: int = 1000
     grace_s: float = 0.0
 
@@ -51,6 +55,8 @@ def read(here: BackendContext) -> Settings:
         )
     if pull not in {"", "Always", "IfNotPresent", "Never"}:
         raise SpecError("backend", f"pull={pull!r}: write Always, IfNotPresent or Never")
+    if told["command"] not in {LINE, TEMPLATE}:
+        raise SpecError("backend", f"command={told['command']!r}: write {LINE} or {TEMPLATE}")
     if any(one.isspace() for one in told["image"]):
         raise SpecError("backend", f"image={told['image']!r} has a space in it: write NAME:TAG, or NAME@sha256:DIGEST")
     return Settings(

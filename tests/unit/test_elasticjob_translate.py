@@ -1,0 +1,294 @@
+"""DLRover's YAML, as its users write it, is a job of ours; what is wrong with it is named with its path, value, and remedy."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dlrover_adapters.cli import groups
+from dlrover_adapters.cli import options as cli_options
+from dlrover_backends.k8s.elasticjob import launchers, quantities, shell, translate
+from dlrover_core.errors import SpecError
+from dlrover_core.spec import EACH, JobSpec
+
+Json = dict[str, Any]
+
+JOBS: dict[str, Json] = {
+    one["metadata"]["name"]: one
+    for one in yaml.safe_load_all((Path(__file__).parent / "elasticjobs.yaml").read_text(encoding="utf-8"))
+}
+
+
+def job(name: str, **spec: Any) -> Json:
+    """A job of the file, with other fields in its spec."""
+    found = copy.deepcopy(JOBS[name])
+    found["spec"] |= spec
+    return found
+
+
+def lines(name: str, line: str, **replica: Any) -> Json:
+    """A job whose worker runs a line in bash."""
+    found = job(name)
+    worker = found["spec"]["replicaSpecs"]["worker"]
+    worker |= replica
+    container = worker["template"]["spec"]["containers"][0]
+    container.pop("args", None)
+    container["command"] = ["bash", "-c", line]
+    return found
+
+
+def spec_of(made: translate.Job, folder: Path) -> JobSpec:
+    """The spec that the masters make of it, with the command line's own parser."""
+    path = folder / translate.JOB_FILE
+    path.write_text(made.job_file, encoding="utf-8")
+    words = [one.replace(f"{translate.JOB_MOUNT}/{translate.JOB_FILE}", str(path)) for one in made.words]
+    options = cli_options.parse(["--backend", "k8s:command=template", *words])
+    options.argv = tuple(words)
+    groups.taken_in(options)
+    cli_options.check(options)
+    return groups.spec(options, cli_options.job_name(options), groups.plans(options))
+
+
+def sizes(spec: JobSpec) -> dict[str, tuple[int, int, int]]:
+    """Fewest, most, and workers of each group."""
+    return {one.name: (one.nodes_min, one.nodes_max, one.nproc) for one in spec.groups}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mnist", {"worker": (3, 4, 2)}),
+        ("chaos", {"worker": (3, 4, 2)}),
+        ("nanogpt", {"worker": (2, 2, 8)}),
+        ("small", {"worker": (1, 1, 1)}),
+        ("automatic", {"worker": (8, 8, 8)}),
+        ("swift", {"worker": (1, 1, 1)}),
+        ("deepfm", {"ps": (2, 2, 1), "worker": (3, 3, 1)}),
+        ("iris", {"ps": (1, 1, 1), "worker": (1, 1, 1)}),
+    ],
+)
+def test_what_users_write_is_a_job(name: str, expected: dict[str, tuple[int, int, int]], tmp_path: Path) -> None:
+    """The masters' own parser takes what is made of each job, and the sizes are those that its author meant."""
+    spec = spec_of(translate.read(JOBS[name]), tmp_path)
+    assert spec.job == name
+    assert sizes(spec) == expected
+
+
+def test_job_flags_of_a_pods_line_reach_the_job(tmp_path: Path) -> None:
+    """Checks, restarts, relaunches and units are the job's, though they stand in the pod's command."""
+    spec = spec_of(translate.read(JOBS["chaos"]), tmp_path)
+    assert (spec.precheck, spec.check_slow, spec.groups[0].relaunch_max) == ("full", "replace", 1)
+    spec = spec_of(translate.read(JOBS["automatic"]), tmp_path)
+    assert (spec.groups[0].unit, spec.precheck) == (2, "full")
+
+
+def test_what_a_node_needs_is_the_groups(tmp_path: Path) -> None:
+    """Memory, CPUs and GPUs of the container are the group's, so that a relaunch after OOM can ask for more."""
+    mnist, gpt = (spec_of(translate.read(JOBS[one]), tmp_path).groups[0] for one in ("mnist", "nanogpt"))
+    assert (mnist.memory_mib, mnist.cpu_m, mnist.gpus) == (2048, 1000, 0)
+    assert (gpt.memory_mib, gpt.cpu_m, gpt.gpus) == (16384, 8000, 8)
+
+
+def test_parameter_servers_are_sets_of_their_own(tmp_path: Path) -> None:
+    """Each server and each worker comes back alone, they know of each other, and the job does not wait for servers to end."""
+    ps, worker = spec_of(translate.read(JOBS["deepfm"]), tmp_path).groups
+    assert (ps.coupling, ps.ends, ps.uses) == (EACH, False, ("worker",))
+    assert (worker.coupling, worker.ends, worker.uses) == (EACH, True, ("ps",))
+
+
+def container_of(name: str, group: str = "worker") -> Json:
+    """The container of a node's pod."""
+    found = translate.read(JOBS[name]).templates[group]["spec"]["containers"][0]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_pod_runs_its_own_command() -> None:
+    """All of a line stays, and another launcher's name gives way to ours."""
+    assert "dlrover-run --nnodes=$WORKER_NUM --nproc_per_node=gpu train.py" in container_of("nanogpt")["command"][2]
+    assert container_of("nanogpt")["command"][2].endswith("| tee /tmp/log")
+    assert container_of("chaos")["command"][2].startswith("(bash start_chaos.sh cpu-overload &) && dlrover-run --net")
+    assert "args" not in container_of("chaos")
+    assert container_of("small")["command"] == ["dlrover-run", "train.py"]
+    assert container_of("swift")["command"] == ["/bin/bash", "-c", "sh start.sh"]
+
+
+def test_a_program_without_a_launcher_is_run_by_ours() -> None:
+    """Its pod runs the agent with the job file, in which the program stands."""
+    made = translate.read(JOBS["deepfm"])
+    for group in ("ps", "worker"):
+        container = container_of("deepfm", group)
+        assert container["command"] == ["dlrover-run", "--job", "/etc/dlrover/job.toml"]
+        assert container["volumeMounts"][-1]["mountPath"] == "/etc/dlrover"
+        volumes = made.templates[group]["spec"]["volumes"]
+        assert volumes == [{"name": "dlrover-job", "configMap": {"name": "deepfm-job"}}]
+    assert '"cd /home/model && python -m dlrover' in made.job_file
+
+
+def test_variables_that_dlrover_tells() -> None:
+    """A node's container finds what DLRover's operator would tell it; the job's ``envs`` do not hide the container's own."""
+    found = {one["name"]: one for one in container_of("nanogpt")["env"]}
+    assert (found["NODE_NUM"]["value"], found["WORKER_NUM"]["value"], found["NCCL_DEBUG"]["value"]) == (
+        "2",
+        "2",
+        "INFO",
+    )
+    assert found["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['dlrover-core/index']"
+    own = job("nanogpt")
+    own["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"][0]["env"] = [
+        {"name": "NCCL_DEBUG", "value": "W"}
+    ]
+    made = translate.read(own).templates["worker"]["spec"]["containers"][0]["env"]
+    assert [one["value"] for one in made if one["name"] == "NCCL_DEBUG"] == ["W"]
+
+
+def test_what_does_nothing_is_told() -> None:
+    """Each field without an effect is named with its reason."""
+    told = "\n".join(translate.read(JOBS["deepfm"]).notes)
+    assert "spec.resourceLimits does nothing here: the namespace's quota" in told
+    assert "spec.optimizeMode does nothing here" in told
+    assert "apiVersion elastic.ml.github.io/v1alpha1 is old" in translate.read(JOBS["iris"]).notes[0]
+    assert any(
+        "dlrover-master: the masters' image is the operator's" in one for one in translate.read(JOBS["chaos"]).notes
+    )
+    assert any("runs a shell script, which must run dlrover-run" in one for one in translate.read(JOBS["swift"]).notes)
+    typo = job("mnist", replicaSpec={})
+    assert "spec.replicaSpec does nothing here: this field is not known" in translate.read(typo).notes
+    assert translate.read(JOBS["mnist"]).notes == (
+        "spec.optimizeMode does nothing here: sizes are those of replicas and of kubectl scale",
+    )
+
+
+def test_suspending_and_scheduling_are_passed_on() -> None:
+    """``suspend``, ``priority`` and ``BatchScheduler`` say what they say."""
+    assert translate.read(JOBS["automatic"]).suspended
+    assert translate.read(JOBS["nanogpt"]).templates["worker"]["spec"]["priorityClassName"] == "high"
+    own = job("mnist")
+    own["spec"]["replicaSpecs"]["worker"] |= {"BatchScheduler": "volcano", "priority": "0.5"}
+    made = translate.read(own)
+    assert made.templates["worker"]["spec"]["schedulerName"] == "volcano"
+    assert "priorityClassName" not in made.templates["worker"]["spec"]
+    assert any("priority '0.5' does nothing" in one for one in made.notes)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("spec.replicaSpecs", {}, "spec.replicaSpecs: missing: write worker:"),
+        ("spec.replicaSpecs", [], "spec.replicaSpecs: \\[\\] is no mapping"),
+        ("spec.distributionStrategy", "Ring", "spec.distributionStrategy: 'Ring': write AllreduceStrategy or"),
+        ("spec.suspend", "yes", "spec.suspend: 'yes': write true or false"),
+        ("spec.envs", {"A": []}, "spec.envs.A: \\[\\]: write \\{name: A"),
+        ("spec.replicaSpecs.worker.replicas", 0, "replicas: 0: write a whole number from 1"),
+        ("spec.replicaSpecs.worker.replicas", "many", "replicas: 'many': write a whole number"),
+        ("spec.replicaSpecs.worker.replicas", 2, "--nnodes=3:2: its fewest, 3, is more than replicas, 2"),
+        ("spec.replicaSpecs.worker.minReplicas", 5, "minReplicas: 5 is more than the most, 4"),
+        ("spec.replicaSpecs.worker.restartCount", -1, "restartCount: -1: write a whole number from 0"),
+        ("spec.replicaSpecs.worker.template", None, "spec.replicaSpecs.worker.template: missing"),
+        ("spec.replicaSpecs.worker.template.spec.containers", [], "spec.containers: missing: write a list"),
+        ("spec.replicaSpecs.worker.template.spec.containers", [{"name": "a"}], "containers\\[0\\].image: missing"),
+        (
+            "spec.replicaSpecs.worker.template.spec.containers",
+            [{"image": "a"}],
+            "containers\\[0\\].command: missing: write",
+        ),
+        (
+            "spec.replicaSpecs.worker.template.spec.containers",
+            [{"image": "a", "command": "dlrover-run x.py"}],
+            "command: 'dlrover-run x.py' is no list of texts",
+        ),
+        (
+            "spec.replicaSpecs.worker.template.spec.containers",
+            [{"image": "a", "command": ["a"], "resources": {"limits": {"memory": "2 GB"}}}],
+            "resources.memory: '2 GB' is no quantity: write a number",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(path: str, value: object, said: str) -> None:
+    """The path in the object, the value, and what to write."""
+    wrong = job("mnist")
+    *way, last = path.split(".")
+    place = wrong
+    for step in way:
+        place = place[step]
+    place[last] = value
+    with pytest.raises(SpecError, match=said):
+        translate.read(wrong)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("dlrover-run --nproc_per_node=$HOW_MANY train.py", "--nproc-per-node=\\$HOW_MANY: only the node could tell"),
+        ("dlrover-run --nproc_per_node=auto_ train.py", "only the node could tell; write a number"),
+        ("dlrover-run --max_restarts $(cat n) train.py", "--max-restarts \\$\\(cat n\\): only the pod's shell knows"),
+        ("dlrover-run --max_restarts", "--max-restarts: the command ends where its value should be"),
+        ("dlrover-run --standalone", "is given no script"),
+        ("dlrover-run --nnodes=x train.py", "--nnodes: 'x': write a whole number"),
+    ],
+)
+def test_lines_that_are_wrong(line: str, said: str) -> None:
+    """A flag is named as it stands on the line."""
+    with pytest.raises(SpecError, match=said):
+        translate.read(lines("small", line))
+
+
+def test_sizes_without_numbers() -> None:
+    """Who says no MIN takes one node; a range that needs more than there are is told."""
+    made = translate.read(lines("small", "dlrover-run train.py", replicas=5)).groups[0]
+    assert (made.nodes_min, made.nodes_max) == (1, 5)
+    made = translate.read(lines("small", "dlrover-run --nnodes=2:$UNKNOWN train.py", replicas=5)).groups[0]
+    assert (made.nodes_min, made.nodes_max) == (2, 5)
+    made = translate.read(lines("small", "dlrover-run --nnodes=2:6 train.py")).groups[0]
+    assert (made.nodes_min, made.nodes_max) == (2, 6)
+    with pytest.raises(SpecError, match="replicas: missing, and --nnodes=3:1 needs 3"):
+        translate.read(lines("small", "dlrover-run --nnodes=3:$NODE_NUM train.py"))
+
+
+def test_flags_without_a_value_are_those_of_the_parser() -> None:
+    """The translation cuts a line into flags and program exactly as the command does."""
+    theirs = {
+        option.lstrip("-").replace("_", "-")
+        for action in cli_options.parser()._actions
+        for option in action.option_strings
+        if action.nargs == 0 and "=" not in option
+    }
+    assert theirs == launchers.SWITCHES
+    known = {one.lstrip("-").replace("_", "-") for one in cli_options.parser()._option_string_actions}
+    assert {*launchers.JOB_FLAGS, *launchers.ELSEWHERE} <= known
+
+
+def test_words_of_a_shell() -> None:
+    """Quotes, escapes, variables with defaults and comments, each with its place in the text."""
+    line = 'A=1 run \\\n \'$X\' "$X ${Y:-d e}" pre"f"ix \\$X a\\ b # no\n$Z; (`x` $((1+1)) 3$)'
+    first, second, third = shell.commands(line, {"X": "x"})
+    assert [one.text for one in first] == ["A=1", "run", "$X", "x d e", "prefix", "$X", "a b"]
+    assert not any(one.open for one in first)
+    assert (second[0].text, second[0].open) == ("$Z", True)
+    assert [(one.text, one.open) for one in third] == [("`x`", True), ("$((1+1))", True), ("3$", False)]
+    assert line[first[3].start : first[3].end] == '"$X ${Y:-d e}"'
+
+
+@pytest.mark.parametrize(
+    ("text", "mib", "thousandths"),
+    [("1Gi", 1024, 1024**3 * 1000), ("500m", 1, 500), ("1.5", 1, 1500), ("1e3", 1, 1000000), ("1M", 1, 10**9)],
+)
+def test_quantities(text: str, mib: int, thousandths: int) -> None:
+    """Kubernetes' numbers, rounded up."""
+    assert (quantities.mib(text, "f"), quantities.thousandths(text, "f")) == (mib, thousandths)
+
+
+def test_job_files_are_toml() -> None:
+    """Whatever a command holds stands in the file as it was."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    odd = "python -c \"print('a\\tb')\" \u00e9 \x07\n"
+    found = lines("small", odd)
+    assert tomllib.loads(translate.read(found).job_file)["groups"]["worker"]["command"] == ["bash", "-c", odd]
