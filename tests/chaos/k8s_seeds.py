@@ -327,8 +327,8 @@ class _Master:
         for old in [one for one in self._seen if one.rpartition("-")[0] == place and one != name]:
             with contextlib.suppress(CoreError):
                 await self._backend.delete(old, self._token, 1.0)
-        if name in self._of.launched:
-            return
+        if name in self._of.launched or self._of.incarnations[place] != incarnation:
+            return  # it is there, or its end was told while the older ones were deleted
         node = NodeLaunch(name, place, "worker", int(place.rpartition("-")[2]), incarnation, 1, ())
         with contextlib.suppress(CoreError):
             await self._backend.launch(node, self._token)
