@@ -121,6 +121,35 @@ def test_what_was_made_while_a_list_ran_is_not_gone() -> None:
     tell(story)
 
 
+def test_what_was_found_made_while_a_list_ran_is_not_gone() -> None:
+    """The same where the answer to the create was lost, and asking again told that the pod is there."""
+
+    async def story(on: Stage) -> None:
+        node = make_launch()
+        await on.backend.launch(make_launch(9), 1)
+        on.clock += 10
+        ask = on.server.ask
+
+        async def late(method: str, path: str, **rest: Any) -> dict[str, Any]:
+            answer = await ask(method, path, **rest)
+            if method == "GET" and path == PODS:
+                on.server.ask = ask  # type: ignore[method-assign]
+                await on.another().launch(node, 1)  # made, and this backend did not hear of it
+                await on.backend.launch(node, 1)
+                answer = {
+                    **answer,
+                    "items": [one for one in answer["items"] if one["metadata"]["name"] not in on.path(node.name)],
+                }
+            return answer
+
+        on.server.ask = late  # type: ignore[method-assign]
+        async with watching(on.backend) as watch:
+            assert isinstance(watch.told[0], Listed)
+            assert node.name in {one.name for one in watch.told[0].nodes}
+
+    tell(story)
+
+
 def test_a_lost_answer_is_looked_up() -> None:
     """A create whose answer was lost is unknown; asked for again it finds its own pod, and makes no second one."""
 

@@ -78,8 +78,7 @@ class KubernetesBackend:
             pod = pods.manifest(self._here, self._told, node, owner, template, token)
             made = await self._ask("POST", self._path("pods"), pod)
         except Conflict as error:
-            await self._look_at(node.name, error)
-            return
+            made = await self._look_at(node.name, error)
         except ApiError as error:
             refused = refusals.of_launch(error)
             if refused is None:
@@ -213,8 +212,8 @@ class KubernetesBackend:
         owners = (pod.get("metadata") or {}).get("ownerReferences") or ()
         return any(one.get("uid") == _uid(owner) for one in owners)
 
-    async def _look_at(self, name: str, taken: Conflict) -> None:
-        """The name of a pod is taken: by this node, which is then launched already, or by a stranger."""
+    async def _look_at(self, name: str, taken: Conflict) -> Json:
+        """The name of a pod is taken: by this node, which is then launched already and returned, or by a stranger."""
         pod_name = names.pod_name(name, self._here.run)
         found = await self._ask("GET", f"{self._path('pods')}/{pod_name}")
         if not self._is_ours(found, await self._owned()):
@@ -225,6 +224,7 @@ class KubernetesBackend:
                 "rename the job",
                 permanent=True,
             ) from taken
+        return found
 
     def _note_made(self, name: str, pod: Json) -> None:
         now = self._now()
