@@ -131,10 +131,10 @@ def test_the_launcher_clears_and_says_what_it_could_not(
 
     async def story() -> None:
         await backend.launch(make_launch(), 1)
-        await apart._clear(Launcher, "t")  # type: ignore[arg-type]
+        await apart.cleared(Launcher, "t")  # type: ignore[arg-type]
         assert server.objects == {}
         server.objects[f"/api/v1/namespaces/ml/secrets/{names.owner_name('conformance', 'r1')}"] = {"metadata": {}}
-        await apart._clear(Launcher, "t")  # type: ignore[arg-type]
+        await apart.cleared(Launcher, "t")  # type: ignore[arg-type]
 
     asyncio.run(asyncio.wait_for(story(), 20))
     assert (

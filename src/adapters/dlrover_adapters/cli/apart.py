@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrover_adapters.cli import backends, hosts, scratch
+from dlrover_adapters.cli import backends, hosts, in_pod, scratch
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli.meeting import parse_endpoint
 from dlrover_core.errors import SpecError
@@ -61,10 +61,11 @@ async def _lead(options: Options, settings: Settings, token: str, port: socket.s
     own = backends.masters(options, hosts.joined(hosts.outside(host), number))
     settings = replace(settings, masters=tuple(dict.fromkeys((*own, *settings.masters))))
     await _check(settings, token)
-    how = lead.How(cli_options.shows_progress(options), cli_options.where(options))
+    pod = in_pod.is_pod(options)
+    how = lead.How(cli_options.shows_progress(options), cli_options.where(options), leaves=pod, pod=pod)
     status = await lead.supervise(settings, token, port, NoNodes(), how)
     if status not in UNFINISHED:
-        await _clear(settings, token)
+        await cleared(settings, token)
     return status
 
 
@@ -90,7 +91,7 @@ async def _check(settings: Settings, token: str) -> None:
         await backends.closed(backend)
 
 
-async def _clear(settings: Settings, token: str) -> None:
+async def cleared(settings: Settings, token: str) -> None:
     """Have the backend remove what it leaves behind beside nodes, now that the job is over."""
     from dlrover_core.runtime.backend import Clearing
     from dlrover_core.runtime.within import within

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,16 @@ from dlrover_adapters.cli.places import OK
 from dlrover_core.errors import SpecError
 
 if TYPE_CHECKING:
+    from dlrover_adapters.cli.torchrun_flags import Options
     from dlrover_core.job.orders import NodeLaunch
+    from dlrover_core.runtime.backends import Choice
     from dlrover_core.spec import JobSpec
 
 EXAMPLES = """\
   dlrover k8s render --image registry/trainer:1 --nnodes 2:4 --nproc-per-node 8 train.py --lr 0.1
                                           every object that 'dlrover-run --backend k8s' with this line would make, as YAML
+  dlrover k8s render --detach --backend k8s:claim=logs --image registry/trainer:1 --nnodes 2 train.py
+                                          those of a job whose masters are pods
   dlrover k8s render --backend k8s:namespace=ml,template=pod.yaml --job job.toml | kubectl apply --dry-run=server -f -"""
 
 RENDER = "render"
@@ -55,6 +60,9 @@ def run(args: argparse.Namespace) -> int:
         )
     job = cli_options.job_name(options)
     spec = groups.spec(options, job, groups.plans(options))
+    if options.detach:
+        print(_detached(options, choice, spec), end="")
+        return OK
     here = BackendContext(
         job,
         RUN,
@@ -68,6 +76,19 @@ def run(args: argparse.Namespace) -> int:
     )
     print(render.text(here, launches(spec)), end="")
     return OK
+
+
+def _detached(options: Options, choice: Choice, spec: JobSpec) -> str:
+    """The masters' objects, and the nodes' pods that they would make. Raises `SpecError`."""
+    from dlrover_adapters.cli import k8s_detach
+    from dlrover_backends.k8s import masters, render, settings, yaml_text
+
+    here = k8s_detach.context(options, choice, spec, TOKEN)
+    plan = k8s_detach.plan(options, here, spec, settings.read(here).namespace or "default")
+    made = masters.objects(plan)
+    at = f"{plan.called}.{plan.namespace}.svc:{masters.PORT}"
+    nodes = dataclasses.replace(here, run=plan.uid, masters=(at,), args=f"{here.args},secret={plan.called}")
+    return yaml_text.written([*made, *render.pods_of(nodes, launches(spec), made[0], plan.namespace)])
 
 
 def launches(spec: JobSpec) -> list[NodeLaunch]:

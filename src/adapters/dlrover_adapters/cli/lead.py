@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 from dlrover_adapters.cli import ending, settle, upkeep
 from dlrover_adapters.cli.line import Line
 from dlrover_adapters.cli.places import said_when_slow, shown
-from dlrover_adapters.cli.settings import EX_AGAIN, Settings
+from dlrover_adapters.cli.settings import EX_AGAIN, EX_FATAL, Settings
 from dlrover_adapters.cli.settle import LOOK_AGAIN_S
 from dlrover_adapters.cli.standing import Standing
 from dlrover_adapters.cli.supervisor import MastersFailed, Nodes, Supervisor, watch
@@ -41,12 +41,14 @@ class How(NamedTuple):
     """How a job is led: whether its progress is shown, the options that lead `dlrover` to its log, the command's name.
 
     One that ``leaves`` hands the job over at SIGTERM, and where its log is shared at any signal: its nodes are all elsewhere.
+    ``pod``: whoever keeps us is told by our status that a log cannot be led.
     """
 
     progress: bool = False
     where: str = ""
     command: str = "dlrover-run"
     leaves: bool = False
+    pod: bool = False
 
 
 async def supervise(settings: Settings, token: str, port: socket.socket, nodes: Nodes, how: How) -> int:
@@ -65,7 +67,7 @@ async def supervise(settings: Settings, token: str, port: socket.socket, nodes: 
                 await supervisor.run()
         except MastersFailed as error:
             print(f"{how.command}: {error}", file=sys.stderr)
-            return EX_SOFTWARE
+            return EX_FATAL if error.fatal and how.pod else EX_SOFTWARE
     if supervisor.unrecorded:
         name = settings.job.job
         owed = "its last state is not a checkpoint on storage" if supervisor.unstored else ""

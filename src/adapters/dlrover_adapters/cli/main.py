@@ -24,6 +24,7 @@ from dlrover_adapters.cli import (
     diagnose,
     doctor,
     host_memory,
+    k8s_reach,
     kubernetes,
     operate,
     read,
@@ -218,12 +219,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help(sys.stderr)
         return USAGE
-    return _guarded(args)
+    return guarded(args)
 
 
-def _guarded(args: argparse.Namespace) -> int:
+def guarded(args: argparse.Namespace) -> int:
+    """Run the command that was parsed; its exit code. Errors are told."""
     _speak(args.command)
     try:
+        if k8s_reach.is_there(args):
+            return k8s_reach.run(args)
         through_masters(args)
         done = args.run(args)
         code: int = done if isinstance(done, int) else asyncio.run(done)

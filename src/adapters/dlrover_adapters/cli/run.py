@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrover_adapters.cli import backend_flags, backends, before, groups, usage
+from dlrover_adapters.cli import backend_flags, backends, before, groups, in_pod, usage
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli.local_nodes import Agents, node_host
 from dlrover_adapters.cli.torchrun_flags import Options
@@ -35,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SpecError as error:  # a variable
         return usage.say("dlrover-run", error)
     options.argv = words
+    try:
+        in_pod.taken_in(options)
+    except SpecError as error:
+        return usage.say("dlrover-run", error)
     if options.version:
         return _version()
     if options.job_schema:
@@ -90,9 +94,16 @@ def _run(options: Options) -> int:
 
     before.check_kernel()
     choice = backends.chosen(options)
-    if options.detach and (choice is not None or cli_options.meeting(options).joining):
-        raise SpecError("detach", "it is for a job whose nodes are all on this host; leave it out here")
     found = groups.plans(options)
+    if options.detach and choice is not None and choice.name == backend_flags.KUBERNETES:
+        from dlrover_adapters.cli import k8s_detach
+
+        say_unused(options)
+        return k8s_detach.run(options, choice, found)
+    if options.detach and (choice is not None or cli_options.meeting(options).joining):
+        raise SpecError(
+            "detach", "it is for a job whose nodes are all on this host, or pods (--backend k8s); leave it out here"
+        )
     settings, meeting = prepare(options, found), cli_options.meeting(options)
     if choice is not None:
         from dlrover_adapters.cli import apart

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrover_adapters.cli import backend_flags, backends, before
+from dlrover_adapters.cli import backend_flags, backends, before, in_pod
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli.meeting import PORT, parse_endpoint
 from dlrover_adapters.cli.settings import Settings
@@ -60,7 +60,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Lead the job, or stand by for it, until it is over. SIGTERM hands it over; Ctrl-C on a log of this host stops it."""
-    from dlrover_adapters.cli import hosts, lead, scratch
+    from dlrover_adapters.cli import apart, hosts, lead, scratch
     from dlrover_adapters.cli.supervisor import NoNodes
     from dlrover_adapters.http.tls import dialled
     from dlrover_adapters.http.token import require_token
@@ -69,6 +69,7 @@ async def run(args: argparse.Namespace) -> int:
     before.check_kernel()
     options = Options()
     vars(options).update(vars(args))
+    in_pod.taken_in(options)
     choice = _chosen(options)
     settings = _settings(options)
     if choice is not None:
@@ -95,9 +96,11 @@ async def run(args: argparse.Namespace) -> int:
         if choice is None:
             _say(settings, options)
         where = cli_options.where(options)
-        return await lead.supervise(
-            settings, token, port, NoNodes(), lead.How(where=where, command="dlrover master", leaves=True)
-        )
+        how = lead.How(where=where, command="dlrover master", leaves=True, pod=in_pod.is_pod(options))
+        status = await lead.supervise(settings, token, port, NoNodes(), how)
+        if in_pod.is_pod(options) and status not in apart.UNFINISHED:
+            await apart.cleared(settings, token)
+        return status
 
 
 def _chosen(options: Options) -> Choice | None:

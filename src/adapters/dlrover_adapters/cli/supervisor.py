@@ -49,7 +49,11 @@ steps need the processor first. A master that dies before has a successor all th
 
 
 class MastersFailed(Exception):
-    """No master can lead this job. The message says what the last of them said."""
+    """No master can lead this job. The message says what the last of them said. ``fatal``: starting more is pointless."""
+
+    def __init__(self, message: str, *, fatal: bool = False) -> None:
+        super().__init__(message)
+        self.fatal = fatal
 
 
 class Nodes(Protocol):
@@ -227,7 +231,7 @@ class Supervisor:
             if self._asked and code == -signal.SIGTERM:
                 continue  # asked before it could listen; the next one finds the words
             if code == EX_FATAL:
-                raise MastersFailed(f"the job's log cannot be led; see {self._settings.control_log}")
+                raise MastersFailed(f"the job's log cannot be led; see {self._settings.control_log}", fatal=True)
             self._crashes = [at for at in self._crashes if at > loop.time() - CRASH_WINDOW_S] + [loop.time()]
             if len(self._crashes) > CRASHES_MAX:
                 raise MastersFailed(

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import json
 import random
+import secrets
 from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
 
-from dlrover_backends.fake_k8s import answers, discovery, patching, schemas, tables
+from dlrover_backends.fake_k8s import answers, discovery, patching, proxying, schemas, tables
 from dlrover_backends.fake_k8s.answers import Refused
 from dlrover_backends.fake_k8s.api import Api
 from dlrover_backends.fake_k8s.definitions import Definitions
@@ -20,7 +21,7 @@ from dlrover_backends.fake_k8s.faults import Fault, Faults, What
 from dlrover_backends.fake_k8s.kinds import Kind
 from dlrover_backends.fake_k8s.lists import Later, Lists, number, options_refused, wanted
 from dlrover_backends.fake_k8s.requests import Cut, Request, parsed
-from dlrover_backends.fake_k8s.rights import ADMIN, Rights
+from dlrover_backends.fake_k8s.rights import ADMIN, Rights, account
 from dlrover_backends.fake_k8s.store import encoded
 from dlrover_backends.fake_k8s.watching import Watch
 
@@ -197,6 +198,11 @@ class FakeServer:
         plain = discovery.plain(raw.path, self.api, self.port)
         if plain is not None:
             return _plain(plain)
+        through = proxying.target(raw.method, raw.path)
+        if through is not None:
+            kind = self.api.kind("", "v1", through.plural)
+            self.rights.demand(user, through.verb, kind, through.where, sub="proxy", name=through.name)
+            return await proxying.passed_on(raw, through, self.api.store)
         request = await parsed(raw, self.api, user)
         if request.kind.key in self._definitions.initializing:
             raise answers.busy(text=False)
@@ -356,6 +362,8 @@ class FakeServer:
             return _json(201, encoded(self.deletion.evict(where, name, request.body.get("deleteOptions") or {})))
         if kind.key == ("", "pods") and sub == "log":
             return self._log(request)
+        if kind.key == ("", "serviceaccounts") and sub == "token":
+            return self._token(request)
         if sub == "scale" and kind.scale is not None:
             return self._scale(request)
         if sub == "status" and (kind.status or kind.plural == "pods"):
@@ -373,6 +381,13 @@ class FakeServer:
             words = f'container "{pod["spec"]["containers"][0]["name"]}" in pod "{request.name}" is waiting to start'
             raise answers.bad_request(words)
         return web.Response(status=200, body=text, content_type="text/plain")
+
+    def _token(self, request: Request) -> web.Response:
+        """A token for a service account: its rights are those of its bindings."""
+        self.api.stored(request.kind, request.where, request.name)
+        token = secrets.token_urlsafe(16)
+        self.rights.tokens[token] = account(request.where, request.name)
+        return _json(201, encoded({**request.body, "status": {"token": token}}))
 
     def _scale(self, request: Request) -> web.Response:
         kind, where, name = request.kind, request.where, request.name

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -17,7 +18,7 @@ from typing import Union
 
 import structlog
 
-from dlrover_backends.k8s import endings, names, pods, refusals, render, settings
+from dlrover_backends.k8s import endings, masters, names, pods, refusals, render, settings
 from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.errors import ApiError, Busy, Conflict, Forbidden, NotFound
 from dlrover_backends.k8s.listwatch import READ_S, ListWatch, Snapshot
@@ -74,7 +75,7 @@ class KubernetesBackend:
             raise LaunchRefused(f"{node.name} has been deleted, and a name is used once", permanent=True)
         try:
             owner = await self._owned()
-            template = render.template_of(self._here, self._told)
+            template = await self._template(node.group)
             pod = pods.manifest(self._here, self._told, node, owner, template, token)
             made = await self._ask("POST", self._path("pods"), pod)
         except Conflict as error:
@@ -157,7 +158,7 @@ class KubernetesBackend:
                 path = f"{self._path('pods')}/{pod['metadata']['name']}"
                 with contextlib.suppress(NotFound, Conflict):
                     await self._delete(path, _uid(pod), 0.0)  # the masters gave them their grace
-        if owner is not None:
+        if owner is not None and not self._told.owner:
             with contextlib.suppress(NotFound, Conflict):
                 await self._ask("DELETE", self._owner_path(), _preconditions(_uid(owner)))
         with contextlib.suppress(OSError):
@@ -171,6 +172,18 @@ class KubernetesBackend:
 
             assert isinstance(api, Transport)
             await api.close()
+
+    async def _template(self, group: str) -> Json | None:
+        """The template of a group's nodes, as it is now. Raises `LaunchRefused`, `SpecError`, `ApiError`."""
+        kind, colon, name = self._told.template.partition(":")
+        if f"{kind}{colon}" != masters.CONFIGMAP:
+            return render.template_of(self._here, self._told)
+        found = (await self._ask("GET", f"{self._path('configmaps')}/{name}")).get("data") or {}
+        text = found.get(group, found.get(masters.DEFAULT_KEY))
+        try:
+            return None if text is None else pods.template_of(json.loads(text), self._told.template)
+        except ValueError as error:
+            raise LaunchRefused(f"{self._told.template}, group {group}: {error}", permanent=True) from error
 
     # ---- what is there
 
@@ -241,10 +254,10 @@ class KubernetesBackend:
             if self._owner is not None and self._now() - self._owner_at < OWNER_S:
                 return self._owner
             found = await self._found_owner()
-            if found is None and (self._owner is not None or self._marker().exists()):
+            if found is None and (self._told.owner or self._owner is not None or self._marker().exists()):
+                kind, name = self._owner_path().split("/")[-2:]
                 raise LaunchRefused(
-                    f"secret {names.owner_name(self._here.job, self._here.run)}, which owns the job's pods, was deleted: so "
-                    "is the job",
+                    f"{kind.removesuffix('s')} {name}, which owns the job's pods, was deleted: so is the job",
                     permanent=True,
                 )
             if found is None:
@@ -259,6 +272,8 @@ class KubernetesBackend:
             found = await self._ask("GET", self._owner_path())
         except NotFound:
             return None
+        if self._told.owner:
+            return found if _uid(found) == self._here.run else None
         labels = (found.get("metadata") or {}).get("labels") or {}
         ours = names.labels(self._here.job, self._here.run)
         if any(labels.get(key) != value for key, value in ours.items()):
@@ -282,6 +297,9 @@ class KubernetesBackend:
         return Path(self._here.directory or "/nonexistent", f"{names.owner_name(self._here.job, self._here.run)}.uid")
 
     def _owner_path(self) -> str:
+        if self._told.owner:
+            version, plural, name = self._told.owner.rsplit("/", 2)
+            return f"/{'apis' if '/' in version else 'api'}/{version}/namespaces/{self._namespace}/{plural}/{name}"
         return f"{self._path('secrets')}/{names.owner_name(self._here.job, self._here.run)}"
 
     # ---- requests

@@ -34,7 +34,7 @@ RETRIES = 20
 """Masters that end in another way, killed for memory for example, until the Job fails."""
 
 BACKEND, BIND, MASTERS = "DLROVER_MASTER_BACKEND", "DLROVER_MASTER_BIND", "DLROVER_MASTER_AT"
-LOG, STATE_DIR, RUN = "DLROVER_MASTER_LOG", "DLROVER_MASTER_STATE", "DLROVER_RUN"
+JOB, LOG, STATE_DIR, RUN = "DLROVER_MASTER_JOB", "DLROVER_MASTER_LOG", "DLROVER_MASTER_STATE", "DLROVER_RUN"
 """In a masters' pod: what takes the place of options of the same meaning (`dlrover_adapters.cli.in_pod`)."""
 LOG_KEY = "log"
 
@@ -285,6 +285,7 @@ def _env(job: MasterPlan) -> list[Json]:
         {"name": "DLROVER_TOKEN", "valueFrom": secret_key},
         {"name": "DLROVER_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": RUN, "value": job.run},
+        {"name": JOB, "value": job.job or job.name},
         {"name": BACKEND, "value": _backend(job)},
         {"name": BIND, "value": f"$(DLROVER_ADDRESS):{PORT}"},
         {"name": MASTERS, "value": f"{job.called}.{job.namespace}.svc:{PORT}"},

@@ -58,7 +58,7 @@ def manifest(
     spec["containers"] = [dict(one) for one in spec.get("containers") or [{}]]
     main = main_of(spec["containers"], given.get("metadata") or {})
     main.setdefault("name", CONTAINER)
-    _filled(main, here, told, node, owner["metadata"]["name"])
+    _filled(main, here, told, node, told.secret or owner["metadata"]["name"])
     spec["restartPolicy"] = "Never"
     spec["terminationGracePeriodSeconds"] = grace(told.grace_s or here.stop_grace_s + CLOSING_S)
     spec["automountServiceAccountToken"] = False

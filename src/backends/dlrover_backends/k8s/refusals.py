@@ -8,6 +8,7 @@ from dlrover_core.errors import LaunchRefused
 RIGHTS = {
     "pods": ("create", "get", "list", "watch", "delete"),
     "secrets": ("create", "get", "delete"),
+    "pods/proxy": ("create", "get"),
 }
 """What a master needs in its namespace: the Role of docs/kubernetes.md."""
 
@@ -40,8 +41,11 @@ def missing_right(error: ApiError) -> str:
     place = path.index("namespaces") if "namespaces" in path else -1
     namespace = path[place + 1] if place >= 0 and len(path) > place + 1 else "NAMESPACE"
     resource = path[place + 2] if place >= 0 and len(path) > place + 2 else path[-1]
+    if place >= 0 and len(path) > place + 4:
+        resource = f"{resource}/{path[place + 4]}"
     verbs = ",".join(RIGHTS.get(resource, (error.asked.verb,)))
+    role = f"dlrover-{resource.replace('/', '-')}"
     return (
         f"{error.message or 'no right'} (verb {error.asked.verb}, resource {resource}); grant it: kubectl -n {namespace} "
-        f"create role dlrover-{resource} --verb={verbs} --resource={resource}, and bind it with kubectl create rolebinding"
+        f"create role {role} --verb={verbs} --resource={resource}, and bind it with kubectl create rolebinding"
     )

@@ -18,17 +18,24 @@ def objects(here: BackendContext, nodes: Sequence[NodeLaunch]) -> list[Json]:
     """The owner of the run, and the pod of each node. Raises `SpecError` where a pod would be refused."""
     told = settings.read(here)
     owner = pods.owner_object(here)
+    if told.namespace:
+        owner["metadata"]["namespace"] = told.namespace
+    return [owner, *pods_of(here, nodes, owner, told.namespace)]
+
+
+def pods_of(here: BackendContext, nodes: Sequence[NodeLaunch], owner: Json, namespace: str) -> list[Json]:
+    """The pod of each node, of this owner. Raises `SpecError` where a pod would be refused."""
+    told = settings.read(here)
     named = {**owner, "metadata": {**owner["metadata"], "uid": UID}}
     try:
         template = template_of(here, told)
         made = [pods.manifest(here, told, node, named, template) for node in nodes]
     except LaunchRefused as refused:
         raise SpecError("backend", refused.reason) from refused
-    found = [owner, *made]
-    for one in found:
-        if told.namespace:
-            one["metadata"]["namespace"] = told.namespace
-    return found
+    for one in made:
+        if namespace:
+            one["metadata"]["namespace"] = namespace
+    return made
 
 
 def text(here: BackendContext, nodes: Sequence[NodeLaunch]) -> str:

@@ -9,6 +9,7 @@ from dlrover_core.errors import SpecError
 from dlrover_core.runtime.backends import BackendContext
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+OWNER = re.compile(r"([a-z0-9.-]+/)?v[a-z0-9]+/[a-z]+/[a-z0-9.-]+")
 GPU = "nvidia.com/gpu"
 LINE, TEMPLATE = "line", "template"
 
@@ -18,7 +19,8 @@ class Settings(NamedTuple):
 
     image:      the image of the container that runs the node; empty: the template's
     namespace:  where everything is made; empty: the kubeconfig context's, in a pod its own
-    template:   a file with a Pod or PodTemplate (YAML or JSON), which is read at each launch; empty: none
+    template:   a file with a Pod or PodTemplate (YAML or JSON), or ``configmap:NAME`` with one for each group; read at each
+                launch; empty: none
     kubeconfig: a kubeconfig file; empty: ``KUBECONFIG``, ``~/.kube/config``, or the pod's service account
     context:    a context of it; empty: the current one
     account:    the pods' service account, whose token they do not get; empty: the template's, or ``default``
@@ -28,6 +30,9 @@ class Settings(NamedTuple):
                 run dlrover-run
     user:       the numeric user that containers run as, where neither the template nor the image has one that is not root
     grace_s:    seconds between SIGTERM and SIGKILL where Kubernetes itself ends a pod; 0: the job's stop_grace_s, and 10 s
+    claim:      with ``--detach``: the PersistentVolumeClaim that the log of the job lies on; empty: none
+    owner:      APIVERSION/PLURAL/NAME of an object that owns the pods and whose uid is the run; empty: a Secret is made
+    secret:     a Secret with the job's token; empty: that which owns the pods
     """
 
     image: str = ""
@@ -41,6 +46,9 @@ class Settings(NamedTuple):
     command: str = LINE
     user: int = 1000
     grace_s: float = 0.0
+    claim: str = ""
+    owner: str = ""
+    secret: str = ""
 
 
 def read(here: BackendContext) -> Settings:
@@ -59,6 +67,10 @@ def read(here: BackendContext) -> Settings:
         raise SpecError("backend", f"command={told['command']!r}: write {LINE} or {TEMPLATE}")
     if any(one.isspace() for one in told["image"]):
         raise SpecError("backend", f"image={told['image']!r} has a space in it: write NAME:TAG, or NAME@sha256:DIGEST")
+    if told["owner"] and not OWNER.fullmatch(told["owner"]):
+        raise SpecError(
+            "backend", f"owner={told['owner']!r} is no object: write APIVERSION/PLURAL/NAME, v1/secrets/digits"
+        )
     return Settings(
         **{key: value for key, value in told.items() if key not in {"user", "grace_s"}},
         user=int(_number("user", told["user"])),

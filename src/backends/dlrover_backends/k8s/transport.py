@@ -26,6 +26,8 @@ from dlrover_core.errors import SpecError
 kube: Any = config  # partly typed, and not everywhere installed
 
 CONNECT_S, READ_S, TOTAL_S = 5.0, 30.0, 60.0
+PASSED_S = 120.0
+"""For so long what is behind the proxy may be silent: masters hold a question for news back for some time."""
 POOL_MAX = 64
 IN_CLUSTER = "KUBERNETES_SERVICE_HOST"
 MERGE_PATCH = "application/merge-patch+json"
@@ -107,6 +109,32 @@ class Transport:
         if not isinstance(found, dict):
             raise Unreachable(asked, 0, f"the answer is no JSON object: {data[:100]!r}")
         return found
+
+    async def pass_on(
+        self, method: str, path: str, headers: Mapping[str, str], data: bytes
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """A request that the API server's proxy passes on: status, headers and body of whatever answers. Raises `ApiError`."""
+        rest, configuration = await self._opened()
+        asked = Request(method, path)
+        theirs = {
+            str(one["key"]): str(one["value"])
+            for one in (await configuration.auth_settings()).values()
+            if one.get("value")
+        }
+        timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=PASSED_S)
+        proxy = {"proxy": configuration.proxy} if configuration.proxy else {}
+        try:
+            async with rest.pool_manager.request(
+                method,
+                str(configuration.host).rstrip("/") + path,
+                headers={**headers, **theirs},
+                data=data or None,
+                timeout=timeout,
+                **proxy,
+            ) as answer:
+                return answer.status, answer.headers, await answer.read()
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise _unreachable(asked, error) from error
 
     async def watch(self, path: str, query: Mapping[str, str], read_s: float) -> AsyncGenerator[Json, None]:
         """Events of a watch as they come, until the server ends it. Raises `ApiError`."""

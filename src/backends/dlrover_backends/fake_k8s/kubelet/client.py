@@ -46,6 +46,11 @@ class Client:
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
+    @property
+    def url(self) -> str:
+        """Of the server."""
+        return self._url
+
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, ssl=self._tls if self._tls is not None else True)

@@ -217,7 +217,11 @@ class JobController(Controller):
     async def _make(self, job: Object, pods: list[Object], made: set[str]) -> None:
         template, metadata = job["spec"]["template"], job["metadata"]
         name = f"{metadata['name']}-"
-        labels = dict((template.get("metadata") or {}).get("labels") or {})
+        labels = {
+            **((template.get("metadata") or {}).get("labels") or {}),
+            "batch.kubernetes.io/controller-uid": metadata["uid"],
+            "batch.kubernetes.io/job-name": metadata["name"],
+        }
         spec = dict(template["spec"])
         if job["spec"].get("completionMode") == "Indexed":
             taken = {_index(one) for one in pods if one["status"].get("phase") != "Failed"}
@@ -245,7 +249,8 @@ def _index(pod: Object) -> str:
 
 
 def _owned(pod: Object, uid: str) -> bool:
-    return any(one["uid"] == uid for one in pod["metadata"].get("ownerReferences") or [])
+    owners = pod["metadata"].get("ownerReferences") or []
+    return any(one["uid"] == uid and one.get("controller") for one in owners)
 
 
 def _ready(pod: Object) -> bool:
@@ -288,6 +293,10 @@ def _verdict(spec: Object, good: list[Object], bad: list[Object]) -> list[Object
         reason = "BackoffLimitExceeded"
         return [_condition("FailureTarget", reason, words), _condition("Failed", reason, words)]
     completions = spec.get("completions")
+    enough = [one.get("succeededCount") for one in (spec.get("successPolicy") or {}).get("rules") or []]
+    if any(one is not None and len(good) >= one for one in enough):
+        words = "Matched rules at index 0"
+        return [_condition(kind, "SuccessPolicy", words) for kind in ("SuccessCriteriaMet", "Complete")]
     if (completions is not None and len(good) >= completions) or (completions is None and good):
         words = "Reached expected number of succeeded pods"
         reason = "CompletionsReached"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dlrover_backends.fake_k8s.cluster import kubeconfig
 from dlrover_backends.fake_k8s.kubelet import statuses
 from dlrover_backends.fake_k8s.kubelet.client import STRATEGIC, Client, path_of
 from dlrover_backends.fake_k8s.kubelet.processes import CANNOT_START, Container, kill_pod, last_words
@@ -220,6 +221,7 @@ class Pod:
         """Init containers one by one, then all containers, until they have ended for good."""
         spec = self.obj["spec"]
         await self._prepared()
+        await self._allowed()
         for one in spec.get("initContainers") or []:
             if one.get("restartPolicy") == "Always":
                 self._sidecars.append(asyncio.create_task(self._sidecar(one)))
@@ -244,6 +246,17 @@ class Pod:
                     self._states[one["name"]] = statuses.container(one, statuses.waiting(reason, message))
                 await self._tell(statuses.pending(self._listed(), self._began))
             await asyncio.sleep(self._settings.retry_s)
+
+    async def _allowed(self) -> None:
+        """The rights of its service account, for a pod that asks for them in so many words."""
+        if self.obj["spec"].get("automountServiceAccountToken") is not True:
+            return
+        where, name = self.obj["metadata"]["namespace"], self.obj["spec"].get("serviceAccountName") or "default"
+        path = f"/api/v1/namespaces/{where}/serviceaccounts/{name}/token"
+        kind = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest"}
+        given = await self._client.surely("POST", path, {**kind, "spec": {"expirationSeconds": 3607}})
+        if given is not None:
+            self.sandbox.allow(kubeconfig(self._client.url, given["status"]["token"], where))
 
     def _obstacle(self) -> tuple[str, str]:
         for one in self.obj["spec"]["containers"]:

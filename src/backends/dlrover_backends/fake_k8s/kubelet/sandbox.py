@@ -7,6 +7,7 @@ path of the volume's folder is put in its place. In the same way names of servic
 from __future__ import annotations
 
 import base64
+import json
 import os
 import re
 import shutil
@@ -51,6 +52,8 @@ class Sandbox:
         self._look = look
         self._extra = extra
         self._mark = mark
+        self.credentials: Path | None = None
+        self._claims = root / "claims"
         self.folder: Path = root / str(pod["metadata"]["uid"])
         self.where = pod["metadata"]["namespace"]
 
@@ -62,12 +65,35 @@ class Sandbox:
         """
         for volume in self._pod["spec"].get("volumes") or []:
             folder = self.folder / "volumes" / volume["name"]
+            if "persistentVolumeClaim" in volume:
+                self._claim(folder, volume["persistentVolumeClaim"]["claimName"])
+                continue
             folder.mkdir(parents=True, exist_ok=True)
             for name, content in self._content(volume).items():
                 path = folder / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
                 path.chmod(0o600)
+
+    def allow(self, kubeconfig: Object) -> None:
+        """Let containers find a kubeconfig: files of a service account have a fixed path, and nothing can be mounted."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "kubeconfig"
+        path.write_text(json.dumps(kubeconfig))
+        path.chmod(0o600)
+        self.credentials = path
+
+    def _claim(self, folder: Path, name: str) -> None:
+        """A claim's volume is one folder for all pods of its namespace, and outlives them."""
+        kept = self._claims / self.where / name
+        kept.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            folder.symlink_to(kept)
+        for one in self._pod["spec"]["containers"]:
+            for mount in one.get("volumeMounts") or []:
+                if mount["name"] == folder.name:
+                    (kept / mount.get("subPath", "")).mkdir(parents=True, exist_ok=True)
 
     def remove(self) -> None:
         """Delete the folder."""
@@ -154,6 +180,8 @@ class Sandbox:
         found = {key: os.environ[key] for key in INHERITED if key in os.environ}
         found.update(self._extra)
         found.update({MARK: self._mark, "HOSTNAME": self._pod["metadata"]["name"]})
+        if self.credentials is not None:
+            found["KUBECONFIG"] = str(self.credentials)
         for source in container.get("envFrom") or []:
             for kind, ref in (("ConfigMap", source.get("configMapRef")), ("Secret", source.get("secretRef"))):
                 if ref:

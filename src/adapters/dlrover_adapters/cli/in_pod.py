@@ -1,0 +1,39 @@
+"""Masters in a pod of Kubernetes: the command line is the one that was typed elsewhere, and the pod's environment places it.
+
+`dlrover-run` and `dlrover master` look here before they do anything. What the environment says takes the place of options of the
+same meaning: these named places of the host where they were typed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+
+from dlrover_adapters.cli.torchrun_flags import Options
+from dlrover_core.errors import SpecError
+
+BACKEND, BIND, MASTERS = "DLROVER_MASTER_BACKEND", "DLROVER_MASTER_BIND", "DLROVER_MASTER_AT"
+JOB, LOG, STATE_DIR, RUN = "DLROVER_MASTER_JOB", "DLROVER_MASTER_LOG", "DLROVER_MASTER_STATE", "DLROVER_RUN"
+"""As `dlrover_backends.k8s.masters` writes them."""
+_NEEDED = {BACKEND: "backend", BIND: "bind", MASTERS: "masters", JOB: "job_id", STATE_DIR: "state_dir", RUN: "owner"}
+
+
+def taken_in(options: Options, environ: MutableMapping[str, str] = os.environ) -> bool:
+    """Is this a pod of masters? Then these options are its own from now on. Raises `SpecError` where one is missing."""
+    if not environ.get(BACKEND):
+        return False
+    for variable, dest in _NEEDED.items():
+        value = environ.pop(variable, "")
+        if not value:
+            raise SpecError(variable, f"missing, and {BACKEND} makes this command the masters of a job in Kubernetes")
+        setattr(options, dest, value)
+        options.note(dest, variable)
+    options.log = environ.pop(LOG, "") or None
+    options.image = options.token_file = options.resume = None
+    options.detach, options.progress, options.pod = False, "off", True
+    return True
+
+
+def is_pod(options: Options) -> bool:
+    """Do masters run in a pod here, so that SIGTERM means this pod and not the job?"""
+    return bool(getattr(options, "pod", False))

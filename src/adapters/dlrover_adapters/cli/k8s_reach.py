@@ -1,0 +1,127 @@
+"""``k8s:NAMESPACE/JOB`` where a job's name is asked for: masters are reached through the API server, with a kubeconfig alone."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import re
+import sys
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from dlrover_adapters.cli.places import FAILED, LATE, OK, NotFound, through_masters
+from dlrover_core.errors import CoreError, SpecError
+
+if TYPE_CHECKING:
+    from dlrover_backends.k8s import jobs
+    from dlrover_backends.k8s.reach import Reach
+
+SCHEME = "k8s:"
+FORM = "k8s:NAMESPACE/JOB"
+_PLACE = re.compile(r"k8s:(?:([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)/)?(.+)", re.DOTALL)
+STOP_S, GONE_S = 120.0, 120.0
+
+
+def is_there(args: argparse.Namespace) -> bool:
+    """Does the command name a job in Kubernetes?"""
+    return str(getattr(args, "job", None) or "").startswith(SCHEME)
+
+
+def read(text: str) -> tuple[str, str]:
+    """The namespace, empty: the kubeconfig's; and the job. Raises `SpecError`."""
+    found = _PLACE.fullmatch(text)
+    if found is None:
+        raise SpecError(
+            "job", f"{text!r} names no job in Kubernetes; say {FORM}, or k8s:JOB for the kubeconfig's namespace"
+        )
+    return found[1] or "", found[3]
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command, through the API server. Raises `SpecError`, `NotFound`, `CoreError`."""
+    namespace, name = read(args.job)
+    if not hasattr(args, "log"):
+        raise SpecError("job", f"{args.job!r}: 'dlrover {args.command}' is for jobs of this host; see kubectl logs")
+    if args.log:
+        raise SpecError("log", f"{args.job} names the log already; leave --log out")
+    try:
+        from dlrover_backends.k8s import jobs
+        from dlrover_backends.k8s.reach import Reach
+    except ImportError as error:
+        raise SpecError("job", f"k8s: needs {error.name}: pip install 'dlrover-core[k8s]'") from error
+    with Reach(os.environ.get(KUBECONFIG, ""), os.environ.get(CONTEXT, "")) as reach:
+        reach.call(reach.api.open())
+        where = namespace or reach.api.namespace or "default"
+        try:
+            found = reach.call(jobs.find(reach.api, where, name))
+        except jobs.Missing as error:
+            raise NotFound(str(error)) from error
+        if args.command == "stop":
+            return _stop(args, reach, found)
+        if found.over:
+            return _say_over(reach, found)
+        return _through(args, reach, found)
+
+
+KUBECONFIG, CONTEXT = "DLROVER_KUBECONFIG", "DLROVER_KUBE_CONTEXT"
+"""Which kubeconfig and which context of it, where not the usual ones: `kubectl dlrover` says it so."""
+
+
+def _through(args: argparse.Namespace, reach: Reach, found: jobs.Found) -> int:
+    """Run the command as if the masters were at a port of this host."""
+    from dlrover_adapters.http.token import VARIABLE
+    from dlrover_backends.k8s import jobs
+
+    address = reach.serve(found)
+    os.environ[VARIABLE] = reach.call(jobs.token(reach.api, found))
+    args.job, args.log = f"http://{address}/{quote(found.name, safe='')}", None
+    through_masters(args)
+    if hasattr(args, "master"):
+        args.master = address  # by the log the leader is at an address of the cluster's own
+    done = args.run(args)
+    return done if isinstance(done, int) else asyncio.run(done)
+
+
+def _say_over(reach: Reach, found: jobs.Found) -> int:
+    """The job is over, and nobody answers for it any more: what its masters said last."""
+    print(f"job {found.name} has {'ended well' if found.over == 'Complete' else 'failed'}, and its masters are gone")
+    if words := reach.last_words(found):
+        print(words)
+    elif found.why:
+        print(found.why)
+    print(f"kubectl -n {found.namespace} logs job/{found.called} shows all that they said; dlrover stop removes it")
+    return OK if found.over == "Complete" else FAILED
+
+
+def _stop(args: argparse.Namespace, reach: Reach, found: jobs.Found) -> int:
+    """Ask the masters, wait for the end, and remove all that was made for the job."""
+    from dlrover_backends.k8s import jobs
+
+    limit_s = STOP_S if math.isinf(args.timeout) else args.timeout
+    say = f"dlrover stop: job {found.name}"
+    if not found.over:
+        try:
+            args.wait, remove = False, args.wait is not False
+            _through(args, reach, found)
+            if not remove:
+                return OK
+        except CoreError as error:
+            if found.owner:
+                raise
+            print(f"{say}: its masters cannot be asked, and it is removed without them: {error}", file=sys.stderr)
+        else:
+            found = reach.call(jobs.await_over(reach.api, found, limit_s), None)
+            if not found.over:
+                print(f"{say}: not over within {limit_s:g} s; --timeout waits longer", file=sys.stderr)
+                return LATE
+    if found.owner:
+        print(f"job {found.name}: {found.owner} owns it: delete that to remove what is left")
+        return OK
+    left = reach.call(jobs.remove(reach.api, found, GONE_S), None)
+    if left:
+        print(f"{say}: {left} of its pods are still being deleted", file=sys.stderr)
+        return LATE
+    print(f"job {found.name}: stopped, and all that was made for it is removed")
+    return OK

@@ -1,0 +1,338 @@
+"""``--detach`` with Kubernetes: what is made or refused, what a masters' pod makes of its environment, and how a job is named."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import io
+from collections import deque
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from k8s_scripted import Server, failed
+
+from dlrover_adapters.cli import backends, groups, in_pod, k8s_detach, k8s_reach, kubectl
+from dlrover_adapters.cli import main as dlrover
+from dlrover_adapters.cli import options as cli_options
+from dlrover_adapters.cli import run as launcher
+from dlrover_backends.k8s import jobs, masters, names
+from dlrover_backends.k8s.client import KubernetesBackend
+from dlrover_core import BackendContext, LaunchRefused
+from dlrover_core.errors import SpecError
+from dlrover_core.testing.backend_stand import make_launch
+
+PLAN = masters.MasterPlan("ml", "digits", "trainer:1", ("train.py",), "a-secret", claim="logs")
+JOB = "/apis/batch/v1/namespaces/ml/jobs/digits-masters"
+SECRET = "/api/v1/namespaces/ml/secrets/digits-masters"
+
+
+class Store(Server):
+    """A server that patches too, as merge patches do for one level of metadata."""
+
+    async def ask(self, method: str, path: str, **more: Any) -> dict[str, Any]:
+        """As of any server."""
+        if method != "PATCH":
+            return await super().ask(method, path, **more)
+        self.objects[path]["metadata"] |= more["body"]["metadata"]
+        return self.objects[path]
+
+
+# ---- making and finding
+
+
+def test_all_is_made_and_goes_with_the_job() -> None:
+    """Everything is owned by the Secret, and that by the Job; the job is found by its name, and made once."""
+    server = Store()
+
+    async def story() -> None:
+        plan = await jobs.make(server, PLAN)
+        assert len(server.objects) == len(masters.objects(PLAN))
+        assert server.objects[SECRET]["metadata"]["uid"] == plan.uid
+        assert server.objects[SECRET]["metadata"]["ownerReferences"][0]["kind"] == "Job"
+        owners = {
+            one["metadata"]["ownerReferences"][0]["uid"] for name, one in server.objects.items() if name != JOB
+        } - {server.objects[JOB]["metadata"]["uid"]}
+        assert owners == {plan.uid}
+        with pytest.raises(SpecError, match="is there already; dlrover stop k8s:ml/digits"):
+            await jobs.make(server, PLAN)
+        found = await jobs.find(server, "ml", "digits")
+        assert (found.called, found.over, found.owner) == ("digits-masters", "", "")
+        with pytest.raises(jobs.Missing, match=r"no job 'other' .* there are: digits"):
+            await jobs.find(server, "ml", "other")
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+@pytest.mark.parametrize(("status", "said"), [(403, "verb create, resource"), (404, "namespace=NAME"), (500, "500")])
+def test_half_a_job_is_none(status: int, said: str) -> None:
+    """Where one object cannot be made those before it are removed, and the reason is told."""
+    server = Store()
+    made = list(masters.objects(PLAN))
+
+    async def story() -> None:
+        calls = 0
+        real = server.ask
+
+        async def ask(method: str, path: str, **more: Any) -> dict[str, Any]:
+            nonlocal calls
+            calls += method == "POST"
+            if method == "POST" and calls == len(made) - 1:
+                raise failed(status, "no", method="POST")
+            return await real(method, path, **more)
+
+        server.ask = ask  # type: ignore[method-assign]
+        with pytest.raises(Exception, match=said):
+            await jobs.make(server, PLAN)
+        assert server.objects == {}
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_leftovers_are_replaced_and_strangers_are_not() -> None:
+    """What a killed command has left is made anew; an object of somebody else under our name is told."""
+    server = Store()
+    labels = {names.LABEL_BY: names.BY}
+    server.objects[SECRET] = {"kind": "Secret", "metadata": {"name": "digits-masters", "uid": "old", "labels": labels}}
+
+    async def story() -> None:
+        plan = await jobs.make(server, PLAN)
+        assert plan.uid not in {"old", masters.UID}
+        assert await jobs.remove(server, await jobs.find(server, "ml", "digits"), 0) == 0
+        assert SECRET not in server.objects
+        server.objects.clear()
+        path = "/api/v1/namespaces/ml/services/digits-masters"
+        server.objects[path] = {"kind": "Service", "metadata": {"name": "digits-masters", "uid": "theirs"}}
+        with pytest.raises(SpecError, match="Service digits-masters is not of this job"):
+            await jobs.make(server, PLAN)
+        assert list(server.objects) == [path]
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_what_a_job_that_does_not_run_says() -> None:
+    """Its end is the Job's condition; a master that does not start says why in the platform's words."""
+    waiting = {"state": {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off"}}, "name": "masters"}
+    pod = {"metadata": {"name": "m-1"}, "status": {"phase": "Pending", "containerStatuses": [waiting]}}
+    job = {
+        "metadata": {"name": "j"},
+        "status": {"conditions": [{"type": "Failed", "status": "True", "message": "because"}]},
+    }
+    found = jobs.Found("ml", "digits", job, (pod,))
+    assert (found.over, found.why, found.running) == ("Failed", "because", ())
+    assert found.waits == "pod m-1: ImagePullBackOff: Back-off"
+
+
+def test_the_token_is_in_the_secret() -> None:
+    """It is read with the kubeconfig; a Secret without one is told."""
+    server = Store()
+    found = jobs.Found("ml", "digits", {"metadata": {"name": "digits-masters"}}, ())
+    server.objects[SECRET] = {"metadata": {}, "data": {"token": base64.b64encode(b"a-secret").decode()}}
+    assert asyncio.run(jobs.token(server, found)) == "a-secret"
+    server.objects[SECRET] = {"metadata": {}}
+    with pytest.raises(SpecError, match="secret digits-masters in namespace ml holds no token"):
+        asyncio.run(jobs.token(server, found))
+    server.faults["GET"] = deque([failed(403, "no right")])
+    with pytest.raises(SpecError, match="verb list, resource pods"):
+        asyncio.run(jobs.token(server, found))
+
+
+# ---- the backend of masters in pods
+
+
+def test_the_owner_is_somebody_else_s() -> None:
+    """Pods hang on the object that is named, with its uid as the run; they get the token from the job's Secret."""
+    server = Store()
+    here = BackendContext(
+        "digits",
+        "u-1",
+        ("m:1",),
+        "t",
+        arguments=("x.py",),
+        args="image=i,namespace=ml,owner=v1/secrets/own,secret=told",
+    )
+
+    async def story() -> None:
+        backend = KubernetesBackend(here, server)
+        with pytest.raises(LaunchRefused, match="secret own, which owns the job's pods, was deleted"):
+            await backend.launch(make_launch(job="digits"), 1)
+        path = "/api/v1/namespaces/ml/secrets/own"
+        server.objects[path] = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "own", "uid": "u-2"}}
+        with pytest.raises(LaunchRefused, match="was deleted"):  # another one of that name
+            await KubernetesBackend(here, server).launch(make_launch(job="digits"), 1)
+        server.objects[path]["metadata"]["uid"] = "u-1"
+        backend = KubernetesBackend(here, server)
+        await backend.launch(make_launch(job="digits"), 1)
+        (pod,) = server.pods()
+        assert pod["metadata"]["ownerReferences"][0]["uid"] == "u-1"
+        env = {one["name"]: one for one in pod["spec"]["containers"][0]["env"]}
+        assert env["DLROVER_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == "told"
+        await backend.clear()
+        assert list(server.objects) == [path]
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_templates_are_read_at_each_launch() -> None:
+    """A node that is launched after a change of the ConfigMap has what it says then, each group its own."""
+    server = Store()
+    here = BackendContext(
+        "digits", "u-1", ("m:1",), "t", arguments=("x.py",), args="image=i,namespace=ml,template=configmap:tmpl"
+    )
+    path = "/api/v1/namespaces/ml/configmaps/tmpl"
+
+    async def story() -> None:
+        backend = KubernetesBackend(here, server)
+        for index, text in enumerate(('{"spec": {"priority": 7}}', '{"spec": {"priority": 9}}')):
+            server.objects[path] = {"metadata": {}, "data": {"default": text, "ps": '{"spec": {"priority": 1}}'}}
+            await backend.launch(make_launch(index=index, job="digits"), 1)
+        server.objects[path]["data"]["default"] = "{"
+        with pytest.raises(LaunchRefused, match="configmap:tmpl, group worker: "):
+            await backend.launch(make_launch(index=2, job="digits"), 1)
+        assert [one["spec"]["priority"] for one in server.pods()] == [7, 9]
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+# ---- the command lines
+
+
+def test_a_pod_s_environment_places_what_was_typed() -> None:
+    """Options that named places where they were typed are the pod's own; the rest of the line stays."""
+    plan = dataclasses.replace(PLAN, uid="u-1", claim="", etcd="etcd://e")
+    env = masters.objects(plan)[-1]["spec"]["template"]["spec"]["containers"][0]["env"]
+    environ = {one["name"]: one.get("value", "from elsewhere") for one in env}
+    options = cli_options.parse(["--detach", "--log", "etcd://x", "--token-file", "t", "--nnodes", "3", "train.py"])
+    assert in_pod.taken_in(options, environ)
+    assert in_pod.is_pod(options)
+    assert (options.detach, options.token_file, options.owner) == (False, None, "u-1")
+    assert options.backend.startswith("k8s:image=trainer:1,")
+    assert options.masters == "digits-masters.ml.svc:29400"
+    assert (options.nnodes.most, options.job_id) == (3, "digits")
+    assert options.log == "from elsewhere"
+    assert set(environ) == {"DLROVER_TOKEN", "DLROVER_ADDRESS"}
+    plain = cli_options.parse(["train.py"])
+    assert not in_pod.taken_in(plain, {})
+    assert not in_pod.is_pod(plain)
+    with pytest.raises(SpecError, match=in_pod.BIND):
+        in_pod.taken_in(plain, {in_pod.BACKEND: "k8s"})
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ((), "say --backend k8s:claim=NAME"),
+        (("--log", "sqlite:///x/log.db"), "sqlite: is no log that masters in pods share"),
+        (("--backend", "k8s:claim=logs", "--log", "etcd://e"), "either in etcd or on a claim"),
+        (("--backend", "k8s:claim=logs", "--bind", "0.0.0.0:1"), "bind: '0.0.0.0:1': masters in pods listen"),
+        (("--backend", "k8s:claim=logs", "--run", "r"), "run: 'r': a job in pods is named by the uid"),
+        (("--backend", "k8s:claim=logs", "--state-dir", "/s"), "state-dir: '/s': masters in pods keep"),
+        (("--backend", "k8s:claim=logs,template=no.yaml"), "no.yaml' cannot be read"),
+    ],
+)
+def test_what_cannot_be_detached(
+    line: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is wrong usage, told before any cluster is asked, with what to write."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    backend = () if "--backend" in line else ("--backend", "k8s")
+    assert launcher.main([*backend, *line, "--image", "a:1", "--detach", "train.py"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_rendering_a_detached_job() -> None:
+    """Masters' objects and nodes' pods are printed, which point at each other."""
+    line = ("--detach", "--backend", "k8s:claim=logs,namespace=ml", "--image", "a:1", "--job-id", "digits", "x.py")
+    with redirect_stdout(io.StringIO()) as out:
+        assert dlrover.main(["k8s", "render", *line]) == 0
+    made = list(yaml.safe_load_all(out.getvalue()))
+    assert [one["kind"] for one in made].count("Pod") == 1
+    job = next(one for one in made if one["kind"] == "Job")
+    assert job["spec"]["template"]["spec"]["containers"][0]["args"] == list(line)
+    env = {one["name"]: one for one in made[-1]["spec"]["containers"][0]["env"]}
+    assert env["DLROVER_MASTERS"]["value"] == "digits-masters.ml.svc:29400"
+    assert env["DLROVER_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == made[0]["metadata"]["name"]
+
+
+def test_budgets_let_one_node_go() -> None:
+    """All nodes but one stay where the size is fixed; where it is not, those that the job needs."""
+    for size, kept in (("4", 3), ("2:4", 2), ("1", 0)):
+        options = cli_options.parse(["--backend", "k8s:claim=l", "--image", "a", "--nnodes", size, "train.py"])
+        options.argv = ()
+        choice = backends.chosen(options)
+        assert choice is not None
+        spec = groups.spec(options, "j", groups.plans(options))
+        here = k8s_detach.context(options, choice, spec, "t" * 8)
+        assert k8s_detach.plan(options, here, spec, "ml").nodes_kept == kept
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("k8s:ml/digits", ("ml", "digits")),
+        ("k8s:digits", ("", "digits")),
+        ("k8s:ml/a/b", ("ml", "a/b")),
+        ("k8s:Big Job", ("", "Big Job")),
+    ],
+)
+def test_names_of_jobs_in_a_cluster(text: str, place: tuple[str, str]) -> None:
+    """A namespace and a job, or a job of the kubeconfig's namespace."""
+    assert k8s_reach.read(text) == place
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (("attach", "k8s:digits"), "'dlrover attach' is for jobs of this host"),
+        (("status", "k8s:"), "'k8s:' names no job in Kubernetes"),
+        (("status", "k8s:digits", "--log", "etcd://e"), "names the log already"),
+        (("status", "k8s:digits"), "none' is not there, and this is no pod"),
+    ],
+)
+def test_jobs_in_a_cluster_that_cannot_be_reached(
+    line: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is wrong usage, with what to write."""
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    assert dlrover.main(list(line)) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "job"),
+    [
+        (("status", "digits", "-n", "ml"), "k8s:ml/digits"),
+        (("--namespace", "ml", "stop", "digits", "--no-wait"), "k8s:ml/digits"),
+        (("explain", "digits"), "k8s:digits"),
+        (("explain", "k8s:a/b", "-n", "ml"), "k8s:a/b"),
+        (("events", "digits", "--log", "etcd://e"), "digits"),
+    ],
+)
+def test_kubectl_s_plug_in(line: tuple[str, ...], job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kubectl dlrover` says `dlrover`'s words with kubectl's options."""
+    seen: list[Any] = []
+    monkeypatch.setattr(dlrover, "guarded", lambda args: seen.append(args) or 0)
+    assert kubectl.main(line) == 0
+    assert seen[0].job == job
+
+
+def test_kubectl_s_plug_in_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a command it prints help; without a job it asks for one."""
+    assert kubectl.main(["--help"]) == 0
+    assert "-n, --namespace" in capsys.readouterr().out
+    assert kubectl.main([]) == 2
+    with pytest.raises(SystemExit):
+        kubectl.main(["status", "-n", "ml"])
+    assert "name the job" in capsys.readouterr().err
