@@ -210,6 +210,15 @@ def test_a_refused_node_is_done_without() -> None:
     assert rule(answer(refused, alive=False, others=2)) == ("AWAIT_EVIDENCE", "node.refused")
 
 
+@pytest.mark.parametrize("signature", ["k8s.config", "k8s.image_pull"])
+def test_a_node_that_nothing_can_start_ends_the_job_at_once(signature: str) -> None:
+    """A wrong image or configuration spends no relaunch before the first step; after it, it may be one node's."""
+    case = Case(USER, signature, 0.9, "fail", "", "worker-1-0")
+    assert rule(answer(case, alive=False, stepped=False)) == ("AWAIT_EVIDENCE", "node.at_once")
+    assert rule(answer(case, alive=False, stepped=True)) == ("RELAUNCH_NODE", "node.relaunch")
+    assert rule(answer(case, Policy(fail_nodes=()), alive=False, stepped=False)) == ("RELAUNCH_NODE", "node.relaunch")
+
+
 def test_every_rule_has_a_name_of_its_own() -> None:
     """Each choice says by which rule, and rules differ, so that explanations do."""
     rules = [

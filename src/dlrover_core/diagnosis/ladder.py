@@ -161,6 +161,9 @@ def _for_node(case: Case, context: Context, policy: Policy) -> Choice:
         return Choice(
             AWAIT_EVIDENCE, "node.refused: its backend will not start it, and too few nodes are left without it", 0
         )
+    if case.signature in policy.fail_nodes and not context.stepped:
+        rule = f"node.at_once: {case.signature} before the first step ever; no relaunch cures it"
+        return Choice(AWAIT_EVIDENCE, rule, 0)
     if proven(case.verdict, case.signature) and context.granted:
         rule = "node.preempted: the platform took it; charged to nobody"
         return Choice(RELAUNCH_NODE, rule, context.relaunches, PLATFORM, context.relaunches)

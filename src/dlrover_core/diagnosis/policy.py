@@ -60,6 +60,13 @@ class Policy:
             "doc": "signatures that no time cures: they end the job at once if they come before its first step ever"
         },
     )
+    fail_nodes: tuple[str, ...] = field(
+        default=("k8s.config", "k8s.image_pull"),
+        metadata={
+            "doc": "signatures of nodes that never started, for a reason that every node of the job shares: they end the job at "
+            "once if they come before its first step ever"
+        },
+    )
     no_progress_cycles: int = field(
         default=0,
         metadata={
