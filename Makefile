@@ -96,5 +96,5 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade "pip>=25.1" --constraint constraints.txt
 	@# What is imported is compiled when it first is: of 20,000 files most never are.
-	$(PY) -m pip install --quiet --no-compile --editable ".[http,torch,etcd,k8s,archive,diagnosis,lightning,huggingface]" --group dev --constraint constraints.txt
+	$(PY) -m pip install --quiet --no-compile --editable ".[http,torch,etcd,k8s,ray,archive,diagnosis,lightning,huggingface]" --group dev --constraint constraints.txt
 	@touch $@

@@ -505,7 +505,7 @@ def test_garbage(tmp_path: Path, garbage: bytes) -> None:
 
 def test_slow_observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that observes and never reads is cut off once it lags too far; others are told everything meanwhile."""
-    monkeypatch.setattr("dlrover_backends.local.host.UNREAD_MAX", 0)
+    monkeypatch.setattr("dlrover_backends.shared.observers.UNREAD_MAX", 0)
 
     async def story() -> None:
         async with LocalNodeHost(tmp_path / "s", agent):

@@ -18,7 +18,6 @@ import signal
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ import structlog
 
 from dlrover_backends.local.blanks import Ahead, Blanks
 from dlrover_backends.shared import process, wire
+from dlrover_backends.shared.observers import Observer
 from dlrover_backends.shared.process import LocalCommand, Started
 from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage
 from dlrover_core.job.orders import NodeLaunch
@@ -37,7 +37,6 @@ from dlrover_core.runtime.within import within
 from dlrover_core.words import plain
 
 REQUEST_S = 10.0
-UNREAD_MAX = 10_000
 KILL_WAIT_S = 5.0
 MASTERS_MAX = 16
 REASON_CHARS_MAX = 500
@@ -95,31 +94,6 @@ class _Node:
             self.started.signal(number)
 
 
-class _Observer:
-    """One client that observes. It may lag by `UNREAD_MAX` changes, then it is cut off and begins anew."""
-
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
-        self._unread: deque[Observation] = deque()
-        self._wake = asyncio.Event()
-
-    def tell(self, seen: Observation) -> None:
-        """Queue one change."""
-        if len(self._unread) >= UNREAD_MAX:
-            self._writer.transport.abort()
-            return
-        self._unread.append(seen)
-        self._wake.set()
-
-    async def drain(self) -> None:
-        """Send what is queued until cancelled. Raises `ConnectionLost`."""
-        while True:
-            while self._unread:
-                await wire.write(self._writer, "changed", self._unread.popleft())
-            self._wake.clear()
-            await self._wake.wait()
-
-
 @final
 class LocalNodeHost:
     """Nodes as processes of this host, served to masters at the Unix socket ``path``.
@@ -146,7 +120,7 @@ class LocalNodeHost:
         self._nodes: dict[str, _Node] = {}
         self._used: set[str] = set()
         self._token = 0
-        self._observers: set[_Observer] = set()
+        self._observers: set[Observer] = set()
         self._server: asyncio.AbstractServer | None = None
         self._inode = NO_INODE
         self._conversations: set[asyncio.Task[None]] = set()
@@ -436,18 +410,12 @@ class LocalNodeHost:
 
     async def _observed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Tell one client everything from now on, until it goes away."""
-        observer = _Observer(writer)
+        observer = Observer(writer)
         listed = [self._observation(node) for node in self._nodes.values()]
         self._observers.add(observer)
         try:
             await wire.write(writer, "listed", listed)
-            draining, ending = asyncio.ensure_future(observer.drain()), asyncio.ensure_future(reader.read(1))
-            try:
-                await asyncio.wait({draining, ending}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                draining.cancel()
-                ending.cancel()
-                await asyncio.gather(draining, ending, return_exceptions=True)
+            await observer.serve(reader)
         finally:
             self._observers.discard(observer)
 

@@ -60,7 +60,7 @@ async def write(writer: asyncio.StreamWriter, *fields: object) -> None:
 async def connect(path: Path) -> AsyncIterator[Stream]:
     """A conversation with the host at ``path``. Raises `ConnectionLost`."""
     try:
-        with _short(path) as name:
+        with short(path) as name:
             reader, writer = await asyncio.open_unix_connection(name)
     except OSError as error:
         raise ConnectionLost(
@@ -79,7 +79,7 @@ def listen(path: Path) -> socket.socket:
         _clear(path)
         # On Linux the file is born with the mode of the unbound socket: it is never open to others, not for a moment.
         os.fchmod(sock.fileno(), stat.S_IRUSR | stat.S_IWUSR)
-        with _short(path) as name:
+        with short(path) as name:
             sock.bind(name)
         sock.listen(BACKLOG)
         sock.setblocking(False)
@@ -96,7 +96,7 @@ def _clear(path: Path) -> None:
     """Remove a socket that nobody serves any more."""
     if not path.is_socket():
         return
-    with socket.socket(socket.AF_UNIX) as probe, _short(path) as name:
+    with socket.socket(socket.AF_UNIX) as probe, short(path) as name:
         try:
             probe.connect(name)
         except OSError:
@@ -106,7 +106,7 @@ def _clear(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _short(path: Path) -> Iterator[str]:
+def short(path: Path) -> Iterator[str]:
     """A name for ``path`` that fits into a socket address (108 bytes), however deep the state directory lies."""
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

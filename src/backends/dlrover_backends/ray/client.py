@@ -1,0 +1,281 @@
+"""The `Backend` port over Ray, as a master holds it: orders and observations over the desk's socket, and no Ray in this process.
+
+Whoever finds no desk starts one. It is one for all masters of a run on this host, lives on when a master dies, and ends by itself
+when nobody needs it. What it is told is complete: it holds nothing between two orders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any, Union, cast
+
+import structlog
+
+from dlrover_backends.ray import settings
+from dlrover_backends.shared import wire
+from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage, SpecError
+from dlrover_core.job.orders import NodeLaunch
+from dlrover_core.runtime.backend import Changed, Listed, Observation
+from dlrover_core.runtime.backends import TOKEN, BackendContext
+from dlrover_core.runtime.within import within
+
+CALL_S, START_S, PROBE_S = 60.0, 60.0, 3.0
+RECONNECT_S = (0.02, 0.1, 0.5, 1.0, 5.0)
+SOCKET = "ray-desk.sock"
+_DESK = "import sys; sys.path[:1] = []; from dlrover_backends.ray.desk import main; sys.exit(main())"
+"""Not ``-m``: that puts the working directory first, and a module of the user's might hide one of ours."""
+
+log = structlog.get_logger("dlrover.backend")
+
+
+class Deposed(CoreError):
+    """An order of a deposed master. ``highest`` is the token of a newer one."""
+
+    def __init__(self, token: int, highest: int) -> None:
+        super().__init__(f"token {token} is of a deposed master: one with {highest} has given orders")
+        self.token, self.highest = token, highest
+
+
+class NoDesk(CoreError):
+    """The desk cannot be started, or does not reach its cluster. ``permanent``: waiting does not mend it."""
+
+    def __init__(self, reason: str, *, permanent: bool) -> None:
+        super().__init__(reason)
+        self.permanent = permanent
+
+
+class RayBackend:
+    """Actors of one run. Making it neither connects nor starts anything."""
+
+    def __init__(self, here: BackendContext) -> None:
+        self._here, self._told = here, settings.read(here)
+        self._own: tempfile.TemporaryDirectory[str] | None = None
+        self._starting = asyncio.Lock()
+        self._desk: subprocess.Popen[bytes] | None = None
+
+    # ---- the port
+
+    async def launch(self, node: NodeLaunch, token: int) -> None:
+        """Place the node's actor. Raises `LaunchRefused`, `Deposed`, and `CoreError` where the outcome is unknown."""
+        try:
+            order = self._order(node)
+        except SpecError as error:
+            raise LaunchRefused(str(error), permanent=True) from error
+        await self._call("launch", token, order)
+
+    async def delete(self, name: str, token: int, grace_s: float) -> None:
+        """Have the node's keeper end its agent: SIGTERM, after ``grace_s`` SIGKILL. Raises `Deposed`, `CoreError`."""
+        await self._call("delete", token, name, float(grace_s))
+
+    async def observe(self) -> AsyncIterator[Union[Listed, Changed]]:
+        """`Listed` first and after every desk that was lost, then one `Changed` for every change. Ends when cancelled."""
+        failures = 0
+        while True:
+            try:
+                await self._serve()
+                async with wire.connect(self._path()) as (reader, writer):
+                    await wire.write(writer, "observe")
+                    while True:
+                        seen = _seen(await wire.read(reader))
+                        failures = 0
+                        yield seen
+            except (ConnectionLost, MalformedMessage, NoDesk) as error:
+                if not failures:
+                    log.warning("the desk is lost, and is started anew", error=str(error))
+            await asyncio.sleep(RECONNECT_S[min(failures, len(RECONNECT_S) - 1)])
+            failures += 1
+
+    async def room(self, group: str) -> int | None:  # noqa: ARG002  # the port's
+        """Only Ray's scheduler, and its autoscaler, know what would start now."""
+        return None
+
+    # ---- before the job, and after it
+
+    async def check(self) -> None:
+        """Join the cluster. Raises `SpecError` for what does not mend itself."""
+        settings.runtime_env(self._told.runtime_env, self._here.cwd)
+        await self._probe()
+        try:
+            fault = await self._call("check", self._told.labels())
+        except NoDesk as error:
+            if error.permanent:
+                raise SpecError("backend", str(error)) from error
+            raise
+        if fault:
+            raise SpecError("label", f"Ray refuses it: {fault}")
+
+    async def close(self) -> None:
+        """Nothing to close: the desk serves other masters, and ends when there are none."""
+        if self._desk is not None:
+            self._desk.poll()
+            self._desk.returncode = (
+                self._desk.returncode or 0
+            )  # nobody waits for it here; its parent's end is no matter
+
+    async def clear(self) -> None:
+        """Remove all that the run has in the cluster, and end the desk. Raises `CoreError`."""
+        await self._call("clear")
+        with contextlib.suppress(CoreError):
+            await self._call("end")
+        if self._desk is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._desk.wait, PROBE_S)
+        if self._own is not None:
+            self._own.cleanup()
+            self._own = None
+
+    # ---- what is ordered
+
+    def _order(self, node: NodeLaunch) -> dict[str, Any]:
+        """The fields of `cluster.Order`. Raises `SpecError`."""
+        here, told = self._here, self._told
+        if not here.command and not here.arguments:
+            raise SpecError("backend", "ray has no command of its own: name the script that nodes run")
+        wants = settings.resources_of(told.resources)
+        asked = {"CPU": node.cpu_m / 1000, "GPU": float(node.gpus), "memory": float(node.memory_mib << 20)}
+        wants.update({name: amount for name, amount in asked.items() if amount})
+        wants.setdefault("CPU", float(node.nproc))
+        env = settings.runtime_env(told.runtime_env, here.cwd)
+        set_by_user = env.get("env_vars")
+        kept = tuple(set_by_user) if isinstance(set_by_user, Mapping) else ()
+        variables = {**here.environment(node), TOKEN: here.token}
+        return {
+            "name": node.name,
+            "wants": {name: amount for name, amount in wants.items() if amount},
+            "gpus_if_any": 0 if "GPU" in wants or told.resources else node.nproc,
+            "labels": told.labels(),
+            "avoid": node.avoid,
+            "runtime_env": env,
+            "plan": {
+                "command": here.command,
+                "arguments": here.arguments,
+                "env": {name: value for name, value in variables.items() if name not in kept},
+                "cwd": "" if env.get("working_dir") else here.cwd,
+                "kept": kept,
+            },
+        }
+
+    # ---- the desk
+
+    async def _call(self, *request: object) -> object:
+        try:
+            answer = await within(CALL_S, self._ask(request))
+        except asyncio.TimeoutError as error:
+            raise ConnectionLost(f"the desk at {self._path()} did not answer within {CALL_S:g} s") from error
+        match answer:
+            case ("done", value):
+                return cast(object, value)
+            case ("refused", str(reason), bool(permanent)):
+                raise LaunchRefused(reason, permanent=permanent)
+            case ("stale", int(token), int(highest)):
+                raise Deposed(token, highest)
+            case ("failed", str(reason)):
+                raise CoreError(f"the desk failed: {reason}")
+        raise MalformedMessage(f"the desk at {self._path()} answered {answer[0]!r}")
+
+    async def _ask(self, request: tuple[object, ...]) -> tuple[Any, ...]:
+        try:
+            return await self._asked(request)
+        except ConnectionLost:
+            return await self._asked(request)  # the desk has died; every order may be given again
+
+    async def _asked(self, request: tuple[object, ...]) -> tuple[Any, ...]:
+        await self._serve()
+        async with wire.connect(self._path()) as (reader, writer):
+            await wire.write(writer, *request)
+            return await wire.read(reader)
+
+    def _path(self) -> Path:
+        if self._here.directory:
+            return Path(self._here.directory, SOCKET)
+        if self._own is None:
+            self._own = tempfile.TemporaryDirectory(prefix="dlrover-ray-")
+        return Path(self._own.name, SOCKET)
+
+    async def _serve(self) -> None:
+        """See that a desk serves. Raises `NoDesk`."""
+        async with self._starting:
+            if _answers(self._path()):
+                return
+            told = await within(START_S, asyncio.to_thread(self._start))
+        if told:
+            raise NoDesk(str(told["text"]), permanent=bool(told["permanent"]))
+
+    def _start(self) -> dict[str, Any]:
+        """Start a desk, and wait until it serves; what it says where it cannot. Blocks."""
+        self._let_go()
+        reading, writing = os.pipe()
+        words = (str(self._path()), self._told.address, self._here.job, self._here.run, str(writing))
+        try:
+            with os.fdopen(reading, encoding="utf-8") as report:
+                try:
+                    # In a session of its own: a Ctrl-C is for the launcher, which then ends the nodes through it.
+                    self._desk = subprocess.Popen(
+                        [sys.executable, "-u", "-c", _DESK, *words],
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=(writing,),
+                        start_new_session=True,
+                    )
+                finally:
+                    os.close(writing)
+                said = report.read()
+        except OSError as error:
+            return {"text": f"the desk cannot be started: {error}", "permanent": False}
+        if said:
+            self._desk.wait()
+            return dict(json.loads(said))
+        if not _answers(self._path()):
+            return {"text": "the desk has ended at once", "permanent": False}
+        return {}
+
+    def _let_go(self) -> None:
+        """Take a dead desk out of the process table; a living one is nobody's to wait for."""
+        if self._desk is not None and self._desk.poll() is None:
+            self._desk.returncode = 0
+        self._desk = None
+
+    async def _probe(self) -> None:
+        """Does anybody listen at the address? Ray itself takes most of a minute to say no. Raises `SpecError`."""
+        address = self._told.address
+        if not address or address == "auto" or _answers(self._path()):
+            return
+        host, _, port = address.rpartition(":")
+        try:
+            _, writer = await within(PROBE_S, asyncio.open_connection(host.strip("[]"), int(port)))
+        except (OSError, asyncio.TimeoutError) as error:
+            why = getattr(error, "strerror", None) or "no answer"
+            raise SpecError(
+                "backend",
+                f"no Ray cluster answers at {address} ({why}): name its head as HOST:6379, or start one with ray start --head",
+            ) from error
+        writer.close()
+
+
+def _answers(path: Path) -> bool:
+    """Does a desk listen there?"""
+    if not path.is_socket():
+        return False
+    with socket.socket(socket.AF_UNIX) as probe, wire.short(path) as name:
+        try:
+            probe.connect(name)
+        except OSError:
+            return False
+    return True
+
+
+def _seen(frame: tuple[Any, ...]) -> Listed | Changed:
+    match frame:
+        case ("listed", tuple(nodes)):
+            return Listed(tuple(Observation(*node) for node in nodes))
+        case ("changed", tuple(node)):
+            return Changed(Observation(*node))
+    raise MalformedMessage(f"the desk says {frame[0]!r}")

@@ -1,0 +1,228 @@
+"""The cluster of one run: Ray's calls, as few and as plain as the desk needs them. All of them block.
+
+Only the desk's process and ``dlrover ray`` import this. What is no public API of Ray is in `private`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import ray
+from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dlrover_backends.ray import names, private
+from dlrover_backends.ray.keeper import ORDERS, Keeper
+from dlrover_backends.ray.names import Run
+from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
+
+NODE_ID = "ray.io/node-id"
+
+
+class Order(NamedTuple):
+    """What a node is launched with.
+
+    name:        the node's name
+    wants:       the resources of its bundle
+    gpus_if_any: GPUs that it wants as well if the cluster has any
+    labels:      label selectors by key
+    avoid:       names of hosts that it must not run on
+    runtime_env: Ray's runtime environment
+    plan:        how its keeper starts the agent: a `keeper.Plan` as a dictionary
+    """
+
+    name: str
+    wants: Mapping[str, float]
+    gpus_if_any: int = 0
+    labels: Mapping[str, str] = {}  # never written to
+    avoid: tuple[str, ...] = ()
+    runtime_env: Mapping[str, Any] = {}  # as above
+    plan: Mapping[str, Any] = {}  # as above
+
+
+class Cluster:
+    """A run's actors, placement groups and keys. Connect first; a process connects once."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def connect(self, address: str) -> None:
+        """Join the cluster as a driver. Raises whatever Ray does: `faults.of_connect` knows what it means."""
+        lacks = private.missing()
+        if lacks:
+            raise RuntimeError(f"Ray {ray.__version__} has no {lacks}")
+        os.environ.setdefault(
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+        )  # said anew by the release; silences its warning
+        ray.init(
+            address=address or "auto",
+            namespace=self.run.space,
+            log_to_driver=True,
+            logging_level=logging.ERROR,
+        )
+
+    # ---- what is there
+
+    def look(self) -> Snapshot:
+        """All of the run as it is now."""
+        drains = private.draining()
+        hosts = {
+            one["NodeID"]: Host(
+                one["NodeID"],
+                one.get("NodeName") or one["NodeManagerAddress"],
+                one["NodeManagerAddress"],
+                bool(one["Alive"]),
+                one.get("Resources") or {},
+                one.get("Labels") or {},
+                drains.get(one["NodeID"]),
+            )
+            for one in ray.nodes()
+        }
+        actors: dict[str, Actor] = {}
+        for actor in private.actors(self.run.space):
+            if actor.namespace == self.run.space and (actor.name not in actors or not actor.is_dead):
+                actors[actor.name] = actor
+        return Snapshot(actors, hosts, {one.name: one for one in groups(self.run.space + "/")})
+
+    def deleted(self) -> set[str]:
+        """The names that have been deleted; none of them is used again."""
+        prefix = self.run.key(names.DELETED)
+        return {key.removeprefix(prefix) for key in private.keys(prefix)}
+
+    def place(self, name: str) -> Place:
+        """What a node was launched with."""
+        raw = private.get(self.run.key(names.PLACE, name))
+        told = json.loads(raw) if raw else {}
+        return Place(told.get("wants") or {}, tuple(told.get("avoid") or ()))
+
+    # ---- orders
+
+    def newest_token(self, token: int) -> int:
+        """The highest token of a master that has given orders, this one among them."""
+        key = self.run.key(names.TOKEN)
+        known = int(private.get(key) or 0)
+        if token > known:
+            private.put(key, str(token).encode())
+        return max(token, known)
+
+    def create(self, order: Order) -> bool:
+        """Make a node's placement group and its keeper; False: it was made before. Raises `ValueError` for what Ray refuses."""
+        key = self.run.key(names.PLACE, order.name)
+        raw = private.get(key)
+        if raw is not None and json.loads(raw).get("made"):
+            return False  # dead or alive: a name is used once
+        hosts = [one for one in ray.nodes() if one["Alive"]]
+        wants = dict(order.wants)
+        if order.gpus_if_any and any(one["Resources"].get("GPU") for one in hosts):
+            wants["GPU"] = float(order.gpus_if_any)
+        kept = {"wants": wants, "avoid": list(order.avoid)}
+        if raw is None:
+            private.put(key, json.dumps(kept).encode(), overwrite=False)
+        self._make(order, wants, hosts)
+        private.put(key, json.dumps({**kept, "made": True}).encode())
+        return True
+
+    def _make(self, order: Order, wants: Mapping[str, float], hosts: Iterable[Mapping[str, Any]]) -> None:
+        """The group and the actor, unless a desk that died here before has made them."""
+        if any(one.name == order.name and one.namespace == self.run.space for one in private.actors(self.run.space)):
+            return
+        labels = dict(order.labels)
+        avoided = [one["NodeID"] for one in hosts if (one.get("NodeName") or one["NodeManagerAddress"]) in order.avoid]
+        if avoided:
+            labels[NODE_ID] = f"!in({','.join(avoided)})"
+        name = self.run.group(order.name)
+        if any(one.name == name for one in groups(name)):
+            remove_placement_group(ray.util.get_placement_group(name))
+        group = placement_group(
+            [dict(wants)],
+            strategy="STRICT_PACK",
+            name=name,
+            lifetime="detached",
+            bundle_label_selector=[labels] if labels else None,
+        )
+        try:
+            self._keeper(order, wants, group)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                remove_placement_group(group)
+            raise
+
+    def _keeper(self, order: Order, wants: Mapping[str, float], group: Any) -> None:
+        custom = {name: amount for name, amount in wants.items() if name not in {"CPU", "GPU", "memory"}}
+        actor = ray.remote(concurrency_groups={ORDERS: 4})(with_orders(Keeper))
+        actor.options(
+            name=order.name,
+            namespace=self.run.space,
+            lifetime="detached",
+            max_restarts=0,
+            max_task_retries=0,
+            num_cpus=wants.get("CPU", 0),
+            num_gpus=wants.get("GPU", 0),
+            memory=wants.get("memory") or None,
+            resources=custom or None,
+            runtime_env=dict(order.runtime_env) or None,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+        ).remote(dict(order.plan))
+
+    def mark_deleted(self, name: str) -> None:
+        """Write down that a name is used up."""
+        private.put(self.run.key(names.DELETED, name), b"1")
+
+    def handle(self, name: str) -> Any:
+        """The living or pending actor of that name; None: there is none."""
+        try:
+            return ray.get_actor(name, namespace=self.run.space)
+        except ValueError:
+            return None
+
+    def kill(self, name: str) -> None:
+        """End an actor at once. Its processes end a moment later."""
+        found = self.handle(name)
+        if found is not None:
+            ray.kill(found, no_restart=True)
+
+    def remove_group(self, name: str) -> None:
+        """Give back the place of a node. An actor in it ends."""
+        with contextlib.suppress(ValueError):
+            remove_placement_group(ray.util.get_placement_group(self.run.group(name)))
+
+    def forget(self) -> None:
+        """Remove the run's keys."""
+        private.remove(self.run.space + "/")
+
+
+def groups(prefix: str) -> list[Group]:
+    """The placement groups that are not removed and whose names begin so."""
+    return [
+        Group(
+            one["placement_group_id"],
+            one["name"],
+            one["state"],
+            str((one.get("stats") or {}).get("scheduling_state", "")),
+            (one.get("bundles") or {}).get(0) or {},
+        )
+        for one in placement_group_table().values()
+        if one["name"].startswith(prefix) and one["state"] != "REMOVED"
+    ]
+
+
+def runs() -> dict[str, list[Actor]]:
+    """Actors of all runs of ours in the cluster, by their namespace; of a run that has left placement groups alone, none."""
+    found: dict[str, list[Actor]] = {}
+    for group in groups(names.PREFIX):
+        found.setdefault(group.name.partition("/")[0], [])
+    for actor in private.actors(names.PREFIX):
+        found.setdefault(actor.namespace, []).append(actor)
+    return found
+
+
+def with_orders(keeper: type) -> type:
+    """The keeper's class, with the methods that are called while it waits in a concurrency group of their own."""
+    for name in ("ready", "stop"):
+        ray.method(concurrency_group=ORDERS)(getattr(keeper, name))
+    return keeper

@@ -1,0 +1,241 @@
+"""The desk: a process of its own that holds Ray's client library, and serves the masters of one run over a Unix socket.
+
+Importing Ray takes seconds and tens of MiB, and Ray's library ends its process when the cluster's state service has been away for
+a minute: neither may be a master's. The desk holds nothing that the cluster does not have: it may die at any moment, and whoever
+needs one starts it anew (`client`). It ends when nobody has talked to it for `IDLE_S`.
+
+``python -c ... SOCKET ADDRESS JOB RUN REPORT``: to the descriptor REPORT it writes why it cannot serve, as JSON, or nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from dlrover_backends.ray import faults
+from dlrover_backends.ray.lookout import Lookout
+from dlrover_backends.ray.names import Run
+from dlrover_backends.shared import wire
+from dlrover_backends.shared.observers import Observer
+from dlrover_core.errors import ConnectionLost, CoreError, MalformedMessage
+from dlrover_core.runtime.within import within
+
+if TYPE_CHECKING:
+    from dlrover_backends.ray.cluster import Cluster
+
+IDLE_S, REQUEST_S = 30.0, 10.0
+CLEAR_S = 20.0
+
+log = structlog.get_logger("dlrover.desk")
+
+
+class Stale(CoreError):
+    """An order of a deposed master. ``highest`` is the token of a newer one."""
+
+    def __init__(self, highest: int) -> None:
+        super().__init__(f"a master with {highest} has given orders")
+        self.highest = highest
+
+
+class Desk:
+    """Serves one run at ``path``. ``cluster`` is connected. Make it in its event loop."""
+
+    def __init__(self, cluster: Cluster, path: Path) -> None:
+        self._cluster, self._path = cluster, path
+        self._lookout = Lookout(cluster)
+        self._ordering = asyncio.Lock()
+        self._over = asyncio.Event()
+        self._talking: set[asyncio.Task[None]] = set()
+
+    async def serve(self, listening: Callable[[], None]) -> None:
+        """Until nobody needs it any more. ``listening`` is called once it can be talked to. Raises `CoreError`."""
+        server = await asyncio.start_unix_server(self._take, sock=wire.listen(self._path))
+        listening()
+        tasks = [asyncio.ensure_future(one) for one in (self._lookout.run(), self._wait_idle(), self._over.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            server.close()
+            for task in tasks:
+                task.cancel()
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+    async def _wait_idle(self) -> None:
+        since = time.monotonic()
+        while time.monotonic() - since < IDLE_S:
+            await asyncio.sleep(1.0)
+            if self._talking:
+                since = time.monotonic()
+
+    # ---- orders
+
+    async def _fence(self, token: int) -> None:
+        highest = await asyncio.to_thread(self._cluster.newest_token, token)
+        if highest > token:
+            raise Stale(highest)
+
+    async def _launch(self, token: int, fields: dict[str, Any]) -> tuple[object, ...]:
+        from dlrover_backends.ray.cluster import Order
+
+        order = Order(**fields)
+        async with self._ordering:
+            await self._fence(token)
+            if order.name in await asyncio.to_thread(self._cluster.deleted):
+                return ("refused", f"{order.name} was here and was deleted; a name is used once", True)
+            try:
+                made = await asyncio.to_thread(self._cluster.create, order)
+            except Exception as error:
+                fault = faults.of_order(error)
+                if fault is None:
+                    raise
+                return ("refused", *fault)
+        if made:
+            log.info("node is placed", node=order.name, wants=dict(order.wants))
+            self._lookout.wake()
+        return ("done", None)
+
+    async def _delete(self, token: int, name: str, grace_s: float) -> tuple[object, ...]:
+        async with self._ordering:
+            await self._fence(token)
+            await asyncio.to_thread(self._cluster.mark_deleted, name)
+            await self._lookout.look()
+            actor = self._lookout.actor(name)
+            if actor is None or actor.is_dead:
+                return ("done", None)
+            log.info("node is deleted", node=name, state=actor.state, grace_s=grace_s)
+            await asyncio.to_thread(self._end, name, actor.state == "ALIVE", grace_s)
+        self._lookout.ends(name, grace_s)
+        return ("done", None)
+
+    def _end(self, name: str, runs: bool, grace_s: float) -> None:
+        handle = self._cluster.handle(name)
+        if handle is not None and runs:
+            handle.stop.remote(
+                grace_s
+            )  # the keeper buries its agent, then ends; an actor's own end leaves that to the kernel
+        elif handle is not None:
+            self._cluster.kill(name)
+
+    async def _clear(self) -> tuple[object, ...]:
+        """Remove all that the run has in the cluster."""
+        async with self._ordering:
+            until = time.monotonic() + CLEAR_S
+            told = False
+            while True:
+                seen = await asyncio.to_thread(self._cluster.look)
+                living = [actor for actor in seen.actors.values() if not actor.is_dead]
+                if not living or time.monotonic() > until:
+                    break
+                for actor in living:
+                    if not told:
+                        await asyncio.to_thread(self._end, actor.name, actor.state == "ALIVE", 0.0)
+                    elif time.monotonic() > until - CLEAR_S / 2:
+                        await asyncio.to_thread(self._cluster.kill, actor.name)
+                told = True
+                await asyncio.sleep(0.1)
+            for actor in living:
+                await asyncio.to_thread(self._cluster.kill, actor.name)
+            prefix = self._cluster.run.group("")
+            for name in seen.groups:
+                await asyncio.to_thread(self._cluster.remove_group, name.removeprefix(prefix))
+            await asyncio.to_thread(self._cluster.forget)
+        return ("done", None)
+
+    # ---- conversations
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._talking.add(task)
+        try:
+            request = await within(REQUEST_S, wire.read(reader))
+            if request[0] == "observe":
+                await self._observed(reader, writer)
+            else:
+                await wire.write(writer, *await self._answer(request))
+                if request[0] == "end":
+                    self._over.set()
+        except (ConnectionLost, asyncio.TimeoutError):
+            log.debug("a client went away")
+        except MalformedMessage as bad:
+            log.warning("a client was not understood", reason=str(bad))
+        except asyncio.CancelledError:
+            log.debug("a conversation ends with the desk")
+        finally:
+            self._talking.discard(task)
+            writer.close()
+
+    async def _answer(self, request: tuple[Any, ...]) -> tuple[object, ...]:
+        try:
+            match request:
+                case ("launch", int(token), dict(fields)):
+                    return await self._launch(token, fields)
+                case ("delete", int(token), str(name), grace_s):
+                    return await self._delete(token, name, float(grace_s))
+                case ("check", dict(labels)):
+                    return ("done", await asyncio.to_thread(_label_fault, labels))
+                case ("clear",):
+                    return await self._clear()
+                case ("end",):
+                    return ("done", None)
+        except Stale as stale:
+            log.warning("order of a deposed master refused", order=request[0], highest=stale.highest)
+            return ("stale", request[1], stale.highest)
+        except Exception as error:
+            log.exception("an order failed", order=request[0])
+            return ("failed", f"{type(error).__name__}: {error}")
+        raise MalformedMessage(f"there is no order {request[0]!r} with {len(request) - 1} fields like these")
+
+    async def _observed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Tell one client everything from now on, until it goes away."""
+        observer = Observer(writer)
+        await self._lookout.look()  # what was ordered before is in the list
+        with self._lookout.told(observer) as listed:
+            await wire.write(writer, "listed", listed)
+            await observer.serve(reader)
+
+
+def _label_fault(labels: dict[str, str]) -> str:
+    from dlrover_backends.ray import private
+
+    return private.label_fault(labels)
+
+
+def main() -> int:
+    """Join the cluster and serve; the exit status. Where another desk serves already, there is nothing to do."""
+    path, address, job, run, report = sys.argv[1:6]
+    structlog.configure(
+        processors=[structlog.processors.add_log_level, structlog.processors.LogfmtRenderer()],
+        wrapper_class=structlog.make_filtering_bound_logger(30),  # warnings
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
+    with os.fdopen(int(report), "w", encoding="utf-8") as told, Path(f"{path}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return 0
+        from dlrover_backends.ray.cluster import Cluster
+
+        cluster = Cluster(Run(job, run))
+        try:
+            cluster.connect(address)
+        except BaseException as error:  # noqa: BLE001  # Ray leaves by SystemExit too; whoever started us tells it
+            json.dump(faults.of_connect(error, address)._asdict(), told)
+            return 1
+        asyncio.run(_serve(cluster, Path(path), told.close))
+    return 0
+
+
+async def _serve(cluster: Cluster, path: Path, listening: Callable[[], None]) -> None:
+    await Desk(cluster, path).serve(listening)

@@ -1,0 +1,154 @@
+"""What the desk sees of a run: the cluster's own tables, read once a second and whenever an actor tells news.
+
+A call that an actor answers when it is ready, and one that it answers at its end, make both known at once. Reading the tables
+remains: they alone say how it ended, and nothing that was missed stays unknown for longer than a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from dlrover_backends.ray import endings
+from dlrover_backends.ray.records import Actor, Place, Snapshot
+from dlrover_backends.shared.observers import Observer
+from dlrover_core.runtime.backend import Observation
+from dlrover_core.runtime.within import any_within
+
+if TYPE_CHECKING:
+    from dlrover_backends.ray.cluster import Cluster
+
+LOOK_S = 1.0
+LOOK_SHARE = 20.0
+"""Looking takes at most this part of the time: in a cluster that keeps 100,000 dead actors one look takes a second."""
+KILL_WAIT_S = 8.0
+"""So long beyond its grace a keeper may take to end; then Ray ends it."""
+NOTICE_SLACK_US = 2_000_000
+
+log = structlog.get_logger("dlrover.desk")
+
+
+class Lookout:
+    """Looks at one run. Use it in one event loop; what blocks is done in threads."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._loop = asyncio.get_running_loop()
+        self._observers: set[Observer] = set()
+        self._nodes: dict[str, Observation] = {}
+        self._actors: dict[str, Actor] = {}
+        self._places: dict[str, Place] = {}
+        self._listening: set[str] = set()
+        self._due: dict[str, float] = {}
+        self._lock, self._wake = asyncio.Lock(), asyncio.Event()
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            began = time.monotonic()
+            try:
+                await self.look()
+            except Exception as error:  # noqa: BLE001  # Ray raises anything; while its state service is away nothing is news
+                log.warning("the cluster cannot be looked at", error=f"{type(error).__name__}: {error}")
+            await any_within(max(LOOK_S, LOOK_SHARE * (time.monotonic() - began)), self._wake)
+            self._wake.clear()
+
+    def actor(self, name: str) -> Actor | None:
+        """The node's actor as it was seen last."""
+        return self._actors.get(name)
+
+    def ends(self, name: str, grace_s: float) -> None:
+        """A node was told to end: look again soon, and have it killed where it does not."""
+        due = time.monotonic() + grace_s + KILL_WAIT_S
+        self._due[name] = min(due, self._due.get(name, due))
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Look again at once."""
+        self._wake.set()
+
+    @contextlib.contextmanager
+    def told(self, observer: Observer) -> Iterator[tuple[Observation, ...]]:
+        """All nodes as of now; within the block ``observer`` is told every change."""
+        self._observers.add(observer)
+        try:
+            yield tuple(self._nodes.values())
+        finally:
+            self._observers.discard(observer)
+
+    async def look(self) -> None:
+        """Look at the cluster, and tell observers what has changed. Raises whatever Ray does."""
+        async with self._lock:
+            seen, deleted = await asyncio.to_thread(self._seen)
+            nodes: dict[str, Observation] = {}
+            for name, actor in seen.actors.items():
+                if name in deleted and actor.is_dead:
+                    continue
+                group = seen.groups.get(self._cluster.run.group(name))
+                nodes[name] = endings.observation(actor, seen, group, self._places[name], time.time())
+            before, self._nodes, self._actors = self._nodes, nodes, dict(seen.actors)
+            for name, node in nodes.items():
+                if name not in before or _is_news(before[name], node):
+                    self._tell(node)
+            for name in before.keys() - nodes.keys():
+                self._tell(Observation(name, "gone", host=before[name].host))
+            await asyncio.to_thread(self._tidy, seen, deleted)
+
+    def _seen(self) -> tuple[Snapshot, set[str]]:
+        seen, deleted = self._cluster.look(), self._cluster.deleted()
+        for name in seen.actors:
+            if name not in self._places:
+                self._places[name] = self._cluster.place(name)
+        return seen, deleted
+
+    def _tell(self, node: Observation) -> None:
+        for observer in self._observers:
+            observer.tell(node)
+
+    def _tidy(self, seen: Snapshot, deleted: set[str]) -> None:
+        """Give back the places of the dead, listen to the living, and end what was told to end and has not. Blocks."""
+        now = time.monotonic()
+        for name, actor in seen.actors.items():
+            if actor.is_dead:
+                self._listening.discard(actor.id)
+                self._due.pop(name, None)
+                if self._cluster.run.group(name) in seen.groups:
+                    self._cluster.remove_group(name)
+                continue
+            self._listen(actor)
+            if name in deleted and now > self._due.setdefault(name, now + KILL_WAIT_S):
+                log.warning("a keeper does not end, and is killed", node=name)
+                self._cluster.kill(name)
+
+    def _listen(self, actor: Actor) -> None:
+        if actor.id in self._listening:
+            return
+        handle = self._cluster.handle(actor.name)
+        if handle is None:
+            return
+        self._listening.add(actor.id)
+        for answer in (handle.ready.remote(), handle.run.remote()):
+            answer.future().add_done_callback(functools.partial(self._answered, actor.id))
+
+    def _answered(self, actor: str, answer: Any) -> None:
+        """In a thread of Ray's: the actor is ready, or it is over, or it was out of reach and is asked again at the next look."""
+        error = answer.exception()
+        if error is not None:
+            self._listening.discard(actor)
+        if error is None or type(error).__name__ != "ActorUnavailableError":
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._wake.set)
+
+
+def _is_news(before: Observation, now: Observation) -> bool:
+    """Differs more than time alone makes them differ?"""
+    if before._replace(notice_us=0, age_us=0) != now._replace(notice_us=0, age_us=0):
+        return True
+    # A deadline comes nearer by itself. One that was moved is news.
+    return bool(before.notice_us) != bool(now.notice_us) or now.notice_us > before.notice_us + NOTICE_SLACK_US

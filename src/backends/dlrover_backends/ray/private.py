@@ -1,0 +1,101 @@
+"""Every part of Ray that is no public API, in one place: docs/ray.md lists them. Imported by the desk and the keeper alone.
+
+Tried with Ray 2.58 to 2.60. Where one of these is missing, `missing` says so before anything is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dlrover_backends.ray.records import Actor
+
+_SPACE = "dlrover"
+"""The namespace of our keys in the cluster's key-value store."""
+
+
+def missing() -> str:
+    """The private part that this Ray lacks; empty: all are there."""
+    from ray._private import state
+    from ray.experimental import internal_kv
+
+    for owner, names in (
+        (state.GlobalState, ("_connect_and_get_accessor", "get_draining_nodes")),
+        (internal_kv, ("_internal_kv_get", "_internal_kv_put", "_internal_kv_del", "_internal_kv_list")),
+    ):
+        for name in names:
+            if not hasattr(owner, name):
+                return f"{owner.__name__}.{name}"
+    return ""
+
+
+def actors(prefix: str) -> list[Actor]:
+    """All actors, dead ones too, whose Ray namespace begins so; the state service keeps the last 100,000 dead ones."""
+    from google.protobuf import json_format
+    from ray._private.state import state
+    from ray.core.generated import gcs_pb2
+
+    found = []
+    for row in state._connect_and_get_accessor().get_actor_table(None, None):  # the purpose of this module
+        told = gcs_pb2.ActorTableData.FromString(row)
+        if not told.ray_namespace.startswith(prefix):
+            continue
+        cause = json_format.MessageToDict(told.death_cause, preserving_proto_field_name=True)
+        found.append(
+            Actor(
+                id=told.actor_id.hex(),
+                name=told.name,
+                namespace=told.ray_namespace,
+                state=gcs_pb2.ActorTableData.ActorState.Name(told.state),
+                # The address of one that is not placed yet is its creator's.
+                host_id=(told.node_id or (told.address.node_id if told.pid else b"")).hex(),
+                pid=told.pid,
+                ended_ms=int(told.end_time),
+                cause=cause,
+            )
+        )
+    return found
+
+
+def draining() -> Mapping[str, int]:
+    """Hosts that are being drained, by id: when that ends, in milliseconds of the wall clock; 0: no deadline."""
+    from ray._private.state import state
+
+    return dict(state.get_draining_nodes())
+
+
+def get(key: str) -> bytes | None:
+    """A value of the cluster's key-value store; None: it has none."""
+    from ray.experimental import internal_kv
+
+    found: bytes | None = internal_kv._internal_kv_get(key, namespace=_SPACE)
+    return found
+
+
+def put(key: str, value: bytes, *, overwrite: bool = True) -> bool:
+    """Write a value; was there none before? Without ``overwrite`` an old one stays."""
+    from ray.experimental import internal_kv
+
+    return not internal_kv._internal_kv_put(key, value, overwrite, namespace=_SPACE)
+
+
+def keys(prefix: str) -> list[str]:
+    """The keys that begin so."""
+    from ray.experimental import internal_kv
+
+    return [one.decode() for one in internal_kv._internal_kv_list(prefix, namespace=_SPACE)]
+
+
+def remove(prefix: str) -> None:
+    """Remove all keys that begin so."""
+    from ray.experimental import internal_kv
+
+    internal_kv._internal_kv_del(prefix, del_by_prefix=True, namespace=_SPACE)
+
+
+def label_fault(labels: Mapping[str, str]) -> str:
+    """What Ray does not take of label selectors; empty: it takes them, or will say so itself."""
+    try:
+        from ray._private.label_utils import validate_label_selector
+    except ImportError:
+        return ""
+    return validate_label_selector(dict(labels)) or ""

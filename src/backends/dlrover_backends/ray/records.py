@@ -1,0 +1,94 @@
+"""What Ray says of actors, hosts and placement groups, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Actor(NamedTuple):
+    """One actor, a living or a dead one.
+
+    id:        Ray's id, in hexadecimal digits
+    name:      the node's name
+    namespace: Ray's namespace, which is the run's
+    state:     DEPENDENCIES_UNREADY, PENDING_CREATION, ALIVE, RESTARTING or DEAD
+    host_id:   the id of the host that it is or was on; empty: on none yet
+    pid:       its process there; 0: none yet
+    ended_ms:  when it ended, by the cluster's wall clock; 0: not yet
+    cause:     Ray's ActorDeathCause, with the names of its fields; empty: it is not dead
+    """
+
+    id: str
+    name: str
+    namespace: str = ""
+    state: str = "ALIVE"
+    host_id: str = ""
+    pid: int = 0
+    ended_ms: int = 0
+    cause: Mapping[str, Any] = {}  # never written to
+
+    @property
+    def is_dead(self) -> bool:
+        """Is it over, for good?"""
+        return self.state == "DEAD"
+
+
+class Host(NamedTuple):
+    """One of the cluster's machines: Ray calls it a node.
+
+    id:       Ray's id; a raylet that is started again has another
+    name:     its name, which stays: what ``ray start --node-name`` said, else the IP address
+    address:  its IP address
+    alive:    does the cluster believe it to be there?
+    has:      its resources, all together
+    labels:   its labels
+    drain_ms: when it will be gone, in milliseconds of the wall clock; 0: nobody says; None: it is not drained
+    """
+
+    id: str
+    name: str
+    address: str = ""
+    alive: bool = True
+    has: Mapping[str, float] = {}  # as above
+    labels: Mapping[str, str] = {}  # as above
+    drain_ms: int | None = None
+
+
+class Group(NamedTuple):
+    """The placement group of one node.
+
+    id:         Ray's id
+    name:       our name for it
+    state:      PENDING, PREPARED, CREATED, RESCHEDULING or REMOVED
+    scheduling: how far that is: QUEUED, NO_RESOURCES, INFEASIBLE, FINISHED ...
+    wants:      the resources of its bundle
+    """
+
+    id: str
+    name: str
+    state: str = "CREATED"
+    scheduling: str = ""
+    wants: Mapping[str, float] = {}  # as above
+
+
+class Place(NamedTuple):
+    """What a node was launched with, as the key-value store keeps it.
+
+    wants: the resources of its bundle
+    avoid: names of hosts that it must not run on
+    """
+
+    wants: Mapping[str, float] = {}  # as above
+    avoid: tuple[str, ...] = ()
+
+
+class Snapshot(NamedTuple):
+    """All of a run at one time.
+
+    actors: by their nodes' names; hosts: by their ids; groups: by our names
+    """
+
+    actors: Mapping[str, Actor]
+    hosts: Mapping[str, Host]
+    groups: Mapping[str, Group]

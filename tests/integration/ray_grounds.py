@@ -1,0 +1,96 @@
+"""Ray clusters for tests: real raylets on this machine, in a process of their own, of which nothing is left at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from dlrover_backends.shared import process
+
+SCRIPT = Path(__file__).with_name("scripts") / "ray_ground.py"
+START_S, ORDER_S = 90.0, 60.0
+
+
+class RayGround:
+    """A running cluster. ``address``: of its state service; ``hosts``: ids of its raylets."""
+
+    def __init__(self, orders: TextIO, answers: TextIO) -> None:
+        self._orders, self._answers = orders, answers
+        told = self._heard(START_S)
+        self.pid, self.address, self.hosts = int(told["pid"]), str(told["address"]), list(told["hosts"])
+
+    def order(self, order: str, **told: Any) -> Any:
+        """Have something done to the cluster; what came of it."""
+        self._orders.write(json.dumps({"order": order, **told}) + "\n")
+        self._orders.flush()
+        return self._heard(ORDER_S)
+
+    def add(self, **told: Any) -> str:
+        """One more raylet; its id."""
+        self.hosts.append(self.order("add", **told))
+        return self.hosts[-1]
+
+    def _heard(self, bound_s: float) -> Any:
+        assert select.select([self._answers], [], [], bound_s)[0], f"the cluster said nothing for {bound_s:g} s"
+        line = self._answers.readline()
+        assert line, "the cluster's process has ended"
+        return json.loads(line)
+
+
+@contextmanager
+def ray_ground(*hosts: dict[str, Any]) -> Iterator[RayGround]:
+    """A cluster with a raylet for each of ``hosts``, whose arguments they are (``num_cpus``, ``labels``, ``node_name``)."""
+    mark = os.urandom(16).hex()
+    # Not tmp_path: the address of a socket has 107 bytes.
+    folder = tempfile.mkdtemp(prefix="rt-", dir="/tmp")
+    words = [sys.executable, str(SCRIPT), folder, *map(json.dumps, hosts)]
+    with Path(folder, "ground.log").open("w", encoding="utf-8") as said:
+        # Nobody's child: Ray keeps idle workers from test to test, and a test's children must end with it.
+        child = subprocess.Popen(
+            [shutil.which("setsid") or "setsid", "--fork", *words],
+            env={**os.environ, process.MARK: mark},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+        )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    pid = 0
+    try:
+        child.wait()
+        ground = RayGround(child.stdin, child.stdout)
+        pid = ground.pid
+        yield ground
+    finally:
+        if pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        # Raylets, their workers and all that these have started bear the mark, or belong to the session.
+        left = process.kill_all(mark, pid or child.pid, 10.0)
+        child.stdin.close()
+        child.stdout.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    assert left == 0, "processes of Ray cannot be killed"
+
+
+def processes_of(run: str, node: str = "") -> list[int]:
+    """Processes that belong to a run: agents and what they have started; of one node, if it is named."""
+    wanted = {f"DLROVER_RUN={run}".encode()} | ({f"DLROVER_NODE={node}".encode()} if node else set())
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and wanted <= set((entry / "environ").read_bytes().split(b"\0")):
+                found.append(int(entry.name))
+    return found

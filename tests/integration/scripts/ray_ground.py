@@ -1,0 +1,93 @@
+"""A Ray cluster of several raylets on this machine, for tests: orders as JSON lines on stdin, answers on stdout.
+
+``python ray_ground.py FOLDER {"num_cpus": 2} ...``: one raylet for each argument, the first with the state service. It says its
+address, then answers each order; at the end of stdin all of it ends. ``FOLDER`` is short: sockets lie in it.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    folder, *hosts = sys.argv[1:]
+    os.environ.update(
+        RAY_TMPDIR=folder,
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_enable_worker_prestart="0",
+        RAY_prestart_worker_first_driver="0",
+        RAY_health_check_period_ms="500",
+        RAY_health_check_failure_threshold="4",
+        RAY_health_check_initial_delay_ms="500",
+        RAY_health_check_timeout_ms="2000",
+    )
+    Path(folder, "ray").mkdir(exist_ok=True)
+    out, sys.stdout = sys.stdout, sys.stderr
+    from ray.cluster_utils import Cluster
+
+    raylets = {}
+    cluster = Cluster()
+
+    def add(**told: object) -> str:
+        node = cluster.add_node(
+            wait=False, include_dashboard=False, object_store_memory=80 << 20, dashboard_agent_listen_port=0, **told
+        )
+        raylets[node.node_id] = node
+        return str(node.node_id)
+
+    ids = [add(**json.loads(one)) for one in hosts]
+
+    def pid(host: str) -> int:
+        return int(raylets[host].all_processes["raylet"][0].process.pid)
+
+    held: list[object] = []
+
+    def fill() -> None:
+        """Take every processor that is free."""
+        import ray
+        from ray.util import placement_group
+
+        if not ray.is_initialized():
+            ray.init(address=cluster.address, namespace="others", log_to_driver=False)
+        for node in raylets.values():
+            cpus = float(node.get_resource_and_label_spec().num_cpus)
+            held.append(placement_group([{"CPU": cpus}]))
+        for one in held:
+            assert one.wait(30), "no room to take"
+
+    def free() -> None:
+        from ray.util import remove_placement_group
+
+        while held:
+            remove_placement_group(held.pop())
+
+    def answer(order: str, **told: object) -> object:
+        if order in {"fill", "free"}:
+            return fill() if order == "fill" else free()
+        if order == "add":
+            return add(**told)
+        if order == "remove":
+            cluster.remove_node(raylets.pop(told["host"]), allow_graceful=bool(told.get("graceful")))
+            return None
+        if order == "signal":
+            os.kill(pid(str(told["host"])), signal.Signals[str(told["name"])])
+            return None
+        if order == "drain":
+            from ray._raylet import GcsClient
+            from ray.core.generated import autoscaler_pb2
+
+            client = GcsClient(address=cluster.address)
+            reason = autoscaler_pb2.DrainNodeReason.Value(f"DRAIN_NODE_REASON_{told['reason']}")
+            return client.drain_node(str(told["host"]), reason, "a test", int(str(told["deadline_ms"])))
+        raise ValueError(order)
+
+    print(json.dumps({"pid": os.getpid(), "address": cluster.address, "hosts": ids}), file=out, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(**json.loads(line)), default=str), file=out, flush=True)
+    cluster.shutdown()
+
+
+main()

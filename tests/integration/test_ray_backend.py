@@ -1,0 +1,224 @@
+"""The Ray backend against a real Ray: raylets on this machine, and nodes whose agents are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from tests.integration.ray_grounds import RayGround, processes_of, ray_ground
+
+from dlrover_backends.ray.client import Deposed, RayBackend
+from dlrover_core import BackendContext
+from dlrover_core.errors import LaunchRefused
+from dlrover_core.job.orders import NodeLaunch
+from dlrover_core.testing import BackendConformance
+from dlrover_core.testing.backend_stand import Abilities, Stand, make_launch, watching
+
+pytestmark = [
+    pytest.mark.slow_loop(reason="a desk's process is started from the loop"),
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.timeout(300),
+]
+AGENT = "import signal; signal.pause()"
+STAND_IN = (sys.executable, "-I", "-S", "-c", AGENT)
+SMALL = "CPU=0.01"
+RUNS = itertools.count(1)
+STORY_S = 180.0
+NIGHTLY = "test_a_node_from_its_launch_to_its_end"
+
+
+@pytest.fixture(name="ground", scope="module")
+def made_ground() -> Iterator[RayGround]:
+    """Two hosts, the second with a label."""
+    second = {"num_cpus": 1, "node_name": "second", "labels": {"zone": "b"}}
+    with ray_ground({"num_cpus": 2, "node_name": "first"}, second) as ground:
+        yield ground
+
+
+def context(
+    ground: RayGround, folder: Path, command: tuple[str, ...] = STAND_IN, resources: str = SMALL, **more: str
+) -> BackendContext:
+    """A new run whose agents are stand-ins."""
+    told = {"address": ground.address, "resources": resources, **more}
+    return BackendContext(
+        "conformance",
+        f"run-{next(RUNS)}",
+        ("m:1",),
+        "t",
+        command=command,
+        cwd=str(folder),
+        directory=str(folder),
+        args=",".join(f"{key}={quote(value)}" for key, value in told.items()),
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(here: BackendContext) -> AsyncIterator[RayBackend]:
+    """A backend, of whose run nothing is left at the end."""
+    backend = RayBackend(here)
+    try:
+        yield backend
+    finally:
+        await backend.clear()
+        await backend.close()
+        assert processes_of(here.run) == []
+
+
+def agent_of(run: str, name: str) -> int:
+    """The process that a keeper has started for a node."""
+    [pid] = processes_of(run, name.partition("-")[2])
+    return pid
+
+
+@pytest.mark.nightly(reason=NIGHTLY)
+class TestRay(BackendConformance):
+    """The contract of a backend."""
+
+    story_s = STORY_S
+    ground: RayGround
+    folder: Path
+    command = STAND_IN
+
+    @pytest.fixture(autouse=True)
+    def _placed(self, ground: RayGround, tmp_path: Path) -> None:
+        type(self).ground, type(self).folder = ground, tmp_path
+
+    @contextlib.asynccontextmanager
+    async def make_backend(self) -> AsyncIterator[Stand]:
+        """A run of its own."""
+        here = context(self.ground, self.folder, self.command)
+
+        async def kill(name: str) -> None:
+            os.kill(agent_of(here.run, name), signal.SIGKILL)
+
+        async def fill() -> None:
+            await asyncio.to_thread(self.ground.order, "fill")
+
+        async def free() -> None:
+            await asyncio.to_thread(self.ground.order, "free")
+
+        cannot = {
+            "lost": "a raylet that was given up ends; test_a_raylet_dies",
+            "notices": "a host that is drained is never used again; test_a_drain_is_a_notice",
+        }
+        async with running(here) as backend:
+            try:
+                yield Stand(backend, kill, Abilities(fill, free), cannot)
+            finally:
+                await free()
+
+    def nonsense(self) -> NodeLaunch:
+        """A program that is not there."""
+        self.command = ("/no/such/program",)
+        return make_launch()
+
+
+def story(tell: Any) -> None:
+    """Tell a story in an event loop of its own, with a bound."""
+    asyncio.run(asyncio.wait_for(tell, STORY_S))
+
+
+def test_a_node_from_its_launch_to_its_end(ground: RayGround, tmp_path: Path) -> None:
+    """What a backend promises, in one run: started once, seen to die and why, never again, waiting is told, deleted is gone.
+
+    The desk is killed in between: the next one finds everything.
+    """
+    here = context(ground, tmp_path)
+    first, second, other = make_launch(0), make_launch(1), make_launch(2)
+
+    async def told() -> None:
+        async with running(here) as backend, watching(backend) as watch:
+            assert not watch.nodes
+            await asyncio.gather(*(backend.launch(one, 7) for one in (first, first, second)))
+            seen = await watch.running(first.name, second.name)
+            assert {one.host for one in seen.values()} <= {"first", "second"}
+            # An agent that is killed is told with its signal, through the keeper.
+            os.kill(agent_of(here.run, first.name), signal.SIGKILL)
+            dead = await watch.over(first.name)
+            assert (dead.phase, dead.exit_code, dead.reason) == ("failed", 137, "killed by SIGKILL")
+            # A keeper that is killed takes its agent with it.
+            agent = agent_of(here.run, second.name)
+            os.kill(parent_of(agent), signal.SIGKILL)
+            dead = await watch.over(second.name)
+            assert dead.reason.startswith("WORKER_DIED: Worker unexpectedly exits"), dead
+            assert processes_of(here.run) == []
+            # Whoever holds nothing loses nothing.
+            os.kill(desk_of(tmp_path), signal.SIGKILL)
+            await backend.launch(first, 7)
+            await backend.launch(other, 7)
+            seen = await watch.running(other.name)
+            assert {name: one.phase for name, one in seen.items()} == {
+                first.name: "failed",
+                second.name: "failed",
+                other.name: "running",
+            }
+            # Orders of a deposed master, whoever was told of its successor.
+            with pytest.raises(Deposed):
+                await backend.delete(other.name, 6, 0.0)
+            await backend.delete(other.name, 8, 5.0)
+            await backend.delete(second.name, 8, 0.0)
+            assert set(await watch.gone(other.name, second.name)) == {first.name}
+            with pytest.raises(LaunchRefused) as refused:
+                await backend.launch(other, 8)
+            assert refused.value.permanent
+
+    story(told())
+
+
+def test_a_node_waits_for_room(ground: RayGround, tmp_path: Path) -> None:
+    """A node that no host has room for is pending, says what the largest host has, and runs when there is room."""
+    here = context(ground, tmp_path, resources="CPU=3", label="zone=c")
+    node = make_launch()
+
+    async def told() -> None:
+        async with running(here) as backend, watching(backend) as watch:
+            await backend.launch(node, 7)
+            seen = await watch.until(lambda seen: node.name in seen and bool(seen[node.name].waits))
+            assert seen[node.name].phase == "pending"
+            assert seen[node.name].waits.startswith("Unschedulable: no host has CPU=3; the largest has CPU=2,"), seen
+            host = await asyncio.to_thread(ground.add, num_cpus=3, node_name="third", labels={"zone": "c"})
+            seen = await watch.running(node.name)
+            assert seen[node.name].host == "third"
+            # The cluster drains that host, with a deadline: a notice. Then it is lost to it.
+            await asyncio.to_thread(
+                ground.order, "drain", host=host, reason="PREEMPTION", deadline_ms=deadline_ms(600.0)
+            )
+            seen = await watch.until(lambda seen: bool(seen[node.name].notice))
+            assert (seen[node.name].phase, seen[node.name].notice) == ("running", "Ray drains third")
+            assert 590e6 < seen[node.name].notice_us <= 600e6
+            await asyncio.to_thread(ground.order, "signal", host=host, name="SIGKILL")
+            seen = await watch.until(lambda seen: seen[node.name].phase != "running")
+            assert seen[node.name].phase in {"failed", "lost"}, seen
+
+    story(told())
+
+
+def deadline_ms(after_s: float) -> int:
+    """A deadline by the wall clock."""
+    import time
+
+    return int((time.time() + after_s) * 1000)
+
+
+def parent_of(pid: int) -> int:
+    """The process that started this one: an agent's keeper."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def desk_of(folder: Path) -> int:
+    """The process that serves the run whose files lie there."""
+    wanted = f"{folder}/ray-desk.sock".encode()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and wanted in (entry / "cmdline").read_bytes().split(b"\0"):
+                return int(entry.name)
+    raise AssertionError("no desk serves there")

@@ -1,0 +1,134 @@
+"""What ``--backend ray:...`` takes, and what it answers to what it does not; and what Ray's own refusals mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dlrover_backends.ray import faults, names, settings
+from dlrover_backends.ray.names import Run
+from dlrover_backends.ray.settings import Settings
+from dlrover_core import BackendContext
+from dlrover_core.errors import SpecError
+
+
+def told(args: str) -> Settings:
+    """The settings of a command line."""
+    return settings.read(BackendContext("j", "r", ("m:1",), "t", args=args))
+
+
+def test_arguments_come_back_as_they_were_written() -> None:
+    """What has commas, percent signs or brackets survives; an address needs no quoting."""
+    given = Settings("[fd00::1]:6379", "CPU=8,GPU=4,memory=64Gi,fast disk=1", "zone=!in(a,b);tier=50%", "./env, 2.yaml")
+    assert told(settings.text(given)) == given
+    assert told("address=10.0.0.1:6379") == Settings(address="10.0.0.1:6379")
+    assert settings.text(Settings()) == ""
+
+
+def test_resources() -> None:
+    """Names as Ray has them, memory in bytes."""
+    found = settings.resources_of("cpu=8, GPU=0.5,memory=1.5G,custom=2")
+    assert found == {"CPU": 8.0, "GPU": 0.5, "memory": 1.5e9, "custom": 2.0}
+    assert settings.resources_of("memory=2Gi") == {"memory": float(2 << 30)}
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        ("address=ray://h:10001", "ray job submit"),
+        ("address=h", "HOST:PORT"),
+        ("address=h:99999", "HOST:PORT"),
+        ("resources=CPU", "NAME=AMOUNT"),
+        ("resources=CPU%3D-1", "CPU=2, a number from 0"),
+        ("resources=CPU%3Dnan", "a number from 0"),
+        ("resources=GPU%3D1.5", "whole number"),
+        ("resources=memory%3D64X", "memory=64G"),
+        ("resources=CPU%3D1%2Ccpu%3D2", "stands twice"),
+        ("label=zone", "KEY=SELECTOR"),
+        ("label=z%3Da%3Bz%3Db", "stands twice"),
+        ("speed=1", "there is no 'speed'"),
+    ],
+)
+def test_what_is_refused(args: str, word: str) -> None:
+    """Each with the field, its value, and what to write."""
+    with pytest.raises(SpecError, match="backend") as refused:
+        told(args)
+    assert word in str(refused.value)
+
+
+def test_a_runtime_environment(tmp_path: Path) -> None:
+    """JSON or YAML; its folder is relative to where the command was typed. What cannot be read is named."""
+    (tmp_path / "env.yaml").write_text("working_dir: code\nenv_vars: {A: '1'}\n", encoding="utf-8")
+    found = settings.runtime_env("env.yaml", str(tmp_path))
+    assert found == {"working_dir": f"{tmp_path}/code", "env_vars": {"A": "1"}}
+    (tmp_path / "env.json").write_text('{"working_dir": "s3://b/c.zip"}', encoding="utf-8")
+    assert settings.runtime_env("env.json", str(tmp_path)) == {"working_dir": "s3://b/c.zip"}
+    assert settings.runtime_env("", str(tmp_path)) == {}
+    (tmp_path / "bad.json").write_text("{", encoding="utf-8")
+    (tmp_path / "bad.yaml").write_text("a: [", encoding="utf-8")
+    (tmp_path / "list.yaml").write_text("- a", encoding="utf-8")
+    for name, word in (
+        ("none.yaml", "cannot be read"),
+        ("bad.json", "is not JSON"),
+        ("bad.yaml", "is no YAML"),
+        ("list.yaml", "holds no mapping"),
+    ):
+        with pytest.raises(SpecError, match=word):
+            settings.runtime_env(name, str(tmp_path))
+
+
+MISMATCH = """Version mismatch: The cluster was started with:
+    Ray: 2.58.0
+    Python: 3.10.14
+This process on node 10.0.0.2 was started with:
+    Ray: 2.60.0
+    Python: 3.11.7
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "permanent"),
+    [
+        (
+            RuntimeError(MISMATCH),
+            "runs Ray 2.58.0 with Python 3.10.14, and this is Ray 2.60.0 with Python 3.11.7: install",
+            True,
+        ),
+        (ConnectionError("Could not find any running Ray instance. Please specify the one"), "ray start --head", True),
+        (RuntimeError("Can't find a `node_ip_address.json` file from /tmp/ray/s"), "ray start --address=h:6379", True),
+        (RuntimeError("Ray 2.61.0 has no GlobalState.get_draining_nodes"), "install Ray 2.58 to 2.60", True),
+        (RuntimeError("Unauthenticated: RAY_AUTH_MODE"), "RAY_AUTH_TOKEN", True),
+        (
+            ConnectionError("the GCS is away"),
+            "the Ray cluster at h:6379 cannot be joined: ConnectionError: the GCS",
+            False,
+        ),
+    ],
+)
+def test_why_a_cluster_cannot_be_joined(error: Exception, words: str, permanent: bool) -> None:
+    """Each says what to do, and whether waiting would mend it."""
+    fault = faults.of_connect(error, "h:6379")
+    assert words in fault.text
+    assert fault.permanent is permanent
+
+
+def test_why_a_node_is_refused() -> None:
+    """What Ray's own checks refuse is refused for good; an error of the cluster's is not."""
+    assert faults.of_order(ValueError("Invalid label selector")) == (
+        "Ray does not take the node: Invalid label selector",
+        True,
+    )
+    refused = faults.of_order(RuntimeError("Failed to upload working_dir"))
+    assert refused is not None
+    assert refused.permanent
+    assert faults.of_order(ConnectionError("away")) is None
+
+
+def test_names_in_the_cluster() -> None:
+    """A run is found by its namespace, whatever its job's name has in it; others' are left alone."""
+    run = Run("a:b/ü c", "r-1")
+    assert names.run_of(run.space) == run
+    assert names.run_of(run.group("worker-0-0")) == run
+    assert names.run_of("default") is None
+    assert names.run_of("dlrover:only") is None
