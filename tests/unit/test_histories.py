@@ -322,6 +322,17 @@ def leased() -> Drive:
     return drive
 
 
+def poisoned() -> Drive:
+    """The same sample ends a worker twice and is quarantined; a range is suspected; a master dies in between."""
+    drive = Drive(numbered=True, nodes_max=2, nproc=1, max_restarts=4).up()
+    bad = "Traceback (most recent call last):\nValueError: bad sample"
+    for work in ("fetch 0 512 513 17 8 train", "fetch 0 512 513 17 8 train", "step 1 64 80 -1 8 train"):
+        drive.exit("worker-1-0", 1, 1, bad, work=work)
+        drive.run(2)
+        drive.take_over()
+    return drive
+
+
 STORIES: dict[str, Callable[[], Drive]] = {
     one.__name__: one
     for one in (
@@ -336,6 +347,7 @@ STORIES: dict[str, Callable[[], Drive]] = {
         suspended_without_nodes,
         consumed,
         leased,
+        poisoned,
     )
 }
 

@@ -25,6 +25,8 @@ class Context(NamedTuple):
     between, or at the same step; ``tried``: restarts in place in a row after which no step was made; ``stale``: cycles in a row
     that reached no new step. ``retries``: retries in a row. ``leave``: why its host is to be left, by what is remembered of it
     (`job.hosts`); empty: it is not. ``serves``: its group works for others, each node by itself, as parameter servers do.
+    ``samples``: what is done about the samples that it had in work, so that another attempt ends otherwise; empty: nothing.
+    ``poison``: why a sample that strikes again and again ends the job; empty: it does not.
     """
 
     restarts: int
@@ -46,6 +48,8 @@ class Context(NamedTuple):
     group: str = ""
     leave: str = ""
     serves: bool = False
+    samples: str = ""
+    poison: str = ""
 
 
 class Choice(NamedTuple):

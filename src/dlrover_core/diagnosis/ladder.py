@@ -14,7 +14,7 @@ An action has worked when steps are completed after it. One that has not is not 
 from __future__ import annotations
 
 from dlrover_core.diagnosis.choices import Case, Choice, Context
-from dlrover_core.diagnosis.evidence import HW, NET, PLAT, SOFT, USER
+from dlrover_core.diagnosis.evidence import DATA, HW, NET, PLAT, SOFT, USER
 from dlrover_core.diagnosis.policy import Policy
 
 RETRY = "RETRY"
@@ -41,10 +41,12 @@ ENDINGS = (FAIL_JOB, GIVE_UP_SET)
 PASSES = ("retry", "wait")
 # Budgets, by the names that the log has.
 RESTARTS, SOFTWARE, PLATFORM, PLACE = "restarts", "software", "platform", "relaunches"
+# Restarts that look for a sample, or leave it out. Halving bounds them.
+QUARANTINE = "quarantine"
 # How the rule of an end without progress begins: the launcher's exit code tells it from others.
 NO_PROGRESS = "progress.none"
 # How the rules begin by which an error of the program ends the job with restarts left.
-ENDS = ("user.at_once", "user.repeats")
+ENDS = ("user.at_once", "user.repeats", "data.poison")
 
 
 def budget_of(verdict: str, signature: str) -> str:
@@ -65,11 +67,13 @@ def choose(case: Case, context: Context, policy: Policy) -> Choice:
 
 
 def _for_workers(case: Case, context: Context, policy: Policy) -> Choice:
-    end = _hopeless(case, context, policy)
-    if end:
+    end = f"data.poison: {context.poison}" if context.poison else _hopeless(case, context, policy)
+    if end and (context.poison or not context.samples):
         return Choice(AWAIT_EVIDENCE, end, 0)
     if not context.granted:
         return Choice(AWAIT_EVIDENCE, "workers.exhausted: no restarts left (--max-restarts)", 0, RESTARTS, 0)
+    if context.samples and case.verdict == DATA:
+        return Choice(RESTART_PROCESSES, f"data.samples: {context.samples}", 0, QUARANTINE, 0)
     node = _take_out(case, context, policy)
     if node is not None:
         return node

@@ -2,7 +2,7 @@
 
 Levels, written by one and read by the other, without a message and without a lock. Eight-byte values, written whole; what a
 counter counts is written before the counter. The worker writes blocks of `BLOCK_STEPS` steps into a ring and never waits: who
-reads later than a round of it loses the oldest.
+reads later than a round of it loses the oldest. Bytes 128 to 1023 and 1040 to 1535 are `dlrover_core.data.in_work`'s.
 """
 
 from __future__ import annotations

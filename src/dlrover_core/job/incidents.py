@@ -40,7 +40,7 @@ ASIDE = evidence.ASIDE
 SERVED_S = 3600.0
 
 
-@event(60, version=2, upcast={1: upcasts.exit_1})
+@event(60, version=3, upcast={1: upcasts.exit_1, 2: lambda fields: (*fields, "")})
 class WorkerExited(NamedTuple):
     """A worker is dead.
 
@@ -52,6 +52,7 @@ class WorkerExited(NamedTuple):
     error:                          the message of its error file
     signature, verdict, confidence: what the table of signatures said at that time
     place:                          location in the user's program
+    work:                           the samples that it had in work, as `dlrover_core.data.in_work` has it; empty: unknown
     """
 
     node: str
@@ -67,6 +68,7 @@ class WorkerExited(NamedTuple):
     place: str = ""
     verdict: str = ""
     confidence: float = 0.0
+    work: str = ""
 
 
 @event(61)
@@ -167,6 +169,7 @@ class ReportExit(NamedTuple):
     error: str = ""
     signature: str = ""
     place: str = ""
+    work: str = ""
 
 
 class NoteUsed(NamedTuple):

@@ -25,6 +25,7 @@ from dlrover_core.job import (
     notices,
     observing,
     plans,
+    poison,
     progress,
     queueing,
     shards,
@@ -63,6 +64,7 @@ class JobState(BaseState):
     clusters: clusters.ClusterSlice = kept(clusters.ClusterSlice, clusters.FACTS)
     shards: shards.ShardSlice = kept(shards.ShardSlice, shards.FACTS, later=True)
     leases: leases.LeaseSlice = kept(leases.LeaseSlice, leases.FACTS, later=True)
+    poison: poison.PoisonSlice = kept(poison.PoisonSlice, poison.FACTS, later=True)
 
     def __post_init__(self) -> None:
         """Give the job's sets to all slices that are kept by set."""

@@ -8,8 +8,9 @@ from dlrover_core.diagnosis.policy import Hook, Policy
 from dlrover_core.job.incidents import ActionChosen, Incident
 from dlrover_core.job.names import group_of
 from dlrover_core.job.node_lifecycle import ALIVE
+from dlrover_core.job.poison import AGAIN, ENDS, NARROWED, QUARANTINED
 from dlrover_core.job.state import JobState
-from dlrover_core.rules import coupling, hosts, slots
+from dlrover_core.rules import coupling, hosts, poison, slots
 from dlrover_core.spec import us
 
 # Words in a rule that say that a hook failed.
@@ -97,7 +98,28 @@ def context_of(state: JobState, incident: Incident, node: str, rules: Policy, *,
         group=group.name,
         serves=coupling.serves(state, group),
         leave=hosts.leave(state, node, incident.number),
+        samples="" if dead else _samples(state, incident),
+        poison="" if dead else _poison(state, incident),
     )
+
+
+def _samples(state: JobState, incident: Incident) -> str:
+    """What is done about the samples that the failure had in work; empty: nothing."""
+    group = state.set_of(incident.node)
+    hit = state.poison.hit(group, incident.number)
+    if poison.fresh(state, group, hit):
+        return "another sample than the one that was quarantined before"
+    done = {
+        NARROWED: "the range is halved", AGAIN: "once more at the same sample is needed", QUARANTINED: "it is quarantined",
+    }.get(hit.finding if hit is not None else "")  # fmt: skip
+    return f"{poison.where(state, group, hit)}: {done}" if hit is not None and done else ""
+
+
+def _poison(state: JobState, incident: Incident) -> str:
+    """Why a sample ends the job; empty: it does not."""
+    group = state.set_of(incident.node)
+    hit = state.poison.hit(group, incident.number)
+    return f"{poison.where(state, group, hit)}: {hit.why}" if hit is not None and hit.finding == ENDS else ""
 
 
 def _heard(hook: Hook, case: Case, choice: Choice, context: Context, rules: Policy) -> Choice:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dlrover_core.data import in_work
 from dlrover_core.diagnosis import classify, ladder, signatures
 from dlrover_core.diagnosis.classify import describe
 from dlrover_core.diagnosis.evidence import OPENING
@@ -42,6 +43,7 @@ def _exit(state: JobState, command: incidents.ReportExit, now: int) -> Iterator[
         _last_bytes(command.tail),
         command.error[: incidents.ERROR_MAX],
         *_known_by(state, command),
+        command.work if in_work.parsed(command.work) is not None else "",
     )
 
 

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 
 from dlrover_core.diagnosis import classify, ladder, policy, procedure, signatures
 from dlrover_core.diagnosis.cascades import Member
-from dlrover_core.diagnosis.evidence import NODE, PLATFORM, Evidence
+from dlrover_core.diagnosis.evidence import DATA, NODE, PLATFORM, Evidence
 from dlrover_core.diagnosis.procedure import Judgement
 from dlrover_core.diagnosis.signatures import Table
 from dlrover_core.diagnosis.watched import watched
 from dlrover_core.job import incidents
+from dlrover_core.job.poison import FIRST, STUCK
 from dlrover_core.job.state import JobState
+from dlrover_core.rules import poison
 from dlrover_core.spec import us
 
 
@@ -26,7 +28,17 @@ def judge(state: JobState, incident: incidents.Incident) -> Judgement:
     found = procedure.judge(
         seen, table, members=_members(state, incident), history=list(_history(state, incident)), complete=False
     )
-    return _unplaced(found) if watched(found.root) else found
+    return _unplaced(found) if watched(found.root) else _of_data(state, incident, found)
+
+
+def _of_data(state: JobState, incident: incidents.Incident, found: Judgement) -> Judgement:
+    """The judgement; of class DATA where the same failure has struck the same samples before."""
+    hit = poison.finding(state, incident, found.root.seq, found.verdict, found.signature)
+    if hit is None or hit.finding in (FIRST, STUCK):
+        return found
+    where = poison.where(state, state.set_of(incident.node), hit)
+    rule = f"{found.rule}; the same failure again at {where}"
+    return found._replace(verdict=DATA, action="proc", blamed="", host="", suspects=(), rule=rule)
 
 
 def _unplaced(found: Judgement) -> Judgement:
@@ -132,8 +144,14 @@ def diagnosis(
         root.place,
         root.node,
         "" if known else root.text[: incidents.LINE_MAX],
-        ladder.budget_of(found.verdict, found.signature),
+        ladder.QUARANTINE if _by_data(state, incident, found) else ladder.budget_of(found.verdict, found.signature),
     )
+
+
+def _by_data(state: JobState, incident: incidents.Incident, found: Judgement) -> bool:
+    """Is it of class DATA because of its samples?"""
+    hit = poison.finding(state, incident, found.root.seq, found.verdict, found.signature)
+    return found.verdict == DATA and hit is not None and hit.finding not in (FIRST, STUCK)
 
 
 def suspicion(incident: incidents.Incident, found: Judgement) -> incidents.ActionChosen:

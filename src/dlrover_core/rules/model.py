@@ -22,6 +22,7 @@ from dlrover_core.rules import (
     notices,
     operations,
     plans,
+    poison,
     progress,
     queueing,
     save_on_failure,
@@ -41,6 +42,8 @@ _RULES = (
     # Before incidents: a node planned in answer to a failure already avoids the host that the failure quarantines.
     hosts.RULES,
     evidence.RULES,
+    # Before incidents: the action follows from what is done about the samples.
+    poison.RULES,
     incidents.RULES,
     worlds.RULES,
     progress.RULES,

@@ -365,6 +365,7 @@ class Agent:
             gone.error,
             gone.signature,
             gone.place,
+            gone.work,
         )
         self.result = told if gone.generation == self._generation else self.result
         self._outbox.add(told)

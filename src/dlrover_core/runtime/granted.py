@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dlrover_core.data.poison import told
 from dlrover_core.job.orders import Order
+from dlrover_core.job.poison import Quarantine
 from dlrover_core.runtime.launcher import WorkersLaunch
 from dlrover_core.runtime.messages import Welcome
 
@@ -53,4 +55,5 @@ def launch_of(node: str, order: Order, settings: Granted) -> WorkersLaunch:
         max_restarts=settings.max_restarts,
         resume_step=work.resume_step,
         node=node,
+        left_out=told(order.part(Quarantine).spots, work.generation),
     )

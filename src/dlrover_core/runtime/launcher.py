@@ -31,6 +31,7 @@ class WorkersLaunch(NamedTuple):
     max_restarts:  restarts that the job may use
     resume_step:   newest complete step that the leader knows of; -1: none
     node:          this node's name
+    left_out:      samples that ranks leave out or suspect, as `dlrover_core.data.poison.told` has them; empty: none
     """
 
     run: str
@@ -45,6 +46,7 @@ class WorkersLaunch(NamedTuple):
     max_restarts: int
     resume_step: int = -1
     node: str = ""
+    left_out: str = ""
 
 
 class WorkerExit(NamedTuple):
@@ -58,6 +60,7 @@ class WorkerExit(NamedTuple):
     error, error_at_us: message and time of its error file
     last:               the launcher will not start workers again after this death, whatever is ordered
     signature, place:   how the launcher recognised the death, as in `Evidence`; empty: not
+    work:               the samples that it had in work, as `InWork.text`; empty: none, or unknown
     """
 
     generation: int
@@ -73,6 +76,7 @@ class WorkerExit(NamedTuple):
     last: bool = False
     signature: str = ""
     place: str = ""
+    work: str = ""
 
 
 class WorkerStep(NamedTuple):

@@ -14,6 +14,7 @@ from dlrover_core.errors import MalformedMessage
 from dlrover_core.job.checkpoints import Keep, Persist, ReportHeld, ReportRestored
 from dlrover_core.job.checks import CheckWork
 from dlrover_core.job.hangs import Probe
+from dlrover_core.job.incidents import ReportExit
 from dlrover_core.job.orders import Order, Work
 from dlrover_core.job.plans import Boundary
 from dlrover_core.job.progress import ReportFirstStep
@@ -45,7 +46,7 @@ _ORDER: tuple[tuple[type, str], ...] = tuple(
     for name in names.split()
 )
 """The fields of an order: class and field of each."""
-_WIDTHS = {ReportFinished: 3, ReportFirstStep: 5, ReportHeld: 5, ReportRestored: 6}
+_WIDTHS = {ReportExit: 11, ReportFinished: 3, ReportFirstStep: 5, ReportHeld: 5, ReportRestored: 6}
 """How many fields commands had in version 4 that have grown since."""
 
 

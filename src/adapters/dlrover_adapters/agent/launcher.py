@@ -446,6 +446,7 @@ class LinuxLauncher:
                 error_at_us=words.error_at_us,
                 signature=known.signature,
                 place=known.place,
+                work=worker.slot.in_work(words.error) if not worker.ended_well else "",
             )
         )
         self._unburied[launch.generation] -= 1

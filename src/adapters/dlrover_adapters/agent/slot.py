@@ -6,6 +6,8 @@ import mmap
 import os
 import struct
 
+from dlrover_core.data import in_work
+from dlrover_core.diagnosis.slots import SLOT_BYTES
 from dlrover_core.diagnosis.stall import Pulse
 
 BYTES = 88
@@ -20,6 +22,7 @@ _LONGEST_AT, _SIGNAL_AT, _TOTAL_AT, _WAITED_AT = 32, 64, 72, 80
 def blank(fd: int) -> None:
     """Have the slot say what it says of a worker that has not begun."""
     os.pwrite(fd, _STEP.pack(StepSlot.NONE).ljust(BYTES, b"\0"), 0)
+    in_work.blank(lambda data, at: os.pwrite(fd, data, at))
 
 
 class StepSlot:
@@ -31,7 +34,7 @@ class StepSlot:
         self.fd = os.memfd_create("dlrover-step", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, mmap.PAGESIZE)
         blank(self.fd)
-        self._memory = mmap.mmap(self.fd, BYTES)
+        self._memory = mmap.mmap(self.fd, SLOT_BYTES)
 
     def read(self) -> int:
         """The last step, `NONE` before the first."""
@@ -46,6 +49,11 @@ class StepSlot:
         phase = min(max(phase, 0), len(longest) - 1)  # whatever a broken worker writes
         idle_us = max(0, now_us - max(moved_us or begun_us, waited_us))
         return Pulse(step, idle_us, max(0, usual_us), max(0, int(longest[phase])), phase, max(0, int(total)))
+
+    def in_work(self, error: str) -> str:
+        """What a dead worker had in work of its data, as `InWork.text`; empty: nothing. ``error``: what it said of its end."""
+        found = in_work.found(self._memory, error)
+        return found.text if found is not None else ""
 
     @property
     def shows_on(self) -> int:

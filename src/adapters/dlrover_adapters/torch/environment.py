@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
+from dlrover_core.data.poison import VARIABLE
 from dlrover_core.runtime.launcher import WorkersLaunch
 
 FLIGHT_RECORDER_ENTRIES = "2000"
@@ -40,8 +41,10 @@ def rank_environment(launch: WorkersLaunch, local_rank: int, role: str, error_fi
     host, _, port = launch.store.rpartition(":")
     # A world without a store: whoever needs none must not find the place of another one.
     store = {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port} if launch.store else {}
+    left_out = {VARIABLE: launch.left_out} if launch.left_out else {}
     return {
         **store,
+        **left_out,
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(launch.world_size),

@@ -7,10 +7,13 @@ Native 64-bit integers, each in its own place, so that whoever reads in between 
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import threading
 
-BYTES = 88
+from dlrover_core.data.in_work import Notes
+from dlrover_core.diagnosis.slots import SLOT_BYTES
+
 PHASES = {"train": 0, "evaluation": 1, "eval": 1, "checkpoint": 2}
 OTHER_PHASE = 3
 SHARE = 0.1
@@ -25,7 +28,10 @@ class Slot:
     """The worker's half: times in microseconds of the monotonic clock, which all processes of a host share."""
 
     def __init__(self, fd: int) -> None:
-        self._memory = mmap.mmap(fd, BYTES)
+        self._memory = mmap.mmap(fd, SLOT_BYTES)
+        self.notes = Notes(self._memory)
+        # Its own descriptor, for children that are spawned: the caller closes the other.
+        self.fd = os.dup(fd)
         self._step, self._moved_us, self._usual_us, self._phase = -1, 0, 0, 0
         self._longest = [0, 0, 0, 0]
         self._stepped, self._outside_us = False, 0

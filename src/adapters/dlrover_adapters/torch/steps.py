@@ -16,10 +16,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import reduction
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import msgpack
 
+from dlrover_core.data.in_work import Notes
 from dlrover_core.diagnosis.slots import DETECT_VARIABLE, GRADS_VARIABLE, SLOT_BYTES
 
 from . import loss, meter
@@ -210,6 +213,32 @@ def waiting(name: str) -> Iterator[None]:
         _parents[1].waited(_now_us())
     with phase(name):
         yield
+
+
+def handed() -> Any:
+    """The page for a child that is being spawned just now, to be pickled for it; None: none is, or nobody watches."""
+    child: Any = get_spawning_popen()
+    slot = _signal.slot if _signal is not None else None
+    return reduction.DupFd(slot.fd) if slot is not None and child is not None else None
+
+
+def adopt(page: Any) -> None:
+    """In a child that was spawned: the page that its worker `handed`. A forked child has it by itself."""
+    global _parents  # noqa: PLW0603 - as above
+    if page is None:
+        return
+    fd = page.detach()
+    try:
+        _parents = (os.getppid(), Slot(fd))
+    finally:
+        os.close(fd)
+
+
+def notes() -> Notes | None:
+    """Where this process, a worker or a child of one, notes what it has in work of its data; None: no agent watches it."""
+    if _signal is not None:
+        return _signal.slot.notes if _signal.slot is not None else None
+    return _parents[1].notes if _parents is not None and _parents[0] == os.getppid() else None
 
 
 def _after_optimizer(optimizer: object, _args: tuple[Any, ...], _kwargs: dict[Any, Any]) -> None:

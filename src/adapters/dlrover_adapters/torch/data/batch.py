@@ -27,6 +27,7 @@ from dlrover_core.errors import CoreError, SpecError
 
 from . import world
 from .dataset import ElasticDataset
+from .noting import notes
 from .plan import Division, GlobalStep, Micro, division
 
 _log = logging.getLogger("dlrover.torch")
@@ -44,6 +45,7 @@ class _Terms(NamedTuple):
     micro_batch: int
     position: tuple[int, int]
     equal_rounds: bool
+    left_out: tuple[int, ...] = ()
 
 
 class ElasticBatch:
@@ -90,6 +92,7 @@ class ElasticBatch:
         self._step: GlobalStep | None = None
         self._micro: Micro | None = None
         self._awaited = self._last = False
+        self._notes = notes()
         self._loop: object = None
         self.weight = 0.0
         """What the loss of the present micro-batch is multiplied by; 0: it is padding."""
@@ -173,6 +176,7 @@ class ElasticBatch:
             self._last = number == rounds - 1
             self._sync.synchronise(self._last)
             self._awaited = True
+            self._note()
             yield content
             if self._awaited:
                 raise CoreError(
@@ -190,10 +194,16 @@ class ElasticBatch:
     def _weight(self, step: GlobalStep, number: int, told: list[int], total: int) -> float:
         size = self._division.world
         if self._tokens is None:
-            return size * step.micros[number].samples / step.batch.samples
+            return size * self._trained(step, number) / max(1, self._trained(step))
         if total <= 0:
             raise SpecError("tokens", f"{total} in all micro-batches of a step: give a positive number for each")
         return size * told[number] / total
+
+    def _trained(self, step: GlobalStep, number: int = -1) -> int:
+        """Samples of a micro-batch, or of the whole batch, that are not left out."""
+        assert self._data is not None
+        of = step.micros[number] if number >= 0 else Micro(step.batch.start, step.batch.end)
+        return self._data.trained(step.batch, of.start, of.end) if of.counts else 0
 
     def backward(self, loss: torch.Tensor) -> bool:
         """Backward of the mean loss over the present micro-batch. True: it was the global step's last, and the step is made.
@@ -212,7 +222,16 @@ class ElasticBatch:
         self._awaited = False
         if self._last:
             self._make_step()
+        if self._notes is not None:
+            self._notes.stepped()
         return self._last
+
+    def _note(self) -> None:
+        """Have the agent know which samples are in work, should this process end before `backward` has returned."""
+        if self._notes is None or self._data is None or self._step is None or not self._data.fixed:
+            return
+        if self._micro is not None and self._micro.counts:
+            self._notes.step(self._data.in_work(self._step.batch, self._micro))
 
     def _note_rates(self) -> None:
         """What the schedule multiplies; of a restored optimizer it is restored, too."""
@@ -350,7 +369,7 @@ def _agree(data: ElasticDataset, of: Division, group: Any, *, equal_rounds: bool
     place = data.place
     mine = _Terms(
         data.name, data.size, place.fingerprint, data.epochs, data.last, of.global_batch, of.micro_batch,
-        (place.epoch, place.position), equal_rounds,
+        (place.epoch, place.position), equal_rounds, data.left_out,
     )  # fmt: skip
     told = world.gathered(tuple(mine), of.world, group)
     for number, field in enumerate(_Terms._fields):

@@ -20,7 +20,9 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from dlrover_adapters.data.orders import order_of
 from dlrover_adapters.data.source import APPEND, REFUSE, Source, as_source, fingerprint_of
+from dlrover_adapters.torch import steps as steps_of_rank
 from dlrover_core.data.cut import Place, cut_of
+from dlrover_core.data.in_work import InWork
 from dlrover_core.data.permutation import FILE, SHUFFLED, WINDOW, Order
 from dlrover_core.data.quota import KEEP, NO_EPOCH, Batch, Batches, batches
 from dlrover_core.data.streams import ENDLESS
@@ -29,7 +31,9 @@ from dlrover_core.job.shards import CURSOR, SEED_MASK
 
 from . import world
 from .constructors import Constructors, Fetched
+from .noting import Fetching, notes
 from .plan import Division, GlobalStep, Micro, division, steps
+from .quarantine import QUARANTINE, QUARANTINE_MAX, Left, bound
 
 _log = logging.getLogger("dlrover.torch")
 SOURCE_CHARS_MAX = 32
@@ -59,8 +63,14 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
     which says them itself. There all steps must be alike: a multiple of the ranks times ``micro_batch``, and no remainder of an
     epoch, or ``last="drop"``. ``ahead``: global steps that may be drawn in this process before they are counted, by a prefetcher.
 
+    ``poison``: what becomes of a sample at which the same failure ends a worker again and again, under dlrover: "quarantine"
+    leaves it out on all ranks, ``quarantine_max`` samples at most; "fail" ends the job with the sample's name.
+
     Raises `SpecError` for what cannot be right.
     """
+
+    fixed = True
+    """Does a position keep its sample? Not where a plan of this run says which sample it has."""
 
     def __init__(
         self,
@@ -80,9 +90,12 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         micro_batch: int | None = None,
         ahead: int = 1,
         grown: str = REFUSE,
+        poison: str = QUARANTINE,
+        quarantine_max: int = QUARANTINE_MAX,
     ) -> None:
         super().__init__()
         _check(name, size, fetch, epochs, ahead)
+        self.most = bound(name, poison, quarantine_max)
         if grown not in ((REFUSE, APPEND) if isinstance(fetch, SourceFetch) else (REFUSE,)):
             raise SpecError(
                 "grown",
@@ -98,6 +111,8 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         batches(size, 1, epochs=epochs, last=last)
         self._asked = (global_batch, micro_batch)
         self._division: Division | None = None
+        self._divides = False
+        self._left = Left(name, self._order_of)
         self._epoch = self._position = 0
         self._begun = False
         self._iterated_in = -1
@@ -176,6 +191,9 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
                 f"dataset {self.name!r}: a step was counted after the last of {self.epochs} epochs; count each optimizer step "
                 "once, or give more epochs="
             )
+        self._left.consumed(batch)
+        if not self._divides and (here := notes()) is not None:
+            here.stepped()
         self._epoch, self._position = self._batches.after(batch)
 
     def say_skipped(self) -> None:
@@ -253,6 +271,29 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         return size if fingerprint == _fingerprint(self, size, self._fetch.source.fingerprint_at(size)) else 0
 
     @property
+    def left_out(self) -> tuple[int, ...]:
+        """The indices of the samples that are quarantined, ascending: no rank trains on them."""
+        return tuple(sorted(self._left.indices))
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The place in a cut, and of each quarantined sample how often it was left out."""
+        return (self.place, *self._left.places)
+
+    def owns(self, name: str) -> bool:
+        """Is a place of this name in a cut of this dataset?"""
+        return name == self.name or self._left.owns(name)
+
+    def accept_places(self, places: Mapping[str, Place]) -> str:
+        """As `accept`, of all places of a cut."""
+        return self.accept(places.get(self.name))
+
+    def go_on_places(self, places: Mapping[str, Place]) -> None:
+        """As `go_on`, of all places of a cut."""
+        self.go_on(places.get(self.name))
+        self._left.go_on(places.values())
+
+    @property
     def waits(self) -> bool:
         """May a sample be waited for, as in a stream?"""
         return isinstance(self._fetch, SourceFetch) and bool(getattr(self._fetch.source, "waits", False))
@@ -274,7 +315,7 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
 
     def divide(self, of: Division) -> None:
         """How global batches are divided from now on. `ElasticBatch` says so before it iterates."""
-        self._division = of
+        self._division, self._divides = of, True
 
     @property
     def division(self) -> Division:
@@ -344,15 +385,39 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
 
     def steps(self) -> Iterator[GlobalStep]:
         """The global steps from here to the end, as this rank takes them."""
-        return steps(self._batches, self.division, self._epoch, self._position)
+        whole = steps(self._batches, self.division, self._epoch, self._position)
+        return map(self._planned, whole) if self._left.any else whole
+
+    def _planned(self, step: GlobalStep) -> GlobalStep:
+        return self._left.planned(step, self.size_of(step.batch.epoch), divides=self._divides)
 
     def after(self, batch: Batch) -> tuple[int, int]:
         """Epoch and position once this batch is consumed."""
         return self._batches.after(batch)
 
     def indices(self, batch: Batch, micro: Micro) -> list[int]:
-        """The indices of a micro-batch's samples."""
-        return list(self._order_of(batch.epoch).indices(micro.start, micro.end))
+        """The indices of a micro-batch's samples, without those that are left out."""
+        found = list(self._order_of(batch.epoch).indices(micro.start, micro.end))
+        for position in reversed(self._left.within(batch.epoch, micro.start, micro.end)):
+            del found[position - micro.start]
+        return found
+
+    def trained(self, batch: Batch, start: int, end: int) -> int:
+        """Samples of these positions of a batch's epoch that are not left out."""
+        return end - start - len(self._left.within(batch.epoch, start, end))
+
+    def note(self, step: GlobalStep) -> None:
+        """Have the agent know that this rank's share of a step is in work, in a loop without `ElasticBatch`, which says more."""
+        here = notes() if self.fixed and not self._divides and step.micros[0].counts else None
+        if here is not None:
+            here.step(self.in_work(step.batch, Micro(step.micros[0].start, step.micros[-1].end)))
+
+    def in_work(self, batch: Batch, micro: Micro) -> InWork:
+        """The samples of a micro-batch, as the agent is to know them while they are in a step."""
+        out = set(self._left.within(batch.epoch, micro.start, micro.end))
+        kept = [at for at in range(micro.start, micro.end) if at not in out] if out else [micro.start, micro.end - 1]
+        index = self._order_of(batch.epoch).index(kept[0]) if kept[0] == kept[-1] else -1
+        return InWork(self.name, batch.epoch, kept[0], kept[-1] + 1, index, self.most, False)
 
     def __iter__(self) -> Iterator[Any]:
         """Collated micro-batches of this rank, in order; in a loader process every n-th of them."""
@@ -387,12 +452,28 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
                     f"draws so far ahead, give ElasticDataset(..., ahead={len(ahead)})"
                 )
             ahead.append((step.batch.epoch, step.batch.start))
+            self.note(step)
             for micro in step.micros:
                 yield self._content(step.batch, micro)
 
     def _content(self, batch: Batch, micro: Micro) -> Any:
         fetch = self._fetch.of_epoch(batch.epoch) if isinstance(self._fetch, SourceFetch) else self._fetch
-        return self._collate([self._sample(fetch, index) for index in self.indices(batch, micro)])
+        fetching = Fetching(self.name, batch.epoch, self.most, notes())
+        at, to, index = micro.start, micro.end, -1
+        try:
+            samples = []
+            out = self._left.within(batch.epoch, micro.start, micro.end)
+            positions = (one for one in range(micro.start, micro.end) if one not in out)
+            for at, index in zip(positions, self.indices(batch, micro), strict=True):
+                fetching.begin(at, to := at + 1, index)
+                samples.append(self._sample(fetch, index))
+            fetching.begin(at := micro.start, to := micro.end, index := -1)
+            content = self._collate(samples)
+        except Exception as error:
+            fetching.failed(at, to, index, error)
+            raise
+        fetching.end()
+        return content
 
     def _sample(self, fetch: Callable[[int], Any], index: int) -> Any:
         found = fetch(index)
@@ -415,7 +496,12 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         told = dict(self.__dict__)
         if self._division is not None or self._asked[0] is not None:
             told["_division"] = self.division
-        return told
+        return told | {"_page": steps_of_rank.handed()}
+
+    def __setstate__(self, told: dict[str, Any]) -> None:
+        """In a loader process, which may be spawned: with its worker's page."""
+        steps_of_rank.adopt(told.pop("_page", None))
+        self.__dict__.update(told)
 
 
 class SourceFetch:

@@ -79,5 +79,6 @@ class ElasticLoader:
         contents = iter(self._loader)
         for step in self.dataset.steps():
             before, after = step.batch[:2], self.dataset.after(step.batch)
+            self.dataset.note(step)
             for number, _ in enumerate(step.micros, 1):
                 yield (after if number == len(step.micros) else before), next(contents)

@@ -64,6 +64,8 @@ class ElasticStream(ElasticDataset):
     Give the loader ``num_workers=0``: the client fetches ahead in threads of its own. Raises `SpecError`, `StreamError`.
     """
 
+    fixed = False
+
     def __init__(
         self,
         stream: str | Stream,
