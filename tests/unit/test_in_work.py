@@ -109,8 +109,8 @@ def test_a_loader_process_counts_if_the_error_names_it() -> None:
     os.ftruncate(blank_page, 4096)
     blank(blank_page)
     os.close(blank_page)
-    notes = Notes(page)
-    loader = notes.of_loader(1)
+    notes = Notes(page, 1234)
+    loader = notes.of_loader(1, os.getpid())
     loader.fetch(InWork("train", 0, 5, 6, 17, 8, True))
     notes.step(InWork("train", 0, 0, 4, -1, 8, False))
     killed = f"RuntimeError: DataLoader worker (pid {os.getpid()}) is killed by signal: Killed. "
@@ -127,7 +127,7 @@ def test_a_loader_process_counts_if_the_error_names_it() -> None:
 def test_what_a_broken_worker_writes_is_nothing() -> None:
     """The page is memory of a process that has just crashed."""
     page = mmap.mmap(-1, 4096)
-    Notes(page).step(InWork("train", 0, 0, 4, -1, 8, False))
+    Notes(page, 1234).step(InWork("train", 0, 0, 4, -1, 8, False))
     page[in_work.NOTES_AT + 24 : in_work.NOTES_AT + 64] = b"\xff" * 40
     assert found(page, "") is None
     page[:] = b"\xff" * 4096
@@ -138,7 +138,7 @@ def test_what_a_broken_worker_writes_is_nothing() -> None:
 def test_names_without_room_say_nothing() -> None:
     """The page has room for so many names; a dataset of another one is not mistaken for these."""
     page = mmap.mmap(-1, 4096)
-    notes = Notes(page)
+    notes = Notes(page, 1234)
     names = [f"{number}{'x' * 120}" for number in range(5)]
     seen = []
     for name in names:

@@ -8,7 +8,6 @@ page's other places are described in `dlrover_core.diagnosis.slots`.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import struct
 from collections.abc import Callable
@@ -87,15 +86,15 @@ def blank(write: Callable[[bytes, int], object]) -> None:
 
 
 class Notes:
-    """The writer's half. ``memory``: the page; ``at``: this process's place for what it fetches."""
+    """The writer's half. ``memory``: the page; ``process``: the number of this one; ``at``: its place for what it fetches."""
 
-    def __init__(self, memory: Any, at: int = FETCH) -> None:
-        self._memory, self._fetch = memory, at
+    def __init__(self, memory: Any, process: int, at: int = FETCH) -> None:
+        self._memory, self._process, self._fetch = memory, process, at
         self._digests: dict[str, bytes] = {}
 
-    def of_loader(self, number: int) -> Notes:
-        """The notes of loader process ``number``, which shares the page."""
-        return Notes(self._memory, LOADERS + number % (NOTES - LOADERS))
+    def of_loader(self, number: int, process: int) -> Notes:
+        """The notes of loader ``number``, the process ``process``, which shares the page."""
+        return Notes(self._memory, process, LOADERS + number % (NOTES - LOADERS))
 
     def step(self, work: InWork) -> None:
         """These samples are in a step from now on."""
@@ -120,7 +119,7 @@ class Notes:
     def _note(self, at: int, work: InWork) -> None:
         digest = self._digests.get(work.dataset) or self._named(work.dataset)
         _NOTE.pack_into(
-            self._memory, NOTES_AT + at * _NOTE.size, _WORKS, os.getpid(), digest, work.epoch, work.first, work.to,
+            self._memory, NOTES_AT + at * _NOTE.size, _WORKS, self._process, digest, work.epoch, work.first, work.to,
             work.sample, work.most,
         )  # fmt: skip
 

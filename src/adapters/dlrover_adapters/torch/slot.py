@@ -29,7 +29,7 @@ class Slot:
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, SLOT_BYTES)
-        self.notes = Notes(self._memory)
+        self.notes = Notes(self._memory, os.getpid())
         # Its own descriptor, for children that are spawned: the caller closes the other.
         self.fd = os.dup(fd)
         self._step, self._moved_us, self._usual_us, self._phase = -1, 0, 0, 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import NamedTuple
 
 from torch.utils.data import get_worker_info
@@ -16,7 +17,7 @@ _log = logging.getLogger("dlrover.torch")
 def notes() -> Notes | None:
     """Where this process notes what it has in work; None: no agent watches it."""
     found, loader = steps.notes(), get_worker_info()
-    return found if found is None or loader is None else found.of_loader(loader.id)
+    return found if found is None or loader is None else found.of_loader(loader.id, os.getpid())
 
 
 class Fetching(NamedTuple):
