@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol, Union, runtime_checkable
 
 from dlrover_core.job import nodes
 from dlrover_core.job.orders import NodeLaunch
+from dlrover_core.spec import JobSpec
 
 AVOIDED = nodes.AVOIDED
 
@@ -57,6 +58,78 @@ class Changed(NamedTuple):
     node: Observation
 
 
+class Admission(NamedTuple):
+    """May the job have nodes at all? The newest counts, and nothing is said while the platform has no such notion.
+
+    Without admission the job saves, gives its nodes back, and waits; with it the job goes on. Saying it again, with either
+    answer, also lets launches that were refused for now be asked for again at once.
+
+    admitted: yes or no
+    reason:   the platform's words, for people
+    """
+
+    admitted: bool
+    reason: str = ""
+
+
+class GroupSize(NamedTuple):
+    """How many nodes a group wants now, and what each of them needs.
+
+    name:      the group's
+    set:       the coupling set whose nodes train together; empty: each node by itself
+    nodes_min: the fewest that form a world
+    nodes_max: the most
+    nproc, memory_mib, cpu_m, gpus: of each node, as in `NodeLaunch`
+    """
+
+    name: str
+    set: str
+    nodes_min: int
+    nodes_max: int
+    nproc: int = 1
+    memory_mib: int = 0
+    cpu_m: int = 0
+    gpus: int = 0
+
+
+RUNNING, HELD, SUSPENDED = "running", "held", "suspended"
+ENDS = ("succeeded", "failed", "stopped")
+
+
+class Wanted(NamedTuple):
+    """What the job as a whole wants of its platform.
+
+    groups: sizes of its groups, as they are in effect
+    state:  `RUNNING`; `HELD`: without nodes because of an `Admission`; `SUSPENDED`: without nodes because a person says so;
+            or how the job has ended, one of `ENDS`
+    reason: why, for people
+    """
+
+    groups: tuple[GroupSize, ...]
+    state: str = RUNNING
+    reason: str = ""
+
+
+def sizes_of(spec: JobSpec) -> tuple[GroupSize, ...]:
+    """The sizes of a job's groups."""
+    return tuple(
+        GroupSize(one.name, one.coupled, one.floor, one.nodes_max, one.nproc, one.memory_mib, one.cpu_m, one.gpus)
+        for one in spec.groups
+    )
+
+
+@runtime_checkable
+class Sizing(Protocol):
+    """A backend whose platform has to know the whole job: a gang that starts together, a queue that admits it."""
+
+    async def sized(self, wanted: Wanted, token: int) -> None:
+        """The job wants this from now on. The leader says so before the first launch, after each change, and now and then.
+
+        Idempotent. After any error the leader says it again; until it was heard once, no node is launched.
+        """
+        ...
+
+
 @runtime_checkable
 class Clearing(Protocol):
     """A backend that leaves things behind beside nodes. The launcher calls it once the job is over and no master lives."""
@@ -98,8 +171,8 @@ class Backend(Protocol):
         """Delete a node; an unknown name is no error. Returns when the request is accepted, not when the node is gone."""
         ...
 
-    def observe(self) -> AsyncIterator[Union[Listed, Changed]]:
-        """`Listed` first and after every error, then one `Changed` for every change."""
+    def observe(self) -> AsyncIterator[Union[Listed, Changed, Admission]]:
+        """`Listed` first and after every error, then one `Changed` for every change; `Admission` where there is such a thing."""
         ...
 
     async def room(self, group: str) -> int | None:

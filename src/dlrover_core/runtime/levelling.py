@@ -18,9 +18,10 @@ from dlrover_core.errors import LaunchRefused
 from dlrover_core.job import notices
 from dlrover_core.job.nodes import REFUSED, Observed, ObserveNodes
 from dlrover_core.job.orders import NodeLaunch
-from dlrover_core.runtime.backend import Backend, Changed, Listed, Observation
+from dlrover_core.runtime.backend import Admission, Backend, Changed, Listed, Observation
 from dlrover_core.runtime.leader import Leader
 from dlrover_core.runtime.rooms import Rooms
+from dlrover_core.runtime.sizes import Sizes
 
 CONCURRENT_MAX = 16
 BACK_OFF_S = (0.2, 1.0, 5.0, 15.0, 30.0)
@@ -53,6 +54,7 @@ class Leveller:
         self._limit = asyncio.Semaphore(CONCURRENT_MAX)
         self._words_at = 0.0
         self._rooms = Rooms(master, backend, self._room_found)
+        self._sizes = Sizes(master, backend, self._wake.set)
 
     @property
     def empty(self) -> bool:
@@ -66,19 +68,20 @@ class Leveller:
 
     def wake(self) -> None:
         """The desired state has changed."""
+        self._sizes.news()
         self._wake.set()
 
     async def run(self) -> None:
         """Observe and level until cancelled."""
-        observing, asking = asyncio.ensure_future(self._observe()), asyncio.ensure_future(self._rooms.run())
+        beside = [asyncio.ensure_future(one) for one in (self._observe(), self._rooms.run(), self._sizes.run())]
         try:
             while True:
                 self._pass()
                 await self._wait()
         finally:
-            for task in (observing, asking, *self._tasks):
+            for task in (*beside, *self._tasks):
                 task.cancel()
-            await asyncio.gather(observing, asking, *self._tasks, return_exceptions=True)
+            await asyncio.gather(*beside, *self._tasks, return_exceptions=True)
 
     def _room_found(self) -> None:
         """Launch at once what was refused for want of room."""
@@ -110,7 +113,11 @@ class Leveller:
             await asyncio.sleep(BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
             attempt += 1
 
-    def _seen(self, seen: Listed | Changed) -> None:
+    def _seen(self, seen: Listed | Changed | Admission) -> None:
+        if isinstance(seen, Admission):
+            self._sizes.said(seen)
+            self._room_found()
+            return
         if isinstance(seen, Listed):
             self._known = True
             self._listed = {node.name: node for node in seen.nodes}
@@ -153,7 +160,7 @@ class Leveller:
         if now >= self._words_at:
             self._words_at = now + WORDS_EVERY_S
             self._tell_words()
-        for node in desired.launch:
+        for node in desired.launch if self._sizes.known else ():
             if node.name not in self._listed and node.name not in self._accepted:
                 self._start(Call("launch", node.name), partial(self._launch, node), now)
         for name in list(self._listed):

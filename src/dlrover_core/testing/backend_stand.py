@@ -10,7 +10,7 @@ from typing import NamedTuple
 from unittest import SkipTest
 
 from dlrover_core.job.orders import NodeLaunch
-from dlrover_core.runtime.backend import PHASES, Backend, Changed, Listed, Observation
+from dlrover_core.runtime.backend import PHASES, Admission, Backend, Changed, Listed, Observation
 from dlrover_core.spec import DEFAULT_GROUP
 
 JOB = "conformance"
@@ -83,6 +83,8 @@ class Watch:
         """Observe until cancelled."""
         try:
             async for seen in self._backend.observe():
+                if isinstance(seen, Admission):
+                    continue
                 async with self._news:
                     self._note(seen)
                     self._news.notify_all()

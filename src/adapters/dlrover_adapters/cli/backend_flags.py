@@ -12,6 +12,13 @@ from dlrover_core.errors import SpecError
 
 LOCAL, KUBERNETES = "local", "k8s"
 
+_ARGUMENTS = {
+    "image": "is no image: write NAME:TAG, or NAME@sha256:DIGEST",
+    "gang": "is no gang: write native, volcano or coscheduling",
+    "queue": "is no queue: write the name of a LocalQueue",
+}
+"""Options that are arguments of the Kubernetes backend, and what to write where one cannot be."""
+
 
 def arguments(group: argparse._ArgumentGroup) -> None:
     """Which backend, and where its nodes find the masters."""
@@ -29,6 +36,20 @@ def arguments(group: argparse._ArgumentGroup) -> None:
         default=None,
         metavar="IMG",
         help="with --backend k8s: the image of the nodes' container, as --backend k8s:image=IMG says it (docs/kubernetes.md)",
+    )
+    group.add_argument(
+        "--gang",
+        action=Given,
+        default=None,
+        metavar="KIND",
+        help="with --backend k8s: MIN nodes start together or none does, by a PodGroup that is native, volcano or coscheduling",
+    )
+    group.add_argument(
+        "--queue",
+        action=Given,
+        default=None,
+        metavar="NAME",
+        help="with --backend k8s: the LocalQueue of Kueue that admits the job; with --gang volcano a Queue of Volcano",
     )
     group.add_argument(
         "--masters",
@@ -51,17 +72,17 @@ def bind(group: argparse._ArgumentGroup) -> None:
 
 
 def named(options: Options) -> str | None:
-    """The backend with its arguments, ``--image`` among them. Raises `SpecError`."""
-    if options.image is None:
+    """The backend with its arguments, those of `_ARGUMENTS` among them. Raises `SpecError`."""
+    given = {key: value for key in _ARGUMENTS if (value := getattr(options, key)) is not None}
+    if not given:
         return str(options.backend) if options.backend is not None else None
     name, _, args = (options.backend or "").partition(":")
-    if name != KUBERNETES:
-        raise SpecError(
-            "image", f"{options.image!r} is for --backend k8s, and the backend is {options.backend or LOCAL}"
-        )
-    if not options.image or set(options.image) & set(", \t\n"):
-        raise SpecError("image", f"{options.image!r} is no image: write NAME:TAG, or NAME@sha256:DIGEST")
-    return f"{KUBERNETES}:{args}{',' if args else ''}image={options.image}"
+    for key, value in given.items():
+        if name != KUBERNETES:
+            raise SpecError(key, f"{value!r} is for --backend k8s, and the backend is {options.backend or LOCAL}")
+        if not value or set(value) & set(", \t\n"):
+            raise SpecError(key, f"{value!r} {_ARGUMENTS[key]}")
+    return f"{KUBERNETES}:{','.join(filter(None, [args, *(f'{key}={value}' for key, value in given.items())]))}"
 
 
 def here(options: Options) -> None:

@@ -43,6 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """`dlrover k8s`. Raises `SpecError`."""
     from dlrover_backends.k8s import render
+    from dlrover_core.runtime.backend import sizes_of
     from dlrover_core.runtime.backends import BackendContext
 
     words = args.line[1:] if args.line[:1] == ["--"] else args.line
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         args=choice.args,
         stop_grace_s=spec.stop_grace_s,
     )
-    print(render.text(here, launches(spec)), end="")
+    print(render.text(here, launches(spec), sizes_of(spec)), end="")
     return OK
 
 
@@ -82,13 +83,14 @@ def _detached(options: Options, choice: Choice, spec: JobSpec) -> str:
     """The masters' objects, and the nodes' pods that they would make. Raises `SpecError`."""
     from dlrover_adapters.cli import k8s_detach
     from dlrover_backends.k8s import masters, render, settings, yaml_text
+    from dlrover_core.runtime.backend import sizes_of
 
     here = k8s_detach.context(options, choice, spec, TOKEN)
     plan = k8s_detach.plan(options, here, spec, settings.read(here).namespace or "default")
     made = masters.objects(plan)
     at = f"{plan.called}.{plan.namespace}.svc:{masters.PORT}"
     nodes = dataclasses.replace(here, run=plan.uid, masters=(at,), args=f"{here.args},secret={plan.called}")
-    return yaml_text.written([*made, *render.pods_of(nodes, launches(spec), made[0], plan.namespace)])
+    return yaml_text.written([*made, *render.pods_of(nodes, launches(spec), made[0], plan.namespace, sizes_of(spec))])
 
 
 def launches(spec: JobSpec) -> list[NodeLaunch]:

@@ -50,6 +50,8 @@ _DROPPED: dict[str, Any] = {
     "master": None,
     "backend": None,
     "image": None,
+    "gang": None,
+    "queue": None,
     "log": None,
     "policy": None,
     "token_file": None,

@@ -18,13 +18,13 @@ from typing import Union
 
 import structlog
 
-from dlrover_backends.k8s import endings, masters, names, pods, refusals, render, settings
+from dlrover_backends.k8s import endings, gangs, masters, names, pods, refusals, render, settings
 from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.errors import ApiError, Busy, Conflict, Forbidden, NotFound
 from dlrover_backends.k8s.listwatch import READ_S, ListWatch, Snapshot
 from dlrover_core.errors import CoreError, LaunchRefused, SpecError
 from dlrover_core.job.orders import NodeLaunch
-from dlrover_core.runtime.backend import Changed, Listed, Observation
+from dlrover_core.runtime.backend import Changed, Listed, Observation, Wanted
 from dlrover_core.runtime.backends import BackendContext
 
 MADE_S = 900.0
@@ -64,6 +64,7 @@ class KubernetesBackend:
         self._made: dict[str, tuple[float, Json]] = {}
         self._uids: dict[str, str] = {}
         self._over: dict[str, int] = {}
+        self._gangs = gangs.Gangs(here, self._told, self._ask, lambda: self._namespace) if self._told.gang else None
 
     # ---- the port
 
@@ -77,6 +78,8 @@ class KubernetesBackend:
             owner = await self._owned()
             template = await self._template(node.group)
             pod = pods.manifest(self._here, self._told, node, owner, template, token)
+            if self._gangs is not None:
+                self._gangs.admit(node.group, pod)
             made = await self._ask("POST", self._path("pods"), pod)
         except Conflict as error:
             made = await self._look_at(node.name, error)
@@ -132,13 +135,21 @@ class KubernetesBackend:
         """Only the scheduler knows what would start now."""
         return None
 
+    async def sized(self, wanted: Wanted, token: int) -> None:
+        """Let the cluster know the whole job, where a gang depends on it. Raises `Deposed`, `ApiError`."""
+        self._fence(token)
+        if self._gangs is not None:
+            await self._gangs.sized(wanted, await self._owned())
+
     async def check(self) -> None:
-        """Ask for pods. Raises `SpecError` for missing credentials or rights, and `ApiError`."""
+        """Ask for pods, and for what gangs need. Raises `SpecError` for missing credentials or rights, and `ApiError`."""
         await self._connected()
         try:
             await self._ask("GET", f"{self._path('pods')}?limit=1")
         except Forbidden as error:
             raise SpecError("backend", refusals.missing_right(error)) from error
+        if self._gangs is not None:
+            await self._gangs.check()
 
     # ---- when the job is over
 

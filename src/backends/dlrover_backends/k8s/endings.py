@@ -155,6 +155,10 @@ def _waits(pod: Json) -> str:
         waiting = (one.get("state") or {}).get("waiting") or {}
         if str(waiting.get("reason") or "") not in USUAL:
             return _worded(waiting["reason"], waiting.get("message"))
+    # Schedulers that hold back a gang set no condition before they have tried to place it.
+    _, colon, least = str((pod["metadata"].get("annotations") or {}).get(names.NOTE_GANG) or "").partition(":")
+    if colon and not (pod.get("spec") or {}).get("nodeName"):
+        return f"Gang: none starts before {least} can start together"
     return ""
 
 

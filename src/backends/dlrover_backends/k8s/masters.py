@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlrover_backends.k8s import names, pods
+from dlrover_backends.k8s import gangs, names, pods
 from dlrover_backends.k8s.api import Json
 from dlrover_core.errors import SpecError
 
@@ -357,7 +357,7 @@ def rules(job: MasterPlan) -> list[Rule]:
     ]
     if job.templates is not None:
         found.append(_may("", "configmaps", "get", named=job.called))
-    return found
+    return found + gangs.rules(job.backend.get("gang", ""))
 
 
 def _may(group: str, resource: str, *verbs: str, named: str = "") -> Rule:

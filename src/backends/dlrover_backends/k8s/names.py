@@ -15,6 +15,7 @@ LABEL_INDEX = "dlrover-core/index"
 LABEL_BY, BY = "app.kubernetes.io/managed-by", "dlrover-core"
 NOTE_NAME, NOTE_NODE, NOTE_JOB = "dlrover-core/name", "dlrover-core/node-name", "dlrover-core/job-name"
 NOTE_AVOID, NOTE_TOKEN = "dlrover-core/avoid", "dlrover-core/ordered-by"
+NOTE_GANG = "dlrover-core/gang"
 LENGTH_MAX, DIGEST = 63, 8
 
 
@@ -26,6 +27,11 @@ def pod_name(name: str, run: str) -> str:
 def owner_name(job: str, run: str) -> str:
     """The name of the object that owns all pods of a run."""
     return _labelled(f"dlrover-{job}", f"{run}\0owner\0{job}")
+
+
+def gang_name(job: str, run: str, set_: str) -> str:
+    """The name of the PodGroup of a coupling set."""
+    return _labelled(f"{job}-{set_}", f"{run}\0gang\0{set_}")
 
 
 def label_value(text: str) -> str:

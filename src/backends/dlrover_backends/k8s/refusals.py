@@ -9,6 +9,7 @@ RIGHTS = {
     "pods": ("create", "get", "list", "watch", "delete"),
     "secrets": ("create", "get", "delete"),
     "pods/proxy": ("create", "get"),
+    "podgroups": ("create", "get", "patch", "delete"),
 }
 """What a master needs in its namespace: the Role of docs/kubernetes.md."""
 
@@ -30,6 +31,8 @@ def of_forbidden(error: Forbidden) -> LaunchRefused:
     message = error.message
     if "exceeded quota" in message:
         return LaunchRefused(f"QuotaExceeded: {message}", permanent=False)
+    if "podgroup phase is Pending" in message:  # Volcano's admission, where it is set up so
+        return LaunchRefused(f"Gang: {message}", permanent=False)
     if " cannot " in message and " resource " in message:
         return LaunchRefused(missing_right(error), permanent=True)
     return LaunchRefused(f"the namespace's rules refuse the pod: {message}", permanent=True)

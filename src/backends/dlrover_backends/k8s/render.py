@@ -5,26 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlrover_backends.k8s import pods, settings, yaml_text
+from dlrover_backends.k8s import gangs, pods, settings, yaml_text
 from dlrover_backends.k8s.api import Json
 from dlrover_core.errors import LaunchRefused, SpecError
 from dlrover_core.job.orders import NodeLaunch
+from dlrover_core.runtime.backend import GroupSize
 from dlrover_core.runtime.backends import BackendContext
 
 UID = "set-by-the-api-server"
 
 
-def objects(here: BackendContext, nodes: Sequence[NodeLaunch]) -> list[Json]:
-    """The owner of the run, and the pod of each node. Raises `SpecError` where a pod would be refused."""
+def objects(here: BackendContext, nodes: Sequence[NodeLaunch], groups: tuple[GroupSize, ...] = ()) -> list[Json]:
+    """The owner of the run, its gangs, and the pod of each node. Raises `SpecError` where a pod would be refused."""
     told = settings.read(here)
     owner = pods.owner_object(here)
     if told.namespace:
         owner["metadata"]["namespace"] = told.namespace
-    return [owner, *pods_of(here, nodes, owner, told.namespace)]
+    return [owner, *pods_of(here, nodes, owner, told.namespace, groups)]
 
 
-def pods_of(here: BackendContext, nodes: Sequence[NodeLaunch], owner: Json, namespace: str) -> list[Json]:
-    """The pod of each node, of this owner. Raises `SpecError` where a pod would be refused."""
+def pods_of(
+    here: BackendContext,
+    nodes: Sequence[NodeLaunch],
+    owner: Json,
+    namespace: str,
+    groups: tuple[GroupSize, ...] = (),
+) -> list[Json]:
+    """The gangs of these groups and the pod of each node, of this owner. Raises `SpecError` where a pod would be refused."""
     told = settings.read(here)
     named = {**owner, "metadata": {**owner["metadata"], "uid": UID}}
     try:
@@ -32,15 +39,17 @@ def pods_of(here: BackendContext, nodes: Sequence[NodeLaunch], owner: Json, name
         made = [pods.manifest(here, told, node, named, template) for node in nodes]
     except LaunchRefused as refused:
         raise SpecError("backend", refused.reason) from refused
+    if told.gang:
+        made = gangs.before(here, told, [node.group for node in nodes], made, groups, named)
     for one in made:
         if namespace:
             one["metadata"]["namespace"] = namespace
     return made
 
 
-def text(here: BackendContext, nodes: Sequence[NodeLaunch]) -> str:
+def text(here: BackendContext, nodes: Sequence[NodeLaunch], groups: tuple[GroupSize, ...] = ()) -> str:
     """The same as YAML. Raises `SpecError`."""
-    return yaml_text.written(objects(here, nodes))
+    return yaml_text.written(objects(here, nodes, groups))
 
 
 def template_of(here: BackendContext, told: settings.Settings) -> Json | None:

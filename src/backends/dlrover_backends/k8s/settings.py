@@ -8,10 +8,12 @@ from typing import NamedTuple
 from dlrover_core.errors import SpecError
 from dlrover_core.runtime.backends import BackendContext
 
+QUEUE = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 OWNER = re.compile(r"([a-z0-9.-]+/)?v[a-z0-9]+/[a-z]+/[a-z0-9.-]+")
 GPU = "nvidia.com/gpu"
 LINE, TEMPLATE = "line", "template"
+NATIVE, VOLCANO, COSCHEDULING = GANGS = ("native", "volcano", "coscheduling")
 
 
 class Settings(NamedTuple):
@@ -33,6 +35,8 @@ class Settings(NamedTuple):
     claim:      with ``--detach``: the PersistentVolumeClaim that the log of the job lies on; empty: none
     owner:      APIVERSION/PLURAL/NAME of an object that owns the pods and whose uid is the run; empty: a Secret is made
     secret:     a Secret with the job's token; empty: that which owns the pods
+    gang:       whose PodGroup lets MIN nodes start together, one of `GANGS`; empty: each pod is scheduled by itself
+    queue:      a LocalQueue of Kueue that admits the job; with ``gang=volcano`` a Queue of Volcano; empty: there is none
     """
 
     image: str = ""
@@ -49,6 +53,8 @@ class Settings(NamedTuple):
     claim: str = ""
     owner: str = ""
     secret: str = ""
+    gang: str = ""
+    queue: str = ""
 
 
 def read(here: BackendContext) -> Settings:
@@ -65,6 +71,14 @@ def read(here: BackendContext) -> Settings:
         raise SpecError("backend", f"pull={pull!r}: write Always, IfNotPresent or Never")
     if told["command"] not in {LINE, TEMPLATE}:
         raise SpecError("backend", f"command={told['command']!r}: write {LINE} or {TEMPLATE}")
+    if told["gang"] and told["gang"] not in GANGS:
+        raise SpecError("backend", f"gang={told['gang']!r}: write {', '.join(GANGS[:-1])} or {GANGS[-1]}")
+    if told["queue"] and not QUEUE.fullmatch(told["queue"]):
+        raise SpecError(
+            "backend", f"queue={told['queue']!r} is no queue: write lower-case letters, digits, hyphens and dots"
+        )
+    if told["queue"] and told["gang"] != VOLCANO:
+        raise SpecError("backend", f"queue={told['queue']!r} is a Queue of Volcano: say gang=volcano, too")
     if any(one.isspace() for one in told["image"]):
         raise SpecError("backend", f"image={told['image']!r} has a space in it: write NAME:TAG, or NAME@sha256:DIGEST")
     if told["owner"] and not OWNER.fullmatch(told["owner"]):
