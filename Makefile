@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # More options for pytest: make unit ARGS="-k world -x"
 ARGS ?=
 
-.PHONY: help demo test quick check lint types unit fast stories etcd integration side alone nightly bench bench-smoke chaos campaign format clean
+.PHONY: help demo test quick check lint types unit fast beside stories etcd integration side alone nightly bench bench-smoke chaos campaign format clean
 
 help: ## these lines
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -25,8 +25,13 @@ demo: $(READY) ## train a real model through three kinds of death
 	$(PY) examples/demo.py
 
 test: ## everything CI runs: check, unit, stories, integration
-	$(MAKE) --no-print-directory -j1 lint fast side
-	$(MAKE) --no-print-directory -j2 --output-sync=line types alone
+	$(MAKE) --no-print-directory lint
+	$(MAKE) --no-print-directory -j2 --output-sync=line beside alone
+	$(MAKE) --no-print-directory side
+
+# What computes, beside the tests that must be alone: those wait for the clock on more than a core, and what gives way is not felt.
+beside:
+	nice -n 19 $(MAKE) --no-print-directory -j1 fast types
 
 quick: $(READY) ## check, and unit tests near what changed: at most 90 s
 	$(PY) -m tools.quick -n $(JOBS) --maxschedchunk 1 $(ARGS)
@@ -38,9 +43,8 @@ lint: $(READY)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports --no-cache
 
-# In `make test` beside tests that wait for the clock on one core, and for which nothing may run but what gives way.
 types: $(READY)
-	nice -n 19 $(VENV)/bin/mypy
+	$(VENV)/bin/mypy
 
 unit: $(READY) ## fast tests, in parallel
 	$(PY) -m pytest tests/unit -m "not nightly" -n $(JOBS) $(ARGS)

@@ -168,6 +168,7 @@ def summary(found: Sequence[Told]) -> str:
 
 def main(words: list[str]) -> int:
     """Run all parts, whatever fails, and tell."""
+    os.environ["DLROVER_TESTS_NIGHT"] = "1"  # properties are tried with all their examples: tests/unit/examples.py
     found = [one() for one in parts(words)]
     print(summary(found))
     return 0 if all(one.good for one in found) else 1

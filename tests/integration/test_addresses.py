@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from running import Job, eventually
+from running import WITHOUT_TORCH, Job, eventually
 
 SCRIPTS = Path(__file__).parent / "scripts" / "roles"
 JOB = """
@@ -75,7 +75,7 @@ def test_three_groups_find_each_other_whoever_dies(tmp_path: Path) -> None:
     """
     (tmp_path / "job.toml").write_text(JOB.format(scripts=SCRIPTS))
     told, trainers, rollouts = Told(tmp_path), ("trainer0", "trainer1"), ("rollout0", "rollout1")
-    with Job(tmp_path, "--job", str(tmp_path / "job.toml")) as job:
+    with Job(tmp_path, "--job", str(tmp_path / "job.toml"), env=WITHOUT_TORCH) as job:
         first = {who: told.until_begun(who, 1) for who in (*trainers, *rollouts)}
         for who in rollouts:
             told.until_met(who, {first[one] for one in trainers})

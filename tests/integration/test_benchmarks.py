@@ -16,8 +16,7 @@ MET, MISSED = 0, 1
 BY_DAY = {
     "commands": "--turns 20 --peer-turns 5",
     "crashes": "--events 300 --nodes 8",
-    "data": "--indices 20480 --peer-samples 0 --cost-pairs 1",
-    "diagnosis": "--logs-mib 8",
+    "diagnosis": "--logs-mib 1",
     "digests": "--mib 1",
     "etcd_append": "--events 640 --puts 20 --turns 5",
     "etcd_latency": "--pairs 5",
@@ -26,8 +25,7 @@ BY_DAY = {
     "heartbeats": "--agents 20 --seconds 0.5",
     "import": "",
     "join_2000": "--agents 50",
-    "layout": "--ranks 4 --peer 4",
-    "matcher": "--lines 10000",
+    "matcher": "--lines 1000",
     "records": "--events 3000 --agents 20 --readers 3 --seconds 0.5 --turns 1",
     "replay": "--events 3000",
     "simulate": "--nodes 16 --days 1 --failures 5",
@@ -37,6 +35,7 @@ BY_NIGHT = {
     "checkpoint": "--quick --only persist whole restore peer grow drain",
     "cold_start": "",
     "corpus": "",
+    "data": "--indices 20480 --peer-samples 0 --cost-pairs 1",
     "detached": "",
     "detectors": "--steps 20",
     "etcd_growth": "--events 200000 --room-events 640",
@@ -49,6 +48,7 @@ BY_NIGHT = {
     "killed_master": "--peer-trials 1",
     "killed_node": "",
     "killed_worker": "",
+    "layout": "--ranks 4 --peer 4",
     "overhead": "--steps 20",
     "roles": "--rollouts 2 --kills 1",
 }
@@ -88,7 +88,9 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     runs(name, BY_DAY[name], tmp_path / "found.json", 100)
 
 
-@pytest.mark.nightly("they start launchers and peers, of which some are installed first; the others run by day")
+@pytest.mark.nightly(
+    "they start launchers, loaders and peers, of which some are installed first; the others run by day"
+)
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", BY_NIGHT)
 def test_it_runs_by_night(name: str, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def pytest_over(folder: Path, *blocks: str, words: Sequence[str] = ()) -> subpro
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *plugin, *words, "tests"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(SOURCES)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(SOURCES), "DLROVER_WARM": "core"},
         capture_output=True,
         text=True,
         timeout=BOUND_S,

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from running import Job, eventually
+from running import WITHOUT_TORCH, Job, eventually
 
 from dlrover_adapters.agent.config import PLAIN, Mode
 from dlrover_core.runtime.launcher import WorkerExit, WorkerStep
@@ -162,7 +162,7 @@ while not (folder / "finish").exists():
 """
 
 THREE = """
-env = { WHO = "all", DLROVER_WARM = "core" }
+env = { WHO = "all" }
 preload = []
 
 [groups.trainer]
@@ -194,7 +194,7 @@ def test_three_groups_run_three_programs_and_fail_each_by_itself(tmp_path: Path)
 
         return eventually(look, f"{count} starts of {who}")
 
-    with Job(tmp_path, "--job", str(tmp_path / "job.toml")) as job:
+    with Job(tmp_path, "--job", str(tmp_path / "job.toml"), env=WITHOUT_TORCH) as job:
         before = {who: told(who, 1) for who in ("trainer0", "trainer1", "rollout0", "tool0")}
         assert [line[1:] for lines in before.values() for line in lines] == [
             *(["2", "all", "--lr", "0.1"],) * 2,

@@ -6,6 +6,7 @@ import functools
 from itertools import product
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -279,7 +280,7 @@ def reachable(nodes: list[Node], refused: list[Refusal], place: int, state: tupl
     }
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(150, 500), deadline=None)
 @given(worlds())
 def test_against_brute_force(case: tuple[list[Node], set[tuple[int, int]], list[Refusal]]) -> None:
     """The newest state that all can get; each source is there, not refused, of one state; own node first; memory first."""

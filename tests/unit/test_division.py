@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from examples import examples  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from tests.unit.layouts import agree, chunk  # noqa: E402
@@ -157,7 +158,7 @@ def restored(world: World, state: Sequence[Tensor], pieces: list[tuple[bytearray
 
 
 @given(tensors(), worlds(), worlds(), st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60, 150), deadline=None)
 def test_what_one_world_restores_is_what_another_saved(
     state: list[Tensor], saved: World, other: World, chance: Any
 ) -> None:
@@ -172,7 +173,7 @@ def test_what_one_world_restores_is_what_another_saved(
 
 
 @given(tensors(), worlds())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60, 150), deadline=None)
 def test_every_node_keeps_what_its_ranks_have_and_one_rank_writes_it(state: list[Tensor], world: World) -> None:
     """Of each chunk one rank of each node that has it keeps it, and one rank of all writes it; live ones the first."""
     ranks, nodes = [world.chunks(state, rank) for rank in range(prod(world.mesh))], world.nodes

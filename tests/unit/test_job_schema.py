@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
@@ -192,7 +193,7 @@ NAMES = [name for one in GROUP_FIELDS for name in (one.name, one.also) if name]
 GROUP = some.dictionaries(some.sampled_from([*NAMES, "resources", "nmae"]), VALUES, max_size=4)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(120, 400), deadline=None)
 @given(GROUP, some.dictionaries(some.sampled_from([one.name for one in JOB_FIELDS] + ["nmae"]), VALUES, max_size=3))
 def test_schema_and_parser_agree(group: dict[str, Any], job: dict[str, Any]) -> None:
     """What the schema refuses, the parser does; what only the parser refuses is beyond a schema, and of a kind listed here."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import of, records
@@ -280,28 +281,28 @@ _values = st.recursive(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(120, 400))
 @given(st.binary(max_size=64))
 def test_any_bytes(frame: bytes) -> None:
     """Whatever bytes come, decoding gives a message or MalformedMessage."""
     _harmless(frame)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(120, 400))
 @given(st.integers(0, 12), st.lists(_values, max_size=9))
 def test_any_fields(kind: int, fields: list[Any]) -> None:
     """Whatever values come under whatever kind, decoding gives a message or MalformedMessage."""
     _harmless(msgpack.packb([kind, fields]))
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(120, 400))
 @given(st.integers(0, 12), st.lists(_values, max_size=10))
 def test_any_command(kind: int, fields: list[Any]) -> None:
     """Whatever a numbered command holds, it is a command or MalformedMessage."""
     _harmless(msgpack.packb([4, [1, kind, fields]]))
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(120, 400))
 @given(st.sampled_from([*FRAMES.values()]), st.integers(0, 999), st.integers(0, 255))
 def test_one_byte_changed(cls: Any, spot: int, value: int) -> None:
     """One changed byte of a good frame gives a message or MalformedMessage."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -400,7 +401,7 @@ ANY = st.lists(
 
 
 @given(ANY, st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60, 150), deadline=None)
 def test_the_order_of_arrival_never_matters(seen: list[tuple[int, str, int, str]], dice: Any) -> None:
     """Any set of observations has one judgement; all of it but the root and what agrees with it is set aside with a reason."""
     scene = Scene()

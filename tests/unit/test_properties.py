@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from drive import PEER_LOST, Drive
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -163,7 +164,7 @@ def _check_history(drive: Drive) -> None:
     assert folded == drive.state
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(150, 500))
 @given(_specs, _acts)
 def test_invariants(spec: dict[str, Any], acts: list[tuple[str, int, int]]) -> None:
     """No lost rank, no two worlds of one generation, sizes within bounds, none illegal, no store twice; fold == state."""
@@ -174,7 +175,7 @@ def test_invariants(spec: dict[str, Any], acts: list[tuple[str, int, int]]) -> N
     _check_history(drive)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(80, 200))
 @given(_specs, _acts, st.data())
 def test_a_take_over_anywhere_changes_nothing_but_the_leader(
     spec: dict[str, Any], acts: list[tuple[str, int, int]], data: st.DataObject
@@ -189,7 +190,7 @@ def test_a_take_over_anywhere_changes_nothing_but_the_leader(
     assert drive.names() == ["LeaderStarted"]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(80, 200))
 @given(_specs, _acts)
 def test_a_job_never_waits_for_nothing(spec: dict[str, Any], acts: list[tuple[str, int, int]]) -> None:
     """A living job trains, waits for a node that should come, a store, a deadline, or its resumption: it is never just stuck."""

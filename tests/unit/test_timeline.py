@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.life import Life, three_deaths
@@ -410,7 +411,7 @@ def _live(draws: list[Draw]) -> Life:
     return life
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60, 150), deadline=None)
 @given(DRAWS, st.integers(0, 10**10))
 def test_classes_partition_time(draws: list[Draw], later: int) -> None:
     """Whatever happens to a job, at any moment: its segments tile its wall-clock time, none empty, none negative."""

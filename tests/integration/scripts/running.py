@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
 
 SCRIPTS = Path(__file__).parent
 BIN = Path(sys.executable).parent
+NO_TORCH = str(SCRIPTS / "no_torch")
+NEEDS_TORCH = re.compile(
+    r"^\s*(import|from)\b.*[ ,](torch|lightning|transformers|curve|numpy)\b|Flash|Elastic", re.MULTILINE
+)
+TORCH = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+"""For a job whose script needs no torch, but whose test is about it."""
+WITHOUT_TORCH = {"DLROVER_WARM": "core", "PYTHONPATH": os.pathsep.join(filter(None, (NO_TORCH, TORCH["PYTHONPATH"])))}
+"""For a job none of whose programs imports it (`warmth`)."""
 BOUND_S = 90.0
 TOKEN = "of-the-tests"
 LOOK_S, SELDOM_S = 0.02, 0.2
@@ -101,15 +110,18 @@ def processes(mark: str) -> list[Process]:
 
 
 def warmth(command: Sequence[str], folder: Path = Path()) -> dict[str, str]:
-    """The environment of a launcher: what optimizers need is imported ahead only if a script of ``command`` has any.
+    """The environment of a launcher: its processes import no more of torch than a script of ``command`` needs.
 
-    Half of what a short job costs is that import.
+    What optimizers need only for one that has any; where no script imports torch, what stands for it (`NO_TORCH`). Imports are
+    half of what a short job costs. A job that is given a PYTHONPATH of its own, such as `TORCH`, has the real one.
     """
-    scripts = [folder / one for one in command if one.endswith(".py")]
-    uses = any("optim" in one.read_text() for one in scripts if one.exists()) or not (
-        scripts or "--no-python" in command
-    )
-    return {} if uses else {"DLROVER_WARM": "core"}
+    scripts = [one for word in command if word.endswith(".py") and (one := folder / word).exists()]
+    texts = [one.read_text() for one in scripts]
+    if any("optim" in one for one in texts) or not (texts or "--no-python" in command):
+        return {}
+    if any(NEEDS_TORCH.search(one) for one in texts) or "full" in command:
+        return {"DLROVER_WARM": "core"}
+    return WITHOUT_TORCH
 
 
 class Job:
