@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -52,6 +53,26 @@ def test_a_container_is_killed_for_memory(ground: Ground, tmp_path: Path) -> Non
         told = job.dlrover("explain")
         assert "OOMKilled" in told, told
         assert any(f"host {node}" in told for node in ground.nodes), told
+        assert {f"rank {rank} ends" for rank in range(2)} <= set(job.out.read_text().splitlines()), (
+            "what nodes print is shown"
+        )
+    assert ground.objects("secrets", namespace="train") == []
+    ground.until(lambda: not pods(ground), BOUND_S)
+
+
+@pytest.mark.timeout(240)
+def test_a_wrong_configuration_ends_the_job_at_once(ground: Ground, tmp_path: Path) -> None:
+    """No relaunch is spent on what no relaunch cures: the job fails with the platform's words, and nothing is left."""
+    lacking = {"name": "X", "valueFrom": {"configMapKeyRef": {"name": "none", "key": "k"}}}
+    template = {"kind": "Pod", "spec": {"containers": [{"name": "node", "env": [lacking]}]}}
+    (tmp_path / "pod.json").write_text(json.dumps(template))
+    config = ground.kubeconfig(tmp_path / "config")
+    line = ("--backend", f"k8s:kubeconfig={config},template=pod.json", "--image", "trainer:1", *QUICK)
+    with Job(tmp_path, *line, str(SCRIPTS / "allreducing.py"), str(tmp_path)) as job:
+        assert job.ended() == 1, job.said
+        assert "CreateContainerConfigError" in job.said(), job.said()
+        assert "node.at_once" in job.dlrover("explain")
+        assert "worker-0-1" not in job.dlrover("events")
     assert ground.objects("secrets", namespace="train") == []
     ground.until(lambda: not pods(ground), BOUND_S)
 

@@ -208,7 +208,7 @@ def test_arguments() -> None:
 
 ENDED = {
     "ok-0": ("succeeded", 0, "exit code 0"),
-    "err-0": ("failed", 1, "exit code 1"),
+    "err-0": ("failed", 1, "exit code 1; printed last"),
     "oom-0": ("failed", 137, "OOMKilled"),
     "kill-0": ("failed", 137, "exit code 137"),
     "segv-0": ("failed", 139, "exit code 139"),

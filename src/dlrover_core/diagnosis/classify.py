@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dlrover_core.diagnosis import exceptions, signatures, who
-from dlrover_core.diagnosis.evidence import CASC, ERROR, LOG, PLATFORM, Evidence
+from dlrover_core.diagnosis.evidence import CASC, ERROR, LOG, PLATFORM, PRINTED, Evidence
 from dlrover_core.diagnosis.exceptions import Chain, Raised
 from dlrover_core.diagnosis.matching import MISTAKES, Hit, Matcher, matcher
 from dlrover_core.diagnosis.signatures import PRIORITY, PRIORITY_CASC, Signature, Table
@@ -113,6 +113,7 @@ def of_exception(table: Table, text: str) -> Found | None:
 @functools.lru_cache(maxsize=_CACHE)
 def of_platform(table: Table, phase: str, exit_code: int, reason: str) -> Found:
     """A node's end, as its backend tells of it. ``phase``: failed, gone or lost; ``exit_code``: the node's, 0 if unknown."""
+    reason = reason.partition(PRINTED)[0]
     if reason.startswith(REFUSED_WORD):
         return _found(_row(table, REFUSED))
     word = re.match(r"[\w./-]*", reason)

@@ -19,6 +19,9 @@ LOG = "log"  # a line that a worker wrote
 KERNEL = "kernel"  # a line of the kernel's log
 CGROUP = "cgroup"  # memory.events of the node's cgroup
 PLATFORM = "platform"  # a backend's reason for a node's end
+PRINTED = (
+    "; printed last: "  # in a backend's reason: what follows are the node's own words, which the platform does not say
+)
 NODE = "node"  # a node is gone, cause unknown
 CHECK = "check"  # a node check failed
 HANG = "hang"  # nobody makes steps

@@ -5,14 +5,15 @@ A backend translates and never decides. Everything else (ladders, budgets, world
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple, Protocol, Union, runtime_checkable
 
+from dlrover_core.diagnosis import evidence
 from dlrover_core.job import nodes
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.spec import JobSpec
 
-AVOIDED = nodes.AVOIDED
+AVOIDED, PRINTED = nodes.AVOIDED, evidence.PRINTED
 
 PHASES = ("pending", "running", "lost", "succeeded", "failed", "gone")
 
@@ -24,7 +25,8 @@ class Observation(NamedTuple):
     phase:     one of `PHASES`; ``lost``: the platform cannot reach its host. A node whose agent is silent then is replaced at
                once, on another host; one whose agent is heard is not. A backend says it again with every `Listed`
     exit_code: of one that has ended
-    reason:    the platform's word for its phase
+    reason:    the platform's word for its phase; what the node itself printed last may follow after `PRINTED`, and is not taken
+               for the platform's
     host:      the platform's name of the host that it is on; empty: on none yet, or not known
     domain:    that host's failure domain (a rack, a zone); empty: not known
     notice:    why the platform will take the node away, a drain or a pre-emption; empty: it will not, or no longer
@@ -154,6 +156,15 @@ class Closing(Protocol):
 
     async def close(self) -> None:
         """Close what is one's own. Idempotent; it may raise anything."""
+        ...
+
+
+@runtime_checkable
+class Printing(Protocol):
+    """A backend whose nodes print elsewhere. The launcher runs it beside the masters, where somebody watches."""
+
+    async def show(self, write: Callable[[bytes], None]) -> None:
+        """Pass on what nodes print, whole lines, until cancelled; it may raise anything, and nothing follows then."""
         ...
 
 

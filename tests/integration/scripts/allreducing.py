@@ -23,4 +23,6 @@ while not over.item():
     over.fill_(float((FOLDER / "finish").exists()))
     dist.all_reduce(over)
     time.sleep(0.02)
+sys.stdout.write(f"rank {RANK} ends\n")
+sys.stdout.flush()
 dist.destroy_process_group()

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import structlog
 
 from dlrover_adapters.cli import backends, hosts, in_pod, scratch
 from dlrover_adapters.cli import options as cli_options
@@ -26,7 +29,9 @@ if TYPE_CHECKING:
     from dlrover_adapters.cli.torchrun_flags import Options
     from dlrover_core.runtime.backends import Choice
 
-CHECK_S, CLEAR_S = 10.0, 60.0
+CHECK_S, CLEAR_S = 10.0, 15.0
+LAST_LINES_S = 0.5
+"""When the job is over, the last lines that its nodes printed are still on their way."""
 UNFINISHED = (70, 75)
 """Exit statuses after which the job goes on, or nobody knows: its nodes stay."""
 EVERYWHERE = "0.0.0.0"  # noqa: S104  # nodes are on other hosts, and show a token
@@ -63,7 +68,14 @@ async def _lead(options: Options, settings: Settings, token: str, port: socket.s
     await _check(settings, token)
     pod = in_pod.is_pod(options)
     how = lead.How(cli_options.shows_progress(options), cli_options.where(options), leaves=pod, pod=pod)
-    status = await lead.supervise(settings, token, port, NoNodes(), how)
+    showing = None if pod else asyncio.ensure_future(_show(settings, token))
+    try:
+        status = await lead.supervise(settings, token, port, NoNodes(), how)
+    finally:
+        if showing is not None:
+            await asyncio.wait({showing}, timeout=LAST_LINES_S)
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
     if status not in UNFINISHED:
         await cleared(settings, token)
     return status
@@ -91,22 +103,63 @@ async def _check(settings: Settings, token: str) -> None:
         await backends.closed(backend)
 
 
+async def _show(settings: Settings, token: str) -> None:
+    """Print what nodes print, where the backend can bring it here."""
+    from dlrover_core.runtime.backend import Printing
+
+    backend = backends.made(settings, token)
+    if not isinstance(backend, Printing):
+        return
+    try:
+        await backend.show(_print)
+    except Exception as error:  # noqa: BLE001  # a backend may raise anything, and training needs none of it
+        structlog.get_logger("dlrover.launcher").warning(
+            "nodes' output is not shown", error=f"{type(error).__name__}: {error}"
+        )
+    finally:
+        await backends.closed(backend)
+
+
+def _print(line: bytes) -> None:
+    with suppress(OSError):
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+
+
 async def cleared(settings: Settings, token: str) -> None:
-    """Have the backend remove what it leaves behind beside nodes, now that the job is over."""
+    """Have the backend remove what it leaves behind beside nodes, now that the job is over. Ctrl-C gives up waiting for it."""
+    from dlrover_adapters.cli.places import said_when_slow
     from dlrover_core.runtime.backend import Clearing
     from dlrover_core.runtime.within import within
 
     backend = backends.made(settings, token)
     if not isinstance(backend, Clearing):
         return
+    say, loop = f"dlrover-run: job {settings.job.job}", asyncio.get_running_loop()
+    clearing = asyncio.ensure_future(within(CLEAR_S, backend.clear()))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, clearing.cancel)
     try:
-        await within(CLEAR_S, backend.clear())
-    except Exception as error:  # noqa: BLE001  # a backend may raise anything, and the job is over all the same
-        name = settings.job.job
+        with said_when_slow(say, f"what its backend has made is removed, within {CLEAR_S:g} s; Ctrl-C leaves it"):
+            await asyncio.wait({clearing})
+        why = "interrupted" if clearing.cancelled() else _why(clearing.exception())
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        clearing.cancel()
+    if why:  # a backend may raise anything, and the job is over all the same
+        remedy = getattr(backend, "remedy", "")
         print(
-            f"dlrover-run: job {name}: what its backend has made may be left behind: {type(error).__name__}: {error}",
+            f"{say}: what its backend has made may be left behind: {why}{f'; {remedy}' if remedy else ''}",
             file=sys.stderr,
         )
+
+
+def _why(error: BaseException | None) -> str:
+    """What went wrong, for people; empty: nothing did."""
+    if isinstance(error, asyncio.TimeoutError):
+        return f"it has not answered within {CLEAR_S:g} s"
+    return f"{type(error).__name__}: {error}" if error is not None else ""
 
 
 def _listening(text: str, directory: Path) -> socket.socket:

@@ -35,6 +35,7 @@ PATCHES = {
     "application/apply-patch+cbor": "apply",
 }
 BOOKMARK_S = 60.0
+FOLLOW_S = 0.05
 BODY_BYTES_MAX = 3 << 20
 
 
@@ -214,6 +215,8 @@ class FakeServer:
         self.rights.demand(user, request.verb, request.kind, request.where, sub=request.sub, name=request.name)
         if request.verb == "watch":
             return await self._watch(raw, request, fault)
+        if request.resource == "pods/log" and request.query.get("follow") == "true":
+            return await self._follow(raw, request)
         if fault is not None and fault.what is What.STALE and not _any_version(request.query):
             fault = None
         response = await self._done(request, fault)
@@ -371,6 +374,32 @@ class FakeServer:
                 return _json(200, self.api.stored(kind, where, name).raw)
             return self._patch(request) if request.verb == "patch" else self._update(request)
         raise answers.no_such_path()
+
+    async def _follow(self, raw: web.BaseRequest, request: Request) -> web.StreamResponse:
+        """A pod's output as it grows, until its container has ended."""
+        first = self._log(request)
+        if first.status != 200:
+            return first
+        stream = web.StreamResponse()
+        stream.content_type = "text/plain"
+        await stream.prepare(raw)
+        key, sent = (request.where, request.name), 0
+        if request.query.get("tailLines") == "0":
+            sent = len(self.logs(*key) or b"")
+        with contextlib.suppress(ConnectionError):
+            over = False
+            while not over:
+                await self._frozen.wait()
+                stored = self.api.store.get(("", "pods"), key)
+                over = stored is None or stored.obj["status"].get("phase") in {"Succeeded", "Failed"}
+                text = self.logs(*key) or b""
+                if text[sent:]:
+                    await stream.write(text[sent:])
+                    sent = len(text)
+                if not over:
+                    await asyncio.sleep(FOLLOW_S)
+            await stream.write_eof()
+        return stream
 
     def _log(self, request: Request) -> web.Response:
         pod = self.api.stored(request.kind, request.where, request.name).obj

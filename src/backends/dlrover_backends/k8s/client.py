@@ -20,7 +20,8 @@ import structlog
 
 from dlrover_backends.k8s import endings, gangs, masters, names, pods, refusals, render, settings
 from dlrover_backends.k8s.api import Api, Json
-from dlrover_backends.k8s.errors import ApiError, Busy, Conflict, Forbidden, NotFound
+from dlrover_backends.k8s.errors import ApiError, Busy, Conflict, Forbidden, NotFound, Unreachable
+from dlrover_backends.k8s.hosts import Hosts
 from dlrover_backends.k8s.listwatch import READ_S, ListWatch, Snapshot
 from dlrover_core.errors import CoreError, LaunchRefused, SpecError
 from dlrover_core.job.orders import NodeLaunch
@@ -30,6 +31,7 @@ from dlrover_core.runtime.backends import BackendContext
 MADE_S = 900.0
 """How long it is remembered that a pod was made: longer than any list takes."""
 RETRY_AFTER_MAX_S, TRIES = 5.0, 3
+OWNER_AGAIN_S = 0.5
 OWNER_S = 5.0
 """For so long the owner is presumed to be as it was."""
 
@@ -65,6 +67,8 @@ class KubernetesBackend:
         self._uids: dict[str, str] = {}
         self._over: dict[str, int] = {}
         self._gangs = gangs.Gangs(here, self._told, self._ask, lambda: self._namespace) if self._told.gang else None
+        self._ended: set[str] = set()
+        self._hosts = Hosts(now)
 
     # ---- the port
 
@@ -76,6 +80,7 @@ class KubernetesBackend:
             raise LaunchRefused(f"{node.name} has been deleted, and a name is used once", permanent=True)
         try:
             owner = await self._owned()
+            await self._see_to_stray(place, incarnation, owner)
             template = await self._template(node.group)
             pod = pods.manifest(self._here, self._told, node, owner, template, token)
             if self._gangs is not None:
@@ -125,9 +130,10 @@ class KubernetesBackend:
                         ours = self._ours(one, owner)
                         told = {name: (_uid(pod), self._seen(pod)) for name, pod in ours.items()}
                         self._uids |= {name: _uid(pod) for name, pod in ours.items()}
-                        yield Listed(tuple(node for _, node in told.values() if node.phase != "gone"))
+                        shown = [await self._judged(node) for _, node in told.values() if node.phase != "gone"]
+                        yield Listed(tuple(shown))
                     elif (change := self._change(one.type, one.object, owner, told)) is not None:
-                        yield Changed(change)
+                        yield Changed(await self._judged(change))
         except Forbidden as error:
             raise CoreError(refusals.missing_right(error)) from error
 
@@ -151,7 +157,36 @@ class KubernetesBackend:
         if self._gangs is not None:
             await self._gangs.check()
 
+    async def show(self, write: Callable[[bytes], None]) -> None:
+        """Pass on what nodes print, until cancelled. Raises `ApiError`, `LaunchRefused`."""
+        from dlrover_backends.k8s.outputs import Outputs
+        from dlrover_backends.k8s.transport import Transport
+
+        owner: Json | None = None
+        while owner is None:
+            await self._connected()
+            try:
+                owner = await self._found_owner()
+            except (Busy, Unreachable):
+                owner = None
+            if owner is None:  # the leading master makes it
+                await asyncio.sleep(OWNER_AGAIN_S)
+        assert isinstance(self._api, Transport)
+        ours = owner
+        selector = names.selector(self._here.job, self._here.run)
+        await Outputs(self._api, self._path("pods"), selector, lambda pod: self._is_ours(pod, ours), write).run()
+
     # ---- when the job is over
+
+    @property
+    def remedy(self) -> str:
+        """What a person types where `clear` could not."""
+        where = f" -n {self._namespace}" if self._namespace else ""
+        if self._told.owner:
+            return (
+                f"remove it with: kubectl{where} delete pods -l {names.LABEL_RUN}={names.label_value(self._here.run)}"
+            )
+        return f"remove it with: kubectl{where} delete secret {names.owner_name(self._here.job, self._here.run)}"
 
     async def clear(self) -> None:
         """Remove everything that the run has made, pods first. Raises `ApiError`, `SpecError`."""
@@ -183,6 +218,32 @@ class KubernetesBackend:
 
             assert isinstance(api, Transport)
             await api.close()
+
+    async def _see_to_stray(self, place: str, incarnation: int, owner: Json) -> None:
+        """Let the pod of the last incarnation end, where somebody took its labels away: no list shows it, and it trains on.
+
+        Raises `LaunchRefused` while it lives.
+        """
+        last = f"{place}-{incarnation - 1}"
+        if incarnation == 0 or last in self._ended:
+            return
+        path = f"{self._path('pods')}/{names.pod_name(last, self._here.run)}"
+        try:
+            found = await self._ask("GET", path)
+        except NotFound:
+            return
+        labels, wanted = found["metadata"].get("labels") or {}, names.labels(self._here.job, self._here.run)
+        listed = all(labels.get(key) == value for key, value in wanted.items())
+        seen = endings.observation(found, self._wall())
+        if listed or not self._is_ours(found, owner) or seen.phase not in {"pending", "running"}:
+            return
+        if not endings.is_deleted(found):
+            with contextlib.suppress(NotFound, Conflict):
+                await self._delete(path, _uid(found), self._here.stop_grace_s)
+        raise LaunchRefused(
+            f"pod {found['metadata']['name']} of {last} has lost its labels and still runs; it is being deleted",
+            permanent=False,
+        )
 
     async def _template(self, group: str) -> Json | None:
         """The template of a group's nodes, as it is now. Raises `LaunchRefused`, `SpecError`, `ApiError`."""
@@ -216,6 +277,8 @@ class KubernetesBackend:
             if before is None or before[0] != uid:
                 return None  # late news of a pod that a list has told the end of
             del told[name]
+            if endings.is_deleted(pod) or before[1].phase in {"failed", "succeeded"}:
+                self._ended.add(name)
             self._uids.pop(name, None)
             self._made.pop(name, None)
             if before[1].phase == "gone":
@@ -226,6 +289,14 @@ class KubernetesBackend:
         node = self._seen(pod, fresh=True)
         told[name] = (uid, node)
         return node if before is None or before[1] != node else None
+
+    async def _judged(self, seen: Observation) -> Observation:
+        """The same, with what the cluster says of its host, where the pod alone does not say enough."""
+        if not seen.host or not (seen.phase == "lost" or (seen.phase == "gone" and seen.reason in {"", "Deleted"})):
+            return seen
+        assert self._api is not None
+        words = await self._hosts.wrong(self._api, seen.host)
+        return seen._replace(reason="; ".join(filter(None, (seen.reason, words)))) if words else seen
 
     def _seen(self, pod: Json, *, fresh: bool = False) -> Observation:
         seen = endings.observation(pod, self._wall())

@@ -14,7 +14,7 @@ from typing import Any
 from dlrover_backends.k8s import names
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.pods import CONTAINER_NOTE
-from dlrover_core.runtime.backend import AVOIDED, Observation
+from dlrover_core.runtime.backend import AVOIDED, PRINTED, Observation
 
 ZONE = "topology.kubernetes.io/zone"
 TEXT_MAX = 300
@@ -93,7 +93,11 @@ def _ended(pod: Json, name: str, terminated: Json, wall_s: float | None) -> Obse
         code = code or 1  # refused at admission, or its host is gone: no container has a status
     if failed and not reason:
         reason, detail = own if own not in {"Error", "Completed"} else "", terminated.get("message")
-    told = _worded(reason or f"exit code {code}", detail)
+    if reason:
+        told = _worded(reason, detail)
+    else:  # the kubelet's message is then what the container left, or printed last
+        last = " ".join(str(detail or "").split())[-TEXT_MAX:]
+        told = f"exit code {code}{PRINTED}{last}" if last else f"exit code {code}"
     return Observation(
         name, "failed" if failed else "succeeded", -signal if signal else code, told, age_us=_age_us(terminated, wall_s)
     )

@@ -105,6 +105,7 @@ def _filled(main: Json, here: BackendContext, told: Settings, node: NodeLaunch, 
         raise LaunchRefused("no image: say --image IMG, or name one in the template's container", permanent=True)
     if told.pull:
         main["imagePullPolicy"] = told.pull
+    main.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # the last words of an agent that dies
     if here.arguments and told.command != TEMPLATE:
         main["command"], main["args"] = ["dlrover-run"], list(here.arguments)
     ours: list[Json] = [{"name": name, "value": value} for name, value in here.environment(node).items()]

@@ -136,6 +136,21 @@ class Transport:
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise _unreachable(asked, error) from error
 
+    async def lines(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """Lines of a text that grows, such as a container's output, until it ends. Raises `ApiError`."""
+        asked = Request("GET", _with_query(path, query))
+        rest, configuration = await self._opened()
+        answer = await _sent(rest, configuration, asked, None, aiohttp.ClientTimeout(sock_connect=CONNECT_S))
+        try:
+            if answer.status != 200:
+                raise of_answer(asked, answer.status, _decoded(await answer.read()), answer.headers)
+            async for line in _lines(answer, asked):
+                yield line
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise _unreachable(asked, error) from error
+        finally:
+            answer.close()
+
     async def watch(self, path: str, query: Mapping[str, str], read_s: float) -> AsyncGenerator[Json, None]:
         """Events of a watch as they come, until the server ends it. Raises `ApiError`."""
         asked = Request("GET", _with_query(path, {**query, "watch": "1"}))

@@ -1,0 +1,65 @@
+"""What the cluster says of a host: not ready, tainted, cordoned, gone. Evidence beside a lost pod, where one may read it.
+
+Nodes are no namespace's, so the right to see them is an administrator's to give; without it the pods' own words must do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from urllib.parse import quote
+
+from dlrover_backends.k8s.api import Api, Json
+from dlrover_backends.k8s.errors import ApiError, Forbidden, NotFound
+from dlrover_core.runtime.within import within
+
+ASK_S, FRESH_S = 2.0, 5.0
+TEXT_MAX = 200
+
+
+class Hosts:
+    """Looks hosts up, each for a moment only. ``now``: a monotonic clock."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now, self._hidden = now, False
+        self._known: dict[str, tuple[float, str]] = {}
+
+    async def wrong(self, api: Api, host: str) -> str:
+        """What is wrong with a host, in words; empty: nothing is, or it cannot be seen."""
+        at = self._now()
+        self._known = {name: one for name, one in self._known.items() if at - one[0] < FRESH_S}
+        if self._hidden or host in self._known:
+            return self._known.get(host, (0.0, ""))[1]
+        words = ""
+        try:
+            words = of_host(await within(ASK_S, api.ask("GET", f"/api/v1/nodes/{quote(host)}")))
+        except NotFound:
+            words = f"host {host} is no longer in the cluster"
+        except Forbidden:
+            self._hidden = True
+        except (ApiError, asyncio.TimeoutError):
+            pass  # the next one may be answered
+        self._known[host] = (at, words)
+        return words
+
+
+def of_host(host: Json) -> str:
+    """What is wrong with a Node object, in words; empty: nothing is."""
+    conditions = (host.get("status") or {}).get("conditions") or ()
+    found = [_not_ready(one) for one in conditions if one.get("type") == "Ready" and one.get("status") != "True"]
+    spec = host.get("spec") or {}
+    taints = [
+        f"{one.get('key')}:{one.get('effect')}"
+        for one in spec.get("taints") or ()
+        if str(one.get("key", "")).startswith("node.kubernetes.io/") or one.get("effect") == "NoExecute"
+    ]
+    if taints:
+        found.append(f"tainted {', '.join(dict.fromkeys(taints))}")
+    elif spec.get("unschedulable"):
+        found.append("cordoned")
+    return f"host {host['metadata']['name']} is {', '.join(found)}"[:TEXT_MAX] if found else ""
+
+
+def _not_ready(condition: Json) -> str:
+    words = ": ".join(filter(None, (condition.get("reason"), condition.get("message"))))
+    return f"not ready ({words or condition.get('status')})"
