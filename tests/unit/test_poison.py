@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 from drive import Drive
 
+from dlrover_core.data.cut import Place, cut_of
+from dlrover_core.data.cut import pack as pack_cut
 from dlrover_core.data.in_work import InWork, parsed
 from dlrover_core.data.poison import Heard, Spot, heard, told
 from dlrover_core.diagnosis import ladder
-from dlrover_core.job import incidents, poison, world
+from dlrover_core.history.audit import Audit, LeftOut
+from dlrover_core.history.ledger import ledger_of
+from dlrover_core.history.render_ledger import lines, proofs
+from dlrover_core.history.render_ledger import row as render_row
+from dlrover_core.job import checkpoints, incidents, poison, shards, world
 from dlrover_core.job.poison import Quarantine, RangeQuarantined, RangeSuspected
 from dlrover_core.job.state import JobState
 from dlrover_core.kernel.state import digest, pack, unpack
@@ -190,3 +196,37 @@ def test_the_state_survives_its_packing() -> None:
     drive.take_over()
     strike(drive, of(5))
     assert [one.sample for one in drive.facts(RangeQuarantined)] == [17, 5]
+
+
+def test_the_ledger_and_the_audit_name_what_is_left_out() -> None:
+    """Consumed positions less those left out are in the model; a count that shrinks is found."""
+    drive = job()
+    drive.do(shards.RegisterDataset("worker-0-0", 1, "train", 100, 7, "shuffled", "f00d", 1, 4, "cursor"))
+    for _ in range(2):
+        strike(drive, of(17))
+    drive.do(checkpoints.ReportKeeping("worker-0-0", 3, "file:///c", 2, 10, 3, True, 1 << 30, 1))
+
+    def commit(step: int, *places: Place) -> None:
+        drive.do(checkpoints.CommitCheckpoint("worker", 3, step, 1, 1 << 20, 1, (pack_cut(cut_of(places)),)))
+
+    commit(10, Place("train", 0, 40, "f00d"), Place("train/quarantined/17", 0, 1))
+    (row,) = ledger_of(drive.state)
+    assert (row.samples, row.left_out, row.quarantined) == (40, 1, (17,))
+    assert "  quarantined: sample 17; left out 1 time so far" in list(lines([row]))
+    assert "39 samples in the model, 1 sample quarantined (sample 17)" in next(render_row([row]))
+    (proof,) = audited(drive)
+    assert proof.findings == ()
+    assert proof.quarantined == (LeftOut(17, 1, "exception.ValueError, 2 times, incident 2"),)
+    told = list(proofs([proof]))
+    assert told[0] == "train: proved: each sample is in the lineage once, but for 1 sample in quarantine"
+    assert "  sample 17 is quarantined (exception.ValueError, 2 times, incident 2): left out 1 time" in told
+    commit(12, Place("train", 0, 48, "f00d"))
+    assert [one.kind for one in audited(drive)[0].findings] == ["twice"]
+
+
+def audited(drive: Drive) -> tuple[Any, ...]:
+    """The audit of all that was recorded."""
+    audit = Audit()
+    for record in drive.records:
+        audit.feed(record)
+    return audit.proofs()

@@ -18,13 +18,16 @@ from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 from dlrover_core.data.cut import Place, same_source
+from dlrover_core.data.poison import left_out, place_of_sample, sample_of
 from dlrover_core.history.epochs import Sizes, sizes_of
 from dlrover_core.history.plain import plain
 from dlrover_core.job import job, shards
 from dlrover_core.job.checkpoints import NOTHING, CheckpointCommitted, Restored, StepsHeld
 from dlrover_core.job.lineage import Known, Lineage, cut_of, place_of, readable
+from dlrover_core.job.poison import RangeQuarantined
 from dlrover_core.job.sets import NO_SETS, sets_of
 from dlrover_core.kernel.events import Record
+from dlrover_core.words import count
 
 MISSING, TWICE, UNLIKE = "missing", "twice", "unlike"
 
@@ -53,6 +56,19 @@ class Finding(NamedTuple):
     why: str
 
 
+class LeftOut(NamedTuple):
+    """A sample that is quarantined.
+
+    sample: its index
+    times:  how often the lineage has passed it without training on it
+    why:    the failure, and how often it struck; empty: an earlier run has quarantined it
+    """
+
+    sample: int
+    times: int
+    why: str
+
+
 class Proof(NamedTuple):
     """What is known of one dataset's lineage.
 
@@ -69,6 +85,7 @@ class Proof(NamedTuple):
     uneven:         how often the position did not move by one batch a step; no fault where not every step draws a batch
     findings:       what is wrong
     begun:          samples of ``samples`` that no state of the log has trained: the script said, by begin(), to begin after them
+    quarantined:    samples that are left out
     """
 
     group: str
@@ -85,6 +102,12 @@ class Proof(NamedTuple):
     uneven: int
     findings: tuple[Finding, ...]
     begun: int = 0
+    quarantined: tuple[LeftOut, ...] = ()
+
+    @property
+    def left_out(self) -> int:
+        """How many of ``samples`` are not in the model, as they are quarantined."""
+        return sum(one.times for one in self.quarantined)
 
 
 class Whole(Lineage):
@@ -109,6 +132,7 @@ class _Set:
 
     before:  states of earlier runs on storage, by step: their cuts
     differs: cuts of one state that differ, by state
+    quarantined: why a sample is left out, by dataset and index
     """
 
     terms: dict[str, shards.Terms] = field(default_factory=dict)
@@ -117,6 +141,7 @@ class _Set:
     stored: dict[tuple[int, int], bytes] = field(default_factory=dict)
     before: dict[int, bytes] = field(default_factory=dict)
     differs: dict[tuple[int, int], dict[bytes, str]] = field(default_factory=dict)
+    quarantined: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def new_run(self) -> None:
         """What is on storage stays; generations are counted anew."""
@@ -163,6 +188,9 @@ class Audit:
                 one.new_run()
         elif isinstance(fact, shards.DatasetRegistered):
             self._set(fact.group).terms[fact.name] = shards.Terms(*fact[1:])
+        elif isinstance(fact, RangeQuarantined):
+            why = f"{fact.signature}, {count(fact.strikes, 'time')}, incident {fact.incident}"
+            self._set(fact.group).quarantined[fact.dataset, fact.sample] = why
         elif isinstance(fact, CheckpointCommitted):
             state, one = (fact.generation, fact.step), self._set(fact.group)
             one.learn(state, fact.cut, "storage", record.at)
@@ -182,6 +210,7 @@ class Audit:
             _proof(group, one, name)
             for group, one in self._of.items()
             for name in dict.fromkeys([*one.terms, *(place.dataset for place in one.lineage.newest)])
+            if sample_of(name) is None
         )
 
 
@@ -198,10 +227,15 @@ def _proof(group: str, one: _Set, name: str) -> Proof:
     resumed = [one.resumed[generation] for generation in path if generation in one.resumed]
     from_states = [each for each in resumed if each.state[1]]
     judge = _Judge(group, name, sizes, terms.fingerprint if terms is not None else "")
-    judge.states(one.lineage.known)
-    judge.differences(one)
-    for each in from_states:
-        judge.resumed(each, one.witness(each.state))
+    _judged(judge, one, from_states)
+    times = left_out(one.lineage.newest, name)
+    samples = sorted({*times, *(sample for dataset, sample in one.quarantined if dataset == name)})
+    left = [LeftOut(sample, times.get(sample, 0), one.quarantined.get((name, sample), "")) for sample in samples]
+    for sample in sorted({each for known in one.lineage.known for each in left_out(cut_of(known.cut), name)}):
+        # How often it was left out may not shrink along a lineage either.
+        counts = _Judge(group, place_of_sample(name, sample, 0).dataset, Sizes(), "")
+        _judged(counts, one, from_states)
+        judge.found += counts.found
     return Proof(
         group=group,
         dataset=name,
@@ -217,7 +251,15 @@ def _proof(group: str, one: _Set, name: str) -> Proof:
         uneven=_uneven(one, terms) if terms is not None else 0,
         findings=tuple(judge.found),
         begun=sizes.samples(None, judge.begun),
+        quarantined=tuple(left),
     )
+
+
+def _judged(judge: _Judge, one: _Set, from_states: list[_Resumed]) -> None:
+    judge.states(one.lineage.known)
+    judge.differences(one)
+    for each in from_states:
+        judge.resumed(each, one.witness(each.state))
 
 
 def _path(lineage: Lineage) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dlrover_core.data.poison import left_out, sample_of
 from dlrover_core.data.streams import ENDLESS
 from dlrover_core.history.epochs import sizes_of
 from dlrover_core.job.lineage import Known, cut_of, place_of, samples
@@ -34,6 +35,8 @@ class DataRow(NamedTuple):
     again:       samples that were trained again after roll-backs
     broken:      how often a cut of the set did not go together with others
     assignment:  how ranks get their samples
+    quarantined: indices of the samples that all ranks leave out, ascending
+    left_out:    how often these were left out: as many of ``samples`` are not in the model
     """
 
     group: str
@@ -52,6 +55,8 @@ class DataRow(NamedTuple):
     again: int
     broken: int
     assignment: str
+    quarantined: tuple[int, ...] = ()
+    left_out: int = 0
 
     @property
     def whole(self) -> int:
@@ -65,6 +70,7 @@ def ledger_of(state: JobState) -> tuple[DataRow, ...]:
         _row(state, group, ledger, name)
         for group, ledger in state.shards.ledgers.items()
         for name in dict.fromkeys([*ledger.datasets, *(place.dataset for place in ledger.lineage.newest)])
+        if sample_of(name) is None
     )
 
 
@@ -79,6 +85,8 @@ def _row(state: JobState, group: str, ledger: Ledger, name: str) -> DataRow:
     whole = 0 if terms.size >= ENDLESS else terms.counted * terms.epochs
     per_s = _rate(ledger, name, terms.counted)
     left = whole - counted if whole else -1
+    times = left_out(ledger.lineage.newest, name)
+    told = (one.sample for one in state.poison.of(group).quarantined if one.dataset == name)
     return DataRow(
         group=group,
         dataset=name,
@@ -96,6 +104,8 @@ def _row(state: JobState, group: str, ledger: Ledger, name: str) -> DataRow:
         again=known.again if known is not None else 0,
         broken=ledger.broken,
         assignment=terms.assignment,
+        quarantined=tuple(sorted({*times, *told})),
+        left_out=sum(times.values()),
     )
 
 

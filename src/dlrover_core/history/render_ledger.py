@@ -21,10 +21,12 @@ def lines(rows: Sequence[DataRow], now: int | None = None) -> Iterator[str]:
         known = f"known by step {one.step} of generation {one.generation}" if one.step >= 0 else "no state has told yet"
         ago = f", {duration(now - one.known_at)} ago" if now is not None and one.known_at else ""
         about = f"; about {one.about:,} by now" if one.about > one.samples else ""
-        yield f"  {one.samples:,} samples in the model, {known}{ago}{about}"
+        yield f"  {one.samples - one.left_out:,} samples in the model, {known}{ago}{about}"
         if one.per_s:
             left = f", {duration(one.left_us)} left" if one.left_us >= 0 and now is not None else ""
             yield f"  {one.per_s:,.1f} samples/s{left}"
+        if one.quarantined:
+            yield f"  quarantined: {_samples(one.quarantined)}; left out {count(one.left_out, 'time')} so far"
         if one.again:
             yield f"  {count_of(one.again)} trained again after roll-backs"
         if one.broken:
@@ -36,8 +38,17 @@ def row(rows: Sequence[DataRow]) -> Iterator[str]:
     several = len({one.group for one in rows}) > 1
     for one in rows:
         again = f", {count_of(one.again)} trained again after roll-backs" if one.again else ""
+        again += (
+            f", {count(len(one.quarantined), 'sample')} quarantined ({_samples(one.quarantined)})"
+            if one.quarantined
+            else ""
+        )
         broken = f"; {count(one.broken, 'state')} did not go together: see 'dlrover data verify'" if one.broken else ""
-        yield f"{_name(one, several=several)}: {_place(one)}, {one.samples:,} samples in the model{again}{broken}"
+        yield f"{_name(one, several=several)}: {_place(one)}, {one.samples - one.left_out:,} samples in the model{again}{broken}"
+
+
+def _samples(indices: Sequence[int]) -> str:
+    return f"{'sample' if len(indices) == 1 else 'samples'} {', '.join(map(str, indices))}"
 
 
 def _name(one: DataRow, *, several: bool) -> str:
@@ -70,7 +81,7 @@ def proofs(found: Sequence[Proof]) -> Iterator[str]:
         name = f"{one.group}: {one_line(one.dataset, 80)}" if several else one_line(one.dataset, 80)
         yield f"{name}: {_verdict(one)}"
         yield (
-            f"  {count_of(one.samples)} in the model, {_up_to(one)}; "
+            f"  {count_of(one.samples - one.left_out)} in the model, {_up_to(one)}; "
             f"{count(one.states, 'state')} of {count(one.generations, 'generation')} told"
         )
         if one.begun:
@@ -83,6 +94,9 @@ def proofs(found: Sequence[Proof]) -> Iterator[str]:
                 f"  {count(one.resumed, 'generation')} resumed from a state, {one.witnessed} of them from one that had told "
                 "before what it had consumed"
             )
+        for sample in one.quarantined:
+            why = f" ({one_line(sample.why, 100)})" if sample.why else ""
+            yield f"  sample {sample.sample} is quarantined{why}: left out {count(sample.times, 'time')}"
         yield from (f"  {_finding(each)}" for each in one.findings[:FINDINGS_MAX])
         if len(one.findings) > FINDINGS_MAX:
             yield f"  ... and {len(one.findings) - FINDINGS_MAX} more; --json has all"
@@ -104,7 +118,8 @@ def _verdict(one: Proof) -> str:
         return "NOT proved"
     if not one.states:
         return "nothing to prove yet: no state has told what it has consumed"
-    return "proved: each sample is in the lineage once"
+    but = f", but for {count(len(one.quarantined), 'sample')} in quarantine" if one.quarantined else ""
+    return f"proved: each sample is in the lineage once{but}"
 
 
 def _finding(one: Finding) -> str:

@@ -1,0 +1,46 @@
+"""Poison samples in real ranks under real agents: one cannot be fetched, one kills its worker in the step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from running import SCRIPTS, Job
+from tools.campaign_data import lineage, proof
+
+RAISES, KILLS, SIZE = 13, 29, 48
+"""As in the script."""
+LIMIT_S = 150.0
+
+pytestmark = pytest.mark.timeout(int(LIMIT_S) + 60)
+
+
+def _line(folder: Path, poison: str, loaders: int) -> list[str]:
+    script = [str(SCRIPTS / "data_poison.py"), str(folder / "stored"), poison, str(loaders)]
+    return ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3", *script]
+
+
+def test_both_are_found_and_left_out_and_all_others_are_trained_once(tmp_path: Path) -> None:
+    """The job ends well; the log names both, and what it proves is what entered the steps."""
+    with Job(tmp_path, *_line(tmp_path, "quarantine", 1)) as job:
+        assert job.ended(LIMIT_S) == 0
+        found = [one["fields"] for one in job.events("RangeQuarantined")]
+        dataset = proof(job)
+        shown = job.dlrover("data")
+        report = job.dlrover("report")
+    assert sorted(one["sample"] for one in found) == [RAISES, KILLS]
+    assert {one["sample"]: one["signature"] for one in found} == {RAISES: "exception.ValueError", KILLS: "exit.sigkill"}
+    trained = sorted(index for samples in lineage(tmp_path).values() for index in samples)
+    assert trained == [index for index in range(SIZE) if index not in (RAISES, KILLS)]
+    assert [(one["sample"], one["times"]) for one in dataset["quarantined"]] == [(RAISES, 1), (KILLS, 1)]
+    assert f"quarantined: samples {RAISES}, {KILLS}; left out 2 times so far" in shown
+    assert f"2 samples quarantined (samples {RAISES}, {KILLS})" in report
+
+
+@pytest.mark.nightly
+def test_a_script_may_have_the_job_end(tmp_path: Path) -> None:
+    """`poison="fail"`: the launcher's last words name the sample. The short form is in tests/unit/test_poison.py."""
+    with Job(tmp_path, *_line(tmp_path, "fail", 0)) as job:
+        assert job.ended(LIMIT_S) != 0
+        chosen = [one["fields"]["rule"] for one in job.events("ActionChosen")]
+    assert any(one.startswith("data.poison: sample") and "of dataset 'train'" in one for one in chosen)
