@@ -1,4 +1,4 @@
-"""`dlrover k8s`: what a job would make in a cluster, without a cluster."""
+"""`dlrover k8s`: what a job would make in a cluster, without a cluster; and the operator."""
 
 from __future__ import annotations
 
@@ -23,25 +23,37 @@ EXAMPLES = """\
                                           every object that 'dlrover-run --backend k8s' with this line would make, as YAML
   dlrover k8s render --detach --backend k8s:claim=logs --image registry/trainer:1 --nnodes 2 train.py
                                           those of a job whose masters are pods
-  dlrover k8s render --backend k8s:namespace=ml,template=pod.yaml --job job.toml | kubectl apply --dry-run=server -f -"""
+  dlrover k8s render --backend k8s:namespace=ml,template=pod.yaml --job job.toml | kubectl apply --dry-run=server -f -
+  dlrover k8s operator --namespace ml     keep the ElasticJobs of a namespace; deploy/base runs this in a pod
+  dlrover k8s operator --help             its options"""
 
-RENDER = "render"
+RENDER, OPERATOR = "render", "operator"
 RUN, TOKEN, PLACE = "RUN", "THE-TOKEN-OF-THE-JOB", "MASTERS:PORT"  # stand for what is only known when the job begins
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What `k8s` takes."""
-    parser.add_argument("what", metavar=RENDER, choices=(RENDER,), help="print the objects that a job would make")
+    parser.add_argument(
+        "what",
+        metavar=f"{RENDER}|{OPERATOR}",
+        choices=(RENDER, OPERATOR),
+        help="print the objects that a job would make; or keep the ElasticJobs of a namespace",
+    )
     parser.add_argument(
         "line",
         nargs=argparse.REMAINDER,
         metavar="ARGUMENTS",
-        help="what 'dlrover-run' is given: its options, the script and the script's arguments; --backend k8s may be left out",
+        help="with render what 'dlrover-run' is given: its options, the script and the script's arguments; --backend k8s may be "
+        "left out",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """`dlrover k8s`. Raises `SpecError`."""
+    if args.what == OPERATOR:
+        from dlrover_adapters.cli import k8s_operator
+
+        return k8s_operator.run(args.line)
     from dlrover_backends.k8s import render
     from dlrover_core.runtime.backend import sizes_of
     from dlrover_core.runtime.backends import BackendContext

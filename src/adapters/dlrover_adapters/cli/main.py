@@ -151,7 +151,7 @@ COMMANDS = (
     Command("master", "lead a job whose hosts come by themselves", serve.EXAMPLES, serve.arguments, serve.run),
     Command(
         "k8s",
-        "what a job would make in Kubernetes, as YAML",
+        "what a job would make in Kubernetes, as YAML; the operator",
         kubernetes.EXAMPLES,
         kubernetes.arguments,
         kubernetes.run,

@@ -1,0 +1,387 @@
+"""The operator: observes ElasticJobs, their masters' Jobs and pods, and writes what `reconcile` says, one job at a time each.
+
+It keeps nothing that the cluster does not say. It may be killed at any moment: what was half written is seen and finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import random
+import secrets
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+import structlog
+
+from dlrover_backends.k8s import masters, names, pods, refusals
+from dlrover_backends.k8s.api import Api, Json
+from dlrover_backends.k8s.backoff import BackOff
+from dlrover_backends.k8s.elasticjob import reconcile, standing, translate
+from dlrover_backends.k8s.elasticjob.cache import Cache
+from dlrover_backends.k8s.elasticjob.reconcile import Ask, Make, Observed, Outcome, Patch, Remove, Settings
+from dlrover_backends.k8s.elasticjob.telling import At, Masters, Told
+from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, NotFound
+from dlrover_backends.k8s.listwatch import ListWatch
+from dlrover_core.errors import CoreError, Refused
+
+LOOK_S = 5.0
+"""How often a job's masters are asked."""
+TELL_S = 10.0
+REFUSED_S = 60.0
+"""After a refusal masters are asked for the same again so much later."""
+AT_ONCE = 16
+AGAIN_S, SYNC_S = 0.3, 0.1
+RIVAL = "dlrover-controller-manager"
+OURS = f"{names.LABEL_BY}={names.BY}"
+
+log = structlog.get_logger("dlrover.operator")
+
+
+class Asked(NamedTuple):
+    """What masters refused, and until when they are not asked for it again."""
+
+    why: str
+    until: float
+
+
+class Operator:
+    """Keeps the jobs of a namespace, or of all. Run it on one host at a time (`leader`).
+
+    api:       the cluster
+    tells:     asks masters
+    settings:  what jobs are given
+    namespace: whose jobs; empty: those of all namespaces
+    look_s:    how often a job's masters are asked
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        tells: Masters,
+        settings: Settings,
+        namespace: str,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        look_s: float = LOOK_S,
+    ) -> None:
+        self._api, self._tells, self._settings, self._namespace = api, tells, settings, namespace
+        self._now, self._wall, self._look_s = now, wall, look_s
+        self._jobs = dict[str, Cache]()
+        self._masters = self._cache("batch/v1", "Job", OURS, self._heard)
+        self._pods = self._cache("v1", "Pod", OURS, self._heard)
+        # By uid: who works on the job; who waits for news of it; where its masters are; what they refused.
+        self._workers: dict[str, asyncio.Task[None]] = {}
+        self._news: dict[str, asyncio.Event] = {}
+        self._at: dict[str, At] = {}
+        self._refused: dict[str, Asked] = {}
+        self._free = asyncio.Semaphore(AT_ONCE)
+
+    def _cache(self, version: str, kind: str, selector: str, heard: Callable[[Json], None]) -> Cache:
+        path = reconcile.path_in(version, kind, self._namespace)
+        loop = ListWatch(self._api, path, selector, now=self._now)
+        return Cache(loop, {"apiVersion": version, "kind": kind}, heard)
+
+    async def run(self) -> None:
+        """Until cancelled. Raises `ApiError` for a missing right, `CoreError` where no definition is installed."""
+        self._jobs = {group: self._jobs_of(group) for group in await self._served()}
+        if not self._settings.annotated and await self._has_rival():
+            log.warning(
+                "DLRover's own operator runs here: only jobs with the annotation are taken",
+                annotation=reconcile.NOTE_TAKE,
+            )
+            self._settings = self._settings._replace(annotated=True)
+        running = [asyncio.ensure_future(one.run()) for one in (*self._jobs.values(), self._masters, self._pods)]
+        try:
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+            for one in done:
+                one.result()
+        except Forbidden as error:
+            raise CoreError(refusals.missing_right(error)) from error
+        finally:
+            tasks = [*running, *self._workers.values()]
+            for one in tasks:
+                one.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._workers.clear()
+
+    def _jobs_of(self, group: str) -> Cache:
+        return self._cache(f"{group}/{translate.VERSION}", translate.KIND, "", self._heard_job)
+
+    async def _served(self) -> list[str]:
+        """Groups whose ElasticJobs there are: the older one may be missing. Raises `CoreError` where there are none."""
+        found = []
+        for group in (translate.GROUP, translate.OLD_GROUP):
+            path = f"{reconcile.path_in(f'{group}/{translate.VERSION}', translate.KIND, self._namespace)}?limit=1"
+            back_off = BackOff(random.random)
+            while True:
+                try:
+                    await self._api.ask("GET", path)
+                    found.append(group)
+                except NotFound:
+                    pass
+                except Forbidden as error:
+                    raise CoreError(refusals.missing_right(error)) from error
+                except ApiError as error:
+                    await asyncio.sleep(back_off.failed(self._now(), error.retry_after_s))
+                    continue
+                break
+        if not found:
+            raise CoreError(f"the cluster knows no {translate.KIND}: kubectl apply -k deploy/base")
+        return found
+
+    async def _has_rival(self) -> bool:
+        """Does DLRover's own operator run where this one looks?"""
+        path = reconcile.path_in("v1", "Pod", self._namespace)
+        try:
+            found = await self._api.ask("GET", f"{path}?labelSelector=control-plane%3Dcontroller-manager")
+        except ApiError as error:
+            log.warning("it is not known whether DLRover's own operator runs here", error=str(error))
+            return False
+        return any(_is_rival(one) for one in found.get("items") or ())
+
+    # ---- news
+
+    def _heard_job(self, job: Json) -> None:
+        uid = str(job["metadata"]["uid"])
+        self._news.setdefault(uid, asyncio.Event()).set()
+        if uid not in self._workers and self._job(uid) is not None:
+            self._workers[uid] = asyncio.ensure_future(self._work(uid))
+            self._workers[uid].add_done_callback(lambda _: self._forget(uid))
+
+    def _heard(self, thing: Json) -> None:
+        uid = self._owner_of(thing)
+        if uid in self._news:
+            self._news[uid].set()
+
+    def _owner_of(self, thing: Json) -> str:
+        """The uid of the ElasticJob that an object belongs to; empty: to none."""
+        for one in thing["metadata"].get("ownerReferences") or ():
+            if one.get("kind") == translate.KIND:
+                return str(one["uid"])
+            made = self._masters.objects.get(str(one.get("uid")))
+            if one.get("kind") == "Job" and made is not None:
+                return self._owner_of(made)
+            if one.get("kind") == "Job":  # it may be gone before its pods are
+                return str((thing["metadata"].get("annotations") or {}).get(reconcile.NOTE_RUN) or "")
+        return ""
+
+    def _job(self, uid: str) -> Json | None:
+        return next((one.objects[uid] for one in self._jobs.values() if uid in one.objects), None)
+
+    def _forget(self, uid: str) -> None:
+        self._workers.pop(uid, None)
+        if self._job(uid) is None:
+            for known in (self._news, self._at, self._refused):
+                known.pop(uid, None)
+            self._tells.forget(uid)
+
+    # ---- one job
+
+    async def _work(self, uid: str) -> None:
+        """Keep one job true until it is gone."""
+        back_off = BackOff(random.random)
+        while (job := self._job(uid)) is not None:
+            pause = self._look_s
+            self._news[uid].clear()
+            if not (self._masters.synced and self._pods.synced):
+                pause = SYNC_S
+            elif reconcile.is_ours(job, self._settings):
+                try:
+                    async with self._free:
+                        if await self._once(uid, job):
+                            pause = AGAIN_S
+                    back_off.went_well(self._now())
+                except ApiError as error:
+                    pause = back_off.failed(self._now(), error.retry_after_s)
+                    said = refusals.missing_right(error) if isinstance(error, Forbidden) else str(error)
+                    log.warning(
+                        "a job is looked at again", job=job["metadata"]["name"], error=said, pause_s=round(pause, 1)
+                    )
+                    await asyncio.sleep(pause)
+                    continue
+                except Exception:  # one job that cannot be understood must not stop the others
+                    log.exception("a job cannot be kept", job=job["metadata"].get("name"))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news[uid].wait(), pause)
+
+    async def _once(self, uid: str, job: Json) -> bool:
+        """Look, and write what is to be written; was there something that nothing will tell the end of? Raises `ApiError`."""
+        seen = await self._observed(uid, job)
+        outcome = reconcile.reconcile(seen, self._settings)
+        again = await self._written(uid, job, outcome)
+        await self._say(job, outcome)
+        return again
+
+    async def _observed(self, uid: str, job: Json) -> Observed:
+        made = next((one for one in self._masters.objects.values() if self._owner_of(one) == uid), None)
+        own = tuple(one for one in self._pods.objects.values() if self._owner_of(one) == uid)
+        told, left = None, False
+        if job["metadata"].get("deletionTimestamp"):
+            left = made is None and not own and await self._is_left(job)
+        elif made is not None and not standing.ended(made) and not standing.is_over(job):
+            told = await self._told(uid, job, made)
+        refused = self._refused.get(uid)
+        if refused is not None and (refused.until <= self._now() or told is None):
+            self._refused.pop(uid)
+        why = self._refused[uid].why if uid in self._refused else ""
+        return Observed(job, made, own, told, why, left, self._stamp())
+
+    async def _is_left(self, job: Json) -> bool:
+        """Is anything that was made for the job still there?"""
+        for path in reconcile.belongings(job):
+            if await self._owned(path, job) is not None:
+                return True
+        return False
+
+    async def _owned(self, path: str, job: Json) -> Json | None:
+        """The object, if the job owns it."""
+        try:
+            found = await self._api.ask("GET", path)
+        except NotFound:
+            return None
+        owners = found["metadata"].get("ownerReferences") or ()
+        return found if any(one.get("uid") == job["metadata"]["uid"] for one in owners) else None
+
+    async def _told(self, uid: str, job: Json, made: Json) -> Told | None:
+        """What the masters say. None where they do not answer."""
+        try:
+            at = self._at.get(uid) or await self._find(uid, job, made)
+            return await asyncio.wait_for(self._tells.look(at), TELL_S)
+        except (CoreError, asyncio.TimeoutError) as error:
+            log.debug("masters do not answer", job=job["metadata"]["name"], error=str(error))
+            self._at.pop(uid, None)
+            return None
+
+    async def _find(self, uid: str, job: Json, made: Json) -> At:
+        """Where the job's masters are, and their token. Raises `CoreError`."""
+        base = f"/api/v1/namespaces/{made['metadata']['namespace']}"
+        called = made["metadata"]["name"]
+        service = await self._api.ask("GET", f"{base}/services/{called}")
+        secret = await self._api.ask("GET", f"{base}/secrets/{called}")
+        try:
+            token = base64.b64decode(secret["data"][pods.TOKEN_KEY]).decode()
+        except (KeyError, ValueError) as error:
+            raise CoreError(f"secret {called} holds no token") from error
+        host = str((service.get("spec") or {}).get("clusterIP") or "")
+        address = f"[{host}]:{masters.PORT}" if ":" in host else f"{host}:{masters.PORT}"
+        self._at[uid] = At(address, token, str(job["metadata"]["name"]), uid)
+        return self._at[uid]
+
+    # ---- writing
+
+    async def _written(self, uid: str, job: Json, outcome: Outcome) -> bool:
+        """Write it all, in order. Raises `ApiError`."""
+        last = outcome.writes[-1] if outcome.writes else None
+        if isinstance(last, Make) and await self._owned(reconcile.path_of(last.object), job) is not None:
+            return True  # the masters' Job is there, and only the watch has not told
+        for one in outcome.writes:
+            if isinstance(one, Make):
+                await self._make(one, job)
+            elif isinstance(one, Patch):
+                with contextlib.suppress(NotFound):
+                    await self._api.ask("PATCH", one.path, body=one.body)
+            elif isinstance(one, Remove):
+                await self._remove(one.path, job)
+            else:
+                await self._ask_masters(uid, one)
+        if outcome.status is not None:
+            with contextlib.suppress(NotFound):
+                path = f"{reconcile.path_of(job)}/status"
+                await self._api.ask("PATCH", path, body={"status": outcome.status})
+        # Objects that are not watched tell nobody that they are gone.
+        return bool(outcome.writes) and all(isinstance(one, Remove) for one in outcome.writes)
+
+    async def _make(self, one: Make, job: Json) -> None:
+        body = one.object
+        if one.secret:
+            text = {**body["stringData"], pods.TOKEN_KEY: secrets.token_urlsafe(24)}
+            body = {**body, "stringData": text}
+        path, name = reconcile.collection(body), body["metadata"]["name"]
+        try:
+            await self._api.ask("POST", path, body=body)
+        except Conflict:
+            if await self._owned(f"{path}/{name}", job) is None:
+                log.error("a name is taken", kind=body["kind"], name=name, job=job["metadata"]["name"])
+                why = f"{body['kind']} {name} is there, and is not of this job: delete it, or rename the job"
+                await self._event(job, ("Warning", "NameTaken", why))
+                raise
+            if body["kind"] == "ConfigMap":  # of an attempt that ended half way, before the object was edited
+                await self._api.ask("PATCH", f"{path}/{name}", body={"data": body["data"]})
+
+    async def _remove(self, path: str, job: Json) -> None:
+        found = await self._mine(path, job)
+        if found is None or found["metadata"].get("deletionTimestamp"):
+            return
+        options = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        body = {**options, "preconditions": {"uid": found["metadata"]["uid"]}}
+        with contextlib.suppress(NotFound, Conflict):
+            await self._api.ask("DELETE", path, body=body)
+
+    async def _mine(self, path: str, job: Json) -> Json | None:
+        """The object, if it is the job's: a masters' pod is its Job's."""
+        if "/pods/" not in path:
+            return await self._owned(path, job)
+        name = path.rpartition("/")[2]
+        uid = job["metadata"]["uid"]
+        own = [one for one in self._pods.objects.values() if one["metadata"]["name"] == name]
+        return next((one for one in own if self._owner_of(one) == uid), None)
+
+    async def _ask_masters(self, uid: str, one: Ask) -> None:
+        at = self._at.get(uid)
+        if at is None:
+            return
+        try:
+            await asyncio.wait_for(self._tells.tell(at, {**one.command, "job": at.job}), TELL_S)
+        except Refused as refused:
+            self._refused[uid] = Asked(str(refused), self._now() + REFUSED_S)
+            self._news[uid].set()
+        except (CoreError, asyncio.TimeoutError) as error:
+            log.info("masters could not be told", job=at.job, command=one.command["command"], error=str(error))
+            self._at.pop(uid, None)
+
+    async def _say(self, job: Json, outcome: Outcome) -> None:
+        for one in outcome.events:
+            with contextlib.suppress(ApiError):
+                await self._event(job, one)
+
+    async def _event(self, job: Json, told: tuple[str, str, str]) -> None:
+        """One event, once: its name is made from what it says."""
+        kind, reason, message = told
+        metadata = job["metadata"]
+        mark = hashlib.sha256("\0".join((metadata["uid"], *told)).encode()).hexdigest()[:16]
+        body = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": f"{metadata['name']}.{mark}", "namespace": metadata["namespace"]},
+            "involvedObject": {
+                "apiVersion": job["apiVersion"],
+                "kind": translate.KIND,
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "uid": metadata["uid"],
+                "resourceVersion": metadata.get("resourceVersion", ""),
+            },
+            "type": kind,
+            "reason": reason,
+            "message": message[: standing.TEXT_MAX],
+            "source": {"component": "dlrover-operator"},
+            "firstTimestamp": self._stamp(),
+            "lastTimestamp": self._stamp(),
+            "count": 1,
+        }
+        with contextlib.suppress(Conflict):
+            await self._api.ask("POST", f"/api/v1/namespaces/{metadata['namespace']}/events", body=body)
+
+    def _stamp(self) -> str:
+        return datetime.fromtimestamp(self._wall(), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _is_rival(pod: Json) -> bool:
+    images = [str(one.get("image") or "") for one in pod["spec"].get("containers") or ()]
+    return str(pod["metadata"]["name"]).startswith(RIVAL) or any("elasticjob-controller" in one for one in images)

@@ -1,0 +1,349 @@
+"""What is to be written for one ElasticJob, from what was observed. Pure: the operator observes and writes.
+
+The masters act by themselves when something fails. The operator makes them, tells them sizes and pauses that the object asks for,
+writes down how the job stands, and removes everything when the object is deleted. So it may be away for any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from dlrover_backends.k8s import masters, names
+from dlrover_backends.k8s.api import Json
+from dlrover_backends.k8s.elasticjob import standing, translate
+from dlrover_backends.k8s.elasticjob.telling import Told
+from dlrover_core.errors import SpecError
+
+FINALIZER = "dlrover-core/operator"
+NOTE_TAKE, NOTE_TEMPLATES, NOTE_KEPT = "dlrover-core/operator", "dlrover-core/templates", "dlrover-core/nodes-kept"
+NOTE_RUN = "dlrover-core/elasticjob-uid"
+"""On a masters' pod: its job, which its owner, the masters' Job, may no longer tell."""
+CLAIM_SIZE = "1Gi"
+PLURALS = {
+    "Secret": "secrets",
+    "ServiceAccount": "serviceaccounts",
+    "Role": "roles",
+    "RoleBinding": "rolebindings",
+    "Service": "services",
+    "ConfigMap": "configmaps",
+    "NetworkPolicy": "networkpolicies",
+    "PodDisruptionBudget": "poddisruptionbudgets",
+    "PersistentVolumeClaim": "persistentvolumeclaims",
+    "Job": "jobs",
+    "Pod": "pods",
+    translate.KIND: translate.PLURAL,
+}
+
+
+class Settings(NamedTuple):
+    """What the operator gives every job.
+
+    image:     of the masters
+    etcd:      URL of the logs of all jobs; empty: each job has a claim of its own
+    storage:   StorageClass of those claims; empty: the cluster's default
+    annotated: are only jobs taken that say so?
+    """
+
+    image: str
+    etcd: str = ""
+    storage: str = ""
+    annotated: bool = False
+
+
+class Observed(NamedTuple):
+    """One job, as it was seen.
+
+    job:     the object
+    masters: the masters' Job; None: there is none
+    pods:    of the job: masters' and nodes'
+    told:    what its masters say; None: they did not answer, or were not asked
+    refused: why they refused what they were asked last; empty: they did not
+    left:    are there objects of the job, while it is deleted, beside pods and the Job?
+    now:     the time, as the API writes it
+    """
+
+    job: Json
+    masters: Json | None = None
+    pods: tuple[Json, ...] = ()
+    told: Told | None = None
+    refused: str = ""
+    left: bool = False
+    now: str = "1970-01-01T00:00:00Z"
+
+
+class Make(NamedTuple):
+    """Create this, unless it is there. ``secret``: a token is to be put into it."""
+
+    object: Json
+    secret: bool = False
+
+
+class Patch(NamedTuple):
+    """Merge this into the object at the path."""
+
+    path: str
+    body: Json
+
+
+class Remove(NamedTuple):
+    """Delete the object at the path, if the job owns it."""
+
+    path: str
+
+
+class Ask(NamedTuple):
+    """Have the masters do something."""
+
+    command: Json
+
+
+Write = Make | Patch | Remove | Ask
+
+
+class Outcome(NamedTuple):
+    """What is to be written, and said.
+
+    writes: in order; after one that fails, none
+    status: of the object, from now on; None: it is as it was
+    events: (type, reason, message) for ``kubectl describe``
+    """
+
+    writes: tuple[Write, ...] = ()
+    status: Json | None = None
+    events: tuple[tuple[str, str, str], ...] = ()
+
+
+def is_ours(job: Json, settings: Settings) -> bool:
+    """Does this operator take the job?
+
+    Where DLRover's own operator lives, and of a job that has that one's status already, only one that is annotated.
+    """
+    annotation = (job["metadata"].get("annotations") or {}).get(NOTE_TAKE)
+    if annotation is not None:
+        return bool(annotation == names.BY)
+    if FINALIZER in (job["metadata"].get("finalizers") or ()):
+        return True
+    status = job.get("status") or {}
+    return not settings.annotated and (not status.get("phase") or status.get("operator") == names.BY)
+
+
+def reconcile(seen: Observed, settings: Settings) -> Outcome:
+    """What is to be written now."""
+    if seen.job["metadata"].get("deletionTimestamp"):
+        return _removing(seen)
+    try:
+        job = translate.read(seen.job)
+        plan = plan_of(seen.job, job, settings)
+        masters.check(plan)
+    except SpecError as error:
+        return _rejected(seen, str(error))
+    return _keeping(seen, job, plan)
+
+
+# ---- a job that is wanted
+
+
+def _keeping(seen: Observed, job: translate.Job, plan: masters.MasterPlan) -> Outcome:
+    writes: list[Write] = []
+    finalizers = list(seen.job["metadata"].get("finalizers") or ())
+    if FINALIZER not in finalizers:
+        writes.append(Patch(path_of(seen.job), {"metadata": {"finalizers": [*finalizers, FINALIZER]}}))
+    if seen.masters is None and not standing.is_over(seen.job) and not job.suspended:
+        writes += _made(job, plan)
+    elif seen.masters is not None and not standing.ended(seen.masters):
+        writes += _templates(seen.masters, plan)
+        writes += _budget(seen, plan)
+        writes += [Ask(one) for one in _asked(seen, job)]
+    status, events = standing.status(
+        standing.Facts(seen.job, seen.masters, seen.pods, seen.told, seen.refused, seen.now), job, plan
+    )
+    return Outcome(tuple(writes), status if status != seen.job.get("status") else None, events)
+
+
+def _made(job: translate.Job, plan: masters.MasterPlan) -> Iterator[Write]:
+    yield Make(_owned(plan, "v1", "ConfigMap", translate.file_name(job.name), data={translate.JOB_FILE: job.job_file}))
+    if plan.claim:
+        spec: Json = {"accessModes": ["ReadWriteOncePod"], "resources": {"requests": {"storage": CLAIM_SIZE}}}
+        if storage := plan.annotations.get("storage"):
+            spec["storageClassName"] = storage
+        yield Make(_owned(plan, "v1", "PersistentVolumeClaim", plan.claim, spec=spec))
+    for one in masters.objects(plan):
+        if one["kind"] == "Job":
+            _mount(one, job.name)
+            one["metadata"]["annotations"][NOTE_TEMPLATES] = digest(plan)
+            one["spec"]["template"]["metadata"]["annotations"] = {NOTE_RUN: plan.run}
+        yield Make(one, secret=one["kind"] == "Secret")
+
+
+def _mount(made: Json, job: str) -> None:
+    """Put the job file where the masters' words say that it lies."""
+    pod = made["spec"]["template"]["spec"]
+    pod["volumes"] = [*pod["volumes"], translate.volume(job)]
+    (container,) = pod["containers"]
+    mount = {"name": translate.JOB_VOLUME, "mountPath": translate.JOB_MOUNT, "readOnly": True}
+    container["volumeMounts"] = [*container["volumeMounts"], mount]
+
+
+def _templates(made: Json, plan: masters.MasterPlan) -> Iterator[Write]:
+    """A changed template holds for nodes that are launched from now on."""
+    if (made["metadata"].get("annotations") or {}).get(NOTE_TEMPLATES) != digest(plan):
+        config = masters.config(plan)
+        yield Patch(path_of(config), {"data": config["data"]})
+        yield Patch(path_of(made), {"metadata": {"annotations": {NOTE_TEMPLATES: digest(plan)}}})
+
+
+def _budget(seen: Observed, plan: masters.MasterPlan) -> Iterator[Write]:
+    """A drain may take one node at a time, of those that there are now."""
+    assert seen.masters is not None
+    if seen.told is None or not plan.nodes_kept:
+        return
+    kept = str(max(0, sum(one.running for one in seen.told.groups.values()) - 1))
+    if (seen.masters["metadata"].get("annotations") or {}).get(NOTE_KEPT) != kept:
+        budget = next(one for one in masters.objects(plan) if one["kind"] == "PodDisruptionBudget")
+        yield Patch(path_of(budget), {"spec": {"minAvailable": int(kept)}})
+        yield Patch(path_of(seen.masters), {"metadata": {"annotations": {NOTE_KEPT: kept}}})
+
+
+def digest(plan: masters.MasterPlan) -> str:
+    """Of the templates."""
+    return hashlib.sha256(json.dumps(plan.templates, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _asked(seen: Observed, job: translate.Job) -> Iterator[Json]:
+    """What the masters are to do so that the job is as the object says."""
+    told = seen.told
+    if told is None or seen.refused:
+        return
+    why = f"ElasticJob {job.name}, generation {seen.job['metadata'].get('generation', 0)}"
+    if told.state in {"created", "running"}:
+        if job.suspended and not told.pausing:
+            yield {"command": "suspend", "keep_nodes": False, "lose": False, "reason": why}
+            return
+        for group in job.groups:
+            now = told.groups.get(group.name)
+            if now is not None and (now.nodes_min, now.nodes_max) != (group.nodes_min, group.nodes_max):
+                sizes = {"nodes_min": group.nodes_min, "nodes_max": group.nodes_max}
+                yield {"command": "scale", "group": group.name, **sizes, "reason": why}
+    elif told.state == "suspended" and not job.suspended and standing.holds(seen.job, "Suspended"):
+        # A person's pause is a person's to end.
+        yield {"command": "resume", "reason": why}
+
+
+def _rejected(seen: Observed, why: str) -> Outcome:
+    """The object cannot be a job: what runs of it goes on as it was."""
+    status, events = standing.rejected(seen.job, why, seen.now)
+    return Outcome((), status if status != seen.job.get("status") else None, events)
+
+
+# ---- a job that is deleted
+
+
+def _removing(seen: Observed) -> Outcome:
+    """The masters go first, who would make pods; then pods; then the rest. What is left when all is gone is the object."""
+    finalizers = list(seen.job["metadata"].get("finalizers") or ())
+    if FINALIZER not in finalizers:
+        return Outcome()
+    if seen.masters is not None:
+        return Outcome((Remove(path_of(seen.masters)),))
+    if seen.pods:
+        gone = [one for one in seen.pods if not one["metadata"].get("deletionTimestamp")]
+        return Outcome(tuple(Remove(path_of(one)) for one in gone))
+    if seen.left:
+        return Outcome(tuple(Remove(one) for one in belongings(seen.job)))
+    kept = [one for one in finalizers if one != FINALIZER]
+    return Outcome((Patch(path_of(seen.job), {"metadata": {"finalizers": kept or None}}),))
+
+
+def belongings(job: Json) -> list[str]:
+    """Paths of all that may have been made for a job, beside its pods."""
+    name = masters.name_of(str(job["metadata"]["name"]))
+    plan = masters.MasterPlan(
+        str(job["metadata"]["namespace"]),
+        name,
+        "any",
+        (),
+        token="any",  # noqa: S106
+        owner=owner_of(job),
+        claim=claim_of(name),
+        templates={},
+        nodes_kept=1,
+    )
+    made = [*masters.objects(plan), _owned(plan, "v1", "PersistentVolumeClaim", plan.claim)]
+    made.append(_owned(plan, "v1", "ConfigMap", translate.file_name(str(job["metadata"]["name"]))))
+    return [path_of(one) for one in made]
+
+
+# ---- what a job is made from
+
+
+def plan_of(thing: Mapping[str, Any], job: translate.Job, settings: Settings) -> masters.MasterPlan:
+    """The masters of a job. The Secret's token is filled in when it is made."""
+    metadata = thing["metadata"]
+    name = masters.name_of(job.name)
+    kept = sum(one.nodes_max for one in job.groups) - 1
+    backend = {"image": "", "command": "template", "gpu": job.gpu}
+    return masters.MasterPlan(
+        namespace=str(metadata["namespace"]),
+        name=name,
+        image=settings.image,
+        argv=job.words,
+        token="made-by-the-operator",  # noqa: S106  # replaced before it is sent
+        owner=owner_of(thing),
+        job=job.name,
+        etcd=settings.etcd,
+        claim="" if settings.etcd else claim_of(name),
+        annotations={"storage": settings.storage} if settings.storage else {},
+        templates=job.templates,
+        backend=backend,
+        nodes_kept=kept,
+    )
+
+
+def claim_of(name: str) -> str:
+    """The claim with a job's log."""
+    return f"{name}-log"
+
+
+def owner_of(thing: Mapping[str, Any]) -> masters.Owner:
+    """The object as an owner."""
+    metadata = thing["metadata"]
+    return masters.Owner(thing["apiVersion"], translate.KIND, translate.PLURAL, metadata["name"], metadata["uid"])
+
+
+def _owned(plan: masters.MasterPlan, version: str, kind: str, name: str, **content: Any) -> Json:
+    owner = plan.owner
+    assert owner is not None
+    reference = {
+        "apiVersion": owner.api_version,
+        "kind": owner.kind,
+        "name": owner.name,
+        "uid": owner.uid,
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }
+    metadata = {
+        "name": name,
+        "namespace": plan.namespace,
+        "labels": masters.labels(plan),
+        "ownerReferences": [reference],
+    }
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
+
+
+def collection(thing: Mapping[str, Any]) -> str:
+    """The path of the collection that an object is in."""
+    return path_in(thing["apiVersion"], thing["kind"], thing["metadata"]["namespace"])
+
+
+def path_in(version: str, kind: str, namespace: str) -> str:
+    """The path of a kind's collection in a namespace; of all namespaces, where that is empty."""
+    where = f"/namespaces/{namespace}" if namespace else ""
+    return f"/{'apis' if '/' in version else 'api'}/{version}{where}/{PLURALS[kind]}"
+
+
+def path_of(thing: Mapping[str, Any]) -> str:
+    """An object's path."""
+    return f"{collection(thing)}/{thing['metadata']['name']}"

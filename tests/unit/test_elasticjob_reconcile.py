@@ -1,0 +1,351 @@
+"""What the operator writes for a job, from what it sees: a table of situations, each with its writes, status and events."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dlrover_backends.fake_k8s import schemas
+from dlrover_backends.k8s import masters, names
+from dlrover_backends.k8s.elasticjob import crd, reconcile
+from dlrover_backends.k8s.elasticjob.reconcile import Ask, Make, Observed, Patch, Remove, Settings
+from dlrover_backends.k8s.elasticjob.telling import Size, Told
+
+Json = dict[str, Any]
+
+JOBS: dict[str, Json] = {
+    one["metadata"]["name"]: one
+    for one in yaml.safe_load_all((Path(__file__).parent / "elasticjobs.yaml").read_text(encoding="utf-8"))
+}
+SETTINGS = Settings("registry/dlrover-core:1")
+NOW = "2026-01-01T00:00:00Z"
+RUNNING = Told("running", step=7, goodput=0.925, groups={"worker": Size(3, 4, 4)})
+
+
+def job(name: str = "mnist", *, status: Json | None = None, **metadata: Any) -> Json:
+    """A job of the file, as the API server has it."""
+    made = copy.deepcopy(JOBS[name])
+    made["metadata"] = {**made["metadata"], "namespace": "ml", "uid": "u-1", "generation": 1, **metadata}
+    if status is not None:
+        made["status"] = status
+    return made
+
+
+def kept(name: str = "mnist", **metadata: Any) -> Json:
+    """The same with our finalizer."""
+    return job(name, **{"finalizers": [reconcile.FINALIZER], **metadata})
+
+
+def job_of(thing: Json, **status: Any) -> Json:
+    """The masters' Job, as it was made for the object."""
+    makes = [one.object for one in outcome(Observed(thing)).writes if isinstance(one, Make)]
+    made = copy.deepcopy(makes[-1])
+    made["metadata"]["annotations"][reconcile.NOTE_KEPT] = "3"
+    return {**made, "status": status}
+
+
+def outcome(seen: Observed, settings: Settings = SETTINGS) -> reconcile.Outcome:
+    """What is to be written; the status fits the definition."""
+    found = reconcile.reconcile(seen._replace(now=NOW), settings)
+    if found.status is not None:
+        assert schemas.causes(crd.schema(), {**seen.job, "status": found.status}) == []
+        assert schemas.pruned(crd.schema(), {"status": found.status})[1] == []
+    return found
+
+
+def conditions(found: reconcile.Outcome) -> dict[str, tuple[str, str]]:
+    """Status and reason of each condition."""
+    assert found.status is not None
+    return {one["type"]: (one["status"], one["reason"]) for one in found.status["conditions"]}
+
+
+def commands(found: reconcile.Outcome) -> list[Json]:
+    """What masters are asked, without the reason."""
+    asked = [dict(one.command) for one in found.writes if isinstance(one, Ask)]
+    return [{key: value for key, value in one.items() if key != "reason"} for one in asked]
+
+
+def test_a_new_job_gets_its_masters() -> None:
+    """First the finalizer, then everything in its order, the Job last; all of it belongs to the object."""
+    found = outcome(Observed(job()))
+    first, *makes = found.writes
+    assert isinstance(first, Patch)
+    assert first.path == "/apis/elastic.iml.github.io/v1alpha1/namespaces/ml/elasticjobs/mnist"
+    assert first.body == {"metadata": {"finalizers": [reconcile.FINALIZER]}}
+    made = [one.object for one in makes if isinstance(one, Make)]
+    assert [one["kind"] for one in made[:3]] == ["ConfigMap", "PersistentVolumeClaim", "Secret"]
+    assert made[-1]["kind"] == "Job"
+    assert all(one["metadata"]["ownerReferences"][0]["uid"] == "u-1" for one in made)
+    assert [one.secret for one in makes if isinstance(one, Make)].count(True) == 1
+    assert found.status is not None
+    assert (found.status["phase"], found.status["ready"], found.status["run"]) == ("Pending", "0/4", "u-1")
+    assert (
+        "Normal",
+        "Note",
+        "spec.optimizeMode does nothing here: sizes are those of replicas and of kubectl scale",
+    ) in found.events
+
+
+def test_the_masters_find_their_words() -> None:
+    """The job file lies where the words say, nodes keep their own command and image, and the claim is the job's."""
+    made = job_of(kept())
+    (container,) = made["spec"]["template"]["spec"]["containers"]
+    assert container["args"][:2] == ["--job=/etc/dlrover/job.toml", "--job-id=mnist"]
+    assert {"name": "dlrover-job", "configMap": {"name": "mnist-job"}} in made["spec"]["template"]["spec"]["volumes"]
+    assert any(one["mountPath"] == "/etc/dlrover" for one in container["volumeMounts"])
+    backend = next(one["value"] for one in container["env"] if one["name"] == masters.BACKEND)
+    assert "command=template" in backend
+    assert "image=" not in backend
+    assert container["image"] == SETTINGS.image
+
+
+def test_a_log_in_etcd_needs_no_claim() -> None:
+    """With etcd there are two masters, and no claim."""
+    makes = [
+        one.object
+        for one in outcome(Observed(kept()), SETTINGS._replace(etcd="etcd://e:2379")).writes
+        if isinstance(one, Make)
+    ]
+    assert "PersistentVolumeClaim" not in {one["kind"] for one in makes}
+    assert makes[-1]["spec"]["completions"] == 2
+
+
+def test_nothing_is_written_where_all_is_so() -> None:
+    """With its own last status, a job that runs costs no write."""
+    thing = kept()
+    seen = Observed(thing, job_of(thing), (), RUNNING)
+    first = outcome(seen)
+    assert first.writes == ()
+    assert first.status is not None
+    thing["status"] = first.status
+    again = outcome(seen._replace(job=thing))
+    assert again == reconcile.Outcome((), None, ())
+
+
+def test_the_status_says_how_the_job_stands() -> None:
+    """Phase, nodes, step, goodput and the newest incident, each for a column."""
+    thing = kept()
+    told = RUNNING._replace(incidents=2, incident="incident 2: OOMKilled on worker-1-0")
+    found = outcome(Observed(thing, job_of(thing), (), told))
+    assert found.status is not None
+    shown = {
+        key: found.status[key]
+        for key in ("phase", "ready", "step", "goodput", "lastIncident", "incidents", "startTime")
+    }
+    assert shown == {
+        "phase": "Running",
+        "ready": "4/4",
+        "step": 7,
+        "goodput": "92%",
+        "lastIncident": "incident 2: OOMKilled on worker-1-0",
+        "incidents": 2,
+        "startTime": NOW,
+    }
+    assert conditions(found)["Accepted"] == ("True", "Accepted")
+    assert conditions(found)["Running"] == ("True", "Running")
+    assert ("Warning", "Incident", told.incident) in found.events
+    assert ("Normal", "Running", "the job is running") in found.events
+
+
+def test_masters_that_do_not_answer_change_no_phase() -> None:
+    """A job that runs goes on: its masters may be starting again."""
+    thing = kept(status={"phase": "Running", "operator": names.BY, "step": 5})
+    found = outcome(Observed(thing, job_of(thing)))
+    assert found.writes == ()
+    assert found.status is not None
+    assert (found.status["phase"], found.status["step"]) == ("Running", 5)
+
+
+@pytest.mark.parametrize(
+    ("state", "asked"),
+    [("created", True), ("running", True), ("suspended", False), ("stopping", False)],
+)
+def test_a_pause_is_asked_for_once(state: str, asked: bool) -> None:
+    """A job that is to pause is suspended, unless it is already, or is about to be."""
+    thing = kept()
+    thing["spec"]["suspend"] = True
+    seen = Observed(thing, job_of(kept()), (), RUNNING._replace(state=state))
+    wanted = [{"command": "suspend", "keep_nodes": False, "lose": False}] if asked else []
+    assert commands(outcome(seen)) == wanted
+    assert commands(outcome(seen._replace(told=RUNNING._replace(state=state, pausing=True)))) == []
+
+
+def test_a_refused_pause_is_told_and_not_asked_again() -> None:
+    """What would be lost is in the condition, as the masters said it."""
+    thing = kept()
+    thing["spec"]["suspend"] = True
+    found = outcome(Observed(thing, job_of(kept()), (), RUNNING, refused="step 7 is on no storage"))
+    assert commands(found) == []
+    assert conditions(found)["Suspended"] == ("False", "Refused")
+    assert ("Warning", "SuspendRefused", "step 7 is on no storage") in found.events
+
+
+def test_who_paused_ends_the_pause() -> None:
+    """A pause that the object asked for ends with it; a person's own does not."""
+    paused = RUNNING._replace(state="suspended")
+    asked = kept()
+    asked["spec"]["suspend"] = True
+    made = job_of(kept())
+    status = outcome(Observed(asked, made, (), paused)).status
+    assert status is not None
+    assert status["phase"] == "Suspended"
+    back = kept(status=status)
+    assert commands(outcome(Observed(back, made, (), paused))) == [{"command": "resume"}]
+    by_hand = kept(status={"phase": "Running", "operator": names.BY})
+    found = outcome(Observed(by_hand, made, (), paused))
+    assert commands(found) == []
+    assert conditions(found)["Suspended"] == ("False", "ByHand")
+
+
+def test_a_job_that_begins_suspended_makes_nothing() -> None:
+    """No masters are made before they are needed."""
+    found = outcome(Observed(kept("automatic")))
+    assert found.writes == ()
+    assert found.status is not None
+    assert found.status["phase"] == "Suspended"
+
+
+def test_sizes_are_told() -> None:
+    """`kubectl scale` is a command for the masters."""
+    thing = kept(generation=2)
+    thing["spec"]["replicaSpecs"]["worker"]["replicas"] = 6
+    found = outcome(Observed(thing, job_of(kept()), (), RUNNING))
+    assert commands(found) == [{"command": "scale", "group": "worker", "nodes_min": 3, "nodes_max": 6}]
+    assert outcome(Observed(thing, job_of(kept()), (), None)).writes != ()  # the templates' NODE_NUM
+    assert commands(outcome(Observed(thing, job_of(kept()), (), None))) == []
+
+
+def test_a_changed_template_is_for_nodes_to_come() -> None:
+    """The ConfigMap with templates is patched, and the Job's mark; no master is touched."""
+    thing = kept(generation=2)
+    thing["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"][0]["image"] = "registry/mnist:2"
+    config, mark = outcome(Observed(thing, job_of(kept()), (), RUNNING)).writes
+    assert isinstance(config, Patch)
+    assert isinstance(mark, Patch)
+    assert config.path.endswith("/configmaps/mnist-masters")
+    assert "registry/mnist:2" in config.body["data"]["worker"]
+    assert mark.path.endswith("/jobs/mnist-masters")
+
+
+def test_a_drain_may_take_one_node_of_those_that_run() -> None:
+    """The budget follows the number of nodes."""
+    thing = kept()
+    told = RUNNING._replace(groups={"worker": Size(3, 4, 3)})
+    budget, mark = outcome(Observed(thing, job_of(thing), (), told)).writes
+    assert isinstance(budget, Patch)
+    assert (budget.path.rpartition("/")[2], budget.body) == ("mnist-nodes", {"spec": {"minAvailable": 2}})
+    assert isinstance(mark, Patch)
+
+
+@pytest.mark.parametrize(
+    ("end", "phase"),
+    [("Complete", "Succeeded"), ("Failed", "Failed")],
+)
+def test_the_end_is_the_masters_jobs(end: str, phase: str) -> None:
+    """The Job's end is the job's; nothing is made again, and what it said last is kept."""
+    thing = kept(status={"phase": "Running", "operator": names.BY, "step": 9})
+    made = job_of(kept(), conditions=[{"type": end, "status": "True", "message": "BackoffLimitExceeded"}])
+    pod = {
+        "metadata": {"name": "p", "labels": {masters.LABEL_ROLE: masters.ROLE}},
+        "status": {"containerStatuses": [{"state": {"terminated": {"message": "dlrover-run: error: --x\n"}}}]},
+    }
+    found = outcome(Observed(thing, made, (pod,)))
+    assert found.writes == ()
+    assert found.status is not None
+    assert (found.status["phase"], found.status["step"], found.status["completionTime"]) == (phase, 9, NOW)
+    assert conditions(found)[phase] == ("True", phase)
+    if phase == "Failed":
+        assert ("Warning", "Failed", "dlrover-run: error: --x") in found.events
+    over = kept(status=found.status)
+    assert outcome(Observed(over)) == reconcile.Outcome((), None, ())
+
+
+def test_what_is_no_job_is_told() -> None:
+    """The condition `Accepted` has the field, its value, and what to write; nothing is made, and it is one event."""
+    thing = job()
+    thing["spec"]["replicaSpecs"]["worker"]["replicas"] = 2
+    found = outcome(Observed(thing))
+    assert found.writes == ()
+    assert conditions(found) == {"Accepted": ("False", "Invalid")}
+    assert found.status is not None
+    assert found.status["phase"] == "Rejected"
+    ((kind, reason, why),) = found.events
+    assert (kind, reason) == ("Warning", "Rejected")
+    assert "--nnodes=3:2: its fewest, 3, is more than replicas, 2" in why
+    thing["status"] = found.status
+    assert outcome(Observed(thing)) == reconcile.Outcome((), None, ())
+
+
+def test_a_job_that_runs_outlives_a_wrong_edit() -> None:
+    """An object that is edited to nonsense is told so, and what runs goes on."""
+    thing = kept(status={"phase": "Running", "operator": names.BY})
+    thing["spec"]["replicaSpecs"] = {}
+    found = outcome(Observed(thing, job_of(kept()), (), RUNNING))
+    assert found.writes == ()
+    assert found.status is not None
+    assert (found.status["phase"], conditions(found)["Accepted"][0]) == ("Running", "False")
+
+
+def test_a_deleted_job_goes_in_order() -> None:
+    """Masters first, then pods, then the rest; the object goes last."""
+    thing = kept(deletionTimestamp=NOW)
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", "namespace": "ml"}}
+    base = "/api/v1/namespaces/ml"
+    steps = [
+        outcome(Observed(thing, job_of(kept()), (pod,), left=True)).writes,
+        outcome(Observed(thing, None, (pod,), left=True)).writes,
+        outcome(Observed(thing, None, ({**pod, "metadata": {**pod["metadata"], "deletionTimestamp": NOW}},))).writes,
+        outcome(Observed(thing, None, (), left=True)).writes,
+        outcome(Observed(thing)).writes,
+    ]
+    assert steps[0] == (Remove("/apis/batch/v1/namespaces/ml/jobs/mnist-masters"),)
+    assert steps[1] == (Remove(f"{base}/pods/p"),)
+    assert steps[2] == ()
+    removed = {one.path for one in steps[3] if isinstance(one, Remove)}
+    assert {
+        f"{base}/secrets/mnist-masters",
+        f"{base}/configmaps/mnist-job",
+        f"{base}/persistentvolumeclaims/mnist-log",
+    } <= removed
+    (last,) = steps[4]
+    assert isinstance(last, Patch)
+    assert last.body == {"metadata": {"finalizers": None}}
+
+
+def test_all_that_is_made_is_removed() -> None:
+    """Whatever is made for a job stands in the list of what is removed with it."""
+    for settings in (SETTINGS, SETTINGS._replace(etcd="etcd://e:2379")):
+        made = [one.object for one in outcome(Observed(job()), settings).writes if isinstance(one, Make)]
+        assert {reconcile.path_of(one) for one in made} <= set(reconcile.belongings(job()))
+
+
+def test_other_finalizers_stay() -> None:
+    """Only ours comes and goes."""
+    (first, *_) = outcome(Observed(job(finalizers=["a/b"]))).writes
+    assert isinstance(first, Patch)
+    assert first.body["metadata"]["finalizers"] == ["a/b", reconcile.FINALIZER]
+    (last,) = outcome(Observed(kept(finalizers=["a/b", reconcile.FINALIZER], deletionTimestamp=NOW))).writes
+    assert isinstance(last, Patch)
+    assert last.body["metadata"]["finalizers"] == ["a/b"]
+    assert outcome(Observed(job(deletionTimestamp=NOW, finalizers=["a/b"]))).writes == ()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "status", "annotated", "ours"),
+    [
+        ({}, None, False, True),
+        ({}, None, True, False),
+        ({"annotations": {reconcile.NOTE_TAKE: "dlrover-core"}}, {"phase": "Created"}, True, True),
+        ({"annotations": {reconcile.NOTE_TAKE: "none"}}, None, False, False),
+        ({}, {"phase": "Created"}, False, False),
+        ({}, {"phase": "Running", "operator": "dlrover-core"}, False, True),
+        ({"finalizers": [reconcile.FINALIZER]}, {"phase": "Running"}, True, True),
+    ],
+)
+def test_whose_jobs_are_taken(metadata: Json, status: Json | None, annotated: bool, ours: bool) -> None:
+    """Beside DLRover's own operator only annotated jobs are ours, and those that were; that one's jobs are left alone."""
+    assert reconcile.is_ours(job(status=status, **metadata), SETTINGS._replace(annotated=annotated)) == ours
