@@ -31,7 +31,8 @@ test: ## everything CI runs: check, unit, stories, integration
 
 # What computes, beside the tests that must be alone: those wait for the clock on more than a core, and what gives way is not felt.
 beside:
-	nice -n 19 $(MAKE) --no-print-directory -j1 fast types
+	nice -n 19 $(MAKE) --no-print-directory fast
+	nice -n 19 $(MAKE) --no-print-directory types
 
 quick: $(READY) ## check, and unit tests near what changed: at most 90 s
 	$(PY) -m tools.quick -n $(JOBS) --maxschedchunk 1 $(ARGS)

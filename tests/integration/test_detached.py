@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from running import eventually
+from running import WITHOUT_TORCH, eventually
 
 from dlrover_adapters.cli.detached import record
 from dlrover_core.host.procfs import processes
@@ -37,13 +37,18 @@ class Detached:
     def command(self, module: str, *words: str) -> subprocess.CompletedProcess[str]:
         """What a command says, and its status."""
         line = [sys.executable, "-m", f"dlrover_adapters.cli.{module}", *words, "--state-dir", str(self.state)]
-        return subprocess.run(line, capture_output=True, text=True, timeout=90, cwd=self.folder, check=False)
+        return self.run(line)
+
+    def run(self, line: list[str]) -> subprocess.CompletedProcess[str]:
+        """Run it to its end: its script needs no torch."""
+        env = {**os.environ, **WITHOUT_TORCH}
+        return subprocess.run(line, capture_output=True, text=True, timeout=90, cwd=self.folder, check=False, env=env)
 
     def start(self) -> None:
         """Start it, in the way of a shell; it must have returned by then."""
         line = (sys.executable, "-m", "dlrover_adapters.cli.run", "--detach", "--job-id", "d", "--preload", "none")
         words = ("--state-dir", str(self.state), str(self.folder / "script.py"), str(self.folder))
-        made = subprocess.run([*line, *words], capture_output=True, text=True, timeout=90, cwd=self.folder, check=False)
+        made = self.run([*line, *words])
         assert made.returncode == 0, made.stderr
         assert "dlrover attach d" in made.stderr
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import BIN, eventually, processes
+from running import BIN, WITHOUT_TORCH, eventually, processes
 
 from dlrover_adapters.cli import doctor_workers
 from dlrover_adapters.cli.doctor_workers import own_process
@@ -97,7 +97,7 @@ def test_this_machine_is_fit(tmp_path: Path) -> None:
 def test_a_preload_that_is_unfit_is_named(tmp_path: Path, module: str, words: str) -> None:
     """A module that starts threads when imported, or cannot be imported, FAILs with its name, the reason and a way out."""
     (tmp_path / "unfit.py").write_text(module)
-    code, told = doctor(tmp_path, "--preload", "unfit,json")
+    code, told = doctor(tmp_path, "--preload", "unfit,json", env=WITHOUT_TORCH)
     assert code == 1
     warm = of(told, "preload")
     assert warm["verdict"] == "FAIL"
@@ -160,7 +160,8 @@ def test_it_can_be_stopped(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C, SIGTERM and even SIGKILL in the middle of an endless import leave no process and no folder."""
     (tmp_path / "endless.py").write_text("import pathlib, signal\npathlib.Path('begun').touch()\nsignal.pause()\n")
     line = [str(BIN / "dlrover"), "doctor", "--preload", "endless", "--state-dir", str(tmp_path)]
-    with subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as one:
+    env = {**os.environ, **WITHOUT_TORCH}
+    with subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env) as one:
         try:
             eventually((tmp_path / "begun").exists, "the import")
             mark = _mark(one.pid)
