@@ -10,7 +10,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.installed
 # Workers of the unit tests, and of the integration tests: those mostly wait for other processes, and one of them for etcd alone.
 JOBS ?= 2
-SIDE_JOBS ?= 4
+SIDE_JOBS ?= 5
 # Where this is set every process compiles all that it imports, again and again; caches are ignored by git, and `make clean` knows them.
 unexport PYTHONDONTWRITEBYTECODE
 # More options for pytest: make unit ARGS="-k world -x"
@@ -31,7 +31,7 @@ test: ## everything CI runs: check, unit, stories, integration
 
 # What computes, beside the tests that must be alone: those wait for the clock on more than a core, and what gives way is not felt.
 beside:
-	nice -n 19 $(MAKE) --no-print-directory fast
+	nice -n 19 $(MAKE) --no-print-directory fast JOBS=3
 	nice -n 19 $(MAKE) --no-print-directory types
 
 quick: $(READY) ## check, and unit tests near what changed: at most 90 s

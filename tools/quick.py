@@ -36,6 +36,8 @@ STOP_S, KILL_S = 76.0, 82.0
 ROOTS = ("src/adapters", "src/backends", "src", "")
 FIRST = 10
 """Files that run before the rules over the whole tree."""
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
+"""Where statements hold others."""
 ALWAYS = ("test_docs.py", "test_exports.py", "test_layout.py", "test_lifecycle.py")
 """Rules over the whole tree."""
 
@@ -65,11 +67,16 @@ def module_of(path: str) -> str:
 def imports(path: Path) -> set[str]:
     """Everything that a file imports, at the top or anywhere else: packages too, and names in them that may be modules."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    left: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while left:
+        node = left.pop()
         if isinstance(node, ast.Import):
             found |= {one.name for one in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
+        else:  # no expression holds an import: most of a file is not looked at
+            for name in BLOCKS:
+                left += getattr(node, name, ())
     return found
 
 
