@@ -378,11 +378,6 @@ class Cluster:
         said = self._any("kv/range", {"key": _b64(key)})
         return int(said["kvs"][0].get("lease", 0)) if said.get("kvs") else 0
 
-    def move_leader(self, member: int) -> None:
-        """Hand etcd's own leadership to ``member``."""
-        target = self._ask(member, "maintenance/status", {})["header"]["member_id"]
-        self._ask(self.leader(), "maintenance/transfer-leadership", {"targetID": target})
-
     def change_password(self, user: str, password: str) -> None:
         """Whoever comes with the old one is refused from now on."""
         self._any("auth/user/changepw", {"name": user, "password": password})
