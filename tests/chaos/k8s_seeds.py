@@ -28,6 +28,7 @@ from dlrover_backends.fake_k8s import FakeServer, What, kubeconfig
 from dlrover_backends.fake_k8s.store import Change
 from dlrover_backends.k8s import backoff, client, listwatch
 from dlrover_backends.k8s.client import KubernetesBackend
+from dlrover_backends.k8s.transport import Transport
 from dlrover_core.errors import CoreError
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.runtime.backend import Changed, Listed, Observation
@@ -57,6 +58,7 @@ ENDINGS = ("OOMKilled", "Error", "Evicted", "removed", "evicted")
 
 def trial(seed: int) -> dict[str, Any]:
     """One seed; what happened. Raises where a promise is broken."""
+    assert Transport  # imported by now: on a busy machine this takes longer than a trial may
     with _quick():
         return asyncio.run(asyncio.wait_for(_Trial(seed).run(), TRIAL_S))
 
