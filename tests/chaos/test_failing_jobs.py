@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
@@ -11,11 +11,13 @@ from dlrover_core.errors import LaunchRefused
 from dlrover_core.job import incidents, nodes, silence, world
 from dlrover_core.job.job import StopJob
 from dlrover_core.job.state import JobState
+from dlrover_core.runtime.backend import Changed, Listed
 from dlrover_core.runtime.master import Outcome
 from dlrover_core.spec import GroupSpec, JobSpec
 from dlrover_core.testing import virtual_loop
-from dlrover_core.testing.cluster import Cluster
+from dlrover_core.testing.cluster import Cluster, MemoryBackend
 from dlrover_core.testing.invariants import check, check_steps
+from dlrover_core.testing.platform import Platform
 from dlrover_core.testing.training import Training
 
 Story = Callable[[Cluster], Awaitable[None]]
@@ -208,6 +210,44 @@ def test_stop() -> None:
     _, state, outcome = tell(spec(), story, steps=500)
     assert (outcome.state, outcome.reason) == ("stopped", "Ctrl-C")
     assert state.incidents.number == 0
+
+
+class Away(MemoryBackend):
+    """A backend whose platform answers no deletion, and tells nothing, while it is ``away``."""
+
+    away = False
+
+    async def delete(self, name: str, token: int, grace_s: float) -> None:
+        """Refused while it is away."""
+        if self.away:
+            raise ConnectionError("its platform is away")
+        await super().delete(name, token, grace_s)
+
+    async def observe(self) -> AsyncIterator[Listed | Changed]:
+        """Nothing while it is away."""
+        async for seen in super().observe():
+            if not self.away:
+                yield seen
+
+
+def test_stop_while_the_platform_is_away() -> None:
+    """Agents have their time; a backend that fails at every deletion is given up after seconds: who clears later tries again."""
+    made: list[Away] = []
+
+    def backend(platform: Platform) -> Away:
+        made.append(Away(platform))
+        return made[0]
+
+    async def told() -> float:
+        async with Cluster(spec(), training=Training(steps=500), backend=backend) as cluster:
+            await step(cluster, 5)
+            made[0].away = True
+            began = asyncio.get_running_loop().time()
+            await cluster.leader.submit(StopJob("Ctrl-C"))
+            assert (await cluster.outcome()).state == "stopped"
+            return asyncio.get_running_loop().time() - began
+
+    assert 5 < virtual_loop.run(told()) < 12
 
 
 def test_stop_before_anything_runs() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from running import BIN, SCRIPTS
+from tools.etcd_cluster import Cluster
 
 from dlrover_backends.fake_k8s import Ground, account
 
@@ -57,19 +58,10 @@ class Detached:
         assert status in {None, done.returncode}, f"{command} {' '.join(words)}: {done.returncode}\n{done.stdout}"
         return done.stdout
 
-    def start(self) -> str:
-        """Start it; what `dlrover-run` says."""
-        line = (
-            "--detach",
-            "--backend",
-            "k8s:claim=logs",
-            "--image",
-            "trainer:1",
-            "--job-id",
-            "digits",
-            "--nnodes",
-            "2",
-        )
+    def start(self, *log: str) -> str:
+        """Start it, with a log elsewhere than on the claim if one is named; what `dlrover-run` says."""
+        where = ("--backend", "k8s", *log) if log else ("--backend", "k8s:claim=logs")
+        line = ("--detach", *where, "--image", "trainer:1", "--job-id", "digits", "--nnodes", "2")
         lean = ("--preload", "none", "--set", "stop_grace_s=5", str(SCRIPTS / "until_told.py"), str(self.folder))
         return self.says("dlrover-run", *line, *lean)
 
@@ -159,3 +151,27 @@ def test_a_job_that_trains_is_stopped(job: Detached) -> None:
     job.says("dlrover", "stop", "k8s:train/digits")
     assert not job.left()
     assert "no job 'digits' has masters in namespace train" in job.says("dlrover", "status", "k8s:digits", status=3)
+
+
+@pytest.mark.nightly(
+    reason="two masters of one log are tried by day in test_apart_etcd, and their pods in test_k8s_masters"
+)
+@pytest.mark.timeout(400)
+def test_masters_of_two_hosts(job: Detached, etcd_server: Cluster, etcd_prefix: str) -> None:
+    """With the log in etcd there are two, on different hosts: the leader dies, the other leads, and no rank restarts."""
+    job.start("--log", etcd_server.url(etcd_prefix, ttl="2"))
+    job.until(lambda: len(job.ranks()) == 2, "two ranks")
+    job.until(lambda: [one["status"]["phase"] for one in job.masters().values()] == ["Running"] * 2, "two masters")
+    assert len({one["spec"]["nodeName"] for one in job.masters().values()}) == 2
+    for _ in range(2):  # the leader is among the two
+        name = min(job.masters())
+        assert job.ground.strike(lambda kubelet, name=name: kubelet.kill("train", name))
+        job.until(lambda name=name: name not in job.masters() and len(job.masters()) == 2, "another one")
+        job.until(lambda: all(one["status"]["phase"] == "Running" for one in job.masters().values()), "it runs")
+        assert "2 of 2 nodes started" in job.says("dlrover", "status", "k8s:digits")
+    (job.folder / "end").touch()
+    job.until(lambda: not job.masters(), "the end")
+    assert "has ended well" in job.says("dlrover", "status", "k8s:train/digits", status=None)
+    assert len(job.ranks()) == 2, job.ranks()
+    job.says("dlrover", "stop", "k8s:digits")
+    assert not job.left()

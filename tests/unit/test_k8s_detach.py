@@ -214,6 +214,9 @@ def test_a_pod_s_environment_places_what_was_typed() -> None:
     assert (options.nnodes.most, options.job_id) == (3, "digits")
     assert options.log == "from elsewhere"
     assert set(environ) == {"DLROVER_TOKEN", "DLROVER_ADDRESS"}
+    environ = {one["name"]: "x" for one in env} | {in_pod.BIND: "fd00::7:29400"}
+    assert in_pod.taken_in(options, environ)
+    assert options.bind == "[fd00::7]:29400"
     plain = cli_options.parse(["train.py"])
     assert not in_pod.taken_in(plain, {})
     assert not in_pod.is_pod(plain)
@@ -248,6 +251,13 @@ def test_what_cannot_be_detached(
     assert said in capsys.readouterr().err
 
 
+def test_a_certificate_of_masters_in_pods_is_refused() -> None:
+    """It would have to name addresses that nobody knows yet."""
+    options = cli_options.parse(["--tls-cert", "c.pem", "train.py"])
+    with pytest.raises(SpecError, match=r"tls-cert: 'c\.pem': a certificate of masters in pods"):
+        k8s_detach._check(options)
+
+
 def test_rendering_a_detached_job() -> None:
     """Masters' objects and nodes' pods are printed, which point at each other."""
     line = ("--detach", "--backend", "k8s:claim=logs,namespace=ml", "--image", "a:1", "--job-id", "digits", "x.py")
@@ -272,6 +282,14 @@ def test_budgets_let_one_node_go() -> None:
         spec = groups.spec(options, "j", groups.plans(options))
         here = k8s_detach.context(options, choice, spec, "t" * 8)
         assert k8s_detach.plan(options, here, spec, "ml").nodes_kept == kept
+
+
+def test_a_password_of_the_environment_reaches_the_masters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Etcd's password is in the Secret, wherever the command found it; a URL without a user has none."""
+    monkeypatch.setenv("DLROVER_ETCD_PASSWORD", "p w")
+    assert k8s_detach._with_password("etcd://me@e1:2379/x") == "etcd://me:p%20w@e1:2379/x"
+    for url in ("etcd://me:own@e1/x", "etcd://e1:2379/x", ""):
+        assert k8s_detach._with_password(url) == url
 
 
 @pytest.mark.parametrize(

@@ -278,3 +278,31 @@ def test_clearing_is_given_up(
     why = "interrupted" if interrupted else "it has not answered within 0.01 s"
     said = f"job digits: what its backend has made may be left behind: {why}; remove it with: kubectl delete it"
     assert said in capsys.readouterr().err
+
+
+def test_clearing_is_tried_again(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server that is away for a moment costs a moment; one that stays away is told with what it said."""
+
+    class Settings:
+        class job:  # noqa: N801  # as the settings have it
+            job = "digits"
+
+    class Moody:
+        remedy = ""
+        left = 2
+
+        async def clear(self) -> None:
+            self.left -= 1
+            if self.left >= 0:
+                raise Unreachable(Request("GET", "/x"), 0, "away")
+
+    monkeypatch.setattr(apart, "CLEAR_AGAIN_S", 0.0)
+    moody = Moody()
+    monkeypatch.setattr(backends, "made", lambda *_: moody)
+    asyncio.run(asyncio.wait_for(apart.cleared(Settings, "t"), BOUND_S))  # type: ignore[arg-type]
+    assert moody.left == -1
+    assert capsys.readouterr().err == ""
+    moody.left = 10**9
+    monkeypatch.setattr(apart, "CLEAR_S", 0.02)
+    asyncio.run(asyncio.wait_for(apart.cleared(Settings, "t"), BOUND_S))  # type: ignore[arg-type]
+    assert "may be left behind: Unreachable: GET /x: no answer  away" in capsys.readouterr().err

@@ -25,6 +25,8 @@ from dlrover_core.runtime.sizes import Sizes
 
 CONCURRENT_MAX = 16
 BACK_OFF_S = (0.2, 1.0, 5.0, 15.0, 30.0)
+FAILED_MAX = 4
+"""So often a deletion is tried at the end of a job, six seconds long, until somebody else must see to the node."""
 RELEVEL_S = 30.0
 WORDS_EVERY_S = 60.0
 
@@ -60,6 +62,12 @@ class Leveller:
     def empty(self) -> bool:
         """Has the backend said that nothing of the job is left?"""
         return self._known and not self._listed
+
+    @property
+    def helpless(self) -> bool:
+        """Has the backend failed again and again at the deletion of every node that is left? Its platform is away."""
+        failed = (self._failures.get(Call("delete", name), 0) for name in self._listed)
+        return bool(self._listed) and all(times >= FAILED_MAX for times in failed)
 
     def clear(self) -> None:
         """The job is over and has waited long enough: delete whatever is left."""
@@ -197,6 +205,7 @@ class Leveller:
         except Exception as error:  # noqa: BLE001  # unknown: level again
             failures = self._failures.get(call, 0)
             self._failures[call] = failures + 1
+            self._master.left.set()
             self._not_before[call] = loop.time() + BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)]
             log.warning(
                 "backend call failed, will be tried again",

@@ -328,7 +328,10 @@ class Master:
             await self.submit(job.CreateJob(self._run_id, self._spec.to_json()))
 
     async def _until_over(self) -> None:
-        """Until the job has ended, every agent has left and the backend has nothing left. Nodes that do not leave are deleted."""
+        """Until the job has ended, every agent has left and the backend has nothing left. Nodes that do not leave are deleted.
+
+        A backend whose platform is away is not waited for: whoever clears behind the masters tries again.
+        """
         await self._over.wait()
         spec = self.state.job.spec
         with contextlib.suppress(asyncio.TimeoutError):
@@ -340,7 +343,7 @@ class Master:
                 await within(LEAVE_S, self._until_empty())
 
     async def _until_empty(self) -> None:
-        while len(self.sessions) or (self._leveller is not None and not self._leveller.empty):
+        while len(self.sessions) or not (self._leveller is None or self._leveller.empty or self._leveller.helpless):
             self.left.clear()
             await self.left.wait()
 

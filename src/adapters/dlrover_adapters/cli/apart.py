@@ -22,14 +22,14 @@ import structlog
 from dlrover_adapters.cli import backends, hosts, in_pod, scratch
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli.meeting import parse_endpoint
-from dlrover_core.errors import SpecError
+from dlrover_core.errors import LaunchRefused, SpecError
 
 if TYPE_CHECKING:
     from dlrover_adapters.cli.settings import Settings
     from dlrover_adapters.cli.torchrun_flags import Options
     from dlrover_core.runtime.backends import Choice
 
-CHECK_S, CLEAR_S = 10.0, 15.0
+CHECK_S, CLEAR_S, CLEAR_AGAIN_S = 10.0, 15.0, 1.0
 LAST_LINES_S = 0.5
 """When the job is over, the last lines that its nodes printed are still on their way."""
 UNFINISHED = (70, 75)
@@ -65,8 +65,9 @@ async def _lead(options: Options, settings: Settings, token: str, port: socket.s
     host, number = port.getsockname()[:2]
     own = backends.masters(options, hosts.joined(hosts.outside(host), number))
     settings = replace(settings, masters=tuple(dict.fromkeys((*own, *settings.masters))))
-    await _check(settings, token)
     pod = in_pod.is_pod(options)
+    if not (pod and (Path(settings.directory) / "settings.json").exists()):
+        await _check(settings, token)  # a master that follows another one in its pod hurries: its rights are the same
     how = lead.How(cli_options.shows_progress(options), cli_options.where(options), leaves=pod, pod=pod)
     showing = None if pod else asyncio.ensure_future(_show(settings, token))
     try:
@@ -136,13 +137,27 @@ async def cleared(settings: Settings, token: str) -> None:
     if not isinstance(backend, Clearing):
         return
     say, loop = f"dlrover-run: job {settings.job.job}", asyncio.get_running_loop()
-    clearing = asyncio.ensure_future(within(CLEAR_S, backend.clear()))
+    failed = list[Exception]()
+
+    async def clear() -> None:
+        while True:  # the platform may be away for a moment
+            try:
+                await backend.clear()
+            except LaunchRefused:  # what is there is not ours
+                raise
+            except Exception as error:  # noqa: BLE001  # a backend may raise anything
+                failed[:] = [error]
+                await asyncio.sleep(CLEAR_AGAIN_S)
+            else:
+                return
+
+    clearing = asyncio.ensure_future(within(CLEAR_S, clear()))
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, clearing.cancel)
     try:
         with said_when_slow(say, f"what its backend has made is removed, within {CLEAR_S:g} s; Ctrl-C leaves it"):
             await asyncio.wait({clearing})
-        why = "interrupted" if clearing.cancelled() else _why(clearing.exception())
+        why = "interrupted" if clearing.cancelled() else _why(clearing.exception(), failed)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -155,10 +170,10 @@ async def cleared(settings: Settings, token: str) -> None:
         )
 
 
-def _why(error: BaseException | None) -> str:
-    """What went wrong, for people; empty: nothing did."""
+def _why(error: BaseException | None, failed: list[Exception]) -> str:
+    """What went wrong, for people; empty: nothing did. ``failed``: what the last try has met, if one has."""
     if isinstance(error, asyncio.TimeoutError):
-        return f"it has not answered within {CLEAR_S:g} s"
+        return f"{type(failed[0]).__name__}: {failed[0]}" if failed else f"it has not answered within {CLEAR_S:g} s"
     return f"{type(error).__name__}: {error}" if error is not None else ""
 
 

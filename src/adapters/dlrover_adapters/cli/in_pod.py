@@ -28,10 +28,17 @@ def taken_in(options: Options, environ: MutableMapping[str, str] = os.environ) -
             raise SpecError(variable, f"missing, and {BACKEND} makes this command the masters of a job in Kubernetes")
         setattr(options, dest, value)
         options.note(dest, variable)
+    options.bind = _bracketed(options.bind)
     options.log = environ.pop(LOG, "") or None
     options.image = options.token_file = options.resume = None
     options.detach, options.progress, options.pod = False, "off", True
     return True
+
+
+def _bracketed(endpoint: str) -> str:
+    """``ADDR:PORT`` of a pod whose address may be of IPv6, as people write it."""
+    host, _, port = endpoint.rpartition(":")
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else endpoint
 
 
 def is_pod(options: Options) -> bool:

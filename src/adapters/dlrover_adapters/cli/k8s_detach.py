@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from dlrover_core.runtime.backends import BackendContext, Choice
     from dlrover_core.spec import JobSpec
 
+ETCD_PASSWORD = "DLROVER_ETCD_PASSWORD"  # noqa: S105  # the variable's name
 KEPT = ("pull", "gpu", "gang", "queue", "user", "grace_s", "account", "command")
 """Arguments of the backend that masters in pods are given as they were typed."""
 
@@ -53,10 +55,11 @@ def _check(options: Options) -> None:
         ("bind", "masters in pods listen at a port of their own"),
         ("masters", "masters in pods are found by their Service"),
         ("owner", "a job in pods is named by the uid of what owns it"),
+        ("tls_cert", "a certificate of masters in pods would have to name addresses that they do not have yet"),
         ("state_dir", "masters in pods keep their state in the cluster; --backend k8s:claim=NAME says where"),
     ):
         if options.given(dest):
-            name = {"owner": "run", "state_dir": "state-dir"}.get(dest, dest)
+            name = {"owner": "run"}.get(dest, dest.replace("_", "-"))
             raise SpecError(name, f"{getattr(options, dest)!r}: {why}; leave it out with --detach")
 
 
@@ -93,7 +96,7 @@ def plan(options: Options, here: BackendContext, spec: JobSpec, namespace: str) 
         here.arguments,
         here.token,
         job=spec.job,
-        etcd=options.log or "",
+        etcd=_with_password(options.log or ""),
         claim=told.claim,
         templates=None if template is None else {"": template},
         backend={key: typed[key] for key in KEPT if typed[key]},
@@ -103,6 +106,15 @@ def plan(options: Options, here: BackendContext, spec: JobSpec, namespace: str) 
     )
     masters.objects(made)
     return made
+
+
+def _with_password(log: str) -> str:
+    """The log's URL with the password that this command's environment has for its user; in pods it lies in the Secret."""
+    from urllib.parse import quote
+
+    found = re.match(r"etcds?://[^/@:]+(?=@)", log)
+    password = os.environ.get(ETCD_PASSWORD, "")
+    return f"{found[0]}:{quote(password, safe='')}{log[found.end() :]}" if found and password else log
 
 
 def _placed(template: object) -> dict[str, object]:

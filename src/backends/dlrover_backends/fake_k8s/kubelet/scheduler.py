@@ -74,7 +74,7 @@ class Scheduler(Controller):
         reasons: Counter[str] = Counter()
         fits = []
         for name, node in sorted((node["metadata"]["name"], node) for node in self._nodes.objects.values()):
-            why = _refusals(pod, node, used.get(name, {}))
+            why = _refusals(pod, node, used.get(name, {})) or self._crowds(pod, name)
             if not why:
                 fits.append(name)
             reasons.update(why)
@@ -86,6 +86,22 @@ class Scheduler(Controller):
             await self._bind(pod, nominated if nominated in fits else name, used)
         else:
             await self._preempt(pod, used, reasons)
+
+    def _crowds(self, pod: Object, name: str) -> list[str]:
+        """Why a pod keeps off a node for the pods there; hosts are the only topology that is known."""
+        terms = ((pod["spec"].get("affinity") or {}).get("podAntiAffinity") or {}).get(
+            "requiredDuringSchedulingIgnoredDuringExecution"
+        )
+        for term in terms or []:
+            matches = selectors.labels_of_object(term.get("labelSelector"))
+            for other in self._pods.objects.values():
+                metadata = other["metadata"]
+                there = other["spec"].get("nodeName") or self._bound.get(metadata["uid"])
+                ended = other["status"].get("phase") in {"Succeeded", "Failed"}
+                same = metadata["namespace"] == pod["metadata"]["namespace"]
+                if there == name and same and not ended and matches(metadata.get("labels") or {}):
+                    return ["node(s) didn't match pod anti-affinity rules"]
+        return []
 
     async def _bind(self, pod: Object, name: str, used: dict[str, dict[str, Decimal]]) -> None:
         target = {"apiVersion": "v1", "kind": "Node", "name": name}
