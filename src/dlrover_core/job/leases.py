@@ -115,6 +115,15 @@ class ReportRepeated(NamedTuple):
     why: str
 
 
+@command(26, since=5)
+class ReportAcked(NamedTuple):
+    """A node that leaves: its workers have used these positions, packed. Heartbeats say it meanwhile."""
+
+    node: str
+    dataset: str
+    spans: bytes
+
+
 class LeaseTold(NamedTuple):
     """One dataset, as a node is told of it. The first six fields are those of `DatasetRegistered`.
 

@@ -26,6 +26,7 @@ from dlrover_core.job.leases import (
     Leases,
     LeaseTold,
     RecallLease,
+    ReportAcked,
     ReportRepeated,
     spans_of,
 )
@@ -122,15 +123,31 @@ def _repeated(state: JobState, command: ReportRepeated, now: int) -> Iterator[Ev
     leased = state.leases.find(command.node, command.dataset)
     if leased is None:
         raise Refused(f"{group_of(command.node)} has no leased dataset {command.dataset!r}")
+    told = _unpacked(command.spans)
+    if told and told.last < leased.total:
+        why = command.why[: leases.WHY_MAX]
+        yield LeaseReturned(group_of(command.node), command.dataset, command.node, NOTHING, told.pack(), why)
+
+
+def _acked(state: JobState, command: ReportAcked, now: int) -> Iterator[Event]:
+    """The last word of a node that leaves."""
+    leased = state.leases.find(command.node, command.dataset)
+    if leased is None:
+        raise Refused(f"{group_of(command.node)} has no leased dataset {command.dataset!r}")
+    acked = _unpacked(command.spans) & Ranges(leased.lease(command.node).spans)
+    if acked:
+        yield LeaseAcked(group_of(command.node), command.dataset, command.node, acked.pack())
+
+
+def _unpacked(spans: bytes) -> Ranges:
+    """Raises `Refused`."""
     try:
-        told = Ranges.unpack(command.spans)
+        told = Ranges.unpack(spans)
     except SpecError as wrong:
         raise Refused(f"spans: {wrong}") from wrong
     if len(told) > SPANS_MAX:
         raise Refused(f"spans: {len(told)} ranges: {SPANS_MAX} at most are told at once")
-    if told and told.last < leased.total:
-        why = command.why[: leases.WHY_MAX]
-        yield LeaseReturned(group_of(command.node), command.dataset, command.node, NOTHING, told.pack(), why)
+    return told
 
 
 # ---- react
@@ -204,7 +221,7 @@ def _alarm(fact: LeaseReturned) -> str:
 _ON_END: Mapping[type, Any] = dict.fromkeys(get_args(world.Ended), _on_end)
 
 RULES = Rules(
-    decide={HearLease: _hear, RecallLease: _recall, ReportRepeated: _repeated},
+    decide={HearLease: _hear, RecallLease: _recall, ReportRepeated: _repeated, ReportAcked: _acked},
     react=_ON_END,
     levels={
         DatasetRegistered: _leased,

@@ -96,11 +96,9 @@ class Leasing(Levels):
 
     @staticmethod
     def _presses(leased: Leased, node: str, ask: Ask) -> bool:
-        asked = leased.recalled.get(node)
-        answered = asked is not None and asked.number == ask.recall
         spans = leased.lease(node).spans
         last = not leased.free and bool(spans) and not Ranges(spans) - Ranges(spans_of(ask.acked))
-        return answered or last or (ask.idle and not leased.finished)
+        return _answers(leased, node, ask) or last or (ask.idle and not leased.finished)
 
     def forget(self, node: str) -> None:
         """The node is gone."""
@@ -121,8 +119,11 @@ class Leasing(Levels):
                     if name in found and group_of(node) == group and node in state.nodes.nodes
                 }
                 sharers = sum(bool(ask.aim) or node in leased.held for node, ask in asks.items())
-                for node, ask in asks.items():
-                    if self._news(leased, node, ask, now_us, pressing=(node, name) in pressing):
+                frees = any(_answers(leased, node, ask) for node, ask in asks.items())
+                # What comes free is granted at once: whoever gives back is heard before those that wait.
+                for node, ask in sorted(asks.items(), key=lambda one: one[1].idle):
+                    news = self._news(leased, node, ask, now_us, pressing=(node, name) in pressing)
+                    if news or (frees and ask.idle and ask.aim):
                         self._acked_at[node, name] = now_us
                         yield HearLease(
                             node, name, ask.aim, ask.least, ask.rate, ask.acked, ask.recall, ask.yielded, sharers
@@ -132,14 +133,19 @@ class Leasing(Levels):
 
     def _news(self, leased: Leased, node: str, ask: Ask, now_us: int, *, pressing: bool) -> bool:
         """Does the log lack something that the node has said?"""
-        lease, asked = leased.lease(node), leased.recalled.get(node)
-        if asked is not None and asked.number == ask.recall:
+        if _answers(leased, node, ask):
             return True
-        held = Ranges(lease.spans)
+        held = Ranges(leased.lease(node).spans)
         acked = held & Ranges(spans_of(ask.acked))
         if acked and (pressing or now_us - self._acked_at.get((node, ask.dataset), 0) >= ACKS_EVERY_US):
             return True
-        return bool(leased.free) and asked is None and ask.aim > held.count
+        return bool(leased.free) and node not in leased.recalled and ask.aim > held.count
+
+
+def _answers(leased: Leased, node: str, ask: Ask) -> bool:
+    """Does the node say what it gives back?"""
+    asked = leased.recalled.get(node)
+    return asked is not None and asked.number == ask.recall
 
 
 def _recalls(leased: Leased, asks: dict[str, Ask]) -> Iterator[RecallLease]:

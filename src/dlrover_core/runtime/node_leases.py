@@ -68,7 +68,7 @@ class NodeLeases:
         self.name, self.finished, self.shard = name, False, 1
         self.sessions: set[Hashable] = set()
         self._held, self._acked, self._yielded = Ranges(), Ranges(), Ranges()
-        self._recall = 0
+        self._recall, self._size = 0, 1
         self._acks: list[Span] = []
         self._todo: deque[Span] = deque()
         self._left = 0
@@ -83,7 +83,7 @@ class NodeLeases:
         news = (said.spans, said.recall, said.finished)
         if news == self._told:
             return
-        self._told, self.finished = news, said.finished
+        self._told, self.finished, self._size = news, said.finished, said.size
         self._held = Ranges(spans_of(said.spans))
         if not said.recall:
             self._recall, self._yielded = 0, Ranges()
@@ -97,12 +97,13 @@ class NodeLeases:
     # ---- workers
 
     def draw(self, session: Hashable, most: int, now_s: float) -> Span | None:
-        """Hand the lowest positions out, ``most`` at most; None: there are none now."""
+        """Hand the lowest positions out, of one epoch, ``most`` at most; None: there are none now."""
         self._pace.begin(now_s)
         if not self._todo:
             return None
         first = self._todo.popleft()
-        taken = Span(first.start, min(first.end, first.start + most))
+        epoch_end = first.start - first.start % self._size + self._size
+        taken = Span(first.start, min(first.end, epoch_end, first.start + most))
         if taken.end < first.end:
             self._todo.appendleft(Span(taken.end, first.end))
         self._left -= taken.end - taken.start
@@ -176,6 +177,17 @@ class NodeLeases:
         """Has the node positions that are not acknowledged?"""
         self._join_acks()
         return bool(self._held - self._acked)
+
+    @property
+    def answered(self) -> bool:
+        """Is there an answer that the leader may not have?"""
+        return bool(self._recall)
+
+    def full(self, session: Hashable, most: int) -> bool:
+        """Has a session ``most`` shards in hand?"""
+        if len(self._hands) < most:
+            return False
+        return sum(hand.session == session for hand in self._hands.values()) >= most
 
     @property
     def left(self) -> int:

@@ -37,6 +37,7 @@ from .checkpoints.saving import Saving
 from .checkpoints.vault import Vault
 from .children import wait_dead
 from .config import LaunchConfig, Mode
+from .data_socket import DataSocket
 from .doorbell import Doorbell
 from .framework import load
 from .ground import Restorable, Watch
@@ -95,6 +96,7 @@ class LinuxLauncher:
         self.addresses: Addresses | None = None
         self.vault: Vault | None = None
         self.saving: Saving | None = None
+        self.data: DataSocket | None = None
         self._opening: asyncio.Future[None] | None = None
         self._finish: asyncio.TimerHandle | None = None
         self._closed = False
@@ -178,7 +180,9 @@ class LinuxLauncher:
         self._bell.open()
         self.vault = Vault(self._run_dir)
         self.vault.open()
-        kept: list[Restorable] = [self._bell, self.vault]
+        self.data = DataSocket(self._run_dir)
+        self.data.open()
+        kept: list[Restorable] = [self._bell, self.vault, self.data]
         if self.addresses is not None:
             self.addresses.file.open(self._run_dir)
             kept.append(self.addresses.file)
@@ -285,6 +289,8 @@ class LinuxLauncher:
         self._workers = workers
         if self.vault is not None:
             self.vault.begin(workers[0].launch)
+        if self.data is not None:
+            self.data.begin(workers[0].launch)
         self._forget_finish()
         for worker in workers:
             for stream in (worker.files.stdout, worker.files.stderr):
@@ -563,6 +569,8 @@ class LinuxLauncher:
             await self.saving.close()
         if self.vault is not None:
             await self.vault.close()
+        if self.data is not None:
+            self.data.close()
         if self._nursery is not None:
             await self._nursery.close()
         await self._leavings.close()

@@ -26,6 +26,7 @@ from dlrover_adapters.agent.checkpoints.duty import CheckpointDuty
 from dlrover_adapters.agent.checks.basic import Place
 from dlrover_adapters.agent.checks.duty import CheckDuty
 from dlrover_adapters.agent.config import LaunchConfig, birth_environment
+from dlrover_adapters.agent.data_duty import DataDuty
 from dlrover_adapters.agent.framework import load
 from dlrover_adapters.agent.hang_duty import HangDuty
 from dlrover_adapters.agent.launcher import LinuxLauncher
@@ -214,6 +215,7 @@ class _Process:
                 hangs,
                 _checks(raw, config),
                 _checkpoints(raw, config, self._launcher),
+                DataDuty(self._launcher, _say),
             ],
         )
 

@@ -1,0 +1,230 @@
+"""The duty of leased data: it hands the node's positions out to workers in shards, and talks with the leader about more.
+
+All that the leader must know is a level, said with every heartbeat: what workers have used, how much the node wants to hold, what
+it gives back. Only what dead workers had in hand is reported, because people are told of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import structlog
+
+from dlrover_core.data.ranges import Ranges, Span
+from dlrover_core.job.leases import SPANS_MAX, Leases, LeaseTold, ReportAcked, ReportRepeated
+from dlrover_core.job.orders import Order
+from dlrover_core.job.shards import DATASETS_MAX, LEASE, RegisterDataset, Terms
+from dlrover_core.runtime.duties import Desk
+from dlrover_core.runtime.launcher import Notice, WorkerExit, WorkersGone
+from dlrover_core.runtime.leasing import LeaseBeat
+from dlrover_core.runtime.node_leases import NodeLeases
+from dlrover_core.runtime.within import within
+
+from .data_socket import DataSocket, Drawn, Refused, Session
+
+LOOK_S = 0.25
+"""Between two looks at what the next heartbeat should say."""
+ACKS_S = 1.0
+"""What was used is told so often, where heartbeats are rarer."""
+SILENT_S = 5.0
+"""Without an answer of a leader for so long, workers that wait are told so."""
+SHARDS_MAX = 256
+"""Shards that one session may have in hand."""
+LAST_S = 5.0
+SECOND_US = 1_000_000
+
+log = structlog.get_logger("dlrover.agent")
+
+
+class Serves(Protocol):
+    """Where workers draw: a launcher."""
+
+    data: DataSocket | None
+
+
+class DataDuty:
+    """Of one agent. ``say`` tells people at once what workers wait for."""
+
+    def __init__(self, launcher: Serves, say: Callable[[str], None] = lambda _: None) -> None:
+        self._launcher, self._say = launcher, say
+        self._desk: Desk | None = None
+        self._wake, self._quiet = asyncio.Event(), asyncio.Event()
+        self._leases: dict[str, NodeLeases] = {}
+        self._terms: dict[str, Terms] = {}
+        self._told: dict[str, LeaseTold] = {}
+        self._drawn: dict[tuple[int, str], int] = {}
+        self._said: LeaseBeat = LeaseBeat()
+        self._said_at = self._heard_at = 0.0
+        self._beats = 0
+
+    # ---- what happens; at once
+
+    def ordered(self, order: Order) -> None:
+        """A new order: its leases are all that the node holds."""
+        for told in order.part(Leases).known:
+            self._told[told.name] = told
+            self._lease(told.name).told(told)
+        if self._launcher.data is not None:
+            self._launcher.data.serve()
+        self._wake.set()
+
+    def noticed(self, notice: Notice) -> None:
+        """A worker that has ended holds nothing any more, nor do the processes that it has made."""
+        data = self._launcher.data
+        if data is None:
+            return
+        if isinstance(notice, WorkerExit):
+            how = f"rank {notice.rank} ended with exit code {notice.exit_code}"
+            data.over(notice.generation, notice.local_rank, how)
+        elif isinstance(notice, WorkersGone):
+            data.over(notice.generation, None, f"generation {notice.generation} is over")
+
+    def opened(self, session: Session, terms: Terms, shard: int) -> None:
+        """As `data_socket.Counter` has it; the others below, too."""
+        desk, told = self._desk, self._told.get(terms.name)
+        if desk is None:
+            raise Refused("this agent has not joined its job yet: try again")
+        if terms.assignment != LEASE:
+            raise Refused(f"assignment: {terms.assignment!r} of dataset {terms.name!r}: only {LEASE!r} is drawn here")
+        known = told.terms if told is not None else self._terms.get(terms.name)
+        if known is not None:
+            self._check_same(known, terms)
+        elif len({*self._told, *self._terms}) >= DATASETS_MAX:
+            raise Refused(f"this job has {DATASETS_MAX} leased datasets already: mix several into one")
+        if known is None:
+            desk.send(RegisterDataset(desk.node, session.generation, *terms))
+        self._terms.setdefault(terms.name, terms)
+        lease = self._lease(terms.name)
+        lease.sessions.add(session.number)
+        lease.shard = max(lease.shard, shard)
+        self._quiet.clear()
+        self._wake.set()
+
+    @staticmethod
+    def _check_same(known: Terms, terms: Terms) -> None:
+        if not (known.same(terms) and known.epochs == terms.epochs):
+            had, has = (f"{one}, epochs {one.epochs}" for one in (known, terms))
+            raise Refused(
+                f"dataset {terms.name!r}: the job has it with {had}; this one has {has}: give it another name"
+            )
+
+    def draw(self, session: Session, dataset: str, most: int) -> Drawn:
+        """Hand a shard out."""
+        lease = self._leases.get(dataset)
+        if lease is None or session.number not in lease.sessions:
+            raise Refused(f"dataset {dataset!r}: open it before you draw from it")
+        if told := self._told.get(dataset):
+            self._check_same(told.terms, self._terms[dataset])
+        if lease.finished:
+            return Drawn(ended=True)
+        if lease.full(session.number, SHARDS_MAX):
+            raise Refused(
+                f"dataset {dataset!r}: {SHARDS_MAX} shards were drawn and not acknowledged: say data.done() once a batch was used"
+            )
+        span = lease.draw(session.number, most, asyncio.get_running_loop().time())
+        if span is None or not lease.left:
+            self._wake.set()
+        return Drawn(span)
+
+    def acked(self, dataset: str, spans: Sequence[Span]) -> None:
+        """These were used."""
+        lease = self._leases.get(dataset)
+        if lease is None:
+            return
+        now = asyncio.get_running_loop().time()
+        for span in spans:
+            lease.ack(span, now)
+        if not lease.left:
+            self._wake.set()  # these may be the last ones of all
+
+    def why(self, dataset: str) -> str:
+        """Why there is nothing now."""
+        desk, now = self._desk, asyncio.get_running_loop().time()
+        if desk is not None and desk.beats_seen != self._beats:
+            self._beats, self._heard_at = desk.beats_seen, now
+        if now - self._heard_at > SILENT_S:
+            return f"no master has answered for {now - self._heard_at:.0f} s"
+        if dataset not in self._told:
+            return "the job's master has not registered the dataset yet"
+        return "other workers have the rest, and have not used it yet"
+
+    def gone(self, session: Session, why: str) -> None:
+        """What it had in hand is handed out again, and told: it may have been used."""
+        for name, lease in self._leases.items():
+            had = lease.gone(session.number)
+            if had:
+                log.warning("samples may be used again", dataset=name, samples=had.count, rank=session.rank, reason=why)
+                self._report(name, had, f"rank {session.rank}: {why}")
+        if self._launcher.data is not None:
+            if not self._launcher.data.sessions:
+                self._quiet.set()
+            self._launcher.data.serve()
+        self._wake.set()
+
+    def _report(self, dataset: str, had: Ranges, why: str) -> None:
+        spans = tuple(had)
+        for first in range(0, len(spans), SPANS_MAX):
+            packed = Ranges(spans[first : first + SPANS_MAX]).pack()
+            if self._desk is not None:
+                self._desk.send(ReportRepeated(self._desk.node, dataset, packed, why))
+
+    def _lease(self, name: str) -> NodeLeases:
+        return self._leases.setdefault(name, NodeLeases(name))
+
+    # ---- its life
+
+    async def run(self, desk: Desk) -> None:
+        """Until cancelled."""
+        data = self._launcher.data
+        if data is None:
+            return
+        self._desk, self._heard_at = desk, asyncio.get_running_loop().time()
+        self._quiet.set()
+        data.counter = self
+        self.ordered(desk.order)
+        try:
+            while True:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await within(LOOK_S, self._wake.wait()) if self._leases else await self._wake.wait()
+                self._wake.clear()
+                self._tell(desk, data)
+        finally:
+            data.counter = None
+
+    def _tell(self, desk: Desk, data: DataSocket) -> None:
+        """Let heartbeats say how it stands; the next one at once where somebody waits for what follows from it."""
+        now, waiting = asyncio.get_running_loop().time(), data.waiting
+        asks = tuple(
+            lease.ask(now, waiting=name in waiting)
+            for name, lease in self._leases.items()
+            if lease.sessions or lease.holds or lease.answered
+        )
+        said, before = LeaseBeat(asks), {one.dataset: one for one in self._said.asks}
+        if said == self._said:
+            return
+        desk.tell(said)
+        urgent = False
+        for ask in asks:
+            last = before.get(ask.dataset)
+            news = last is None or (ask.idle and not last.idle) or ask.recall != last.recall
+            ended = not self._leases[ask.dataset].holds and (last is None or ask.acked != last.acked)
+            urgent = urgent or news or ended
+        if urgent or now - self._said_at >= ACKS_S:
+            self._said_at = now
+            desk.hurry()
+        self._said = said
+
+    async def settle(self, order: Order) -> None:
+        """The agent goes: once its workers have ended, what they have used is reported."""
+        if self._desk is None:
+            return
+        with contextlib.suppress(asyncio.TimeoutError):
+            await within(order.grace_us / SECOND_US + LAST_S, self._quiet.wait())
+        now = asyncio.get_running_loop().time()
+        for name, lease in self._leases.items():
+            acked = lease.ask(now, waiting=False).acked
+            if len(acked) > 1:
+                self._desk.send(ReportAcked(self._desk.node, name, acked))

@@ -1,0 +1,318 @@
+"""The agent's socket for data: workers and their loader processes draw shards of leased datasets here, and say what was used.
+
+One packet socket, ``data.sock`` beside the agent's own, one msgpack map per packet. A session is a connection: whoever dials is
+one of the workers that run, or a process that one of them has made, and its end is seen at once, however it came. What a session
+had not acknowledged by then is handed out again.
+
+A draw is answered with a shard, with the end of the data, or after a while with why there is nothing yet. Then the worker draws
+again: so it never waits without a word, and an agent that dies is noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import structlog
+
+from dlrover_core.data.ranges import POSITION_MAX, Span
+from dlrover_core.errors import MalformedMessage
+from dlrover_core.job.shards import Terms
+from dlrover_core.runtime.checked import checked
+from dlrover_core.runtime.launcher import WorkersLaunch
+
+from . import wire
+from .listener import PacketListener
+
+NAME = "data.sock"
+PACKET_BYTES_MAX = 64 * 1024
+CONNECTIONS_MAX = 2048
+WAIT_S_MAX = 30.0
+SHARD_MAX = 2**31
+ACKS_MAX = 1024
+"""Ranges in one packet."""
+TEXT_MAX = 1000
+
+log = structlog.get_logger("dlrover.agent")
+
+
+class Refused(Exception):
+    """The answer is no; the words are for people."""
+
+
+class Session(NamedTuple):
+    """Who is at the other end: a worker, or a process of it. ``number``: of the connection; no two are alike."""
+
+    number: int
+    generation: int
+    rank: int
+    local_rank: int
+    pid: int
+
+
+class Drawn(NamedTuple):
+    """The answer to a draw: a shard, or the end; neither: there is nothing yet."""
+
+    span: Span | None = None
+    ended: bool = False
+
+
+class Counter(Protocol):
+    """Whoever has the shards. All of it returns at once."""
+
+    def opened(self, session: Session, terms: Terms, shard: int) -> None:
+        """The session draws from this dataset, ``shard`` samples at a time. Raises `Refused`."""
+
+    def draw(self, session: Session, dataset: str, most: int) -> Drawn:
+        """Hand a shard out. Raises `Refused`."""
+
+    def acked(self, dataset: str, spans: Sequence[Span]) -> None:
+        """These positions were used, whoever of the node says so."""
+
+    def why(self, dataset: str) -> str:
+        """Why there is nothing to draw now."""
+
+    def gone(self, session: Session, why: str) -> None:
+        """The session is over."""
+
+
+class _Wait(NamedTuple):
+    number: int
+    dataset: str
+    most: int
+    timer: asyncio.TimerHandle
+
+
+class DataSocket:
+    """Listens at ``folder``/data.sock, mode 0600."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = os.path.join(folder, NAME)
+        self.counter: Counter | None = None
+        self.launch: WorkersLaunch | None = None
+        self._listener = PacketListener(self.path, self._accept)
+        self._open: dict[socket.socket, Session | None] = {}
+        self._waits: dict[socket.socket, _Wait] = {}
+        self._numbers = 0
+
+    def open(self) -> None:
+        """Listen. Raises `LaunchFailed`."""
+        self._listener.open()
+
+    def restore(self) -> bool:
+        """Listen again where the socket was removed; was it? Raises `OSError`."""
+        return self._listener.restore()
+
+    def begin(self, launch: WorkersLaunch) -> None:
+        """These workers run from now on; others are not served."""
+        self.launch = launch
+
+    def close(self) -> None:
+        """Hang up on everybody. Idempotent."""
+        for one in list(self._open):
+            self._hang_up(one, "its agent ends")
+        self._listener.close()
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Those that there are."""
+        return [one for one in self._open.values() if one is not None]
+
+    def over(self, generation: int, local_rank: int | None, why: str) -> None:
+        """A worker has ended, or all of a generation (None): so have the processes that it has made. Their last words count."""
+        self.catch_up()
+        for line, one in list(self._open.items()):
+            if one is not None and one.generation == generation and local_rank in (None, one.local_rank):
+                self._hang_up(line, why)
+
+    def serve(self) -> None:
+        """There may be something for those that wait, first come, first served."""
+        for line, wait in list(self._waits.items()):
+            self._serve(line, wait)
+
+    @property
+    def waiting(self) -> set[str]:
+        """The datasets that somebody waits for."""
+        return {wait.dataset for wait in self._waits.values()}
+
+    # ---- packets
+
+    def catch_up(self) -> None:
+        """Hear now all that was said until now."""
+        while self._listener.listens and self._accept():
+            pass
+        for line in list(self._open):
+            while line in self._open and self._hear(line):
+                pass
+
+    def _accept(self) -> bool:
+        line = self._listener.accept()
+        if line is None:
+            return False
+        if len(self._open) >= CONNECTIONS_MAX:
+            line.close()
+            return True
+        line.setblocking(False)
+        self._open[line] = None
+        asyncio.get_running_loop().add_reader(line, self._hear, line)
+        return True
+
+    def _hear(self, line: socket.socket) -> bool:
+        """Take one packet; False if there is none. Descriptors with it are closed by the kernel: there is no room for them."""
+        try:
+            packet = line.recv(PACKET_BYTES_MAX + 1)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            packet = b""
+        if not packet or len(packet) > PACKET_BYTES_MAX:
+            self._hang_up(line, "its process ended")
+            return True
+        try:
+            self._understood(line, wire.unpack(packet))
+        except (MalformedMessage, _Nonsense):
+            self._hang_up(line, "it sent nonsense")
+        return True
+
+    def _understood(self, line: socket.socket, body: dict[str, Any]) -> None:
+        """Do what a packet says. Raises `_Nonsense`, `MalformedMessage`."""
+        op, session = body.get("op"), self._open[line]
+        try:
+            if op == "draw" and session is not None:
+                self._draw(line, session, body)
+            elif op == "acked" and session is not None:
+                self._acked(body)
+            elif op == "open" and session is not None:
+                self._opened(line, session, body)
+            elif op == "hello" and session is None:
+                self._hello(line, body)
+            else:
+                raise _Nonsense
+        except Refused as refused:
+            self._send(line, _number(body), {"error": str(refused)[:TEXT_MAX]})
+
+    def _hello(self, line: socket.socket, body: dict[str, Any]) -> None:
+        rank, local_rank, pid = (_int(body, name) for name in ("rank", "local_rank", "pid"))
+        launch = self.launch
+        if launch is None:
+            raise Refused("no workers run here")
+        if rank != launch.first_rank + local_rank or local_rank >= launch.nproc:
+            raise Refused(
+                f"rank {rank} (local rank {local_rank}) is not one of this agent's workers: ranks {launch.first_rank} to "
+                f"{launch.first_rank + launch.nproc - 1} are"
+            )
+        self._numbers += 1
+        self._open[line] = Session(self._numbers, launch.generation, rank, local_rank, pid)
+        self._send(line, _number(body), {"node": launch.node, "generation": launch.generation})
+
+    def _opened(self, line: socket.socket, session: Session, body: dict[str, Any]) -> None:
+        terms, shard = body.get("terms"), _int(body, "shard")
+        if not isinstance(terms, list) or not 0 < shard <= SHARD_MAX:
+            raise _Nonsense
+        self._counter().opened(session, checked(Terms, tuple(terms)), shard)
+        self._send(line, _number(body), {})
+
+    def _acked(self, body: dict[str, Any]) -> None:
+        spans = list(_spans(body.get("spans", [])))
+        if spans:
+            self._counter().acked(_text(body, "dataset"), spans)
+
+    def _draw(self, line: socket.socket, session: Session, body: dict[str, Any]) -> None:
+        self._acked(body)
+        dataset, most, within_s = _text(body, "dataset"), _int(body, "most"), body.get("within_s", 1.0)
+        if not 0 < most <= SHARD_MAX or not isinstance(within_s, (int, float)) or not 0 <= within_s <= WAIT_S_MAX:
+            raise _Nonsense
+        if line in self._waits:
+            raise _Nonsense  # one draw at a time: whoever draws more has several sessions
+        drawn = self._counter().draw(session, dataset, most)
+        if drawn.span is not None or drawn.ended:
+            self._answer(line, _number(body), drawn)
+        else:
+            timer = asyncio.get_running_loop().call_later(within_s, self._waited, line)
+            self._waits[line] = _Wait(_number(body), dataset, most, timer)
+
+    def _serve(self, line: socket.socket, wait: _Wait) -> None:
+        session = self._open.get(line)
+        if session is None or self._waits.get(line) is not wait:
+            return
+        try:
+            drawn = self._counter().draw(session, wait.dataset, wait.most)
+        except Refused as refused:
+            self._end_wait(line)
+            self._send(line, wait.number, {"error": str(refused)[:TEXT_MAX]})
+            return
+        if drawn.span is not None or drawn.ended:
+            self._end_wait(line)
+            self._answer(line, wait.number, drawn)
+
+    def _waited(self, line: socket.socket) -> None:
+        wait = self._end_wait(line)
+        if wait is not None:
+            self._send(line, wait.number, {"wait": self._counter().why(wait.dataset)[:TEXT_MAX]})
+
+    def _end_wait(self, line: socket.socket) -> _Wait | None:
+        wait = self._waits.pop(line, None)
+        if wait is not None:
+            wait.timer.cancel()
+        return wait
+
+    def _answer(self, line: socket.socket, number: int, drawn: Drawn) -> None:
+        self._send(line, number, {"end": True} if drawn.span is None else {"span": list(drawn.span)})
+
+    def _send(self, line: socket.socket, number: int, answer: dict[str, Any]) -> None:
+        try:
+            line.send(wire.pack({**answer, "n": number}))
+        except OSError:  # it is gone, or asks and never reads
+            self._hang_up(line, "its process ended")
+
+    def _hang_up(self, line: socket.socket, why: str) -> None:
+        if line not in self._open:
+            return
+        asyncio.get_running_loop().remove_reader(line)
+        self._end_wait(line)
+        session = self._open.pop(line)
+        line.close()
+        if session is not None and self.counter is not None:
+            self.counter.gone(session, why)
+
+    def _counter(self) -> Counter:
+        if self.counter is None:
+            raise Refused("this agent has not joined its job yet: try again")
+        return self.counter
+
+
+class _Nonsense(Exception):
+    """A packet that no worker of ours sends."""
+
+
+def _number(body: dict[str, Any]) -> int:
+    return _int({"n": 0, **body}, "n")
+
+
+def _int(body: dict[str, Any], name: str) -> int:
+    found = body.get(name)
+    if type(found) is not int or not 0 <= found < 2**62:
+        raise _Nonsense
+    return found
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    found = body.get(name)
+    if not isinstance(found, str):
+        raise _Nonsense
+    return found
+
+
+def _spans(said: Any) -> Iterator[Span]:
+    """Ranges, as starts and ends in turn."""
+    if not isinstance(said, list) or len(said) % 2 or len(said) > 2 * ACKS_MAX:
+        raise _Nonsense
+    if not all(type(one) is int and 0 <= one <= POSITION_MAX for one in said):
+        raise _Nonsense
+    for start, end in zip(said[::2], said[1::2], strict=True):
+        if start >= end:
+            raise _Nonsense
+        yield Span(start, end)

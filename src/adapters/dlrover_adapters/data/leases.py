@@ -1,0 +1,278 @@
+"""Leased samples, drawn in shards from the agent: for workers that keep their own pace. No torch is needed.
+
+    work = LeasedIndices("eval", size=len(source), shard=32)
+    for shard in work:                      # a worker gets the next shard when it asks, so fast ones get more
+        for index in shard.indices:
+            write(index, model(source[index]))
+
+A shard counts as used when the next one is drawn, or at `LeasedIndices.done`. What a worker that dies had drawn and not used
+is drawn by others; a sample that it had used, but not said so, is used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgpack
+
+from dlrover_adapters.data.following import announced
+from dlrover_adapters.data.index_file import say
+from dlrover_adapters.data.orders import order_of
+from dlrover_core.data.permutation import SHUFFLED, WINDOW
+from dlrover_core.data.ranges import Ranges, Span
+from dlrover_core.errors import CoreError, SpecError
+from dlrover_core.job.shards import LEASE, NUMBER_MAX, SEED_MASK, Terms
+
+SOCKET_VARIABLE, PATH_NAME = "DLROVER_AGENT_SOCKET", "data.sock"
+PACKET_BYTES_MAX = 64 * 1024
+WAIT_S = 1.0
+"""A wait is made of parts of this length."""
+ANSWER_S = 60.0
+"""An agent that answers nothing for so long is given up; one that is dead hangs up."""
+TOLD_S = 60.0
+ACKS_MAX = 1024
+SHARD_MAX = 2**31
+_LINES: weakref.WeakSet[LeaseLine] = weakref.WeakSet()
+_FORKS: list[int] = []
+
+
+class DataGone(CoreError):
+    """The agent, which hands out the samples, is gone or does not answer. It takes its workers with it."""
+
+
+class Wait(NamedTuple):
+    """There is nothing to draw now; why, in words."""
+
+    why: str
+
+
+class LeaseLine:
+    """This process's line to the agent. Made where it is first needed; a forked child makes its own."""
+
+    def __init__(self) -> None:
+        """Dial. Raises `SpecError` where no agent of ours runs this process, `DataGone`."""
+        path = _path()
+        if path is None or not path.exists():
+            raise SpecError(
+                "assign",
+                '"lease" needs an agent that hands out samples, and this process has none: start the script with dlrover-run',
+            )
+        self.pid, self._opened = os.getpid(), set[str]()
+        self._numbers, self._lock = itertools.count(1), threading.Lock()
+        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _close_in_children()
+        _LINES.add(self)
+        try:
+            self._line.settimeout(ANSWER_S)
+            self._line.connect(str(path))
+            rank, local_rank = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK"))
+        except (OSError, KeyError, ValueError) as error:
+            self._line.close()
+            raise DataGone(f"no agent hands out samples at {path}: {error}") from error
+        try:
+            self._ask({"op": "hello", "rank": rank, "local_rank": local_rank, "pid": self.pid})
+        except BaseException:
+            self._line.close()
+            raise
+
+    def open(self, terms: Terms, shard: int) -> None:
+        """Draw from this dataset from now on. Raises `SpecError` where the job has another one of that name, `DataGone`."""
+        if terms.name not in self._opened:
+            self._ask({"op": "open", "terms": list(terms), "shard": shard})
+            self._opened.add(terms.name)
+
+    def draw(self, dataset: str, most: int, acked: Sequence[Span] = (), within_s: float = WAIT_S) -> Span | Wait | None:
+        """The next positions, ``most`` at most, after ``acked`` were used; None: all of the data were used. Raises `DataGone`."""
+        for first in range(0, max(0, len(acked) - ACKS_MAX), ACKS_MAX):
+            self.acked(dataset, acked[first : first + ACKS_MAX])
+        spans = _flat(acked[-(len(acked) % ACKS_MAX or ACKS_MAX) :])
+        with announced():
+            answer = self._ask({"op": "draw", "dataset": dataset, "most": most, "spans": spans, "within_s": within_s})
+        if "span" in answer:
+            return Span(*answer["span"])
+        return None if answer.get("end") else Wait(str(answer.get("wait", "")))
+
+    def acked(self, dataset: str, spans: Sequence[Span]) -> None:
+        """These were used. Raises `DataGone`."""
+        for first in range(0, len(spans), ACKS_MAX):
+            packet = {"op": "acked", "dataset": dataset, "spans": _flat(spans[first : first + ACKS_MAX])}
+            with self._lock:
+                try:
+                    self._line.send(_packed(packet))
+                except OSError as error:
+                    raise DataGone(f"the agent, which hands out samples, is gone: {error}") from error
+
+    def close(self) -> None:
+        """Hang up: what was drawn and not acknowledged goes to others. Idempotent."""
+        self._line.close()
+
+    def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        number = next(self._numbers)
+        with self._lock:
+            try:
+                self._line.send(_packed({**body, "n": number}))
+                answer = msgpack.unpackb(self._line.recv(PACKET_BYTES_MAX))
+            except (OSError, ValueError) as error:
+                why = f"{type(error).__name__}: {error}" if str(error) else "it hung up"
+                raise DataGone(f"the agent, which hands out samples, does not answer {body['op']!r}: {why}") from error
+        if not isinstance(answer, dict) or answer.get("n") != number:
+            raise DataGone(f"the agent's answer to {body['op']!r} makes no sense")
+        if "error" in answer:
+            raise SpecError("data", str(answer["error"]))
+        return cast("dict[str, Any]", answer)
+
+
+def line_of_process() -> LeaseLine:
+    """The line of this process, made where there is none yet. Raises as `LeaseLine` does."""
+    for one in _LINES:
+        if one.pid == os.getpid():
+            return one
+    line = LeaseLine()
+    _KEPT.append(line)
+    return line
+
+
+_KEPT: list[LeaseLine] = []
+"""Lines live as long as their process."""
+
+
+def _close_in_children() -> None:
+    """A child that held its parent's line open would keep the parent's end from being seen."""
+    if not _FORKS:
+        _FORKS.append(os.getpid())
+        os.register_at_fork(after_in_child=_forget_lines)
+
+
+def _forget_lines() -> None:
+    for one in list(_LINES):
+        if one.pid != os.getpid():
+            with contextlib.suppress(OSError):
+                one.close()
+            _LINES.discard(one)
+    _KEPT.clear()
+
+
+class Shard(NamedTuple):
+    """Samples that were drawn together.
+
+    epoch:   of all of them; the first is 0
+    indices: of the samples
+    span:    their positions in the order of all epochs
+    """
+
+    epoch: int
+    indices: tuple[int, ...]
+    span: Span
+
+
+class LeasedIndices:
+    """Iterates over shards until all epochs are used, by whichever workers. See the module.
+
+    ``name``: of the dataset, its own in the job. ``size``: samples of an epoch. ``epochs``: 0: without end. ``seed``, ``order``,
+    ``chunk``, ``window``: the order of an epoch, as of `ElasticDataset`. ``shard``: samples that are drawn at a time, at
+    most: what a dead worker may have used twice. ``fingerprint``: what the source's content is told by.
+
+    Raises `SpecError` for what cannot be right, and where no agent of ours runs this process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        size: int,
+        epochs: int = 1,
+        seed: int = 0,
+        order: str = SHUFFLED,
+        chunk: int = 1,
+        window: int = WINDOW,
+        shard: int = 1,
+        fingerprint: str = "",
+    ) -> None:
+        for field, value, least in (("size", size, 1), ("epochs", epochs, 0), ("shard", shard, 1)):
+            _check(name, field, value, least)
+        self.terms = Terms(name, size, seed & SEED_MASK, order, fingerprint, epochs, 0, LEASE)
+        self.shard, self._seed, self._read = shard, seed, (chunk, window)
+        self._order = order_of(size, seed, 0, chunk=chunk, window=window, order=order)
+        self._used: list[Span] = []
+
+    def draw(self, within_s: float = WAIT_S) -> Shard | Wait | None:
+        """The next shard; `Wait`: there is none now; None: all of the data were used. Shards before it count only by `used`."""
+        line, used = line_of_process(), self._used
+        line.open(self.terms, self.shard)
+        most = self.shard
+        span = line.draw(self.terms.name, most, used, within_s)
+        del self._used[: len(used)]
+        return Shard(*self._indices(span), span) if isinstance(span, Span) else span
+
+    def used(self, span: Span) -> None:
+        """These positions were used; it is said with the next draw, or by `done`."""
+        self._used.append(span)
+
+    def done(self) -> None:
+        """Say now what was used."""
+        spans, self._used = tuple(Ranges(self._used)), []
+        if spans:
+            line = line_of_process()
+            line.open(self.terms, self.shard)
+            line.acked(self.terms.name, spans)
+
+    def __iter__(self) -> Iterator[Shard]:
+        """Shards, each used when the next one is asked for."""
+        while True:
+            shard = self.waited()
+            if shard is None:
+                return
+            yield shard
+            self.used(shard.span)
+
+    def waited(self) -> Shard | None:
+        """The next shard, however long it takes; None: all of the data were used."""
+        began = told = time.monotonic()
+        while True:
+            found = self.draw()
+            if not isinstance(found, Wait):
+                return found
+            now = time.monotonic()
+            if now - told >= TOLD_S:
+                told = now
+                say(f"dataset {self.terms.name!r}: {now - began:.0f} s waited for samples: {found.why}")
+
+    def _indices(self, span: Span) -> tuple[int, tuple[int, ...]]:
+        epoch, first = divmod(span.start, self.terms.size)
+        if self._order.epoch != epoch:
+            chunk, window = self._read
+            self._order = order_of(
+                self.terms.size, self._seed, epoch, chunk=chunk, window=window, order=self.terms.order
+            )
+        return epoch, tuple(self._order.indices(first, first + span.end - span.start))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_used": []}
+
+
+def _check(name: str, field: str, value: Any, least: int) -> None:
+    most = SHARD_MAX if field == "shard" else NUMBER_MAX
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise SpecError(field, f"{value!r} of dataset {name!r}: give {least} to {most}")
+
+
+def _path() -> Path | None:
+    agent = os.environ.get(SOCKET_VARIABLE, "")
+    return Path(agent).with_name(PATH_NAME) if agent else None
+
+
+def _flat(spans: Sequence[Span]) -> list[int]:
+    return [edge for span in spans for edge in span]
+
+
+def _packed(body: dict[str, Any]) -> bytes:
+    return cast(bytes, msgpack.packb(body))

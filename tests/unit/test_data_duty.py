@@ -1,0 +1,303 @@
+"""The agent's side of leased data: what sessions are handed, what becomes of that when they end, and what the leader is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import pytest
+
+from dlrover_adapters.agent import data_duty
+from dlrover_adapters.agent.data_duty import DataDuty
+from dlrover_adapters.agent.data_socket import DataSocket
+from dlrover_adapters.data.leases import DataGone, LeasedIndices, LeaseLine, Wait
+from dlrover_core.data.ranges import Ranges, Span
+from dlrover_core.errors import SpecError
+from dlrover_core.job.leases import Leases, LeaseTold, ReportAcked, ReportRepeated, spans_of
+from dlrover_core.job.orders import Order
+from dlrover_core.job.shards import LEASE, RegisterDataset, Terms
+from dlrover_core.runtime.duties import Desk
+from dlrover_core.runtime.launcher import WorkerExit, WorkersGone, WorkersLaunch
+from dlrover_core.runtime.leasing import Ask, LeaseBeat
+
+LAUNCH = WorkersLaunch("run", 3, 2, 2, 4, 1, 2, "h:1", 2, 3, node="n-0-1")
+TERMS = Terms("eval", 100, 7, "file", "", 2, 0, LEASE)
+NOBODY = Order(leave=False, reason="", grace_us=0)
+
+
+class Stand:
+    """A data duty with its socket, and a test in the leader's place."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sent: list[Any] = []
+        self.launcher = SimpleNamespace(data=DataSocket(str(folder)))
+        self.duty = DataDuty(self.launcher)
+        self.desk = Desk("n-0-1", "run", NOBODY, self.sent.append)
+        self.lines: list[LeaseLine] = []
+
+    @property
+    def ask(self) -> Ask:
+        """What the next heartbeat says of the dataset."""
+        (part,) = self.desk.told.values()
+        assert isinstance(part, LeaseBeat)
+        (one,) = part.asks
+        return one
+
+    def order(self, *spans: tuple[int, int], **more: Any) -> None:
+        """The leader tells the node's leases."""
+        told = LeaseTold(*TERMS[:6], spans=Ranges(spans).pack(), **more)
+        self.duty.ordered(NOBODY.telling(Leases((told,))))
+
+    async def line(self, *, opened: bool = True, local_rank: int = 0) -> LeaseLine:
+        """A process of a rank dials."""
+        os.environ.update(RANK=str(2 + local_rank), LOCAL_RANK=str(local_rank))
+        line = await asyncio.to_thread(LeaseLine)
+        self.lines.append(line)
+        if opened:
+            await asyncio.to_thread(line.open, TERMS, 4)
+        return line
+
+    async def draw(self, line: LeaseLine, *acked: Span, within_s: float = 20.0) -> Any:
+        """A worker draws."""
+        return await asyncio.to_thread(line.draw, "eval", 4, acked, within_s)
+
+    async def until(self, true: Callable[[], Any]) -> None:
+        """Wait for it."""
+        while not true():  # noqa: ASYNC110  # the words come from threads
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def stand(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stand]:
+    """Of a node with ranks 2 and 3."""
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("DLROVER_AGENT_SOCKET", str(folder / "agent.sock"))
+    one = Stand(folder)
+    one.launcher.data.open()
+    one.launcher.data.begin(LAUNCH)
+    running = asyncio.ensure_future(one.duty.run(one.desk))
+    await asyncio.sleep(0)
+    try:
+        yield one
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        for line in one.lines:
+            line.close()
+        one.launcher.data.close()
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Stand], Any]], None]:
+    """Runs a test on a stand of its own."""
+
+    def played(test: Callable[[Stand], Any]) -> None:
+        async def whole() -> None:
+            async with stand(tmp_path, monkeypatch) as one:
+                await test(one)
+
+        asyncio.run(asyncio.wait_for(whole(), 30))
+
+    return played
+
+
+def test_a_session_draws_acknowledges_and_hears_the_end(play: Any) -> None:
+    """The dataset is registered once; draws wait for the leader's order; the end is said once the leader says so."""
+
+    async def test(one: Stand) -> None:
+        line, other = await one.line(), await one.line(local_rank=1)
+        assert one.sent == [RegisterDataset("n-0-1", 3, *TERMS)]
+        drawing = asyncio.ensure_future(one.draw(line))
+        await one.until(lambda: one.desk.told and one.ask.idle and one.desk.hurried.is_set())
+        assert one.ask.aim == 16  # two shards for each of its workers
+        one.order((0, 8))
+        assert await drawing == (0, 4)
+        assert await one.draw(other) == (4, 8)
+        ending = asyncio.ensure_future(one.draw(line, Span(0, 4)))
+        await asyncio.to_thread(other.acked, "eval", [Span(4, 8)])
+        await one.until(lambda: spans_of(one.ask.acked) == ((0, 8),))
+        one.order(finished=True)
+        assert await ending is None
+        assert await one.draw(other) is None
+
+    play(test)
+
+
+def test_a_wait_has_words(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing registered yet, others have the rest, no master answers: the worker hears which."""
+
+    async def test(one: Stand) -> None:
+        line = await one.line()
+        assert await one.draw(line, within_s=0.01) == Wait("the job's master has not registered the dataset yet")
+        one.order()
+        assert await one.draw(line, within_s=0.01) == Wait("other workers have the rest, and have not used it yet")
+        monkeypatch.setattr(data_duty, "SILENT_S", -1.0)
+        assert (await one.draw(line, within_s=0.01)).why.startswith("no master has answered for 0 s")
+
+    play(test)
+
+
+@pytest.mark.parametrize("how", ["its socket", "its exit", "its generation"])
+def test_what_a_dead_session_had_is_handed_out_again_and_told(play: Any, how: str) -> None:
+    """However its end is seen. Its last words count, even those that nobody had read yet."""
+
+    async def test(one: Stand) -> None:
+        line, other = await one.line(), await one.line(local_rank=1)
+        one.order((0, 50))
+        assert await one.draw(line) == (0, 4)
+        assert await one.draw(other) == (4, 8)
+        line.acked("eval", [Span(0, 1)])
+        if how == "its socket":
+            line.close()
+        elif how == "its exit":
+            one.duty.noticed(WorkerExit(3, 0, 2, -9, False, 0))
+        else:
+            one.duty.noticed(WorkersGone(3))
+        await one.until(lambda: len(one.sent) > 1)
+        assert isinstance(one.sent[1], ReportRepeated)
+        assert spans_of(one.sent[1].spans) == ((1, 4),)
+        third = await one.line(local_rank=1)
+        assert (await one.draw(third)).start == 1
+        if how == "its exit":
+            with pytest.raises(DataGone, match="does not answer"):
+                await one.draw(line)
+
+    play(test)
+
+
+def test_a_shard_is_of_one_epoch(play: Any) -> None:
+    """The order of the second epoch is another one."""
+
+    async def test(one: Stand) -> None:
+        line = await one.line()
+        one.order((98, 110))
+        assert [await one.draw(line) for _ in range(2)] == [(98, 100), (100, 104)]
+
+    play(test)
+    work = LeasedIndices("eval", size=100, epochs=2, seed=7, order="file", shard=4)
+    assert work._indices(Span(100, 104)) == (1, (0, 1, 2, 3))
+
+
+def test_a_question_of_the_leader_is_answered_at_once(play: Any) -> None:
+    """What is not handed out is given back, and never handed out after."""
+
+    async def test(one: Stand) -> None:
+        line = await one.line()
+        one.order((0, 20))
+        await one.draw(line)
+        one.order((0, 20), recall=9, recalled=Ranges([(2, 20)]).pack())
+        await one.until(lambda: one.ask.recall == 9)
+        assert spans_of(one.ask.yielded) == ((4, 20),)
+        assert one.desk.hurried.is_set()
+        assert isinstance(await one.draw(line, within_s=0.01), Wait)
+
+    play(test)
+
+
+def test_an_agent_that_leaves_says_what_was_used(play: Any) -> None:
+    """After its workers have ended, as a report: no heartbeat may come any more."""
+
+    async def test(one: Stand) -> None:
+        line = await one.line()
+        one.order((0, 20))
+        span = await one.draw(line)
+        settling = asyncio.ensure_future(one.duty.settle(NOBODY._replace(grace_us=10_000_000)))
+        await asyncio.to_thread(line.acked, "eval", [span])
+        line.close()
+        await settling
+        assert [spans_of(one.spans) for one in one.sent if isinstance(one, ReportAcked)] == [((0, 4),)]
+
+    play(test)
+
+
+def test_another_dataset_of_the_name_is_refused(play: Any) -> None:
+    """By the other session's, and by the job's; both are told."""
+
+    async def test(one: Stand) -> None:
+        await one.line()
+        line = await one.line(opened=False)
+        with pytest.raises(SpecError, match=r"the job has it with 100 samples.*this one has 99 samples.*another name"):
+            await asyncio.to_thread(line.open, TERMS._replace(size=99), 4)
+        with pytest.raises(SpecError, match="'cursor' of dataset 'eval': only 'lease' is drawn here"):
+            await asyncio.to_thread(line.open, TERMS._replace(assignment="cursor"), 4)
+        with pytest.raises(SpecError, match="open it before you draw"):
+            await one.draw(line)
+
+    play(test)
+
+
+def test_credits(play: Any) -> None:
+    """A session that draws on and on without using anything is told what to do."""
+
+    async def test(one: Stand) -> None:
+        line = await one.line()
+        one.order((0, 100))
+        for _ in range(data_duty.SHARDS_MAX if data_duty.SHARDS_MAX < 100 else 0):
+            await asyncio.to_thread(line.draw, "eval", 1)
+        with pytest.raises(SpecError, match=r"3 shards were drawn and not acknowledged: say data.done\(\)"):
+            await asyncio.to_thread(line.draw, "eval", 1)
+
+    before, data_duty.SHARDS_MAX = data_duty.SHARDS_MAX, 3
+    try:
+        play(test)
+    finally:
+        data_duty.SHARDS_MAX = before
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"\xc1", b"\x01", msgpack.packb({"op": "draw"}), msgpack.packb({"op": "hello", "rank": -1}),
+        msgpack.packb({"op": "acked", "dataset": "eval", "spans": [4, 2]}),
+        msgpack.packb({"op": "acked", "dataset": "eval", "spans": [1]}),
+        msgpack.packb({"op": "draw", "dataset": "eval", "most": 0, "spans": []}),
+        msgpack.packb({"op": "open", "terms": ["eval"], "shard": 1}),
+    ],
+)  # fmt: skip
+def test_nonsense_ends_the_connection_and_nothing_else(play: Any, packet: bytes) -> None:
+    """Before and after the greeting."""
+
+    async def test(one: Stand) -> None:
+        line = await one.line()
+        one.order((0, 20))
+        for greeted in (False, True):
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stranger.settimeout(10)
+            stranger.connect(one.launcher.data.path)
+            if greeted:
+                stranger.send(msgpack.packb({"op": "hello", "rank": 2, "local_rank": 0, "pid": 1, "n": 1}))
+                assert b"node" in await asyncio.to_thread(stranger.recv, 1000)
+            stranger.send(packet)
+            assert await asyncio.to_thread(stranger.recv, 1000) == b""
+            stranger.close()
+        assert await one.draw(line) == (0, 4)
+
+    play(test)
+
+
+def test_without_an_agent_it_says_how_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Plain Python and torchrun have nobody who hands samples out; an agent that is gone is named."""
+    monkeypatch.delenv("DLROVER_AGENT_SOCKET", raising=False)
+    with pytest.raises(SpecError, match="start the script with dlrover-run"):
+        LeaseLine()
+    monkeypatch.setenv("DLROVER_AGENT_SOCKET", str(tmp_path / "agent.sock"))
+    (tmp_path / "data.sock").write_text("")
+    with pytest.raises(DataGone, match="no agent hands out samples at"):
+        LeaseLine()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("size", 0), ("size", True), ("epochs", -1), ("shard", 0), ("shard", 2**31 + 1)]
+)
+def test_fields_out_of_bounds(field: str, value: Any) -> None:
+    """Field, value, and what may be given."""
+    with pytest.raises(SpecError, match=rf"{field}.*{value}.* give \d"):
+        LeasedIndices("eval", **{"size": 10, field: value})
