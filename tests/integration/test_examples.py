@@ -105,6 +105,15 @@ def test_elastic_data_counts_each_sample_once(tmp_path: Path) -> None:
     assert 16 * int(found[1]) == int(found[2]) <= 400
 
 
+def test_evaluate_uses_every_sample(tmp_path: Path) -> None:
+    """A worker that kills itself costs a few samples that are used again; in the end each worker finds the results of all."""
+    words = (str(TORCH / "evaluate.py"), "--folder", "results", "--die-at", "10")
+    said = succeeds(tmp_path, "--nproc-per-node", "2", *words)
+    found = re.findall(r"^rank \d: (\d+) samples were mine, 2000 of 2000 are there$", said, re.MULTILINE)
+    assert len(found) == 2, said
+    assert (tmp_path / "results" / "died").exists()
+
+
 def losses(said: str) -> dict[int, float]:
     """The loss of each step."""
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss ([0-9.]+)$", said, re.MULTILINE)}
@@ -209,7 +218,8 @@ def test_each_says_how_to_run_it(script: Path) -> None:
     if script.with_suffix(".toml").exists():  # several programs: torchrun has no counterpart
         assert f"    dlrover-run --job examples/torch/{script.stem}.toml" in words
         return
-    for launcher in ("dlrover-run", "torchrun"):
+    leased = 'assign="lease"' in script.read_text()  # samples are handed out by agents, which torchrun has not
+    for launcher in ("dlrover-run",) if leased else ("dlrover-run", "torchrun"):
         assert re.search(rf"^    {launcher} [^\n]*(\n +)?[^\n]*examples/torch/{script.name}", words, re.MULTILINE), (
             launcher
         )

@@ -11,6 +11,7 @@ from dlrover_adapters.cli.places import FAILED, OK, NotFound, log_arguments, tok
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from dlrover_core.history.leased import LeasedRow
     from dlrover_core.history.ledger import DataRow
     from dlrover_core.job.state import JobState
     from dlrover_core.kernel.events import Record
@@ -23,7 +24,9 @@ EXAMPLES = """\
   dlrover data verify digits --log etcd://e1:2379,e2:2379 --json | jq .proved"""
 
 VERIFY = "verify"
-NO_DATA = "has no data that we know of: let its script give FlashCheckpoint(data=...) an ElasticDataset"
+NO_DATA = (
+    "has no data that we know of: let its script give FlashCheckpoint(data=...) an ElasticDataset, or lease samples"
+)
 
 
 class _What(argparse.Action):
@@ -72,7 +75,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def _show(args: argparse.Namespace, source: read.Source) -> int:
-    from dlrover_core.history import render_ledger
+    from dlrover_core.history import leased, render_ledger
     from dlrover_core.history.ledger import ledger_of
     from dlrover_core.history.plain import plain
     from dlrover_core.job.state import FOLD
@@ -80,42 +83,46 @@ async def _show(args: argparse.Namespace, source: read.Source) -> int:
     state = FOLD.new()
     async for record in source.log.read(source.job):
         FOLD.apply(state, record)
-    rows = ledger_of(state)
+    rows, leases = ledger_of(state), leased.leased_of(state)
     if args.json:
-        print(read.as_json(plain(rows)))
-    elif not rows:
+        print(read.as_json(plain((*rows, *leases))))
+    elif not (rows or leases):
         raise NotFound(f"job {source.job!r} {NO_DATA}")
     else:
-        print("\n".join(render_ledger.lines(rows, None if state.job.over else await source.now())))
+        shown = render_ledger.lines(rows, None if state.job.over else await source.now())
+        print("\n".join([*shown, *leased.lines(leases, over=state.job.over)]))
     return OK
 
 
 async def _follow(args: argparse.Namespace, source: read.Source) -> int:
-    from dlrover_core.history import render_ledger
+    from dlrover_core.history import leased, render_ledger
     from dlrover_core.history.phrases import stamp
     from dlrover_core.history.plain import plain
 
     async for state, rows in _changes(source.log.follow(source.job)):
         for row in rows:
-            line = read.as_line(plain(row)) if args.json else f"{stamp(state.at)}  {next(render_ledger.row([row]))}"
+            said = leased.row(row) if isinstance(row, leased.LeasedRow) else next(render_ledger.row([row]))
+            line = read.as_line(plain(row)) if args.json else f"{stamp(state.at)}  {said}"
             print(line, flush=True)
         if state.job.over:
             break
     return OK
 
 
-async def _changes(records: AsyncIterator[Record]) -> AsyncIterator[tuple[JobState, list[DataRow]]]:
+async def _changes(records: AsyncIterator[Record]) -> AsyncIterator[tuple[JobState, list[DataRow | LeasedRow]]]:
     """The state after each record that changes something here or ends the job, with the rows that have changed."""
+    from dlrover_core.history.leased import leased_of
     from dlrover_core.history.ledger import ledger_of
-    from dlrover_core.job.shards import FACTS
+    from dlrover_core.job import leases, shards
     from dlrover_core.job.state import FOLD
 
-    state = FOLD.new()
-    before: dict[tuple[str, str], DataRow] = {}
+    state, kinds = FOLD.new(), {*shards.FACTS.evolve, *leases.FACTS.evolve}
+    before: dict[tuple[str, str], DataRow | LeasedRow] = {}
     async for record in records:
         FOLD.apply(state, record)
-        if type(record.event) in FACTS.evolve or state.job.over:
-            rows = {(row.group, row.dataset): row for row in ledger_of(state)}
+        if type(record.event) in kinds or state.job.over:
+            every: list[DataRow | LeasedRow] = [*ledger_of(state), *leased_of(state)]
+            rows = {(row.group, row.dataset): row for row in every}
             yield state, [row for key, row in rows.items() if row != before.get(key)]
             before = rows
 

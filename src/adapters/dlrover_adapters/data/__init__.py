@@ -2,7 +2,7 @@
 
 ``lines(paths)``, ``jsonl(paths)``, ``tar(paths)`` and ``parquet(paths)`` make sources of files, ``mixed({a: 0.7, b: 0.3})`` and
 ``packed(source, length)`` sources of sources, and `Followed` one of a stream, as `FolderStream` and
-`KafkaStream` are. Lists, arrays and datasets of
+`KafkaStream` are. `LeasedIndices` are drawn by workers that keep their own pace. Lists, arrays and datasets of
 a known size are sources as they are.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dlrover_adapters.data.folder_stream import FolderStream
 from dlrover_adapters.data.following import Followed
 from dlrover_adapters.data.kafka import KafkaStream
+from dlrover_adapters.data.leases import LeasedIndices
 from dlrover_adapters.data.mixing import mixed, mixed_of
 from dlrover_adapters.data.packing import packed
 from dlrover_adapters.data.parquet import Parquet as parquet  # noqa: N813
@@ -25,6 +26,7 @@ __all__ = [
     "Followed",
     "Items",
     "KafkaStream",
+    "LeasedIndices",
     "Reader",
     "Source",
     "as_source",

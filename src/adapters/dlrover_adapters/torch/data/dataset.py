@@ -13,11 +13,12 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+from dlrover_adapters.data.leases import LeasedIndices
 from dlrover_adapters.data.orders import order_of
 from dlrover_adapters.data.source import APPEND, REFUSE, Source, as_source, fingerprint_of
 from dlrover_adapters.torch import steps as steps_of_rank
@@ -27,10 +28,11 @@ from dlrover_core.data.permutation import FILE, SHUFFLED, WINDOW, Order
 from dlrover_core.data.quota import KEEP, NO_EPOCH, Batch, Batches, batches
 from dlrover_core.data.streams import ENDLESS
 from dlrover_core.errors import CoreError, SpecError
-from dlrover_core.job.shards import CURSOR, SEED_MASK
+from dlrover_core.job.shards import CURSOR, LEASE, SEED_MASK
 
 from . import world
 from .constructors import Constructors, Fetched
+from .leased import MODEL, Leased, check_assignment, not_leased
 from .noting import Fetching, notes
 from .plan import Division, GlobalStep, Micro, division, steps
 from .quarantine import QUARANTINE, QUARANTINE_MAX, Left, bound
@@ -66,6 +68,10 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
     ``poison``: what becomes of a sample at which the same failure ends a worker again and again, under dlrover: "quarantine"
     leaves it out on all ranks, ``quarantine_max`` samples at most; "fail" ends the job with the sample's name.
 
+    ``assign="lease"``, ``lineage="server"``: workers that keep their own pace draw ``shard`` samples at a time (None: as many as
+    a micro-batch has), under `dlrover-run` alone; fast ones draw more. What a worker acknowledges counts, and a worker that dies
+    may have used its shard without a word: samples are used at least once.
+
     Raises `SpecError` for what cannot be right.
     """
 
@@ -92,10 +98,15 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         grown: str = REFUSE,
         poison: str = QUARANTINE,
         quarantine_max: int = QUARANTINE_MAX,
+        assign: str = CURSOR,
+        lineage: str = MODEL,
+        shard: int | None = None,
     ) -> None:
         super().__init__()
         _check(name, size, fetch, epochs, ahead)
         self.most = bound(name, poison, quarantine_max)
+        unused = {"global_batch": global_batch is not None, "grown": grown != REFUSE, "last": last != KEEP}
+        check_assignment(name, assign, lineage, unused)
         if grown not in ((REFUSE, APPEND) if isinstance(fetch, SourceFetch) else (REFUSE,)):
             raise SpecError(
                 "grown",
@@ -116,7 +127,8 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         self._epoch = self._position = 0
         self._begun = False
         self._iterated_in = -1
-        cut_of([self.place])
+        cut_of([Place(name, 0, 0, self._fingerprint)])
+        self._leased = _leased(self, micro_batch, shard) if assign == LEASE else None
 
     # ---- sources
 
@@ -149,6 +161,10 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
     @property
     def place(self) -> Place:
         """What all ranks together have consumed: all epochs before, and of this one the positions before the position."""
+        if self._leased is not None:
+            raise not_leased(
+                self.name, "it has no position that a checkpoint could have: what workers acknowledge counts"
+            )
         before = self._epoch == self._in_flight[0]
         return Place(
             self.name, self._epoch, self._position, self._fingerprint_in_flight if before else self._fingerprint
@@ -157,6 +173,8 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
     @property
     def terms(self) -> tuple[str, int, int, str, str, int, int, str, str]:
         """As `dlrover_core.job.shards.Terms` has it in the job's log; a global batch of 0: not known yet."""
+        if self._leased is not None:
+            return self._leased.work.terms
         batch = self._division.global_batch if self._division is not None else self._asked[0] or 0
         return (
             self.name,
@@ -315,11 +333,15 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
 
     def divide(self, of: Division) -> None:
         """How global batches are divided from now on. `ElasticBatch` says so before it iterates."""
+        if self._leased is not None:
+            raise not_leased(self.name, "ElasticBatch divides global steps, in which its ranks do not meet")
         self._division, self._divides = of, True
 
     @property
     def division(self) -> Division:
         """How global batches are divided. Raises `SpecError` where nobody has said how large they are."""
+        if self._leased is not None:
+            raise not_leased(self.name, "ranks do not meet in global steps")
         if self._division is not None:
             return self._division
         global_batch, micro_batch = self._asked
@@ -422,10 +444,26 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Collated micro-batches of this rank, in order; in a loader process every n-th of them."""
         loader = get_worker_info()
+        if self._leased is not None:
+            return self._leased.here() if loader is None else self._leased.in_loader()
         if loader is None:
             return self._drawn_here()
         again, self._iterated_in = self._iterated_in == os.getpid(), os.getpid()
         return self._loaded(loader.id, loader.num_workers, again=again)
+
+    def over(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """With ``assign="lease"``: the batches of a DataLoader with processes; each counts when the next one is asked for."""
+        if self._leased is None:
+            raise SpecError(
+                "assign", f"dataset {self.name!r} is not leased: iterate over ElasticBatch(...).over(loader)"
+            )
+        return self._leased.over(loader)
+
+    def done(self) -> None:
+        """With ``assign="lease"``: say now that all batches before this one were used, as before a long pause."""
+        if self._leased is None:
+            raise SpecError("assign", f"dataset {self.name!r} is not leased: count steps with step()")
+        self._leased.work.done()
 
     def _loaded(self, first: int, every: int, *, again: bool) -> Iterator[Any]:
         if again:  # said with the first draw: an error before that ends the process without a word
@@ -475,6 +513,10 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         fetching.end()
         return content
 
+    def _made(self, epoch: int, indices: Sequence[int]) -> Any:
+        fetch = self._fetch.of_epoch(epoch) if isinstance(self._fetch, SourceFetch) else self._fetch
+        return self._collate([self._sample(fetch, index) for index in indices])
+
     def _sample(self, fetch: Callable[[int], Any], index: int) -> Any:
         found = fetch(index)
         if found is None:
@@ -494,7 +536,7 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         """For a loader process, which belongs to no world: with the division, if it is known."""
         told = dict(self.__dict__)
-        if self._division is not None or self._asked[0] is not None:
+        if self._leased is None and (self._division is not None or self._asked[0] is not None):
             told["_division"] = self.division
         return told | {"_page": steps_of_rank.handed()}
 
@@ -502,6 +544,27 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         """In a loader process, which may be spawned: with its worker's page."""
         steps_of_rank.adopt(told.pop("_page", None))
         self.__dict__.update(told)
+
+
+def _leased(of: ElasticDataset, micro_batch: int | None, shard: int | None) -> Leased:
+    """The leased half of a dataset."""
+    if of.waits:
+        raise SpecError(
+            "assign", f'"lease" of dataset {of.name!r}: a stream has no size to be divided; leave assign= out'
+        )
+    batch = 1 if micro_batch is None else micro_batch
+    work = LeasedIndices(
+        of.name,
+        size=of.size,
+        epochs=of.epochs,
+        seed=of.seed,
+        order=of.order,
+        chunk=of.chunk,
+        window=of.window,
+        shard=batch if shard is None else shard,
+        fingerprint=of._fingerprint,
+    )
+    return Leased(work, batch, of._made)
 
 
 class SourceFetch:

@@ -1,0 +1,115 @@
+"""Iterating over leased samples: in the script's own process, and in loader processes.
+
+A loader process reads ahead, so a batch that it has made is not used yet. It sends each batch with its positions, and
+`ElasticDataset.over` acknowledges them in the script's process once the next batch is asked for. A loader process that has
+nothing to draw says so instead of waiting: the loader takes batches of its processes in turn, and those of the others must not
+wait behind it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from dlrover_adapters.data.index_file import say
+from dlrover_adapters.data.leases import TOLD_S, LeasedIndices, Shard, Wait
+from dlrover_core.data.ranges import Span
+from dlrover_core.errors import SpecError
+from dlrover_core.job.shards import CURSOR, LEASE
+
+MODEL, SERVER = "model", "server"
+IDLE_S = 0.05
+"""A loader process without samples says so after this time."""
+
+Content = Callable[[int, Sequence[int]], Any]
+"""Makes a batch of epoch and indices."""
+
+
+class Lent(NamedTuple):
+    """A batch of a loader process; ``end`` 0: it had nothing to draw, for the reason in ``content``."""
+
+    content: Any
+    start: int
+    end: int
+
+
+def check_assignment(name: str, assign: str, lineage: str, given: dict[str, bool]) -> None:
+    """Raises `SpecError` for words that are none, or do not go together. ``given``: options that lease has no use for."""
+    if assign not in (CURSOR, LEASE):
+        raise SpecError("assign", f'{assign!r} of dataset {name!r}: give "cursor" or "lease"')
+    if lineage not in (MODEL, SERVER):
+        raise SpecError("lineage", f'{lineage!r} of dataset {name!r}: give "model" or "server"')
+    if assign == CURSOR and lineage == SERVER:
+        raise SpecError(
+            "lineage",
+            f'"server" of dataset {name!r} goes with assign="lease" alone: with "cursor" what the saved model has counts',
+        )
+    if assign == LEASE and lineage == MODEL:
+        raise SpecError(
+            "lineage",
+            f'"model" of dataset {name!r}: leases that are restored with a checkpoint are not served yet. Give lineage="server", '
+            "where what workers acknowledge counts, or leave assign= out",
+        )
+    for field, is_given in given.items():
+        if assign == LEASE and is_given:
+            raise SpecError(field, f'dataset {name!r}: it has no use with assign="lease"; leave it out')
+
+
+def not_leased(name: str, what: str) -> SpecError:
+    """The error of a call that leased samples do not have."""
+    return SpecError(
+        "assign",
+        f'"lease" of dataset {name!r}: {what}. Iterate over it or over data.over(loader), and leave it out of FlashCheckpoint',
+    )
+
+
+class Leased:
+    """The leased half of an `ElasticDataset`. ``micro_batch``: samples of a batch, at most."""
+
+    def __init__(self, work: LeasedIndices, micro_batch: int, content: Content) -> None:
+        self.work, self.micro_batch, self._content = work, micro_batch, content
+
+    def here(self) -> Iterator[Any]:
+        """Batches; each is used when the next one is asked for."""
+        while True:
+            shard = self.work.waited()
+            if shard is None:
+                return
+            for span, batch in self._batches(shard):
+                yield batch
+                self.work.used(span)
+
+    def in_loader(self) -> Iterator[Lent]:
+        """Batches with their positions, for `over`."""
+        while True:
+            shard = self.work.draw(IDLE_S)
+            if shard is None:
+                return
+            if isinstance(shard, Wait):
+                yield Lent(shard.why, 0, 0)
+                continue
+            for span, batch in self._batches(shard):
+                yield Lent(batch, *span)
+
+    def over(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The batches of a loader; each is used when the next one is asked for."""
+        began = told = time.monotonic()
+        for one in loader:
+            if not isinstance(one, Lent):  # made in this process, by `here`
+                yield one
+                continue
+            if one.end:
+                yield one.content
+                self.work.used(Span(int(one.start), int(one.end)))
+                self.work.done()
+                began = told = time.monotonic()
+            elif time.monotonic() - told >= TOLD_S:
+                told = time.monotonic()
+                say(f"dataset {self.work.terms.name!r}: {told - began:.0f} s waited for samples: {one.content}")
+
+    def _batches(self, shard: Shard) -> Iterator[tuple[Span, Any]]:
+        for first in range(0, len(shard.indices), self.micro_batch):
+            indices = shard.indices[first : first + self.micro_batch]
+            start = shard.span.start + first
+            yield Span(start, start + len(indices)), self._content(shard.epoch, indices)

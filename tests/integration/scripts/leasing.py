@@ -1,0 +1,39 @@
+"""Workers that keep their own pace: each writes down the indices that it has used, one line a batch.
+
+leasing.py SIZE LOADERS MICRO PACES        PACES: seconds that a batch takes, by rank, as 0.01,0.03
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+from dlrover_adapters.torch import ElasticDataset
+
+
+def sample(index: int) -> torch.Tensor:
+    """A sample is its index."""
+    return torch.tensor(index)
+
+
+def main() -> None:
+    """Use everything."""
+    size, loaders, micro, paces = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4].split(",")
+    rank, folder = int(os.environ["RANK"]), Path(os.environ["FOLDER"])
+    pace_s = float(paces[rank % len(paces)])
+    data = ElasticDataset("eval", size=size, fetch=sample, seed=7, micro_batch=micro, assign="lease", lineage="server")
+    loader = DataLoader(data, batch_size=None, num_workers=loaders)
+    with (folder / f"used-{rank}-{os.getpid()}").open("a", buffering=1) as out:
+        for batch in data.over(loader):
+            out.write(" ".join(str(int(one)) for one in batch) + "\n")
+            time.sleep(pace_s)
+        out.write("end\n")
+
+
+if __name__ == "__main__":
+    main()

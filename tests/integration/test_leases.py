@@ -1,0 +1,98 @@
+"""Leased samples in real jobs: workers on two nodes draw them at their own paces, and some die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from running import BIN, SCRIPTS, Job, eventually
+
+from dlrover_core.data.permutation import Order
+from dlrover_core.data.ranges import Ranges
+
+LEASING = str(SCRIPTS / "leasing.py")
+LIMIT_S = 110.0
+pytestmark = pytest.mark.timeout(int(LIMIT_S) + 60)
+
+
+def lines(folder: Path, rank: int | None = None) -> list[str]:
+    """What ranks wrote down; a line that a kill cut off is none."""
+    found = sorted(folder.glob(f"used-{'*' if rank is None else rank}-*"))
+    return [line for path in found for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def used(folder: Path, rank: int | None = None) -> Counter[int]:
+    """How often each index was used."""
+    return Counter(int(one) for line in lines(folder, rank) if line != "end\n" for one in line.split())
+
+
+def shown(job: Job) -> dict[str, Any]:
+    """What `dlrover data` says of the dataset."""
+    command = [str(BIN / "dlrover"), "data", job.name, "--state-dir", str(job.state), "--json"]
+    (row,) = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    return dict(row)
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_each_index_once_and_the_fast_one_more(tmp_path: Path, loaders: int) -> None:
+    """Nobody dies: each index is used once, whatever the loader reads ahead; the slow worker leaves most of them to the other."""
+    size = 240
+    launch = ("--local-nodes", "2", "--nproc-per-node", "1", LEASING, str(size), str(loaders), "4", "0.02,0.2")
+    with Job(tmp_path, *launch) as job:
+        assert job.ended(LIMIT_S) == 0
+        assert used(tmp_path) == Counter(range(size))
+        assert lines(tmp_path).count("end\n") == 2
+        assert sum(used(tmp_path, 0).values()) > sum(used(tmp_path, 1).values())
+        row = shown(job)
+    assert (row["used"], row["held"], row["free"], row["again"], row["finished"]) == (size, 0, 0, 0, True)
+
+
+def test_a_killed_worker_and_a_killed_node(tmp_path: Path) -> None:
+    """Nodes without torch, each a world of its own. Everything is used at least once; what is used twice was told.
+
+    A death restarts nobody else, and nobody hears of an end while the dead one's samples are not used.
+    """
+    size, paces = 300, "0.05,0.05,0.1"
+    (tmp_path / "job.toml").write_text(f"""
+[groups.worker]
+command = [{sys.executable!r}, {str(SCRIPTS / "leasing_plain.py")!r}, "{size}", "{paces}"]
+framework = "none"
+nodes = 3
+processes = 1
+coupling = "each"
+relaunches = 3
+""")
+    with Job(tmp_path, "--job", "job.toml") as job:
+        eventually(lambda: len(lines(tmp_path, 1)) >= 8 and len(lines(tmp_path, 1)) % 4 == 2, "half a shard", LIMIT_S)
+        (victim,) = tmp_path.glob("used-1-*")
+        os.kill(int(victim.name.rpartition("-")[2]), signal.SIGKILL)
+        eventually(lambda: len(list(tmp_path.glob("used-1-*"))) >= 2 or None, "its next life", LIMIT_S)
+        eventually(lambda: len(lines(tmp_path, 2)) >= 8 and len(lines(tmp_path, 2)) % 4 == 2, "half a shard", LIMIT_S)
+        job.one("dlrover-agent", "--node worker-2-0").kill()
+        assert job.ended(LIMIT_S) == 0
+        found, row = used(tmp_path), shown(job)
+        told = job.events("LeaseReturned")
+    assert set(found) == set(range(2 * size))
+    assert row["finished"]
+    nodes = {one["fields"]["node"] for one in told if one["fields"]["repeated"]}
+    assert nodes
+    assert nodes <= {"worker-1-0", "worker-2-0"}
+    again = Ranges(row["repeated"])
+    orders = [Order(size, 7, epoch) for epoch in range(2)]
+    untold = [
+        at
+        for at in range(2 * size)
+        if at not in again and found[at // size * size + orders[at // size].index(at % size)] > 1
+    ]
+    assert not untold
+    assert len(list(tmp_path.glob("used-0-*"))) == 1
