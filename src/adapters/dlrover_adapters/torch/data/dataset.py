@@ -18,7 +18,6 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from dlrover_adapters.data.leases import LeasedIndices
 from dlrover_adapters.data.orders import order_of
 from dlrover_adapters.data.source import APPEND, REFUSE, Source, as_source, fingerprint_of
 from dlrover_adapters.torch import steps as steps_of_rank
@@ -32,7 +31,7 @@ from dlrover_core.job.shards import CURSOR, LEASE, SEED_MASK
 
 from . import world
 from .constructors import Constructors, Fetched
-from .leased import MODEL, Leased, check_assignment, not_leased
+from .leased import MODEL, check_assignment, leased_of, not_leased
 from .noting import Fetching, notes
 from .plan import Division, GlobalStep, Micro, division, steps
 from .quarantine import QUARANTINE, QUARANTINE_MAX, Left, bound
@@ -128,7 +127,7 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         self._begun = False
         self._iterated_in = -1
         cut_of([Place(name, 0, 0, self._fingerprint)])
-        self._leased = _leased(self, micro_batch, shard) if assign == LEASE else None
+        self._leased = leased_of(self, self._fingerprint, micro_batch, shard) if assign == LEASE else None
 
     # ---- sources
 
@@ -513,7 +512,8 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         fetching.end()
         return content
 
-    def _made(self, epoch: int, indices: Sequence[int]) -> Any:
+    def made(self, epoch: int, indices: Sequence[int]) -> Any:
+        """The batch of these samples."""
         fetch = self._fetch.of_epoch(epoch) if isinstance(self._fetch, SourceFetch) else self._fetch
         return self._collate([self._sample(fetch, index) for index in indices])
 
@@ -544,27 +544,6 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         """In a loader process, which may be spawned: with its worker's page."""
         steps_of_rank.adopt(told.pop("_page", None))
         self.__dict__.update(told)
-
-
-def _leased(of: ElasticDataset, micro_batch: int | None, shard: int | None) -> Leased:
-    """The leased half of a dataset."""
-    if of.waits:
-        raise SpecError(
-            "assign", f'"lease" of dataset {of.name!r}: a stream has no size to be divided; leave assign= out'
-        )
-    batch = 1 if micro_batch is None else micro_batch
-    work = LeasedIndices(
-        of.name,
-        size=of.size,
-        epochs=of.epochs,
-        seed=of.seed,
-        order=of.order,
-        chunk=of.chunk,
-        window=of.window,
-        shard=batch if shard is None else shard,
-        fingerprint=of._fingerprint,
-    )
-    return Leased(work, batch, of._made)
 
 
 class SourceFetch:

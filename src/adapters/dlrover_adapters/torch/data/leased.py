@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from dlrover_adapters.data.index_file import say
 from dlrover_adapters.data.leases import TOLD_S, LeasedIndices, Shard, Wait
@@ -113,3 +113,43 @@ class Leased:
             indices = shard.indices[first : first + self.micro_batch]
             start = shard.span.start + first
             yield Span(start, start + len(indices)), self._content(shard.epoch, indices)
+
+
+class Leasable(Protocol):
+    """An `ElasticDataset`, as far as it is needed here."""
+
+    name: str
+    size: int
+    epochs: int
+    seed: int
+    order: str
+    chunk: int
+    window: int
+
+    @property
+    def waits(self) -> bool:
+        """May a sample be waited for, as in a stream?"""
+
+    def made(self, epoch: int, indices: Sequence[int]) -> Any:
+        """The batch of these samples."""
+
+
+def leased_of(of: Leasable, fingerprint: str, micro_batch: int | None, shard: int | None) -> Leased:
+    """The leased half of a dataset."""
+    if of.waits:
+        raise SpecError(
+            "assign", f'"lease" of dataset {of.name!r}: a stream has no size to be divided; leave assign= out'
+        )
+    batch = 1 if micro_batch is None else micro_batch
+    work = LeasedIndices(
+        of.name,
+        size=of.size,
+        epochs=of.epochs,
+        seed=of.seed,
+        order=of.order,
+        chunk=of.chunk,
+        window=of.window,
+        shard=batch if shard is None else shard,
+        fingerprint=fingerprint,
+    )
+    return Leased(work, batch, of.made)
