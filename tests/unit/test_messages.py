@@ -19,7 +19,10 @@ from dlrover_core.errors import MalformedMessage
 from dlrover_core.job.orders import Order, Work
 from dlrover_core.kernel.wire import COMMANDS, PARTS, Unknown, command, number_of
 from dlrover_core.rules.model import MODEL
-from dlrover_core.runtime import messages
+from dlrover_core.runtime import (
+    messages,
+    sessions,  # noqa: F401  # with it, all that agents and masters say is declared
+)
 from dlrover_core.runtime.checked import checked
 from dlrover_core.runtime.messages import (
     Hello,
