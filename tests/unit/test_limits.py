@@ -29,7 +29,7 @@ def test_a_limit_of_processes_is_told_in_a_line(
     def _execute_child(_: object) -> int:  # as in subprocess
         raise error
 
-    assert main._guarded(argparse.Namespace(command="master", run=_execute_child)) == usage.EX_LATER
+    assert main.guarded(argparse.Namespace(command="master", run=_execute_child)) == usage.EX_LATER
     assert capsys.readouterr().err.startswith(f"dlrover master: {said}")
     monkeypatch.setattr(run, "_run", _execute_child)
     assert run.main(["train.py"]) == usage.EX_LATER
@@ -50,7 +50,7 @@ def test_other_errors_stay_what_they_are() -> None:
         write()  # to a terminal that somebody has made non-blocking
     assert not usage.limit(caught.value)
     with pytest.raises(RuntimeError, match="a loop"):
-        main._guarded(argparse.Namespace(command="master", run=fail))
+        main.guarded(argparse.Namespace(command="master", run=fail))
 
 
 def test_a_master_whose_log_does_not_answer_may_be_started_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +60,6 @@ def test_a_master_whose_log_does_not_answer_may_be_started_again(capsys: pytest.
         raise LogUnavailable("etcd does not answer")
 
     named = {"run": silent, "log": "etcd://127.0.0.1:1/t", "state_dir": None}
-    assert main._guarded(argparse.Namespace(command="master", **named)) == usage.EX_LATER
+    assert main.guarded(argparse.Namespace(command="master", **named)) == usage.EX_LATER
     assert capsys.readouterr().err == "dlrover master: etcd does not answer\n"
-    assert main._guarded(argparse.Namespace(command="status", **named)) == main.UNREADABLE
+    assert main.guarded(argparse.Namespace(command="status", **named)) == main.UNREADABLE
