@@ -8,6 +8,7 @@ import pytest
 from drive import Drive
 
 from dlrover_core.data.ranges import Ranges, Span
+from dlrover_core.history.leased import leased_of, lines
 from dlrover_core.history.words import say
 from dlrover_core.job import operations
 from dlrover_core.job.leases import (
@@ -213,6 +214,22 @@ def test_acknowledgements_alone_make_one_event_a_second(drive: Drive) -> None:
             drive.do(command)
     assert commands == 3
     assert leased(drive).acked == ((0, 21),)
+
+
+def test_people_see_who_holds_what_and_what_may_be_used_twice(drive: Drive) -> None:
+    """While the job runs, and in one line."""
+    hear(drive, A, 200)
+    drive.now += 10_000_000
+    hear(drive, A, acked=[(0, 20)])
+    drive.do(ReportRepeated(A, "eval", Ranges([(20, 24)]).pack(), "rank 0 ended"))
+    drive.do(HearLease(B, "eval", 30, 1, 2_500, NONE, 0, NONE, 2))
+    assert list(lines(leased_of(drive.state))) == [
+        "worker: eval: 20 of 200 samples used, 60 held by 2 nodes, 1 return (lease)",
+        "  2.0 samples/s, 1 min 30 s left",
+        "  worker-0-0 holds 30",
+        "  worker-1-0 holds 30, 2.5 samples/s",
+        "  4 samples may have been used twice: positions 20 to 24, ends exclusive",
+    ]
 
 
 def test_spoilt_states_are_named(drive: Drive) -> None:

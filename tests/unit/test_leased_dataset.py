@@ -1,0 +1,133 @@
+"""`ElasticDataset(assign="lease")`: what it refuses, what a loader process sends, and when a batch counts."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dlrover_adapters.data import leases  # noqa: E402
+from dlrover_adapters.data.leases import Wait  # noqa: E402
+from dlrover_adapters.torch import ElasticDataset, FlashCheckpoint  # noqa: E402
+from dlrover_adapters.torch.data.leased import Lent  # noqa: E402
+from dlrover_core.data.ranges import Span  # noqa: E402
+from dlrover_core.errors import SpecError  # noqa: E402
+from dlrover_core.job.shards import LEASE, Terms  # noqa: E402
+
+
+def sample(index: int) -> Any:
+    """A sample that says which it is."""
+    return torch.tensor(index)
+
+
+def dataset(**more: Any) -> ElasticDataset:
+    """Of ten samples, as they lie."""
+    given = {
+        "size": 10,
+        "fetch": sample,
+        "order": "file",
+        "micro_batch": 2,
+        "assign": "lease",
+        "lineage": "server",
+        **more,
+    }
+    return ElasticDataset("eval", **given)
+
+
+class Line:
+    """An agent that hands out what it is given, and hears what was used."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers, self.used = list(answers), list[Span]()
+
+    def open(self, terms: Terms, shard: int) -> None:
+        """A dataset is opened."""
+        self.opened = (terms, shard)
+
+    def draw(self, _dataset: str, _most: int, acked: Any, _within_s: float) -> Any:
+        """The next answer."""
+        self.used += acked
+        return self.answers.pop(0)
+
+    def acked(self, _dataset: str, spans: Any) -> None:
+        """These were used."""
+        self.used += spans
+
+
+def agent(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> Line:
+    """This process's agent answers so."""
+    line = Line(*answers)
+    monkeypatch.setattr(leases, "line_of_process", lambda: line)
+    return line
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"lineage": "model"}, 'lineage: "model" of dataset .eval.*not served yet. Give lineage="server"'),
+        ({"assign": "rows"}, 'assign: \'rows\' of dataset .*give "cursor" or "lease"'),
+        ({"lineage": "none"}, "lineage: 'none' of dataset"),
+        ({"assign": "cursor"}, 'lineage: "server" of dataset .* goes with assign="lease" alone'),
+        ({"global_batch": 8}, "global_batch: dataset .* no use"),
+        ({"last": "drop"}, "last: dataset .* no use"),
+        ({"shard": 0}, "shard: 0 of dataset"),
+    ],
+)
+def test_what_cannot_be(more: dict[str, Any], words: str) -> None:
+    """Field, value, and what to write."""
+    with pytest.raises(SpecError, match=words):
+        dataset(**more)
+
+
+def test_it_has_no_position() -> None:
+    """A checkpoint, steps and batches of all ranks are refused by what to do."""
+    data = dataset()
+    assert data.terms == Terms("eval", 10, 0, "file", "size=10 seed=0 order=file", 1, 0, LEASE)
+    for wrong in (lambda: data.place, data.step, data.state_dict, lambda: data.division):
+        with pytest.raises(SpecError, match=r"leave it out of FlashCheckpoint"):
+            wrong()
+    with pytest.raises(SpecError, match="leave it out of FlashCheckpoint"):
+        FlashCheckpoint("", model=torch.nn.Linear(1, 1), data=data)
+    cursor = ElasticDataset("train", size=10, fetch=sample)
+    with pytest.raises(SpecError, match="is not leased"):
+        cursor.over([])
+    with pytest.raises(SpecError, match="is not leased"):
+        cursor.done()
+
+
+def test_a_batch_counts_when_the_next_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, with `done` sooner; waits are gone through."""
+    line = agent(monkeypatch, Span(0, 4), Wait("others have it"), Span(8, 10), None)
+    batches = iter(dataset(shard=4))
+    assert next(batches).tolist() == [0, 1]
+    assert line.used == []
+    assert next(batches).tolist() == [2, 3]
+    assert next(batches).tolist() == [8, 9]
+    assert line.used == [(0, 2), (2, 4)]
+    assert list(batches) == []
+    assert line.used == [(0, 2), (2, 4), (8, 10)]
+
+
+def test_what_a_loader_process_read_ahead_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends positions with its batches, and says so when it has nothing; `over` counts what the script has used."""
+    data = pickle.loads(pickle.dumps(dataset(shard=4)))  # noqa: S301  # as a spawned loader process gets it
+    child = agent(monkeypatch, Span(0, 4), Wait("others have it"), Span(8, 9), None)
+    monkeypatch.setattr("dlrover_adapters.torch.data.dataset.get_worker_info", lambda: True)
+    sent = list(data)
+    assert [(one.start, one.end) for one in sent] == [(0, 2), (2, 4), (0, 0), (8, 9)]
+    assert sent[2] == Lent("others have it", 0, 0)
+    assert child.used == []
+    parent = agent(monkeypatch)
+    used = [(batch.tolist(), list(parent.used)) for batch in dataset().over(sent)]
+    assert used == [([0, 1], []), ([2, 3], [(0, 2)]), ([8], [(0, 2), (2, 4)])]
+    assert parent.used[-1] == (8, 9)
+
+
+def test_a_sample_that_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As everywhere: nothing is left out in silence."""
+    agent(monkeypatch, Span(0, 2), None)
+    with pytest.raises(SpecError, match="None for index 0 of dataset 'eval'"):
+        next(iter(dataset(fetch=lambda _: None)))
