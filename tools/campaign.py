@@ -17,6 +17,9 @@ campaigns:
   k8s_seeds
            the Kubernetes backend against an API server that refuses, loses answers, forgets its history, freezes and dies, while
            pods and masters die: one living pod per place at any time, one relaunch per death; about ten minutes
+  operator_seeds
+           the operator of ElasticJobs against such a server, while objects are edited and operators die: nothing is made twice,
+           sizes and pauses are as asked, and a deleted job takes all of its own along; about ten minutes
   data_seeds
            random jobs with data under deaths, fail-overs, changes of their size, fallen tiers: no sample is lost or twice in the
            lineage of a model, the log says so of every state, and the audit proves it; about half an hour
@@ -124,6 +127,12 @@ def _k8s_seeds(seed: int) -> dict[str, Any]:
     return trial(seed)
 
 
+def _operator_seeds(seed: int) -> dict[str, Any]:
+    from tests.chaos.operator_seeds import trial
+
+    return trial(seed)
+
+
 def _data_seeds(seed: int) -> dict[str, Any]:
     from tests.chaos.data_seeds import trial
 
@@ -185,6 +194,7 @@ CAMPAIGNS: dict[str, tuple[Trial, int]] = {
     "kafka_kills": (_kafka_kills, 50),
     "queue_seeds": (_queue_seeds, 10_000),
     "k8s_seeds": (_k8s_seeds, 500),
+    "operator_seeds": (_operator_seeds, 500),
     "etcd_log": (_etcd_log, 570),
     "local_chaos": (_local_chaos, 50),
     "misleading": (_misleading, 1_000),

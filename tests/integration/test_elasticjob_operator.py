@@ -208,8 +208,8 @@ async def test_a_lease_that_is_lost_ends_the_work(stand: Stand) -> None:
 
     with pytest.MonkeyPatch.context() as quick:
         quick.setattr(leader, "TRY_S", 0.02)
-        quick.setattr(leader, "RENEW_S", 0.02)
-        one = asyncio.ensure_future(Leader(stand.api, "train", "a", now=time.monotonic, wall=time.time).lead(work))
+        made = Leader(stand.api, "train", "a", now=time.monotonic, wall=time.time, lease_s=0.6)
+        one = asyncio.ensure_future(made.lead(work))
         await asyncio.wait_for(began.wait(), BOUND_S)
         path = "/apis/coordination.k8s.io/v1/namespaces/train/leases/dlrover-operator"
         taken = False

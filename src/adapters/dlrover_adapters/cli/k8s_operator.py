@@ -48,6 +48,13 @@ def parser() -> argparse.ArgumentParser:
         "--look", metavar="SECONDS", type=float, default=5.0, help="how often masters are asked (default 5)"
     )
     made.add_argument(
+        "--lease",
+        metavar="SECONDS",
+        type=float,
+        default=15.0,
+        help="after so long another operator takes the place of one that was killed (default 15, at least 3)",
+    )
+    made.add_argument(
         "--kubeconfig", metavar="FILE", default="", help="which cluster (default: KUBECONFIG, else this pod's own)"
     )
     made.add_argument("--context", metavar="NAME", default="", help="a context of it")
@@ -61,6 +68,8 @@ def run(words: Sequence[str]) -> int:
         raise SpecError("namespace", f"{args.namespace!r}, but --all-namespaces; leave one of them out")
     if args.look <= 0:
         raise SpecError("look", f"{args.look:g}: say a number of seconds above 0")
+    if args.lease < 3:
+        raise SpecError("lease", f"{args.lease:g}: say 3 seconds or more, for it is renewed each third of that")
     log = args.log or os.environ.get(LOG, "")
     if log and not log.startswith("etcd"):
         raise SpecError("log", f"{log.partition(':')[0]}: is no log that masters in pods share; say etcd://HOST:2379")
@@ -81,7 +90,7 @@ async def _run(args: argparse.Namespace, log: str) -> int:
         image = args.image or await _own_image(api, home)
         settings = Settings(image, log, args.storage_class, args.annotated_only)
         who = f"{os.environ.get(POD) or socket.gethostname()}_{os.getpid()}"
-        leader = Leader(api, home, who, now=time.monotonic, wall=time.time)
+        leader = Leader(api, home, who, now=time.monotonic, wall=time.time, lease_s=args.lease)
 
         async def work() -> None:
             where = "" if args.all_namespaces else home

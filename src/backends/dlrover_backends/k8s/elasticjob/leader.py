@@ -16,7 +16,7 @@ import structlog
 from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.errors import ApiError, Conflict, NotFound
 
-DURATION_S, RENEW_S, TRY_S = 15.0, 5.0, 2.0
+DURATION_S, TRY_S = 15.0, 2.0
 NAME = "dlrover-operator"
 
 log = structlog.get_logger("dlrover.operator")
@@ -34,11 +34,20 @@ class Leader:
     namespace: in which namespace
     who:       this operator's name
     now, wall: steady seconds, and the time of day
+    lease_s:   how long a lease lasts; it is renewed three times as often
     """
 
     def __init__(
-        self, api: Api, namespace: str, who: str, *, now: Callable[[], float], wall: Callable[[], float]
+        self,
+        api: Api,
+        namespace: str,
+        who: str,
+        *,
+        now: Callable[[], float],
+        wall: Callable[[], float],
+        lease_s: float = DURATION_S,
     ) -> None:
+        self._lease_s, self._renew_s = lease_s, lease_s / 3
         self._api, self._who, self._now, self._wall = api, who, now, wall
         self._path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._namespace = namespace
@@ -85,7 +94,7 @@ class Leader:
         if version != self._seen[0]:
             self._seen = (version, self._now())
         holder = spec.get("holderIdentity") or ""
-        over = self._now() - self._seen[1] >= float(spec.get("leaseDurationSeconds") or DURATION_S)
+        over = self._now() - self._seen[1] >= float(spec.get("leaseDurationSeconds") or self._lease_s)
         if holder not in {"", self._who} and not over:
             return False
         count = int(spec.get("leaseTransitions") or 0) + (holder != self._who)
@@ -99,10 +108,10 @@ class Leader:
         """Renew the lease; return when it is lost, or may soon be."""
         at = self._now()
         while self._held is not None:
-            await asyncio.sleep(RENEW_S if self._now() - at < RENEW_S else TRY_S)
+            await asyncio.sleep(self._renew_s if self._now() - at < self._renew_s else min(TRY_S, self._renew_s / 2))
             spec = self._held["spec"]
             body = {**self._held, "spec": self._spec(int(spec.get("leaseTransitions") or 0), spec.get("acquireTime"))}
-            left = at + DURATION_S - RENEW_S - self._now()
+            left = at + self._lease_s - self._renew_s / 2 - self._now()
             if left <= 0:
                 return
             try:
@@ -137,7 +146,7 @@ class Leader:
         now = micros(self._wall())
         return {
             "holderIdentity": self._who,
-            "leaseDurationSeconds": int(DURATION_S),
+            "leaseDurationSeconds": max(1, round(self._lease_s)),
             "acquireTime": acquired or now,
             "renewTime": now,
             "leaseTransitions": transitions,
