@@ -137,8 +137,8 @@ class Stand:
         self.running = self._own = None
         if running is not None and own is not None:
             running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await running
+            await asyncio.wait({running}, timeout=SETTLE_S)
+            assert running.done(), "the operator does not end"
             await own.close()
 
     def objects(self, plural: str, group: str = "") -> list[Object]:
@@ -204,6 +204,8 @@ async def standing(seed: int = 0, settings: Settings = SETTINGS) -> AsyncIterato
         finally:
             await stand.kill()
             await stand.api.close()
+            for _ in range(10):  # connections that are closed on one side are told on the other
+                await asyncio.sleep(0)
             await server.stop()
             structlog.configure(**before)
 

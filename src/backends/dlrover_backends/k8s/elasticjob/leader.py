@@ -15,6 +15,7 @@ import structlog
 
 from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.errors import ApiError, Conflict, NotFound
+from dlrover_core.runtime.within import within
 
 DURATION_S, TRY_S = 15.0, 2.0
 NAME = "dlrover-operator"
@@ -115,7 +116,7 @@ class Leader:
             if left <= 0:
                 return
             try:
-                self._held = await asyncio.wait_for(self._api.ask("PUT", f"{self._path}/{NAME}", body=body), left)
+                self._held = await within(left, self._api.ask("PUT", f"{self._path}/{NAME}", body=body))
                 at = self._now()
             except (Conflict, asyncio.TimeoutError):
                 if not await self._still(left):
@@ -128,7 +129,7 @@ class Leader:
     async def _still(self, left_s: float) -> bool:
         """Is the lease ours, after an answer that was lost? Then its newest version is held."""
         with contextlib.suppress(ApiError, asyncio.TimeoutError):
-            found = await asyncio.wait_for(self._api.ask("GET", f"{self._path}/{NAME}"), max(left_s, 0.1))
+            found = await within(max(left_s, 0.1), self._api.ask("GET", f"{self._path}/{NAME}"))
             if (found.get("spec") or {}).get("holderIdentity") == self._who:
                 self._held = found
                 return True
@@ -140,7 +141,7 @@ class Leader:
             return
         body = {**held, "spec": {**held["spec"], "holderIdentity": "", "renewTime": micros(self._wall())}}
         with contextlib.suppress(ApiError, asyncio.TimeoutError):
-            await asyncio.wait_for(self._api.ask("PUT", f"{self._path}/{NAME}", body=body), TRY_S)
+            await within(TRY_S, self._api.ask("PUT", f"{self._path}/{NAME}", body=body))
 
     def _spec(self, transitions: int, acquired: str | None) -> Json:
         now = micros(self._wall())

@@ -28,6 +28,7 @@ from dlrover_backends.k8s.elasticjob.telling import At, Masters, Told
 from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, NotFound
 from dlrover_backends.k8s.listwatch import ListWatch
 from dlrover_core.errors import CoreError, Refused
+from dlrover_core.runtime.within import within
 
 LOOK_S = 5.0
 """How often a job's masters are asked."""
@@ -81,6 +82,7 @@ class Operator:
         self._at: dict[str, At] = {}
         self._refused: dict[str, Asked] = {}
         self._free = asyncio.Semaphore(AT_ONCE)
+        self._ends = False
 
     def _cache(self, version: str, kind: str, selector: str, heard: Callable[[Json], None]) -> Cache:
         path = reconcile.path_in(version, kind, self._namespace)
@@ -104,6 +106,7 @@ class Operator:
         except Forbidden as error:
             raise CoreError(refusals.missing_right(error)) from error
         finally:
+            self._ends = True
             tasks = [*running, *self._workers.values()]
             for one in tasks:
                 one.cancel()
@@ -186,7 +189,7 @@ class Operator:
     async def _work(self, uid: str) -> None:
         """Keep one job true until it is gone."""
         back_off = BackOff(random.random)
-        while (job := self._job(uid)) is not None:
+        while not self._ends and (job := self._job(uid)) is not None:
             pause = self._look_s
             self._news[uid].clear()
             if not (self._masters.synced and self._pods.synced):
@@ -208,7 +211,7 @@ class Operator:
                 except Exception:  # one job that cannot be understood must not stop the others
                     log.exception("a job cannot be kept", job=job["metadata"].get("name"))
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._news[uid].wait(), pause)
+                await within(pause, self._news[uid].wait())
 
     async def _once(self, uid: str, job: Json) -> bool:
         """Look, and write what is to be written; was there something that nothing will tell the end of? Raises `ApiError`."""
@@ -252,7 +255,7 @@ class Operator:
         """What the masters say. None where they do not answer."""
         try:
             at = self._at.get(uid) or await self._find(uid, job, made)
-            return await asyncio.wait_for(self._tells.look(at), TELL_S)
+            return await within(TELL_S, self._tells.look(at))
         except (CoreError, asyncio.TimeoutError) as error:
             log.debug("masters do not answer", job=job["metadata"]["name"], error=str(error))
             self._at.pop(uid, None)
@@ -337,7 +340,7 @@ class Operator:
         if at is None:
             return
         try:
-            await asyncio.wait_for(self._tells.tell(at, {**one.command, "job": at.job}), TELL_S)
+            await within(TELL_S, self._tells.tell(at, {**one.command, "job": at.job}))
         except Refused as refused:
             self._refused[uid] = Asked(str(refused), self._now() + REFUSED_S)
             self._news[uid].set()
