@@ -94,3 +94,18 @@ def processes_of(run: str, node: str = "") -> list[int]:
             if entry.name.isdigit() and wanted <= set((entry / "environ").read_bytes().split(b"\0")):
                 found.append(int(entry.name))
     return found
+
+
+def parent_of(pid: int) -> int:
+    """The process that started this one: an agent's keeper."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def desk_of(folder: Path) -> int:
+    """The desk whose socket lies somewhere below there."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_text().split("\0") if entry.name.isdigit() else []
+            if any(word.startswith(f"{folder}/") and word.endswith("ray-desk.sock") for word in words):
+                return int(entry.name)
+    raise AssertionError("no desk serves there")

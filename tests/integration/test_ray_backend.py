@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from tests.integration.ray_grounds import RayGround, processes_of, ray_ground
+from tests.integration.ray_grounds import RayGround, desk_of, parent_of, processes_of, ray_ground
 
 from dlrover_backends.ray.client import Deposed, RayBackend
 from dlrover_core import BackendContext
@@ -207,18 +207,3 @@ def deadline_ms(after_s: float) -> int:
     import time
 
     return int((time.time() + after_s) * 1000)
-
-
-def parent_of(pid: int) -> int:
-    """The process that started this one: an agent's keeper."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def desk_of(folder: Path) -> int:
-    """The process that serves the run whose files lie there."""
-    wanted = f"{folder}/ray-desk.sock".encode()
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and wanted in (entry / "cmdline").read_bytes().split(b"\0"):
-                return int(entry.name)
-    raise AssertionError("no desk serves there")

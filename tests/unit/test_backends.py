@@ -95,7 +95,7 @@ def test_unknown_names_list_what_there_is(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: there if group == backends.GROUP else [])
     with pytest.raises(
         SpecError,
-        match=r"'slrum' is installed \(did you mean slurm\?\); there are: k8s, local, slurm.*mypackage.slurm:Slurm",
+        match=r"'slrum' is installed \(did you mean slurm\?\); there are: k8s, local, ray, slurm.*mypackage.slurm:Slurm",
     ):
         backends.find(backends.read("slrum"), cli_backends.OURS)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dlrover_adapters.agent.config import LaunchConfig
-from dlrover_adapters.cli import dlrover_flags, main, run, serve, show_config, values, workers
+from dlrover_adapters.cli import dlrover_flags, main, ray_flags, run, serve, show_config, values, workers
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli.meeting import Meeting
 from dlrover_adapters.cli.torchrun_flags import Options
@@ -482,7 +482,7 @@ def test_every_option_is_shown() -> None:
         "resume",
     }
     own |= set(dlrover_flags.DESTS)  # they set others, or nothing
-    own |= {"job_file", "role_groups", "job_schema", "image", "gang", "queue"}  # they stand for what they say
+    own |= {"job_file", "role_groups", "job_schema", "image", "gang", "queue", *ray_flags.FLAGS}  # they stand for what they say
     shown = {*show_config._WORKERS, *show_config._HOST, "state_dir", "local_addr"}
     assert {action.dest for action in cli_options.parser()._actions} - own == shown
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 
+from dlrover_adapters.cli import ray_flags
 from dlrover_adapters.cli.torchrun_flags import Given, Options
 from dlrover_core.errors import SpecError
 
@@ -37,6 +38,7 @@ def arguments(group: argparse._ArgumentGroup) -> None:
         metavar="IMG",
         help="with --backend k8s: the image of the nodes' container, as --backend k8s:image=IMG says it (docs/kubernetes.md)",
     )
+    ray_flags.arguments(group)
     group.add_argument(
         "--gang",
         action=Given,
@@ -72,10 +74,10 @@ def bind(group: argparse._ArgumentGroup) -> None:
 
 
 def named(options: Options) -> str | None:
-    """The backend with its arguments, those of `_ARGUMENTS` among them. Raises `SpecError`."""
+    """The backend with its arguments, those of `_ARGUMENTS` and Ray's among them. Raises `SpecError`."""
     given = {key: value for key in _ARGUMENTS if (value := getattr(options, key)) is not None}
     if not given:
-        return str(options.backend) if options.backend is not None else None
+        return ray_flags.named(options) or (str(options.backend) if options.backend is not None else None)
     name, _, args = (options.backend or "").partition(":")
     for key, value in given.items():
         if name != KUBERNETES:
@@ -93,6 +95,8 @@ def here(options: Options) -> None:
 
 def in_images(options: argparse.Namespace) -> bool:
     """Do nodes have files of their own, so that a program which is not here may be there?"""
+    if ray_flags.has_files(options):
+        return True
     return options.backend is not None and str(options.backend).partition(":")[0] == KUBERNETES
 
 

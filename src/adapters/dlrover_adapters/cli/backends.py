@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from dlrover_adapters.cli import backend_flags
+from dlrover_adapters.cli import backend_flags, ray_flags
 from dlrover_adapters.cli.backend_flags import KUBERNETES, LOCAL
+from dlrover_adapters.cli.ray_flags import RAY
 from dlrover_adapters.cli.torchrun_flags import Options
 from dlrover_core.errors import SpecError
 
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
     from dlrover_core.runtime.backend import Backend
     from dlrover_core.runtime.backends import BackendContext, Choice
 
-OURS = {LOCAL: "dlrover_backends.local:backend", KUBERNETES: "dlrover_backends.k8s:backend"}
+OURS = {
+    LOCAL: "dlrover_backends.local:backend",
+    KUBERNETES: "dlrover_backends.k8s:backend",
+    RAY: "dlrover_backends.ray:backend",
+}
 """Backends of this distribution by name, so that they work from a checkout that was never installed."""
 
 CLOSE_S = 5.0
@@ -51,6 +56,7 @@ def chosen(options: Options) -> Choice | None:
             )
         return None
     _check(options)
+    ray_flags.check(options)
     # Made of nothing that counts: a class that does not fit, and arguments that it refuses, end the command here.
     blank = backends.BackendContext("job", "", ("127.0.0.1:1",), "", ("true",), cwd=os.getcwd(), args=choice.args)
     backends.make(backends.find(choice, OURS), blank, choice.text)

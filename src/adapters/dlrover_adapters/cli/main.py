@@ -27,6 +27,7 @@ from dlrover_adapters.cli import (
     k8s_reach,
     kubernetes,
     operate,
+    ray_leftovers,
     read,
     replay,
     serve,
@@ -155,6 +156,13 @@ COMMANDS = (
         kubernetes.EXAMPLES,
         kubernetes.arguments,
         kubernetes.run,
+    ),
+    Command(
+        "ray",
+        "what jobs have in a Ray cluster, and its removal",
+        ray_leftovers.EXAMPLES,
+        ray_leftovers.arguments,
+        ray_leftovers.run,
     ),
     Command(
         "diagnose",

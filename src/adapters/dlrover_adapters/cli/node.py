@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dlrover_adapters.cli import usage
+from dlrover_adapters.cli import ray_flags, usage
 from dlrover_core.errors import SpecError
 from dlrover_core.job.names import group_of
 
@@ -52,6 +52,7 @@ _DROPPED: dict[str, Any] = {
     "image": None,
     "gang": None,
     "queue": None,
+    **dict.fromkeys(ray_flags.FLAGS),
     "log": None,
     "policy": None,
     "token_file": None,

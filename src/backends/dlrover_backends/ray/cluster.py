@@ -9,11 +9,13 @@ import contextlib
 import json
 import logging
 import os
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import ray
 from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dlrover_backends.ray import names, private
@@ -22,6 +24,7 @@ from dlrover_backends.ray.names import Run
 from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
 
 NODE_ID = "ray.io/node-id"
+CLEAR_LOOK_S = 0.1
 
 
 class Order(NamedTuple):
@@ -135,13 +138,11 @@ class Cluster:
         avoided = [one["NodeID"] for one in hosts if (one.get("NodeName") or one["NodeManagerAddress"]) in order.avoid]
         if avoided:
             labels[NODE_ID] = f"!in({','.join(avoided)})"
-        name = self.run.group(order.name)
-        if any(one.name == name for one in groups(name)):
-            remove_placement_group(ray.util.get_placement_group(name))
+        self.remove_group(order.name)
         group = placement_group(
             [dict(wants)],
             strategy="STRICT_PACK",
-            name=name,
+            name=self.run.group(order.name),
             lifetime="detached",
             bundle_label_selector=[labels] if labels else None,
         )
@@ -188,11 +189,37 @@ class Cluster:
 
     def remove_group(self, name: str) -> None:
         """Give back the place of a node. An actor in it ends."""
-        with contextlib.suppress(ValueError):
-            remove_placement_group(ray.util.get_placement_group(self.run.group(name)))
+        wanted = self.run.group(name)
+        for one in groups(wanted):
+            if one.name == wanted:
+                remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(one.id))))
 
-    def forget(self) -> None:
-        """Remove the run's keys."""
+    def end(self, actor: Actor, grace_s: float) -> None:
+        """Have an actor end. Its keeper buries its agent before; one that is not there yet has none."""
+        handle = self.handle(actor.name)
+        if handle is not None and actor.state == "ALIVE":
+            handle.stop.remote(grace_s)
+        elif handle is not None:
+            ray.kill(handle, no_restart=True)
+
+    def clear(self, bound_s: float) -> None:
+        """Remove all of the run: actors, placement groups, keys. Keepers have half of ``bound_s`` to end by themselves."""
+        began, told = time.monotonic(), set[str]()
+        while True:
+            seen, spent_s = self.look(), time.monotonic() - began
+            living = [actor for actor in seen.actors.values() if not actor.is_dead]
+            if not living or spent_s > bound_s:
+                break
+            for actor in living:
+                if spent_s > bound_s / 2:
+                    self.kill(actor.name)
+                elif actor.id not in told:
+                    self.end(actor, 0.0)
+                told.add(actor.id)
+            time.sleep(CLEAR_LOOK_S)
+        prefix = self.run.group("")
+        for name in seen.groups:
+            self.remove_group(name.removeprefix(prefix))
         private.remove(self.run.space + "/")
 
 
@@ -212,13 +239,13 @@ def groups(prefix: str) -> list[Group]:
 
 
 def runs() -> dict[str, list[Actor]]:
-    """Actors of all runs of ours in the cluster, by their namespace; of a run that has left placement groups alone, none."""
+    """Actors, dead ones too, of each run that has anything in the cluster now, by its namespace."""
     found: dict[str, list[Actor]] = {}
-    for group in groups(names.PREFIX):
-        found.setdefault(group.name.partition("/")[0], [])
     for actor in private.actors(names.PREFIX):
         found.setdefault(actor.namespace, []).append(actor)
-    return found
+    with_groups = {group.name.partition("/")[0] for group in groups(names.PREFIX)}
+    living = {space for space, actors in found.items() if not all(one.is_dead for one in actors)}
+    return {space: found.get(space, []) for space in with_groups | living}
 
 
 def with_orders(keeper: type) -> type:

@@ -33,7 +33,7 @@ from dlrover_core.runtime.within import within
 if TYPE_CHECKING:
     from dlrover_backends.ray.cluster import Cluster
 
-IDLE_S, REQUEST_S = 30.0, 10.0
+IDLE_S, REQUEST_S = 10.0, 10.0
 CLEAR_S = 20.0
 
 log = structlog.get_logger("dlrover.desk")
@@ -114,42 +114,14 @@ class Desk:
             if actor is None or actor.is_dead:
                 return ("done", None)
             log.info("node is deleted", node=name, state=actor.state, grace_s=grace_s)
-            await asyncio.to_thread(self._end, name, actor.state == "ALIVE", grace_s)
+            await asyncio.to_thread(self._cluster.end, actor, grace_s)
         self._lookout.ends(name, grace_s)
         return ("done", None)
-
-    def _end(self, name: str, runs: bool, grace_s: float) -> None:
-        handle = self._cluster.handle(name)
-        if handle is not None and runs:
-            handle.stop.remote(
-                grace_s
-            )  # the keeper buries its agent, then ends; an actor's own end leaves that to the kernel
-        elif handle is not None:
-            self._cluster.kill(name)
 
     async def _clear(self) -> tuple[object, ...]:
         """Remove all that the run has in the cluster."""
         async with self._ordering:
-            until = time.monotonic() + CLEAR_S
-            told = False
-            while True:
-                seen = await asyncio.to_thread(self._cluster.look)
-                living = [actor for actor in seen.actors.values() if not actor.is_dead]
-                if not living or time.monotonic() > until:
-                    break
-                for actor in living:
-                    if not told:
-                        await asyncio.to_thread(self._end, actor.name, actor.state == "ALIVE", 0.0)
-                    elif time.monotonic() > until - CLEAR_S / 2:
-                        await asyncio.to_thread(self._cluster.kill, actor.name)
-                told = True
-                await asyncio.sleep(0.1)
-            for actor in living:
-                await asyncio.to_thread(self._cluster.kill, actor.name)
-            prefix = self._cluster.run.group("")
-            for name in seen.groups:
-                await asyncio.to_thread(self._cluster.remove_group, name.removeprefix(prefix))
-            await asyncio.to_thread(self._cluster.forget)
+            await asyncio.to_thread(self._cluster.clear, CLEAR_S)
         return ("done", None)
 
     # ---- conversations

@@ -1,0 +1,104 @@
+"""The options of ``--backend ray``: which cluster, and what each node gets of it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from dlrover_adapters.cli.torchrun_flags import Given, Options
+from dlrover_core.errors import SpecError
+
+RAY = "ray"
+FLAGS = ("ray_address", "resources", "label", "runtime_env")
+_REMOTE = "://"
+
+
+def arguments(group: argparse._ArgumentGroup) -> None:
+    """Which cluster, and what each node gets."""
+    group.add_argument(
+        "--ray-address",
+        action=Given,
+        default=None,
+        metavar="HOST:PORT",
+        help="with --backend ray: the head of the cluster (default: RAY_ADDRESS, else the cluster that this host belongs to)",
+    )
+    group.add_argument(
+        "--resources",
+        action=Given,
+        default=None,
+        metavar="NAME=AMOUNT,...",
+        help="with --backend ray: what each node gets, such as CPU=8,GPU=8,memory=64G,custom=1 (default: a CPU for each worker, "
+        "and a GPU where the cluster has any)",
+    )
+    group.add_argument(
+        "--label",
+        action="append",
+        default=None,
+        metavar="KEY=SELECTOR",
+        help="with --backend ray: only hosts with this label: zone=a, zone=in(a,b), zone=!a or zone=!in(a,b); may be repeated",
+    )
+    group.add_argument(
+        "--runtime-env",
+        action=Given,
+        default=None,
+        metavar="FILE",
+        help="with --backend ray: Ray's runtime environment for each node, as YAML or JSON (working_dir, pip, env_vars)",
+    )
+
+
+def named(options: Options) -> str | None:
+    """The backend with its arguments, the options among them; None: none of them is given. Raises `SpecError`."""
+    given = [name for name in FLAGS if getattr(options, name, None) is not None]
+    chosen, _, args = (str(options.backend) if options.backend is not None else "").partition(":")
+    if not given:
+        return None
+    if chosen != RAY:
+        raise SpecError(
+            given[0].replace("_", "-"),
+            f"{getattr(options, given[0])!r} is for --backend ray, and the backend is {options.backend or 'local'}",
+        )
+    from dlrover_backends.ray import settings
+
+    told = settings.Settings(
+        address=options.ray_address or "",
+        resources=options.resources or "",
+        label=";".join(options.label or ()),
+        runtime_env=options.runtime_env or "",
+    )
+    for name in given:
+        if not getattr(options, name):
+            raise SpecError(
+                name.replace("_", "-"), f"{getattr(options, name)!r} is empty: leave it out, or say what it is"
+            )
+    settings.check_address(told.address)
+    settings.resources_of(told.resources)
+    settings.labels_of(tuple(options.label or ()))
+    return f"{RAY}:{args}{',' if args else ''}{settings.text(told)}"
+
+
+def check(options: Options) -> None:
+    """Refuse a script that is not in the folder which nodes get as their working directory. Raises `SpecError`."""
+    if not is_ray(options) or not options.runtime_env:
+        return
+    from dlrover_backends.ray import settings
+
+    folder = settings.runtime_env(options.runtime_env, os.getcwd()).get("working_dir")
+    script = options.script
+    if not isinstance(folder, str) or _REMOTE in folder or script is None or options.module or options.no_python:
+        return
+    if not Path(script).is_absolute() and not Path(folder, script).is_file():
+        raise SpecError(
+            "training_script",
+            f"{script!r} is not in {folder}, the working_dir of {options.runtime_env}: name it as it is called in there",
+        )
+
+
+def has_files(options: argparse.Namespace) -> bool:
+    """Do nodes get files of their own, so that a program which is not here may be there?"""
+    return is_ray(options) and bool(getattr(options, "runtime_env", None))
+
+
+def is_ray(options: argparse.Namespace) -> bool:
+    """Is it Ray that starts the nodes?"""
+    return options.backend is not None and str(options.backend).partition(":")[0] == RAY

@@ -1,0 +1,69 @@
+"""`dlrover ray`: what jobs have in a Ray cluster, and the removal of what killed launchers have left there."""
+
+from __future__ import annotations
+
+import argparse
+
+from dlrover_adapters.cli.places import NOT_FOUND, OK
+from dlrover_core.errors import SpecError
+
+EXAMPLES = """\
+  dlrover ray ls                          the runs that have actors or placement groups in the cluster of this host
+  dlrover ray rm pretrain                 end and remove all that job 'pretrain' has there (a job that is led: dlrover stop)"""
+
+LS, RM = "ls", "rm"
+CLEAR_S = 20.0
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What `ray` takes."""
+    parser.add_argument("what", choices=(LS, RM), help="ls: list them; rm: end and remove all that a job has")
+    parser.add_argument("job", nargs="?", metavar="JOB", help="with rm: the job's name")
+    parser.add_argument("--all", action="store_true", help="with rm: all jobs")
+    parser.add_argument(
+        "--ray-address",
+        default="",
+        metavar="HOST:PORT",
+        help="the head of the cluster (default: RAY_ADDRESS, else the cluster that this host belongs to)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """`dlrover ray`. Raises `SpecError`."""
+    if args.what == RM and bool(args.job) == args.all:
+        raise SpecError("JOB", "say which job's leftovers are removed, or --all")
+    if args.what == LS and (args.job or args.all):
+        raise SpecError("JOB", "ls lists all jobs, and takes neither a name nor --all")
+    from dlrover_backends.ray import settings
+
+    settings.check_address(args.ray_address)
+    return _on(args)
+
+
+def _on(args: argparse.Namespace) -> int:
+    import importlib.util
+
+    if importlib.util.find_spec("ray") is None:
+        raise SpecError("ray", "Ray's client library is not installed: pip install 'dlrover-core[ray]'")
+    from dlrover_backends.ray import cluster, faults, names
+
+    try:
+        cluster.Cluster(names.Run("", "")).connect(args.ray_address)
+    except Exception as error:
+        raise SpecError("ray-address", faults.of_connect(error, args.ray_address).text) from error
+    found = {run: actors for space, actors in cluster.runs().items() if (run := names.run_of(space)) is not None}
+    if args.what == RM:
+        wanted = [run for run in found if args.all or run.job == args.job]
+        if not wanted and args.job:
+            print(f"dlrover ray: job {args.job!r} has nothing in this cluster; dlrover ray ls shows what there is")
+            return NOT_FOUND
+        for one in wanted:
+            cluster.Cluster(one).clear(CLEAR_S)
+            print(f"removed job {one.job}, run {one.run}")
+        return OK
+    print(f"{'JOB':<24} {'RUN':<16} {'RUNNING':>7} {'PENDING':>7} {'ENDED':>7}")
+    for one, actors in sorted(found.items()):
+        living = [actor for actor in actors if not actor.is_dead]
+        runs = sum(actor.state == "ALIVE" for actor in living)
+        print(f"{one.job:<24} {one.run:<16} {runs:>7} {len(living) - runs:>7} {len(actors) - len(living):>7}")
+    return OK

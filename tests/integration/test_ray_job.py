@@ -1,0 +1,96 @@
+"""A job of `dlrover-run --backend ray`: torch trains in actors' keeping, an actor is killed, and nothing stays in the cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import BIN, SCRIPTS, Job, eventually
+from tests.integration.ray_grounds import RayGround, desk_of, parent_of, processes_of, ray_ground
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
+QUICK = ("--bind", "127.0.0.1", "--set", "stop_grace_s=5", "--nnodes", "2")
+
+
+@pytest.fixture(name="ground", scope="module")
+def made_ground() -> Iterator[RayGround]:
+    """Two hosts."""
+    with ray_ground({"num_cpus": 1, "node_name": "first"}, {"num_cpus": 1, "node_name": "second"}) as ground:
+        yield ground
+
+
+def job_of(ground: RayGround, folder: Path) -> Job:
+    """A job of two nodes."""
+    line = ("--backend", "ray", "--ray-address", ground.address, "--resources", "CPU=1", *QUICK)
+    return Job(folder, *line, str(SCRIPTS / "allreducing.py"), str(folder))
+
+
+def dlrover_ray(ground: RayGround, *words: str) -> str:
+    """What ``dlrover ray`` says."""
+    done = subprocess.run(
+        [str(BIN / "dlrover"), "ray", *words, "--ray-address", ground.address],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_actor_is_killed(ground: RayGround, tmp_path: Path) -> None:
+    """The node is another actor, training goes on, the incident has Ray's word, and at the end nothing is left."""
+    with job_of(ground, tmp_path) as job:
+        step = job.trains(1, beyond=3)["step"]
+        run = job.settings["run"]
+        os.kill(keeper_of(run, "worker-1-0"), signal.SIGKILL)
+        job.until(lambda status: status["step"] > step and status["generation"] > 1, "steps after the incident")
+        job.finish()
+        assert job.ended() == 0, job.said
+        told = job.dlrover("explain")
+        assert "WORKER_DIED" in told, told
+        assert "worker-1-1" in told, told
+    assert len(dlrover_ray(ground, "ls").splitlines()) == 1
+    assert processes_of(run) == []
+
+
+def keeper_of(run: str, node: str) -> int:
+    """The process of a node's actor: the parent of its agent, which is nobody's child of the node."""
+    found = processes_of(run, node)
+    [keeper] = {parent_of(pid) for pid in found} - set(found)
+    return keeper
+
+
+@pytest.mark.nightly(reason="clearing is tried by day in test_ray_backend, and after a good end in the test above")
+def test_ctrl_c_leaves_nothing(ground: RayGround, tmp_path: Path) -> None:
+    """A job that is interrupted leaves no actor, no placement group, and no process."""
+    with job_of(ground, tmp_path) as job:
+        job.trains(1, beyond=1)
+        run = job.settings["run"]
+        job.process.send_signal(signal.SIGINT)
+        assert job.ended() != 0
+    assert len(dlrover_ray(ground, "ls").splitlines()) == 1
+    assert processes_of(run) == []
+
+
+@pytest.mark.nightly(reason="what is removed is tried by day in test_ray_backend")
+def test_what_a_killed_launcher_leaves_is_removed(ground: RayGround, tmp_path: Path) -> None:
+    """Nodes go on when all of ours on this side was killed; `dlrover ray ls` shows them, and `rm` ends them."""
+    with job_of(ground, tmp_path) as job:
+        job.trains(1, beyond=1)
+        run = job.settings["run"]
+        for one in job.processes("dlrover-master"):
+            one.kill()
+        job.process.kill()
+        job.process.wait()
+        desk = desk_of(tmp_path)
+    assert "e2e" in dlrover_ray(ground, "ls")
+    assert processes_of(run)
+    assert f"removed job e2e, run {run}" in dlrover_ray(ground, "rm", "e2e")
+    assert len(dlrover_ray(ground, "ls").splitlines()) == 1
+    assert processes_of(run) == []
+    eventually(lambda: not Path(f"/proc/{desk}").exists(), "the end of a desk that nobody needs")

@@ -1,0 +1,129 @@
+"""The options of ``--backend ray``, `dlrover ray`, and what they answer to what cannot be."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dlrover_adapters.cli import backend_flags, ray_flags
+from dlrover_adapters.cli import main as dlrover
+from dlrover_adapters.cli import options as cli_options
+from dlrover_backends.ray import settings
+from dlrover_backends.ray.client import RayBackend
+from dlrover_backends.ray.settings import Settings
+from dlrover_core import BackendContext
+from dlrover_core.errors import LaunchRefused, SpecError
+from dlrover_core.testing.backend_stand import make_launch
+
+
+def named(*line: str) -> str | None:
+    """The backend that a command line names."""
+    return backend_flags.named(cli_options.parse([*line, "train.py"]))
+
+
+def test_options_are_arguments_of_the_backend() -> None:
+    """What the options say the backend reads, beside arguments of its own."""
+    text = named("--backend", "ray", "--resources", "CPU=8,GPU=2", "--label", "zone=in(a,b)", "--label", "tier=!spot")
+    assert text is not None
+    name, _, args = text.partition(":")
+    told = settings.read(BackendContext("j", "r", ("m:1",), "t", args=args))
+    assert (name, told) == ("ray", Settings(resources="CPU=8,GPU=2", label="zone=in(a,b);tier=!spot"))
+    assert named("--backend", "ray:resources=CPU%3D1", "--ray-address", "h:1") == "ray:resources=CPU%3D1,address=h:1"
+    assert named("--backend", "ray") == "ray"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (("--ray-address", "h:1"), "'h:1' is for --backend ray, and the backend is local"),
+        (("--backend", "k8s", "--resources", "CPU=1"), "the backend is k8s"),
+        (("--backend", "ray", "--resources", "CPU"), "'CPU' is not NAME=AMOUNT"),
+        (("--backend", "ray", "--label", "zone"), "'zone' is not KEY=SELECTOR"),
+        (("--backend", "ray", "--ray-address", "ray://h:10001"), "ray job submit"),
+    ],
+)
+def test_options_that_are_wrong(line: tuple[str, ...], said: str) -> None:
+    """Each is told with its value and what to write."""
+    with pytest.raises(SpecError, match=re.escape(said)):
+        named(*line)
+
+
+def test_a_script_that_is_not_in_the_runtime_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script is looked for where nodes will find it: in the folder that Ray sends to them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "env.yaml").write_text("working_dir: code", encoding="utf-8")
+    options = cli_options.parse(["--backend", "ray", "--runtime-env", "env.yaml", "train.py"])
+    assert backend_flags.in_images(options)
+    with pytest.raises(SpecError, match=r"'train\.py' is not in .*/code, the working_dir of env\.yaml"):
+        ray_flags.check(options)
+    (tmp_path / "code" / "train.py").touch()
+    ray_flags.check(options)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (("rm",), "say which job's leftovers"),
+        (("rm", "a", "--all"), "say which job's leftovers"),
+        (("ls", "a"), "ls lists all jobs"),
+        (("ls", "--ray-address", "h"), "is not HOST:PORT"),
+    ],
+)
+def test_dlrover_ray_that_is_wrong(line: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong usage ends with 2 and says what to type."""
+    assert dlrover.main(["ray", *line]) == 2
+    assert said in capsys.readouterr().err
+
+
+def order(tmp_path: Path, args: str = "", **more: int) -> dict[str, object]:
+    """What the desk is told of a node of four workers."""
+    here = BackendContext("j", "r", ("m:1",), "secret", arguments=("train.py",), cwd=str(tmp_path), args=args)
+    return RayBackend(here)._order(make_launch()._replace(nproc=4, **more))
+
+
+def test_what_a_node_gets(tmp_path: Path) -> None:
+    """Nothing said: a CPU for each worker, and GPUs if there are any. Said once: that, and what a group of the job asks for."""
+    assert (order(tmp_path)["wants"], order(tmp_path)["gpus_if_any"]) == ({"CPU": 4.0}, 4)
+    told = order(tmp_path, "resources=GPU%3D2%2Cfast%3D1")
+    assert (told["wants"], told["gpus_if_any"]) == ({"CPU": 4.0, "GPU": 2.0, "fast": 1.0}, 0)
+    told = order(tmp_path, cpu_m=1500, memory_mib=64, gpus=1)
+    assert (told["wants"], told["gpus_if_any"]) == ({"CPU": 1.5, "GPU": 1.0, "memory": float(64 << 20)}, 0)
+
+
+def test_what_the_keeper_is_told(tmp_path: Path) -> None:
+    """The agent's variables and its token; those that the runtime environment sets stay, and its folder is the working one."""
+    plan = order(tmp_path)["plan"]
+    assert isinstance(plan, dict)
+    assert (plan["cwd"], plan["env"]["DLROVER_NODE"], plan["env"]["DLROVER_TOKEN"]) == (
+        str(tmp_path),
+        "worker-0-0",
+        "secret",
+    )
+    (tmp_path / "env.yaml").write_text("working_dir: .\nenv_vars: {OMP_NUM_THREADS: '3', DLROVER_NPROC: '9'}")
+    plan = order(tmp_path, "runtime_env=env.yaml")["plan"]
+    assert isinstance(plan, dict)
+    assert (plan["cwd"], plan["kept"]) == ("", ("OMP_NUM_THREADS", "DLROVER_NPROC"))
+    assert "DLROVER_NPROC" not in plan["env"]
+
+
+def test_a_command_that_is_missing(tmp_path: Path) -> None:
+    """`dlrover master` without a script has nothing that a node could run: the node is refused for good."""
+    import asyncio
+
+    backend = RayBackend(BackendContext("j", "r", ("m:1",), "t", cwd=str(tmp_path)))
+    with pytest.raises(LaunchRefused, match="name the script") as refused:
+        asyncio.run(backend.launch(make_launch(), 1))
+    assert refused.value.permanent
+
+
+def test_a_cluster_that_is_not_there(tmp_path: Path) -> None:
+    """An address at which nobody listens is told before anything is started."""
+    import asyncio
+
+    args = "address=127.0.0.1:1"
+    here = BackendContext("j", "r", ("m:1",), "t", cwd=str(tmp_path), directory=str(tmp_path), args=args)
+    with pytest.raises(SpecError, match=r"no Ray cluster answers at 127\.0\.0\.1:1 .* ray start --head"):
+        asyncio.run(RayBackend(here).check())
