@@ -482,7 +482,15 @@ def test_every_option_is_shown() -> None:
         "resume",
     }
     own |= set(dlrover_flags.DESTS)  # they set others, or nothing
-    own |= {"job_file", "role_groups", "job_schema", "image", "gang", "queue", *ray_flags.FLAGS}  # they stand for what they say
+    own |= {
+        "job_file",
+        "role_groups",
+        "job_schema",
+        "image",
+        "gang",
+        "queue",
+        *ray_flags.FLAGS,
+    }  # they stand for what they say
     shown = {*show_config._WORKERS, *show_config._HOST, "state_dir", "local_addr"}
     assert {action.dest for action in cli_options.parser()._actions} - own == shown
 
