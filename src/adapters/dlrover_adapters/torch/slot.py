@@ -28,8 +28,8 @@ class Slot:
     """The worker's half: times in microseconds of the monotonic clock, which all processes of a host share."""
 
     def __init__(self, fd: int) -> None:
-        self._memory = mmap.mmap(fd, SLOT_BYTES)
-        self.notes = Notes(self._memory, os.getpid())
+        self.memory = mmap.mmap(fd, SLOT_BYTES)
+        self.notes = Notes(self.memory, os.getpid())
         # Its own descriptor, for children that are spawned: the caller closes the other.
         self.fd = os.dup(fd)
         self._step, self._moved_us, self._usual_us, self._phase = -1, 0, 0, 0
@@ -79,21 +79,21 @@ class Slot:
         self._tell()
 
     def _tell(self) -> None:
-        _NOW.pack_into(self._memory, 0, self._step, self._moved_us, self._usual_us, self._phase)
+        _NOW.pack_into(self.memory, 0, self._step, self._moved_us, self._usual_us, self._phase)
 
     def _note_longest(self, gap: int) -> None:
         if gap > self._longest[self._phase]:
             self._longest[self._phase] = gap
-            _LONGEST.pack_into(self._memory, _LONGEST_AT + 8 * self._phase, gap)
+            _LONGEST.pack_into(self.memory, _LONGEST_AT + 8 * self._phase, gap)
 
     def total(self, number: int) -> None:
         """The script means to make so many steps; 0: nobody knows."""
-        _LONGEST.pack_into(self._memory, _TOTAL_AT, number)
+        _LONGEST.pack_into(self.memory, _TOTAL_AT, number)
 
     def waited(self, now_us: int) -> None:
         """A process that draws data for this worker waits for them now. Its own place: it is written beside the worker."""
-        _LONGEST.pack_into(self._memory, _WAITED_AT, now_us)
+        _LONGEST.pack_into(self.memory, _WAITED_AT, now_us)
 
     def shows_on(self, number: int) -> None:
         """A signal of this number makes the process show its stacks; 0: none does."""
-        _LONGEST.pack_into(self._memory, _SIGNAL_AT, number)
+        _LONGEST.pack_into(self.memory, _SIGNAL_AT, number)

@@ -11,7 +11,6 @@ it waits for data.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import socket
 import time
@@ -23,7 +22,7 @@ from typing import Any
 import msgpack
 
 from dlrover_core.data.in_work import Notes
-from dlrover_core.diagnosis.slots import DETECT_VARIABLE, GRADS_VARIABLE, SLOT_BYTES
+from dlrover_core.diagnosis.slots import DETECT_VARIABLE, GRADS_VARIABLE
 
 from . import loss, meter
 from .loss import LossWatch
@@ -156,8 +155,8 @@ def begin(
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     signal = begin_told(generation, rank, agent_socket, slot_fd, stepped)
-    if os.environ.get(DETECT_VARIABLE) != "off":
-        memory = mmap.mmap(slot_fd, SLOT_BYTES)
+    if signal.slot is not None and os.environ.get(DETECT_VARIABLE) != "off":
+        memory = signal.slot.memory
         signal.measured_by(meter.begin(memory), loss.begin(memory, os.environ.get(GRADS_VARIABLE) == "1"))
     register_optimizer_step_post_hook(_after_optimizer)
 
