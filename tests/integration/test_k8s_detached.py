@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import BIN, SCRIPTS
+from running import BIN, SCRIPTS, eventually
 from tools.etcd_cluster import Cluster
 
 from dlrover_backends.fake_k8s import Ground, account
@@ -64,6 +64,10 @@ class Detached:
         line = ("--detach", *where, "--image", "trainer:1", "--job-id", "digits", "--nnodes", "2")
         lean = ("--preload", "none", "--set", "stop_grace_s=5", str(SCRIPTS / "until_told.py"), str(self.folder))
         return self.says("dlrover-run", *line, *lean)
+
+    def runs(self, *command: str) -> None:
+        """Wait until a command says that all workers run: their files are there before the master knows."""
+        eventually(lambda: "2 of 2 nodes started" in self.says(*command), "both nodes started")
 
     def ranks(self) -> set[str]:
         """Ranks that have begun, with the ids of their processes."""
@@ -121,8 +125,7 @@ def test_masters_may_die_and_nothing_is_left(job: Detached) -> None:
     job.says(
         "dlrover-run", "--detach", "--backend", "k8s:claim=logs", "--image", "i", "--job-id", "digits", "x.py", status=2
     )
-    told = job.says("kubectl-dlrover", "status", "digits", "-n", "train")
-    assert "2 of 2 nodes started" in told, told
+    job.runs("kubectl-dlrover", "status", "digits", "-n", "train")
     (first,) = job.masters()
     assert job.ground.strike(lambda kubelet: kubelet.kill("train", first))
     job.until(lambda: bool(job.masters()) and first not in job.masters(), "another master")
@@ -168,7 +171,7 @@ def test_masters_of_two_hosts(job: Detached, etcd_server: Cluster, etcd_prefix: 
         assert job.ground.strike(lambda kubelet, name=name: kubelet.kill("train", name))
         job.until(lambda name=name: name not in job.masters() and len(job.masters()) == 2, "another one")
         job.until(lambda: all(one["status"]["phase"] == "Running" for one in job.masters().values()), "it runs")
-        assert "2 of 2 nodes started" in job.says("dlrover", "status", "k8s:digits")
+        job.runs("dlrover", "status", "k8s:digits")
     (job.folder / "end").touch()
     job.until(lambda: not job.masters(), "the end")
     assert "has ended well" in job.says("dlrover", "status", "k8s:train/digits", status=None)
