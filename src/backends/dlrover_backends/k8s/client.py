@@ -11,21 +11,21 @@ import contextlib
 import importlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Union
 
 import structlog
 
-from dlrover_backends.k8s import endings, gangs, masters, names, pods, refusals, render, settings
+from dlrover_backends.k8s import endings, gangs, masters, names, pods, queues, refusals, render, settings
 from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.errors import ApiError, Busy, Conflict, Forbidden, NotFound, Unreachable
 from dlrover_backends.k8s.hosts import Hosts
 from dlrover_backends.k8s.listwatch import READ_S, ListWatch, Snapshot
 from dlrover_core.errors import CoreError, LaunchRefused, SpecError
 from dlrover_core.job.orders import NodeLaunch
-from dlrover_core.runtime.backend import Changed, Listed, Observation, Wanted
+from dlrover_core.runtime.backend import Admission, Changed, Listed, Observation, Wanted
 from dlrover_core.runtime.backends import BackendContext
 
 MADE_S = 900.0
@@ -66,9 +66,13 @@ class KubernetesBackend:
         self._made: dict[str, tuple[float, Json]] = {}
         self._uids: dict[str, str] = {}
         self._over: dict[str, int] = {}
+        self._pods: dict[str, Json] | None = None  # by true name, once they were listed
         self._gangs = gangs.Gangs(here, self._told, self._ask, lambda: self._namespace) if self._told.gang else None
         self._ended: set[str] = set()
         self._hosts = Hosts(now)
+        self._queue: queues.Queue | None = None
+        if self._told.queue and self._told.gang != settings.VOLCANO:
+            self._queue = queues.Queue(here, self._told, self._ask, cluster=self, now=now, wall=wall)
 
     # ---- the port
 
@@ -85,6 +89,8 @@ class KubernetesBackend:
             pod = pods.manifest(self._here, self._told, node, owner, template, token)
             if self._gangs is not None:
                 self._gangs.admit(node.group, pod)
+            if self._queue is not None:
+                self._queue.admit(node, pod)
             made = await self._ask("POST", self._path("pods"), pod)
         except Conflict as error:
             made = await self._look_at(node.name, error)
@@ -114,8 +120,22 @@ class KubernetesBackend:
         except (NotFound, Conflict):
             return  # it is gone, or another one has its name
 
-    async def observe(self) -> AsyncIterator[Union[Listed, Changed]]:
-        """`Listed` first and after every gap, then one `Changed` for every change. Raises `ApiError` for a missing right."""
+    async def observe(self) -> AsyncIterator[Union[Listed, Changed, Admission]]:
+        """`Listed` first and after every gap, then one `Changed` for every change. Raises `ApiError` for a missing right.
+
+        Where a queue admits the job, its `Admission` too.
+        """
+        pods_seen = self._observed()
+        both = queues.merged(pods_seen, self._queue.run()) if self._queue is not None else pods_seen
+        async with aclosing(both) as seen:
+            async for one in seen:
+                if isinstance(one, queues.Again):
+                    for pod in [each for each in (self._pods or {}).values() if queues.place_of(each) == one.place]:
+                        yield Changed(self._seen(pod, fresh=True))
+                else:
+                    yield one
+
+    async def _observed(self) -> AsyncGenerator[Union[Listed, Changed]]:
         owner = await self._owned()
         assert self._api is not None
         where = self._path("pods")
@@ -130,6 +150,7 @@ class KubernetesBackend:
                         ours = self._ours(one, owner)
                         told = {name: (_uid(pod), self._seen(pod)) for name, pod in ours.items()}
                         self._uids |= {name: _uid(pod) for name, pod in ours.items()}
+                        self._note_pods(ours)
                         shown = [await self._judged(node) for _, node in told.values() if node.phase != "gone"]
                         yield Listed(tuple(shown))
                     elif (change := self._change(one.type, one.object, owner, told)) is not None:
@@ -142,13 +163,23 @@ class KubernetesBackend:
         return None
 
     async def sized(self, wanted: Wanted, token: int) -> None:
-        """Let the cluster know the whole job, where a gang depends on it. Raises `Deposed`, `ApiError`."""
+        """Let the cluster know the whole job, where a gang or a queue depends on it. Raises `Deposed`, `ApiError`."""
         self._fence(token)
         if self._gangs is not None:
             await self._gangs.sized(wanted, await self._owned())
+        if self._queue is not None:
+            owner, made = await self._owned(), dict[str, Json]()
+            for one in wanted.groups:
+                node = NodeLaunch(
+                    one.name, one.name, one.name, 0, 0, one.nproc, (), one.memory_mib, one.cpu_m, one.gpus
+                )
+                with contextlib.suppress(LaunchRefused):  # as each launch will be
+                    made[one.name] = pods.manifest(self._here, self._told, node, owner, await self._template(one.name))
+            if len(made) == len(wanted.groups):
+                self._queue.sized(wanted, owner, made)
 
     async def check(self) -> None:
-        """Ask for pods, and for what gangs need. Raises `SpecError` for missing credentials or rights, and `ApiError`."""
+        """Ask for pods, gangs and queues. Raises `SpecError` for missing credentials, rights or kinds, and `ApiError`."""
         await self._connected()
         try:
             await self._ask("GET", f"{self._path('pods')}?limit=1")
@@ -156,6 +187,8 @@ class KubernetesBackend:
             raise SpecError("backend", refusals.missing_right(error)) from error
         if self._gangs is not None:
             await self._gangs.check()
+        if self._queue is not None:
+            await self._queue.check()
 
     async def show(self, write: Callable[[bytes], None]) -> None:
         """Pass on what nodes print, until cancelled. Raises `ApiError`, `LaunchRefused`."""
@@ -259,6 +292,22 @@ class KubernetesBackend:
 
     # ---- what is there
 
+    @property
+    def api(self) -> Api:
+        """The connection, once there is one."""
+        assert self._api is not None
+        return self._api
+
+    @property
+    def namespace(self) -> str:
+        """Where everything is made, once there is a connection."""
+        return self._namespace
+
+    @property
+    def living(self) -> list[Json] | None:
+        """The run's pods that are not gone; None: they were not listed yet."""
+        return None if self._pods is None else list(self._pods.values())
+
     def _ours(self, listed: Snapshot, owner: Json) -> dict[str, Json]:
         """Our pods by their nodes' names; those that were made since the list began are there, whether it has them or not."""
         found = {endings.true_name(pod): pod for pod in listed.objects if self._is_ours(pod, owner)}
@@ -281,11 +330,13 @@ class KubernetesBackend:
                 self._ended.add(name)
             self._uids.pop(name, None)
             self._made.pop(name, None)
+            self._note_pods({}, name)
             if before[1].phase == "gone":
                 return None
-            taken = endings.disruption(pod)
+            taken = endings.disruption(pod) or (self._queue.taken(name) if self._queue is not None else "")
             return Observation(name, "gone", reason=taken, host=before[1].host, domain=before[1].domain)
         self._uids[name] = uid
+        self._note_pods({name: pod}, name)
         node = self._seen(pod, fresh=True)
         told[name] = (uid, node)
         return node if before is None or before[1] != node else None
@@ -300,6 +351,8 @@ class KubernetesBackend:
 
     def _seen(self, pod: Json, *, fresh: bool = False) -> Observation:
         seen = endings.observation(pod, self._wall())
+        if self._queue is not None:
+            seen = self._queue.marked(seen, queues.place_of(pod))
         return seen._replace(age_us=0) if fresh else seen
 
     def _is_ours(self, pod: Json, owner: Json) -> bool:
@@ -321,11 +374,22 @@ class KubernetesBackend:
             ) from taken
         return found
 
+    def _note_pods(self, found: dict[str, Json], name: str = "") -> None:
+        """Know the pods that are there: all of them, or one that is or is not among them."""
+        if self._queue is None:
+            return
+        self._pods = (
+            found if not name else {**{one: pod for one, pod in (self._pods or {}).items() if one != name}, **found}
+        )
+        self._queue.news()
+
     def _note_made(self, name: str, pod: Json) -> None:
         now = self._now()
         self._made = {one: made for one, made in self._made.items() if now - made[0] < MADE_S}
         self._made[name] = (now, pod)
         self._uids[name] = _uid(pod)
+        if self._pods is not None:
+            self._note_pods({name: pod}, name)
 
     # ---- the owner
 

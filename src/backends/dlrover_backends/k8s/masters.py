@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlrover_backends.k8s import gangs, names, pods
+from dlrover_backends.k8s import gangs, names, pods, queues, settings
 from dlrover_backends.k8s.api import Json
 from dlrover_core.errors import SpecError
 
@@ -357,7 +357,8 @@ def rules(job: MasterPlan) -> list[Rule]:
     ]
     if job.templates is not None:
         found.append(_may("", "configmaps", "get", named=job.called))
-    return found + gangs.rules(job.backend.get("gang", ""))
+    gang = job.backend.get("gang", "")
+    return found + gangs.rules(gang) + queues.rules("" if gang == settings.VOLCANO else job.backend.get("queue", ""))
 
 
 def _may(group: str, resource: str, *verbs: str, named: str = "") -> Rule:

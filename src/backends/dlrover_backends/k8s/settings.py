@@ -77,8 +77,6 @@ def read(here: BackendContext) -> Settings:
         raise SpecError(
             "backend", f"queue={told['queue']!r} is no queue: write lower-case letters, digits, hyphens and dots"
         )
-    if told["queue"] and told["gang"] != VOLCANO:
-        raise SpecError("backend", f"queue={told['queue']!r} is a Queue of Volcano: say gang=volcano, too")
     if any(one.isspace() for one in told["image"]):
         raise SpecError("backend", f"image={told['image']!r} has a space in it: write NAME:TAG, or NAME@sha256:DIGEST")
     if told["owner"] and not OWNER.fullmatch(told["owner"]):
