@@ -111,8 +111,7 @@ def test_min_is_evicted_and_comes_back() -> None:
         assert conditions(on)["Requeued"] == "True"
         assert len(on.kueue.workloads) == 1
         on.kueue.quota = 4
-        await on.cluster.until(lambda: on.size == 4)
-        assert on.step >= step
+        await on.cluster.until(lambda: on.size == 4 and on.step > step)
         assert on.cluster.training.saving is not None
         assert on.cluster.training.saving.restores[-1].state[1] == step
         blameless(on)
@@ -136,10 +135,6 @@ def test_a_workload_that_somebody_deactivates() -> None:
         await on.cluster.until(lambda: on.kueue.used == 0)
         await asyncio.sleep(HOUR_S)
         assert on.pods == []
-        assert (
-            "somebody has set spec.active" in {node.waits for node in on.cluster.state.nodes.nodes.values()}.pop()
-            or True
-        )
         await on.api.ask("PATCH", path, body={"spec": {"active": True}})
         await on.cluster.until(lambda: on.size == 4)
         blameless(on)

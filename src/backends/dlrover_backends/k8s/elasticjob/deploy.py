@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dlrover_backends.k8s import names
+from dlrover_backends.k8s import names, queues
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.elasticjob import crd
 from dlrover_backends.k8s.elasticjob.translate import GROUP, OLD_GROUP, PLURAL
@@ -43,6 +43,8 @@ def files() -> dict[str, list[Json]]:
         "base/kustomization.yaml": [_kustomization()],
         "overlays/cluster-wide/rights.yaml": [role("ClusterRole"), _binding("ClusterRole")],
         "overlays/cluster-wide/kustomization.yaml": [_cluster_wide()],
+        "overlays/kueue/rights.yaml": _kueue_rights(),
+        "overlays/kueue/kustomization.yaml": [_kueue()],
     }
 
 
@@ -143,6 +145,38 @@ def _kustomization() -> Json:
         "namespace": NAMESPACE,
         "resources": ["namespace.yaml", "crd.yaml", "rights.yaml", "operator.yaml"],
         "images": [{"name": IMAGE, "newName": IMAGE, "newTag": "latest"}],
+    }
+
+
+def _kueue_rights() -> list[Json]:
+    """What masters of jobs in a queue do with Workloads, which the operator grants them; and flavors, for all masters here."""
+    flavors: Json = {"name": f"{NAME}-flavors", "labels": dict(LABELS)}
+    masters = {"kind": "Group", "apiGroup": "rbac.authorization.k8s.io", "name": f"system:serviceaccounts:{NAMESPACE}"}
+    made = [_object("rbac.authorization.k8s.io/v1", "Role", rules=queues.rules("any")), _binding("Role")]
+    for one in made:
+        one["metadata"]["name"] = f"{NAME}-kueue"
+        one["metadata"]["namespace"] = NAMESPACE
+    made[1]["roleRef"]["name"] = f"{NAME}-kueue"
+    version = "rbac.authorization.k8s.io/v1"
+    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": flavors["name"]}
+    return [
+        *made,
+        {"apiVersion": version, "kind": "ClusterRole", "metadata": flavors, "rules": queues.flavor_rules()},
+        {
+            "apiVersion": version,
+            "kind": "ClusterRoleBinding",
+            "metadata": flavors,
+            "roleRef": reference,
+            "subjects": [masters],
+        },
+    ]
+
+
+def _kueue() -> Json:
+    return {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": ["../../base", "rights.yaml"],
     }
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from dlrover_backends.k8s import masters, names
+from dlrover_backends.k8s import kueue, masters, names
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.elasticjob import standing, translate
 from dlrover_backends.k8s.elasticjob.telling import Told
@@ -284,7 +284,8 @@ def plan_of(thing: Mapping[str, Any], job: translate.Job, settings: Settings) ->
     metadata = thing["metadata"]
     name = masters.name_of(job.name)
     kept = sum(one.nodes_max for one in job.groups) - 1
-    backend = {"image": "", "command": "template", "gpu": job.gpu}
+    queue = str((metadata.get("labels") or {}).get(kueue.QUEUE_LABEL) or "")
+    backend = {"image": "", "command": "template", "gpu": job.gpu, **({"queue": queue} if queue else {})}
     return masters.MasterPlan(
         namespace=str(metadata["namespace"]),
         name=name,
