@@ -262,7 +262,7 @@ def test_exits_of_the_first_version_are_read_as_they_were() -> None:
     """Records without signature are judged as they were judged when they were written, whatever the table says today."""
     upcast = incidents.WorkerExited.__event__.upcasters[1]  # type: ignore[attr-defined]
     old = ("worker-0-0", 1, 0, 1, False, -1, 0, "", "RuntimeError: [gloo] Connection closed by peer")
-    assert incidents.WorkerExited(*upcast(old))[9:] == ("peer.lost", "", "CASC", 0.8)
+    assert incidents.WorkerExited(*upcast(old))[9:] == ("peer.lost", "", "CASC", 0.8, "")
     killed = incidents.WorkerExited(*upcast(("worker-0-0", 1, 0, -9, False, -1, 0, "", "")))
     assert (killed.signature, killed.verdict) == ("exit.sigkill", "PLAT")
     upcast = incidents.ActionChosen.__event__.upcasters[1]  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from tests.unit.life import Life, three_deaths
 
+from dlrover_core.data.ranges import Ranges
 from dlrover_core.history import render
 from dlrover_core.history.explain import explanation_of, explanation_values
 from dlrover_core.history.phrases import duration, exit_of, key_values, one_line, safe
@@ -73,7 +74,7 @@ def sample(hint: Any) -> object:
     inner = get_args(hint)
     if inner:
         return tuple(sample(one) for one in inner if one is not Ellipsis)
-    return {str: NASTY, int: 1, bool: True, float: 0.5, bytes: b"\xc1"}[hint]
+    return {str: NASTY, int: 1, bool: True, float: 0.5, bytes: Ranges([(0, 9)]).pack()}[hint]
 
 
 @pytest.mark.parametrize("cls", MODEL.events, ids=lambda cls: cls.__name__)
