@@ -12,8 +12,8 @@ from tools.etcd_cluster import Cluster
 from dlrover_adapters.etcd import checks
 from dlrover_adapters.etcd import log as etcd_log
 from dlrover_adapters.etcd.client import Etcd, Status
-from dlrover_core.errors import LogCorrupt, LogError
-from dlrover_core.kernel.log import Snapshot
+from dlrover_core.errors import LogCorrupt, LogError, LogFull
+from dlrover_core.kernel.log import Appended, Snapshot
 from dlrover_core.testing.log_conformance import JOB, Pen, seqs
 
 SMALL = 100  # of a segment's 10,000 events, which take long to make, where their number does not matter
@@ -161,5 +161,36 @@ def test_a_leader_says_what_is_wrong_with_its_etcd(
                     await checks.writing(log.etcd)
                 assert len(said) == len(words)
                 assert all(word in one["event"] for word, one in zip(words, said, strict=True))
+
+    run(story())
+
+
+def test_what_filled_an_etcd_has_landed(
+    etcd_server: Cluster, etcd_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transaction that fills an etcd is done, and answered with "no space": the batch is appended. The next one is not."""
+
+    async def story() -> None:
+        async with opened(etcd_server.url(etcd_prefix)) as log:
+            pen = Pen(await log.lead(JOB, "a", 600.0))
+            call, does = log.etcd.call, [True, False]
+
+            async def full(method: str, *asked: object, **how: object) -> object:
+                if method != "Txn":
+                    return await call(method, *asked, **how)
+                if does.pop(0):
+                    await call(method, *asked, **how)
+                raise LogFull("no space")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(log.etcd, "call", full)
+                batch = pen.draft()
+                assert await pen.lead.append(batch) == Appended(batch.last_seq)
+                pen.head = batch.last_seq
+                batch = pen.draft()
+                with pytest.raises(LogFull):
+                    await pen.lead.append(batch)
+            assert await seqs(log.read(JOB)) == [1]
+            assert await pen.lead.append(batch) == Appended(batch.last_seq)
 
     run(story())

@@ -169,7 +169,15 @@ class EtcdLeadership:
             if may:
                 conditions = [self._fence, etcd.modified(self.keys.head, self._head_revision)]
                 then = [etcd.put_op(key, batch.payload), etcd.put_op(self.keys.head, head.packed())]
-                reply = await etcd.call("Txn", etcd.txn(conditions, then, looks))
+                try:
+                    reply = await etcd.call("Txn", etcd.txn(conditions, then, looks))
+                except LogFull:
+                    # etcd says so of the transaction that fills it, too, and that one it has done.
+                    _, found = await look(etcd, [*self._reads, there])
+                    outcome = self._explain(batch, found)
+                    if outcome is None:
+                        raise
+                    return Appended(batch.last_seq) if isinstance(outcome, AlreadyAppended) else outcome
                 if reply.succeeded:
                     self._head, self._head_revision = head, reply.header.revision
                     return Appended(batch.last_seq)

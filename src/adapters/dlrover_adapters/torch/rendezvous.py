@@ -55,6 +55,7 @@ MASTERS_S = 30.0
 """HOST's torchrun waits this long for its masters: they stay until everybody has heard how the job ended. Where its own workers
 have finished and others train on, it waits for as long as those need a master."""
 LOOK_S = 1.0
+SWEPT = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 log = structlog.get_logger("dlrover.torchrun")
 
@@ -68,7 +69,7 @@ class DlroverRendezvous(RendezvousHandler):
         self._line = Line(self._desk, parts)
         self._store: GenerationStore | None = None
         self._newest = 0
-        self._starting = self._ended = False
+        self._starting = self._ended = self._closed = False
         atexit.register(self._at_exit)
 
     # ---- what torch's elastic agent calls
@@ -125,10 +126,16 @@ class DlroverRendezvous(RendezvousHandler):
             return self._parts.over()
 
     def set_closed(self) -> None:
-        """Stop the job, for everybody. Torch's own elastic agent never asks for it. Raises `RendezvousConnectionError`."""
+        """Stop the job, for everybody. Torch's own elastic agent never asks for it. Raises `RendezvousConnectionError`.
+
+        Who has closed it does not ask again: its masters may be gone by then.
+        """
+        if self._closed:
+            return
         reason = f"closed by torchrun on {self._parts.host}"
         with _as_torchs():
             self._parts.stop(reason)
+        self._closed = True
         self._desk.close(RendezvousClosedError(f"job {self._parts.job!r} is {reason}"))
 
     def num_nodes_waiting(self) -> int:
@@ -244,8 +251,11 @@ def _as_torchs() -> Iterator[None]:
 
 
 def _by_time(error: ChildFailedError) -> list[tuple[int, ProcessFailure]]:
-    """As torch finds its root cause: the earliest first."""
-    return sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+    """As torch finds its root cause: the earliest first. Those that it has ended itself then, by SIGTERM, come last.
+
+    Torch takes the time in whole seconds, of all of a node's deaths at once.
+    """
+    return sorted(error.failures.items(), key=lambda item: (item[1].exitcode in SWEPT, item[1].timestamp))
 
 
 def _death(rank: int, failure: ProcessFailure, words: Callable[[str], Any]) -> Death:

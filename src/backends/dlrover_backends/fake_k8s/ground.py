@@ -11,6 +11,7 @@ from typing import Any
 from dlrover_backends.fake_k8s.cluster import FakeCluster
 from dlrover_backends.fake_k8s.kubelet import Client, JobController, Kubelet, NodeController, Proxy, Scheduler
 from dlrover_backends.fake_k8s.kubelet.client import MERGE, Denied, path_of
+from dlrover_backends.fake_k8s.kubelet.network import Network
 from dlrover_backends.fake_k8s.rights import User
 
 Object = dict[str, Any]
@@ -48,11 +49,14 @@ class Ground(FakeCluster):
         backoff_s: float = 0.5,
         **options: Any,
     ) -> None:
-        super().__init__(namespace, services="127.96", **options)
+        self._network = Network()
+        super().__init__(namespace, services=self._network.services, **options)
         names = [f"node-{index}" for index in range(nodes)] if isinstance(nodes, int) else list(nodes)
         self.nodes = names
         self._node_labels = {name: dict((labels or {}).get(name, {})) for name in names}
-        self._of_kubelet = {"capacity": capacity, "extra": extra, "heartbeat_s": heartbeat_s, "backoff_s": backoff_s}
+        self._of_kubelet = {
+            "capacity": capacity, "extra": extra, "heartbeat_s": heartbeat_s, "backoff_s": backoff_s, "network": self._network,
+        }  # fmt: skip
         self._of_controller = {"grace_s": grace_s, "collect_s": collect_s}
         self._folder = tempfile.TemporaryDirectory(prefix="fake-k8s-")
         self.kubelet: Kubelet
@@ -70,6 +74,7 @@ class Ground(FakeCluster):
         self.run(self._halt())
         super().__exit__(kind, error, trace)
         self._folder.cleanup()
+        self._network.close()
 
     async def _go(self) -> None:
         self.client = Client(self.url, "kubelet-token")

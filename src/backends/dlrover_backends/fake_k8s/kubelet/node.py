@@ -13,6 +13,7 @@ from typing import Any
 
 from dlrover_backends.fake_k8s.kubelet import statuses
 from dlrover_backends.fake_k8s.kubelet.client import MERGE, STRATEGIC, Cache, Client, Denied, path_of
+from dlrover_backends.fake_k8s.kubelet.network import Network
 from dlrover_backends.fake_k8s.kubelet.pods import Ending, Pod, Settings
 from dlrover_backends.fake_k8s.quantities import amount
 
@@ -34,6 +35,7 @@ class Kubelet:
         extra: variables of every container.
         heartbeat_s: between a node's heartbeats.
         backoff_s: before a container's first restart.
+        network: where pods have their addresses; without it one that is free.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class Kubelet:
         extra: Mapping[str, str] | None = None,
         heartbeat_s: float = 10.0,
         backoff_s: float = 10.0,
+        network: Network | None = None,
     ) -> None:
         self.client = client
+        self._network = network or Network()
         self._nodes = {name: dict(labels) for name, labels in nodes.items()}
         self._capacity = dict(capacity or CAPACITY)
         self._heartbeat_s = heartbeat_s
@@ -142,7 +146,7 @@ class Kubelet:
     def _take(self, obj: Object) -> None:
         uid, node = obj["metadata"]["uid"], obj["spec"]["nodeName"]
         self._addresses += 1
-        address = f"127.1.{self._addresses // 250}.{self._addresses % 250 + 1}"
+        address = self._network.pod(self._addresses)
         pod = Pod(obj, self.client, address, self._look, self.settings, self._speaks[node])
         self.pods[uid] = pod
         self._tasks[uid] = asyncio.create_task(self._run(pod))
