@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover_core.data.cut import DATASETS_MAX, Place, cut_of, differences, nests, pack, same_source, unpack
+from dlrover_core.data.poison import QUARANTINED_MAX
 from dlrover_core.errors import SpecError
 
 TRAIN = Place("train", 2, 512, "lines:1000:00ff")
@@ -94,7 +95,7 @@ def test_differences_are_told() -> None:
         ([Place("a", 0, -1)], r"position: -1 \(dataset 'a'\): give 0 to"),
         ([Place("a", 0, 2**62 + 1)], "position: "),
         ([Place("a", 0, 0, "\x1b[1m")], "fingerprint: "),
-        ([Place(str(one), 0, 0) for one in range(DATASETS_MAX + 1)], "datasets: 65 datasets"),
+        ([Place(str(one), 0, 0) for one in range(DATASETS_MAX + 1)], f"datasets: {DATASETS_MAX + 1} datasets"),
         ([Place(f"{one:0>128}".replace("0", "ü"), 0, 0, "ü" * 128) for one in range(1, 65)], "cut: .* bytes"),
     ],
 )
@@ -139,3 +140,11 @@ def test_any_bytes_are_a_cut_or_refused(packed: bytes) -> None:
     except SpecError:
         return
     assert unpack(pack(cut)) == cut
+
+
+def test_a_stream_and_quarantined_samples_fit_together() -> None:
+    """The widest stream, another dataset, and all samples that may be quarantined, with the longest names."""
+    places = [
+        Place(f"{number:03}".ljust(128, "x"), 2**31, 2**62, "f" * 40) for number in range(62 + 1 + QUARANTINED_MAX)
+    ]
+    assert unpack(pack(cut_of(places))) == tuple(places)

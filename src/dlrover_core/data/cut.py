@@ -15,8 +15,8 @@ import msgpack
 from dlrover_core.data.ranges import POSITION_MAX
 from dlrover_core.errors import SpecError
 
-DATASETS_MAX = 64
-"""So many datasets at most are in one cut."""
+DATASETS_MAX = 112
+"""So many places at most are in one cut: of datasets, of the partitions of streams, and of quarantined samples."""
 NAME_CHARS_MAX = 128
 """The longest name of a dataset, and the longest fingerprint."""
 EPOCH_MAX = 2**31

@@ -20,7 +20,7 @@ from dlrover_adapters.data.folder_stream import FolderStream
 from dlrover_adapters.data.following import TOLD_S, WAIT_S, announced
 from dlrover_adapters.data.kafka import HOLES, SCHEME, KafkaStream
 from dlrover_adapters.data.stream_plan import Book, Counts, divided
-from dlrover_core.data.cut import DATASETS_MAX, Place, cut_of
+from dlrover_core.data.cut import Place, cut_of
 from dlrover_core.data.permutation import FILE
 from dlrover_core.data.quota import Batch
 from dlrover_core.data.streams import (
@@ -40,8 +40,8 @@ from .dataset import ElasticDataset
 from .plan import Division, GlobalStep, Micro
 
 _log = logging.getLogger("dlrover.torch")
-PARTITIONS_MAX = DATASETS_MAX - 2
-"""A cut has room for so many."""
+PARTITIONS_MAX = 62
+"""A cut has room for so many, beside quarantined samples."""
 PLANNED_MAX = 64
 """So many batches are planned at once, where there are so many messages."""
 COMMIT_S = 5.0
