@@ -121,7 +121,7 @@ def test_bad_places(places: list[Place], words: str) -> None:
         (msgpack.packb([1, [["a", True, 0, ""]]]), "name, epoch, position, fingerprint"),
         (msgpack.packb([1, [["b", 0, 0, ""], ["a", 0, 0, ""]]]), "not in order"),
         (msgpack.packb([1, [["b", 0, -5, ""]]]), "position: -5"),
-        (msgpack.packb([1, [["b", 0, 0, ""]] * 100]), "no list of datasets"),
+        (msgpack.packb([1, [["b", 0, 0, ""]] * (DATASETS_MAX + 1)]), "no list of datasets"),
         (msgpack.packb([1, [[b"b", 0, 0, ""]]]), "name, epoch, position, fingerprint"),
         (msgpack.packb({1: 2}), "damaged"),
     ],
