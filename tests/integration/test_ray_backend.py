@@ -107,8 +107,8 @@ class TestRay(BackendConformance):
             await asyncio.to_thread(self.ground.order, "free")
 
         cannot = {
-            "lost": "a raylet that was given up ends; test_a_raylet_dies",
-            "notices": "a host that is drained is never used again; test_a_drain_is_a_notice",
+            "lost": "a raylet that was given up ends; test_a_node_waits_for_room",
+            "notices": "a host that is drained is never used again; test_a_node_waits_for_room",
         }
         async with running(here) as backend:
             try:

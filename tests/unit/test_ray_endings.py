@@ -1,4 +1,8 @@
-"""What Ray's records say of a node: death causes as Ray 2.60 has written them."""
+"""What Ray's records say of a node.
+
+As Ray 2.60 has written them: exit codes, the end of file, `ray.kill`, a failed runtime environment, a host that was lost.
+By hand, from the names of Ray's fields: the memory monitor, pre-empted, idle and expected ends, unschedulable, intended exits.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every part of Ray that is no public API, in one place: docs/ray.md lists them. Imported by the desk and the keeper alone.
 
-Tried with Ray 2.58 to 2.60. Where one of these is missing, `missing` says so before anything is started.
+Tried with Ray 2.60. Where one of these is missing, `missing` says so before anything is started.
 """
 
 from __future__ import annotations
