@@ -11,6 +11,7 @@ there.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -53,7 +54,8 @@ def results(folder: Path) -> dict[int, float]:
     found: dict[int, float] = {}
     for path in sorted(folder.glob("results-*")):
         for line in path.read_text().splitlines():
-            found |= {int(index): score for index, score in json.loads(line).items()}
+            with contextlib.suppress(ValueError):  # a worker was killed while it wrote; its samples are scored again
+                found |= {int(index): score for index, score in json.loads(line).items()}
     return found
 
 

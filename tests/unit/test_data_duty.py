@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +18,7 @@ import pytest
 from dlrover_adapters.agent import data_duty
 from dlrover_adapters.agent.data_duty import DataDuty
 from dlrover_adapters.agent.data_socket import DataSocket
+from dlrover_adapters.data import leases
 from dlrover_adapters.data.leases import DataGone, LeasedIndices, LeaseLine, Wait
 from dlrover_core.data.ranges import Ranges, Span
 from dlrover_core.errors import SpecError
@@ -301,3 +303,46 @@ def test_fields_out_of_bounds(field: str, value: Any) -> None:
     """Field, value, and what may be given."""
     with pytest.raises(SpecError, match=rf"{field}.*{value}.* give \d"):
         LeasedIndices("eval", **{"size": 10, field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"name": ""}, "name: '': give a text of 1 to 128"),
+        ({"fingerprint": "f" * 129}, "fingerprint: .*give a text of 0 to 128"),
+        ({"size": 2**40, "epochs": 2**23}, r"epochs: 8388608 of 1099511627776 samples are more than 2\*\*62"),
+    ],
+)
+def test_what_the_master_would_refuse_is_told_at_once(fields: dict[str, Any], words: str) -> None:
+    """No worker waits for a dataset that can never be registered."""
+    with pytest.raises(SpecError, match=words):
+        LeasedIndices(**{"name": "eval", "size": 10, **fields})
+
+
+def test_what_is_used_while_another_thread_draws_is_said_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw takes away what it has said, and nothing that came meanwhile; done says the rest."""
+    said: list[tuple[Span, ...]] = []
+
+    class Line:
+        def open(self, *_: object) -> None:
+            """As `LeaseLine` does."""
+
+        def draw(self, _name: str, _most: int, used: tuple[Span, ...], _within_s: float) -> Span:
+            """Another thread is done with a shard meanwhile."""
+            said.append(used)
+            work.used(Span(2, 3))
+            return Span(5, 6)
+
+        def acked(self, _name: str, spans: tuple[Span, ...]) -> None:
+            """As `LeaseLine` does."""
+            said.append(spans)
+
+    monkeypatch.setattr(leases, "line_of_process", Line)
+    work = copy.deepcopy(LeasedIndices("eval", size=10))  # as it is pickled for loaders
+    work.used(Span(0, 1))
+    drawn = work.draw()
+    assert isinstance(drawn, leases.Shard)
+    assert drawn.span == Span(5, 6)
+    work.done()
+    work.done()
+    assert said == [(Span(0, 1),), (Span(2, 3),)]

@@ -111,6 +111,9 @@ def test_a_loader_process_counts_if_the_error_names_it() -> None:
     os.close(blank_page)
     notes = Notes(page, 1234)
     loader = notes.of_loader(1, os.getpid())
+    assert loader is not None
+    assert notes.of_loader(11, 1) is not None
+    assert notes.of_loader(12, 1) is None, "it would write over the notes of loader 0"
     loader.fetch(InWork("train", 0, 5, 6, 17, 8, True))
     notes.step(InWork("train", 0, 0, 4, -1, 8, False))
     killed = f"RuntimeError: DataLoader worker (pid {os.getpid()}) is killed by signal: Killed. "

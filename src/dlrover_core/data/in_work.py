@@ -92,9 +92,10 @@ class Notes:
         self._memory, self._process, self._fetch = memory, process, at
         self._digests: dict[str, bytes] = {}
 
-    def of_loader(self, number: int, process: int) -> Notes:
-        """The notes of loader ``number``, the process ``process``, which shares the page."""
-        return Notes(self._memory, process, LOADERS + number % (NOTES - LOADERS))
+    def of_loader(self, number: int, process: int) -> Notes | None:
+        """The notes of loader ``number``, the process ``process``, which shares the page. None: it has no room."""
+        at = LOADERS + number
+        return Notes(self._memory, process, at) if at < NOTES else None
 
     def step(self, work: InWork) -> None:
         """These samples are in a step from now on."""

@@ -24,6 +24,8 @@ ACKS_EVERY_US = 1_000_000
 """Between two events of one node that say nothing but acknowledgements."""
 RECALL_S = 1.0
 """A node that still has work for so long can be asked to give some back to one that has none."""
+RECALL_EVERY_US = 2_000_000
+"""Between two such questions to one node: what it can give may lie elsewhere than what it was asked for."""
 NOTHING = Ranges().pack()
 
 
@@ -79,6 +81,7 @@ class Leasing(Levels):
     _asks: dict[str, dict[str, Ask]] = field(default_factory=dict)
     _acked_at: dict[tuple[str, str], int] = field(default_factory=dict)
     _pressing: set[tuple[str, str]] = field(default_factory=set)
+    _recalled_at: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def heard(self, state: JobState, node: str, beat: Beat) -> bool:
         """Take in a node's heartbeat. True: workers wait, an answer has come, or these were the last acknowledgements."""
@@ -104,6 +107,7 @@ class Leasing(Levels):
         """The node is gone."""
         for name in self._asks.pop(node, {}):
             self._acked_at.pop((node, name), None)
+            self._recalled_at.pop((node, name), None)
             self._pressing.discard((node, name))
 
     def findings(self, state: JobState, now_us: int) -> Iterator[HearLease | RecallLease]:
@@ -129,7 +133,10 @@ class Leasing(Levels):
                             node, name, ask.aim, ask.least, ask.rate, ask.acked, ask.recall, ask.yielded, sharers
                         )
                 if not leased.free:
-                    yield from _recalls(leased, asks)
+                    for one in _recalls(leased, asks):
+                        if now_us - self._recalled_at.get((one.node, name), -RECALL_EVERY_US) >= RECALL_EVERY_US:
+                            self._recalled_at[one.node, name] = now_us
+                            yield one
 
     def _news(self, leased: Leased, node: str, ask: Ask, now_us: int, *, pressing: bool) -> bool:
         """Does the log lack something that the node has said?"""

@@ -192,6 +192,8 @@ class DataSocket:
             else:
                 raise _Nonsense
         except Refused as refused:
+            if "n" not in body:
+                return  # who waits for no answer would take it for that of its next question
             self._send(line, _number(body), {"error": str(refused)[:TEXT_MAX]})
 
     def _hello(self, line: socket.socket, body: dict[str, Any]) -> None:

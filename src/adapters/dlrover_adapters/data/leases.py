@@ -27,8 +27,9 @@ import msgpack
 from dlrover_adapters.data.following import announced
 from dlrover_adapters.data.index_file import say
 from dlrover_adapters.data.orders import order_of
+from dlrover_core.data.cut import NAME_CHARS_MAX
 from dlrover_core.data.permutation import SHUFFLED, WINDOW
-from dlrover_core.data.ranges import Ranges, Span
+from dlrover_core.data.ranges import POSITION_MAX, Ranges, Span
 from dlrover_core.errors import CoreError, SpecError
 from dlrover_core.job.shards import LEASE, NUMBER_MAX, SEED_MASK, Terms
 
@@ -199,18 +200,25 @@ class LeasedIndices:
     ) -> None:
         for field, value, least in (("size", size, 1), ("epochs", epochs, 0), ("shard", shard, 1)):
             _check(name, field, value, least)
+        for field, text, least in (("name", name, 1), ("fingerprint", fingerprint, 0)):
+            if not least <= len(text) <= NAME_CHARS_MAX:
+                raise SpecError(field, f"{text!r}: give a text of {least} to {NAME_CHARS_MAX} characters")
+        if size * epochs > POSITION_MAX:
+            raise SpecError("epochs", f"{epochs} of {size} samples are more than 2**62 positions: give fewer")
         self.terms = Terms(name, size, seed & SEED_MASK, order, fingerprint, epochs, 0, LEASE)
         self.shard, self._seed, self._read = shard, seed, (chunk, window)
         self._order = order_of(size, seed, 0, chunk=chunk, window=window, order=order)
         self._used: list[Span] = []
+        self._saying = threading.Lock()  # one thread may draw ahead while another one uses
 
     def draw(self, within_s: float = WAIT_S) -> Shard | Wait | None:
         """The next shard; `Wait`: there is none now; None: all of the data were used. Shards before it count only by `used`."""
-        line, used = line_of_process(), self._used
+        line = line_of_process()
         line.open(self.terms, self.shard)
-        most = self.shard
-        span = line.draw(self.terms.name, most, used, within_s)
-        del self._used[: len(used)]
+        with self._saying:
+            used = tuple(self._used)
+            span = line.draw(self.terms.name, self.shard, used, within_s)
+            del self._used[: len(used)]
         return Shard(*self._indices(span), span) if isinstance(span, Span) else span
 
     def used(self, span: Span) -> None:
@@ -219,11 +227,13 @@ class LeasedIndices:
 
     def done(self) -> None:
         """Say now what was used."""
-        spans, self._used = tuple(Ranges(self._used)), []
-        if spans:
-            line = line_of_process()
-            line.open(self.terms, self.shard)
-            line.acked(self.terms.name, spans)
+        with self._saying:
+            used = tuple(self._used)
+            if used:
+                line = line_of_process()
+                line.open(self.terms, self.shard)
+                line.acked(self.terms.name, tuple(Ranges(used)))
+                del self._used[: len(used)]
 
     def __iter__(self) -> Iterator[Shard]:
         """Shards, each used when the next one is asked for."""
@@ -256,7 +266,11 @@ class LeasedIndices:
         return epoch, tuple(self._order.indices(first, first + span.end - span.start))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_used": []}
+        return {key: value for key, value in self.__dict__.items() if key != "_saying"} | {"_used": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._saying = threading.Lock()
 
 
 def _check(name: str, field: str, value: Any, least: int) -> None:
