@@ -50,7 +50,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def results(folder: Path) -> dict[int, float]:
-    """All scores by index, whoever computed them and however often."""
+    """The scores of all ranks by index; a sample that was scored twice is there once."""
     found: dict[int, float] = {}
     for path in sorted(folder.glob("results-*")):
         for line in path.read_text().splitlines():

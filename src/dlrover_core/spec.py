@@ -181,9 +181,9 @@ class JobSpec:
     gang_s: float = field(
         default=600.0,
         metadata={
-            "doc": "a group that holds some nodes and waits for its platform to place the others gives them back after this and "
-            "up to a quarter more, and asks again after a pause of at most as long, together with groups that serve it "
-            "(`ends = false`); 0: never"
+            "doc": "how long a group may hold some of its nodes while its platform places the others. Then, up to a quarter "
+            "later, it gives all of them back, and asks again after a pause of at most this long. Groups with "
+            "`ends = false` give theirs back with it. 0: never"
         },
     )
     room_s: float = field(

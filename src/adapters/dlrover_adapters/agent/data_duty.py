@@ -1,7 +1,7 @@
 """The duty of leased data: it hands the node's positions out to workers in shards, and talks with the leader about more.
 
-All that the leader must know is a level, said with every heartbeat: what workers have used, how much the node wants to hold, what
-it gives back. Only what dead workers had in hand is reported, because people are told of it.
+Each heartbeat says the whole of it: what workers have used, how much the node wants to hold, what it gives back. So a heartbeat
+may be lost. What dead workers had in hand is a report instead, because an event of the log tells it to people.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .data_socket import DataSocket, Drawn, Refused, Session
 LOOK_S = 0.25
 """Between two looks at what the next heartbeat should say."""
 ACKS_S = 1.0
-"""What was used is told so often, where heartbeats are rarer."""
+"""How often the leader is told what was used, where heartbeats are rarer."""
 SILENT_S = 5.0
-"""Without an answer of a leader for so long, workers that wait are told so."""
+"""Waiting workers are told that no leader answers after this long."""
 SHARDS_MAX = 256
 """Shards that one session may have in hand."""
 LAST_S = 5.0
