@@ -29,7 +29,8 @@ RUNNING = Told("running", step=7, goodput=0.925, groups={"worker": Size(3, 4, 4)
 def job(name: str = "mnist", *, status: Json | None = None, **metadata: Any) -> Json:
     """A job of the file, as the API server has it."""
     made = copy.deepcopy(JOBS[name])
-    made["metadata"] = {**made["metadata"], "namespace": "ml", "uid": "u-1", "generation": 1, **metadata}
+    made["metadata"] = {**made["metadata"], "namespace": "ml", "uid": "u-1", "generation": 1}
+    made["metadata"] |= {"resourceVersion": "7", **metadata}
     if status is not None:
         made["status"] = status
     return made
@@ -75,7 +76,7 @@ def test_a_new_job_gets_its_masters() -> None:
     first, *makes = found.writes
     assert isinstance(first, Patch)
     assert first.path == "/apis/elastic.iml.github.io/v1alpha1/namespaces/ml/elasticjobs/mnist"
-    assert first.body == {"metadata": {"finalizers": [reconcile.FINALIZER]}}
+    assert first.body == {"metadata": {"finalizers": [reconcile.FINALIZER], "resourceVersion": "7"}}
     made = [one.object for one in makes if isinstance(one, Make)]
     assert [one["kind"] for one in made[:3]] == ["ConfigMap", "PersistentVolumeClaim", "Secret"]
     assert made[-1]["kind"] == "Job"
@@ -231,14 +232,65 @@ def test_a_changed_template_is_for_nodes_to_come() -> None:
     assert mark.path.endswith("/jobs/mnist-masters")
 
 
-def test_a_drain_may_take_one_node_of_those_that_run() -> None:
-    """The budget follows the number of nodes."""
+@pytest.mark.parametrize(("running", "kept_nodes"), [(3, 2), (1, 0), (0, 0)])
+def test_a_drain_may_take_one_node_of_those_that_run(running: int, kept_nodes: int) -> None:
+    """The budget follows the number of nodes, down to one, which may go, and is made anew where somebody deleted it."""
     thing = kept()
-    told = RUNNING._replace(groups={"worker": Size(3, 4, 3)})
-    budget, mark = outcome(Observed(thing, job_of(thing), (), told)).writes
+    told = RUNNING._replace(groups={"worker": Size(1, 4, running)})
+    wanted = copy.deepcopy(thing)
+    wanted["spec"]["replicaSpecs"]["worker"]["minReplicas"] = 1
+    again, budget, mark = outcome(Observed(wanted, job_of(wanted), (), told)).writes
+    assert isinstance(again, Make)
+    assert again.object["kind"] == "PodDisruptionBudget"
     assert isinstance(budget, Patch)
-    assert (budget.path.rpartition("/")[2], budget.body) == ("mnist-nodes", {"spec": {"minAvailable": 2}})
+    assert (budget.path.rpartition("/")[2], budget.body) == ("mnist-nodes", {"spec": {"minAvailable": kept_nodes}})
     assert isinstance(mark, Patch)
+
+
+def test_a_job_of_one_node_has_a_budget() -> None:
+    """`kubectl scale` to more nodes finds it there."""
+    budget = next(
+        one.object
+        for one in outcome(Observed(kept("small"))).writes
+        if isinstance(one, Make) and one.object["kind"] == "PodDisruptionBudget"
+    )
+    assert budget["spec"]["minAvailable"] == 0
+
+
+def node(name: str, phase: str, **metadata: Any) -> Json:
+    """A node's pod."""
+    labels = {names.LABEL_NODE: "worker"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": "ml", "labels": labels, **metadata},
+        "status": {"phase": phase},
+    }
+
+
+@pytest.mark.parametrize("valid", [True, False])
+def test_nodes_do_not_outlive_their_masters(valid: bool) -> None:
+    """When the masters' Job is over nodes that live are removed, for nobody else would; pods that ended stay for their logs."""
+    thing = kept(status={"phase": "Running", "operator": names.BY})
+    if not valid:
+        thing["spec"]["replicaSpecs"] = {}
+    pods = (
+        node("a", "Running"),
+        node("b", "Pending"),
+        node("c", "Failed"),
+        node("d", "Running", deletionTimestamp=NOW),
+        {
+            **node("m", "Running"),
+            "metadata": {"name": "m", "namespace": "ml", "labels": {masters.LABEL_ROLE: "masters"}},
+        },
+    )
+    failed = job_of(kept(), conditions=[{"type": "Failed", "status": "True", "message": "BackoffLimitExceeded"}])
+    base = "/api/v1/namespaces/ml/pods"
+    found = outcome(Observed(thing, failed, pods))
+    assert found.writes == (Remove(f"{base}/a"), Remove(f"{base}/b"))
+    thing["status"] = found.status
+    assert outcome(Observed(thing, None, pods)).writes == found.writes
+    assert outcome(Observed(kept(), job_of(kept()), pods)).writes == ()
 
 
 @pytest.mark.parametrize(
@@ -281,13 +333,28 @@ def test_what_is_no_job_is_told() -> None:
 
 
 def test_a_job_that_runs_outlives_a_wrong_edit() -> None:
-    """An object that is edited to nonsense is told so, and what runs goes on."""
-    thing = kept(status={"phase": "Running", "operator": names.BY})
+    """An object that is edited to nonsense is told so, and what runs goes on, is counted, and ends."""
+    thing = kept(status=outcome(Observed(kept(), job_of(kept()), (), RUNNING)).status, generation=2)
     thing["spec"]["replicaSpecs"] = {}
-    found = outcome(Observed(thing, job_of(kept()), (), RUNNING))
+    found = outcome(Observed(thing, job_of(kept()), (), RUNNING._replace(step=9)))
     assert found.writes == ()
     assert found.status is not None
-    assert (found.status["phase"], conditions(found)["Accepted"][0]) == ("Running", "False")
+    assert (found.status["phase"], found.status["step"], found.status["ready"]) == ("Running", 9, "4/4")
+    assert found.status["observedGeneration"] == 2
+    assert conditions(found)["Accepted"][0] == "False"
+    assert [one[1] for one in found.events] == ["Rejected"]
+    thing["status"] = found.status
+    again = outcome(Observed(thing, job_of(kept()), (), None))
+    assert again.events == ()
+    assert again.status is not None
+    assert (again.status["phase"], again.status["ready"]) == ("Running", "4/4")
+    ended = job_of(kept(), conditions=[{"type": "Complete", "status": "True"}])
+    found = outcome(Observed(thing, ended))
+    assert found.status is not None
+    assert (found.status["phase"], found.status["completionTime"]) == ("Succeeded", NOW)
+    assert conditions(found)["Succeeded"] == ("True", "Succeeded")
+    thing["status"] = found.status
+    assert outcome(Observed(thing)).status is None
 
 
 def test_a_deleted_job_goes_in_order() -> None:
@@ -313,7 +380,7 @@ def test_a_deleted_job_goes_in_order() -> None:
     } <= removed
     (last,) = steps[4]
     assert isinstance(last, Patch)
-    assert last.body == {"metadata": {"finalizers": None}}
+    assert last.body == {"metadata": {"finalizers": None, "resourceVersion": "7"}}
 
 
 def test_all_that_is_made_is_removed() -> None:

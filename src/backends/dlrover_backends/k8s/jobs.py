@@ -14,19 +14,9 @@ from dlrover_backends.k8s import endings, masters, names, pods, refusals
 from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, NotFound
 from dlrover_backends.k8s.masters import LABEL_ROLE, ROLE, MasterPlan
+from dlrover_backends.k8s.paths import collection
 from dlrover_core.errors import CoreError, SpecError
 
-PLURALS = {
-    "Secret": "secrets",
-    "ServiceAccount": "serviceaccounts",
-    "Role": "roles",
-    "RoleBinding": "rolebindings",
-    "Service": "services",
-    "ConfigMap": "configmaps",
-    "NetworkPolicy": "networkpolicies",
-    "PodDisruptionBudget": "poddisruptionbudgets",
-    "Job": "jobs",
-}
 LOOK_S = 0.5
 SHOWN_MAX = 20
 
@@ -96,12 +86,6 @@ class Found(NamedTuple):
         return ""
 
 
-def path_of(made: Json) -> str:
-    """The collection that an object is in."""
-    version, namespace = made["apiVersion"], made["metadata"]["namespace"]
-    return f"/{'apis' if '/' in version else 'api'}/{version}/namespaces/{namespace}/{PLURALS[made['kind']]}"
-
-
 async def make(api: Api, plan: MasterPlan) -> MasterPlan:
     """Make everything that the plan says; the plan with the uid of what owns it. All of it, or nothing is left.
 
@@ -109,7 +93,7 @@ async def make(api: Api, plan: MasterPlan) -> MasterPlan:
     """
     made = masters.objects(plan)
     with contextlib.suppress(NotFound):
-        await api.ask("GET", f"{path_of(made[-1])}/{plan.called}")
+        await api.ask("GET", f"{collection(made[-1])}/{plan.called}")
         where = f"k8s:{plan.namespace}/{plan.job or plan.name}"
         raise SpecError(
             "job-id",
@@ -133,7 +117,7 @@ async def make(api: Api, plan: MasterPlan) -> MasterPlan:
 
 async def _made(api: Api, one: Json) -> Json:
     try:
-        return await api.ask("POST", path_of(one), body=one)
+        return await api.ask("POST", collection(one), body=one)
     except Forbidden as error:
         raise SpecError("backend", refusals.missing_right(error)) from error
     except Conflict as error:
@@ -161,7 +145,7 @@ async def _own(api: Api, owner: Json, job: Json) -> None:
 async def _remove_ours(api: Api, made: list[Json]) -> None:
     """Delete those of these objects that are there and bear our label; the Job first, which would make pods meanwhile."""
     for one in reversed(made):
-        path = f"{path_of(one)}/{one['metadata']['name']}"
+        path = f"{collection(one)}/{one['metadata']['name']}"
         with contextlib.suppress(NotFound, Conflict):
             found = await api.ask("GET", path)
             if (found["metadata"].get("labels") or {}).get(names.LABEL_BY) == names.BY:

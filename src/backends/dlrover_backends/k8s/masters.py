@@ -83,7 +83,7 @@ class MasterPlan:
     resources:   of the masters' container
     user:        the numeric user that the container runs as, who may write to the claim
     guard:       are NetworkPolicies made?
-    nodes_kept:  nodes that a drain leaves running: with one less than there are, one may go at a time; 0: no budget is made
+    nodes_kept:  nodes that a drain leaves running: with one less than there are, one may go at a time; None: no budget is made
     ttl_s:       seconds after which a Job that is over is removed, with all that it owns; None: never
     uid:         of the Secret, once it is made, where that is the owner
     """
@@ -109,7 +109,7 @@ class MasterPlan:
     )
     user: int = 1000
     guard: bool = True
-    nodes_kept: int = 0
+    nodes_kept: int | None = None
     ttl_s: int | None = None
     uid: str = UID
 
@@ -139,7 +139,7 @@ def objects(job: MasterPlan) -> list[Json]:
         made.append(config(job))
     if job.guard:
         made += [_nodes_policy(job), _masters_policy(job)]
-    if job.nodes_kept:
+    if job.nodes_kept is not None:
         made.append(_budget(job))
     return [*made, job_object(job)]
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import structlog
 
-from dlrover_backends.k8s import masters, names, pods, refusals
+from dlrover_backends.k8s import masters, names, paths, pods, refusals
 from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.backoff import BackOff
 from dlrover_backends.k8s.elasticjob import reconcile, standing, translate
@@ -85,7 +85,7 @@ class Operator:
         self._ends = False
 
     def _cache(self, version: str, kind: str, selector: str, heard: Callable[[Json], None]) -> Cache:
-        path = reconcile.path_in(version, kind, self._namespace)
+        path = paths.path_in(version, kind, self._namespace)
         loop = ListWatch(self._api, path, selector, now=self._now)
         return Cache(loop, {"apiVersion": version, "kind": kind}, heard)
 
@@ -120,7 +120,7 @@ class Operator:
         """Groups whose ElasticJobs there are: the older one may be missing. Raises `CoreError` where there are none."""
         found = []
         for group in (translate.GROUP, translate.OLD_GROUP):
-            path = f"{reconcile.path_in(f'{group}/{translate.VERSION}', translate.KIND, self._namespace)}?limit=1"
+            path = f"{paths.path_in(f'{group}/{translate.VERSION}', translate.KIND, self._namespace)}?limit=1"
             back_off = BackOff(random.random)
             while True:
                 try:
@@ -140,7 +140,7 @@ class Operator:
 
     async def _has_rival(self) -> bool:
         """Does DLRover's own operator run where this one looks?"""
-        path = reconcile.path_in("v1", "Pod", self._namespace)
+        path = paths.path_in("v1", "Pod", self._namespace)
         try:
             found = await self._api.ask("GET", f"{path}?labelSelector=control-plane%3Dcontroller-manager")
         except ApiError as error:
@@ -281,7 +281,7 @@ class Operator:
     async def _written(self, uid: str, job: Json, outcome: Outcome) -> bool:
         """Write it all, in order. Raises `ApiError`."""
         last = outcome.writes[-1] if outcome.writes else None
-        if isinstance(last, Make) and await self._owned(reconcile.path_of(last.object), job) is not None:
+        if isinstance(last, Make) and await self._owned(paths.path_of(last.object), job) is not None:
             return True  # the masters' Job is there, and only the watch has not told
         for one in outcome.writes:
             if isinstance(one, Make):
@@ -295,7 +295,7 @@ class Operator:
                 await self._ask_masters(uid, one)
         if outcome.status is not None:
             with contextlib.suppress(NotFound):
-                path = f"{reconcile.path_of(job)}/status"
+                path = f"{paths.path_of(job)}/status"
                 await self._api.ask("PATCH", path, body={"status": outcome.status})
         # Objects that are not watched tell nobody that they are gone.
         return bool(outcome.writes) and all(isinstance(one, Remove) for one in outcome.writes)
@@ -305,7 +305,7 @@ class Operator:
         if one.secret:
             text = {**body["stringData"], pods.TOKEN_KEY: secrets.token_urlsafe(24)}
             body = {**body, "stringData": text}
-        path, name = reconcile.collection(body), body["metadata"]["name"]
+        path, name = paths.collection(body), body["metadata"]["name"]
         try:
             await self._api.ask("POST", path, body=body)
         except Conflict:

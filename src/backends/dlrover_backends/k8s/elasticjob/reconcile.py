@@ -15,6 +15,7 @@ from dlrover_backends.k8s import kueue, masters, names
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.elasticjob import standing, translate
 from dlrover_backends.k8s.elasticjob.telling import Told
+from dlrover_backends.k8s.paths import path_of
 from dlrover_core.errors import SpecError
 
 FINALIZER = "dlrover-core/operator"
@@ -22,20 +23,6 @@ NOTE_TAKE, NOTE_TEMPLATES, NOTE_KEPT = "dlrover-core/operator", "dlrover-core/te
 NOTE_RUN = "dlrover-core/elasticjob-uid"
 """On a masters' pod: its job, which its owner, the masters' Job, may no longer tell."""
 CLAIM_SIZE = "1Gi"
-PLURALS = {
-    "Secret": "secrets",
-    "ServiceAccount": "serviceaccounts",
-    "Role": "roles",
-    "RoleBinding": "rolebindings",
-    "Service": "services",
-    "ConfigMap": "configmaps",
-    "NetworkPolicy": "networkpolicies",
-    "PodDisruptionBudget": "poddisruptionbudgets",
-    "PersistentVolumeClaim": "persistentvolumeclaims",
-    "Job": "jobs",
-    "Pod": "pods",
-    translate.KIND: translate.PLURAL,
-}
 
 
 class Settings(NamedTuple):
@@ -150,17 +137,29 @@ def _keeping(seen: Observed, job: translate.Job, plan: masters.MasterPlan) -> Ou
     writes: list[Write] = []
     finalizers = list(seen.job["metadata"].get("finalizers") or ())
     if FINALIZER not in finalizers:
-        writes.append(Patch(path_of(seen.job), {"metadata": {"finalizers": [*finalizers, FINALIZER]}}))
+        writes.append(_finalizers(seen.job, [*finalizers, FINALIZER]))
     if seen.masters is None and not standing.is_over(seen.job) and not job.suspended:
         writes += _made(job, plan)
     elif seen.masters is not None and not standing.ended(seen.masters):
         writes += _templates(seen.masters, plan)
         writes += _budget(seen, plan)
         writes += [Ask(one) for one in _asked(seen, job)]
-    status, events = standing.status(
-        standing.Facts(seen.job, seen.masters, seen.pods, seen.told, seen.refused, seen.now), job, plan
-    )
+    writes += _leftovers(seen)
+    status, events = standing.status(facts(seen), job, plan)
     return Outcome(tuple(writes), status if status != seen.job.get("status") else None, events)
+
+
+def facts(seen: Observed) -> standing.Facts:
+    """What the status is made from."""
+    return standing.Facts(seen.job, seen.masters, seen.pods, seen.told, seen.refused, seen.now)
+
+
+def _leftovers(seen: Observed) -> Iterator[Write]:
+    """Nodes whose masters are over: nobody else would end them. Pods that have ended stay, for their logs."""
+    over = standing.ended(seen.masters) if seen.masters is not None else standing.is_over(seen.job)
+    for one in seen.pods if over else ():
+        if standing.is_node(one) and standing.lives(one) and not one["metadata"].get("deletionTimestamp"):
+            yield Remove(path_of(one))
 
 
 def _made(job: translate.Job, plan: masters.MasterPlan) -> Iterator[Write]:
@@ -196,13 +195,14 @@ def _templates(made: Json, plan: masters.MasterPlan) -> Iterator[Write]:
 
 
 def _budget(seen: Observed, plan: masters.MasterPlan) -> Iterator[Write]:
-    """A drain may take one node at a time, of those that there are now."""
+    """A drain may take one node at a time, of those that there are now: with one node, that one."""
     assert seen.masters is not None
-    if seen.told is None or not plan.nodes_kept:
+    if seen.told is None:
         return
     kept = str(max(0, sum(one.running for one in seen.told.groups.values()) - 1))
     if (seen.masters["metadata"].get("annotations") or {}).get(NOTE_KEPT) != kept:
         budget = next(one for one in masters.objects(plan) if one["kind"] == "PodDisruptionBudget")
+        yield Make(budget)  # somebody may have deleted it
         yield Patch(path_of(budget), {"spec": {"minAvailable": int(kept)}})
         yield Patch(path_of(seen.masters), {"metadata": {"annotations": {NOTE_KEPT: kept}}})
 
@@ -233,9 +233,9 @@ def _asked(seen: Observed, job: translate.Job) -> Iterator[Json]:
 
 
 def _rejected(seen: Observed, why: str) -> Outcome:
-    """The object cannot be a job: what runs of it goes on as it was."""
-    status, events = standing.rejected(seen.job, why, seen.now)
-    return Outcome((), status if status != seen.job.get("status") else None, events)
+    """The object cannot be a job: what runs of it goes on as it was, to its end."""
+    status, events = standing.rejected(facts(seen), why)
+    return Outcome(tuple(_leftovers(seen)), status if status != seen.job.get("status") else None, events)
 
 
 # ---- a job that is deleted
@@ -254,7 +254,13 @@ def _removing(seen: Observed) -> Outcome:
     if seen.left:
         return Outcome(tuple(Remove(one) for one in belongings(seen.job)))
     kept = [one for one in finalizers if one != FINALIZER]
-    return Outcome((Patch(path_of(seen.job), {"metadata": {"finalizers": kept or None}}),))
+    return Outcome((_finalizers(seen.job, kept),))
+
+
+def _finalizers(job: Json, kept: list[str]) -> Patch:
+    """Set all finalizers. The version is that which was read: others' that came since must not be lost."""
+    metadata = {"finalizers": kept or None, "resourceVersion": job["metadata"]["resourceVersion"]}
+    return Patch(path_of(job), {"metadata": metadata})
 
 
 def belongings(job: Json) -> list[str]:
@@ -332,19 +338,3 @@ def _owned(plan: masters.MasterPlan, version: str, kind: str, name: str, **conte
         "ownerReferences": [reference],
     }
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
-
-
-def collection(thing: Mapping[str, Any]) -> str:
-    """The path of the collection that an object is in."""
-    return path_in(thing["apiVersion"], thing["kind"], thing["metadata"]["namespace"])
-
-
-def path_in(version: str, kind: str, namespace: str) -> str:
-    """The path of a kind's collection in a namespace; of all namespaces, where that is empty."""
-    where = f"/namespaces/{namespace}" if namespace else ""
-    return f"/{'apis' if '/' in version else 'api'}/{version}{where}/{PLURALS[kind]}"
-
-
-def path_of(thing: Mapping[str, Any]) -> str:
-    """An object's path."""
-    return f"{collection(thing)}/{thing['metadata']['name']}"

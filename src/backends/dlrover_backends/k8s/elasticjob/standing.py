@@ -67,15 +67,40 @@ def status(facts: Facts, job: translate.Job, plan: masters.MasterPlan) -> tuple[
     """The status from now on, and what is news of it."""
     before: Json = dict(facts.job.get("status") or {})
     phase, why = _phase(facts, before)
-    made = {**before, **_levels(facts, job, plan), "phase": phase}
-    conditions = _Conditions(before, facts.now, int(facts.job["metadata"].get("generation", 0)))
+    made = {**before, **_levels(facts, {one.name: one.nodes_max for one in job.groups}), "phase": phase}
+    made["masters"] = f"{plan.called}.{plan.namespace}.svc:{masters.PORT}"
+    conditions = _Conditions(before, facts)
     conditions.set("Accepted", "True", "Accepted", "; ".join(job.notes))
+    refused = facts.refused if job.suspended and phase != SUSPENDED else ""
+    _told(made, conditions, facts, why, refused)
+    return made, tuple(_news(before, made, why, refused, job.notes))
+
+
+def rejected(facts: Facts, why: str) -> tuple[Json, tuple[Event, ...]]:
+    """The status of an object that is no job. What runs of it is counted on, and ends."""
+    before: Json = dict(facts.job.get("status") or {})
+    conditions = _Conditions(before, facts)
+    news: list[Event] = [] if conditions.message_of(before, "Accepted") == why else [("Warning", "Rejected", why)]
+    conditions.set("Accepted", "False", "Invalid", why)
+    if facts.masters is None and not is_over(facts.job):
+        generation = int(facts.job["metadata"].get("generation", 0))
+        made = {**before, "operator": names.BY, "observedGeneration": generation, "phase": REJECTED}
+        return {**made, "conditions": conditions.made()}, tuple(news)
+    phase, said = _phase(facts, before)
+    sizes = {name: one.nodes_max for name, one in facts.told.groups.items()} if facts.told is not None else {}
+    made = {**before, **_levels(facts, sizes), "phase": phase}
+    _told(made, conditions, facts, said, "")
+    return made, (*news, *_news(before, made, said, "", ()))
+
+
+def _told(made: Json, conditions: _Conditions, facts: Facts, why: str, refused: str) -> None:
+    """Conditions and times that follow from the phase."""
+    phase = made["phase"]
     conditions.set("Running", _truth(phase == RUNNING), phase, why)
     conditions.set("Succeeded", _truth(phase == SUCCEEDED), phase, why if phase == SUCCEEDED else "")
     conditions.set("Failed", _truth(phase == FAILED), phase, why if phase == FAILED else "")
-    refused = facts.refused if job.suspended and phase != SUSPENDED else ""
     paused = facts.told is not None and facts.told.state == "suspended"
-    ours = job.suspended or conditions.was("Suspended")
+    ours = _suspended(facts.job) or conditions.was("Suspended")
     if phase == SUSPENDED:
         conditions.set("Suspended", _truth(ours or not paused), "Asked" if ours else "ByHand", why)
     else:
@@ -85,24 +110,6 @@ def status(facts: Facts, job: translate.Job, plan: masters.MasterPlan) -> tuple[
         made["startTime"] = facts.now
     if phase in _OVER and not made.get("completionTime"):
         made["completionTime"] = facts.now
-    return made, tuple(_news(before, made, why, refused, job.notes))
-
-
-def rejected(job: Json, why: str, now: str) -> tuple[Json, tuple[Event, ...]]:
-    """The status of an object that is no job."""
-    before: Json = dict(job.get("status") or {})
-    conditions = _Conditions(before, now, int(job["metadata"].get("generation", 0)))
-    conditions.set("Accepted", "False", "Invalid", why)
-    runs = before.get("phase") not in {None, "", PENDING, REJECTED}
-    made = {
-        **before,
-        "operator": names.BY,
-        "phase": before["phase"] if runs else REJECTED,
-        "conditions": conditions.made(),
-    }
-    made["observedGeneration"] = int(job["metadata"].get("generation", 0))
-    told = conditions.message_of(before, "Accepted") == why
-    return made, () if told else (("Warning", "Rejected", why),)
 
 
 def _phase(facts: Facts, before: Json) -> tuple[str, str]:
@@ -154,24 +161,24 @@ def _last_words(facts: Facts) -> str:
     return next((str(one.get("message") or "") for one in conditions if one.get("type") == "Failed"), "")[:TEXT_MAX]
 
 
-def _levels(facts: Facts, job: translate.Job, plan: masters.MasterPlan) -> Json:
-    """What is counted."""
+def _levels(facts: Facts, groups: Mapping[str, int]) -> Json:
+    """What is counted. ``groups``: the most nodes of each; empty: sizes are not known, and nothing of groups is told."""
     metadata, told = facts.job["metadata"], facts.told
-    nodes = [one for one in facts.pods if names.LABEL_NODE in (one["metadata"].get("labels") or {})]
-    wanted = sum(one.nodes_max for one in job.groups)
-    ready = sum(one.running for one in told.groups.values()) if told is not None else _phases(nodes)["Running"]
+    nodes = [one for one in facts.pods if is_node(one)]
+    label = names.label_value(str(metadata["name"]))
     found: Json = {
         "operator": names.BY,
         "observedGeneration": int(metadata.get("generation", 0)),
         "run": str(metadata["uid"]),
-        "replicas": len([one for one in nodes if _group_of(one) == translate.WORKER and _lives(one)]),
-        "selector": f"{names.LABEL_BY}={names.BY},{names.LABEL_JOB}={names.label_value(job.name)},{names.LABEL_NODE}",
-        "ready": f"{ready}/{wanted}",
-        "masters": f"{plan.called}.{plan.namespace}.svc:{masters.PORT}",
-        "replicaStatuses": {
-            one.name: _replicas([pod for pod in nodes if _group_of(pod) == one.name]) for one in job.groups
-        },
+        "replicas": len([one for one in nodes if _group_of(one) == translate.WORKER and lives(one)]),
+        "selector": f"{names.LABEL_BY}={names.BY},{names.LABEL_JOB}={label},{names.LABEL_NODE}",
     }
+    if groups:
+        ready = sum(one.running for one in told.groups.values()) if told is not None else _phases(nodes)["Running"]
+        found["ready"] = f"{ready}/{sum(groups.values())}"
+        found["replicaStatuses"] = {
+            name: _replicas([pod for pod in nodes if _group_of(pod) == name]) for name in groups
+        }
     if told is not None:
         found["goodput"] = f"{told.goodput:.0%}"
         found["incidents"] = told.incidents
@@ -182,12 +189,18 @@ def _levels(facts: Facts, job: translate.Job, plan: masters.MasterPlan) -> Json:
     return found
 
 
+def is_node(pod: Json) -> bool:
+    """Is it a node's pod, and no master's?"""
+    return names.LABEL_NODE in (pod["metadata"].get("labels") or {})
+
+
 def _group_of(pod: Json) -> str:
     name = str((pod["metadata"].get("annotations") or {}).get(names.NOTE_NODE) or "")
     return name.rsplit("-", 2)[0]
 
 
-def _lives(pod: Json) -> bool:
+def lives(pod: Json) -> bool:
+    """Has the pod not ended?"""
     return (pod.get("status") or {}).get("phase") not in {"Failed", "Succeeded"}
 
 
@@ -223,9 +236,9 @@ def _news(before: Json, now: Json, why: str, refused: str, notes: tuple[str, ...
 class _Conditions:
     """Conditions, each of which keeps the time of its last change."""
 
-    def __init__(self, before: Mapping[str, Any], now: str, generation: int) -> None:
+    def __init__(self, before: Mapping[str, Any], facts: Facts) -> None:
         self._known: dict[str, Json] = {one["type"]: dict(one) for one in before.get("conditions") or ()}
-        self._now, self._generation = now, generation
+        self._now, self._generation = facts.now, int(facts.job["metadata"].get("generation", 0))
 
     @staticmethod
     def message_of(before: Mapping[str, Any], kind: str) -> str:

@@ -10,14 +10,15 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from dlrover_backends.k8s import names, pods
+from dlrover_backends.k8s import names, paths, pods
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.elasticjob import launchers, quantities
 from dlrover_backends.k8s.elasticjob.launchers import Command
 from dlrover_core.errors import SpecError
 
 GROUP, OLD_GROUP, VERSION = "elastic.iml.github.io", "elastic.ml.github.io", "v1alpha1"
-KIND, PLURAL = "ElasticJob", "elasticjobs"
+KIND = "ElasticJob"
+PLURAL = paths.PLURALS[KIND]
 WORKER, MASTER, PS, PARAMETER_SERVER = "worker", "dlrover-master", "ps", "ParameterServerStrategy"
 STRATEGIES = ("AllreduceStrategy", PARAMETER_SERVER, "CustomStrategy", "Local")
 JOB_FILE, JOB_MOUNT, JOB_VOLUME = "job.toml", "/etc/dlrover", "dlrover-job"
