@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import commands
 import pytest
 from running import BIN, SCRIPTS, TOKEN, eventually
 from tools.etcd_cluster import Cluster
@@ -55,8 +56,7 @@ def free() -> int:
 
 def dlrover(etcd: str, command: str) -> str:
     """What is said of the job by its log."""
-    line = [str(BIN / "dlrover"), command, "apart", "--log", etcd, "--json"]
-    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=ENV).stdout
+    return commands.dlrover([command, "apart", "--log", etcd, "--json"], ENV).stdout
 
 
 def step(port: int) -> int | None:

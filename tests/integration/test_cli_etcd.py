@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import commands
 import pytest
 from hosts_net import TOKEN, Host, loopback
 from running import BIN, BOUND_S, SCRIPTS, Job, eventually
@@ -51,8 +52,7 @@ def records(url: str, job: str = "many") -> list[Record]:
 
 def dlrover(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """One command to its end."""
-    line, born = [str(BIN / "dlrover"), *words], {**os.environ, "DLROVER_TOKEN": TOKEN, **(env or {})}
-    return subprocess.run(line, capture_output=True, text=True, timeout=BOUND_S, check=False, env=born)
+    return commands.dlrover(words, {**os.environ, "DLROVER_TOKEN": TOKEN, **(env or {})})
 
 
 class Hosts:

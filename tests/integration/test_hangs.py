@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import dlrover
 from running import warmth
 
 from dlrover_adapters.torch import witness
@@ -43,15 +44,8 @@ def run(folder: Path, plan: str, *options: str, steps: int = 60) -> subprocess.C
 
 def events(folder: Path) -> list[dict[str, Any]]:
     """The job's log."""
-    line = [
-        str(Path(sys.executable).with_name("dlrover")),
-        "events",
-        "--json",
-        "--state-dir",
-        str(folder / "state"),
-        "hangs",
-    ]
-    told = subprocess.run(line, capture_output=True, text=True, timeout=BOUND_S, check=True)
+    told = dlrover(["events", "--json", "--state-dir", str(folder / "state"), "hangs"])
+    assert told.returncode == 0, told.stderr
     return [json.loads(row) for row in told.stdout.splitlines()]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from running import BIN, SCRIPTS, Job, eventually
+from running import SCRIPTS, Job, eventually
 
 from dlrover_core.data.permutation import Order
 from dlrover_core.data.ranges import Ranges
@@ -38,8 +37,7 @@ def used(folder: Path, rank: int | None = None) -> Counter[int]:
 
 def shown(job: Job) -> dict[str, Any]:
     """What `dlrover data` says of the dataset."""
-    command = [str(BIN / "dlrover"), "data", job.name, "--state-dir", str(job.state), "--json"]
-    (row,) = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    (row,) = json.loads(job.dlrover("data", "--json"))
     return dict(row)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import stat
-import subprocess
 from pathlib import Path
 
 import pytest
-from running import BIN, BOUND_S, SCRIPTS, TOKEN, Job, eventually
+from commands import dlrover
+from running import SCRIPTS, TOKEN, Job, eventually
 
 STEPS = str(SCRIPTS / "steps.py")
 
@@ -17,15 +17,8 @@ STEPS = str(SCRIPTS / "steps.py")
 def tell(job: Job, verb: str, *words: str, code: int = 0, token: str | None = None) -> str:
     """One command about a job, to its end; what it printed, both streams. Without a ``token``: as a new shell, that has none."""
     env = {name: value for name, value in os.environ.items() if name != "DLROVER_TOKEN"}
-    line = [str(BIN / "dlrover"), verb, job.name, "--state-dir", str(job.state), *words]
-    done = subprocess.run(
-        line,
-        capture_output=True,
-        text=True,
-        timeout=BOUND_S,
-        check=False,
-        env={**env, **({"DLROVER_TOKEN": token} if token else {})},
-    )
+    line = [verb, job.name, "--state-dir", str(job.state), *words]
+    done = dlrover(line, {**env, **({"DLROVER_TOKEN": token} if token else {})})
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout + done.stderr

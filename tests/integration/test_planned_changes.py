@@ -16,9 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
+import commands
 import pytest
 from hosts_net import Host, best
-from running import BIN, BOUND_S, SCRIPTS, TOKEN, Job, eventually
+from running import BOUND_S, SCRIPTS, TOKEN, Job, eventually
 
 from dlrover_core.job.checkpoints import Restored, StepsHeld
 from dlrover_core.job.incidents import IncidentOpened
@@ -97,9 +98,9 @@ def nothing_lost(folder: Path, ranks: int = 1) -> list[dict[str, Any]]:
 
 def dlrover(job: Job, verb: str, *words: str) -> str:
     """One command about a job, to its end."""
-    line = [str(BIN / "dlrover"), verb, job.name, "--state-dir", str(job.state), *words]
-    env = {**os.environ, "DLROVER_TOKEN": TOKEN}
-    done = subprocess.run(line, capture_output=True, text=True, timeout=BOUND_S, check=False, env=env)
+    done = commands.dlrover(
+        [verb, job.name, "--state-dir", str(job.state), *words], {**os.environ, "DLROVER_TOKEN": TOKEN}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

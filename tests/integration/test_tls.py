@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from commands import dlrover
 from hosts_net import TOKEN, Host, loopback
-from running import BIN, SCRIPTS, eventually
+from running import SCRIPTS, eventually
 from structlog.testing import capture_logs
 
 from dlrover_adapters.http import HttpDialer, HttpLimits, HttpListener, bind, fetch_status
@@ -59,9 +60,8 @@ def c10d(host: Host) -> tuple[str, ...]:
 
 def operate(host: Host, *words: str) -> tuple[int, str]:
     """Run a command on the job there; its exit status, and what it said."""
-    line = [str(BIN / "dlrover"), *words[:1], "many", "--state-dir", str(host.state), *words[1:]]
-    born = {**os.environ, "DLROVER_TOKEN": TOKEN}
-    done = subprocess.run(line, capture_output=True, text=True, timeout=BOUND_S, env=born, check=False)
+    line = [*words[:1], "many", "--state-dir", str(host.state), *words[1:]]
+    done = dlrover(line, {**os.environ, "DLROVER_TOKEN": TOKEN})
     return done.returncode, done.stdout + done.stderr
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from commands import dlrover
 from running import BIN, BOUND_S, Process, eventually, processes, warmth
 
 from dlrover_adapters.cli import scratch
@@ -129,9 +130,8 @@ class Host:
             for log in sorted(self.folder.glob("err-*")) + sorted(self.folder.glob("state/jobs/*/control.log")):
                 sys.stderr.write(f"--- {log}\n{log.read_text()[-5000:]}\n")
             for job in sorted(self.folder.glob("state/jobs/*")):
-                line = [str(BIN / "dlrover"), "events", job.name, "--state-dir", str(self.state)]
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    found = subprocess.run(line, capture_output=True, text=True, timeout=BOUND_S, check=False).stdout
+                    found = dlrover(["events", job.name, "--state-dir", str(self.state)]).stdout
                     sys.stderr.write(f"--- events of {job.name} on {self.name}\n{found[-12_000:]}\n")
         self.die()
         scratch.sweep()  # what was killed with its sweeper is swept by the next launcher: there will be none

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from commands import dlrover
+
 from dlrover_adapters.agent.looks import catches
 from dlrover_adapters.cli.scratch import MARK
 from dlrover_adapters.http.client import fetch_status
@@ -293,10 +295,10 @@ class Job:
 
     def dlrover(self, command: str, *arguments: str) -> str:
         """What ``dlrover COMMAND JOB`` prints."""
-        line = [str(BIN / "dlrover"), command, self.name, *arguments]
+        line = [command, self.name, *arguments]
         if "--log" not in arguments:
             line += ["--state-dir", str(self.state)]
-        return subprocess.run(line, capture_output=True, text=True, timeout=BOUND_S, check=False).stdout
+        return dlrover(line).stdout
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """The events of these kinds, all without any."""
