@@ -25,7 +25,8 @@ from unittest import mock
 
 import structlog
 
-from dlrover_backends.fake_k8s import FakeServer, What, kubeconfig
+from dlrover_backends.fake_k8s import FakeServer, User, What, kubeconfig
+from dlrover_backends.fake_k8s.rights import ADMIN
 from dlrover_backends.fake_k8s.store import Change
 from dlrover_backends.k8s import backoff, listwatch, masters, names
 from dlrover_backends.k8s.elasticjob import crd, operator, translate
@@ -51,7 +52,7 @@ RATES = {
 JOBS = (translate.GROUP, translate.PLURAL)
 OUR_KINDS = ("pods", "secrets", "configmaps", "services", "serviceaccounts", "persistentvolumeclaims")
 PAUSE_MAX_S, LOOK_S, SETTLE_S, TRIAL_S = 0.02, 0.05, 15.0, 60.0
-NAME = "mnist"
+NAME, OPERATOR = "mnist", "operator-0"
 SETTINGS = Settings("registry/dlrover-core:1")
 BASE = f"/apis/{translate.GROUP}/{translate.VERSION}/namespaces/train/{translate.PLURAL}"
 
@@ -112,10 +113,13 @@ class Stand:
     def __init__(self, server: FakeServer, folder: Path, draw: random.Random, settings: Settings) -> None:
         self.server, self.settings = server, settings
         self.tells = Scripted(server, draw)
-        path = folder / "config"
-        path.write_text(json.dumps(kubeconfig(server.url, server.token, "train")), encoding="utf-8")
-        self._config = str(path)
-        self.api = Transport(self._config)
+        configs = []
+        for token in (server.token, OPERATOR):
+            path = folder / token
+            path.write_text(json.dumps(kubeconfig(server.url, token, "train")), encoding="utf-8")
+            configs.append(str(path))
+        config, self._operators = configs
+        self.api = Transport(config)
         self._own: Transport | None = None
         self.running: asyncio.Future[None] | None = None
         self.made: Counter[tuple[str, str]] = Counter()
@@ -125,9 +129,11 @@ class Stand:
         if change.was is None and not change.deleted and kind[1] != "events":
             self.made[(kind[1], change.now.obj["metadata"]["name"])] += 1
 
-    async def begin(self) -> None:
-        """Start an operator."""
-        self._own = Transport(self._config)
+    async def begin(self, rules: list[Object] | None = None) -> None:
+        """Start an operator. ``rules``: all that it may do, as in a Role; None: everything."""
+        user = ADMIN if rules is None else User("system:serviceaccount:train:operator", rules=tuple(rules))
+        self.server.rights.tokens[OPERATOR] = user
+        self._own = Transport(self._operators)
         made = Operator(self._own, self.tells, self.settings, "train", look_s=LOOK_S)
         self.running = asyncio.ensure_future(made.run())
 

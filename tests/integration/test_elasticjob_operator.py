@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tests.chaos.operator_seeds import BASE, NAME, Stand, job, standing, trial
 
-from dlrover_backends.fake_k8s import Fault, What
-from dlrover_backends.k8s.elasticjob import leader, reconcile
+from dlrover_backends.k8s import names
+from dlrover_backends.k8s.elasticjob import deploy, leader, reconcile
 from dlrover_backends.k8s.elasticjob.leader import Leader
 from dlrover_backends.k8s.errors import Conflict
 
@@ -144,12 +144,95 @@ async def test_beside_dlrovers_own_operator(stand: Stand) -> None:
 
 
 @in_a_stand
-async def test_a_missing_right_is_waited_for(stand: Stand) -> None:
-    """A 403 stops nothing for good: once the right is there, the job is made."""
-    stand.server.faults.add(Fault(What.ERROR, frozenset({"create"}), "services", code=403, times=3))
+async def test_a_missing_right_is_told_and_waited_for(stand: Stand) -> None:
+    """A 403 is a condition and an event that name verb, resource and what grants it; with the right the job is made."""
+    rules = [one for one in deploy.rules() if "networkpolicies" not in one["resources"]]
+    await stand.begin(rules)
+    await applied(stand, job())
+    await stand.until(lambda: stand.condition("Reconciled")[0] == "False", "it is told")
+    words = "no right to create networkpolicies.networking.k8s.io in namespace train: kubectl apply -k deploy/overlays/"
+    assert stand.condition("Reconciled")[1].startswith(words)
+    assert (stand.status()["phase"], stand.status()["ready"]) == ("Pending", "0/4")
+    await stand.until(lambda: any(one["reason"] == "MissingRight" for one in stand.objects("events")), "an event")
+    await stand.kill()
+    await stand.begin(deploy.rules())
+    await stand.until(lambda: stand.status().get("phase") == "Running", "it runs")
+    assert stand.condition("Reconciled") == ("True", "")
+    assert len([one for one in stand.objects("events") if one["reason"] == "MissingRight"]) == 1
+
+
+@in_a_stand
+async def test_the_status_goes_on_where_something_cannot_be_written(stand: Stand) -> None:
+    """A right that went away while a job runs freezes neither its step nor its end."""
     await stand.begin()
     await applied(stand, job())
     await stand.until(lambda: stand.status().get("phase") == "Running", "it runs")
+    await stand.kill()
+    without = [one for one in deploy.rules() if "configmaps" not in one["resources"]]
+    await stand.begin(without)
+    change = {"spec": {"replicaSpecs": {"worker": {"replicas": 5}}}}
+    await stand.api.ask("PATCH", f"{BASE}/{NAME}", body=change)
+    await stand.until(lambda: stand.condition("Reconciled")[0] == "False", "it is told")
+    assert "no right to patch configmaps in namespace train" in stand.condition("Reconciled")[1]
+    body = {"status": {"conditions": [{"type": "Complete", "status": "True"}], "succeeded": 1}}
+    await stand.api.ask("PATCH", f"/apis/batch/v1/namespaces/train/jobs/{NAME}-masters/status", body=body)
+    await stand.until(lambda: stand.status().get("phase") == "Succeeded", "its end is told")
+
+
+@in_a_stand
+async def test_masters_that_cannot_be_asked(stand: Stand) -> None:
+    """Without the right to read the token the status says that, and not that masters start."""
+    await stand.begin()
+    await applied(stand, job())
+    await stand.until(lambda: stand.status().get("phase") == "Running", "it runs")
+    await stand.kill()
+    rules = [{**one, "resources": [each for each in one["resources"] if each != "secrets"]} for one in deploy.rules()]
+    await stand.begin(rules)
+    words = "no master answers: no right to get secrets in namespace train"
+    await stand.until(lambda: stand.condition("Running")[1].startswith(words), "it is told")
+    assert stand.status()["phase"] == "Running"
+
+
+@in_a_stand
+async def test_a_fault_of_ours_leaves_no_empty_status(stand: Stand) -> None:
+    """Where the operator itself fails a condition says how, and the job is kept once it no longer does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reconcile, "plan_of", lambda *_: 1 / 0)
+        await stand.begin()
+        await applied(stand, job())
+        await stand.until(lambda: stand.condition("Accepted")[0] == "False", "a reading that fails is told")
+        assert "ZeroDivisionError" in stand.condition("Accepted")[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reconcile, "_keeping", lambda *_: 1 / 0)
+        await stand.until(lambda: stand.condition("Reconciled")[0] == "False", "a fault is told")
+        assert stand.condition("Reconciled")[1].startswith("ZeroDivisionError: division by zero")
+    await stand.until(lambda: stand.status().get("phase") == "Running", "it runs")
+    assert (stand.condition("Reconciled")[0], stand.condition("Accepted")[0]) == ("True", "True")
+
+
+@in_a_stand
+async def test_owners_alone_are_believed(stand: Stand) -> None:
+    """A pod of a stranger's Job, whatever its notes say, outlives a job that is deleted; one of its masters does not."""
+    await stand.begin()
+    made = await applied(stand, job())
+    await stand.until(lambda: stand.status().get("phase") == "Running", "it runs")
+    spec = {"template": {"spec": {"restartPolicy": "Never", "containers": [{"name": "a", "image": "a"}]}}}
+    jobs, pods = "/apis/batch/v1/namespaces/train/jobs", "/api/v1/namespaces/train/pods"
+    theirs = await stand.api.ask("POST", jobs, body={"metadata": {"name": "theirs"}, "spec": spec})
+    ours = await stand.api.ask("GET", f"{jobs}/{NAME}-masters")
+    for name, owner in (("stranger", theirs), (f"{NAME}-masters-0", ours)):
+        reference = {"apiVersion": "batch/v1", "kind": "Job", "name": owner["metadata"]["name"]}
+        metadata = {
+            "name": name,
+            "labels": {names.LABEL_BY: names.BY},
+            "annotations": {"dlrover-core/elasticjob-uid": made["metadata"]["uid"]},
+            "ownerReferences": [{**reference, "uid": owner["metadata"]["uid"]}],
+        }
+        body = {"metadata": metadata, "spec": {"containers": [{"name": "a", "image": "a"}]}}
+        await stand.api.ask("POST", pods, body=body)
+    await stand.api.ask("DELETE", f"{BASE}/{NAME}")
+    await stand.until(lambda: stand.job() is None and not stand.left(), "all gone")
+    assert [one["metadata"]["name"] for one in stand.objects("pods")] == ["stranger"]
 
 
 # ---- the lease

@@ -112,3 +112,11 @@ def test_rights_name_verbs_and_nothing_beyond_the_namespace() -> None:
         assert "*" not in {*one["apiGroups"], *one["resources"], *one["verbs"]}
     kinds = [one["kind"] for name, objects in deploy.files().items() if name.startswith("base/") for one in objects]
     assert not [one for one in kinds if one.startswith("Cluster")]
+
+
+def test_who_reads_hosts_reads_them_alone() -> None:
+    """The overlay lets the masters of the operator's namespace get hosts, and nothing more."""
+    role, binding = deploy.files()["overlays/node-reader/rights.yaml"]
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert [one["name"] for one in binding["subjects"]] == [f"system:serviceaccounts:{deploy.NAMESPACE}"]

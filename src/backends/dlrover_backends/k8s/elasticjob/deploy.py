@@ -32,6 +32,9 @@ RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
 )
 """API groups, resources, verbs. Only who has a right may grant it: those of masters are among these."""
 
+HOST_RULES: list[Json] = [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}]
+"""What masters may do with hosts where an administrator lets them: see conditions, taints and cordons."""
+
 
 def files() -> dict[str, list[Json]]:
     """The objects of each file under ``deploy/``."""
@@ -45,6 +48,8 @@ def files() -> dict[str, list[Json]]:
         "overlays/cluster-wide/kustomization.yaml": [_cluster_wide()],
         "overlays/kueue/rights.yaml": _kueue_rights(),
         "overlays/kueue/kustomization.yaml": [_kueue()],
+        "overlays/node-reader/rights.yaml": _for_masters("hosts", HOST_RULES),
+        "overlays/node-reader/kustomization.yaml": [_node_reader()],
     }
 
 
@@ -150,22 +155,26 @@ def _kustomization() -> Json:
 
 def _kueue_rights() -> list[Json]:
     """What masters of jobs in a queue do with Workloads, which the operator grants them; and flavors, for all masters here."""
-    flavors: Json = {"name": f"{NAME}-flavors", "labels": dict(LABELS)}
-    masters = {"kind": "Group", "apiGroup": "rbac.authorization.k8s.io", "name": f"system:serviceaccounts:{NAMESPACE}"}
     made = [_object("rbac.authorization.k8s.io/v1", "Role", rules=queues.rules("any")), _binding("Role")]
     for one in made:
         one["metadata"]["name"] = f"{NAME}-kueue"
         one["metadata"]["namespace"] = NAMESPACE
     made[1]["roleRef"]["name"] = f"{NAME}-kueue"
+    return [*made, *_for_masters("flavors", queues.flavor_rules())]
+
+
+def _for_masters(what: str, granted: list[Json]) -> list[Json]:
+    """Rights on what is in no namespace, for all masters of the operator's namespace."""
+    metadata: Json = {"name": f"{NAME}-{what}", "labels": dict(LABELS)}
+    masters = {"kind": "Group", "apiGroup": "rbac.authorization.k8s.io", "name": f"system:serviceaccounts:{NAMESPACE}"}
     version = "rbac.authorization.k8s.io/v1"
-    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": flavors["name"]}
+    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": metadata["name"]}
     return [
-        *made,
-        {"apiVersion": version, "kind": "ClusterRole", "metadata": flavors, "rules": queues.flavor_rules()},
+        {"apiVersion": version, "kind": "ClusterRole", "metadata": metadata, "rules": granted},
         {
             "apiVersion": version,
             "kind": "ClusterRoleBinding",
-            "metadata": flavors,
+            "metadata": metadata,
             "roleRef": reference,
             "subjects": [masters],
         },
@@ -178,6 +187,11 @@ def _kueue() -> Json:
         "kind": "Kustomization",
         "resources": ["../../base", "rights.yaml"],
     }
+
+
+def _node_reader() -> Json:
+    """Without the base: it is applied beside whichever overlay has it."""
+    return {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": ["rights.yaml"]}
 
 
 def _cluster_wide() -> Json:

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import structlog
 
-from dlrover_backends.k8s import masters, names, paths, pods, refusals
+from dlrover_backends.k8s import masters, names, paths, pods
 from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.backoff import BackOff
-from dlrover_backends.k8s.elasticjob import reconcile, standing, translate
+from dlrover_backends.k8s.elasticjob import reconcile, refused, standing, translate
 from dlrover_backends.k8s.elasticjob.cache import Cache
 from dlrover_backends.k8s.elasticjob.reconcile import Ask, Make, Observed, Outcome, Patch, Remove, Settings
 from dlrover_backends.k8s.elasticjob.telling import At, Masters, Told
@@ -36,6 +36,8 @@ TELL_S = 10.0
 REFUSED_S = 60.0
 """After a refusal masters are asked for the same again so much later."""
 AT_ONCE = 16
+TRIES = 3
+"""After so many tries an answer that may pass is told as one that does not."""
 AGAIN_S, SYNC_S = 0.3, 0.1
 RIVAL = "dlrover-controller-manager"
 OURS = f"{names.LABEL_BY}={names.BY}"
@@ -74,13 +76,16 @@ class Operator:
         self._api, self._tells, self._settings, self._namespace = api, tells, settings, namespace
         self._now, self._wall, self._look_s = now, wall, look_s
         self._jobs = dict[str, Cache]()
-        self._masters = self._cache("batch/v1", "Job", OURS, self._heard)
+        self._masters = self._cache("batch/v1", "Job", OURS, self._heard_masters)
         self._pods = self._cache("v1", "Pod", OURS, self._heard)
         # By uid: who works on the job; who waits for news of it; where its masters are; what they refused.
         self._workers: dict[str, asyncio.Task[None]] = {}
         self._news: dict[str, asyncio.Event] = {}
         self._at: dict[str, At] = {}
         self._refused: dict[str, Asked] = {}
+        self._unheard: dict[str, str] = {}
+        # Whose job a masters' Job is or was, by its uid: it may be gone before its pods are.
+        self._owners: dict[str, str] = {}
         self._free = asyncio.Semaphore(AT_ONCE)
         self._ends = False
 
@@ -104,7 +109,7 @@ class Operator:
             for one in done:
                 one.result()
         except Forbidden as error:
-            raise CoreError(refusals.missing_right(error)) from error
+            raise CoreError(refused.read(error).why) from error
         finally:
             self._ends = True
             tasks = [*running, *self._workers.values()]
@@ -129,7 +134,7 @@ class Operator:
                 except NotFound:
                     pass
                 except Forbidden as error:
-                    raise CoreError(refusals.missing_right(error)) from error
+                    raise CoreError(refused.read(error).why) from error
                 except ApiError as error:
                     await asyncio.sleep(back_off.failed(self._now(), error.retry_after_s))
                     continue
@@ -162,17 +167,16 @@ class Operator:
         if uid in self._news:
             self._news[uid].set()
 
+    def _heard_masters(self, made: Json) -> None:
+        uid = _elasticjob_of(made)
+        if uid:
+            self._owners[str(made["metadata"]["uid"])] = uid
+        self._heard(made)
+
     def _owner_of(self, thing: Json) -> str:
-        """The uid of the ElasticJob that an object belongs to; empty: to none."""
-        for one in thing["metadata"].get("ownerReferences") or ():
-            if one.get("kind") == translate.KIND:
-                return str(one["uid"])
-            made = self._masters.objects.get(str(one.get("uid")))
-            if one.get("kind") == "Job" and made is not None:
-                return self._owner_of(made)
-            if one.get("kind") == "Job":  # it may be gone before its pods are
-                return str((thing["metadata"].get("annotations") or {}).get(reconcile.NOTE_RUN) or "")
-        return ""
+        """The uid of the ElasticJob that an object belongs to; empty: to none. Owners alone are believed, by their uids."""
+        found = (self._owners.get(str(one.get("uid")), "") for one in thing["metadata"].get("ownerReferences") or ())
+        return _elasticjob_of(thing) or next(filter(None, found), "")
 
     def _job(self, uid: str) -> Json | None:
         return next((one.objects[uid] for one in self._jobs.values() if uid in one.objects), None)
@@ -180,15 +184,16 @@ class Operator:
     def _forget(self, uid: str) -> None:
         self._workers.pop(uid, None)
         if self._job(uid) is None:
-            for known in (self._news, self._at, self._refused):
+            for known in (self._news, self._at, self._refused, self._unheard):
                 known.pop(uid, None)
+            self._owners = {made: one for made, one in self._owners.items() if one != uid}
             self._tells.forget(uid)
 
     # ---- one job
 
     async def _work(self, uid: str) -> None:
         """Keep one job true until it is gone."""
-        back_off = BackOff(random.random)
+        back_off, failures = BackOff(random.random), 0
         while not self._ends and (job := self._job(uid)) is not None:
             pause = self._look_s
             self._news[uid].clear()
@@ -197,29 +202,56 @@ class Operator:
             elif reconcile.is_ours(job, self._settings):
                 try:
                     async with self._free:
-                        if await self._once(uid, job):
+                        if await self._once(uid, job, failures):
                             pause = AGAIN_S
+                    failures = 0
                     back_off.went_well(self._now())
                 except ApiError as error:
+                    failures += 1
                     pause = back_off.failed(self._now(), error.retry_after_s)
-                    said = refusals.missing_right(error) if isinstance(error, Forbidden) else str(error)
                     log.warning(
-                        "a job is looked at again", job=job["metadata"]["name"], error=said, pause_s=round(pause, 1)
+                        "a job is looked at again",
+                        job=job["metadata"]["name"],
+                        error=refused.read(error).why,
+                        pause_s=round(pause, 1),
                     )
                     await asyncio.sleep(pause)
                     continue
-                except Exception:  # one job that cannot be understood must not stop the others
+                except Exception as error:  # one job that cannot be kept must not stop the others
                     log.exception("a job cannot be kept", job=job["metadata"].get("name"))
+                    why = f"{type(error).__name__}: {error}; the operator's log has more"
+                    with contextlib.suppress(Exception):
+                        await self._tell_blocked(Observed(job, now=self._stamp()), Outcome(), "Fault", why)
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(pause, self._news[uid].wait())
 
-    async def _once(self, uid: str, job: Json) -> bool:
+    async def _once(self, uid: str, job: Json, failures: int) -> bool:
         """Look, and write what is to be written; was there something that nothing will tell the end of? Raises `ApiError`."""
-        seen = await self._observed(uid, job)
-        outcome = reconcile.reconcile(seen, self._settings)
-        again = await self._written(uid, job, outcome)
-        await self._say(job, outcome)
+        seen, outcome = Observed(job, now=self._stamp()), Outcome()
+        try:
+            seen = await self._observed(uid, job)
+            outcome = reconcile.reconcile(seen, self._settings)
+            again = await self._written(uid, job, outcome)
+        except ApiError as error:
+            found = refused.read(error)
+            if found.lasts or failures + 1 >= TRIES:
+                await self._tell_blocked(seen, outcome, found.reason, found.why)
+            raise
+        await self._write_status(job, outcome.status)
+        await self._say(job, outcome.events)
         return again
+
+    async def _tell_blocked(self, seen: Observed, outcome: Outcome, reason: str, why: str) -> None:
+        """Let the status say what is in the way, as far as it can be written: nobody should look at an empty one."""
+        status, events = standing.blocked(reconcile.facts(seen), outcome.status, reason, why)
+        with contextlib.suppress(ApiError):
+            await self._write_status(seen.job, status if status != seen.job.get("status") else None)
+        await self._say(seen.job, (*outcome.events, *events))
+
+    async def _write_status(self, job: Json, status: Json | None) -> None:
+        if status is not None:
+            with contextlib.suppress(NotFound):
+                await self._api.ask("PATCH", f"{paths.path_of(job)}/status", body={"status": status})
 
     async def _observed(self, uid: str, job: Json) -> Observed:
         made = next((one for one in self._masters.objects.values() if self._owner_of(one) == uid), None)
@@ -229,11 +261,11 @@ class Operator:
             left = made is None and not own and await self._is_left(job)
         elif made is not None and not standing.ended(made) and not standing.is_over(job):
             told = await self._told(uid, job, made)
-        refused = self._refused.get(uid)
-        if refused is not None and (refused.until <= self._now() or told is None):
+        asked = self._refused.get(uid)
+        if asked is not None and (asked.until <= self._now() or told is None):
             self._refused.pop(uid)
         why = self._refused[uid].why if uid in self._refused else ""
-        return Observed(job, made, own, told, why, left, self._stamp())
+        return Observed(job, made, own, told, why, left, self._stamp(), self._unheard.get(uid, ""))
 
     async def _is_left(self, job: Json) -> bool:
         """Is anything that was made for the job still there?"""
@@ -253,9 +285,13 @@ class Operator:
 
     async def _told(self, uid: str, job: Json, made: Json) -> Told | None:
         """What the masters say. None where they do not answer."""
+        self._unheard.pop(uid, None)
         try:
             at = self._at.get(uid) or await self._find(uid, job, made)
             return await within(TELL_S, self._tells.look(at))
+        except Forbidden as error:
+            self._unheard[uid] = refused.read(error).why
+            return None
         except (CoreError, asyncio.TimeoutError) as error:
             log.debug("masters do not answer", job=job["metadata"]["name"], error=str(error))
             self._at.pop(uid, None)
@@ -293,10 +329,6 @@ class Operator:
                 await self._remove(one.path, job)
             else:
                 await self._ask_masters(uid, one)
-        if outcome.status is not None:
-            with contextlib.suppress(NotFound):
-                path = f"{paths.path_of(job)}/status"
-                await self._api.ask("PATCH", path, body={"status": outcome.status})
         # Objects that are not watched tell nobody that they are gone.
         return bool(outcome.writes) and all(isinstance(one, Remove) for one in outcome.writes)
 
@@ -308,12 +340,10 @@ class Operator:
         path, name = paths.collection(body), body["metadata"]["name"]
         try:
             await self._api.ask("POST", path, body=body)
-        except Conflict:
+        except Conflict as error:
             if await self._owned(f"{path}/{name}", job) is None:
-                log.error("a name is taken", kind=body["kind"], name=name, job=job["metadata"]["name"])
                 why = f"{body['kind']} {name} is there, and is not of this job: delete it, or rename the job"
-                await self._event(job, ("Warning", "NameTaken", why))
-                raise
+                raise refused.Taken(error.asked, error.status, why, reason=error.reason) from error
             if body["kind"] == "ConfigMap":  # of an attempt that ended half way, before the object was edited
                 await self._api.ask("PATCH", f"{path}/{name}", body={"data": body["data"]})
 
@@ -341,15 +371,15 @@ class Operator:
             return
         try:
             await within(TELL_S, self._tells.tell(at, {**one.command, "job": at.job}))
-        except Refused as refused:
-            self._refused[uid] = Asked(str(refused), self._now() + REFUSED_S)
+        except Refused as error:
+            self._refused[uid] = Asked(str(error), self._now() + REFUSED_S)
             self._news[uid].set()
         except (CoreError, asyncio.TimeoutError) as error:
             log.info("masters could not be told", job=at.job, command=one.command["command"], error=str(error))
             self._at.pop(uid, None)
 
-    async def _say(self, job: Json, outcome: Outcome) -> None:
-        for one in outcome.events:
+    async def _say(self, job: Json, events: tuple[standing.Event, ...]) -> None:
+        for one in events:
             with contextlib.suppress(ApiError):
                 await self._event(job, one)
 
@@ -383,6 +413,12 @@ class Operator:
 
     def _stamp(self) -> str:
         return datetime.fromtimestamp(self._wall(), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _elasticjob_of(thing: Json) -> str:
+    """The uid of the ElasticJob that owns an object itself; empty: none does."""
+    owners = thing["metadata"].get("ownerReferences") or ()
+    return next((str(one["uid"]) for one in owners if one.get("kind") == translate.KIND), "")
 
 
 def _is_rival(pod: Json) -> bool:

@@ -20,8 +20,6 @@ from dlrover_core.errors import SpecError
 
 FINALIZER = "dlrover-core/operator"
 NOTE_TAKE, NOTE_TEMPLATES, NOTE_KEPT = "dlrover-core/operator", "dlrover-core/templates", "dlrover-core/nodes-kept"
-NOTE_RUN = "dlrover-core/elasticjob-uid"
-"""On a masters' pod: its job, which its owner, the masters' Job, may no longer tell."""
 CLAIM_SIZE = "1Gi"
 
 
@@ -50,6 +48,7 @@ class Observed(NamedTuple):
     refused: why they refused what they were asked last; empty: they did not
     left:    are there objects of the job, while it is deleted, beside pods and the Job?
     now:     the time, as the API writes it
+    unheard: why the masters could not be asked; empty: they did not answer
     """
 
     job: Json
@@ -59,6 +58,7 @@ class Observed(NamedTuple):
     refused: str = ""
     left: bool = False
     now: str = "1970-01-01T00:00:00Z"
+    unheard: str = ""
 
 
 class Make(NamedTuple):
@@ -127,6 +127,10 @@ def reconcile(seen: Observed, settings: Settings) -> Outcome:
         masters.check(plan)
     except SpecError as error:
         return _rejected(seen, str(error))
+    except Exception as error:  # noqa: BLE001  # whatever an object holds that nobody has thought of, its user is told
+        return _rejected(
+            seen, f"spec: it is not understood ({type(error).__name__}: {error}); compare it with docs/kubernetes.md"
+        )
     return _keeping(seen, job, plan)
 
 
@@ -151,7 +155,7 @@ def _keeping(seen: Observed, job: translate.Job, plan: masters.MasterPlan) -> Ou
 
 def facts(seen: Observed) -> standing.Facts:
     """What the status is made from."""
-    return standing.Facts(seen.job, seen.masters, seen.pods, seen.told, seen.refused, seen.now)
+    return standing.Facts(seen.job, seen.masters, seen.pods, seen.told, seen.refused, seen.now, seen.unheard)
 
 
 def _leftovers(seen: Observed) -> Iterator[Write]:
@@ -173,7 +177,6 @@ def _made(job: translate.Job, plan: masters.MasterPlan) -> Iterator[Write]:
         if one["kind"] == "Job":
             _mount(one, job.name)
             one["metadata"]["annotations"][NOTE_TEMPLATES] = digest(plan)
-            one["spec"]["template"]["metadata"]["annotations"] = {NOTE_RUN: plan.run}
         yield Make(one, secret=one["kind"] == "Secret")
 
 

@@ -30,6 +30,8 @@ _PHASES = {
     "stopped": FAILED,
 }
 TEXT_MAX = 1024
+RECONCILED = "Reconciled"
+"""A condition that is there once something could not be written: False with what to do, until all is written."""
 Event = tuple[str, str, str]
 
 
@@ -42,6 +44,7 @@ class Facts(NamedTuple):
     told: Told | None
     refused: str
     now: str
+    unheard: str = ""
 
 
 def is_over(job: Json) -> bool:
@@ -70,6 +73,7 @@ def status(facts: Facts, job: translate.Job, plan: masters.MasterPlan) -> tuple[
     made = {**before, **_levels(facts, {one.name: one.nodes_max for one in job.groups}), "phase": phase}
     made["masters"] = f"{plan.called}.{plan.namespace}.svc:{masters.PORT}"
     conditions = _Conditions(before, facts)
+    conditions.settle()
     conditions.set("Accepted", "True", "Accepted", "; ".join(job.notes))
     refused = facts.refused if job.suspended and phase != SUSPENDED else ""
     _told(made, conditions, facts, why, refused)
@@ -80,6 +84,7 @@ def rejected(facts: Facts, why: str) -> tuple[Json, tuple[Event, ...]]:
     """The status of an object that is no job. What runs of it is counted on, and ends."""
     before: Json = dict(facts.job.get("status") or {})
     conditions = _Conditions(before, facts)
+    conditions.settle()
     news: list[Event] = [] if conditions.message_of(before, "Accepted") == why else [("Warning", "Rejected", why)]
     conditions.set("Accepted", "False", "Invalid", why)
     if facts.masters is None and not is_over(facts.job):
@@ -91,6 +96,19 @@ def rejected(facts: Facts, why: str) -> tuple[Json, tuple[Event, ...]]:
     made = {**before, **_levels(facts, sizes), "phase": phase}
     _told(made, conditions, facts, said, "")
     return made, (*news, *_news(before, made, said, "", ()))
+
+
+def blocked(facts: Facts, made: Json | None, reason: str, why: str) -> tuple[Json, tuple[Event, ...]]:
+    """The status where something could not be written, and its news. ``made``: the status otherwise; None: as it was."""
+    before: Json = dict(facts.job.get("status") or {})
+    now: Json = dict(before if made is None else made)
+    conditions = _Conditions(now, facts)
+    conditions.restore(RECONCILED, before)
+    conditions.set(RECONCILED, "False", reason, why)
+    now = {"phase": PENDING, "observedGeneration": conditions.generation, **now, "operator": names.BY}
+    now["conditions"] = conditions.made()
+    told = conditions.message_of(before, RECONCILED) == why[: 4 * TEXT_MAX]
+    return now, () if told else (("Warning", reason, why),)
 
 
 def _told(made: Json, conditions: _Conditions, facts: Facts, why: str, refused: str) -> None:
@@ -128,7 +146,8 @@ def _phase(facts: Facts, before: Json) -> tuple[str, str]:
         )
     if told is None:
         known = str(before.get("phase") or PENDING)
-        return (known if known in {RUNNING, SUSPENDED} else PENDING), f"no master answers: {_masters_wait(facts)}"
+        why = facts.unheard or _masters_wait(facts)
+        return (known if known in {RUNNING, SUSPENDED} else PENDING), f"no master answers: {why}"
     return _PHASES.get(told.state, RUNNING), "; ".join(told.waits)
 
 
@@ -238,7 +257,7 @@ class _Conditions:
 
     def __init__(self, before: Mapping[str, Any], facts: Facts) -> None:
         self._known: dict[str, Json] = {one["type"]: dict(one) for one in before.get("conditions") or ()}
-        self._now, self._generation = facts.now, int(facts.job["metadata"].get("generation", 0))
+        self._now, self.generation = facts.now, int(facts.job["metadata"].get("generation", 0))
 
     @staticmethod
     def message_of(before: Mapping[str, Any], kind: str) -> str:
@@ -248,6 +267,16 @@ class _Conditions:
     def was(self, kind: str) -> bool:
         """Was it true?"""
         return bool(self._known.get(kind, {}).get("status") == "True")
+
+    def restore(self, kind: str, before: Mapping[str, Any]) -> None:
+        """Let a condition be what it was before."""
+        self._known.pop(kind, None)
+        self._known |= {one["type"]: dict(one) for one in before.get("conditions") or () if one["type"] == kind}
+
+    def settle(self) -> None:
+        """What was in the way of writing no longer is."""
+        if self._known.get(RECONCILED, {}).get("status") == "False":
+            self.set(RECONCILED, "True", RECONCILED, "")
 
     def set(self, kind: str, truth: str, reason: str, message: str) -> None:
         """What a condition is from now on."""
@@ -259,7 +288,7 @@ class _Conditions:
             "reason": reason,
             "message": message[: 4 * TEXT_MAX],
             "lastTransitionTime": since,
-            "observedGeneration": self._generation,
+            "observedGeneration": self.generation,
         }
 
     def made(self) -> list[Json]:

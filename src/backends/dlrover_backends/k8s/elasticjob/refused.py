@@ -1,0 +1,103 @@
+"""What the API server refuses the operator: a reason for a condition and an event, and the words that tell what to do. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, Invalid, NotFound, Request
+
+TAKEN, RIGHT, QUOTA, RULES, INVALID, MISSING, NO_ANSWER = (
+    "NameTaken",
+    "MissingRight",
+    "QuotaExceeded",
+    "ForbiddenHere",
+    "NotTaken",
+    "NotFound",
+    "NoAnswer",
+)
+HOME, ROLE = "dlrover", "dlrover-operator"
+"""Where ``deploy/base`` puts the operator, and its Role."""
+OVERLAYS = (
+    ("kueue.x-k8s.io", "deploy/overlays/kueue"),
+    ("nodes", "deploy/overlays/node-reader"),
+)
+"""Which overlay grants what ``deploy/base`` does not."""
+
+
+class Taken(Conflict):
+    """The name is another's."""
+
+
+class Refusal(NamedTuple):
+    """Why something is not written.
+
+    reason: a word, as a condition has it
+    why:    what was asked, the server's words, and what to do
+    lasts:  does asking again not mend it?
+    """
+
+    reason: str
+    why: str
+    lasts: bool = True
+
+
+def read(error: ApiError) -> Refusal:
+    """What an error of the API means to whoever applied a job."""
+    asked = _asked(error.asked)
+    if isinstance(error, Taken):
+        return Refusal(TAKEN, error.message)
+    if isinstance(error, Forbidden):
+        return _forbidden(error, asked)
+    if isinstance(error, Invalid):
+        faults = "; ".join(f"{field}: {message}" for field, message in error.causes) or error.message
+        return Refusal(INVALID, f"the API server does not take what {asked} sends: {faults}")
+    if isinstance(error, NotFound):
+        return Refusal(MISSING, f"{asked}: {error.message}")
+    return Refusal(NO_ANSWER, f"{asked}: {error.status or 'no answer'} {error.reason} {error.message}".strip(), False)
+
+
+def _forbidden(error: Forbidden, asked: str) -> Refusal:
+    said = error.message
+    if "exceeded quota" in said:
+        return Refusal(QUOTA, f"{asked}: {said}")
+    if "attempting to grant" in said:
+        # RBAC: nobody gives masters a right without having it.
+        return Refusal(
+            RIGHT, f"{asked}: the operator may give masters no right that it does not have: {remedy(error)}; {said}"
+        )
+    if (" cannot " in said and " resource " in said) or not said:
+        return Refusal(RIGHT, f"no right to {asked}: {remedy(error)}; {said}".rstrip("; "))
+    return Refusal(RULES, f"rules of the namespace refuse {asked}: {said}")
+
+
+def remedy(error: ApiError) -> str:
+    """Which part of ``deploy/`` grants the right that an answer says is missing."""
+    namespace, resource = _place(error.asked)
+    lacking = error.message.partition("attempting to grant")[2] or f"{error.asked.path} {resource}"
+    for word, overlay in OVERLAYS:
+        if word in lacking:
+            return f"kubectl apply -k {overlay} grants it"
+    if namespace in {HOME, "NAMESPACE"}:
+        return f"kubectl apply -k deploy/base grants it, by its Role {ROLE}"
+    return (
+        f"kubectl apply -k deploy/overlays/cluster-wide grants it; or put the Role {ROLE} of deploy/base/rights.yaml, and its "
+        f"RoleBinding, into namespace {namespace or 'NAMESPACE'}"
+    )
+
+
+def _asked(asked: Request) -> str:
+    """``create services in namespace ml``."""
+    namespace, resource = _place(asked)
+    return f"{asked.verb} {resource} {f'in namespace {namespace}' if namespace else 'in all namespaces'}"
+
+
+def _place(asked: Request) -> tuple[str, str]:
+    """Namespace and resource of a request; an empty namespace: all of them."""
+    parts = asked.path.partition("?")[0].strip("/").split("/")
+    rest = parts[2:] if parts[0] == "api" else parts[3:]
+    namespace = ""
+    if len(rest) > 2 and rest[0] == "namespaces":
+        namespace, rest = rest[1], rest[2:]
+    resource = rest[0] if rest else parts[-1]
+    group = f".{parts[1]}" if parts[0] == "apis" and len(parts) > 1 else ""
+    return namespace, f"{resource}{group}{f'/{rest[2]}' if len(rest) > 2 else ''}"
