@@ -19,7 +19,7 @@ from dlrover_adapters.cli import backends, groups, in_pod, k8s_detach, k8s_reach
 from dlrover_adapters.cli import main as dlrover
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli import run as launcher
-from dlrover_backends.k8s import jobs, masters, names
+from dlrover_backends.k8s import jobs, masters
 from dlrover_backends.k8s.client import KubernetesBackend
 from dlrover_core import BackendContext, LaunchRefused
 from dlrover_core.errors import SpecError
@@ -30,87 +30,7 @@ JOB = "/apis/batch/v1/namespaces/ml/jobs/digits-masters"
 SECRET = "/api/v1/namespaces/ml/secrets/digits-masters"
 
 
-class Store(Server):
-    """A server that patches too, as merge patches do for one level of metadata."""
-
-    async def ask(self, method: str, path: str, **more: Any) -> dict[str, Any]:
-        """As of any server."""
-        if method != "PATCH":
-            return await super().ask(method, path, **more)
-        self.objects[path]["metadata"] |= more["body"]["metadata"]
-        return self.objects[path]
-
-
-# ---- making and finding
-
-
-def test_all_is_made_and_goes_with_the_job() -> None:
-    """Everything is owned by the Secret, and that by the Job; the job is found by its name, and made once."""
-    server = Store()
-
-    async def story() -> None:
-        plan = await jobs.make(server, PLAN)
-        assert len(server.objects) == len(masters.objects(PLAN))
-        assert server.objects[SECRET]["metadata"]["uid"] == plan.uid
-        assert server.objects[SECRET]["metadata"]["ownerReferences"][0]["kind"] == "Job"
-        owners = {
-            one["metadata"]["ownerReferences"][0]["uid"] for name, one in server.objects.items() if name != JOB
-        } - {server.objects[JOB]["metadata"]["uid"]}
-        assert owners == {plan.uid}
-        with pytest.raises(SpecError, match="is there already; dlrover stop k8s:ml/digits"):
-            await jobs.make(server, PLAN)
-        found = await jobs.find(server, "ml", "digits")
-        assert (found.called, found.over, found.owner) == ("digits-masters", "", "")
-        with pytest.raises(jobs.Missing, match=r"no job 'other' .* there are: digits"):
-            await jobs.find(server, "ml", "other")
-
-    asyncio.run(asyncio.wait_for(story(), 20))
-
-
-@pytest.mark.parametrize(("status", "said"), [(403, "verb create, resource"), (404, "namespace=NAME"), (500, "500")])
-def test_half_a_job_is_none(status: int, said: str) -> None:
-    """Where one object cannot be made those before it are removed, and the reason is told."""
-    server = Store()
-    made = list(masters.objects(PLAN))
-
-    async def story() -> None:
-        calls = 0
-        real = server.ask
-
-        async def ask(method: str, path: str, **more: Any) -> dict[str, Any]:
-            nonlocal calls
-            calls += method == "POST"
-            if method == "POST" and calls == len(made) - 1:
-                raise failed(status, "no", method="POST")
-            return await real(method, path, **more)
-
-        server.ask = ask  # type: ignore[method-assign]
-        with pytest.raises(Exception, match=said):
-            await jobs.make(server, PLAN)
-        assert server.objects == {}
-
-    asyncio.run(asyncio.wait_for(story(), 20))
-
-
-def test_leftovers_are_replaced_and_strangers_are_not() -> None:
-    """What a killed command has left is made anew; an object of somebody else under our name is told."""
-    server = Store()
-    labels = {names.LABEL_BY: names.BY}
-    server.objects[SECRET] = {"kind": "Secret", "metadata": {"name": "digits-masters", "uid": "old", "labels": labels}}
-
-    async def story() -> None:
-        plan = await jobs.make(server, PLAN)
-        assert plan.uid not in {"old", masters.UID}
-        assert await jobs.remove(server, await jobs.find(server, "ml", "digits"), 0) == 0
-        assert SECRET not in server.objects
-        server.objects.clear()
-        path = "/api/v1/namespaces/ml/services/digits-masters"
-        server.objects[path] = {"kind": "Service", "metadata": {"name": "digits-masters", "uid": "theirs"}}
-        with pytest.raises(SpecError, match="Service digits-masters is not of this job"):
-            await jobs.make(server, PLAN)
-        assert list(server.objects) == [path]
-
-    asyncio.run(asyncio.wait_for(story(), 20))
+# ---- finding
 
 
 def test_what_a_job_that_does_not_run_says() -> None:
@@ -128,7 +48,7 @@ def test_what_a_job_that_does_not_run_says() -> None:
 
 def test_the_token_is_in_the_secret() -> None:
     """It is read with the kubeconfig; a Secret without one is told."""
-    server = Store()
+    server = Server()
     found = jobs.Found("ml", "digits", {"metadata": {"name": "digits-masters"}}, ())
     server.objects[SECRET] = {"metadata": {}, "data": {"token": base64.b64encode(b"a-secret").decode()}}
     assert asyncio.run(jobs.token(server, found)) == "a-secret"
@@ -145,7 +65,7 @@ def test_the_token_is_in_the_secret() -> None:
 
 def test_the_owner_is_somebody_else_s() -> None:
     """Pods hang on the object that is named, with its uid as the run; they get the token from the job's Secret."""
-    server = Store()
+    server = Server()
     here = BackendContext(
         "digits",
         "u-1",
@@ -178,7 +98,7 @@ def test_the_owner_is_somebody_else_s() -> None:
 
 def test_templates_are_read_at_each_launch() -> None:
     """A node that is launched after a change of the ConfigMap has what it says then, each group its own."""
-    server = Store()
+    server = Server()
     here = BackendContext(
         "digits", "u-1", ("m:1",), "t", arguments=("x.py",), args="image=i,namespace=ml,template=configmap:tmpl"
     )

@@ -131,11 +131,11 @@ def _kept(spec: JobSpec) -> int:
 
 async def _made(api: Transport, options: Options, here: BackendContext, spec: JobSpec) -> MasterPlan:
     """Ask the cluster for all of it. Raises `SpecError`, `CoreError`."""
-    from dlrover_backends.k8s import jobs, settings
+    from dlrover_backends.k8s import making, settings
 
     try:
         await api.open()
         namespace = settings.read(here).namespace or api.namespace or "default"
-        return await jobs.make(api, plan(options, here, spec, namespace))
+        return await making.make(api, plan(options, here, spec, namespace))
     finally:
         await api.close()

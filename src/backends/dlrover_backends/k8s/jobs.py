@@ -1,20 +1,18 @@
-"""Masters as pods, in a cluster: made from a plan, found by the job's name, looked at, removed. `masters` says what they are."""
+"""Masters as pods, in a cluster: found by the job's name, looked at, removed. `making` makes them."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import contextlib
-import dataclasses
 import time
 from typing import NamedTuple
 from urllib.parse import quote, urlencode
 
 from dlrover_backends.k8s import endings, masters, names, pods, refusals
 from dlrover_backends.k8s.api import Api, Json
-from dlrover_backends.k8s.errors import ApiError, Conflict, Forbidden, NotFound
-from dlrover_backends.k8s.masters import LABEL_ROLE, ROLE, MasterPlan
-from dlrover_backends.k8s.paths import collection
+from dlrover_backends.k8s.errors import Conflict, Forbidden, NotFound
+from dlrover_backends.k8s.masters import LABEL_ROLE, ROLE
 from dlrover_core.errors import CoreError, SpecError
 
 LOOK_S = 0.5
@@ -86,73 +84,8 @@ class Found(NamedTuple):
         return ""
 
 
-async def make(api: Api, plan: MasterPlan) -> MasterPlan:
-    """Make everything that the plan says; the plan with the uid of what owns it. All of it, or nothing is left.
-
-    Raises `SpecError` where the job is there already, a right is missing, or the API server does not take an object; `ApiError`.
-    """
-    made = masters.objects(plan)
-    with contextlib.suppress(NotFound):
-        await api.ask("GET", f"{collection(made[-1])}/{plan.called}")
-        where = f"k8s:{plan.namespace}/{plan.job or plan.name}"
-        raise SpecError(
-            "job-id",
-            f"{plan.job or plan.name!r} is there already; dlrover stop {where} ends and removes it, or name another",
-        )
-    await _remove_ours(api, made)  # of a command that was killed half way
-    try:
-        owner = await _made(api, made[0])
-        if plan.owner is None:
-            plan = dataclasses.replace(plan, uid=str(owner["metadata"]["uid"]))
-            made = masters.objects(plan)
-        answers = [await _made(api, one) for one in made[1:]]
-        if plan.owner is None:
-            await _own(api, owner, answers[-1])
-    except BaseException:
-        with contextlib.suppress(ApiError):
-            await asyncio.shield(_remove_ours(api, masters.objects(plan)))
-        raise
-    return plan
-
-
-async def _made(api: Api, one: Json) -> Json:
-    try:
-        return await api.ask("POST", collection(one), body=one)
-    except Forbidden as error:
-        raise SpecError("backend", refusals.missing_right(error)) from error
-    except Conflict as error:
-        raise SpecError(
-            "job-id", f"{one['kind']} {one['metadata']['name']} is not of this job: delete it, or name another"
-        ) from error
-    except NotFound as error:
-        raise SpecError("backend", f"{error.message}: create it, or say --backend k8s:namespace=NAME") from error
-
-
-async def _own(api: Api, owner: Json, job: Json) -> None:
-    """Let the Secret go with the Job, and with the Secret all else."""
-    reference = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "name": job["metadata"]["name"],
-        "uid": job["metadata"]["uid"],
-        "controller": False,
-        "blockOwnerDeletion": False,
-    }
-    path = f"/api/v1/namespaces/{owner['metadata']['namespace']}/secrets/{owner['metadata']['name']}"
-    await api.ask("PATCH", path, body={"metadata": {"ownerReferences": [reference]}})
-
-
-async def _remove_ours(api: Api, made: list[Json]) -> None:
-    """Delete those of these objects that are there and bear our label; the Job first, which would make pods meanwhile."""
-    for one in reversed(made):
-        path = f"{collection(one)}/{one['metadata']['name']}"
-        with contextlib.suppress(NotFound, Conflict):
-            found = await api.ask("GET", path)
-            if (found["metadata"].get("labels") or {}).get(names.LABEL_BY) == names.BY:
-                await api.ask("DELETE", path, body=_options(found))
-
-
-def _options(one: Json) -> Json:
+def deletion(one: Json) -> Json:
+    """DeleteOptions for this very object: another one of its name stays."""
     told = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
     return {**told, "preconditions": {"uid": one["metadata"]["uid"]}}
 
@@ -208,7 +141,7 @@ async def remove(api: Api, found: Found, timeout_s: float) -> int:
     for path in (job, f"{base}/secrets/{found.called}"):
         with contextlib.suppress(NotFound, Conflict):
             there = await _read(api, path)
-            await api.ask("DELETE", path, body=_options(there))
+            await api.ask("DELETE", path, body=deletion(there))
     until = time.monotonic() + timeout_s
     query = urlencode(
         {"labelSelector": f"{names.LABEL_BY}={names.BY},{names.LABEL_JOB}={names.label_value(found.name)}"}
