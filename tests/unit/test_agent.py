@@ -61,6 +61,7 @@ class Stage:
         self.listener = self.network.listener("m")
         self.token = 1
         self.version = messages.VERSION
+        self.refuses = ""
 
     async def accept(self, connection: Connection) -> None:
         """Keep a new connection for `greet`."""
@@ -96,7 +97,7 @@ class Stage:
                 elif isinstance(message, Numbered):
                     self.got.append((message.number, messages.command_of(message)))
                     if answers:
-                        await connection.send(messages.encode(Answer(message.number, 1)))
+                        await connection.send(messages.encode(Answer(message.number, 1, self.refuses)))
         except ConnectionLost:
             return
 

@@ -25,7 +25,7 @@ from dlrover_core.errors import SpecError
 from dlrover_core.job.leases import Leases, LeaseTold, ReportAcked, ReportRepeated, spans_of
 from dlrover_core.job.orders import Order
 from dlrover_core.job.shards import LEASE, RegisterDataset, Terms
-from dlrover_core.runtime.duties import Desk
+from dlrover_core.runtime.duties import LOST, Desk
 from dlrover_core.runtime.launcher import WorkerExit, WorkersGone, WorkersLaunch
 from dlrover_core.runtime.leasing import Ask, LeaseBeat
 
@@ -41,8 +41,15 @@ class Stand:
         self.sent: list[Any] = []
         self.launcher = SimpleNamespace(data=DataSocket(str(folder)))
         self.duty = DataDuty(self.launcher)
-        self.desk = Desk("n-0-1", "run", NOBODY, self.sent.append)
+        self.desk = Desk("n-0-1", "run", NOBODY, self._sent)
+        self.too_old = False
         self.lines: list[LeaseLine] = []
+
+    def _sent(self, command: Any) -> int:
+        if self.too_old:
+            return LOST
+        self.sent.append(command)
+        return len(self.sent)
 
     @property
     def ask(self) -> Ask:
@@ -129,6 +136,53 @@ def test_a_session_draws_acknowledges_and_hears_the_end(play: Any) -> None:
         one.order(finished=True)
         assert await ending is None
         assert await one.draw(other) is None
+
+    play(test)
+
+
+def test_the_leaders_refusal_reaches_its_workers(play: Any) -> None:
+    """Those that wait, and those that come later. Other terms, and the next start of a worker, are tried anew."""
+
+    async def test(one: Stand) -> None:
+        line, other = await one.line(), await one.line(local_rank=1)
+        drawing = asyncio.ensure_future(one.draw(line))
+        await one.until(lambda: one.desk.told and one.ask.idle)
+        one.desk.answered(1, "worker has 16 leased datasets already: mix several into one")
+        for draws in (drawing, one.draw(other), asyncio.to_thread((await one.line(opened=False)).open, TERMS, 4)):
+            with pytest.raises(SpecError, match="dataset 'eval': the job's master refuses it: worker has 16 leased"):
+                await draws
+        assert len(one.sent) == 1
+        await asyncio.to_thread((await one.line(opened=False)).open, TERMS._replace(size=50), 4)
+        one.desk.answered(2, "no")
+        one.launcher.data.begin(LAUNCH._replace(generation=4))
+        line = await one.line()
+        assert one.sent[1:] == [
+            RegisterDataset("n-0-1", 3, *TERMS._replace(size=50)),
+            RegisterDataset("n-0-1", 4, *TERMS),
+        ]
+        one.order((0, 8))
+        assert await one.draw(line) == (0, 4)
+
+    play(test)
+
+
+def test_a_lost_registration_is_repeated(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the master was too old to know it, and where it was done and no order shows it; never while an answer is due."""
+    monkeypatch.setattr(data_duty, "REGISTER_EVERY_S", 0.02)
+
+    async def test(one: Stand) -> None:
+        one.too_old = True
+        line = await one.line()
+        assert (await one.draw(line, within_s=0.01)).why.startswith("the job's master is of an older release")
+        one.too_old = False
+        await one.until(lambda: len(one.sent) == 1)
+        one.desk.answered(1, "")
+        await one.until(lambda: len(one.sent) == 2)
+        assert one.sent == [RegisterDataset("n-0-1", 3, *TERMS)] * 2
+        one.order((0, 8))
+        one.desk.answered(2, "")
+        assert await one.draw(line) == (0, 4)
+        assert len(one.sent) == 2
 
     play(test)
 

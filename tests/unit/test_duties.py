@@ -199,6 +199,24 @@ def test_who_is_needed_again_has_not_finished() -> None:
     at_work(story)
 
 
+def test_a_duty_hears_what_became_of_its_report() -> None:
+    """Done, refused and why, or lost because the master is too old."""
+
+    async def story(stage: Stage, desk: Desk, _: Any) -> None:
+        heard: list[str] = []
+        assert desk.send(SEEN, heard.append)
+        await asyncio.sleep(1)
+        stage.refuses = "no room"
+        assert desk.send(SEEN, heard.append)
+        assert desk.send(SEEN)
+        await asyncio.sleep(1)
+        assert heard == ["", "no room"]
+        stage.agent._peer_version = -1
+        assert not desk.send(SEEN, heard.append)
+
+    at_work(story)
+
+
 def test_what_was_queued_before_an_older_master_came(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a duty said before it was known how old its master is leaves no gap in the numbers, and nothing unreadable."""
     for cls in (ReportEvidence, OfferReplica):

@@ -24,7 +24,7 @@ from dlrover_core.job.orders import Order
 from dlrover_core.kernel.wire import since
 from dlrover_core.runtime import messages
 from dlrover_core.runtime.beats import Beats, beat_of
-from dlrover_core.runtime.duties import Desk, Duty, settled
+from dlrover_core.runtime.duties import LOST, Desk, Duty, settled
 from dlrover_core.runtime.ending import Ending
 from dlrover_core.runtime.granted import Granted, launch_of
 from dlrover_core.runtime.greeting import UNANSWERED_BEATS, Greeted, Greeter, Unanswered
@@ -186,9 +186,8 @@ class Agent:
         if self._desk is not None:
             self._desk.generation = self._generation
 
-    def _duty_sends(self, command: messages.Message) -> None:
-        if self._peer_version >= since(type(command)):
-            self._outbox.add(command)
+    def _duty_sends(self, command: messages.Message) -> int:
+        return self._outbox.add(command) if self._peer_version >= since(type(command)) else LOST
 
     async def _last_word(self, talking: asyncio.Future[Any], reason: str) -> None:
         """Let the outbox empty and say goodbye, for a bounded time: there may be no master."""
@@ -544,6 +543,8 @@ class Agent:
                             self.leave(self._parting)
                         self._parting_number = -1
                     self._outbox.answered(number)
+                    if self._desk is not None:
+                        self._desk.answered(number, reason)
                 case Again(expected):
                     self._outbox.expected(expected)
                 case BeatSeen(token, parts):

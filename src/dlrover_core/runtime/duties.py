@@ -16,6 +16,8 @@ from dlrover_core.runtime.launcher import Notice
 from dlrover_core.runtime.messages import Message
 from dlrover_core.runtime.within import within
 
+LOST = 0
+"""In place of a report's number: the master is too old to know it."""
 TOLD_S, TOLD_EACH_S = 10.0, 60.0
 """A wait for duties after a good end is logged after so many seconds, and then at such intervals."""
 
@@ -23,7 +25,7 @@ TOLD_S, TOLD_EACH_S = 10.0, 60.0
 class Desk:
     """A duty's view of its agent: ``node``, the newest ``order``, the ``generation`` that its workers run (0: none)."""
 
-    def __init__(self, node: str, run: str, order: Order, send: Callable[[Message], None]) -> None:
+    def __init__(self, node: str, run: str, order: Order, send: Callable[[Message], int | None]) -> None:
         self.node, self.run, self.order, self.generation = node, run, order, 0
         # The parts of the next heartbeats, by class.
         self.told: dict[type, Part] = {}
@@ -40,10 +42,22 @@ class Desk:
         # `WorkersFinished` has them.
         self.unstored: Callable[[], tuple[str, int]] = lambda: ("", -1)
         self._send = send
+        self._asked: dict[int, Callable[[str], None]] = {}
 
-    def send(self, command: Message) -> None:
-        """Report to the leader, as often as it takes. The report is lost if the master is too old to know it."""
-        self._send(command)
+    def send(self, command: Message, told: Callable[[str], None] | None = None) -> bool:
+        """Report to the leader, as often as it takes. False: the report is lost, as the master is too old to know it.
+
+        ``told`` hears once why the leader has refused the report; an empty text: it was done.
+        """
+        number = self._send(command)
+        if told is not None and number:
+            self._asked[number] = told
+        return number != LOST
+
+    def answered(self, number: int, refused: str) -> None:
+        """The leader has answered a report, and all before it."""
+        for one in [one for one in self._asked if one <= number]:
+            self._asked.pop(one)(refused if one == number else "")
 
     def tell(self, part: Part) -> None:
         """Let heartbeats carry this part until another one of its class replaces it; an empty part removes it."""

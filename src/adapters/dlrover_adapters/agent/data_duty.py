@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
@@ -31,6 +33,8 @@ ACKS_S = 1.0
 """How often the leader is told what was used, where heartbeats are rarer."""
 SILENT_S = 5.0
 """Waiting workers are told that no leader answers after this long."""
+REGISTER_EVERY_S = 5.0
+"""A dataset of which no order tells is registered again after so long."""
 SHARDS_MAX = 256
 """Shards that one session may have in hand."""
 LAST_S = 5.0
@@ -45,6 +49,24 @@ class Serves(Protocol):
     data: DataSocket | None
 
 
+@dataclass(slots=True)
+class Registering:
+    """A dataset that no order has told of.
+
+    terms:      of it
+    generation: of the worker that wants it
+    due_s:      when it is sent to the leader again; infinite: its answer is waited for
+    sent:       False: the master is too old to know it
+    refused:    the leader's reason; empty: it has not refused it
+    """
+
+    terms: Terms
+    generation: int
+    due_s: float = math.inf
+    sent: bool = True
+    refused: str = ""
+
+
 class DataDuty:
     """Of one agent. ``say`` tells people at once what workers wait for."""
 
@@ -55,6 +77,7 @@ class DataDuty:
         self._leases: dict[str, NodeLeases] = {}
         self._terms: dict[str, Terms] = {}
         self._told: dict[str, LeaseTold] = {}
+        self._registering: dict[str, Registering] = {}
         self._drawn: dict[tuple[int, str], int] = {}
         self._said: LeaseBeat = LeaseBeat()
         self._said_at = self._heard_at = 0.0
@@ -66,6 +89,7 @@ class DataDuty:
         """A new order: its leases are all that the node holds."""
         for told in order.part(Leases).known:
             self._told[told.name] = told
+            self._registering.pop(told.name, None)
             self._lease(told.name).told(told)
         if self._launcher.data is not None:
             self._launcher.data.serve()
@@ -84,24 +108,44 @@ class DataDuty:
 
     def opened(self, session: Session, terms: Terms, shard: int) -> None:
         """As `data_socket.Counter` has it; the others below, too."""
-        desk, told = self._desk, self._told.get(terms.name)
+        desk, told, asked = self._desk, self._told.get(terms.name), self._registering.get(terms.name)
         if desk is None:
             raise Refused("this agent has not joined its job yet: try again")
         if terms.assignment != LEASE:
             raise Refused(f"assignment: {terms.assignment!r} of dataset {terms.name!r}: only {LEASE!r} is drawn here")
-        known = told.terms if told is not None else self._terms.get(terms.name)
+        if asked is not None and asked.refused:
+            if (asked.terms, asked.generation) == (terms, session.generation):
+                raise Refused(asked.refused)
+            asked = None
+        known = told.terms if told is not None else asked.terms if asked is not None else None
         if known is not None:
             self._check_same(known, terms)
-        elif len({*self._told, *self._terms}) >= DATASETS_MAX:
+        elif len({*self._told, *self._registering}) >= DATASETS_MAX:
             raise Refused(f"this job has {DATASETS_MAX} leased datasets already: mix several into one")
         if known is None:
-            desk.send(RegisterDataset(desk.node, session.generation, *terms))
-        self._terms.setdefault(terms.name, terms)
+            asked = self._registering[terms.name] = Registering(terms, session.generation)
+            self._register(desk, asked)
+        self._terms[terms.name] = terms
         lease = self._lease(terms.name)
         lease.sessions.add(session.number)
         lease.shard = max(lease.shard, shard)
         self._quiet.clear()
         self._wake.set()
+
+    def _register(self, desk: Desk, one: Registering) -> None:
+        """Tell the leader; again after a while if no order shows it, unless it is refused."""
+        loop = asyncio.get_running_loop()
+
+        def answered(refused: str) -> None:
+            one.due_s = loop.time() + REGISTER_EVERY_S
+            if refused and self._registering.get(one.terms.name) is one:
+                one.refused = f"dataset {one.terms.name!r}: the job's master refuses it: {refused}"
+                self._lease(one.terms.name).sessions.clear()
+                if self._launcher.data is not None:
+                    self._launcher.data.serve()
+
+        one.sent = desk.send(RegisterDataset(desk.node, one.generation, *one.terms), answered)
+        one.due_s = math.inf if one.sent else loop.time() + REGISTER_EVERY_S
 
     @staticmethod
     def _check_same(known: Terms, terms: Terms) -> None:
@@ -115,7 +159,8 @@ class DataDuty:
         """Hand a shard out."""
         lease = self._leases.get(dataset)
         if lease is None or session.number not in lease.sessions:
-            raise Refused(f"dataset {dataset!r}: open it before you draw from it")
+            asked = self._registering.get(dataset)
+            raise Refused((asked and asked.refused) or f"dataset {dataset!r}: open it before you draw from it")
         if told := self._told.get(dataset):
             self._check_same(told.terms, self._terms[dataset])
         if lease.finished:
@@ -148,6 +193,11 @@ class DataDuty:
         if now - self._heard_at > SILENT_S:
             return f"no master has answered for {now - self._heard_at:.0f} s"
         if dataset not in self._told:
+            asked = self._registering.get(dataset)
+            if asked is not None and not asked.sent:
+                return (
+                    "the job's master is of an older release, which knows no leases: update dlrover-core where it runs"
+                )
             return "the job's master has not registered the dataset yet"
         return "other workers have the rest, and have not used it yet"
 
@@ -197,6 +247,9 @@ class DataDuty:
     def _tell(self, desk: Desk, data: DataSocket) -> None:
         """Let heartbeats say how it stands; the next one at once where somebody waits for what follows from it."""
         now, waiting = asyncio.get_running_loop().time(), data.waiting
+        for one in self._registering.values():
+            if now >= one.due_s and not one.refused:
+                self._register(desk, one)
         asks = tuple(
             lease.ask(now, waiting=name in waiting)
             for name, lease in self._leases.items()
