@@ -308,6 +308,39 @@ def test_credits(play: Any) -> None:
         data_duty.SHARDS_MAX = before
 
 
+class Interrupted(Exception):
+    """What a signal's handler raises."""
+
+
+@pytest.mark.parametrize("when", ["before its answer", "after its answer", "unsent", "twice"])
+def test_an_interrupted_draw_loses_nothing(play: Any, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """The next draw gets its shard, and takes no old answer for its own."""
+
+    async def test(one: Stand) -> None:
+        line, other = await one.line(), await one.line(local_rank=1)
+        if when != "before its answer":
+            one.order((0, 20))
+        for _ in range(2 if when == "twice" else 1):
+            with monkeypatch.context() as patched:
+
+                def interrupted(*_: Any) -> Any:
+                    raise Interrupted
+
+                patched.setattr(line, "_answer_to", interrupted)
+                if when == "unsent":
+                    patched.setattr(leases, "_packed", interrupted)
+                with pytest.raises(Interrupted):
+                    await one.draw(line)
+        if when == "before its answer":
+            one.order((0, 20))
+        assert await one.draw(line) == (0, 4)
+        assert await one.draw(line, Span(0, 4)) == (4, 8)
+        await asyncio.to_thread(line.open, TERMS._replace(name="other"), 4)
+        assert await one.draw(other) == (8, 12)
+
+    play(test)
+
+
 @pytest.mark.parametrize(
     "packet",
     [

@@ -116,6 +116,9 @@ def test_what_a_loader_process_read_ahead_does_not_count(monkeypatch: pytest.Mon
     data = pickle.loads(pickle.dumps(dataset(shard=4)))  # noqa: S301  # as a spawned loader process gets it
     child = agent(monkeypatch, Span(0, 4), Wait("others have it"), Span(8, 9), None)
     monkeypatch.setattr("dlrover_adapters.torch.data.dataset.get_worker_info", lambda: True)
+    with pytest.raises(SpecError, match=r"loader: dataset 'eval' is leased.*iterate over data.over\(loader\)"):
+        next(iter(data))
+    list(data.over(()))
     sent = list(data)
     assert [(one.start, one.end) for one in sent] == [(0, 2), (2, 4), (0, 0), (8, 9)]
     assert sent[2] == Lent("others have it", 0, 0)
@@ -131,3 +134,63 @@ def test_a_sample_that_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     agent(monkeypatch, Span(0, 2), None)
     with pytest.raises(SpecError, match="None for index 0 of dataset 'eval'"):
         next(iter(dataset(fetch=lambda _: None)))
+
+
+def test_a_loop_that_breaks_off_may_be_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next loop gets the rest of the shard, and its first question says that the batch before it was used, as `done` does."""
+    line = agent(monkeypatch, Span(0, 6), Span(8, 10), None)
+    data = dataset(shard=6)
+    assert [batch.tolist() for _, batch in zip(range(1), data, strict=False)] == [[0, 1]]
+    assert line.used == []
+    assert [batch.tolist() for _, batch in zip(range(1), data, strict=False)] == [[2, 3]]
+    data.done()
+    assert line.used == [(0, 4)]
+    assert [batch.tolist() for batch in data] == [[4, 5], [8, 9]]
+    assert line.used == [(0, 4), (4, 6), (8, 10)]
+
+
+def test_a_loop_over_a_loader_may_say_that_its_present_batch_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before it breaks off, where nobody asks for the next one."""
+    line, data = agent(monkeypatch), dataset()
+    sent = [Lent("one", 0, 2), Lent("two", 2, 4)]
+    for _ in data.over(sent):
+        break
+    assert line.used == []
+    for batch in data.over(sent[1:]):
+        assert (batch, line.used) == ("two", [(0, 2)])
+        data.done()
+        break
+    assert line.used == [(0, 2), (2, 4)]
+
+
+def test_a_batch_whose_fetch_fails_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the script goes on after the error: no sample is left with a worker that has forgotten it."""
+    agent(monkeypatch, Span(0, 6), None)
+    broken = {2}
+
+    def fetch(index: int) -> Any:
+        if index in broken:
+            broken.clear()
+            raise OSError("a damaged record")
+        return sample(index)
+
+    data, used = dataset(shard=6, fetch=fetch), []
+    for _ in range(2):
+        try:
+            used += [batch.tolist() for batch in data]
+        except OSError:
+            used.append("failed")
+    assert used == ["failed", [2, 3], [4, 5]]
+
+
+def test_persistent_loader_processes_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they had read ahead was thrown away: they hang up, so that the agent hands it out again."""
+    data = dataset(shard=4)
+    list(data.over(()))
+    agent(monkeypatch, Span(0, 4), Span(0, 4), None)
+    hung_up: list[bool] = []
+    monkeypatch.setattr(leases, "hang_up", lambda: hung_up.append(True))
+    monkeypatch.setattr("dlrover_adapters.torch.data.dataset.get_worker_info", lambda: True)
+    assert next(iter(data)).start == 0
+    assert [one.start for one in data] == [0, 2]
+    assert hung_up == [True]

@@ -5,7 +5,8 @@ one of the workers that run, or a process that one of them has made, and its end
 had not acknowledged by then is handed out again.
 
 A draw is answered with a shard, with the end of the data, or after a while with why there is nothing yet. Then the worker draws
-again: so it never waits without a word, and an agent that dies is noticed.
+again: so it never waits without a word, and an agent that dies is noticed. A worker whose draw was interrupted, by a signal or a
+time-out, says so with its next one (``lost``: the number of the first draw whose answer it did not get), and gets that shard.
 """
 
 from __future__ import annotations
@@ -86,6 +87,13 @@ class _Wait(NamedTuple):
     timer: asyncio.TimerHandle
 
 
+class _Given(NamedTuple):
+    """The newest shard of a session and a dataset, and the number of the draw that it was the answer to."""
+
+    number: int
+    span: Span
+
+
 class DataSocket:
     """Listens at ``folder``/data.sock, mode 0600."""
 
@@ -96,6 +104,7 @@ class DataSocket:
         self._listener = PacketListener(self.path, self._accept)
         self._open: dict[socket.socket, Session | None] = {}
         self._waits: dict[socket.socket, _Wait] = {}
+        self._given: dict[socket.socket, dict[str, _Given]] = {}
         self._numbers = 0
 
     def open(self) -> None:
@@ -227,11 +236,12 @@ class DataSocket:
         dataset, most, within_s = _text(body, "dataset"), _int(body, "most"), body.get("within_s", 1.0)
         if not 0 < most <= SHARD_MAX or not isinstance(within_s, (int, float)) or not 0 <= within_s <= WAIT_S_MAX:
             raise _Nonsense
-        if line in self._waits:
-            raise _Nonsense  # one draw at a time: whoever draws more has several sessions
-        drawn = self._counter().draw(session, dataset, most)
+        self._end_wait(line)  # of a draw that was interrupted: whoever draws twice at a time has two sessions
+        given, lost = self._given.get(line, {}).get(dataset), _int({"lost": 0, **body}, "lost")
+        again = given is not None and 0 < lost <= given.number
+        drawn = Drawn(given.span) if given and again else self._counter().draw(session, dataset, most)
         if drawn.span is not None or drawn.ended:
-            self._answer(line, _number(body), drawn)
+            self._answer(line, _number(body), dataset, drawn)
         else:
             timer = asyncio.get_running_loop().call_later(within_s, self._waited, line)
             self._waits[line] = _Wait(_number(body), dataset, most, timer)
@@ -248,7 +258,7 @@ class DataSocket:
             return
         if drawn.span is not None or drawn.ended:
             self._end_wait(line)
-            self._answer(line, wait.number, drawn)
+            self._answer(line, wait.number, wait.dataset, drawn)
 
     def _waited(self, line: socket.socket) -> None:
         wait = self._end_wait(line)
@@ -261,7 +271,9 @@ class DataSocket:
             wait.timer.cancel()
         return wait
 
-    def _answer(self, line: socket.socket, number: int, drawn: Drawn) -> None:
+    def _answer(self, line: socket.socket, number: int, dataset: str, drawn: Drawn) -> None:
+        if drawn.span is not None:
+            self._given.setdefault(line, {})[dataset] = _Given(number, drawn.span)
         self._send(line, number, {"end": True} if drawn.span is None else {"span": list(drawn.span)})
 
     def _send(self, line: socket.socket, number: int, answer: dict[str, Any]) -> None:
@@ -276,6 +288,7 @@ class DataSocket:
         asyncio.get_running_loop().remove_reader(line)
         self._end_wait(line)
         session = self._open.pop(line)
+        self._given.pop(line, None)
         line.close()
         if session is not None and self.counter is not None:
             self.counter.gone(session, why)

@@ -5,8 +5,8 @@
         for index in shard.indices:
             write(index, model(source[index]))
 
-A shard counts as used when the next one is drawn, or at `LeasedIndices.done`. What a worker that dies had drawn and not used
-is drawn by others; a sample that it had used, but not said so, is used again.
+A shard counts as used when the next one is asked for, in this loop or in another, or at `LeasedIndices.done`. What a worker that
+dies had drawn and not used is drawn by others; a sample that it had used, but not said so, is used again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LeaseLine:
                 "assign",
                 '"lease" needs an agent that hands out samples, and this process has none: start the script with dlrover-run',
             )
-        self.pid, self._opened = os.getpid(), set[str]()
+        self.pid, self._opened, self._lost = os.getpid(), set[str](), dict[str, int]()
         self._numbers, self._lock = itertools.count(1), threading.Lock()
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _close_in_children()
@@ -92,12 +92,16 @@ class LeaseLine:
             self._opened.add(terms.name)
 
     def draw(self, dataset: str, most: int, acked: Sequence[Span] = (), within_s: float = WAIT_S) -> Span | Wait | None:
-        """The next positions, ``most`` at most, after ``acked`` were used; None: all of the data were used. Raises `DataGone`."""
+        """The next positions, ``most`` at most, after ``acked`` were used; None: all of the data were used. Raises `DataGone`.
+
+        An interrupted draw, by whatever exception, loses nothing: the next one gets the positions that were its answer.
+        """
         for first in range(0, max(0, len(acked) - ACKS_MAX), ACKS_MAX):
             self.acked(dataset, acked[first : first + ACKS_MAX])
         spans = _flat(acked[-(len(acked) % ACKS_MAX or ACKS_MAX) :])
+        body = {"op": "draw", "dataset": dataset, "most": most, "spans": spans, "within_s": within_s}
         with announced():
-            answer = self._ask({"op": "draw", "dataset": dataset, "most": most, "spans": spans, "within_s": within_s})
+            answer = self._ask(body, draws=dataset)
         if "span" in answer:
             return Span(*answer["span"])
         return None if answer.get("end") else Wait(str(answer.get("wait", "")))
@@ -116,20 +120,31 @@ class LeaseLine:
         """Hang up: what was drawn and not acknowledged goes to others. Idempotent."""
         self._line.close()
 
-    def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
-        number = next(self._numbers)
+    def _ask(self, body: dict[str, Any], draws: str = "") -> dict[str, Any]:
         with self._lock:
+            number = next(self._numbers)
+            if draws:
+                body = {**body, "lost": self._lost.get(draws, 0)}
+                self._lost.setdefault(draws, number)  # until its answer is here
             try:
                 self._line.send(_packed({**body, "n": number}))
-                answer = msgpack.unpackb(self._line.recv(PACKET_BYTES_MAX))
+                answer = self._answer_to(number)
             except (OSError, ValueError) as error:
                 why = f"{type(error).__name__}: {error}" if str(error) else "it hung up"
                 raise DataGone(f"the agent, which hands out samples, does not answer {body['op']!r}: {why}") from error
-        if not isinstance(answer, dict) or answer.get("n") != number:
-            raise DataGone(f"the agent's answer to {body['op']!r} makes no sense")
+            if not isinstance(answer, dict) or answer.get("n") != number:
+                raise DataGone(f"the agent's answer to {body['op']!r} makes no sense")
+            self._lost.pop(draws, None)
         if "error" in answer:
             raise SpecError("data", str(answer["error"]))
         return cast("dict[str, Any]", answer)
+
+    def _answer_to(self, number: int) -> Any:
+        """The answer to this question. Those to earlier ones, which were interrupted, are read and left."""
+        while True:
+            answer = msgpack.unpackb(self._line.recv(PACKET_BYTES_MAX))
+            if not isinstance(answer, dict) or type(answer.get("n")) is not int or not 0 < answer["n"] < number:
+                return answer
 
 
 def line_of_process() -> LeaseLine:
@@ -140,6 +155,15 @@ def line_of_process() -> LeaseLine:
     line = LeaseLine()
     _KEPT.append(line)
     return line
+
+
+def hang_up() -> None:
+    """Give up all that this process has drawn and not acknowledged: others get it, and the log says that it may be repeated."""
+    for one in list(_LINES):
+        if one.pid == os.getpid():
+            one.close()
+            _LINES.discard(one)
+    _KEPT.clear()
 
 
 _KEPT: list[LeaseLine] = []
@@ -209,12 +233,17 @@ class LeasedIndices:
         self.shard, self._seed, self._read = shard, seed, (chunk, window)
         self._order = order_of(size, seed, 0, chunk=chunk, window=window, order=order)
         self._used: list[Span] = []
+        self._left: list[Span] = []
+        self._current: Span | None = None
         self._saying = threading.Lock()  # one thread may draw ahead while another one uses
 
     def draw(self, within_s: float = WAIT_S) -> Shard | Wait | None:
         """The next shard; `Wait`: there is none now; None: all of the data were used. Shards before it count only by `used`."""
         line = line_of_process()
         line.open(self.terms, self.shard)
+        if self._left:
+            span = self._left.pop()
+            return Shard(*self._indices(span), span)
         with self._saying:
             used = tuple(self._used)
             span = line.draw(self.terms.name, self.shard, used, within_s)
@@ -225,8 +254,20 @@ class LeasedIndices:
         """These positions were used; it is said with the next draw, or by `done`."""
         self._used.append(span)
 
+    def put_back(self, span: Span) -> None:
+        """These positions of a shard were not used; the next draw here gets them."""
+        if span.start < span.end:
+            self._left.append(span)
+
+    def begin_anew(self) -> None:
+        """Give up all that this process has drawn and not said to be used."""
+        hang_up()
+        self._left.clear()
+        self._used.clear()
+
     def done(self) -> None:
-        """Say now what was used."""
+        """Say now what was used, the present shard of a loop too."""
+        self._count_current()
         with self._saying:
             used = tuple(self._used)
             if used:
@@ -238,11 +279,17 @@ class LeasedIndices:
     def __iter__(self) -> Iterator[Shard]:
         """Shards, each used when the next one is asked for."""
         while True:
+            self._count_current()
             shard = self.waited()
             if shard is None:
                 return
+            self._current = shard.span
             yield shard
-            self.used(shard.span)
+
+    def _count_current(self) -> None:
+        span, self._current = self._current, None
+        if span is not None:
+            self.used(span)
 
     def waited(self) -> Shard | None:
         """The next shard, however long it takes; None: all of the data were used."""
@@ -266,7 +313,11 @@ class LeasedIndices:
         return epoch, tuple(self._order.indices(first, first + span.end - span.start))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_saying"} | {"_used": []}
+        return {key: value for key, value in self.__dict__.items() if key != "_saying"} | {
+            "_used": [],
+            "_left": [],
+            "_current": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

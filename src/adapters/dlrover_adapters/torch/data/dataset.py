@@ -459,10 +459,10 @@ class ElasticDataset(Constructors, IterableDataset[Any]):
         return self._leased.over(loader)
 
     def done(self) -> None:
-        """With ``assign="lease"``: say now that all batches before this one were used, as before a long pause."""
+        """With ``assign="lease"``: say now that all batches were used, this one too, as before a long pause or a ``break``."""
         if self._leased is None:
             raise SpecError("assign", f"dataset {self.name!r} is not leased: count steps with step()")
-        self._leased.work.done()
+        self._leased.done()
 
     def _loaded(self, first: int, every: int, *, again: bool) -> Iterator[Any]:
         if again:  # said with the first draw: an error before that ends the process without a word

@@ -8,6 +8,7 @@ wait behind it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -69,19 +70,42 @@ class Leased:
 
     def __init__(self, work: LeasedIndices, micro_batch: int, content: Content) -> None:
         self.work, self.micro_batch, self._content = work, micro_batch, content
+        self._current: Span | None = None
+        self._counted, self._iterated_in = False, -1
 
     def here(self) -> Iterator[Any]:
-        """Batches; each is used when the next one is asked for."""
+        """Batches; each is used when the next one is asked for, in this loop or in another."""
         while True:
+            self._count_current()
             shard = self.work.waited()
             if shard is None:
                 return
             for span, batch in self._batches(shard):
+                self._current = span
                 yield batch
-                self.work.used(span)
+                self._count_current()
+
+    def done(self) -> None:
+        """Say now what was used, the present batch too."""
+        self._count_current()
+        self.work.done()
+
+    def _count_current(self) -> None:
+        span, self._current = self._current, None
+        if span is not None:
+            self.work.used(span)
 
     def in_loader(self) -> Iterator[Lent]:
         """Batches with their positions, for `over`."""
+        if not self._counted:
+            raise SpecError(
+                "loader",
+                f"dataset {self.work.terms.name!r} is leased, and nobody would say which batches of loader processes were used: "
+                "iterate over data.over(loader), and give it the DataLoader itself",
+            )
+        if self._iterated_in == os.getpid():
+            self.work.begin_anew()  # persistent workers: what they had read ahead was thrown away
+        self._iterated_in = os.getpid()
         while True:
             shard = self.work.draw(IDLE_S)
             if shard is None:
@@ -93,26 +117,33 @@ class Leased:
                 yield Lent(batch, *span)
 
     def over(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of a loader; each is used when the next one is asked for."""
+        """The batches of a loader; each is used when the next one is asked for, in this loop or in another."""
+        self._counted = True
+        self.done()
         began = told = time.monotonic()
         for one in loader:
             if not isinstance(one, Lent):  # made in this process, by `here`
                 yield one
                 continue
             if one.end:
+                self._current = Span(int(one.start), int(one.end))
                 yield one.content
-                self.work.used(Span(int(one.start), int(one.end)))
-                self.work.done()
+                self.done()
                 began = told = time.monotonic()
             elif time.monotonic() - told >= TOLD_S:
                 told = time.monotonic()
                 say(f"dataset {self.work.terms.name!r}: {told - began:.0f} s waited for samples: {one.content}")
 
     def _batches(self, shard: Shard) -> Iterator[tuple[Span, Any]]:
-        for first in range(0, len(shard.indices), self.micro_batch):
-            indices = shard.indices[first : first + self.micro_batch]
-            start = shard.span.start + first
-            yield Span(start, start + len(indices)), self._content(shard.epoch, indices)
+        start = shard.span.start
+        try:
+            for first in range(0, len(shard.indices), self.micro_batch):
+                indices = shard.indices[first : first + self.micro_batch]
+                batch = self._content(shard.epoch, indices)
+                span, start = Span(start, start + len(indices)), start + len(indices)
+                yield span, batch
+        finally:
+            self.work.put_back(Span(start, shard.span.end))
 
 
 class Leasable(Protocol):
