@@ -242,8 +242,8 @@ class LeasedIndices:
         line = line_of_process()
         line.open(self.terms, self.shard)
         if self._left:
-            span = self._left.pop()
-            return Shard(*self._indices(span), span)
+            left = self._left.pop()
+            return Shard(*self._indices(left), left)
         with self._saying:
             used = tuple(self._used)
             span = line.draw(self.terms.name, self.shard, used, within_s)
