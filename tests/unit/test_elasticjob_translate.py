@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ import yaml
 
 from dlrover_adapters.cli import groups
 from dlrover_adapters.cli import options as cli_options
-from dlrover_backends.k8s.elasticjob import launchers, quantities, shell, translate
+from dlrover_backends.k8s import masters
+from dlrover_backends.k8s.elasticjob import launchers, quantities, reconcile, shell, translate
 from dlrover_core.errors import SpecError
 from dlrover_core.spec import EACH, JobSpec
 
@@ -22,6 +26,8 @@ JOBS: dict[str, Json] = {
     one["metadata"]["name"]: one
     for one in yaml.safe_load_all((Path(__file__).parent / "elasticjobs.yaml").read_text(encoding="utf-8"))
 }
+
+SETTINGS, IN_CLUSTER = reconcile.Settings("registry/dlrover-core:1"), {"namespace": "ml", "uid": "u-1"}
 
 
 def job(name: str, **spec: Any) -> Json:
@@ -207,6 +213,41 @@ def test_suspending_and_scheduling_are_passed_on() -> None:
             [{"image": "a", "command": ["a"], "resources": {"limits": {"memory": "2 GB"}}}],
             "resources.memory: '2 GB' is no quantity: write a number",
         ),
+        (
+            "spec.replicaSpecs.worker.template.spec.containers",
+            [{"image": "a", "command": ["a"], "resources": {"limits": {"memory": "1e9999999"}}}],
+            "resources.memory: '1e9999999' is no quantity: write a number",
+        ),
+        (
+            "spec.replicaSpecs.worker.template.spec.containers",
+            [{"image": "a", "command": ["a"], "resources": {"limits": {"memory": "1e99"}}}],
+            "resources.memory: '1e99' is more than any host has",
+        ),
+        (
+            "spec.replicaSpecs.worker.template.spec.containers",
+            [{"image": "a", "command": ["a"], "env": [{"value": "x"}]}],
+            "containers\\[0\\].env\\[0\\].name: \\{'value': 'x'\\} has no name: write \\{name: A, value: b\\}",
+        ),
+        (
+            "spec.replicaSpecs.worker.template.spec.containers",
+            [{"image": "a", "command": ["a"], "env": ["A"]}],
+            "containers\\[0\\].env: \\['A'\\] is no list of mappings: write a list of \\{name: A, value: b\\}",
+        ),
+        (
+            "spec.replicaSpecs.worker.template.spec.containers",
+            [{"image": "a", "command": ["a"], "env": {"A": "b"}}],
+            "containers\\[0\\].env: \\{'A': 'b'\\} is no list of mappings",
+        ),
+        (
+            "spec.replicaSpecs.worker.template.spec.containers",
+            [{"image": "a", "command": ["a"], "env": [{"name": "A", "value": 1}]}],
+            "containers\\[0\\].env\\[0\\].value: 1 of A is no text: write value: '1'",
+        ),
+        (
+            "spec.replicaSpecs.worker.template.metadata",
+            {"annotations": {"a": True}},
+            "template.metadata.annotations.a: True is no text: write it in quotes",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(path: str, value: object, said: str) -> None:
@@ -219,6 +260,42 @@ def test_what_is_wrong_is_named(path: str, value: object, said: str) -> None:
     place[last] = value
     with pytest.raises(SpecError, match=said):
         translate.read(wrong)
+
+
+ODD: tuple[Any, ...] = (
+    *(None, True, -1, 1.5, float("nan"), "", "1e9999999", "9" * 5000, "\x00\ud800"),
+    *([], ["A"], [{"value": "x"}], [{"name": ["x"]}], {"a": 1}, {"name": {}}, [None], [[1]]),
+)
+
+
+def places(thing: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to each part of a value."""
+    yield way
+    parts = thing.items() if isinstance(thing, dict) else enumerate(thing) if isinstance(thing, list) else ()
+    for key, one in parts:
+        yield from places(one, (*way, key))
+
+
+def test_nothing_that_is_written_is_a_traceback() -> None:
+    """Whatever stands anywhere in an object is a job, or is told with its field and what to write."""
+    full = job("nanogpt", envs={"A": "b"}, suspend=False)
+    worker = full["spec"]["replicaSpecs"]["worker"]
+    worker |= {"minReplicas": 1, "maxReplicas": 2, "restartCount": 1, "priority": "high", "BatchScheduler": "a"}
+    spec = worker["template"]["spec"]
+    spec |= {"volumes": [{"name": "a", "emptyDir": {}}], "tolerations": [{"key": "a"}], "nodeSelector": {"a": "b"}}
+    spec["containers"][0] |= {"env": [{"name": "A", "value": "b"}], "volumeMounts": [{"name": "a", "mountPath": "/a"}]}
+    worker["template"]["metadata"] = {"labels": {"a": "b"}, "annotations": {"a": "b"}}
+    for way in list(places(full["spec"]))[1:]:
+        for odd in ODD:
+            wrong = copy.deepcopy(full)
+            place = wrong["spec"]
+            for step in way[:-1]:
+                place = place[step]
+            place[way[-1]] = odd
+            with contextlib.suppress(SpecError):
+                made = translate.read(wrong)
+                plan = reconcile.plan_of({**wrong, "metadata": {**wrong["metadata"], **IN_CLUSTER}}, made, SETTINGS)
+                json.dumps([made.job_file, masters.objects(plan)])
 
 
 @pytest.mark.parametrize(
@@ -276,7 +353,17 @@ def test_words_of_a_shell() -> None:
 
 @pytest.mark.parametrize(
     ("text", "mib", "thousandths"),
-    [("1Gi", 1024, 1024**3 * 1000), ("500m", 1, 500), ("1.5", 1, 1500), ("1e3", 1, 1000000), ("1M", 1, 10**9)],
+    [
+        ("1Gi", 1024, 1024**3 * 1000),
+        ("500m", 1, 500),
+        ("1.5", 1, 1500),
+        ("1e3", 1, 1000000),
+        ("1M", 1, 10**9),
+        ("1E", 953674316407, 10**21),
+        ("250000u", 1, 250),
+        ("1e-3", 1, 1),
+        ("1Ei", 2**40, 2**60 * 1000),
+    ],
 )
 def test_quantities(text: str, mib: int, thousandths: int) -> None:
     """Kubernetes' numbers, rounded up."""

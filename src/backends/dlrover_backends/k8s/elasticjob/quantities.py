@@ -6,23 +6,30 @@ import math
 import re
 from decimal import Decimal
 
+from dlrover_backends.k8s.elasticjob.shapes import shown
 from dlrover_core.errors import SpecError
 
-_FORM = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m|k|[KMGTPE]i|[MGTPE]|[eE][0-9]+)?")
-_UNITS = {"": Decimal(1), "m": Decimal("0.001"), "k": Decimal(1000)}
+_FORM = re.compile(r"\+?([0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})([numk]|[KMGTPE]i|[MGTPE]|[eE][+-]?[0-9]{1,2})?")
+_UNITS = {"": Decimal(1), "k": Decimal(1000)}
+_UNITS |= {one: Decimal(1000) ** -power for power, one in enumerate("mun", 1)}
 _UNITS |= {f"{one}i": Decimal(2 ** (10 * power)) for power, one in enumerate("KMGTPE", 1)}
 _UNITS |= {one: Decimal(1000) ** power for power, one in enumerate("MGTPE", 2)}
 MIB = Decimal(2**20)
+MOST = Decimal(2**63 - 1)
+"""Kubernetes has no larger one."""
 
 
 def amount(value: object, field: str) -> Decimal:
     """The number that a quantity is. Raises `SpecError`."""
-    text = str(value).strip()
-    told = _FORM.fullmatch(text)
+    told = _FORM.fullmatch(str(value).strip())
     if told is None or isinstance(value, bool):
-        raise SpecError(field, f"{value!r} is no quantity: write a number, 500m, or 16Gi")
+        raise SpecError(field, f"{shown(value)} is no quantity: write a number, 500m, or 16Gi")
     unit = told[2] or ""
-    return Decimal(told[1]) * (Decimal(10) ** int(unit[1:]) if unit[:1] in {"e", "E"} and unit[1:] else _UNITS[unit])
+    power = unit[:1] in {"e", "E"} and unit[1:]
+    found = Decimal(told[1]) * (Decimal(10) ** int(unit[1:]) if power and unit != "Ei" else _UNITS[unit])
+    if found > MOST:
+        raise SpecError(field, f"{shown(value)} is more than any host has: write a number, 500m, or 16Gi")
+    return found
 
 
 def mib(value: object, field: str) -> int:

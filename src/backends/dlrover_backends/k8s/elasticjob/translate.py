@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from dlrover_backends.k8s import names, paths, pods
 from dlrover_backends.k8s.api import Json
-from dlrover_backends.k8s.elasticjob import launchers, quantities
+from dlrover_backends.k8s.elasticjob import launchers, quantities, shapes
 from dlrover_backends.k8s.elasticjob.launchers import Command
+from dlrover_backends.k8s.elasticjob.shapes import shown
 from dlrover_core.errors import SpecError
 
 GROUP, OLD_GROUP, VERSION = "elastic.iml.github.io", "elastic.ml.github.io", "v1alpha1"
@@ -143,10 +144,10 @@ def _notes(thing: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[str]:
 
 def _strategy(spec: Mapping[str, Any]) -> str:
     found = spec.get("distributionStrategy", STRATEGIES[0])
-    if found in {"parameter_server", "allreduce"}:  # as the first versions of DLRover wrote it
+    if found in ("parameter_server", "allreduce"):  # as the first versions of DLRover wrote it
         return PARAMETER_SERVER if found == "parameter_server" else STRATEGIES[0]
     if found not in STRATEGIES:
-        raise SpecError("spec.distributionStrategy", f"{found!r}: write {STRATEGIES[0]} or {PARAMETER_SERVER}")
+        raise SpecError("spec.distributionStrategy", f"{shown(found)}: write {STRATEGIES[0]} or {PARAMETER_SERVER}")
     return str(found)
 
 
@@ -213,16 +214,15 @@ class _Reader:
                 f"{self._at}.template.spec.containers",
                 "missing: write a list with the nodes' container, its image and command",
             )
-        for index, one in enumerate(containers):
-            if not one.get("image"):
-                raise SpecError(f"{self._at}.template.spec.containers[{index}].image", "missing: write NAME:TAG")
+        metadata = _mapping(found.get("metadata") or {}, f"{self._at}.template.metadata")
+        shapes.pod({"metadata": metadata, "spec": spec}, f"{self._at}.template")
         made = dict(spec)
         priority, scheduler = self._replica.get("priority"), self._replica.get("BatchScheduler")
         if isinstance(priority, str) and _CLASS.fullmatch(priority):
             made.setdefault("priorityClassName", priority)
         if scheduler not in (None, "", "default"):
             made.setdefault("schedulerName", str(scheduler))
-        return {"metadata": _mapping(found.get("metadata") or {}, f"{self._at}.template.metadata"), "spec": made}
+        return {"metadata": metadata, "spec": made}
 
     def _add_variables(self, containers: list[Json], main: Json, nodes: int) -> None:
         """``envs`` of the job, and what DLRover tells a node's container."""
@@ -252,7 +252,7 @@ class _Reader:
                     **{key: one[key] for key in ("value", "valueFrom") if key in one},
                 }
             else:
-                raise SpecError(f"spec.envs.{name}", f"{one!r}: write {{name: {name}, value: TEXT}}")
+                raise SpecError(f"spec.envs.{name}", f"{shown(one)}: write {{name: {name}, value: TEXT}}")
 
     def _run(self, command: Command, container: Json, spec: Json) -> None:
         """Let the container run the node's agent."""
@@ -304,7 +304,7 @@ class _Reader:
         if told is None:
             auto = command.launcher.last("auto-config") is not None
             told = env.get("PET_NPROC_PER_NODE") or ("auto" if auto else "1")
-        if told.isascii() and told.isdecimal() and int(told):
+        if re.fullmatch(r"[0-9]{1,4}", told) and int(told):
             return int(told)
         if resources.gpus:
             return resources.gpus
@@ -410,20 +410,21 @@ def _mapping(value: object, field: str) -> dict[str, Any]:
     if value is None:
         raise SpecError(field, "missing: an ElasticJob has it")
     if not isinstance(value, dict):
-        raise SpecError(field, f"{value!r} is no mapping of names to values")
+        raise SpecError(field, f"{shown(value)} is no mapping of names to values")
     return value
 
 
 def _flag(value: object, field: str) -> bool:
     if not isinstance(value, bool):
-        raise SpecError(field, f"{value!r}: write true or false")
+        raise SpecError(field, f"{shown(value)}: write true or false")
     return value
 
 
 def _count(value: object, field: str, *, least: int) -> int:
     text = str(value)
-    if isinstance(value, bool) or not (text.isascii() and text.isdecimal()) or not least <= int(text) <= NODES_MAX:
-        raise SpecError(field, f"{value!r}: write a whole number from {least} to {NODES_MAX}")
+    whole = not isinstance(value, bool) and re.fullmatch(r"[0-9]{1,9}", text)
+    if not whole or not least <= int(text) <= NODES_MAX:
+        raise SpecError(field, f"{shown(value)}: write a whole number from {least} to {NODES_MAX}")
     return int(text)
 
 
