@@ -212,6 +212,48 @@ def test_a_password_of_the_environment_reaches_the_masters(monkeypatch: pytest.M
         assert k8s_detach._with_password(url) == url
 
 
+@pytest.mark.parametrize("url", ["etcd://me@e1:2379/x?ttl=5", "etcd://me:s3cret@e1:2379/x?ttl=5"])
+@pytest.mark.parametrize("typed", [("--log", "{}"), ("--log={}",), ("--log", "etcd://me:s3cret@old", "--log", "{}")])
+def test_a_password_is_neither_printed_nor_an_argument(
+    url: str, typed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rendering has a word for it and says what fills it in; pods' arguments have no log, and the script keeps its own words."""
+    monkeypatch.setenv("DLROVER_ETCD_PASSWORD", "s3cret")
+    words = [one.format(url) for one in typed]
+    line = [*words, "--backend", "k8s:namespace=ml", "--image", "a:1", "--job-id", "digits", "x.py", "--log", "mine"]
+    assert dlrover.main(["k8s", "render", "--detach", *line]) == 0
+    said = capsys.readouterr()
+    assert "s3cret" not in said.out
+    assert "secret digits-masters, key log" in said.err.lower()
+    made = list(yaml.safe_load_all(said.out))
+    assert made[0]["stringData"]["log"] == "etcd://me:THE-PASSWORD-OF-ETCD@e1:2379/x/ml?ttl=5"
+    job = next(one for one in made if one["kind"] == "Job")
+    told = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert told == ["--detach", *line[len(words) :]]
+    assert made[-1]["spec"]["containers"][0]["args"] == told
+    options = cli_options.parse(["--detach", *line])
+    options.argv = ("--detach", *line)
+    choice = backends.chosen(options)
+    assert choice is not None
+    spec = groups.spec(options, "digits", groups.plans(options))
+    here = k8s_detach.context(options, choice, spec, "t" * 8)
+    plan = k8s_detach.plan(options, here, spec, "ml")
+    assert plan.etcd == "etcd://me:s3cret@e1:2379/x?ttl=5"
+    secret, *others = masters.objects(plan)
+    assert "s3cret" in secret["stringData"]["log"]
+    assert "s3cret" not in str(others)
+
+
+def test_attached_nodes_get_no_password(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --detach too: the log is the masters' alone."""
+    line = ("--log", "etcd://me:s3cret@e1/x", "--backend", "k8s", "--image", "a:1", "x.py")
+    assert dlrover.main(["k8s", "render", *line]) == 0
+    said = capsys.readouterr().out
+    assert "s3cret" not in said
+    pod = list(yaml.safe_load_all(said))[-1]
+    assert pod["spec"]["containers"][0]["args"] == list(line[2:])
+
+
 @pytest.mark.parametrize(
     ("text", "place"),
     [

@@ -44,7 +44,7 @@ def run(options: Options, settings: Settings, choice: Choice) -> int:
     directory = Path(settings.directory)
     token = load_token(os.environ, options.token_file) or loopback_token(directory)
     backends.say_counted(options, "dlrover-run")
-    settings = replace(settings, **backends.settled(choice, options.argv)._asdict())
+    settings = replace(settings, **backends.settled(choice, backends.words(options))._asdict())
     with (
         scratch.claim(directory, settings.job.job) as claim,
         _listening(options.bind or EVERYWHERE, directory) as port,

@@ -84,6 +84,22 @@ def settled(choice: Choice, agent: Sequence[str]) -> Apart:
     return Apart(choice.text, tuple(agent), os.getcwd())
 
 
+def words(options: Options) -> tuple[str, ...]:
+    """The words of the line, as nodes and masters elsewhere are given them: without ``--log``, which may hold a password.
+
+    Other people read the arguments of pods. Agents need no log, and masters in pods are told theirs in another way.
+    """
+    own = len(options.argv) - len(options.arguments)  # what follows is the script's
+    left = iter(options.argv[:own])
+    kept: list[str] = []
+    for word in left:
+        if word == "--log":
+            next(left, None)
+        elif not word.startswith("--log="):
+            kept.append(word)
+    return (*kept, *options.argv[own:])
+
+
 def made(settings: Settings, token: str) -> Backend:
     """The backend of a job that is not joining, for a master of it. Raises `SpecError`."""
     from dlrover_core.runtime import backends

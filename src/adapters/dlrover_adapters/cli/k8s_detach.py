@@ -72,7 +72,7 @@ def context(options: Options, choice: Choice, spec: JobSpec, token: str) -> Back
         "",
         (),
         token,
-        arguments=tuple(options.argv),
+        arguments=backends.words(options),
         env=backends.passed(os.environ),
         cwd=os.getcwd(),
         args=choice.args,
@@ -80,8 +80,10 @@ def context(options: Options, choice: Choice, spec: JobSpec, token: str) -> Back
     )
 
 
-def plan(options: Options, here: BackendContext, spec: JobSpec, namespace: str) -> MasterPlan:
-    """What masters there will be. Raises `SpecError`."""
+def plan(
+    options: Options, here: BackendContext, spec: JobSpec, namespace: str, *, password: str | None = None
+) -> MasterPlan:
+    """What masters there will be. ``password``: what stands for etcd's; None: the true one. Raises `SpecError`."""
     from dlrover_backends.k8s import masters, render, settings
 
     told = settings.read(here)
@@ -96,7 +98,7 @@ def plan(options: Options, here: BackendContext, spec: JobSpec, namespace: str) 
         here.arguments,
         here.token,
         job=spec.job,
-        etcd=_with_password(options.log or ""),
+        etcd=_with_password(options.log or "", password),
         claim=told.claim,
         templates=None if template is None else {"": template},
         backend={key: typed[key] for key in KEPT if typed[key]},
@@ -108,13 +110,19 @@ def plan(options: Options, here: BackendContext, spec: JobSpec, namespace: str) 
     return made
 
 
-def _with_password(log: str) -> str:
-    """The log's URL with the password that this command's environment has for its user; in pods it lies in the Secret."""
+def _with_password(log: str, instead: str | None = None) -> str:
+    """The log's URL with the password that this command's environment has for its user; in pods it lies in the Secret.
+
+    ``instead`` takes the place of any password.
+    """
     from urllib.parse import quote
 
-    found = re.match(r"etcds?://[^/@:]+(?=@)", log)
-    password = os.environ.get(ETCD_PASSWORD, "")
-    return f"{found[0]}:{quote(password, safe='')}{log[found.end() :]}" if found and password else log
+    found = re.match(r"(etcds?://[^/@:]+)(:[^/@]*)?(?=@)", log)
+    if found is None:
+        return log
+    own = found[2].removeprefix(":") if found[2] else quote(os.environ.get(ETCD_PASSWORD, ""), safe="")
+    told = own if instead is None else instead
+    return f"{found[1]}{':' if told else ''}{told}{log[found.end() :]}"
 
 
 def _placed(template: object) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from dlrover_adapters.cli import backend_flags, backends, groups
@@ -29,6 +30,7 @@ EXAMPLES = """\
 
 RENDER, OPERATOR = "render", "operator"
 RUN, TOKEN, PLACE = "RUN", "THE-TOKEN-OF-THE-JOB", "MASTERS:PORT"  # stand for what is only known when the job begins
+PASSWORD = "THE-PASSWORD-OF-ETCD"  # noqa: S105  # stands for one: what is printed is kept in files
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         RUN,
         backends.masters(options, PLACE) if options.masters is None else backends.masters(options, "")[1:],
         TOKEN,
-        arguments=options.argv,
+        arguments=backends.words(options),
         env=backends.passed(os.environ),
         cwd=os.getcwd(),
         args=choice.args,
@@ -98,7 +100,13 @@ def _detached(options: Options, choice: Choice, spec: JobSpec) -> str:
     from dlrover_core.runtime.backend import sizes_of
 
     here = k8s_detach.context(options, choice, spec, TOKEN)
-    plan = k8s_detach.plan(options, here, spec, settings.read(here).namespace or "default")
+    plan = k8s_detach.plan(options, here, spec, settings.read(here).namespace or "default", password=PASSWORD)
+    if PASSWORD in plan.etcd:
+        print(
+            f"dlrover k8s render: {PASSWORD} stands for etcd's password in Secret {plan.called}, key {masters.LOG_KEY}: write it "
+            f"there, escaped as in a URL. dlrover-run --detach takes it from the URL, or from ${k8s_detach.ETCD_PASSWORD}",
+            file=sys.stderr,
+        )
     made = masters.objects(plan)
     at = f"{plan.called}.{plan.namespace}.svc:{masters.PORT}"
     nodes = dataclasses.replace(here, run=plan.uid, masters=(at,), args=f"{here.args},secret={plan.called}")

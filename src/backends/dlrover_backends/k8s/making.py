@@ -21,7 +21,7 @@ from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.errors import Busy, Conflict, Forbidden, Invalid, NotFound, Unreachable
 from dlrover_backends.k8s.jobs import deletion
 from dlrover_backends.k8s.masters import MasterPlan
-from dlrover_backends.k8s.paths import collection
+from dlrover_backends.k8s.paths import collection, path_of
 from dlrover_core.errors import CoreError, SpecError
 
 NOTE_CALL = "dlrover-core/made-by"
@@ -110,7 +110,7 @@ async def _remove_marked(api: Api, made: Sequence[Json], mark: str) -> None:
         with contextlib.suppress(CoreError):
             found = await _found(api, one)
             if found is not None and _mark_of(found) == mark:
-                await _until_told(api, "DELETE", _path(one), deletion(found))
+                await _until_told(api, "DELETE", path_of(one), deletion(found))
 
 
 # ---- what is there before
@@ -138,7 +138,7 @@ async def _make_room(api: Api, plan: MasterPlan, made: Sequence[Json]) -> None:
             )
     for one, found in there:
         with contextlib.suppress(NotFound, Conflict):
-            await api.ask("DELETE", _path(one), body=deletion(found))
+            await api.ask("DELETE", path_of(one), body=deletion(found))
 
 
 def _is_left(found: Json) -> bool:
@@ -177,15 +177,11 @@ def _age_s(found: Json) -> float:
 async def _found(api: Api, one: Json) -> Json | None:
     """The object of that name that is there. Raises `SpecError` for a missing right, `ApiError`."""
     try:
-        return await api.ask("GET", _path(one))
+        return await api.ask("GET", path_of(one))
     except NotFound:
         return None
     except Forbidden as error:
         raise SpecError("backend", refusals.missing_right(error)) from error
-
-
-def _path(one: Json) -> str:
-    return f"{collection(one)}/{one['metadata']['name']}"
 
 
 def _mark_of(found: Json) -> str:
