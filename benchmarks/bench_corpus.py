@@ -42,13 +42,13 @@ from dlrover_core.diagnosis.evidence import ERROR, EXIT
 from dlrover_core.diagnosis.matching import matcher
 
 sys.path.insert(0, str(HERE.parent / "tests" / "unit"))
-from corpus import ASIDE, HELDOUT, PARTS, TEACHING, Case, cases, causes, perturbed
+from corpus import ASIDE, CHECKING, HELDOUT, PARTS, TEACHING, Case, cases, causes, perturbed
 from incidents import kind
 
 MEASURES = ("src/dlrover_core/diagnosis", "src/adapters/dlrover_adapters/cli/diagnose.py", "tests/corpus")
 
 ROOT_MIN, CLASS_MIN, PLACE_MIN, SURE, SURE_MIN, ANSWERED_MIN, FLIPS_MAX = 0.90, 0.90, 0.90, 0.75, 0.97, 0.70, 0.01
-NAMES = {TEACHING: "teaching", HELDOUT: "held out", ASIDE: "set aside"}
+NAMES = {TEACHING: "teaching", HELDOUT: "held out", ASIDE: "set aside", CHECKING: "checking"}
 EXCEPTION = re.compile(
     r"(?:^|[\s:\]])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Killed|Panic|Died)\b)(?::|$)"
 )

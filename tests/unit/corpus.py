@@ -19,8 +19,8 @@ else:
     import tomli as tomllib
 
 FOLDER = Path(__file__).resolve().parents[1] / "corpus"
-TEACHING, HELDOUT, ASIDE = "teaching", "heldout", "aside"
-PARTS = (TEACHING, HELDOUT, ASIDE)
+TEACHING, HELDOUT, ASIDE, CHECKING = "teaching", "heldout", "aside", "checking"
+PARTS = (TEACHING, HELDOUT, ASIDE, CHECKING)
 HELD_OF_TEN = 3
 RESERVED = "37"  # last figures of the threads that others judge by
 
@@ -53,7 +53,16 @@ class Case:
 
 def held_out(project: str) -> bool:
     """Is that source project in the part that no writer of patterns reads?"""
-    return int(hashlib.sha256(project.lower().encode()).hexdigest(), 16) % 10 < HELD_OF_TEN
+    return _drawn(project) % 10 < HELD_OF_TEN
+
+
+def checks(project: str) -> bool:
+    """Of the third lot's new projects: is it in the half that checks (else it teaches)?"""
+    return _drawn(project) // 10 % 2 == 1
+
+
+def _drawn(project: str) -> int:
+    return int(hashlib.sha256(project.lower().encode()).hexdigest(), 16)
 
 
 def cases(part: str) -> list[Case]:

@@ -7,7 +7,21 @@ import re
 from collections import Counter
 
 import pytest
-from corpus import ASIDE, FOLDER, HELDOUT, PARTS, RESERVED, TEACHING, cases, causes, held_out, perturbed, read
+from corpus import (
+    ASIDE,
+    CHECKING,
+    FOLDER,
+    HELDOUT,
+    PARTS,
+    RESERVED,
+    TEACHING,
+    cases,
+    causes,
+    checks,
+    held_out,
+    perturbed,
+    read,
+)
 
 from dlrover_core.diagnosis import signatures
 
@@ -42,8 +56,15 @@ def test_every_file_has_the_published_form(part: str) -> None:
 def test_a_project_is_in_the_part_that_its_name_gives(part: str) -> None:
     """The split is by the project's name alone."""
     for case in cases(part):
-        assert held_out(case.project) == (part != TEACHING), case.project
+        assert held_out(case.project) == (part in (HELDOUT, ASIDE)), case.project
+        assert part != CHECKING or checks(case.project), case.project
         assert case.project.lower() in case.source.lower(), case.source
+
+
+def test_no_project_teaches_and_checks() -> None:
+    """A source that taught cannot check."""
+    taught, checking = ({case.project.lower() for case in cases(part)} for part in (TEACHING, CHECKING))
+    assert not taught & checking
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -80,6 +101,7 @@ def test_each_part_is_large_enough_to_say_something() -> None:
     assert len(cases(TEACHING)) >= 40
     assert len(cases(HELDOUT)) >= 12
     assert len(cases(ASIDE)) >= 10
+    assert len(cases(CHECKING)) >= 30
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -112,7 +134,7 @@ def test_the_readme_counts_what_is_there() -> None:
     """The table of families is that of the files."""
     counts = {part: Counter(case.family for case in cases(part)) for part in PARTS}
     told = re.findall(
-        r"^\| ([a-z-]+) \| (\d+) \| (\d+) \| (\d+) \|$",
+        r"^\| ([a-z-]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$",
         (FOLDER / "README.md").read_text(encoding="utf-8"),
         re.MULTILINE,
     )
