@@ -5,7 +5,7 @@
 
 Rank 0 is three times faster than the others, and takes more. Rank 1 kills itself after the given number of batches, once. What
 it had not said to be used is evaluated again: so results are kept by index, and each worker looks in the end whether all are
-there.
+there. Files are named after the run, so that one folder may serve several runs.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ def sample(index: int) -> tuple[int, torch.Tensor]:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Use shards until all are used, by whichever worker; how many samples were this one's."""
-    rank, died = int(os.environ["RANK"]), options.folder / "died"
+    rank, run = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RUN_ID"]
+    died = options.folder / f"died-{run}"
     data = ElasticDataset("points", size=SIZE, fetch=sample, micro_batch=BATCH, assign="lease", lineage="server")
     loader = DataLoader(data, batch_size=None, num_workers=options.loaders)
     mine = 0
-    with (options.folder / f"results-{rank}-{os.getpid()}").open("w", buffering=1) as out:
+    with (options.folder / f"results-{run}-{rank}-{os.getpid()}").open("w", buffering=1) as out:
         for number, (indices, points) in enumerate(data.over(loader), 1):
             scores = points.square().sum(1)
             time.sleep(0.01 if rank == 0 else 0.03)  # a real model takes its time
@@ -50,9 +51,9 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def results(folder: Path) -> dict[int, float]:
-    """The scores of all ranks by index; a sample that was scored twice is there once."""
+    """The scores of this run's ranks by index; a sample that was scored twice is there once."""
     found: dict[int, float] = {}
-    for path in sorted(folder.glob("results-*")):
+    for path in sorted(folder.glob(f"results-{os.environ['TORCHELASTIC_RUN_ID']}-*")):
         for line in path.read_text().splitlines():
             with contextlib.suppress(ValueError):  # a worker was killed while it wrote; its samples are scored again
                 found |= {int(index): score for index, score in json.loads(line).items()}

@@ -106,12 +106,17 @@ def test_elastic_data_counts_each_sample_once(tmp_path: Path) -> None:
 
 
 def test_evaluate_uses_every_sample(tmp_path: Path) -> None:
-    """A worker that kills itself costs a few samples that are used again; in the end each worker finds the results of all."""
+    """A worker that kills itself costs a few samples that are used again; in the end each worker finds the results of all.
+
+    An earlier run's results in the same folder are none of this one's.
+    """
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "results-earlier-0-1").write_text('{"2000": 0.5}\n')
     words = (str(TORCH / "evaluate.py"), "--folder", "results", "--die-at", "10")
     said = succeeds(tmp_path, "--nproc-per-node", "2", *words)
     found = re.findall(r"^rank \d: (\d+) samples were mine, 2000 of 2000 are there$", said, re.MULTILINE)
     assert len(found) == 2, said
-    assert (tmp_path / "results" / "died").exists()
+    assert len(list((tmp_path / "results").glob("died-*"))) == 1
 
 
 def losses(said: str) -> dict[int, float]:
