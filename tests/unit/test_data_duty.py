@@ -22,7 +22,7 @@ from dlrover_adapters.data import leases
 from dlrover_adapters.data.leases import DataGone, LeasedIndices, LeaseLine, Wait
 from dlrover_core.data.ranges import Ranges, Span
 from dlrover_core.errors import SpecError
-from dlrover_core.job.leases import Leases, LeaseTold, ReportAcked, ReportRepeated, spans_of
+from dlrover_core.job.leases import Leases, LeaseTold, ReportAcked, ReportRepeated, ReturnLease, spans_of
 from dlrover_core.job.orders import Order
 from dlrover_core.job.shards import LEASE, RegisterDataset, Terms
 from dlrover_core.runtime.duties import LOST, Desk
@@ -259,7 +259,7 @@ def test_a_question_of_the_leader_is_answered_at_once(play: Any) -> None:
 
 
 def test_an_agent_that_leaves_says_what_was_used(play: Any) -> None:
-    """After its workers have ended, as a report: no heartbeat may come any more."""
+    """After its workers have ended, as a report: no heartbeat may come any more. The rest it gives back, for good."""
 
     async def test(one: Stand) -> None:
         line = await one.line()
@@ -269,7 +269,9 @@ def test_an_agent_that_leaves_says_what_was_used(play: Any) -> None:
         await asyncio.to_thread(line.acked, "eval", [span])
         line.close()
         await settling
-        assert [spans_of(one.spans) for one in one.sent if isinstance(one, ReportAcked)] == [((0, 4),)]
+        assert one.sent[1:] == [ReportAcked("n-0-1", "eval", Ranges([(0, 4)]).pack()), ReturnLease("n-0-1", "eval")]
+        with pytest.raises(SpecError, match="this node leaves the job"):
+            await one.draw(await one.line())
 
     play(test)
 

@@ -307,7 +307,7 @@ def leased() -> Drive:
 
     def hear(node: str, aim: int, acked: tuple[int, int], recall: int = 0, yielded: tuple[int, int] = (0, 0)) -> None:
         said = (Ranges([acked]).pack(), recall, Ranges([yielded]).pack())
-        drive.do(leases.HearLease(node, "eval", aim, 4, 20_000, *said, 2))
+        drive.do(leases.HearLease(node, "eval", aim, 4, 20_000, *said, 4))
 
     hear("worker-0-0", 150, (0, 0))
     for _ in range(8):

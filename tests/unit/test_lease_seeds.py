@@ -8,6 +8,8 @@ import pytest
 from drive import Drive
 
 from dlrover_core.job.leases import Leased, LeaseGranted, LeaseReturned, Leases, RecallLease
+from dlrover_core.job.nodes import ReportLeft
+from dlrover_core.job.operations import DrainNode
 from dlrover_core.job.shards import LEASE, RegisterDataset
 from dlrover_core.rules.desired import desired
 from dlrover_core.runtime.leasing import LeaseBeat, Leasing
@@ -90,7 +92,7 @@ class Play:
             self.drive.do(RecallLease(self.random.choice(names), "train", many, names[0]))
 
     def _strike(self) -> None:
-        kind = self.random.choice(("worker", "node", "master"))
+        kind = self.random.choice(("worker", "node", "master", "leave"))
         name = self.random.choice(sorted(self.nodes))
         if kind == "worker":
             self.nodes[name].kill_worker(self.drive.do)
@@ -98,8 +100,14 @@ class Play:
             self.drive.take_over()
             self.leasing = Leasing()
         else:
-            self.nodes.pop(name).die()
-            self.drive.observe(name, "gone", 137, "killed")
+            if kind == "leave":
+                self.drive.do(DrainNode(name, "its host is repaired"))
+                self.nodes.pop(name).leave(self.drive.do)
+                self.drive.do(ReportLeft(name))
+                self.drive.observe(name, "gone")
+            else:
+                self.nodes.pop(name).die()
+                self.drive.observe(name, "gone", 137, "killed")
             self.leasing.forget(name)
             self.drive.wait(60)
             for new in [one for one in self.drive.state.nodes.nodes if one not in self.nodes and one != name]:

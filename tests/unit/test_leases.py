@@ -20,6 +20,7 @@ from dlrover_core.job.leases import (
     LeaseTold,
     RecallLease,
     ReportRepeated,
+    ReturnLease,
     spans_of,
 )
 from dlrover_core.job.nodes import ReportLeft
@@ -44,7 +45,7 @@ def register(drive: Drive, node: str = A, **terms: Any) -> Any:
 
 def hear(drive: Drive, node: str, aim: int = 0, *, acked: Any = (), recall: int = 0, yielded: Any = ()) -> Any:
     """The leader takes in what a node says."""
-    return drive.do(HearLease(node, "eval", aim, 1, 0, Ranges(acked).pack(), recall, Ranges(yielded).pack(), 2))
+    return drive.do(HearLease(node, "eval", aim, 1, 0, Ranges(acked).pack(), recall, Ranges(yielded).pack(), 4))
 
 
 def told(drive: Drive, node: str) -> LeaseTold:
@@ -154,8 +155,22 @@ def test_a_node_that_leaves_by_plan_may_finish_its_words(drive: Drive) -> None:
     assert leased(drive).again == 5
 
 
+def test_a_node_that_leaves_in_good_order_gives_exactly_back(drive: Drive) -> None:
+    """What it has said to be used counts, the rest is free, and nothing is told to be repeated. It gets nothing any more."""
+    hear(drive, A, 20)
+    drive.do(operations.DrainNode(A, "a bad one"))
+    hear(drive, A, 40, acked=[(0, 15)])
+    assert isinstance(drive.do(ReturnLease(A, "eval")), Accepted)
+    assert say(drive.facts(LeaseReturned)[0]) == "worker-0-0 gives 5 samples of 'eval' back: the node's agent leaves"
+    hear(drive, A, 40)
+    drive.do(ReportLeft(A))
+    drive.observe(A, "gone")
+    assert (leased(drive).free, leased(drive).again, leased(drive).returns) == (((15, 200),), 0, 1)
+    assert isinstance(drive.do(ReturnLease(B, "none")), NotDone)
+
+
 def test_a_slow_node_is_asked_and_says_what_it_gives(drive: Drive) -> None:
-    """Two steps: nothing moves before the answer to this very question, and then only what was asked for."""
+    """Two steps: nothing moves before the answer to this very question, and then what the node has not handed out."""
     while leased(drive).free:
         hear(drive, A, 200)
     drive.do(RecallLease(A, "eval", 60, B))
@@ -165,11 +180,44 @@ def test_a_slow_node_is_asked_and_says_what_it_gives(drive: Drive) -> None:
     drive.do(RecallLease(A, "eval", 10, B))  # one question at a time
     hear(drive, A, recall=told(drive, A).recall - 1, yielded=[(140, 200)])
     assert not leased(drive).free
-    hear(drive, A, 200, recall=told(drive, A).recall, yielded=[(100, 120), (150, 200)])
+    hear(drive, A, recall=told(drive, A).recall, yielded=[(100, 120), (160, 200)])
     assert told(drive, A).recall == 0
-    hear(drive, B, 20)
-    assert leased(drive).lease(B).spans[0][0] == 150 or leased(drive).lease(A).spans[-1][1] > 150
+    assert leased(drive).free == ((100, 120), (160, 200))
+    hear(drive, B, 40)
+    assert leased(drive).lease(B).spans == ((100, 115),)
     assert not list(drive.state.leases.check())
+
+
+def beat(leasing: Leasing, drive: Drive, node: NodeLeases, name: str, *, waiting: bool = False) -> list[Any]:
+    """A node's heartbeat, what the leader makes of it, and the order that follows."""
+    leasing.heard(drive.state, name, Beat(1, 1, 0, (LeaseBeat((node.ask(drive.now / 1e6, waiting=waiting),)),)))
+    found = list(leasing.findings(drive.state, drive.now))
+    for command in found:
+        drive.do(command)
+    node.told(told(drive, name))
+    return found
+
+
+@pytest.mark.parametrize(("sessions", "given"), [({2}, ((50, 100),)), (set(), ((0, 100),))])
+def test_one_question_splits_what_a_slow_node_has_not_handed_out(drive: Drive, sessions: set[Any], given: Any) -> None:
+    """A worker has the end of the lease in hand, and the beginning has come back. A node without workers gives it all."""
+    slow, idle, leasing = NodeLeases("eval"), NodeLeases("eval"), Leasing()
+    slow.shard, slow.sessions, idle.sessions, idle.shard = 100, {1, 2}, {1}, 100
+    while leased(drive).free:
+        hear(drive, A, 200)
+    slow.told(told(drive, A))
+    assert [slow.draw(who, 100, 0.0) for who in (1, 2)] == [(0, 100), (100, 200)]
+    slow.gone(1)
+    slow.sessions = sessions
+    for _ in range(9):
+        if not drive.facts(LeaseReturned):
+            beat(leasing, drive, idle, B, waiting=True)
+            beat(leasing, drive, slow, A)
+            drive.now += 2_000_000
+    assert [len(drive.facts(kind)) for kind in (LeaseRecalled, LeaseReturned)] == [1, 1]
+    assert spans_of(drive.facts(LeaseReturned)[0].spans) == given
+    beat(leasing, drive, idle, B, waiting=True)
+    assert spans_of(told(drive, B).spans)[0][0] == given[0][0]
 
 
 def test_what_a_dead_worker_had_is_told(drive: Drive) -> None:
@@ -222,7 +270,7 @@ def test_people_see_who_holds_what_and_what_may_be_used_twice(drive: Drive) -> N
     drive.now += 10_000_000
     hear(drive, A, acked=[(0, 20)])
     drive.do(ReportRepeated(A, "eval", Ranges([(20, 24)]).pack(), "rank 0 ended"))
-    drive.do(HearLease(B, "eval", 30, 1, 2_500, NONE, 0, NONE, 2))
+    drive.do(HearLease(B, "eval", 30, 1, 2_500, NONE, 0, NONE, 4))
     assert list(lines(leased_of(drive.state))) == [
         "worker: eval: 20 of 200 samples used, 60 held by 2 nodes, 1 return (lease)",
         "  2.0 samples/s, 1 min 30 s left",

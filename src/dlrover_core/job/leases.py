@@ -88,9 +88,9 @@ class LeaseReturned(NamedTuple):
 
 @event(55)
 class LeaseRecalled(NamedTuple):
-    """A slow node is to give positions back: those that it has not handed out. They stay its own until it says which.
+    """A slow node is to give positions back that it has not handed out. All stay its own until it says which it gives.
 
-    spans: what it is asked for
+    spans: so many positions are asked for; which ones, the node decides
     to:    the node that waits for work
     """
 
@@ -124,12 +124,23 @@ class ReportAcked(NamedTuple):
     spans: bytes
 
 
+@command(27, since=5)
+class ReturnLease(NamedTuple):
+    """A node that leaves gives its whole lease of a dataset back: it hands out nothing any more.
+
+    What its workers had in hand, and what they have used, it has said before.
+    """
+
+    node: str
+    dataset: str
+
+
 class LeaseTold(NamedTuple):
     """One dataset, as a node is told of it. The first six fields are those of `DatasetRegistered`.
 
     spans:    all positions that the node holds; those that it has acknowledged since it was told anything else are among them
     recall:   number of the question that ``recalled`` is; 0: none
-    recalled: positions that the node is to give back, unless it has handed them out
+    recalled: so many positions the node is to give back, of those that it has not handed out
     finished: all positions of all epochs are acknowledged
     """
 
@@ -166,7 +177,7 @@ class HearLease(NamedTuple):
     acked:   positions that its workers have used, packed
     recall:  the question that ``yielded`` answers; 0: none
     yielded: positions that it gives back, packed
-    sharers: nodes that want positions or hold some
+    share:   it may have a part of what is free, one in so many
     """
 
     node: str
@@ -177,7 +188,7 @@ class HearLease(NamedTuple):
     acked: bytes
     recall: int
     yielded: bytes
-    sharers: int
+    share: int
 
 
 class RecallLease(NamedTuple):

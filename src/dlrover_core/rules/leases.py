@@ -28,6 +28,7 @@ from dlrover_core.job.leases import (
     RecallLease,
     ReportAcked,
     ReportRepeated,
+    ReturnLease,
     spans_of,
 )
 from dlrover_core.job.names import group_of
@@ -38,7 +39,6 @@ from dlrover_core.kernel.events import Event, Record
 from dlrover_core.kernel.wire import Part
 from dlrover_core.rules import slots
 
-HALF = 2
 LEAST_S = 2
 """A grant lasts for so long at least at the node's own pace, if there is so much: towards the end, too."""
 NOTHING = b""
@@ -86,8 +86,9 @@ def _hear(state: JobState, command: HearLease, now: int) -> Iterator[Event]:
     asked = leased.recalled.get(command.node)
     if asked is not None and asked.number == command.recall:
         held = Ranges(leased.lease(command.node).spans)
-        given = Ranges.unpack(command.yielded) & held & Ranges(asked.spans)
+        given = Ranges.unpack(command.yielded) & held
         yield LeaseReturned(group, command.dataset, command.node, given.pack(), NOTHING, "others wait for work")
+        return  # it would get again what it has just given back
     yield from _grant(state, leased, command)
 
 
@@ -99,7 +100,7 @@ def _grant(state: JobState, leased: Leased, command: HearLease) -> Iterator[Even
     wanted = command.aim - held.count
     if wanted <= 0 or not free or len(held) >= SPANS_MAX - GRANT_SPANS_MAX or command.node in leased.recalled:
         return
-    part = -(-free.count // (HALF * max(1, command.sharers)))
+    part = -(-free.count // max(1, command.share))
     taken, _ = free.take(min(wanted, max(part, command.least, LEAST_S * command.rate // KILO, 1)))
     granted = Ranges(tuple(taken)[:GRANT_SPANS_MAX])
     yield LeaseGranted(group_of(command.node), command.dataset, command.node, granted.pack(), command.rate)
@@ -137,6 +138,17 @@ def _acked(state: JobState, command: ReportAcked, now: int) -> Iterator[Event]:
     acked = _unpacked(command.spans) & Ranges(leased.lease(command.node).spans)
     if acked:
         yield LeaseAcked(group_of(command.node), command.dataset, command.node, acked.pack())
+
+
+def _return(state: JobState, command: ReturnLease, now: int) -> Iterator[Event]:
+    """A node leaves in good order: nothing of its lease was used but what it has said."""
+    leased = state.leases.find(command.node, command.dataset)
+    if leased is None:
+        raise Refused(f"{group_of(command.node)} has no leased dataset {command.dataset!r}")
+    held = Ranges(leased.lease(command.node).spans)
+    if held:
+        why = "the node's agent leaves"
+        yield LeaseReturned(group_of(command.node), command.dataset, command.node, held.pack(), NOTHING, why)
 
 
 def _unpacked(spans: bytes) -> Ranges:
@@ -221,7 +233,13 @@ def _alarm(fact: LeaseReturned) -> str:
 _ON_END: Mapping[type, Any] = dict.fromkeys(get_args(world.Ended), _on_end)
 
 RULES = Rules(
-    decide={HearLease: _hear, RecallLease: _recall, ReportRepeated: _repeated, ReportAcked: _acked},
+    decide={
+        HearLease: _hear,
+        RecallLease: _recall,
+        ReportRepeated: _repeated,
+        ReportAcked: _acked,
+        ReturnLease: _return,
+    },
     react=_ON_END,
     levels={
         DatasetRegistered: _leased,

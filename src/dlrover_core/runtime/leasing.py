@@ -20,6 +20,8 @@ from dlrover_core.job.state import JobState
 from dlrover_core.kernel.wire import find, part
 from dlrover_core.runtime.levels import Beat, Levels
 
+HALF = 2
+"""Nodes share half of what is free, so that there is something left for those that come back sooner."""
 ACKS_EVERY_US = 1_000_000
 """Between two events of one node that say nothing but acknowledgements."""
 RECALL_S = 1.0
@@ -34,7 +36,7 @@ class Ask(NamedTuple):
 
     dataset: its name
     aim:     positions that the node wants to hold, with those that it holds already; 0: it has enough
-    least:   positions of one shard for each of its workers
+    least:   positions of one shard for each of its workers; 0: no worker draws from it now
     rate:    samples in 1,000 s that it has used lately; 0: not known, or none
     todo:    positions that it holds and has handed out to no worker
     idle:    workers wait, and it has nothing for them
@@ -124,13 +126,17 @@ class Leasing(Levels):
                 }
                 sharers = sum(bool(ask.aim) or node in leased.held for node, ask in asks.items())
                 frees = any(_answers(leased, node, ask) for node, ask in asks.items())
+                waiting = sum(ask.idle and bool(ask.aim) for ask in asks.values())
                 # What comes free is granted at once: whoever gives back is heard before those that wait.
                 for node, ask in sorted(asks.items(), key=lambda one: one[1].idle):
                     news = self._news(leased, node, ask, now_us, pressing=(node, name) in pressing)
-                    if news or (frees and ask.idle and ask.aim):
+                    share, waits = HALF * sharers, frees and ask.idle and bool(ask.aim)
+                    if waits:  # what was given back is for these, and for no others
+                        share, waiting = waiting, waiting - 1
+                    if news or waits:
                         self._acked_at[node, name] = now_us
                         yield HearLease(
-                            node, name, ask.aim, ask.least, ask.rate, ask.acked, ask.recall, ask.yielded, sharers
+                            node, name, ask.aim, ask.least, ask.rate, ask.acked, ask.recall, ask.yielded, share
                         )
                 if not leased.free:
                     for one in _recalls(leased, asks):
@@ -158,7 +164,7 @@ def _answers(leased: Leased, node: str, ask: Ask) -> bool:
 def _recalls(leased: Leased, asks: dict[str, Ask]) -> Iterator[RecallLease]:
     """For each node without work: the one that needs longest for what it has left is to give it a part of that.
 
-    The part is such that both would end together; half, where one of the paces is not known.
+    The part is such that both would end together; half, where one of the paces is not known; all, where no worker draws.
     """
     rich = {node: ask for node, ask in asks.items() if ask.todo and node in leased.held and node not in leased.recalled}
     waiting = [(node, ask) for node, ask in asks.items() if ask.idle and ask.aim and node not in rich]
@@ -166,11 +172,12 @@ def _recalls(leased: Leased, asks: dict[str, Ask]) -> Iterator[RecallLease]:
     for node, ask in waiting:
         if not rich:
             return
-        slowest = max(rich, key=lambda one: rich[one].todo / max(rich[one].rate, 1))
+        slowest = max(rich, key=lambda one: (not rich[one].least, rich[one].todo / max(rich[one].rate, 1)))
         has = rich.pop(slowest)
-        if has.rate and has.todo * 1_000 <= has.rate * RECALL_S:
+        if has.least and has.rate and has.todo * 1_000 <= has.rate * RECALL_S:
             return
         known = ask.rate and has.rate
         part = has.todo * ask.rate // (ask.rate + has.rate) if known else -(-has.todo // 2)
+        part = part if has.least else has.todo
         if part:
             yield RecallLease(slowest, ask.dataset, part, node)

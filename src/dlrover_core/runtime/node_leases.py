@@ -90,8 +90,9 @@ class NodeLeases:
         elif said.recall != self._recall:
             self._recall, self._yielded = said.recall, Ranges()
             self._refill()
-            asked = Ranges(spans_of(said.recalled)) & Ranges(self._todo)
-            self._yielded = Ranges(tuple(asked)[-SPANS_MAX:])
+            asked, todo = Ranges(spans_of(said.recalled)).count, Ranges(self._todo)
+            _, last = todo.take(todo.count - asked)
+            self._yielded = Ranges(tuple(last)[-SPANS_MAX:])
         self._refill()
 
     # ---- workers
@@ -155,7 +156,7 @@ class NodeLeases:
         """What the next heartbeat says; ``waiting``: a worker waits."""
         self._join_acks()
         rate = self._pace.rate(now_s)
-        least = self.shard * max(1, len(self.sessions))
+        least = self.shard * len(self.sessions)
         target = max(2 * least, int(rate * LEASE_S / KILO))
         enough = not self.sessions or self.finished or 2 * self._left >= target
         aim = 0 if enough else target + sum(hand.end - start for start, hand in self._hands.items())
@@ -179,6 +180,12 @@ class NodeLeases:
         return bool(self._held - self._acked)
 
     @property
+    def acked(self) -> Ranges:
+        """What its workers have used, as far as no order shows that the leader knows."""
+        self._join_acks()
+        return self._acked
+
+    @property
     def answered(self) -> bool:
         """Is there an answer that the leader may not have?"""
         return bool(self._recall)
@@ -195,9 +202,9 @@ class NodeLeases:
         return self._left
 
     @property
-    def in_hands(self) -> int:
+    def in_hands(self) -> Ranges:
         """Positions that workers have."""
-        return sum(hand.end - start for start, hand in self._hands.items())
+        return Ranges((start, hand.end) for start, hand in self._hands.items())
 
     # ---- inside
 
@@ -208,8 +215,7 @@ class NodeLeases:
 
     def _refill(self) -> None:
         self._join_acks()
-        hands = Ranges((start, hand.end) for start, hand in self._hands.items())
-        self._fill(self._held - self._acked - self._yielded - hands)
+        self._fill(self._held - self._acked - self._yielded - self.in_hands)
 
     def _fill(self, todo: Iterable[Span]) -> None:
         self._todo = deque(todo)

@@ -13,7 +13,7 @@ from random import Random
 
 from dlrover_core.data.ranges import Ranges, Span
 from dlrover_core.job.leases import Leased as LeasedState
-from dlrover_core.job.leases import Leases, LeaseTold, ReportRepeated
+from dlrover_core.job.leases import Leases, LeaseTold, ReportAcked, ReportRepeated, ReturnLease
 from dlrover_core.runtime.leasing import LeaseBeat
 from dlrover_core.runtime.node_leases import NodeLeases
 
@@ -114,6 +114,17 @@ class Node:
     def _use_part(self, worker: Worker) -> None:
         if worker.span is not None:
             self._uses.use(range(worker.span.start, self._random.randint(worker.span.start, worker.span.end)))
+
+    def leave(self, report: Callable[[ReportRepeated | ReportAcked | ReturnLease], object]) -> None:
+        """Its workers are stopped, and its agent says its last words."""
+        for worker in self.workers:
+            self._use_part(worker)
+            had = self.leases.gone(worker.session)
+            if had:
+                report(ReportRepeated(self.node, self.leases.name, had.pack(), "a worker was stopped"))
+        self.workers = []
+        report(ReportAcked(self.node, self.leases.name, self.leases.acked.pack()))
+        report(ReturnLease(self.node, self.leases.name))
 
     def die(self) -> None:
         """All of it is gone."""

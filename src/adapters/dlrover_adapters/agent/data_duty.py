@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
 
 from dlrover_core.data.ranges import Ranges, Span
-from dlrover_core.job.leases import SPANS_MAX, Leases, LeaseTold, ReportAcked, ReportRepeated
+from dlrover_core.job.leases import SPANS_MAX, Leases, LeaseTold, ReportAcked, ReportRepeated, ReturnLease
 from dlrover_core.job.orders import Order
 from dlrover_core.job.shards import DATASETS_MAX, LEASE, RegisterDataset, Terms
 from dlrover_core.runtime.duties import Desk
@@ -82,6 +82,7 @@ class DataDuty:
         self._said: LeaseBeat = LeaseBeat()
         self._said_at = self._heard_at = 0.0
         self._beats = 0
+        self._leaving = False
 
     # ---- what happens; at once
 
@@ -161,6 +162,8 @@ class DataDuty:
         if lease is None or session.number not in lease.sessions:
             asked = self._registering.get(dataset)
             raise Refused((asked and asked.refused) or f"dataset {dataset!r}: open it before you draw from it")
+        if self._leaving:
+            raise Refused(f"dataset {dataset!r}: this node leaves the job")
         if told := self._told.get(dataset):
             self._check_same(told.terms, self._terms[dataset])
         if lease.finished:
@@ -215,9 +218,7 @@ class DataDuty:
         self._wake.set()
 
     def _report(self, dataset: str, had: Ranges, why: str) -> None:
-        spans = tuple(had)
-        for first in range(0, len(spans), SPANS_MAX):
-            packed = Ranges(spans[first : first + SPANS_MAX]).pack()
+        for packed in _messages(had):
             if self._desk is not None:
                 self._desk.send(ReportRepeated(self._desk.node, dataset, packed, why))
 
@@ -246,6 +247,8 @@ class DataDuty:
 
     def _tell(self, desk: Desk, data: DataSocket) -> None:
         """Let heartbeats say how it stands; the next one at once where somebody waits for what follows from it."""
+        if self._leaving:
+            return
         now, waiting = asyncio.get_running_loop().time(), data.waiting
         for one in self._registering.values():
             if now >= one.due_s and not one.refused:
@@ -271,13 +274,23 @@ class DataDuty:
         self._said = said
 
     async def settle(self, order: Order) -> None:
-        """The agent goes: once its workers have ended, what they have used is reported."""
+        """The agent goes: once its workers have ended, it reports what they have used, and gives the rest back."""
         if self._desk is None:
             return
         with contextlib.suppress(asyncio.TimeoutError):
             await within(order.grace_us / SECOND_US + LAST_S, self._quiet.wait())
-        now = asyncio.get_running_loop().time()
+        self._leaving = True
         for name, lease in self._leases.items():
-            acked = lease.ask(now, waiting=False).acked
-            if len(acked) > 1:
+            for acked in _messages(lease.acked):
                 self._desk.send(ReportAcked(self._desk.node, name, acked))
+            if lease.in_hands:  # its worker survives SIGKILL
+                self._report(name, lease.in_hands, "the node's agent leaves, and a worker still runs")
+            if lease.holds:
+                self._desk.send(ReturnLease(self._desk.node, name))
+
+
+def _messages(ranges: Ranges) -> Iterator[bytes]:
+    """The ranges, packed for as many messages as they need."""
+    spans = tuple(ranges)
+    for first in range(0, len(spans), SPANS_MAX):
+        yield Ranges(spans[first : first + SPANS_MAX]).pack()
