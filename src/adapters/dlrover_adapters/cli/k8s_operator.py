@@ -77,6 +77,7 @@ def run(words: Sequence[str]) -> int:
 
 
 async def _run(args: argparse.Namespace, log: str) -> int:
+    from dlrover_adapters.cli.k8s_lines import Lines
     from dlrover_adapters.cli.k8s_masters import HttpMasters
     from dlrover_backends.k8s.elasticjob.leader import Leader
     from dlrover_backends.k8s.elasticjob.operator import Operator
@@ -87,8 +88,8 @@ async def _run(args: argparse.Namespace, log: str) -> int:
     try:
         await api.open()
         home = args.namespace or os.environ.get(NAMESPACE) or api.namespace or "default"
-        image = args.image or await _own_image(api, home)
-        settings = Settings(image, log, args.storage_class, args.annotated_only)
+        image = args.image or await _own_image(api, os.environ.get(NAMESPACE) or api.namespace or home)
+        settings = Settings(image, log, args.storage_class, args.annotated_only, Lines())
         who = f"{os.environ.get(POD) or socket.gethostname()}_{os.getpid()}"
         leader = Leader(api, home, who, now=time.monotonic, wall=time.time, lease_s=args.lease)
 
@@ -108,11 +109,18 @@ async def _run(args: argparse.Namespace, log: str) -> int:
 
 
 async def _own_image(api: Api, namespace: str) -> str:
-    """The image of this operator's own pod. Raises `SpecError`."""
+    """The image of this operator's own pod, which is in that namespace, wherever its jobs are. Raises `SpecError`."""
+    from dlrover_backends.k8s.errors import Forbidden, NotFound
+
     name = os.environ.get(POD, "")
     if not name:
         raise SpecError(
             "image", "missing: this is no pod, so say --image IMG, which has dlrover-core with its extras k8s and http"
         )
-    found = await api.ask("GET", f"/api/v1/namespaces/{namespace}/pods/{name}")
+    try:
+        found = await api.ask("GET", f"/api/v1/namespaces/{namespace}/pods/{name}")
+    except (Forbidden, NotFound) as error:
+        raise SpecError(
+            "image", f"missing, and this operator's own pod {name} cannot be read: {error.message}; say --image IMG"
+        ) from error
     return str(found["spec"]["containers"][0]["image"])

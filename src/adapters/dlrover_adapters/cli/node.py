@@ -43,7 +43,7 @@ VARIABLES = {
 OWN = (NODE, "DLROVER_MASTERS", TOKEN_FILE, "DLROVER_JOB", "DLROVER_RUN", "DLROVER_NPROC", "DLROVER_ADDRESS")
 """Those that workers do not inherit: a `dlrover-run` in a script is a launcher again."""
 
-_DROPPED: dict[str, Any] = {
+DROPPED: dict[str, Any] = {
     "nnodes": None,
     "local_nodes": None,
     "standalone": False,
@@ -143,7 +143,7 @@ def _settings(options: Options, told: dict[str, str]) -> Settings:
     from dlrover_adapters.cli import options as cli_options
     from dlrover_adapters.cli.settings import Settings
 
-    vars(options).update(_DROPPED, job_id=told["DLROVER_JOB"], rdzv_id="none")
+    vars(options).update(DROPPED, job_id=told["DLROVER_JOB"], rdzv_id="none")
     if told["DLROVER_NPROC"] and not groups.are_given(options):
         options.nproc_per_node = told["DLROVER_NPROC"]
     groups.taken_in(options)

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from dlrover_core.errors import SpecError
+
 EX_USAGE = 2
 EX_LATER = 75
 """sysexits.h's EX_TEMPFAIL: the same may well succeed later."""
@@ -19,9 +21,15 @@ _UNKNOWN = "unrecognized arguments: "
 class Parser(argparse.ArgumentParser):
     """argparse's parser, whose errors are one line: the usage stays with ``--help``."""
 
+    raises = False
+    """Is an error raised, as `SpecError`, because the words are another process's?"""
+
     def error(self, message: str) -> NoReturn:
         """Say it and leave with 2."""
-        sys.exit(say(self.prog, f"{message}{self._meant(message)}; {self.prog} --help lists the options"))
+        words = f"{message}{self._meant(message)}; {self.prog} --help lists the options"
+        if self.raises:
+            raise SpecError(self.prog, words)
+        sys.exit(say(self.prog, words))
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Refuse an empty value of an option, which mostly is a variable that a script did not set.

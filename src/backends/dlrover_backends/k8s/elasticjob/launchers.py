@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from dlrover_backends.k8s.elasticjob import shell
 from dlrover_backends.k8s.elasticjob.shell import Word
@@ -63,6 +63,28 @@ ELSEWHERE: Mapping[str, str] = {
 """Those that have no place in a pod, and why."""
 
 
+class Lines(Protocol):
+    """Reads command lines as the commands themselves do."""
+
+    def line(self, words: Sequence[Word]) -> None:
+        """A launcher's line in a pod, from after its name. Raises `SpecError` in the parser's words."""
+        ...
+
+    def job(self, words: Sequence[str], path: str, job_file: str) -> None:
+        """What masters are told: their words, which name a job file at a path, and its text. Raises `SpecError`."""
+        ...
+
+
+class Unread:
+    """Nothing is known of the commands' parsers: lines are what they look like."""
+
+    def line(self, words: Sequence[Word]) -> None:
+        """Nothing is wrong."""
+
+    def job(self, words: Sequence[str], path: str, job_file: str) -> None:
+        """Nothing is wrong."""
+
+
 class Launcher(NamedTuple):
     """A launcher's line.
 
@@ -98,23 +120,24 @@ class Command(NamedTuple):
     hidden: bool = False
 
 
-def read(container: Mapping[str, Any], env: Mapping[str, str], field: str) -> Command:
+def read(container: Mapping[str, Any], env: Mapping[str, str], field: str, lines: Lines | None = None) -> Command:
     """The command of a container. ``env``: variables whose values are known. Raises `SpecError`, named after ``field``."""
+    lines = lines or Unread()
     words = [*_texts(container.get("command"), f"{field}.command"), *_texts(container.get("args"), f"{field}.args")]
     if len(words) == 1 and " " in words[0]:
         words = ["/bin/sh", "-c", words[0]]  # DLRover's own README writes a line where a list of words belongs
     place = _line_at(words)
     if place is not None:
-        return _in_a_line(words, place, env, field)
+        return _in_a_line(words, place, env, field, lines)
     found = [Word(_filled(one, env), 0, 0) for one in words]
     start = _launcher_at(found)
     if start is None:
         hidden = bool(words) and (_is_shell(words[0]) or bool(_SCRIPT.fullmatch(words[0])))
         return Command(None, tuple(words), hidden)
-    return Command(_launcher(found[start.end :], field), (*words[: start.begin], OURS, *words[start.end :]))
+    return Command(_launcher(found[start.end :], field, lines), (*words[: start.begin], OURS, *words[start.end :]))
 
 
-def _in_a_line(words: Sequence[str], place: int, env: Mapping[str, str], field: str) -> Command:
+def _in_a_line(words: Sequence[str], place: int, env: Mapping[str, str], field: str, lines: Lines) -> Command:
     line = words[place]
     hidden = False
     for command in shell.commands(line, env):
@@ -122,7 +145,7 @@ def _in_a_line(words: Sequence[str], place: int, env: Mapping[str, str], field: 
         if start is not None:
             begin, end = command[start.begin].start, command[start.end - 1].end
             own = line[:begin] + OURS + line[end:]
-            found = _launcher(command[start.end :], field)
+            found = _launcher(command[start.end :], field, lines)
             return Command(found, (*words[:place], own, *words[place + 1 :]))
         hidden = hidden or _runs_script(command)
     return Command(None, tuple(words), hidden)
@@ -187,7 +210,11 @@ def _launcher_at(command: Sequence[Word]) -> _Start | None:
     return None
 
 
-def _launcher(words: Sequence[Word], field: str) -> Launcher:
+def _launcher(words: Sequence[Word], field: str, lines: Lines) -> Launcher:
+    try:
+        lines.line(words)
+    except SpecError as error:
+        raise SpecError(f"{field}.command", str(error)) from error
     flags: list[tuple[str, str | None]] = []
     at = 0
     while at < len(words) and words[at].text.startswith("-") and words[at].text != "--":

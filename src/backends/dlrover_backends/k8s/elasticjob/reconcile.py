@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from dlrover_backends.k8s import kueue, masters, names
 from dlrover_backends.k8s.api import Json
 from dlrover_backends.k8s.elasticjob import standing, translate
+from dlrover_backends.k8s.elasticjob.launchers import Lines
 from dlrover_backends.k8s.elasticjob.telling import Told
 from dlrover_backends.k8s.paths import path_of
 from dlrover_core.errors import SpecError
@@ -30,12 +31,14 @@ class Settings(NamedTuple):
     etcd:      URL of the logs of all jobs; empty: each job has a claim of its own
     storage:   StorageClass of those claims; empty: the cluster's default
     annotated: are only jobs taken that say so?
+    lines:     reads jobs' command lines; None: they are what they look like
     """
 
     image: str
     etcd: str = ""
     storage: str = ""
     annotated: bool = False
+    lines: Lines | None = None
 
 
 class Observed(NamedTuple):
@@ -122,7 +125,7 @@ def reconcile(seen: Observed, settings: Settings) -> Outcome:
     if seen.job["metadata"].get("deletionTimestamp"):
         return _removing(seen)
     try:
-        job = translate.read(seen.job)
+        job = translate.read(seen.job, settings.lines)
         plan = plan_of(seen.job, job, settings)
         masters.check(plan)
     except SpecError as error:

@@ -97,8 +97,9 @@ class Job(NamedTuple):
         return {one.name: one.template for one in self.groups}
 
 
-def read(thing: Mapping[str, Any]) -> Job:
-    """The job that an object of the API describes. Raises `SpecError`."""
+def read(thing: Mapping[str, Any], lines: launchers.Lines | None = None) -> Job:
+    """The job that an object of the API describes. ``lines``: reads its command lines. Raises `SpecError`."""
+    lines = lines or launchers.Unread()
     name = str((thing.get("metadata") or {}).get("name") or "")
     spec = _mapping(thing.get("spec"), "spec")
     notes = list(_notes(thing, spec))
@@ -117,11 +118,11 @@ def read(thing: Mapping[str, Any]) -> Job:
             "spec.replicaSpecs", "missing: write worker: with replicas and a template with the nodes' container"
         )
     strategy = _strategy(spec)
-    made = [_Reader(name, key, one, spec, strategy, specs).read() for key, one in specs.items()]
+    made = [_Reader(name, key, one, spec, strategy, specs, lines).read() for key, one in specs.items()]
     for one in made:
         notes += one.notes
     first = next((one for one in made if one.group.name == WORKER), made[0])
-    return Job(
+    job = Job(
         name,
         tuple(one.group for one in made),
         (f"--job={JOB_MOUNT}/{JOB_FILE}", f"--job-id={name}", *first.words),
@@ -130,6 +131,11 @@ def read(thing: Mapping[str, Any]) -> Job:
         first.group.gpu,
         tuple(notes),
     )
+    try:
+        lines.job(job.words, f"{JOB_MOUNT}/{JOB_FILE}", job.job_file)
+    except SpecError as error:
+        raise SpecError("spec.replicaSpecs", f"masters would not take it: {error}") from error
+    return job
 
 
 def _notes(thing: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[str]:
@@ -171,10 +177,11 @@ class _Reader:
         spec: Mapping[str, Any],
         strategy: str,
         groups: Mapping[str, Any],
+        lines: launchers.Lines,
     ) -> None:
         self._job, self._name, self._replica, self._spec = job, name, replica, spec
         self._serves = strategy == PARAMETER_SERVER
-        self._groups = groups
+        self._groups, self._lines = groups, lines
         self._at = f"spec.replicaSpecs.{name}"
 
     def read(self) -> _Read:
@@ -189,7 +196,7 @@ class _Reader:
         asked = self._asked()
         self._add_variables(template["spec"]["containers"], container, asked or 1)
         known = {one["name"]: str(one["value"]) for one in container["env"] if one.get("value") is not None}
-        command = launchers.read(container, known, where)
+        command = launchers.read(container, known, where, self._lines)
         if not command.words:
             raise SpecError(f"{where}.command", f'missing: write ["{launchers.OURS}", "train.py"]')
         resources = self._resources(container, where)

@@ -1,0 +1,84 @@
+"""`dlrover k8s operator`: where it finds its own pod, and what it gives jobs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from dlrover_adapters.cli import k8s_lines, k8s_masters, k8s_operator
+from dlrover_backends.k8s import transport
+from dlrover_backends.k8s.elasticjob import leader, operator
+from dlrover_backends.k8s.elasticjob.reconcile import Settings
+from dlrover_backends.k8s.errors import NotFound, Request
+from dlrover_core.errors import SpecError
+
+PODS = {
+    "/api/v1/namespaces/dlrover/pods/operator-0": {"spec": {"containers": [{"image": "registry/dlrover-core:7"}]}},
+}
+
+
+class Cluster:
+    """A connection to a cluster in which there is one pod."""
+
+    namespace = "default"
+
+    def __init__(self, *_: str) -> None:
+        """Nothing is opened."""
+
+    async def open(self) -> None:
+        """Nothing is opened."""
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    async def ask(self, method: str, path: str, **_: Any) -> dict[str, Any]:
+        """The pod."""
+        if path not in PODS:
+            raise NotFound(Request(method, path), 404, f"{path} not found")
+        return PODS[path]
+
+
+@pytest.fixture(name="given")
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, str]]:
+    """What operators were made with; they end at once."""
+    given: list[tuple[Settings, str]] = []
+
+    class Made:
+        def __init__(self, _: object, tells: object, settings: Settings, namespace: str, **_more: Any) -> None:
+            assert isinstance(tells, k8s_masters.HttpMasters)
+            given.append((settings, namespace))
+
+        async def run(self) -> None:
+            """It is over."""
+
+    async def lead(_: leader.Leader, work: Any) -> None:
+        await work()
+
+    monkeypatch.setattr(transport, "Transport", Cluster)
+    monkeypatch.setattr(operator, "Operator", Made)
+    monkeypatch.setattr(leader.Leader, "lead", lead)
+    monkeypatch.setenv(k8s_operator.NAMESPACE, "dlrover")
+    monkeypatch.setenv(k8s_operator.POD, "operator-0")
+    return given
+
+
+@pytest.mark.parametrize(
+    ("words", "namespace"), [([], "dlrover"), (["--namespace", "ml"], "ml"), (["--all-namespaces"], "")]
+)
+def test_its_image_is_its_own_pods(given: list[tuple[Settings, str]], words: list[str], namespace: str) -> None:
+    """Whosever jobs it keeps, its own pod is where it runs; jobs' lines are read by the commands' parsers."""
+    args = k8s_operator.parser().parse_args(words)
+    assert asyncio.run(k8s_operator._run(args, "")) == 0
+    ((settings, where),) = given
+    assert (settings.image, where) == ("registry/dlrover-core:7", namespace)
+    assert isinstance(settings.lines, k8s_lines.Lines)
+
+
+def test_a_pod_that_cannot_be_read_is_told(given: list[tuple[Settings, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to say in its place."""
+    monkeypatch.setenv(k8s_operator.POD, "operator-1")
+    with pytest.raises(SpecError, match=r"operator-1 cannot be read: .* not found; say --image IMG"):
+        asyncio.run(k8s_operator._run(k8s_operator.parser().parse_args([]), ""))
+    assert given == []
