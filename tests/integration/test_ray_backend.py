@@ -16,7 +16,9 @@ from urllib.parse import quote
 import pytest
 from tests.integration.ray_grounds import RayGround, desk_of, parent_of, processes_of, ray_ground
 
-from dlrover_backends.ray.client import Deposed, RayBackend
+from dlrover_backends.ray.client import RayBackend
+from dlrover_backends.ray.names import Run
+from dlrover_backends.shared.asking import StaleToken
 from dlrover_core import BackendContext
 from dlrover_core.errors import LaunchRefused
 from dlrover_core.job.orders import NodeLaunch
@@ -127,6 +129,26 @@ def story(tell: Any) -> None:
     asyncio.run(asyncio.wait_for(tell, STORY_S))
 
 
+def test_actors_that_do_not_end_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not removed is said, and the run keeps its keys: the token of its newest master among them."""
+    from dlrover_backends.ray import cluster, private
+    from dlrover_backends.ray.records import Actor, Snapshot
+
+    one = Actor("1", "worker-0-0")
+    removed = list[str]()
+    run = cluster.Cluster(Run("j", "r"))
+    for name in ("end", "kill", "remove_group"):
+        monkeypatch.setattr(run, name, lambda *_: None)
+    monkeypatch.setattr(run, "look", lambda: Snapshot({one.name: one}, {}, {}))
+    monkeypatch.setattr(private, "remove", removed.append)
+    with pytest.raises(cluster.StillAlive, match="worker-0-0") as left:
+        run.clear(0.0)
+    assert (left.value.actors, removed) == ([one.name], [])
+    monkeypatch.setattr(run, "look", lambda: Snapshot({one.name: one._replace(state="DEAD")}, {}, {}))
+    run.clear(0.0)
+    assert removed == ["dlrover:j:r/"]
+
+
 def test_a_node_from_its_launch_to_its_end(ground: RayGround, tmp_path: Path) -> None:
     """What a backend promises, in one run: started once, seen to die and why, never again, waiting is told, deleted is gone.
 
@@ -162,7 +184,7 @@ def test_a_node_from_its_launch_to_its_end(ground: RayGround, tmp_path: Path) ->
                 other.name: "running",
             }
             # Orders of a deposed master, whoever was told of its successor.
-            with pytest.raises(Deposed):
+            with pytest.raises(StaleToken):
                 await backend.delete(other.name, 6, 0.0)
             await backend.delete(other.name, 8, 5.0)
             await backend.delete(second.name, 8, 0.0)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import os
+import select
 import shutil
+import signal
 import socket
+import sys
 import tempfile
 from pathlib import Path
 
@@ -142,6 +146,39 @@ def test_a_long_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(scratch, "roofs", lambda: [str(tmp_path / "none")])
     with pytest.raises(SpecError, match="set TMPDIR to a folder of yours"), scratch.folder("of-a-test"):
         pass
+
+
+IN_A_FOLDER = """
+import os, sys
+from pathlib import Path
+from dlrover_adapters.cli import scratch
+with scratch.folder("abc") as folder:
+    Path(sys.argv[1]).write_text(str(folder))
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_sweeper_outlives_the_burial_of_its_node(tmp_path: Path) -> None:
+    """Whoever buries a node that was killed (a keeper on Ray) leaves the sweeper of its folder alone, which removes it."""
+    from dlrover_backends.shared import process
+    from dlrover_core.host.procfs import processes
+
+    said = tmp_path / "said"
+    node = process.Started(process.LocalCommand((sys.executable, "-c", IN_A_FOLDER, str(said))))
+    assert select.select([node.pidfd], [], [], 60.0)[0]
+    folder = Path(said.read_text())
+    # It may be done by now. Where it is not, it is held, so that the burial comes first.
+    for one in processes():
+        with contextlib.suppress(OSError):
+            if str(folder).encode() in Path(f"/proc/{one.pid}/cmdline").read_bytes().split(b"\0"):
+                os.kill(one.pid, signal.SIGSTOP)
+                pidfd = os.pidfd_open(one.pid)
+                node.bury(5.0)
+                os.kill(one.pid, signal.SIGCONT)
+                assert select.select([pidfd], [], [], 30.0)[0]
+                os.close(pidfd)
+    node.end()
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EDQUOT])

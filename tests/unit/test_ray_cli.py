@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -14,7 +17,7 @@ from dlrover_backends.ray import settings
 from dlrover_backends.ray.client import RayBackend
 from dlrover_backends.ray.settings import Settings
 from dlrover_core import BackendContext
-from dlrover_core.errors import LaunchRefused, SpecError
+from dlrover_core.errors import CoreError, LaunchRefused, SpecError
 from dlrover_core.testing.backend_stand import make_launch
 
 
@@ -70,12 +73,60 @@ def test_a_script_that_is_not_in_the_runtime_environment(tmp_path: Path, monkeyp
         (("rm", "a", "--all"), "say which job's leftovers"),
         (("ls", "a"), "ls lists all jobs"),
         (("ls", "--ray-address", "h"), "is not HOST:PORT"),
+        (("ls", "--ray-address", "127.0.0.1:1"), "no Ray cluster answers at 127.0.0.1:1 (Connection refused)"),
     ],
 )
 def test_dlrover_ray_that_is_wrong(line: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Wrong usage ends with 2 and says what to type."""
     assert dlrover.main(["ray", *line]) == 2
     assert said in capsys.readouterr().err
+
+
+def cluster_of(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
+    """A cluster with one run of job ``a``, without Ray."""
+    fake = ModuleType("dlrover_backends.ray.cluster")
+    attributes = {"__init__": lambda self, run: setattr(self, "run", run), "connect": lambda *_: None, **methods}
+    vars(fake).update(Cluster=type("Cluster", (), attributes), runs=lambda: {"dlrover:a:1": []})
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    monkeypatch.delattr("dlrover_backends.ray.cluster", raising=False)
+
+
+def test_rays_library_ends_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What Ray's library ends the process for is told as any other reason."""
+
+    def ends(*_: object) -> None:
+        raise SystemExit("Could not find any running Ray instance")
+
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    cluster_of(monkeypatch, connect=ends)
+    assert dlrover.main(["ray", "ls"]) == 2
+    assert "start one with ray start --head" in capsys.readouterr().err
+
+
+def test_what_cannot_be_removed_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Never said to be removed."""
+
+    def clear(*_: object) -> None:
+        raise CoreError("actors have not ended: worker-0-0")
+
+    cluster_of(monkeypatch, clear=clear)
+    assert dlrover.main(["ray", "rm", "a"]) == 1
+    said = capsys.readouterr()
+    assert (said.out, "worker-0-0" in said.err) == ("", True)
+
+
+def test_a_name_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is started, with what ends those that have it."""
+    import asyncio
+
+    async def called(_: RayBackend, order: str, *__: object) -> object:
+        return {"others": (("run-1", 2),), "check": ""}[order]
+
+    monkeypatch.setattr(RayBackend, "_call", called)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    backend = RayBackend(BackendContext("j", "r", ("m:1",), "t", cwd=str(tmp_path), directory=str(tmp_path)))
+    with pytest.raises(SpecError, match=r"job-id.*2 nodes of its run run-1 .* dlrover ray rm j"):
+        asyncio.run(backend.check())
 
 
 def order(tmp_path: Path, args: str = "", **more: int) -> dict[str, object]:

@@ -90,12 +90,13 @@ async def _check(settings: Settings, token: str) -> None:
     backend = backends.made(settings, token)
     if not isinstance(backend, Checking):
         return
+    check_s = float(getattr(backend, "check_s", CHECK_S))
     try:
-        await within(CHECK_S, backend.check())
+        await within(check_s, backend.check())
     except SpecError:
         raise
     except Exception as error:  # noqa: BLE001  # a backend may raise anything, and nodes of this job may run already
-        why = str(error) or f"no answer within {CHECK_S:g} s"
+        why = str(error) or f"no answer within {check_s:g} s"
         print(
             f"dlrover-run: job {settings.job.job}: its backend cannot be used now, and is waited for: {why}",
             file=sys.stderr,

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from typing import TYPE_CHECKING
 
 from dlrover_adapters.cli.places import NOT_FOUND, OK
-from dlrover_core.errors import SpecError
+from dlrover_core.errors import CoreError, SpecError
+
+if TYPE_CHECKING:
+    from dlrover_backends.ray.cluster import Cluster
 
 EXAMPLES = """\
   dlrover ray ls                          the runs that have actors or placement groups in the cluster of this host
@@ -13,6 +18,7 @@ EXAMPLES = """\
 
 LS, RM = "ls", "rm"
 CLEAR_S = 20.0
+LEFT = 1
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +53,10 @@ def _on(args: argparse.Namespace) -> int:
         raise SpecError("ray", "Ray's client library is not installed: pip install 'dlrover-core[ray]'")
     from dlrover_backends.ray import cluster, faults, names
 
+    faults.probe(args.ray_address)
     try:
         cluster.Cluster(names.Run("", "")).connect(args.ray_address)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # Ray's library ends processes
         raise SpecError("ray-address", faults.of_connect(error, args.ray_address).text) from error
     found = {run: actors for space, actors in cluster.runs().items() if (run := names.run_of(space)) is not None}
     if args.what == RM:
@@ -57,13 +64,21 @@ def _on(args: argparse.Namespace) -> int:
         if not wanted and args.job:
             print(f"dlrover ray: job {args.job!r} has nothing in this cluster; dlrover ray ls shows what there is")
             return NOT_FOUND
-        for one in wanted:
-            cluster.Cluster(one).clear(CLEAR_S)
-            print(f"removed job {one.job}, run {one.run}")
-        return OK
+        return max([_removed(cluster.Cluster(one)) for one in wanted], default=OK)
     print(f"{'JOB':<24} {'RUN':<16} {'RUNNING':>7} {'PENDING':>7} {'ENDED':>7}")
     for one, actors in sorted(found.items()):
         living = [actor for actor in actors if not actor.is_dead]
         runs = sum(actor.state == "ALIVE" for actor in living)
         print(f"{one.job:<24} {one.run:<16} {runs:>7} {len(living) - runs:>7} {len(actors) - len(living):>7}")
+    return OK
+
+
+def _removed(run: Cluster) -> int:
+    """Remove a run, and say so; the exit status."""
+    try:
+        run.clear(CLEAR_S)
+    except CoreError as error:
+        print(f"dlrover ray: {error}", file=sys.stderr)
+        return LEFT
+    print(f"removed job {run.run.job}, run {run.run.run}")
     return OK

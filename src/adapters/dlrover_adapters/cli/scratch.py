@@ -187,6 +187,8 @@ def _sweeper(path: Path, mark: str, group: str, pipe: int, *locks: int) -> subpr
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         pass_fds=(pipe, *locks),
+        # Without the marks of a node or a run that this process bears: whoever buries it would bury its sweeper, too.
+        env={name: value for name, value in os.environ.items() if not name.startswith("DLROVER_")},
         start_new_session=True,
         cwd="/",
     )

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from dlrover_backends.local.blanks import Ahead
     from dlrover_backends.local.client import LocalBackend
     from dlrover_backends.local.client import backend as backend
-    from dlrover_backends.local.host import Command, LocalNodeHost, StaleToken
+    from dlrover_backends.local.host import Command, LocalNodeHost
+    from dlrover_backends.shared.asking import StaleToken
     from dlrover_backends.shared.process import LocalCommand, Started
 
 _PLACES = {
@@ -32,7 +33,7 @@ _PLACES = {
     "LocalBackend": "local.client",
     "LocalCommand": "shared.process",
     "LocalNodeHost": "local.host",
-    "StaleToken": "local.host",
+    "StaleToken": "shared.asking",
     "backend": "local.client",
     "Started": "shared.process",
 }

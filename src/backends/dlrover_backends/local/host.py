@@ -27,16 +27,17 @@ import structlog
 
 from dlrover_backends.local.blanks import Ahead, Blanks
 from dlrover_backends.shared import process, wire
+from dlrover_backends.shared.asking import StaleToken
+from dlrover_backends.shared.conversations import Conversations
 from dlrover_backends.shared.observers import Observer
 from dlrover_backends.shared.process import LocalCommand, Started
-from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage
+from dlrover_core.errors import LaunchRefused, MalformedMessage
 from dlrover_core.job.orders import NodeLaunch
 from dlrover_core.logs.place import NO_INODE, inode_of
 from dlrover_core.runtime.backend import Observation
 from dlrover_core.runtime.within import within
 from dlrover_core.words import plain
 
-REQUEST_S = 10.0
 KILL_WAIT_S = 5.0
 MASTERS_MAX = 16
 REASON_CHARS_MAX = 500
@@ -59,14 +60,6 @@ log = structlog.get_logger("dlrover.host")
 
 
 Command = Callable[[NodeLaunch, int], LocalCommand]
-
-
-class StaleToken(CoreError):
-    """An order of a deposed master. ``highest`` is the token of a newer one."""
-
-    def __init__(self, token: int, highest: int) -> None:
-        super().__init__(f"token {token} is of a deposed master: one with {highest} has given orders")
-        self.token, self.highest = token, highest
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +116,7 @@ class LocalNodeHost:
         self._observers: set[Observer] = set()
         self._server: asyncio.AbstractServer | None = None
         self._inode = NO_INODE
-        self._conversations: set[asyncio.Task[None]] = set()
+        self._conversations = Conversations(self._answer, self._observed)
         self._burials: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
         self._closing = False
@@ -149,7 +142,7 @@ class LocalNodeHost:
         log.warning("the socket was removed, and is made anew", path=str(self._path))
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_unix_server(self._take, sock=wire.listen(self._path))
+        self._server = await asyncio.start_unix_server(self._conversations.take, sock=wire.listen(self._path))
         self._inode = inode_of(self._path)
 
     async def warm(self) -> None:
@@ -175,7 +168,7 @@ class LocalNodeHost:
                 await within(grace_s + 2 * KILL_WAIT_S, self._empty.wait())
             except asyncio.TimeoutError:
                 log.error("nodes cannot be killed", nodes=sorted(self._nodes))
-        tasks = self._conversations | self._burials
+        tasks = self._conversations.tasks | self._burials
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -365,51 +358,23 @@ class LocalNodeHost:
 
     # ---- conversations
 
-    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._conversations.add(task)
-        try:
-            request = await within(REQUEST_S, wire.read(reader))
-            if request[0] == "observe":
-                self._masters_are(_addresses(request[1:]))
-                await self._observed(reader, writer)
-            else:
-                await wire.write(writer, *await self._answer(request))
-        except (ConnectionLost, asyncio.TimeoutError):
-            log.debug("a client went away")
-        except MalformedMessage as bad:
-            log.warning("a client was not understood", reason=str(bad))
-        except asyncio.CancelledError:
-            # asyncio's own bookkeeping of connections takes a cancelled one for an error; we cancel only when we close.
-            log.debug("a conversation ends with the host")
-        finally:
-            self._conversations.discard(task)
-            writer.close()
-
     async def _answer(self, request: tuple[Any, ...]) -> tuple[object, ...]:
-        try:
-            match request:
-                case ("launch", int(token), (str(), *_) as fields):
-                    await self._launch(NodeLaunch(*fields), token)
-                    return ("done", None)
-                case ("delete", int(token), str(name), grace_s):
-                    self._delete(name, token, float(grace_s))
-                    return ("done", None)
-                case ("room", str()):
-                    return ("done", self._room())
-        except LaunchRefused as refused:
-            return ("refused", refused.reason, refused.permanent)
-        except StaleToken as stale:
-            log.warning("order of a deposed master refused", order=request[0], token=stale.token, highest=stale.highest)
-            return ("stale", stale.token, stale.highest)
-        except Exception as error:
-            log.exception("an order failed", order=request[0])
-            return ("failed", f"{type(error).__name__}: {error}")
+        match request:
+            case ("launch", int(token), (str(), *_) as fields):
+                await self._launch(NodeLaunch(*fields), token)
+                return ("done", None)
+            case ("delete", int(token), str(name), grace_s):
+                self._delete(name, token, float(grace_s))
+                return ("done", None)
+            case ("room", str()):
+                return ("done", self._room())
         raise MalformedMessage(f"there is no order {request[0]!r} with {len(request) - 1} fields like these")
 
-    async def _observed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _observed(
+        self, words: tuple[Any, ...], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Tell one client everything from now on, until it goes away."""
+        self._masters_are(_addresses(words))
         observer = Observer(writer)
         listed = [self._observation(node) for node in self._nodes.values()]
         self._observers.add(observer)

@@ -16,15 +16,13 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any, Union, cast
+from typing import Any, Union
 
-import structlog
-
-from dlrover_backends.ray import settings
-from dlrover_backends.shared import wire
-from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, MalformedMessage, SpecError
+from dlrover_backends.ray import faults, settings
+from dlrover_backends.shared import asking, wire
+from dlrover_core.errors import ConnectionLost, CoreError, LaunchRefused, SpecError
 from dlrover_core.job.orders import NodeLaunch
-from dlrover_core.runtime.backend import Changed, Listed, Observation
+from dlrover_core.runtime.backend import Changed, Listed
 from dlrover_core.runtime.backends import TOKEN, BackendContext
 from dlrover_core.runtime.within import within
 
@@ -33,16 +31,6 @@ RECONNECT_S = (0.02, 0.1, 0.5, 1.0, 5.0)
 SOCKET = "ray-desk.sock"
 _DESK = "import sys; sys.path[:1] = []; from dlrover_backends.ray.desk import main; sys.exit(main())"
 """Not ``-m``: that puts the working directory first, and a module of the user's might hide one of ours."""
-
-log = structlog.get_logger("dlrover.backend")
-
-
-class Deposed(CoreError):
-    """An order of a deposed master. ``highest`` is the token of a newer one."""
-
-    def __init__(self, token: int, highest: int) -> None:
-        super().__init__(f"token {token} is of a deposed master: one with {highest} has given orders")
-        self.token, self.highest = token, highest
 
 
 class NoDesk(CoreError):
@@ -54,7 +42,12 @@ class NoDesk(CoreError):
 
 
 class RayBackend:
-    """Actors of one run. Making it neither connects nor starts anything."""
+    """Actors of one run. Making it neither connects nor starts anything.
+
+    ``check_s``: so long a check may take; importing Ray takes seconds, and more where the processors are busy.
+    """
+
+    check_s = START_S
 
     def __init__(self, here: BackendContext) -> None:
         self._here, self._told = here, settings.read(here)
@@ -65,7 +58,7 @@ class RayBackend:
     # ---- the port
 
     async def launch(self, node: NodeLaunch, token: int) -> None:
-        """Place the node's actor. Raises `LaunchRefused`, `Deposed`, and `CoreError` where the outcome is unknown."""
+        """Place the node's actor. Raises `LaunchRefused`, `StaleToken`, and `CoreError` where the outcome is unknown."""
         try:
             order = self._order(node)
         except SpecError as error:
@@ -73,26 +66,12 @@ class RayBackend:
         await self._call("launch", token, order)
 
     async def delete(self, name: str, token: int, grace_s: float) -> None:
-        """Have the node's keeper end its agent: SIGTERM, after ``grace_s`` SIGKILL. Raises `Deposed`, `CoreError`."""
+        """Have the node's keeper end its agent: SIGTERM, after ``grace_s`` SIGKILL. Raises `StaleToken`, `CoreError`."""
         await self._call("delete", token, name, float(grace_s))
 
-    async def observe(self) -> AsyncIterator[Union[Listed, Changed]]:
+    def observe(self) -> AsyncIterator[Union[Listed, Changed]]:
         """`Listed` first and after every desk that was lost, then one `Changed` for every change. Ends when cancelled."""
-        failures = 0
-        while True:
-            try:
-                await self._serve()
-                async with wire.connect(self._path()) as (reader, writer):
-                    await wire.write(writer, "observe")
-                    while True:
-                        seen = _seen(await wire.read(reader))
-                        failures = 0
-                        yield seen
-            except (ConnectionLost, MalformedMessage, NoDesk) as error:
-                if not failures:
-                    log.warning("the desk is lost, and is started anew", error=str(error))
-            await asyncio.sleep(RECONNECT_S[min(failures, len(RECONNECT_S) - 1)])
-            failures += 1
+        return asking.observe(self._path, who="the desk", pauses_s=RECONNECT_S, first=self._serve)
 
     async def room(self, group: str) -> int | None:  # noqa: ARG002  # the port's
         """Only Ray's scheduler, and its autoscaler, know what would start now."""
@@ -103,13 +82,23 @@ class RayBackend:
     async def check(self) -> None:
         """Join the cluster. Raises `SpecError` for what does not mend itself."""
         settings.runtime_env(self._told.runtime_env, self._here.cwd)
-        await self._probe()
+        if not _answers(self._path()):
+            await asyncio.to_thread(faults.probe, self._told.address)
         try:
+            others = await self._call("others")
             fault = await self._call("check", self._told.labels())
         except NoDesk as error:
             if error.permanent:
                 raise SpecError("backend", str(error)) from error
             raise
+        match others:
+            case ((str(run), int(nodes)), *_):
+                job = self._here.job
+                raise SpecError(
+                    "job-id",
+                    f"{job!r} is in use in this cluster, where {nodes} nodes of its run {run} live: end them with "
+                    f"dlrover ray rm {job}, or give this job another --job-id",
+                )
         if fault:
             raise SpecError("label", f"Ray refuses it: {fault}")
 
@@ -132,6 +121,11 @@ class RayBackend:
         if self._own is not None:
             self._own.cleanup()
             self._own = None
+
+    @property
+    def remedy(self) -> str:
+        """What removes what `clear` has left."""
+        return f"dlrover ray rm {self._here.job} removes it"
 
     # ---- what is ordered
 
@@ -171,28 +165,15 @@ class RayBackend:
             answer = await within(CALL_S, self._ask(request))
         except asyncio.TimeoutError as error:
             raise ConnectionLost(f"the desk at {self._path()} did not answer within {CALL_S:g} s") from error
-        match answer:
-            case ("done", value):
-                return cast(object, value)
-            case ("refused", str(reason), bool(permanent)):
-                raise LaunchRefused(reason, permanent=permanent)
-            case ("stale", int(token), int(highest)):
-                raise Deposed(token, highest)
-            case ("failed", str(reason)):
-                raise CoreError(f"the desk failed: {reason}")
-        raise MalformedMessage(f"the desk at {self._path()} answered {answer[0]!r}")
+        return asking.result(answer, "the desk")
 
     async def _ask(self, request: tuple[object, ...]) -> tuple[Any, ...]:
-        try:
-            return await self._asked(request)
-        except ConnectionLost:
-            return await self._asked(request)  # the desk has died; every order may be given again
-
-    async def _asked(self, request: tuple[object, ...]) -> tuple[Any, ...]:
         await self._serve()
-        async with wire.connect(self._path()) as (reader, writer):
-            await wire.write(writer, *request)
-            return await wire.read(reader)
+        try:
+            return await asking.ask(self._path(), *request)
+        except ConnectionLost:  # the desk has died; every order may be given again
+            await self._serve()
+            return await asking.ask(self._path(), *request)
 
     def _path(self) -> Path:
         if self._here.directory:
@@ -206,7 +187,10 @@ class RayBackend:
         async with self._starting:
             if _answers(self._path()):
                 return
-            told = await within(START_S, asyncio.to_thread(self._start))
+            try:
+                told = await within(START_S, asyncio.to_thread(self._start))
+            except asyncio.TimeoutError as error:
+                raise NoDesk(f"the desk has not joined the cluster within {START_S:g} s", permanent=False) from error
         if told:
             raise NoDesk(str(told["text"]), permanent=bool(told["permanent"]))
 
@@ -243,22 +227,6 @@ class RayBackend:
             self._desk.returncode = 0
         self._desk = None
 
-    async def _probe(self) -> None:
-        """Does anybody listen at the address? Ray itself takes most of a minute to say no. Raises `SpecError`."""
-        address = self._told.address
-        if not address or address == "auto" or _answers(self._path()):
-            return
-        host, _, port = address.rpartition(":")
-        try:
-            _, writer = await within(PROBE_S, asyncio.open_connection(host.strip("[]"), int(port)))
-        except (OSError, asyncio.TimeoutError) as error:
-            why = getattr(error, "strerror", None) or "no answer"
-            raise SpecError(
-                "backend",
-                f"no Ray cluster answers at {address} ({why}): name its head as HOST:6379, or start one with ray start --head",
-            ) from error
-        writer.close()
-
 
 def _answers(path: Path) -> bool:
     """Does a desk listen there?"""
@@ -270,12 +238,3 @@ def _answers(path: Path) -> bool:
         except OSError:
             return False
     return True
-
-
-def _seen(frame: tuple[Any, ...]) -> Listed | Changed:
-    match frame:
-        case ("listed", tuple(nodes)):
-            return Listed(tuple(Observation(*node) for node in nodes))
-        case ("changed", tuple(node)):
-            return Changed(Observation(*node))
-    raise MalformedMessage(f"the desk says {frame[0]!r}")

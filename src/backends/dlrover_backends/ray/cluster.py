@@ -22,6 +22,7 @@ from dlrover_backends.ray import names, private
 from dlrover_backends.ray.keeper import ORDERS, Keeper
 from dlrover_backends.ray.names import Run
 from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
+from dlrover_core.errors import CoreError
 
 NODE_ID = "ray.io/node-id"
 CLEAR_LOOK_S = 0.1
@@ -46,6 +47,17 @@ class Order(NamedTuple):
     avoid: tuple[str, ...] = ()
     runtime_env: Mapping[str, Any] = {}  # as above
     plan: Mapping[str, Any] = {}  # as above
+
+
+class StillAlive(CoreError):
+    """Actors of a run that did not end in time. ``actors``: their names."""
+
+    def __init__(self, run: Run, actors: list[str], bound_s: float) -> None:
+        self.actors = sorted(actors)
+        super().__init__(
+            f"actors of job {run.job}, run {run.run}, have not ended within {bound_s:g} s: {', '.join(self.actors)}; they end "
+            "when the cluster reaches their hosts, or finds these dead: do this again then"
+        )
 
 
 class Cluster:
@@ -202,8 +214,20 @@ class Cluster:
         elif handle is not None:
             ray.kill(handle, no_restart=True)
 
+    def others(self) -> list[tuple[str, int]]:
+        """Other runs of a job of this name that have nodes in the cluster now, and how many."""
+        found = [
+            (run.run, sum(not one.is_dead for one in actors))
+            for space, actors in runs().items()
+            if (run := names.run_of(space)) is not None and run.job == self.run.job and run != self.run
+        ]
+        return [(run, count) for run, count in found if count]
+
     def clear(self, bound_s: float) -> None:
-        """Remove all of the run: actors, placement groups, keys. Keepers have half of ``bound_s`` to end by themselves."""
+        """Remove all of the run: actors, placement groups, keys. Keepers have half of ``bound_s`` to end by themselves.
+
+        Raises `StillAlive` where actors are left. Then the keys stay: the token still fences, and no name is used again.
+        """
         began, told = time.monotonic(), set[str]()
         while True:
             seen, spent_s = self.look(), time.monotonic() - began
@@ -220,6 +244,8 @@ class Cluster:
         prefix = self.run.group("")
         for name in seen.groups:
             self.remove_group(name.removeprefix(prefix))
+        if living:
+            raise StillAlive(self.run, [actor.name for actor in living], bound_s)
         private.remove(self.run.space + "/")
 
 
@@ -244,8 +270,9 @@ def runs() -> dict[str, list[Actor]]:
     for actor in private.actors(names.PREFIX):
         found.setdefault(actor.namespace, []).append(actor)
     with_groups = {group.name.partition("/")[0] for group in groups(names.PREFIX)}
+    with_keys = {key.partition("/")[0] for key in private.keys(names.PREFIX)}
     living = {space for space, actors in found.items() if not all(one.is_dead for one in actors)}
-    return {space: found.get(space, []) for space in with_groups | living}
+    return {space: found.get(space, []) for space in with_groups | with_keys | living}
 
 
 def with_orders(keeper: type) -> type:

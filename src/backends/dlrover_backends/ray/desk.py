@@ -26,25 +26,19 @@ from dlrover_backends.ray import faults
 from dlrover_backends.ray.lookout import Lookout
 from dlrover_backends.ray.names import Run
 from dlrover_backends.shared import wire
+from dlrover_backends.shared.asking import StaleToken
+from dlrover_backends.shared.conversations import Conversations
 from dlrover_backends.shared.observers import Observer
-from dlrover_core.errors import ConnectionLost, CoreError, MalformedMessage
-from dlrover_core.runtime.within import within
+from dlrover_core.errors import LaunchRefused, MalformedMessage
 
 if TYPE_CHECKING:
     from dlrover_backends.ray.cluster import Cluster
 
-IDLE_S, REQUEST_S = 10.0, 10.0
-CLEAR_S = 20.0
+IDLE_S = 10.0
+CLEAR_S = 12.0
+"""Less than a launcher waits (`apart.CLEAR_S`), so that it can say what is left."""
 
 log = structlog.get_logger("dlrover.desk")
-
-
-class Stale(CoreError):
-    """An order of a deposed master. ``highest`` is the token of a newer one."""
-
-    def __init__(self, highest: int) -> None:
-        super().__init__(f"a master with {highest} has given orders")
-        self.highest = highest
 
 
 class Desk:
@@ -55,11 +49,11 @@ class Desk:
         self._lookout = Lookout(cluster)
         self._ordering = asyncio.Lock()
         self._over = asyncio.Event()
-        self._talking: set[asyncio.Task[None]] = set()
+        self._conversations = Conversations(self._answer, self._observed)
 
     async def serve(self, listening: Callable[[], None]) -> None:
         """Until nobody needs it any more. ``listening`` is called once it can be talked to. Raises `CoreError`."""
-        server = await asyncio.start_unix_server(self._take, sock=wire.listen(self._path))
+        server = await asyncio.start_unix_server(self._conversations.take, sock=wire.listen(self._path))
         listening()
         tasks = [asyncio.ensure_future(one) for one in (self._lookout.run(), self._wait_idle(), self._over.wait())]
         try:
@@ -75,7 +69,7 @@ class Desk:
         since = time.monotonic()
         while time.monotonic() - since < IDLE_S:
             await asyncio.sleep(1.0)
-            if self._talking:
+            if self._conversations.tasks:
                 since = time.monotonic()
 
     # ---- orders
@@ -83,7 +77,7 @@ class Desk:
     async def _fence(self, token: int) -> None:
         highest = await asyncio.to_thread(self._cluster.newest_token, token)
         if highest > token:
-            raise Stale(highest)
+            raise StaleToken(token, highest)
 
     async def _launch(self, token: int, fields: dict[str, Any]) -> tuple[object, ...]:
         from dlrover_backends.ray.cluster import Order
@@ -92,14 +86,14 @@ class Desk:
         async with self._ordering:
             await self._fence(token)
             if order.name in await asyncio.to_thread(self._cluster.deleted):
-                return ("refused", f"{order.name} was here and was deleted; a name is used once", True)
+                raise LaunchRefused(f"{order.name} was here and was deleted; a name is used once", permanent=True)
             try:
                 made = await asyncio.to_thread(self._cluster.create, order)
             except Exception as error:
                 fault = faults.of_order(error)
                 if fault is None:
                     raise
-                return ("refused", *fault)
+                raise LaunchRefused(fault.text, permanent=fault.permanent) from error
         if made:
             log.info("node is placed", node=order.name, wants=dict(order.wants))
             self._lookout.wake()
@@ -126,50 +120,24 @@ class Desk:
 
     # ---- conversations
 
-    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._talking.add(task)
-        try:
-            request = await within(REQUEST_S, wire.read(reader))
-            if request[0] == "observe":
-                await self._observed(reader, writer)
-            else:
-                await wire.write(writer, *await self._answer(request))
-                if request[0] == "end":
-                    self._over.set()
-        except (ConnectionLost, asyncio.TimeoutError):
-            log.debug("a client went away")
-        except MalformedMessage as bad:
-            log.warning("a client was not understood", reason=str(bad))
-        except asyncio.CancelledError:
-            log.debug("a conversation ends with the desk")
-        finally:
-            self._talking.discard(task)
-            writer.close()
-
     async def _answer(self, request: tuple[Any, ...]) -> tuple[object, ...]:
-        try:
-            match request:
-                case ("launch", int(token), dict(fields)):
-                    return await self._launch(token, fields)
-                case ("delete", int(token), str(name), grace_s):
-                    return await self._delete(token, name, float(grace_s))
-                case ("check", dict(labels)):
-                    return ("done", await asyncio.to_thread(_label_fault, labels))
-                case ("clear",):
-                    return await self._clear()
-                case ("end",):
-                    return ("done", None)
-        except Stale as stale:
-            log.warning("order of a deposed master refused", order=request[0], highest=stale.highest)
-            return ("stale", request[1], stale.highest)
-        except Exception as error:
-            log.exception("an order failed", order=request[0])
-            return ("failed", f"{type(error).__name__}: {error}")
+        match request:
+            case ("launch", int(token), dict(fields)):
+                return await self._launch(token, fields)
+            case ("delete", int(token), str(name), grace_s):
+                return await self._delete(token, name, float(grace_s))
+            case ("check", dict(labels)):
+                return ("done", await asyncio.to_thread(_label_fault, labels))
+            case ("others",):
+                return ("done", await asyncio.to_thread(self._cluster.others))
+            case ("clear",):
+                return await self._clear()
+            case ("end",):
+                self._over.set()  # the answer is written before anybody else runs
+                return ("done", None)
         raise MalformedMessage(f"there is no order {request[0]!r} with {len(request) - 1} fields like these")
 
-    async def _observed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _observed(self, _: tuple[Any, ...], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Tell one client everything from now on, until it goes away."""
         observer = Observer(writer)
         await self._lookout.look()  # what was ordered before is in the list

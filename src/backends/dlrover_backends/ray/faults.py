@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from typing import NamedTuple
 
+from dlrover_core.errors import SpecError
+
 TEXT_MAX = 500
+PROBE_S = 3.0
+_ADDRESS = re.compile(r"\[?([^\[\]/]+?)\]?:(\d+)")
 _CLUSTER = re.compile(r"The cluster was started with:\s*Ray: (\S+)\s*Python: (\S+)")
 _PROCESS = re.compile(r"(?:This process|The process)[^:]*:\s*Ray: (\S+)\s*Python: (\S+)")
 
@@ -15,6 +21,22 @@ class Fault(NamedTuple):
 
     text: str
     permanent: bool
+
+
+def probe(address: str) -> None:
+    """Does anybody listen at the address? Ray itself takes most of a minute to say no. Raises `SpecError`. Blocks, `PROBE_S`."""
+    wanted = os.environ.get("RAY_ADDRESS", "") if address in {"", "auto"} else address
+    found = _ADDRESS.fullmatch(wanted)
+    if found is None:
+        return
+    try:
+        socket.create_connection((found[1], int(found[2])), PROBE_S).close()
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or "no answer"
+        raise SpecError(
+            "ray-address",
+            f"no Ray cluster answers at {wanted} ({why}): name its head as HOST:6379, or start one with ray start --head",
+        ) from error
 
 
 def of_connect(error: BaseException, address: str) -> Fault:
