@@ -19,10 +19,11 @@ from dlrover_adapters.cli import backends, groups, in_pod, k8s_detach, k8s_reach
 from dlrover_adapters.cli import main as dlrover
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli import run as launcher
-from dlrover_backends.k8s import jobs, masters
+from dlrover_adapters.http.client import Unanswered
+from dlrover_backends.k8s import jobs, masters, names
 from dlrover_backends.k8s.client import KubernetesBackend
 from dlrover_core import BackendContext, LaunchRefused
-from dlrover_core.errors import SpecError
+from dlrover_core.errors import ConnectionLost, Refused, SpecError, TokenRefused
 from dlrover_core.testing.backend_stand import make_launch
 
 PLAN = masters.MasterPlan("ml", "digits", "trainer:1", ("train.py",), "a-secret", claim="logs")
@@ -58,6 +59,154 @@ def test_the_token_is_in_the_secret() -> None:
     server.faults["GET"] = deque([failed(403, "no right")])
     with pytest.raises(SpecError, match="verb list, resource pods"):
         asyncio.run(jobs.token(server, found))
+
+
+# ---- stopping
+
+
+class Reached:
+    """What a command reaches a cluster with: it runs coroutines here."""
+
+    def __init__(self, server: Server) -> None:
+        self.api = server
+
+    def call(self, work: Any, _timeout_s: float | None = None) -> Any:
+        """Run it."""
+        return asyncio.run(asyncio.wait_for(work, 20))
+
+
+class Stopping:
+    """A job in a cluster, and `dlrover stop` of it. ``answers``: what the masters do when they are asked, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
+        self.server, self.answers, self.asked = Server(), deque(answers), 0
+        for path, kind in ((JOB, "Job"), (SECRET, "Secret")):
+            meta = {"name": "digits-masters", "uid": f"uid-{kind}", "annotations": {names.NOTE_JOB: "digits"}}
+            self.server.objects[path] = {"kind": kind, "metadata": meta}
+        self.server.objects[SECRET]["metadata"]["ownerReferences"] = [{"kind": "Job", "uid": "uid-Job"}]
+        monkeypatch.setattr(k8s_reach, "_through", self._through)
+        monkeypatch.setattr(jobs, "LOOK_S", 0.0)
+
+    def _through(self, *_: Any) -> int:
+        self.asked += 1
+        answer = self.answers.popleft()
+        if isinstance(answer, BaseException):
+            raise answer
+        self.ends(answer)
+        return 0
+
+    def ends(self, condition: str) -> None:
+        """The Job is over, unless the condition is empty."""
+        self.server.objects[JOB]["status"] = {
+            "conditions": [{"type": condition, "status": "True"}] if condition else []
+        }
+
+    def stop(self, *words: str) -> int:
+        """`dlrover stop`; its exit status."""
+        args = dlrover.build_parser().parse_args(["stop", "k8s:ml/digits", *words])
+        reach = Reached(self.server)
+        found = reach.call(jobs.find(self.server, "ml", "digits"))
+        return k8s_reach._stop(args, reach, found)  # type: ignore[arg-type]
+
+
+AWAY = ConnectionLost("no master of job 'digits' runs")
+
+
+def test_stopping_asks_until_a_master_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between two masters it waits for the next one; the job is removed when its masters have ended, and not before."""
+    job = Stopping(monkeypatch, AWAY, failed(503, "busy"), Unanswered("cut"), Refused("it has stopped"), "")
+    there = list[bool]()
+    real = jobs.await_over
+
+    async def await_over(api: Any, found: Any, timeout_s: float) -> Any:
+        there.append(JOB in job.server.objects)
+        job.ends("Failed")
+        return await real(api, found, timeout_s)
+
+    monkeypatch.setattr(jobs, "await_over", await_over)
+    assert job.stop() == 0
+    assert (job.asked, there, job.server.objects) == (4, [True], {})
+    assert "job digits: stopped, and all that was made for it is removed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "error",
+    [SpecError("kubeconfig", "verb create, resource pods/proxy"), TokenRefused("the token is another one")],
+)
+def test_a_refusal_removes_nothing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing right, or a token that is not the job's, ends the command; the job goes on."""
+    job = Stopping(monkeypatch, error)
+    with pytest.raises(type(error)):
+        job.stop()
+    assert set(job.server.objects) == {JOB, SECRET}
+
+
+def test_masters_that_never_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """After the time-out nothing is removed, and the message says what removes it; that flag does."""
+    job = Stopping(monkeypatch, *[AWAY] * 2)
+    with pytest.raises(ConnectionLost, match=r"cannot be asked, and nothing was removed: no master .*--force removes"):
+        job.stop("--timeout", "0")
+    assert set(job.server.objects) == {JOB, SECRET}
+    assert job.stop("--force") == 0
+    assert not job.server.objects
+    assert "job digits: removed without asking its masters" in capsys.readouterr().out
+    assert dlrover.main(["stop", "digits", "--force"]) == 2
+    assert "force: it is for jobs in Kubernetes" in capsys.readouterr().err
+
+
+def test_an_elastic_job_is_not_removed_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What owns the masters removes them."""
+    job = Stopping(monkeypatch, AWAY)
+    job.server.objects[JOB]["metadata"]["ownerReferences"] = [{"kind": "ElasticJob", "name": "digits", "uid": "u"}]
+    with pytest.raises(ConnectionLost, match="nothing was removed"):
+        job.stop("--force", "--timeout", "0")
+    assert set(job.server.objects) == {JOB, SECRET}
+
+
+@pytest.mark.parametrize(
+    ("condition", "said"), [("Complete", "had ended well before"), ("Failed", "had failed before")]
+)
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_job_that_had_ended_was_not_stopped(
+    condition: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, asked: bool
+) -> None:
+    """It is removed and told for what it is, also where its end was learnt by asking."""
+    job = Stopping(monkeypatch, *([AWAY] if asked else []))
+    if asked:
+        real = jobs.find
+
+        async def find(*words: Any) -> Any:
+            if job.asked:
+                job.ends(condition)
+            return await real(*words)
+
+        monkeypatch.setattr(jobs, "find", find)
+    else:
+        job.ends(condition)
+    assert job.stop() == 0
+    assert (job.asked, job.server.objects) == (int(asked), {})
+    assert f"job digits: {said}, and all that was made" in capsys.readouterr().out
+
+
+def test_masters_that_do_not_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """They have been asked, and it takes them too long: status 7, and nothing is removed."""
+    job = Stopping(monkeypatch, "")
+    assert job.stop("--timeout", "0") == 7
+    assert "have not ended within 0 s" in capsys.readouterr().err
+    assert set(job.server.objects) == {JOB, SECRET}
+
+
+def test_another_job_of_the_name_stays() -> None:
+    """What is removed is what was looked at: a job that was made under its name since then is not touched."""
+    server = Server()
+    found = jobs.Found("ml", "digits", {"metadata": {"name": "digits-masters", "uid": "old"}}, ())
+    for path in (JOB, SECRET):
+        meta = {"name": "digits-masters", "uid": "new", "ownerReferences": [{"uid": "new"}]}
+        server.objects[path] = {"metadata": meta}
+    assert asyncio.run(jobs.remove(server, found, 0)) == 0
+    assert set(server.objects) == {JOB, SECRET}
 
 
 # ---- the backend of masters in pods

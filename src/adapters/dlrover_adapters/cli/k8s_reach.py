@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import math
 import os
 import re
 import sys
+import time
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from dlrover_adapters.cli.places import FAILED, LATE, OK, NotFound, through_masters
-from dlrover_core.errors import CoreError, SpecError
+from dlrover_adapters.cli.places import FAILED, LATE, OK, QUIET_S, NotFound, through_masters
+from dlrover_core.errors import ConnectionLost, NotLeading, Refused, SpecError
 
 if TYPE_CHECKING:
     from dlrover_backends.k8s import jobs
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 SCHEME = "k8s:"
 FORM = "k8s:NAMESPACE/JOB"
 _PLACE = re.compile(r"k8s:(?:([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)/)?(.+)", re.DOTALL)
-STOP_S, GONE_S = 120.0, 120.0
+STOP_S, ASK_S, GONE_S = 120.0, 20.0, 120.0
+STOPPED, FORCED = "stopped", "removed without asking its masters"
 
 
 def is_there(args: argparse.Namespace) -> bool:
@@ -99,29 +102,73 @@ def _stop(args: argparse.Namespace, reach: Reach, found: jobs.Found) -> int:
     """Ask the masters, wait for the end, and remove all that was made for the job."""
     from dlrover_backends.k8s import jobs
 
-    limit_s = STOP_S if math.isinf(args.timeout) else args.timeout
-    say = f"dlrover stop: job {found.name}"
-    if not found.over:
-        try:
-            args.wait, remove = False, args.wait is not False
-            _through(args, reach, found)
-            if not remove:
+    waits, force, args.wait, args.force = args.wait is not False, args.force, False, False
+    limit_s = (STOP_S if waits else ASK_S) if math.isinf(args.timeout) else args.timeout
+    until = time.monotonic() + limit_s
+    say, how = f"dlrover stop: job {found.name}", ""
+    try:
+        if not found.over:
+            found, how = _asked_to_stop(args, reach, found, until, force=force)
+            if not waits and how == STOPPED:
                 return OK
-        except CoreError as error:
-            if found.owner:
-                raise
-            print(f"{say}: its masters cannot be asked, and it is removed without them: {error}", file=sys.stderr)
-        else:
-            found = reach.call(jobs.await_over(reach.api, found, limit_s), None)
-            if not found.over:
-                print(f"{say}: not over within {limit_s:g} s; --timeout waits longer", file=sys.stderr)
-                return LATE
-    if found.owner:
-        print(f"job {found.name}: {found.owner} owns it: delete that to remove what is left")
+            if how != FORCED and not found.over:
+                found = reach.call(jobs.await_over(reach.api, found, until - time.monotonic()), None)
+                if not found.over:
+                    print(f"{say}: {how}, and its masters have not ended within {limit_s:g} s", file=sys.stderr)
+                    return LATE
+        if found.owner:
+            print(f"job {found.name}: {found.owner} owns it: delete that to remove what is left")
+            return OK
+        left = reach.call(jobs.remove(reach.api, found, GONE_S), None)
+    except jobs.Missing:
+        print(f"job {found.name}: somebody else has removed it meanwhile")
         return OK
-    left = reach.call(jobs.remove(reach.api, found, GONE_S), None)
     if left:
         print(f"{say}: {left} of its pods are still being deleted", file=sys.stderr)
         return LATE
-    print(f"job {found.name}: stopped, and all that was made for it is removed")
+    print(
+        f"job {found.name}: {how if how in {STOPPED, FORCED} else _ended(found)}, and all that was made for it is removed"
+    )
     return OK
+
+
+def _ended(found: jobs.Found) -> str:
+    return "had ended well before" if found.over == "Complete" else "had failed before"
+
+
+def _asked_to_stop(
+    args: argparse.Namespace, reach: Reach, found: jobs.Found, until: float, *, force: bool
+) -> tuple[jobs.Found, str]:
+    """Let the leading master stop the job, between two leaders too; the job as it is then, and how it ends.
+
+    Raises `ConnectionLost` where no master answers until then, and `jobs.Missing`. Nothing is removed here.
+    """
+    from dlrover_adapters.http.client import Unanswered
+    from dlrover_backends.k8s import jobs
+    from dlrover_backends.k8s.errors import Busy, Unreachable
+
+    quiet_until, heard = time.monotonic() + QUIET_S, False
+    while True:
+        try:
+            _through(args, reach, found)
+            return found, STOPPED
+        except Refused as refused:
+            return found, STOPPED if heard else refused.reason
+        except (ConnectionLost, NotLeading, Unreachable, Busy) as error:
+            why, heard = error, heard or isinstance(error, Unanswered)
+        if force and not found.owner:
+            return found, FORCED
+        with contextlib.suppress(Unreachable, Busy):
+            found = reach.call(jobs.find(reach.api, found.namespace, found.name))
+        if found.over:
+            return found, ""
+        now = time.monotonic()
+        if now >= until:
+            remedy = "" if found.owner else "; --force removes the job without asking them"
+            raise ConnectionLost(
+                f"the masters of job {found.name} cannot be asked, and nothing was removed: {why}{remedy}"
+            )
+        if now >= quiet_until:
+            print(f"dlrover stop: waiting: {why}", file=sys.stderr)
+            quiet_until = until
+        time.sleep(jobs.LOOK_S)

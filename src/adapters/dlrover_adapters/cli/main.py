@@ -140,7 +140,7 @@ COMMANDS = (
         operate.drain,
     ),
     Command("attach", "show a detached job again, until it ends", attach.EXAMPLES, attach.arguments, attach.run),
-    Command("stop", "end a job; workers have their grace", operate.STOP_EXAMPLES, operate.job_arguments, operate.stop),
+    Command("stop", "end a job; workers have their grace", operate.STOP_EXAMPLES, operate.stop_arguments, operate.stop),
     Command(
         "suspend",
         "let a job pause, and give its nodes back",

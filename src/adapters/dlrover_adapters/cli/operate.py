@@ -49,7 +49,8 @@ DRAIN_EXAMPLES = """\
 STOP_EXAMPLES = """\
   dlrover stop digits                     and wait until every worker is gone
   dlrover stop digits --no-wait           only ask
-  dlrover stop digits --timeout 60"""
+  dlrover stop digits --timeout 60
+  dlrover stop k8s:ml/digits --force      remove it from the cluster, though its masters do not answer"""
 SUSPEND_EXAMPLES = """\
   dlrover suspend digits                  save at a step boundary, write it to storage, give all nodes back
   dlrover suspend digits --wait           return when the last node has gone
@@ -105,6 +106,16 @@ def suspend_arguments(parser: argparse.ArgumentParser) -> None:
         "--yes",
         action="store_true",
         help="give the nodes back even if what they have made is on no storage, and is lost (default: refused, with the reason)",
+    )
+
+
+def stop_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `stop` takes."""
+    job_arguments(parser)
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="of a job in Kubernetes (k8s:NAMESPACE/JOB) whose masters do not answer: remove it without asking them",
     )
 
 
@@ -167,7 +178,13 @@ async def drain(args: argparse.Namespace) -> int:
 
 
 async def stop(args: argparse.Namespace) -> int:
-    """`dlrover stop`."""
+    """`dlrover stop`. Raises `SpecError` for what is of jobs in Kubernetes alone."""
+    from dlrover_core.errors import SpecError
+
+    if args.force:
+        raise SpecError(
+            "force", f"it is for jobs in Kubernetes, dlrover stop k8s:NAMESPACE/JOB; leave it out for {args.job!r}"
+        )
     if args.wait is None:
         # A master far away may be all that we can reach.
         args.wait = args.master is None

@@ -11,7 +11,7 @@ from urllib.parse import quote, urlencode
 
 from dlrover_backends.k8s import endings, masters, names, pods, refusals
 from dlrover_backends.k8s.api import Api, Json
-from dlrover_backends.k8s.errors import Conflict, Forbidden, NotFound
+from dlrover_backends.k8s.errors import Busy, Conflict, Forbidden, NotFound, Unreachable
 from dlrover_backends.k8s.masters import LABEL_ROLE, ROLE
 from dlrover_core.errors import CoreError, SpecError
 
@@ -126,22 +126,33 @@ async def token(api: Api, found: Found) -> str:
 
 
 async def await_over(api: Api, found: Found, timeout_s: float) -> Found:
-    """Wait until the Job is over; as it is then, or after the time."""
+    """Wait until the Job is over; as it is then, or after the time. Raises `Missing`, `SpecError`, `ApiError`."""
     until = time.monotonic() + timeout_s
     while not found.over and time.monotonic() < until:
         await asyncio.sleep(LOOK_S)
-        found = await find(api, found.namespace, found.name)
+        with contextlib.suppress(Unreachable, Busy):
+            found = await find(api, found.namespace, found.name)
     return found
 
 
 async def remove(api: Api, found: Found, timeout_s: float) -> int:
-    """Delete the Job and all that it owns; how many of the job's pods are left after the time."""
+    """Delete this very Job and all that it owns; how many of the job's pods are left after the time.
+
+    Raises `SpecError` for a missing right, `ApiError`.
+    """
     base = f"/api/v1/namespaces/{found.namespace}"
     job = f"/apis/batch/v1/namespaces/{found.namespace}/jobs/{found.called}"
-    for path in (job, f"{base}/secrets/{found.called}"):
+    secret = f"{base}/secrets/{found.called}"
+    try:
+        with contextlib.suppress(NotFound, Conflict):  # another job may have the name now
+            await api.ask("DELETE", job, body=deletion(found.job))
         with contextlib.suppress(NotFound, Conflict):
-            there = await _read(api, path)
-            await api.ask("DELETE", path, body=deletion(there))
+            there = await api.ask("GET", secret)
+            owners = {one.get("uid") for one in there["metadata"].get("ownerReferences") or ()}
+            if found.job["metadata"]["uid"] in owners:
+                await api.ask("DELETE", secret, body=deletion(there))
+    except Forbidden as error:
+        raise SpecError("kubeconfig", refusals.missing_right(error)) from error
     until = time.monotonic() + timeout_s
     query = urlencode(
         {"labelSelector": f"{names.LABEL_BY}={names.BY},{names.LABEL_JOB}={names.label_value(found.name)}"}

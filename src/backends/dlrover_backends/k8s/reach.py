@@ -64,7 +64,7 @@ class Reach:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     def serve(self, found: jobs.Found) -> str:
-        """Pass requests on to these masters and those that follow them; ``host:port``.
+        """Pass requests on to these masters and those that follow them; ``host:port``, the same one each time.
 
         Raises `ConnectionLost` where none runs or answers, `SpecError` for a missing right, `ApiError`.
         """
@@ -88,10 +88,10 @@ class Reach:
     async def _serve(self, found: jobs.Found) -> str:
         self._found, self._found_at = found, self._loop.time()
         await self._check(found)
-        self._runner = web.ServerRunner(web.Server(self._pass_on, access_log=None), shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
+        if self._runner is None:
+            self._runner = web.ServerRunner(web.Server(self._pass_on, access_log=None), shutdown_timeout=0.1)
+            await self._runner.setup()
+            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         host, port = self._runner.addresses[0][:2]
         return f"{host}:{port}"
 
