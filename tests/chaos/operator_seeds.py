@@ -4,7 +4,9 @@ The operator and its client are the production ones, over real sockets. Masters 
 is there, and do what they are told. What must hold:
 
 * nothing that was made for a job is made a second time while the job is there, whatever becomes of operators;
-* when the faults end, the masters have the sizes and the pause that the object asks for, and its status says so;
+* when the faults end, the masters have the sizes and the pause that the object asks for, and its status says so, whatever
+  nonsense it was edited to meanwhile;
+* nothing is in the way of writing any more, and the status says that, too;
 * when the object is deleted all of its objects are gone, and strangers' are not.
 """
 
@@ -253,7 +255,7 @@ async def _trial(seed: int) -> dict[str, Any]:
         for one in STRANGERS:
             plural = f"{one['kind'].lower()}s"  # type: ignore[attr-defined]
             stand.server.api.create(stand.server.api.kind("", "v1", plural), "train", copy.deepcopy(one))
-        stand.server.faults.seeded(seed, RATES, most=80)
+        stand.server.faults.seeded(seed, RATES, most=50)
         await stand.begin()
         jobs = stand.server.api.kind(translate.GROUP, translate.VERSION, translate.PLURAL)
         stand.server.api.create(jobs, "train", job())
@@ -294,9 +296,11 @@ async def _history(stand: Stand, draw: random.Random) -> _Wanted:
         change(thing["spec"])
         stand.server.api.write(jobs, "train", NAME, thing)
 
+    if draw.random() < 0.5:  # else edits come before the job is made
+        await stand.until(lambda: stand.status().get("phase") == "Running", "it runs, whatever the server does")
     for _ in range(draw.randint(4, 9)):
-        await asyncio.sleep(draw.uniform(0.0, 0.12))
-        what = draw.choice(("size", "pause", "kill", "image", "cut", "kill"))
+        await asyncio.sleep(draw.uniform(0.0, 0.12) if draw.random() < 0.8 else 0.4)
+        what = draw.choice(("size", "pause", "kill", "image", "cut", "kill", "nonsense"))
         if what == "size":
             wanted.replicas = draw.randint(1, 8)
             edit(lambda spec: spec["replicaSpecs"]["worker"].update(replicas=wanted.replicas))
@@ -310,6 +314,14 @@ async def _history(stand: Stand, draw: random.Random) -> _Wanted:
                     image=f"registry/mnist:{tag}"
                 )
             )
+        elif what == "nonsense":
+            edit(
+                lambda spec: spec["replicaSpecs"]["worker"].update(template={"spec": {"containers": [{"env": ["A"]}]}})
+            )
+            if draw.random() < 0.5:  # else what comes next finds it so
+                await asyncio.sleep(draw.uniform(0.0, 0.12))
+            template = job()["spec"]["replicaSpecs"]["worker"]["template"]
+            edit(lambda spec, template=template: spec["replicaSpecs"]["worker"].update(template=template))  # type: ignore[misc]
         elif what == "cut":
             stand.server.end_watches(draw.choice(("cut", "end", "expired")))
         else:
@@ -323,6 +335,8 @@ def _right(stand: Stand, wanted: _Wanted) -> bool:
     if thing is None:
         return False
     status = stand.status()
+    if stand.condition("Reconciled")[0] == "False" or stand.condition("Accepted")[0] != "True":
+        return False
     if wanted.suspend:
         return bool(
             status.get("phase") == "Suspended" and status.get("observedGeneration") == thing["metadata"]["generation"]
