@@ -1,24 +1,19 @@
 """Trains on an `ElasticDataset` in which two samples are poison: URL, POISON ("quarantine" or "fail"), loader processes.
 
-To fetch the sample `RAISES` raises; a step with the sample `KILLS` ends its worker by SIGKILL. Rank 0 appends what it restored,
-each rank the samples of every step that it has made, to ``$FOLDER/told-RANK``, as `data_ranks.py` does.
+To fetch the sample `RAISES` raises; a step with the sample `KILLS` ends its worker by SIGKILL. `told_steps` tells the steps.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from told_steps import Training
 
-from dlrover_adapters.torch import ElasticBatch, ElasticDataset, FlashCheckpoint
+from dlrover_adapters.torch import ElasticDataset
 
 SIZE, BATCH, MICRO, RAISES, KILLS = 48, 16, 4, 13, 29
 
@@ -30,36 +25,17 @@ def sample(index: int) -> torch.Tensor:
     return torch.full((4,), float(index))
 
 
+def die(indices: Sequence[int]) -> None:
+    """A step with one sample ends its worker."""
+    if KILLS in indices:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main(url: str, poison: str, loaders: str) -> None:
     """Train one epoch."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    torch.set_num_threads(1)
-    model = DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    training = Training(4, 1e-6, batch=BATCH, micro=MICRO)
     data = ElasticDataset("train", size=SIZE, fetch=sample, seed=3, poison=poison)
-    batch = ElasticBatch(model, optimizer, global_batch=BATCH, micro_batch=MICRO)
-    life = [os.urandom(8).hex()]
-    dist.broadcast_object_list(life)
-    told = os.open(Path(os.environ["FOLDER"]) / f"told-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
-    def tell(**words: Any) -> None:
-        os.write(told, f"{json.dumps({'life': life[0], **words})}\n".encode())
-
-    with FlashCheckpoint(url, model=model, optimizer=optimizer, data=data, every=1, store_every=1) as ckpt:
-        step, drawn = ckpt.restore(), list[int]()
-        tell(restored=step, tier=ckpt.tier)
-        for x in batch.over(DataLoader(data, batch_size=None, num_workers=int(loaders))):
-            if batch.weight and KILLS in batch.indices:
-                os.kill(os.getpid(), signal.SIGKILL)
-            drawn += batch.indices if batch.weight else []
-            if batch.backward(model(x).square().mean()):
-                step += 1
-                tell(step=step, samples=drawn)
-                drawn = []
-                ckpt.step(step)
-        ckpt.save(step)
-        ckpt.wait()
+    training.train(data, url, saves=(1, 1), loaders=int(loaders), before=die)
 
 
 if __name__ == "__main__":

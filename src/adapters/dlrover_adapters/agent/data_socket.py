@@ -20,13 +20,11 @@ from typing import Any, NamedTuple, Protocol
 import structlog
 
 from dlrover_core.data.ranges import POSITION_MAX, Span
-from dlrover_core.errors import MalformedMessage
 from dlrover_core.job.shards import Terms
 from dlrover_core.runtime.checked import checked
-from dlrover_core.runtime.launcher import WorkersLaunch
 
 from . import wire
-from .listener import PacketListener
+from .packet_server import Nonsense, PacketServer
 
 NAME = "data.sock"
 PACKET_BYTES_MAX = 64 * 1024
@@ -94,30 +92,15 @@ class _Given(NamedTuple):
     span: Span
 
 
-class DataSocket:
+class DataSocket(PacketServer[Session]):
     """Listens at ``folder``/data.sock, mode 0600."""
 
     def __init__(self, folder: str) -> None:
-        self.path = os.path.join(folder, NAME)
+        super().__init__(os.path.join(folder, NAME), connections_max=CONNECTIONS_MAX, packet_bytes_max=PACKET_BYTES_MAX)
         self.counter: Counter | None = None
-        self.launch: WorkersLaunch | None = None
-        self._listener = PacketListener(self.path, self._accept)
-        self._open: dict[socket.socket, Session | None] = {}
         self._waits: dict[socket.socket, _Wait] = {}
         self._given: dict[socket.socket, dict[str, _Given]] = {}
         self._numbers = 0
-
-    def open(self) -> None:
-        """Listen. Raises `LaunchFailed`."""
-        self._listener.open()
-
-    def restore(self) -> bool:
-        """Listen again where the socket was removed; was it? Raises `OSError`."""
-        return self._listener.restore()
-
-    def begin(self, launch: WorkersLaunch) -> None:
-        """These workers run from now on; others are not served."""
-        self.launch = launch
 
     def close(self) -> None:
         """Hang up on everybody. Idempotent."""
@@ -149,45 +132,8 @@ class DataSocket:
 
     # ---- packets
 
-    def catch_up(self) -> None:
-        """Hear now all that was said until now."""
-        while self._listener.listens and self._accept():
-            pass
-        for line in list(self._open):
-            while line in self._open and self._hear(line):
-                pass
-
-    def _accept(self) -> bool:
-        line = self._listener.accept()
-        if line is None:
-            return False
-        if len(self._open) >= CONNECTIONS_MAX:
-            line.close()
-            return True
-        line.setblocking(False)
-        self._open[line] = None
-        asyncio.get_running_loop().add_reader(line, self._hear, line)
-        return True
-
-    def _hear(self, line: socket.socket) -> bool:
-        """Take one packet; False if there is none. Descriptors with it are closed by the kernel: there is no room for them."""
-        try:
-            packet = line.recv(PACKET_BYTES_MAX + 1)
-        except BlockingIOError:
-            return False
-        except ConnectionError:
-            packet = b""
-        if not packet or len(packet) > PACKET_BYTES_MAX:
-            self._hang_up(line, "its process ended")
-            return True
-        try:
-            self._understood(line, wire.unpack(packet))
-        except (MalformedMessage, _Nonsense):
-            self._hang_up(line, "it sent nonsense")
-        return True
-
     def _understood(self, line: socket.socket, body: dict[str, Any]) -> None:
-        """Do what a packet says. Raises `_Nonsense`, `MalformedMessage`."""
+        """Do what a packet says. Raises `Nonsense`, `MalformedMessage`."""
         op, session = body.get("op"), self._open[line]
         try:
             if op == "draw" and session is not None:
@@ -199,7 +145,7 @@ class DataSocket:
             elif op == "hello" and session is None:
                 self._hello(line, body)
             else:
-                raise _Nonsense
+                raise Nonsense
         except Refused as refused:
             if "n" not in body:
                 return  # who waits for no answer would take it for that of its next question
@@ -222,7 +168,7 @@ class DataSocket:
     def _opened(self, line: socket.socket, session: Session, body: dict[str, Any]) -> None:
         terms, shard = body.get("terms"), _int(body, "shard")
         if not isinstance(terms, list) or not 0 < shard <= SHARD_MAX:
-            raise _Nonsense
+            raise Nonsense
         self._counter().opened(session, checked(Terms, tuple(terms)), shard)
         self._send(line, _number(body), {})
 
@@ -235,7 +181,7 @@ class DataSocket:
         self._acked(body)
         dataset, most, within_s = _text(body, "dataset"), _int(body, "most"), body.get("within_s", 1.0)
         if not 0 < most <= SHARD_MAX or not isinstance(within_s, (int, float)) or not 0 <= within_s <= WAIT_S_MAX:
-            raise _Nonsense
+            raise Nonsense
         self._end_wait(line)  # of a draw that was interrupted: whoever draws twice at a time has two sessions
         given, lost = self._given.get(line, {}).get(dataset), _int({"lost": 0, **body}, "lost")
         again = given is not None and 0 < lost <= given.number
@@ -282,25 +228,16 @@ class DataSocket:
         except OSError:  # it is gone, or asks and never reads
             self._hang_up(line, "its process ended")
 
-    def _hang_up(self, line: socket.socket, why: str) -> None:
-        if line not in self._open:
-            return
-        asyncio.get_running_loop().remove_reader(line)
+    def _gone(self, line: socket.socket, caller: Session | None, why: str, /) -> None:
         self._end_wait(line)
-        session = self._open.pop(line)
         self._given.pop(line, None)
-        line.close()
-        if session is not None and self.counter is not None:
-            self.counter.gone(session, why)
+        if caller is not None and self.counter is not None:
+            self.counter.gone(caller, why)
 
     def _counter(self) -> Counter:
         if self.counter is None:
             raise Refused("this agent has not joined its job yet: try again")
         return self.counter
-
-
-class _Nonsense(Exception):
-    """A packet that no worker of ours sends."""
 
 
 def _number(body: dict[str, Any]) -> int:
@@ -310,24 +247,24 @@ def _number(body: dict[str, Any]) -> int:
 def _int(body: dict[str, Any], name: str) -> int:
     found = body.get(name)
     if type(found) is not int or not 0 <= found < 2**62:
-        raise _Nonsense
+        raise Nonsense
     return found
 
 
 def _text(body: dict[str, Any], name: str) -> str:
     found = body.get(name)
     if not isinstance(found, str):
-        raise _Nonsense
+        raise Nonsense
     return found
 
 
 def _spans(said: Any) -> Iterator[Span]:
     """Ranges, as starts and ends in turn."""
     if not isinstance(said, list) or len(said) % 2 or len(said) > 2 * ACKS_MAX:
-        raise _Nonsense
+        raise Nonsense
     if not all(type(one) is int and 0 <= one <= POSITION_MAX for one in said):
-        raise _Nonsense
+        raise Nonsense
     for start, end in zip(said[::2], said[1::2], strict=True):
         if start >= end:
-            raise _Nonsense
+            raise Nonsense
         yield Span(start, end)

@@ -21,12 +21,10 @@ import structlog
 
 from dlrover_adapters.agent import wire
 from dlrover_adapters.agent.cgroup import ROOT
-from dlrover_adapters.agent.listener import PacketListener
+from dlrover_adapters.agent.packet_server import Nonsense, PacketServer
 from dlrover_core.checkpoint.arena import ArenaBroken, Geometry
-from dlrover_core.errors import MalformedMessage
 from dlrover_core.job.shards import Terms
 from dlrover_core.runtime.checked import checked
-from dlrover_core.runtime.launcher import WorkersLaunch
 
 from .arenas import MEMORY, Arena, Arenas, NoRoom, Owner
 
@@ -111,30 +109,15 @@ class Listener(Protocol):
         """Memory with the slot, and the time it took in microseconds (0: it was here). Raises `Refused`."""
 
 
-class Vault:
+class Vault(PacketServer[Caller]):
     """Listens at ``folder``/vault.sock, mode 0600. ``root`` is where limits of memory are read."""
 
     def __init__(self, folder: str, root: Path = ROOT) -> None:
-        self.path = os.path.join(folder, NAME)
+        super().__init__(os.path.join(folder, NAME), connections_max=CONNECTIONS_MAX, packet_bytes_max=PACKET_BYTES_MAX)
         self.arenas = Arenas(root)
         self.listener: Listener | None = None
-        self.launch: WorkersLaunch | None = None
-        """The workers that run, or ran last."""
-        self._listener = PacketListener(self.path, self._accept)
-        self._open: dict[socket.socket, Caller | None] = {}
         self._busy: dict[socket.socket, asyncio.Task[None]] = {}
-
-    def open(self) -> None:
-        """Listen. Raises `LaunchFailed`."""
-        self._listener.open()
-
-    def restore(self) -> bool:
-        """Listen again where the socket was removed; was it? Raises `OSError`."""
-        return self._listener.restore()
-
-    def begin(self, launch: WorkersLaunch) -> None:
-        """These workers run from now on; others are not served."""
-        self.launch = launch
+        self._deaf = self._busy
 
     async def close(self) -> None:
         """Hang up on everybody and let all memory go. Idempotent."""
@@ -151,56 +134,10 @@ class Vault:
 
     # ---- packets
 
-    def catch_up(self) -> None:
-        """Hear now all that was said until now: a rank that ended may have spoken just before."""
-        while self._listener.listens and self._accept():
-            pass
-        for line in list(self._open):
-            while line in self._open and line not in self._busy and self._hear(line):
-                pass
-
-    def _accept(self) -> bool:
-        """Take one connection, if there is one."""
-        line = self._listener.accept()
-        if line is None:
-            return False
-        if len(self._open) >= CONNECTIONS_MAX:
-            line.close()
-            return True
-        line.setblocking(False)
-        self._open[line] = None
-        asyncio.get_running_loop().add_reader(line, self._hear, line)
-        return True
-
-    def _hear(self, line: socket.socket) -> bool:
-        """Take one packet; False if there is none. Descriptors with it are closed by the kernel: there is no room for them."""
-        try:
-            packet = line.recv(PACKET_BYTES_MAX + 1)
-        except BlockingIOError:
-            return False
-        except ConnectionError:
-            packet = b""
-        if not packet or len(packet) > PACKET_BYTES_MAX:
-            self._hang_up(line)
-            return True
-        try:
-            body = wire.unpack(packet)
-            waiting = self._understood(line, body)
-        except (MalformedMessage, _Nonsense):
-            self._hang_up(line)
-            return True
-        if waiting is not None:
-            # Nothing more is heard from here meanwhile: answers come in order, and nobody can have more than one such at work.
-            asyncio.get_running_loop().remove_reader(line)
-            task = asyncio.ensure_future(self._later(line, body, waiting))
-            self._busy[line] = task
-            task.add_done_callback(lambda _: self._busy.pop(line, None))
-        return True
-
     async def _later(self, line: socket.socket, body: dict[str, Any], waiting: Awaitable[Answer]) -> None:
         try:
             answer, fd = await waiting
-        except _Nonsense:
+        except Nonsense:
             if line in self._open:
                 self._hang_up(line)
             return
@@ -211,20 +148,29 @@ class Vault:
         if line in self._open:
             asyncio.get_running_loop().add_reader(line, self._hear, line)
 
-    def _understood(self, line: socket.socket, body: dict[str, Any]) -> Awaitable[Answer] | None:
-        """Do what a packet says; what is left to wait for, if anything. Raises `_Nonsense`, `MalformedMessage`."""
+    def _understood(self, line: socket.socket, body: dict[str, Any]) -> None:
+        waiting = self._answered(line, body)
+        if waiting is not None:
+            # Nothing more is heard from here meanwhile: answers come in order, and nobody can have more than one such at work.
+            asyncio.get_running_loop().remove_reader(line)
+            task = asyncio.ensure_future(self._later(line, body, waiting))
+            self._busy[line] = task
+            task.add_done_callback(lambda _: self._busy.pop(line, None))
+
+    def _answered(self, line: socket.socket, body: dict[str, Any]) -> Awaitable[Answer] | None:
+        """Do what a packet says; what is left to wait for, if anything. Raises `Nonsense`, `MalformedMessage`."""
         op, caller = body.get("op"), self._open[line]
         if not isinstance(op, str):
-            raise _Nonsense
+            raise Nonsense
         if op in _TOLD:
             if caller is None:
-                raise _Nonsense
+                raise Nonsense
             if self.listener is not None and self._runs(caller):
                 self.listener.told(caller, body)
             return None
         if op in _LATER:
             if caller is None:
-                raise _Nonsense
+                raise Nonsense
             return _LATER[op](self, body)
         try:
             if op == "hello":
@@ -232,7 +178,7 @@ class Vault:
             elif caller is not None and op in _AT_ONCE:
                 answer, fd = _AT_ONCE[op](self, caller, body)
             else:
-                raise _Nonsense
+                raise Nonsense
         except Refused as refused:
             answer, fd = {"error": str(refused)[:TEXT_MAX]}, -1
         self._send(line, body, answer, fd)
@@ -246,13 +192,10 @@ class Vault:
         except OSError:  # it is gone, or asks and never reads
             self._hang_up(line)
 
-    def _hang_up(self, line: socket.socket) -> None:
-        asyncio.get_running_loop().remove_reader(line)
-        self._open.pop(line, None)
+    def _gone(self, line: socket.socket, _caller: Caller | None, _why: str, /) -> None:
         busy = self._busy.get(line)
         if busy is not None:
             busy.cancel()
-        line.close()
 
     def _runs(self, caller: Caller) -> bool:
         return self.launch is not None and caller.generation == self.launch.generation
@@ -311,7 +254,7 @@ class Vault:
             raise Refused(f"arena {number} is none of rank {caller.rank}'s")
         members = body.get("members")
         if members is not None and not (isinstance(members, list) and all(type(one) is int for one in members)):
-            raise _Nonsense
+            raise Nonsense
         (arena.spread,) = _ints({"spread": 0, **body}, "spread")
         arena.members = frozenset(members) if members is not None else None
         try:
@@ -325,7 +268,7 @@ class Vault:
     def _dataset(self, caller: Caller, body: dict[str, Any]) -> Answer:
         terms = body.get("terms")
         if not isinstance(terms, list):
-            raise _Nonsense
+            raise Nonsense
         if self.listener is not None and self._runs(caller):
             self.listener.dataset(caller, checked(Terms, tuple(terms)))
         return {}, -1
@@ -379,14 +322,10 @@ class Vault:
         self.arenas.forget(arena)
 
 
-class _Nonsense(Exception):
-    """A packet that no worker of ours sends."""
-
-
 def _ints(body: dict[str, Any], *names: str, at_most: int = 2**62) -> list[int]:
     found = [body.get(name) for name in names]
     if not all(type(one) is int and 0 <= one < at_most for one in found):
-        raise _Nonsense
+        raise Nonsense
     return [one for one in found if one is not None]
 
 
