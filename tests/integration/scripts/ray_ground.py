@@ -16,6 +16,7 @@ def main() -> None:
     folder, *hosts = sys.argv[1:]
     os.environ.update(
         RAY_TMPDIR=folder,
+        XDG_STATE_HOME=folder,
         RAY_USAGE_STATS_ENABLED="0",
         RAY_enable_worker_prestart="0",
         RAY_prestart_worker_first_driver="0",

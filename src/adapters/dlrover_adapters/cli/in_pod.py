@@ -1,4 +1,6 @@
-"""Masters in a pod of Kubernetes: the command line is the one that was typed elsewhere, and the pod's environment places it.
+"""Masters in a cluster: the command line is the one that was typed elsewhere, and the environment places it.
+
+That is a pod of Kubernetes, or an actor of Ray that keeps masters.
 
 `dlrover-run` and `dlrover master` look here before they do anything. What the environment says takes the place of options of the
 same meaning: these named places of the host where they were typed.
@@ -14,7 +16,7 @@ from dlrover_core.errors import SpecError
 
 BACKEND, BIND, MASTERS = "DLROVER_MASTER_BACKEND", "DLROVER_MASTER_BIND", "DLROVER_MASTER_AT"
 JOB, LOG, STATE_DIR, RUN = "DLROVER_MASTER_JOB", "DLROVER_MASTER_LOG", "DLROVER_MASTER_STATE", "DLROVER_RUN"
-"""As `dlrover_backends.k8s.masters` writes them."""
+"""As `dlrover_backends.k8s.masters` and `dlrover_backends.ray.masters_keeper` write them."""
 _NEEDED = {BACKEND: "backend", BIND: "bind", MASTERS: "masters", JOB: "job_id", STATE_DIR: "state_dir", RUN: "owner"}
 
 
@@ -25,12 +27,13 @@ def taken_in(options: Options, environ: MutableMapping[str, str] = os.environ) -
     for variable, dest in _NEEDED.items():
         value = environ.pop(variable, "")
         if not value:
-            raise SpecError(variable, f"missing, and {BACKEND} makes this command the masters of a job in Kubernetes")
+            raise SpecError(variable, f"missing, and {BACKEND} makes this command the masters of a job in a cluster")
         setattr(options, dest, value)
         options.note(dest, variable)
     options.bind = _bracketed(options.bind)
     options.log = environ.pop(LOG, "") or None
     options.image = options.token_file = options.resume = None
+    options.ray_address = options.resources = options.label = options.runtime_env = None
     options.detach, options.progress, options.pod = False, "off", True
     return True
 

@@ -28,6 +28,7 @@ from dlrover_adapters.cli import (
     kubernetes,
     operate,
     ray_leftovers,
+    ray_reach,
     read,
     replay,
     serve,
@@ -236,6 +237,8 @@ def guarded(args: argparse.Namespace) -> int:
     try:
         if k8s_reach.is_there(args):
             return k8s_reach.run(args)
+        if ray_reach.is_there(args):
+            return ray_reach.run(args)
         through_masters(args)
         done = args.run(args)
         code: int = done if isinstance(done, int) else asyncio.run(done)

@@ -96,7 +96,15 @@ def check(options: Options) -> None:
 
 def has_files(options: argparse.Namespace) -> bool:
     """Do nodes get files of their own, so that a program which is not here may be there?"""
-    return is_ray(options) and bool(getattr(options, "runtime_env", None))
+    if not is_ray(options):
+        return False
+    return bool(getattr(options, "runtime_env", None)) or "runtime_env=" in str(options.backend) or _submitted()
+
+
+def _submitted() -> bool:
+    from dlrover_backends.ray import settings
+
+    return bool(settings.submitted(os.environ).get("working_dir"))
 
 
 def is_ray(options: argparse.Namespace) -> bool:

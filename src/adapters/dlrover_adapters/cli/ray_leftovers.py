@@ -51,7 +51,7 @@ def _on(args: argparse.Namespace) -> int:
 
     if importlib.util.find_spec("ray") is None:
         raise SpecError("ray", "Ray's client library is not installed: pip install 'dlrover-core[ray]'")
-    from dlrover_backends.ray import cluster, faults, names
+    from dlrover_backends.ray import cluster, faults, masters, names
 
     faults.probe(args.ray_address)
     try:
@@ -59,11 +59,15 @@ def _on(args: argparse.Namespace) -> int:
     except (Exception, SystemExit) as error:  # Ray's library ends processes
         raise SpecError("ray-address", faults.of_connect(error, args.ray_address).text) from error
     found = {run: actors for space, actors in cluster.runs().items() if (run := names.run_of(space)) is not None}
+    led = [job.record for name in masters.jobs() if (job := masters.find(name)) is not None]
+    found.update({run: [] for one in led if (run := names.Run(one.job, one.run)) not in found})
     if args.what == RM:
         wanted = [run for run in found if args.all or run.job == args.job]
         if not wanted and args.job:
             print(f"dlrover ray: job {args.job!r} has nothing in this cluster; dlrover ray ls shows what there is")
             return NOT_FOUND
+        for one in wanted:
+            masters.release(*one)  # before nodes, which masters would launch again
         return max([_removed(cluster.Cluster(one)) for one in wanted], default=OK)
     print(f"{'JOB':<24} {'RUN':<16} {'RUNNING':>7} {'PENDING':>7} {'ENDED':>7}")
     for one, actors in sorted(found.items()):

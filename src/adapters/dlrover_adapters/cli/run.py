@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrover_adapters.cli import backend_flags, backends, before, groups, in_pod, usage
+from dlrover_adapters.cli import backend_flags, backends, before, groups, in_pod, ray_flags, usage
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli.local_nodes import Agents, node_host
 from dlrover_adapters.cli.torchrun_flags import Options
@@ -100,9 +100,16 @@ def _run(options: Options) -> int:
 
         say_unused(options)
         return k8s_detach.run(options, choice, found)
+    if options.detach and ray_flags.is_ray(options) and choice is not None:
+        from dlrover_adapters.cli import ray_detach
+
+        say_unused(options)
+        return ray_detach.run(options, choice, found)
     if options.detach and (choice is not None or cli_options.meeting(options).joining):
         raise SpecError(
-            "detach", "it is for a job whose nodes are all on this host, or pods (--backend k8s); leave it out here"
+            "detach",
+            "it is for a job whose nodes are all on this host, or a cluster's (--backend k8s, --backend ray); leave it out "
+            "here",
         )
     settings, meeting = prepare(options, found), cli_options.meeting(options)
     if choice is not None:

@@ -39,7 +39,8 @@ def detached(group: argparse._ArgumentGroup) -> None:
         const=True,
         default=False,
         help="the job belongs to no terminal and outlives this command; 'dlrover attach|status|stop JOB' finds it; its output "
-        "goes to jobs/JOB/output.log in the state directory, within --log-bytes-max; with --backend k8s its masters are pods",
+        "goes to jobs/JOB/output.log in the state directory, within --log-bytes-max; with --backend k8s its masters are pods, "
+        "with --backend ray actors",
     )
     group.add_argument(
         "--resume",

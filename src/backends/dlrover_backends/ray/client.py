@@ -102,6 +102,20 @@ class RayBackend:
         if fault:
             raise SpecError("label", f"Ray refuses it: {fault}")
 
+    async def claim(self, driver: str) -> None:
+        """Take the job's name in the cluster for this run, whose masters are at ``driver``. Raises `SpecError`, `CoreError`."""
+        fault = await self._call("claim", self._here.job, self._here.run, self._here.token, driver)
+        if fault:
+            raise SpecError("job-id", str(fault))
+
+    async def keep(self, plan: Mapping[str, Any]) -> None:
+        """Have masters kept in the cluster too: ``plan`` is `mastery.Plan.to_map`. Raises `CoreError`."""
+        await self._call("keep", dict(plan))
+
+    async def release(self) -> None:
+        """Remove the masters' keepers of this run, and its claim of the job's name. Raises `CoreError`."""
+        await self._call("release", self._here.job, self._here.run)
+
     async def close(self) -> None:
         """Nothing to close: the desk serves other masters, and ends when there are none."""
         if self._desk is not None:
@@ -138,7 +152,7 @@ class RayBackend:
         asked = {"CPU": node.cpu_m / 1000, "GPU": float(node.gpus), "memory": float(node.memory_mib << 20)}
         wants.update({name: amount for name, amount in asked.items() if amount})
         wants.setdefault("CPU", float(node.nproc))
-        env = settings.runtime_env(told.runtime_env, here.cwd)
+        env = settings.joined(settings.submitted(os.environ), settings.runtime_env(told.runtime_env, here.cwd))
         set_by_user = env.get("env_vars")
         kept = tuple(set_by_user) if isinstance(set_by_user, Mapping) else ()
         variables = {**here.environment(node), TOKEN: here.token}

@@ -25,7 +25,7 @@ from dlrover_backends.ray.records import Actor, Group, Host, Place, Snapshot
 from dlrover_core.errors import CoreError
 
 NODE_ID = "ray.io/node-id"
-CLEAR_LOOK_S = 0.1
+CLEAR_S, CLEAR_LOOK_S = 20.0, 0.1
 
 
 class Order(NamedTuple):
@@ -61,10 +61,13 @@ class StillAlive(CoreError):
 
 
 class Cluster:
-    """A run's actors, placement groups and keys. Connect first; a process connects once."""
+    """A run's actors, placement groups and keys. Connect first; a process connects once.
+
+    ``address``: of the cluster's state service, once it is connected
+    """
 
     def __init__(self, run: Run) -> None:
-        self.run = run
+        self.run, self.address = run, ""
 
     def connect(self, address: str) -> None:
         """Join the cluster as a driver. Raises whatever Ray does: `faults.of_connect` knows what it means."""
@@ -80,6 +83,7 @@ class Cluster:
             log_to_driver=True,
             logging_level=logging.ERROR,
         )
+        self.address = ray.get_runtime_context().gcs_address
 
     # ---- what is there
 
@@ -165,6 +169,21 @@ class Cluster:
                 remove_placement_group(group)
             raise
 
+    def sent(self, env: Mapping[str, Any]) -> dict[str, Any]:
+        """The runtime environment with the folders that it names sent to the cluster, once for the run.
+
+        Nodes that are launched hours later, by another desk, get the same files.
+        """
+        if not names.folders(env):
+            return dict(env)
+        key = self.run.key(names.ENV, names.digest(env))
+        raw = private.get(key)
+        known: dict[str, Any] = json.loads(raw) if raw else {}
+        if not known or not all(private.is_there(one) for one in names.packages(known)):
+            known = private.uploaded(env)
+            private.put(key, json.dumps(known).encode())
+        return known
+
     def _keeper(self, order: Order, wants: Mapping[str, float], group: Any) -> None:
         custom = {name: amount for name, amount in wants.items() if name not in {"CPU", "GPU", "memory"}}
         actor = ray.remote(concurrency_groups={ORDERS: 4})(with_orders(Keeper))
@@ -178,7 +197,7 @@ class Cluster:
             num_gpus=wants.get("GPU", 0),
             memory=wants.get("memory") or None,
             resources=custom or None,
-            runtime_env=dict(order.runtime_env) or None,
+            runtime_env=self.sent(order.runtime_env) or None,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         ).remote(dict(order.plan))
 

@@ -130,6 +130,12 @@ class Desk:
                 return ("done", await asyncio.to_thread(_label_fault, labels))
             case ("others",):
                 return ("done", await asyncio.to_thread(self._cluster.others))
+            case ("claim", str(job), str(run), str(token), str(driver)):
+                return ("done", await asyncio.to_thread(_claimed, job, run, token, driver))
+            case ("keep", dict(plan)):
+                return ("done", await asyncio.to_thread(_keep, plan))
+            case ("release", str(job), str(run)):
+                return ("done", await asyncio.to_thread(_release, job, run))
             case ("clear",):
                 return await self._clear()
             case ("end",):
@@ -150,6 +156,29 @@ def _label_fault(labels: dict[str, str]) -> str:
     from dlrover_backends.ray import private
 
     return private.label_fault(labels)
+
+
+def _claimed(job: str, run: str, token: str, driver: str) -> str:
+    """Why the job's name cannot be this run's; empty: it is."""
+    from dlrover_backends.ray import masters
+
+    try:
+        masters.claim(job, run, token, driver)
+    except masters.InUse as error:
+        return str(error)
+    return ""
+
+
+def _keep(plan: dict[str, Any]) -> None:
+    from dlrover_backends.ray import masters, mastery
+
+    masters.keep(mastery.of_map(plan))
+
+
+def _release(job: str, run: str) -> None:
+    from dlrover_backends.ray import masters
+
+    masters.release(job, run)
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from dlrover_backends.shared.process import LocalCommand, Started
 
 ORDERS = "orders"
 KILL_WAIT_S = 5.0
-_OWN = ("OMP_NUM_THREADS",)
+OWN = ("OMP_NUM_THREADS",)
 """Variables that Ray sets for an actor's own process. An agent sets them for its workers."""
 
 
@@ -63,17 +63,17 @@ class Keeper:
         """Wait for the agent's end, and end in the same way."""
         poll = select.poll()
         poll.register(self._started.pidfd, select.POLLIN)
-        raylet = _raylet()
-        if raylet >= 0:
-            poll.register(raylet, select.POLLIN)
+        host = raylet()
+        if host >= 0:
+            poll.register(host, select.POLLIN)
         over: list[int] = []
         # In pieces: Python runs handlers of signals between them.
         while self._started.pidfd not in over:
             over = [fd for fd, _ in poll.poll(1000)]
-            if raylet in over:
+            if host in over:
                 # Ray would end this process, which waits here and cannot be told; and a host without its raylet is lost to Ray.
                 self._started.signal(signal.SIGKILL)
-                poll.unregister(raylet)
+                poll.unregister(host)
         code, _ = self._started.bury(KILL_WAIT_S)
         sys.exit(1 if code is None else 128 - code if code < 0 else code)
 
@@ -100,10 +100,9 @@ def _start(plan: Plan) -> Started:
             f"{plan.cwd} is not on host {socket.gethostname()}: share that folder between the hosts, or send it with "
             "--runtime-env FILE, where FILE says working_dir: ."
         )
-    command = (sys.executable, "-u", _launcher(), "dlrover_adapters.cli.run", *plan.arguments)
-    words = command if plan.arguments else plan.command
+    words = command(plan.arguments) if plan.arguments else plan.command
     before = dict(os.environ)
-    for name in (*_OWN, *(name for name in os.environ if name.startswith("DLROVER_"))):
+    for name in (*OWN, *(name for name in os.environ if name.startswith("DLROVER_"))):
         if name not in plan.kept:
             os.environ.pop(name, None)
     try:
@@ -117,7 +116,12 @@ def _start(plan: Plan) -> Started:
     return started
 
 
-def _raylet() -> int:
+def command(arguments: Sequence[str]) -> tuple[str, ...]:
+    """``dlrover-run`` with these words, by this process's interpreter. Raises `RuntimeError` where it is not installed."""
+    return (sys.executable, "-u", _launcher(), "dlrover_adapters.cli.run", *arguments)
+
+
+def raylet() -> int:
     """A descriptor that ends with the raylet which started this process; -1: it is not to be seen from here."""
     try:
         return os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))

@@ -5,11 +5,14 @@ Every one begins with `PREFIX`, by which ``dlrover ray ls`` finds what a killed 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 PREFIX = "dlrover:"
-TOKEN, PLACE, DELETED = "token", "place", "deleted"  # kinds of keys; the token is a number
+TOKEN, PLACE, DELETED, ENV = "token", "place", "deleted", "env"  # kinds of keys; the token is a number
 
 
 class Run(NamedTuple):
@@ -42,3 +45,24 @@ def run_of(space: str) -> Run | None:
     if len(words) != 3 or f"{words[0]}:" != PREFIX:
         return None
     return Run(unquote(words[1]), unquote(words[2]))
+
+
+def folders(env: Mapping[str, Any]) -> list[str]:
+    """The folders and files of this host that a runtime environment names."""
+    return [one for one in _parts(env) if "://" not in one]
+
+
+def packages(env: Mapping[str, Any]) -> list[str]:
+    """What a runtime environment names of the cluster's own store."""
+    return [one for one in _parts(env) if one.startswith("gcs://")]
+
+
+def digest(env: Mapping[str, Any]) -> str:
+    """A short name of a runtime environment."""
+    return hashlib.sha256(json.dumps(env, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _parts(env: Mapping[str, Any]) -> list[str]:
+    modules = env.get("py_modules")
+    parts = [env.get("working_dir"), *(modules if isinstance(modules, list) else ())]
+    return [one for one in parts if isinstance(one, str)]

@@ -5,7 +5,9 @@ Tried with Ray 2.60. Where one of these is missing, `missing` says so before any
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from typing import Any
 
 from dlrover_backends.ray.records import Actor
 
@@ -20,7 +22,10 @@ def missing() -> str:
 
     for owner, names in (
         (state.GlobalState, ("_connect_and_get_accessor", "get_draining_nodes")),
-        (internal_kv, ("_internal_kv_get", "_internal_kv_put", "_internal_kv_del", "_internal_kv_list")),
+        (
+            internal_kv,
+            ("_internal_kv_get", "_internal_kv_put", "_internal_kv_del", "_internal_kv_list", "_internal_kv_exists"),
+        ),
     ):
         for name in names:
             if not hasattr(owner, name):
@@ -90,6 +95,41 @@ def remove(prefix: str) -> None:
     from ray.experimental import internal_kv
 
     internal_kv._internal_kv_del(prefix, del_by_prefix=True, namespace=_SPACE)
+
+
+def uploaded(env: Mapping[str, Any]) -> dict[str, Any]:
+    """A runtime environment whose folders lie in the cluster: ``working_dir`` and ``py_modules`` are addresses there.
+
+    Ray does this for a driver's own runtime environment alone, and refuses an actor's that names folders. What nobody refers to
+    is removed after ten minutes.
+    """
+    from ray._private import worker
+    from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
+    from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
+
+    heeds_gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
+    scratch = worker.global_worker.node.get_runtime_env_dir_path()
+    found = upload_py_modules_if_needed(dict(env), heeds_gitignore, scratch)
+    found = dict(upload_working_dir_if_needed(found, heeds_gitignore, scratch))
+    found.pop("excludes", None)
+    return found
+
+
+def is_there(package: str) -> bool:
+    """Does the cluster still have a package that was sent to it?"""
+    from ray.experimental import internal_kv
+
+    return bool(internal_kv._internal_kv_exists(package))
+
+
+def storage() -> str:
+    """Where the cluster's state service keeps its state: ``memory``, ``redis`` or ``rocksdb``; empty: the head did not say."""
+    from ray._common.usage import usage_constants
+    from ray.experimental import internal_kv
+
+    key = f"{usage_constants.EXTRA_USAGE_TAG_PREFIX}gcs_storage"
+    told = internal_kv._internal_kv_get(key, namespace=usage_constants.USAGE_STATS_NAMESPACE)
+    return told.decode() if told else ""
 
 
 def label_fault(labels: Mapping[str, str]) -> str:

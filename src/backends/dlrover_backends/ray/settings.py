@@ -17,6 +17,7 @@ from dlrover_core.errors import SpecError
 from dlrover_core.runtime.backends import BackendContext
 
 FIELD = "backend"
+SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):([0-9]{1,5})")
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGT]i?)?B?")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -30,7 +31,7 @@ class Settings(NamedTuple):
     address:     ``HOST:PORT`` of the cluster's state service (GCS); empty: the cluster that this host is a node of
     resources:   what each node gets, as ``CPU=8,GPU=8,memory=64G,custom=1``; empty: the CPUs and GPUs that its workers need
     label:       label selectors of hosts, as ``KEY=SELECTOR``, several joined by ``;``; empty: any host
-    runtime_env: a JSON or YAML file with Ray's runtime environment; empty: none
+    runtime_env: a JSON or YAML file with Ray's runtime environment, or the JSON itself; empty: none
     """
 
     address: str = ""
@@ -114,6 +115,8 @@ def runtime_env(path: str, cwd: str) -> dict[str, Any]:
     """Ray's runtime environment from a JSON or YAML file; folders in it are relative to ``cwd``. Raises `SpecError`."""
     if not path:
         return {}
+    if path.startswith("{"):  # as masters in the cluster are told it
+        return dict(_parsed(path, "{}.json"))
     file = Path(cwd, path)
     try:
         raw = file.read_text(encoding="utf-8")
@@ -127,7 +130,35 @@ def runtime_env(path: str, cwd: str) -> dict[str, Any]:
     folder = found.get("working_dir")
     if isinstance(folder, str) and "://" not in folder:
         found = {**found, "working_dir": str(Path(cwd, folder).resolve())}
+    modules = found.get("py_modules")
+    if isinstance(modules, list):
+        found = {
+            **found,
+            "py_modules": [
+                str(Path(cwd, one).resolve()) if isinstance(one, str) and "://" not in one else one for one in modules
+            ],
+        }
     return dict(found)
+
+
+def submitted(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The runtime environment with which ``ray job submit`` has sent this command; empty: it was not.
+
+    Nodes get it too, and nodes that are launched when this command is over do not inherit it.
+    """
+    try:
+        told = json.loads(environ.get(SUBMITTED, ""))["runtime_env"]
+    except (ValueError, LookupError, TypeError):
+        return {}
+    return {key: value for key, value in told.items() if not key.startswith("_")} if isinstance(told, Mapping) else {}
+
+
+def joined(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
+    """A runtime environment over another one, as Ray joins them: key by key, and ``env_vars`` by their names."""
+    found = {**outer, **inner}
+    if isinstance(outer.get("env_vars"), Mapping) and isinstance(inner.get("env_vars"), Mapping):
+        found["env_vars"] = {**outer["env_vars"], **inner["env_vars"]}
+    return found
 
 
 def _parsed(raw: str, path: str) -> Any:

@@ -40,13 +40,14 @@ _STATE, _SESSION, _BEGAN = 0, 3, 19
 class LocalCommand(NamedTuple):
     """How a node's agent is started: a program, what its environment has beside the launcher's, and where it runs.
 
-    ``fds`` are descriptors of ours that it inherits.
+    ``fds`` are descriptors of ours that it inherits. ``output``: where it prints; negative: where we do.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = MappingProxyType({})
     cwd: str | None = None
     fds: tuple[int, ...] = ()
+    output: int = -1
 
 
 class Started:
@@ -59,7 +60,7 @@ class Started:
     def __init__(self, command: LocalCommand, control: socket.socket | None = None) -> None:
         self.mark, self.control = os.urandom(16).hex(), control
         env = {**os.environ, **command.env, MARK: self.mark}
-        self.child, self.report = spawn(command.argv, env, command.cwd, command.fds)
+        self.child, self.report = spawn(command.argv, env, command.cwd, command.fds, command.output)
         self.pidfd = os.pidfd_open(self.child.pid)
         orphans.started.add(self.child.pid)
 
@@ -129,7 +130,7 @@ def blank(command: Callable[[int], LocalCommand]) -> Started:
 
 
 def spawn(
-    argv: Sequence[str], env: Mapping[str, str], cwd: str | None, fds: Sequence[int] = ()
+    argv: Sequence[str], env: Mapping[str, str], cwd: str | None, fds: Sequence[int] = (), output: int = -1
 ) -> tuple[subprocess.Popen[bytes], int]:
     """Start ``argv`` in a session of its own; it dies with this process, so call it from the main thread.
 
@@ -143,6 +144,8 @@ def spawn(
             env=dict(env),
             cwd=cwd,
             stdin=subprocess.DEVNULL,
+            stdout=output if output >= 0 else None,
+            stderr=output if output >= 0 else None,
             pass_fds=(writing, *fds),
             start_new_session=True,
         )

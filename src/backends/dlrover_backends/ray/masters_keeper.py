@@ -1,0 +1,262 @@
+"""The masters' keeper: the actor that keeps ``dlrover-run`` leading a job in the cluster, when nobody else does.
+
+It is detached and restarted for ever (``max_restarts=-1``): what Ray, its host or a person does to it ends no job. Of the masters
+the exit status decides: 0 ends the job, 1, 78 and 93 fail it, anything else starts them again.
+
+One beside a driver waits for the driver's death first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from dlrover_backends.ray import mastery
+from dlrover_backends.ray.keeper import KILL_WAIT_S, OWN, command, raylet
+from dlrover_backends.ray.mastery import ENDS, Plan
+from dlrover_backends.shared.process import LocalCommand, Started
+
+AGAIN_S, AGAIN_MAX_S = 0.5, 5.0
+CRASHES_MAX, LIVED_S = 20, 60.0
+"""Ends in a row, of masters that lived shorter than that, until the job is given up."""
+HANDED_OVER, GIVEN_UP = 75, 70
+OTHERS_S, STORE_AGAIN_S = 10.0, 0.5
+LINES, LINE_CHARS_MAX = 20, 500
+BACKEND, BIND, MASTERS = "DLROVER_MASTER_BACKEND", "DLROVER_MASTER_BIND", "DLROVER_MASTER_AT"
+JOB, LOG, STATE_DIR, RUN = "DLROVER_MASTER_JOB", "DLROVER_MASTER_LOG", "DLROVER_MASTER_STATE", "DLROVER_RUN"
+"""What takes the place of options of the same meaning (`dlrover_adapters.cli.in_pod`)."""
+
+log = structlog.get_logger("dlrover.backend")
+
+
+class MastersKeeper:
+    """Keeps the masters of one job. ``plan`` is `mastery.Plan.to_map`; ``number``: which of the job's keepers this is."""
+
+    def __init__(self, plan: dict[str, Any], number: int) -> None:
+        import ray
+
+        self._plan, self._number = mastery.of_map(plan), number
+        self._started: Started | None = None
+        self._last: deque[str] = deque(maxlen=LINES)
+        for name in (*OWN, *(one for one in os.environ if one.startswith("DLROVER_"))):
+            os.environ.pop(name, None)
+        signal.signal(signal.SIGTERM, self._hand_over)
+        ray.get_runtime_context().current_actor.run.remote()
+
+    def run(self) -> None:
+        """Keep masters until the job is over; then this actor is over too, and is not restarted."""
+        import ray
+
+        _await_end(self._plan.driver)
+        status = self._keep()
+        self._tell_end(status)
+        ray.actor.exit_actor()
+
+    def ready(self) -> int:
+        """This process."""
+        return os.getpid()
+
+    # ---- the masters
+
+    def _keep(self) -> int:
+        """Start masters until one of their ends is final; its exit status."""
+        crashes = 0
+        while True:
+            began = time.monotonic()
+            status = self._once()
+            if status in ENDS:
+                return status
+            crashes = 0 if status == HANDED_OVER or time.monotonic() - began > LIVED_S else crashes + 1
+            if crashes >= CRASHES_MAX:
+                self._last.append(f"masters have ended {crashes} times in a row, with status {status} at last")
+                return GIVEN_UP
+            time.sleep(min(AGAIN_MAX_S, AGAIN_S * 2 ** max(0, crashes - 1)))
+
+    def _once(self) -> int:
+        """One life of the masters; their exit status, negative for a signal."""
+        try:
+            started = self._start()
+        except (OSError, RuntimeError) as error:
+            self._last.append(f"masters cannot be started: {error}")
+            return GIVEN_UP
+        poll, host, over = select.poll(), raylet(), list[int]()
+        poll.register(started.pidfd, select.POLLIN)
+        if host >= 0:
+            poll.register(host, select.POLLIN)
+        while started.pidfd not in over:  # in pieces: Python runs handlers of signals between them
+            over = [fd for fd, _ in poll.poll(1000)]
+            if host in over:
+                started.signal(signal.SIGKILL)
+                poll.unregister(host)
+        code, _ = started.bury(KILL_WAIT_S)
+        self._started = None
+        started.close()
+        if host >= 0:
+            os.close(host)
+        return GIVEN_UP if code is None else code
+
+    def _start(self) -> Started:
+        """Raises `OSError`, `RuntimeError`."""
+        reading, writing = os.pipe()
+        try:
+            self._started = Started(
+                LocalCommand(command(self._plan.argv), self._environment(), self._plan.cwd or None, output=writing)
+            )
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        threading.Thread(target=self._pass_on, args=(reading,), daemon=True).start()
+        return self._started
+
+    def _pass_on(self, reading: int) -> None:
+        """What masters print goes where this process prints, and its last lines are kept."""
+        with os.fdopen(reading, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                self._last.append(line.rstrip()[:LINE_CHARS_MAX])
+                sys.stderr.write(line)
+
+    def _hand_over(self, *_: object) -> None:
+        """Ray, or a person, ends this process: masters hand over, and the next keeper goes on."""
+        started = self._started
+        if started is None:
+            os._exit(128 + signal.SIGTERM)
+        started.signal(signal.SIGTERM)
+        select.select([started.pidfd], [], [], KILL_WAIT_S)
+        started.end()
+        os._exit(128 + signal.SIGTERM)
+
+    # ---- what they are told
+
+    def _environment(self) -> dict[str, str]:
+        plan, port = self._plan, self._port()
+        own = f"{_address()}:{port}"
+        self._store(f"at/{self._number}", own.encode())
+        found = {
+            BACKEND: plan.backend,
+            BIND: f"{plan.bind}:{port}",
+            MASTERS: ",".join(self._all(own)),
+            JOB: plan.job,
+            STATE_DIR: self._state_dir(),
+            RUN: plan.run,
+            "DLROVER_TOKEN": plan.token,
+            "PYTHONUNBUFFERED": "1",
+        }
+        return {**plan.env, **found, **({LOG: plan.log} if plan.log else {})}
+
+    def _port(self) -> int:
+        """The port of the masters before, if it is free: nodes know it. Else another one."""
+        known = _read(self._plan.job, f"at/{self._number}").rpartition(":")[2]
+        for port in dict.fromkeys((int(known or self._plan.port), 0)):
+            with contextlib.suppress(OSError):
+                return _free(self._plan.bind, port)
+        return 0
+
+    def _all(self, own: str) -> list[str]:
+        """The addresses of all keepers' masters. The others' are waited for: nodes that start now know no further ones."""
+        others = [one for one in range(self._plan.keepers) if one != self._number]
+        deadline = time.monotonic() + OTHERS_S
+        while True:
+            found = [_read(self._plan.job, f"at/{one}") for one in others]
+            if all(found) or time.monotonic() > deadline:
+                return [own, *filter(None, found)]
+            time.sleep(STORE_AGAIN_S)
+
+    def _state_dir(self) -> str:
+        """Masters that share a log have a state directory each: two of them may be on one host."""
+        if self._plan.state_dir and not self._plan.log:
+            return self._plan.state_dir
+        from dlrover_core.logs.place import default_state_dir, private_dir
+
+        state = default_state_dir()
+        return str(private_dir(state / f"ray-{self._number}") if self._plan.log else state)
+
+    # ---- the store
+
+    def _store(self, part: str, value: bytes) -> None:
+        """Write it down; while the cluster's state is away, again and again for a while."""
+        from dlrover_backends.ray import private
+
+        for _ in range(int(OTHERS_S / STORE_AGAIN_S)):
+            try:
+                private.put(mastery.key(self._plan.job, part), value)
+            except Exception as error:  # noqa: BLE001  # Ray raises anything
+                log.warning("the cluster's state cannot be written to", error=str(error))
+                time.sleep(STORE_AGAIN_S)
+            else:
+                return
+
+    def _tell_end(self, status: int) -> None:
+        words = "\n".join(self._last)
+        self._store("end", json.dumps({"run": self._plan.run, "status": status, "words": words}).encode())
+
+
+def _read(job: str, part: str) -> str:
+    from dlrover_backends.ray import private
+
+    try:
+        return (private.get(mastery.key(job, part)) or b"").decode()
+    except Exception as error:  # noqa: BLE001  # Ray raises anything
+        log.warning("the cluster's state cannot be read", error=str(error))
+        return ""
+
+
+def _address() -> str:
+    import ray
+
+    host: str = ray.util.get_node_ip_address()
+    return f"[{host}]" if ":" in host else host
+
+
+def _free(host: str, port: int) -> int:
+    """That port, or a free one for 0. Raises `OSError` where somebody listens there."""
+    import socket
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host.strip("[]"), port))
+        return int(probe.getsockname()[1])
+
+
+def _await_end(driver: str) -> None:
+    """Wait for a launcher of this host to be dead, ``PID:START`` as `started_at` says it. Empty: nobody is waited for."""
+    if not driver:
+        return
+    pid, _, began = driver.partition(":")
+    while started_at(int(pid)) == began:
+        try:
+            fd = os.pidfd_open(int(pid))
+        except ProcessLookupError:
+            return
+        try:
+            select.select([fd], [], [], 1.0)
+        finally:
+            os.close(fd)
+
+
+def started_at(pid: int) -> str:
+    """When a process was started, in the kernel's own measure; empty: it is dead. With the pid it names one process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in {b"Z", b"X"} else fields[19].decode()
+
+
+def environment_of(plan: Plan) -> Mapping[str, Any]:
+    """What a keeper's own runtime environment is: it holds the folders of the nodes' one in the cluster, and installs nothing."""
+    return {key: plan.runtime_env[key] for key in ("working_dir", "py_modules") if plan.runtime_env.get(key)}

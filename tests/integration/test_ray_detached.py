@@ -1,0 +1,111 @@
+"""`dlrover-run --backend ray --detach`, and a driver that dies: masters are kept in the cluster, and are found from any host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import BIN, SCRIPTS, eventually
+from tests.integration.ray_grounds import RayGround, parent_of, processes_of, ray_ground
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
+BOUND_S = 90.0
+LEAN = ("--preload", "none", "--set", "stop_grace_s=5", "--nnodes", "2", "--resources", "CPU=1")
+
+
+@pytest.fixture(name="ground", scope="module")
+def made_ground() -> Iterator[RayGround]:
+    """Two hosts."""
+    with ray_ground({"num_cpus": 1, "node_name": "first"}, {"num_cpus": 1, "node_name": "second"}) as ground:
+        yield ground
+
+
+class Detached:
+    """Commands of a person who is in ``folder``, on a host of the cluster."""
+
+    def __init__(self, ground: RayGround, folder: Path) -> None:
+        self.folder = folder
+        self.env = {**os.environ, "RAY_ADDRESS": ground.address, "DLROVER_TOKEN": ""}
+
+    def says(self, command: str, *words: str, status: int | None = 0) -> str:
+        """What a command prints; it must end with this status, if one is given."""
+        done = subprocess.run(
+            [str(BIN / command), *words],
+            env=self.env,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=BOUND_S,
+            check=False,
+        )
+        assert status in {None, done.returncode}, f"{command} {' '.join(words)}: {done.returncode}\n{done.stdout}"
+        return done.stdout
+
+    def start(self, job: str, *more: str, status: int = 0) -> str:
+        """Start a job whose script lies in a folder that Ray sends to the hosts; what `dlrover-run` says."""
+        sent = self.folder / "sent"
+        sent.mkdir(exist_ok=True)
+        shutil.copy(SCRIPTS / "until_told.py", sent / "train.py")
+        (self.folder / "env.yaml").write_text("working_dir: sent", encoding="utf-8")
+        state = ("--state-dir", str(self.folder / "state"), "--runtime-env", "env.yaml")
+        line = ("--backend", "ray", "--detach", "--job-id", job, *state, *LEAN, *more)
+        return self.says("dlrover-run", *line, "train.py", str(self.folder), status=status)
+
+    def ranks(self) -> set[str]:
+        """Ranks that have begun, with the ids of their processes."""
+        return {one.name for one in self.folder.glob("rank-*")}
+
+
+def masters_of(job: str) -> list[int]:
+    """The launchers that keep a job's masters in the cluster."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit():
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                env = (entry / "environ").read_bytes().split(b"\0")
+                if b"dlrover_adapters.cli.run" in words and f"DLROVER_MASTER_JOB={job}".encode() in env:
+                    found.append(int(entry.name))
+    return found
+
+
+def test_masters_may_die_and_nothing_is_left(ground: RayGround, tmp_path: Path) -> None:
+    """Masters and their keeper are killed: others lead, no rank is restarted; the job is stopped, and all is removed.
+
+    The script is what lay in the folder when the job was started.
+    """
+    job = Detached(ground, tmp_path)
+    said = job.start("kept")
+    assert "on first, the host of the head" in said, said
+    assert "Ray ends all of it within 60 s" in said, said
+    assert "job 'kept' is in this cluster already" in job.start("kept", status=2)
+    eventually(lambda: len(job.ranks()) == 2, "two ranks")
+    shutil.rmtree(tmp_path / "sent")
+    eventually(lambda: "2 of 2 nodes started" in job.says("dlrover", "status", "ray:kept"), "both nodes started")
+    ranks, run = job.ranks(), run_of("kept")
+    [first] = masters_of("kept")
+    keeper = parent_of(first)
+    os.kill(keeper, signal.SIGKILL)
+    eventually(lambda: any(parent_of(one) != keeper for one in masters_of("kept")), "another keeper, and its masters")
+    eventually(lambda: "LeaderStarted" in job.says("dlrover", "events", "ray:kept", status=None), "another leader")
+    assert "running" in job.says("dlrover", "status", "ray:kept")
+    assert job.ranks() == ranks
+    assert "all that was made for it is removed" in job.says("dlrover", "stop", "ray:kept")
+    assert len(job.says("dlrover", "ray", "ls").splitlines()) == 1
+    assert "no job 'kept' in this cluster" in job.says("dlrover", "status", "ray:kept", status=3)
+    eventually(lambda: not processes_of(run) and not masters_of("kept"), "the end of all processes")
+
+
+def run_of(job: str) -> str:
+    """The run that a job's masters keep."""
+    [pid] = masters_of(job)
+    env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next(one.decode().partition("=")[2] for one in env if one.startswith(b"DLROVER_RUN="))

@@ -1,0 +1,173 @@
+"""``--detach`` with Ray: what masters in the cluster are told, what is refused, and how ``ray:JOB`` is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+from dlrover_adapters.cli import backends, groups, in_pod, ray_detach, ray_flags, ray_reach
+from dlrover_adapters.cli import main as dlrover
+from dlrover_adapters.cli import options as cli_options
+from dlrover_backends.ray import mastery, names, settings
+from dlrover_backends.ray.mastery import Plan
+from dlrover_core.errors import SpecError
+
+LINE = ("--backend", "ray", "--detach", "--job-id", "digits", "--nnodes", "2")
+
+
+def plan_of(*line: str, env: dict[str, Any] | None = None) -> Plan:
+    """What masters a command line makes, with this runtime environment in the cluster."""
+    words = (*LINE, *line, "train.py")
+    options = cli_options.parse(list(words))
+    options.argv = words
+    choice = backends.chosen(options)
+    assert choice is not None
+    found = groups.plans(options)
+    here = ray_detach.context(options, choice, groups.spec(options, "digits", found), "a-secret", "run-1")
+    return ray_detach.plan(options, here, settings.read(here)._replace(address="h:6379"), env or {})
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+
+def test_a_log_on_one_host_pins_its_masters() -> None:
+    """SQLite stays with the host of the head; a log in etcd has masters on two hosts."""
+    one, two = plan_of("--state-dir", "/s"), plan_of("--log", "etcd://e:2379")
+    assert (one.keepers, one.pinned, one.log, one.state_dir) == (1, mastery.HEAD, "", "/s")
+    assert (two.keepers, two.pinned, two.log) == (2, "", "etcd://e:2379")
+    assert mastery.of_map(one.to_map()) == one
+    assert "a-secret" not in repr(one)
+
+
+def test_masters_in_the_cluster_have_the_environment_of_the_nodes(tmp_path: Path) -> None:
+    """The runtime environment reaches masters on another host as text, with the addresses of what was sent to the cluster."""
+    env = {"working_dir": "gcs://_ray_pkg_1.zip", "env_vars": {"A": "1,2"}}
+    plan = plan_of("--resources", "CPU=1,GPU=2", env=env)
+    told = settings.read(ray_detach.context(options_of(plan), choice_of(plan), spec_of(plan), "t", "r"))
+    assert (told.address, told.resources) == ("h:6379", "CPU=1,GPU=2")
+    assert settings.runtime_env(told.runtime_env, str(tmp_path)) == env
+    assert (plan.cwd, plan_of().cwd) == ("", str(tmp_path))
+
+
+def options_of(plan: Plan) -> Any:
+    """The options of masters in the cluster: the same words, placed by the environment."""
+    options = cli_options.parse(list(plan.argv))
+    options.argv = plan.argv
+    environ: MutableMapping[str, str] = {
+        in_pod.BACKEND: plan.backend,
+        in_pod.BIND: "0.0.0.0:4000",
+        in_pod.MASTERS: "10.0.0.1:4000",
+        in_pod.JOB: plan.job,
+        in_pod.STATE_DIR: "/state",
+        in_pod.RUN: plan.run,
+    }
+    assert in_pod.taken_in(options, environ)
+    return options
+
+
+def choice_of(plan: Plan) -> Any:
+    """The backend of masters in the cluster; a script that lies in what was sent need not be here."""
+    Path("train.py").unlink()
+    choice = backends.chosen(options_of(plan))
+    Path("train.py").touch()
+    return choice
+
+
+def spec_of(plan: Plan) -> Any:
+    """The job's spec, as masters in the cluster read it."""
+    options = options_of(plan)
+    assert ray_flags.has_files(options)
+    assert (options.job_id, options.owner, options.detach) == ("digits", "run-1", False)
+    return groups.spec(options, "digits", groups.plans(options))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (("--bind", "1.2.3.4"), "bind: '1.2.3.4': masters in the cluster listen at a free port"),
+        (("--masters", "a:1"), "masters: 'a:1': masters in the cluster are found"),
+        (("--log", "http://a/b"), "http: is no log that masters in the cluster share"),
+    ],
+)
+def test_what_a_keeper_says_is_not_said_twice(line: tuple[str, ...], said: str) -> None:
+    """Each option that says where masters are is refused, with what to do."""
+    with pytest.raises(SpecError, match=re.escape(said)):
+        ray_detach._check(cli_options.parse([*LINE, *line, "train.py"]))
+
+
+def test_what_ray_job_submit_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder that `ray job submit` has sent is the nodes' too, below what --runtime-env says."""
+    told = {"runtime_env": {"working_dir": "gcs://a.zip", "env_vars": {"A": "1", "B": "1"}, "_ray_commit": "x"}}
+    environ = {settings.SUBMITTED: json.dumps(told)}
+    outer = settings.submitted(environ)
+    assert outer == {"working_dir": "gcs://a.zip", "env_vars": {"A": "1", "B": "1"}}
+    found = settings.joined(outer, {"env_vars": {"B": "2"}, "pip": ["x"]})
+    assert found == {"working_dir": "gcs://a.zip", "env_vars": {"A": "1", "B": "2"}, "pip": ["x"]}
+    assert [settings.submitted({settings.SUBMITTED: wrong}) for wrong in ("", "{", "[]", '{"runtime_env": 1}')] == [
+        {}
+    ] * 4
+    monkeypatch.setenv(settings.SUBMITTED, environ[settings.SUBMITTED])
+    assert ray_flags.has_files(cli_options.parse(["--backend", "ray", "x.py"]))
+
+
+def test_what_is_sent_once() -> None:
+    """Folders are sent to the cluster, addresses are not; one runtime environment has one name."""
+    env = {"working_dir": "/a", "py_modules": ["/b", "gcs://c.zip", "s3://d.zip"]}
+    assert names.folders(env) == ["/a", "/b"]
+    assert names.packages(env) == ["gcs://c.zip"]
+    assert names.digest(env) == names.digest(dict(reversed(env.items()))) != names.digest({})
+
+
+def test_the_record_of_a_job() -> None:
+    """What the store says: an end counts for its own run alone, and the driver's masters are asked first."""
+    parts = {
+        "": json.dumps({"run": "r2", "token": "t", "driver": "d:1"}).encode(),
+        "at/1": b"b:2",
+        "at/0": b"a:2",
+        "end": json.dumps({"run": "r1", "status": 0}).encode(),
+    }
+    found = mastery.record_of("j", parts)
+    assert found is not None
+    assert (found.run, found.over, found.masters) == ("r2", None, ["d:1", "a:2", "b:2"])
+    parts["end"] = json.dumps({"run": "r2", "status": 1, "words": "so"}).encode()
+    found = mastery.record_of("j", parts)
+    assert found is not None
+    assert (found.over, found.words, mastery.told(1)) == (1, "so", "failed")
+    assert mastery.record_of("j", {"at/0": b"a:2"}) is None
+
+
+def test_names_of_any_text() -> None:
+    """A job's name may hold anything: keys and actors keep it apart from others'."""
+    job = "a/b#1 ü"
+    assert mastery.job_of(mastery.called(job, 1)) == job
+    assert unquote(mastery.key(job).removeprefix(mastery.PREFIX).rstrip("/")) == job
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (("status", "ray:"), "'ray:' names no job in a Ray cluster; say ray:JOB"),
+        (("status", "ray:a", "--log", "sqlite:///x"), "names the log already"),
+        (("attach", "ray:a"), "'dlrover attach' is for jobs of this host"),
+    ],
+)
+def test_addresses_that_are_wrong(line: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong usage ends with 2, before a cluster is looked for."""
+    assert dlrover.main(list(line)) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_job_that_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody answers for it: what its masters said last is told, and the command's status is the job's."""
+    assert ray_reach._say_over(mastery.Record("j", "r", "t", over=93, words="no steps")) == 1
+    assert "job j has failed: it made no progress, and its masters are gone\nno steps" in capsys.readouterr().out
+    assert ray_reach._say_over(mastery.Record("j", "r", "t", over=0)) == 0
