@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from k8s_inside import Inside
 from k8s_scripted import Server, failed
 
 from dlrover_adapters.cli import backends, groups, in_pod, k8s_detach, k8s_reach, kubectl
@@ -24,6 +25,7 @@ from dlrover_backends.k8s import jobs, masters, names
 from dlrover_backends.k8s.client import KubernetesBackend
 from dlrover_core import BackendContext, LaunchRefused
 from dlrover_core.errors import ConnectionLost, Refused, SpecError, TokenRefused
+from dlrover_core.runtime.backend import GroupSize, Wanted
 from dlrover_core.testing.backend_stand import make_launch
 
 PLAN = masters.MasterPlan("ml", "digits", "trainer:1", ("train.py",), "a-secret", claim="logs")
@@ -341,16 +343,47 @@ def test_rendering_a_detached_job() -> None:
     assert env["DLROVER_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == made[0]["metadata"]["name"]
 
 
-def test_budgets_let_one_node_go() -> None:
-    """All nodes but one stay where the size is fixed; where it is not, those that the job needs."""
-    for size, kept in (("4", 3), ("2:4", 2), ("1", 0)):
-        options = cli_options.parse(["--backend", "k8s:claim=l", "--image", "a", "--nnodes", size, "train.py"])
-        options.argv = ()
-        choice = backends.chosen(options)
-        assert choice is not None
-        spec = groups.spec(options, "j", groups.plans(options))
-        here = k8s_detach.context(options, choice, spec, "t" * 8)
-        assert k8s_detach.plan(options, here, spec, "ml").nodes_kept == kept
+@pytest.mark.parametrize(("size", "kept"), [("4", 3), ("2:4", 2), ("1", 0)])
+def test_budgets_keep_what_the_job_needs(size: str, kept: int) -> None:
+    """All nodes but one stay where the size is fixed; where it is not, those that the job needs. Masters may change it."""
+    options = cli_options.parse(["--backend", "k8s:claim=l", "--image", "a", "--nnodes", size, "train.py"])
+    options.argv = ()
+    choice = backends.chosen(options)
+    assert choice is not None
+    spec = groups.spec(options, "j", groups.plans(options))
+    here = k8s_detach.context(options, choice, spec, "t" * 8)
+    made = {one["kind"]: one for one in masters.objects(k8s_detach.plan(options, here, spec, "ml"))}
+    assert made["PodDisruptionBudget"]["spec"]["minAvailable"] == kept
+    env = {one["name"]: one for one in made["Job"]["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert ",budget=j-nodes" in env[masters.BACKEND]["value"]
+    right = next(one for one in made["Role"]["rules"] if one["resources"] == ["poddisruptionbudgets"])
+    assert (right["verbs"], right["resourceNames"]) == (["get", "patch"], ["j-nodes"])
+
+
+def test_a_budget_follows_the_size() -> None:
+    """A job that got smaller keeps fewer nodes, else no drain would end; what is so already is not written again."""
+    server = Inside()
+    where = "/apis/policy/v1/namespaces/ml/poddisruptionbudgets"
+    told = "image=i,namespace=ml,budget=j-nodes,owner=v1/secrets/own"
+    here = BackendContext("j", "u-1", ("m:1",), "t", arguments=("x.py",), args=told)
+    size = GroupSize("worker", "worker", 4, 4)
+
+    async def story() -> None:
+        await server.ask(
+            "POST", where, body={"metadata": {"name": "j-nodes"}, "spec": {"minAvailable": 3, "selector": {}}}
+        )
+        backend = KubernetesBackend(here, server)
+        for fewest, most, kept in ((4, 4, 3), (2, 2, 1), (2, 5, 2), (1, 1, 0)):
+            await backend.sized(Wanted((size._replace(nodes_min=fewest, nodes_max=most),)), 1)
+            assert (await server.ask("GET", f"{where}/j-nodes"))["spec"]["minAvailable"] == kept
+        writes = [one for one in server.asked if one[0] == "PATCH"]
+        assert len(writes) == 3
+        await backend.sized(Wanted((size,), "succeeded"), 1)
+        await server.ask("DELETE", f"{where}/j-nodes")
+        await backend.sized(Wanted((size,)), 1)  # somebody wants none
+        assert len([one for one in server.asked if one[0] == "PATCH"]) == 3
+
+    asyncio.run(asyncio.wait_for(story(), 20))
 
 
 def test_a_password_of_the_environment_reaches_the_masters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,8 @@ def plan(
     options: Options, here: BackendContext, spec: JobSpec, namespace: str, *, password: str | None = None
 ) -> MasterPlan:
     """What masters there will be. ``password``: what stands for etcd's; None: the true one. Raises `SpecError`."""
-    from dlrover_backends.k8s import masters, render, settings
+    from dlrover_backends.k8s import budgets, masters, render, settings
+    from dlrover_core.runtime.backend import sizes_of
 
     told = settings.read(here)
     if not told.image:
@@ -104,7 +105,7 @@ def plan(
         backend={key: typed[key] for key in KEPT if typed[key]},
         env=dict(here.env),
         pod=_placed(template),
-        nodes_kept=_kept(spec),
+        nodes_kept=budgets.nodes_kept(sizes_of(spec)),
     )
     masters.objects(made)
     return made
@@ -129,12 +130,6 @@ def _placed(template: object) -> dict[str, object]:
     """What masters take over from the template of nodes: how images are pulled. Where nodes may run is the nodes' matter."""
     spec = template.get("spec") if isinstance(template, dict) else None
     return {key: spec[key] for key in ("imagePullSecrets",) if isinstance(spec, dict) and key in spec}
-
-
-def _kept(spec: JobSpec) -> int:
-    """How many nodes a drain leaves running: all but one, or those that the job needs."""
-    fewest, most = sum(one.nodes_min for one in spec.groups), sum(one.nodes_max for one in spec.groups)
-    return most - 1 if fewest == most else fewest
 
 
 async def _made(api: Transport, options: Options, here: BackendContext, spec: JobSpec) -> MasterPlan:

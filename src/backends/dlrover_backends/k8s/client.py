@@ -18,7 +18,7 @@ from typing import Union
 
 import structlog
 
-from dlrover_backends.k8s import endings, gangs, masters, names, pods, queues, refusals, render, settings
+from dlrover_backends.k8s import budgets, endings, gangs, masters, names, pods, queues, refusals, render, settings
 from dlrover_backends.k8s.api import Api, Json
 from dlrover_backends.k8s.errors import ApiError, Busy, Conflict, Forbidden, NotFound, Unreachable
 from dlrover_backends.k8s.hosts import Hosts
@@ -68,6 +68,9 @@ class KubernetesBackend:
         self._over: dict[str, int] = {}
         self._pods: dict[str, Json] | None = None  # by true name, once they were listed
         self._gangs = gangs.Gangs(here, self._told, self._ask, lambda: self._namespace) if self._told.gang else None
+        self._budget = (
+            budgets.Budget(self._told.budget, self._ask, lambda: self._namespace) if self._told.budget else None
+        )
         self._ended: set[str] = set()
         self._hosts = Hosts(now)
         self._queue: queues.Queue | None = None
@@ -163,10 +166,13 @@ class KubernetesBackend:
         return None
 
     async def sized(self, wanted: Wanted, token: int) -> None:
-        """Let the cluster know the whole job, where a gang or a queue depends on it. Raises `Deposed`, `ApiError`."""
+        """Let the cluster know the whole job, where a gang, a queue or a budget depends on it. Raises `Deposed`, `ApiError`."""
         self._fence(token)
         if self._gangs is not None:
             await self._gangs.sized(wanted, await self._owned())
+        if self._budget is not None:
+            await self._connected()
+            await self._budget.sized(wanted)
         if self._queue is not None:
             owner, made = await self._owned(), dict[str, Json]()
             for one in wanted.groups:

@@ -83,7 +83,7 @@ class MasterPlan:
     resources:   of the masters' container
     user:        the numeric user that the container runs as, who may write to the claim
     guard:       are NetworkPolicies made?
-    nodes_kept:  nodes that a drain leaves running: with one less than there are, one may go at a time; None: no budget is made
+    nodes_kept:  nodes that a drain leaves running, to begin with; None: no budget is made
     ttl_s:       seconds after which a Job that is over is removed, with all that it owns; None: never
     uid:         of the Secret, once it is made, where that is the owner
     """
@@ -304,6 +304,8 @@ def _backend(job: MasterPlan) -> str:
         "secret": job.called,
         "owner": owner_path(job),
     }
+    if _follows(job):
+        ours["budget"] = budget_of(job)
     if job.templates is not None:
         ours["template"] = f"{CONFIGMAP}{job.called}"
     wrong = next((key for key, value in ours.items() if set(value) & set(", \n")), "")
@@ -357,6 +359,8 @@ def rules(job: MasterPlan) -> list[Rule]:
     ]
     if job.templates is not None:
         found.append(_may("", "configmaps", "get", named=job.called))
+    if _follows(job):
+        found.append(_may("policy", "poddisruptionbudgets", "get", "patch", named=budget_of(job)))
     gang = job.backend.get("gang", "")
     return found + gangs.rules(gang) + queues.rules("" if gang == settings.VOLCANO else job.backend.get("queue", ""))
 
@@ -423,7 +427,17 @@ def _budget(job: MasterPlan) -> Json:
         "matchExpressions": [{"key": names.LABEL_NODE, "operator": "Exists"}],
     }
     spec = {"minAvailable": job.nodes_kept, "selector": selector, "unhealthyPodEvictionPolicy": "AlwaysAllow"}
-    return _object(job, "policy/v1", "PodDisruptionBudget", name=f"{job.name}-nodes", spec=spec)
+    return _object(job, "policy/v1", "PodDisruptionBudget", name=budget_of(job), spec=spec)
+
+
+def budget_of(job: MasterPlan) -> str:
+    """The name of the budget."""
+    return f"{job.name}-nodes"
+
+
+def _follows(job: MasterPlan) -> bool:
+    """Do the masters let the budget follow the job's size? An owner's controller does so by itself."""
+    return job.nodes_kept is not None and job.owner is None
 
 
 def _selected(job: MasterPlan, *, masters: bool = False) -> dict[str, str]:

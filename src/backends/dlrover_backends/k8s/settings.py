@@ -36,6 +36,7 @@ class Settings(NamedTuple):
     owner:      APIVERSION/PLURAL/NAME of an object that owns the pods and whose uid is the run; empty: a Secret is made
     secret:     a Secret with the job's token; empty: that which owns the pods
     gang:       whose PodGroup lets MIN nodes start together, one of `GANGS`; empty: each pod is scheduled by itself
+    budget:     the PodDisruptionBudget of the job's nodes, which follows its size; empty: none does
     queue:      a LocalQueue of Kueue that admits the job; with ``gang=volcano`` a Queue of Volcano; empty: there is none
     """
 
@@ -55,6 +56,7 @@ class Settings(NamedTuple):
     secret: str = ""
     gang: str = ""
     queue: str = ""
+    budget: str = ""
 
 
 def read(here: BackendContext) -> Settings:
