@@ -70,6 +70,7 @@ def test_a_workers_death(code: int, error: str, tail: str, verdict: str, signatu
         ("failed", 137, "Evicted: The node was low on resource: memory.", "RES", "k8s.evicted"),
         ("gone", 0, "DeletionByTaintManager", "PLAT", "k8s.preempted"),
         ("failed", 0, "UnexpectedAdmissionError", "PLAT", "k8s.admission"),
+        ("failed", 1, "DeviceUnhealthy: nvidia.com/gpu GPU-3fa1", "HW", "k8s.device"),
         ("failed", 0, "refused for good: no quota", "USER", "node.refused"),
         ("failed", 1, "", "PLAT", "node.failed"),
         ("gone", 0, "not listed", "PLAT", "node.gone"),

@@ -11,7 +11,7 @@ import yaml
 
 from dlrover_backends.fake_k8s import schemas
 from dlrover_backends.k8s import masters, names
-from dlrover_backends.k8s.elasticjob import crd, reconcile
+from dlrover_backends.k8s.elasticjob import crd, reconcile, translate
 from dlrover_backends.k8s.elasticjob.reconcile import Ask, Make, Observed, Patch, Remove, Settings
 from dlrover_backends.k8s.elasticjob.telling import Size, Told
 
@@ -416,3 +416,21 @@ def test_other_finalizers_stay() -> None:
 def test_whose_jobs_are_taken(metadata: Json, status: Json | None, annotated: bool, ours: bool) -> None:
     """Beside DLRover's own operator only annotated jobs are ours, and those that were; that one's jobs are left alone."""
     assert reconcile.is_ours(job(status=status, **metadata), SETTINGS._replace(annotated=annotated)) == ours
+
+
+@pytest.mark.parametrize(
+    ("manager", "metadata", "ours"),
+    [
+        ("dlrover-core/operator", {}, True),
+        ("kueue.x-k8s.io/multikueue", {}, False),
+        ("kueue.x-k8s.io/multikueue", {"annotations": {reconcile.NOTE_TAKE: "dlrover-core"}}, False),
+        ("kueue.x-k8s.io/multikueue", {"finalizers": [reconcile.FINALIZER]}, True),
+    ],
+)
+def test_another_controllers_job_is_left_to_it(manager: str, metadata: Json, ours: bool) -> None:
+    """By ``managedBy``, as other jobs of Kubernetes have it; what was ours is ours to its end."""
+    thing = job(**metadata)
+    thing["spec"]["managedBy"] = manager
+    assert schemas.causes(crd.schema(), thing) == []
+    assert reconcile.is_ours(thing, SETTINGS) == ours
+    assert not any("managedBy" in one for one in translate.read(thing).notes)

@@ -306,3 +306,32 @@ def test_clearing_is_tried_again(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(apart, "CLEAR_S", 0.02)
     asyncio.run(asyncio.wait_for(apart.cleared(Settings, "t"), BOUND_S))  # type: ignore[arg-type]
     assert "may be left behind: Unreachable: GET /x: no answer  away" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("terminated", "health", "told"),
+    [
+        ({"exitCode": 1, "reason": "Error"}, "Unhealthy", "DeviceUnhealthy: nvidia.com/gpu GPU-3fa1"),
+        ({"exitCode": 1, "reason": "Error"}, "Healthy", "exit code 1"),
+        ({"exitCode": 137, "reason": "OOMKilled"}, "Unhealthy", "OOMKilled"),
+        ({"exitCode": 0, "reason": "Completed"}, "Unhealthy", "exit code 0"),
+    ],
+)
+def test_a_broken_device_speaks_against_its_host(terminated: dict[str, Any], health: str, told: str) -> None:
+    """What ends by itself on a device that the kubelet calls unhealthy; the platform's own words come first."""
+    devices = [
+        {"resourceID": "GPU-3fa1", "health": health},
+        {"resourceID": "GPU-9c02", "health": "Healthy"},
+    ]
+    container = {
+        "name": "node",
+        "state": {"terminated": terminated},
+        "allocatedResourcesStatus": [{"name": "nvidia.com/gpu", "resources": devices}],
+    }
+    pod = {
+        "metadata": {"name": "p", "annotations": {names.NOTE_NAME: "worker-0-0"}},
+        "spec": {"nodeName": "h1"},
+        "status": {"phase": "Failed" if terminated["exitCode"] else "Succeeded", "containerStatuses": [container]},
+    }
+    seen = endings.observation(pod)
+    assert (seen.reason, seen.host) == (told, "h1")

@@ -182,10 +182,3 @@ def test_what_is_not_wanted_goes() -> None:
     for state, reason in (("succeeded", "Succeeded"), ("failed", "Failed"), ("stopped", "Failed")):
         found = kueue.writes(job(state=state), seen, {}, NOW)
         assert [one.body["status"]["conditions"][-1]["reason"] for one in found] == [reason] * 3
-
-
-def test_managed_by_another() -> None:
-    """An object that another controller manages, MultiKueue for example, is not ours to run."""
-    assert kueue.managed_here(None)
-    assert kueue.managed_here("dlrover-core/operator")
-    assert not kueue.managed_here("kueue.x-k8s.io/multikueue")

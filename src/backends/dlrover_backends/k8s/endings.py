@@ -23,6 +23,8 @@ HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull", "CreateContainerC
 PULLING = frozenset({"ErrImagePull", "ImagePullBackOff"})
 # How registries and runtimes say that there is no such image, rather than that it cannot be had now.
 NO_IMAGE = ("code = NotFound", "manifest unknown", "not found: manifest", "repository does not exist", "name unknown")
+DEVICE = "DeviceUnhealthy"
+"""Our own word, which the kubelet has none for."""
 USUAL = frozenset({"", "ContainerCreating", "PodInitializing"})
 
 
@@ -36,7 +38,7 @@ def observation(pod: Json, wall_s: float | None = None) -> Observation:
     state: Json = (main or {}).get("state") or {}
     phase = str(status.get("phase") or "Pending")
     if "terminated" in state or phase in {"Failed", "Succeeded"}:
-        return _ended(pod, name, state.get("terminated") or {}, wall_s)._replace(host=host, domain=domain)
+        return _ended(pod, name, main, wall_s)._replace(host=host, domain=domain)
     notice, notice_us = _notice(pod, wall_s)
     if "running" in state or phase in {"Running", "Unknown"}:
         lost = phase == "Unknown" or _host_is_silent(status, main)
@@ -73,9 +75,10 @@ def disruption(pod: Json) -> str:
     return str(found.get("reason") or "DisruptionTarget") if found.get("status") == "True" else ""
 
 
-def _ended(pod: Json, name: str, terminated: Json, wall_s: float | None) -> Observation:
+def _ended(pod: Json, name: str, main: Json | None, wall_s: float | None) -> Observation:
     """How it ended. OOM is the container's; eviction, shutdown and refusal are the pod's; a disruption is a condition."""
     status = pod.get("status") or {}
+    terminated: Json = ((main or {}).get("state") or {}).get("terminated") or {}
     code = int(terminated.get("exitCode", 0) or 0)
     signal = int(terminated.get("signal", 0) or 0)
     own, word = str(terminated.get("reason") or ""), str(status.get("reason") or "")
@@ -89,6 +92,9 @@ def _ended(pod: Json, name: str, terminated: Json, wall_s: float | None) -> Obse
     if failed and is_deleted(pod) and not reason:
         # Somebody deleted the pod, and SIGTERM ended it: a wanted end, which no exit status makes a failure.
         return Observation(name, "gone", code, "Deleted")
+    devices = _unhealthy(main or {}) if failed and not reason else ""
+    if devices:  # by itself, and on a device that is broken: that speaks against the host
+        reason, detail = DEVICE, devices
     if failed and not terminated:
         code = code or 1  # refused at admission, or its host is gone: no container has a status
     if failed and not reason:
@@ -101,6 +107,17 @@ def _ended(pod: Json, name: str, terminated: Json, wall_s: float | None) -> Obse
     return Observation(
         name, "failed" if failed else "succeeded", -signal if signal else code, told, age_us=_age_us(terminated, wall_s)
     )
+
+
+def _unhealthy(main: Json) -> str:
+    """Which devices of a container its host says are unhealthy, as the kubelet of 1.31 and newer tells it; empty: none is."""
+    found = [
+        f"{one.get('name') or 'device'} {each.get('resourceID') or ''}".strip()
+        for one in main.get("allocatedResourcesStatus") or ()
+        for each in one.get("resources") or ()
+        if each.get("health") == "Unhealthy"
+    ]
+    return ", ".join(found)
 
 
 def _word(word: str, taken: str) -> str:

@@ -25,7 +25,6 @@ from dlrover_core.runtime.backend import ENDS, SUSPENDED, Wanted
 GROUP, VERSION = "kueue.x-k8s.io", "v1beta2"
 API = f"{GROUP}/{VERSION}"
 QUEUE_LABEL = f"{GROUP}/queue-name"
-MANAGED_BY = "dlrover-core/operator"
 NOTE_PLACE, NOTE_DIGEST = "dlrover-core/place", "dlrover-core/asked"
 PENDING, ADMITTED, EVICTED, FINISHED = "pending", "admitted", "evicted", "finished"
 REQUEUED = ("Preempted", "NodeFailures")
@@ -273,11 +272,6 @@ def placed(pod: Json, found: Standing, group: str, flavors: Mapping[str, Json]) 
         for key in ("labels", "annotations"):
             if one.get(key):
                 metadata[key] = {**one[key], **(metadata.get(key) or {})}
-
-
-def managed_here(managed_by: str | None) -> bool:
-    """Is an object whose ``spec.managedBy`` says this ours to run? Another controller's, MultiKueue's for example, is not."""
-    return managed_by in {None, "", MANAGED_BY}
 
 
 # ---- what is written

@@ -104,6 +104,10 @@ def _spec() -> Json:
                 "description": "the groups of nodes, by name: worker, ps, chief, evaluator",
                 "additionalProperties": _replica(),
             },
+            "managedBy": _text(
+                "whose the job is: dlrover-core/operator (default); one that is another controller's is left to it",
+                maxLength=63,
+            ),
             "suspend": _flag("the job pauses, and gives its nodes back"),
             "envs": {
                 "type": "object",

@@ -19,7 +19,7 @@ from dlrover_backends.k8s.elasticjob.telling import Told
 from dlrover_backends.k8s.paths import path_of
 from dlrover_core.errors import SpecError
 
-FINALIZER = "dlrover-core/operator"
+FINALIZER = MANAGER = "dlrover-core/operator"
 NOTE_TAKE, NOTE_TEMPLATES, NOTE_KEPT = "dlrover-core/operator", "dlrover-core/templates", "dlrover-core/nodes-kept"
 CLAIM_SIZE = "1Gi"
 
@@ -109,8 +109,12 @@ class Outcome(NamedTuple):
 def is_ours(job: Json, settings: Settings) -> bool:
     """Does this operator take the job?
 
-    Where DLRover's own operator lives, and of a job that has that one's status already, only one that is annotated.
+    Where DLRover's own operator lives, and of a job that has that one's status already, only one that is annotated. A job that
+    is another controller's, by ``managedBy``, is left to it, unless it was ours before: what was made for it must go.
     """
+    spec = job.get("spec") or {}
+    if spec.get("managedBy") not in (None, "", MANAGER) and FINALIZER not in (job["metadata"].get("finalizers") or ()):
+        return False
     annotation = (job["metadata"].get("annotations") or {}).get(NOTE_TAKE)
     if annotation is not None:
         return bool(annotation == names.BY)

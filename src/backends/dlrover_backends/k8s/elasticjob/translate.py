@@ -44,7 +44,7 @@ _REPLICA = {
 }
 _KNOWN = {
     *_SPEC,
-    *("distributionStrategy", "envs", "suspend", "replicaSpecs", "elasticScheduling", "dynamicSharding"),
+    *("distributionStrategy", "envs", "managedBy", "suspend", "replicaSpecs", "elasticScheduling", "dynamicSharding"),
 }
 _KNOWN_OF_A_GROUP = {
     *_REPLICA,
