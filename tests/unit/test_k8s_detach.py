@@ -16,7 +16,7 @@ import yaml
 from k8s_inside import Inside
 from k8s_scripted import Server, failed
 
-from dlrover_adapters.cli import backends, groups, in_pod, k8s_detach, k8s_reach, kubectl
+from dlrover_adapters.cli import backends, groups, in_pod, k8s_detach, k8s_log, k8s_reach, kubectl
 from dlrover_adapters.cli import main as dlrover
 from dlrover_adapters.cli import options as cli_options
 from dlrover_adapters.cli import run as launcher
@@ -322,10 +322,14 @@ def test_what_cannot_be_detached(
     assert said in capsys.readouterr().err
 
 
-def test_a_certificate_of_masters_in_pods_is_refused() -> None:
-    """It would have to name addresses that nobody knows yet."""
-    options = cli_options.parse(["--tls-cert", "c.pem", "train.py"])
-    with pytest.raises(SpecError, match=r"tls-cert: 'c\.pem': a certificate of masters in pods"):
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [("cert", "a certificate of masters in pods"), ("key", "show no certificate"), ("ca", "show no certificate")],
+)
+def test_certificates_of_masters_in_pods_are_refused(flag: str, said: str) -> None:
+    """They would have to name addresses that nobody knows yet; with a CA alone, agents would wait for TLS for ever."""
+    options = cli_options.parse([f"--tls-{flag}", "c.pem", "train.py"])
+    with pytest.raises(SpecError, match=rf"tls-{flag}: 'c\.pem': .*{said}"):
         k8s_detach._check(options)
 
 
@@ -386,12 +390,61 @@ def test_a_budget_follows_the_size() -> None:
     asyncio.run(asyncio.wait_for(story(), 20))
 
 
-def test_a_password_of_the_environment_reaches_the_masters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_of_the_environment_reaches_the_masters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Etcd's password is in the Secret, wherever the command found it; a URL without a user has none."""
     monkeypatch.setenv("DLROVER_ETCD_PASSWORD", "p w")
-    assert k8s_detach._with_password("etcd://me@e1:2379/x") == "etcd://me:p%20w@e1:2379/x"
-    for url in ("etcd://me:own@e1/x", "etcd://e1:2379/x", ""):
-        assert k8s_detach._with_password(url) == url
+    (tmp_path / "word").write_text("of/file\n")
+    for typed, told in (
+        ("etcd://me@e1:2379/x", "etcd://me:p%20w@e1:2379/x"),
+        ("etcd://me:own@e1,e2/x?ttl=3", "etcd://me:own@e1:2379,e2:2379/x?ttl=3"),
+        (f"etcd://me@e1/x?password_file={tmp_path}/word", "etcd://me:of%2Ffile@e1:2379/x"),
+        ("etcd://e1?archive=s3://b/c%3Fd", "etcd://e1:2379/dlrover?archive=s3%3A//b/c%3Fd"),
+        ("", ""),
+        ("sqlite:///x", "sqlite:///x"),
+    ):
+        found = k8s_log.read(typed, "/etc/dlrover/log")
+        assert found == (told, {})
+        assert k8s_log.read(found.url, "/etc/dlrover/log") == found
+    monkeypatch.delenv("DLROVER_ETCD_PASSWORD")
+    for typed, said in (
+        ("etcd://me@e1", "user 'me' needs a password: set DLROVER_ETCD_PASSWORD"),
+        ("etcds://e1", r"say etcd://HOST:2379\?cacert=FILE"),
+        ("etcd://e1?cacert=/no/ca.pem", "cacert=/no/ca.pem cannot be read"),
+        ("etcd://e1?cert=/no/ca.pem", "a client certificate needs both"),
+    ):
+        with pytest.raises(SpecError, match=said):
+            k8s_log.read(typed, "/etc/dlrover/log")
+
+
+def test_etcd_s_files_travel_in_the_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are read where the command is typed, and masters' pods have them where the URL says; nodes' pods do not.
+
+    Rendering has a word for the key.
+    """
+    for name in ("ca", "cert", "key"):
+        (tmp_path / name).write_text(f"pem of {name}")
+    url = f"etcd://e1/x?cacert={tmp_path}/ca&cert={tmp_path}/cert&key={tmp_path}/key&ttl=4"
+    line = ("--detach", "--log", url, "--image", "a:1", "--job-id", "digits", "x.py")
+    assert dlrover.main(["k8s", "render", *line]) == 0
+    said = capsys.readouterr()
+    assert "key etcd-client-key.pem, stands for the client's key" in said.err
+    secret, *others = yaml.safe_load_all(said.out)
+    files = {name: text for name, text in secret["stringData"].items() if name.endswith(".pem")}
+    assert files == {
+        "etcd-ca.pem": "pem of ca",
+        "etcd-client.pem": "pem of cert",
+        "etcd-client-key.pem": "THE-KEY-FOR-ETCD",
+    }
+    pod = next(one for one in others if one["kind"] == "Job")["spec"]["template"]["spec"]
+    mount = next(one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "log-files")
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "log-files"]
+    assert {one["path"] for one in volume["secret"]["items"]} == set(files)
+    named = dict(one.split("=") for one in secret["stringData"]["log"].partition("?")[2].split("&"))
+    assert named.pop("ttl") == "4"
+    assert {f"{mount['mountPath']}/{name}" for name in files} == set(named.values())
+    assert "log-files" not in str(others[-1])
+    found = k8s_log.read(url, "/f")
+    assert found.files["etcd-client-key.pem"] == "pem of key"
 
 
 @pytest.mark.parametrize("url", ["etcd://me@e1:2379/x?ttl=5", "etcd://me:s3cret@e1:2379/x?ttl=5"])
@@ -406,7 +459,7 @@ def test_a_password_is_neither_printed_nor_an_argument(
     assert dlrover.main(["k8s", "render", "--detach", *line]) == 0
     said = capsys.readouterr()
     assert "s3cret" not in said.out
-    assert "secret digits-masters, key log" in said.err.lower()
+    assert "in Secret digits-masters, key log, stands for etcd's password" in said.err
     made = list(yaml.safe_load_all(said.out))
     assert made[0]["stringData"]["log"] == "etcd://me:THE-PASSWORD-OF-ETCD@e1:2379/x/ml?ttl=5"
     job = next(one for one in made if one["kind"] == "Job")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dlrover_adapters.cli import backends, groups
+from dlrover_adapters.cli import backends, groups, k8s_log
 from dlrover_adapters.cli import options as cli_options
 from dlrover_core.errors import SpecError
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from dlrover_core.runtime.backends import BackendContext, Choice
     from dlrover_core.spec import JobSpec
 
-ETCD_PASSWORD = "DLROVER_ETCD_PASSWORD"  # noqa: S105  # the variable's name
 KEPT = ("pull", "gpu", "gang", "queue", "user", "grace_s", "account", "command")
 """Arguments of the backend that masters in pods are given as they were typed."""
 
@@ -56,6 +54,8 @@ def _check(options: Options) -> None:
         ("masters", "masters in pods are found by their Service"),
         ("owner", "a job in pods is named by the uid of what owns it"),
         ("tls_cert", "a certificate of masters in pods would have to name addresses that they do not have yet"),
+        ("tls_key", "masters in pods show no certificate"),
+        ("tls_ca", "masters in pods show no certificate"),
         ("state_dir", "masters in pods keep their state in the cluster; --backend k8s:claim=NAME says where"),
     ):
         if options.given(dest):
@@ -81,9 +81,15 @@ def context(options: Options, choice: Choice, spec: JobSpec, token: str) -> Back
 
 
 def plan(
-    options: Options, here: BackendContext, spec: JobSpec, namespace: str, *, password: str | None = None
+    options: Options,
+    here: BackendContext,
+    spec: JobSpec,
+    namespace: str,
+    *,
+    password: str | None = None,
+    key: str | None = None,
 ) -> MasterPlan:
-    """What masters there will be. ``password``: what stands for etcd's; None: the true one. Raises `SpecError`."""
+    """What masters there will be. ``password``, ``key``: what stands for etcd's; None: the true ones. Raises `SpecError`."""
     from dlrover_backends.k8s import budgets, masters, render, settings
     from dlrover_core.runtime.backend import sizes_of
 
@@ -91,6 +97,7 @@ def plan(
     if not told.image:
         raise SpecError("image", "missing: masters and nodes run in it; say --image IMG")
     template = render.template_of(here, told)
+    log = k8s_log.read(options.log or "", masters.FILES_PATH, password=password, key=key)
     typed = here.options(**dict.fromkeys(settings.Settings._fields, ""))
     made = masters.MasterPlan(
         namespace,
@@ -99,7 +106,8 @@ def plan(
         here.arguments,
         here.token,
         job=spec.job,
-        etcd=_with_password(options.log or "", password),
+        etcd=log.url,
+        etcd_files=log.files,
         claim=told.claim,
         templates=None if template is None else {"": template},
         backend={key: typed[key] for key in KEPT if typed[key]},
@@ -109,21 +117,6 @@ def plan(
     )
     masters.objects(made)
     return made
-
-
-def _with_password(log: str, instead: str | None = None) -> str:
-    """The log's URL with the password that this command's environment has for its user; in pods it lies in the Secret.
-
-    ``instead`` takes the place of any password.
-    """
-    from urllib.parse import quote
-
-    found = re.match(r"(etcds?://[^/@:]+)(:[^/@]*)?(?=@)", log)
-    if found is None:
-        return log
-    own = found[2].removeprefix(":") if found[2] else quote(os.environ.get(ETCD_PASSWORD, ""), safe="")
-    told = own if instead is None else instead
-    return f"{found[1]}{':' if told else ''}{told}{log[found.end() :]}"
 
 
 def _placed(template: object) -> dict[str, object]:

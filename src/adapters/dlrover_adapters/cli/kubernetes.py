@@ -30,7 +30,7 @@ EXAMPLES = """\
 
 RENDER, OPERATOR = "render", "operator"
 RUN, TOKEN, PLACE = "RUN", "THE-TOKEN-OF-THE-JOB", "MASTERS:PORT"  # stand for what is only known when the job begins
-PASSWORD = "THE-PASSWORD-OF-ETCD"  # noqa: S105  # stands for one: what is printed is kept in files
+PASSWORD, KEY = "THE-PASSWORD-OF-ETCD", "THE-KEY-FOR-ETCD"  # stand for secrets: what is printed is kept in files
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,13 +100,15 @@ def _detached(options: Options, choice: Choice, spec: JobSpec) -> str:
     from dlrover_core.runtime.backend import sizes_of
 
     here = k8s_detach.context(options, choice, spec, TOKEN)
-    plan = k8s_detach.plan(options, here, spec, settings.read(here).namespace or "default", password=PASSWORD)
-    if PASSWORD in plan.etcd:
-        print(
-            f"dlrover k8s render: {PASSWORD} stands for etcd's password in Secret {plan.called}, key {masters.LOG_KEY}: write it "
-            f"there, escaped as in a URL. dlrover-run --detach takes it from the URL, or from ${k8s_detach.ETCD_PASSWORD}",
-            file=sys.stderr,
-        )
+    plan = k8s_detach.plan(options, here, spec, settings.read(here).namespace or "default", password=PASSWORD, key=KEY)
+    secret = {masters.LOG_KEY: plan.etcd, **plan.etcd_files}
+    for word, what in ((PASSWORD, "etcd's password, escaped as in a URL"), (KEY, "the client's key for etcd")):
+        for key in (key for key, value in secret.items() if word in value):
+            print(
+                f"dlrover k8s render: {word} in Secret {plan.called}, key {key}, stands for {what}: write it there. "
+                "dlrover-run --detach does so by itself",
+                file=sys.stderr,
+            )
     made = masters.objects(plan)
     at = f"{plan.called}.{plan.namespace}.svc:{masters.PORT}"
     nodes = dataclasses.replace(here, run=plan.uid, masters=(at,), args=f"{here.args},secret={plan.called}")

@@ -27,6 +27,8 @@ UID = "set-by-the-api-server"
 NAME_MAX = 40
 """A pod of the Job has its name, an index, and five characters more, within 63."""
 STATE, STATE_PATH = "state", "/var/lib/dlrover"
+FILES, FILES_PATH = "log-files", "/etc/dlrover/log"
+FILES_MODE = 0o440
 ENDS_JOB = (1, 2, 4, 78, 93)
 """Exit statuses that another master would repeat: failed, wrong usage, a log that cannot be read or led, no progress."""
 HANDED_OVER = 75
@@ -73,6 +75,7 @@ class MasterPlan:
     job:         the job's own name, any text; empty: ``name``
     command:     what leads the job: ``dlrover-run``, or ``dlrover master``
     etcd:        URL of a log in etcd; there are two masters then, on different hosts
+    etcd_files:  files that this URL names, in the folder `FILES_PATH`: contents by name, which lie in the Secret
     claim:       name of a PersistentVolumeClaim for a log on SQLite; one of ``etcd`` and ``claim`` is needed
     labels:      of every object, beside ours
     annotations: of the Job
@@ -97,6 +100,7 @@ class MasterPlan:
     job: str = ""
     command: tuple[str, ...] = ("dlrover-run",)
     etcd: str = field(default="", repr=False)
+    etcd_files: Mapping[str, str] = field(default_factory=dict, repr=False)
     claim: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
@@ -244,7 +248,7 @@ def _pod(job: MasterPlan) -> Json:
             **(given.get("securityContext") or {}),
         },
         "containers": [_container(job)],
-        "volumes": [*(given.get("volumes") or []), _volume(job)],
+        "volumes": [*(given.get("volumes") or []), *_volumes(job)],
     }
     if job.replicas > 1:
         spec["affinity"] = _apart(job, given.get("affinity") or {})
@@ -265,16 +269,23 @@ def _container(job: MasterPlan) -> Json:
         "resources": dict(job.resources),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [mount],
+        "volumeMounts": [
+            mount,
+            *([{"name": FILES, "mountPath": FILES_PATH, "readOnly": True}] if job.etcd_files else []),
+        ],
     }
     if job.backend.get("pull"):
         made["imagePullPolicy"] = job.backend["pull"]
     return made
 
 
-def _volume(job: MasterPlan) -> Json:
+def _volumes(job: MasterPlan) -> list[Json]:
     kept: Json = {"persistentVolumeClaim": {"claimName": job.claim}} if job.claim else {"emptyDir": {}}
-    return {"name": STATE, **kept}
+    found = [{"name": STATE, **kept}]
+    if job.etcd_files:
+        items = [{"key": name, "path": name} for name in job.etcd_files]
+        found.append({"name": FILES, "secret": {"secretName": job.called, "items": items, "defaultMode": FILES_MODE}})
+    return found
 
 
 def _env(job: MasterPlan) -> list[Json]:
@@ -339,7 +350,7 @@ def secret(job: MasterPlan) -> Json:
     """The Secret with the job's token, and the URL of its log, which may have a password in it."""
     told = {pods.TOKEN_KEY: job.token}
     if job.etcd:
-        told[LOG_KEY] = by_namespace(job.etcd, job.namespace)
+        told |= {LOG_KEY: by_namespace(job.etcd, job.namespace), **job.etcd_files}
     made = _object(job, "v1", "Secret", owned=job.owner is not None, type="Opaque", stringData=told)
     made["metadata"]["annotations"] = {names.NOTE_JOB: job.job or job.name}
     return made
