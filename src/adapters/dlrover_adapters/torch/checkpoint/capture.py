@@ -303,7 +303,7 @@ class Capture:
 
         An optimizer's parameters, by name; numbers and text in ``state``; and the position in the data.
         """
-        yield from self._data.forms()
+        yield from self.data.forms()
         for source in self._sources:
             if isinstance(source, OptimizerSource):
                 yield f"{source.roots()[0]}.param_groups", repr(source.names())
@@ -357,7 +357,7 @@ class Capture:
 
         What differs and does no harm, in words. Raises `Mismatch` for another optimizer, `SpecError` for other data.
         """
-        notes: list[str] = list(self._data.accept(objects.get(CUT)))
+        notes: list[str] = list(self.data.accept(objects.get(CUT)))
         if kinds.CLASSES in objects:
             notes += self._other_classes(objects[kinds.CLASSES], objects)
         for source in self._sources:
