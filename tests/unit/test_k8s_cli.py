@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from k8s_inside import Inside
 from k8s_scripted import Server, failed
 
 from dlrover_adapters.cli import apart, backend_flags, backends, kubernetes
@@ -20,6 +21,7 @@ from dlrover_adapters.cli import main as dlrover
 from dlrover_adapters.cli import options as cli_options
 from dlrover_backends.k8s import names, pods, settings
 from dlrover_backends.k8s.client import KubernetesBackend
+from dlrover_backends.k8s.paths import collection
 from dlrover_core import BackendContext
 from dlrover_core.errors import SpecError
 from dlrover_core.spec import GroupSpec, JobSpec
@@ -170,3 +172,17 @@ def test_the_launcher_asks_the_cluster_first(monkeypatch: pytest.MonkeyPatch, ca
     with pytest.raises(SpecError, match="none' is not there"):
         asked(KubernetesBackend(nowhere))
     assert [path for _, path, _ in server.asked] == ["/api/v1/namespaces/ml/pods?limit=1"] * 3
+
+
+def test_the_example_of_an_indexed_job_is_valid() -> None:
+    """The API server takes it as it stands, beside its Service."""
+    path = Path(__file__).parents[2] / "examples/kubernetes/indexed-job.yaml"
+
+    async def story() -> None:
+        server = Inside()
+        for one in yaml.safe_load_all(path.read_text()):
+            one["metadata"]["namespace"] = "ml"
+            made = await server.ask("POST", collection(one), body=one)
+            assert made["metadata"]["uid"]
+
+    asyncio.run(asyncio.wait_for(story(), 20))
